@@ -398,11 +398,11 @@ class OutOfMemoryRecovery(Part):
 
     def _tell_memory(self) -> None:
         """Streamed layers walk a window in one go: losses that are means must count alike, or each part goes alone."""
-        if not self.trainer.memory.streams:
+        if (window := self.trainer.memory.window) is None:
             return
         parts = [part for batch in self._batches for part in self._parts(batch)]
         alike = self._items is not None or len({share for _, share in parts}) <= 1
-        self.trainer.memory.begin_window([part for part, _ in parts] if alike else [])
+        window.begin([part for part, _ in parts] if alike else [])
 
     # An out-of-memory error.
 
@@ -452,7 +452,7 @@ class OutOfMemoryRecovery(Part):
         optimizer = self.trainer.optimizer
         for wrapped in ("optimizer", "base"):  # by accelerate; around streamed layers
             optimizer = getattr(optimizer, wrapped, optimizer)
-        self.trainer.saves.join()
+        self.trainer.saver.writer.join()
         checkpoint = last_checkpoint(self.trainer.run_folder)
         where = f"from `{checkpoint}`" if checkpoint else "from the start (no checkpoint was saved yet)"
         return UnrecoveredMemoryError(
@@ -581,7 +581,7 @@ class OutOfMemoryRecovery(Part):
         """Save the state after the last step, and return a sentence that says where, or why not."""
         trainer = self.trainer
         step = trainer.state.global_step
-        trainer.saves.join()
+        trainer.saver.writer.join()
         if self.saved_step != step:
             try:
                 trainer._save_checkpoint(trainer.model, trial=trainer.trial)

@@ -24,7 +24,6 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
-    TrainerCallback,
 )
 from transformers.utils.logging import is_progress_bar_enabled
 
@@ -637,52 +636,6 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
     (folder / "model.safetensors").write_bytes(weights)
     with pytest.raises(ExportError, match="is damaged: `model.safetensors` is not what was saved"):
         exporter.export(folder, tmp_path / "export", "gguf-q8_0")
-
-
-def test_weights_of_an_earlier_run_are_refused_until_others_are_saved(tmp_path):
-    pytest.importorskip("gguf")
-
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 4:
-                raise KeyboardInterrupt
-
-    def refusal(folder: str = "out") -> str:
-        with pytest.raises(ExportError) as error:
-            exporter.export(tmp_path / folder, tmp_path / "export", "gguf-q8_0")
-        return str(error.value)
-
-    trained(tmp_path / "out", save_strategy="steps", save_steps=6).save_model()
-    options = {"seed": 1, "save_strategy": "steps", "save_steps": 3}
-    with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path / "out", callbacks=[Stop()], **options)
-    # The checkpoint to export is that of the new run, not the later one of the old run.
-    assert "model.safetensors` is of an earlier run" in refusal()
-    assert "checkpoint-3`" in refusal() and "copy them, the config and the tokenizer" in refusal()
-    shutil.copytree(tmp_path / "out", tmp_path / "copied")
-    assert "is of an earlier run" in refusal("copied")
-    (tmp_path / "copied" / "hybrid_run.json").write_text("{")
-    assert "`hybrid_run.json` is damaged" in refusal("copied")
-    (tmp_path / "copied" / "hybrid_run.json").unlink()
-    source.check_source(tmp_path / "copied")
-    source.check_source(tmp_path / "out" / "checkpoint-3")
-    # Weights that were saved by other means are taken, and so are those of a run that ends with the same bytes.
-    finished = trained(tmp_path / "out", **options)
-    assert "is of an earlier run" in refusal()
-    finished.model.save_pretrained(tmp_path / "out")
-    source.check_source(tmp_path / "out")
-    again = trained(tmp_path / "out", **options)
-    assert "is of an earlier run" in refusal()
-    again.save_model()
-    source.check_source(tmp_path / "out")
-
-
-@pytest.mark.parametrize("leaps", [True, False])
-def test_a_first_run_leaves_no_note_of_earlier_weights(tmp_path, leaps):
-    trainer = trained(tmp_path / "out", enable_predict=leaps)
-    trainer.save_model()
-    note = tmp_path / "out" / "hybrid_run.json"
-    assert note.exists() == leaps and (not leaps or "earlier_weights" not in json.loads(note.read_text()))
 
 
 def test_formats_that_cannot_be_written_are_refused_with_what_to_do(run, tmp_path, monkeypatch):
