@@ -128,7 +128,7 @@ class Streamed(Resident):
     """
 
     streams = True
-    window: Window
+    window: Window  # ty: ignore[incompatible-mutable-override]  # nobody takes it away
 
     def __init__(
         self,
