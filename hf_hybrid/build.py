@@ -39,6 +39,7 @@ from hf_hybrid.optimizers import (
     muon_groups,
     optimizer_name,
     split_parameters,
+    text_config,
 )
 from hf_hybrid.part import Part
 from hf_hybrid.plan.accounting import host_memory
@@ -60,7 +61,6 @@ from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
 from hf_hybrid.run.trainer_view import (
     TrainerLike,
     made_optimizer,
-    text_config,
     trains_adapters,
     unwrapped_optimizer,
 )

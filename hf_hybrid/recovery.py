@@ -406,11 +406,11 @@ class OutOfMemoryRecovery(Part):
 
     def _tell_memory(self) -> None:
         """Streamed layers walk a window in one go: losses that are means must count alike, or each part goes alone."""
-        if not self.trainer.memory.streams:
+        if (window := self.trainer.memory.window) is None:
             return
         parts = [part for batch in self._batches for part in self._parts(batch)]
         alike = self._items is not None or len({share for _, share in parts}) <= 1
-        self.trainer.memory.begin_window([part for part, _ in parts] if alike else [])
+        window.begin([part for part, _ in parts] if alike else [])
 
     # An out-of-memory error.
 

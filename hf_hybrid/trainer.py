@@ -81,7 +81,7 @@ from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
 from hf_hybrid.saving.saver import InStep, Saver
 from hf_hybrid.saving.sharded import load_optimizer, load_weights
 from hf_hybrid.saving.start import names_digest, restoring
-from hf_hybrid.streaming.engine import Resident, Streamed
+from hf_hybrid.streaming.engine import Resident
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 
 logger = logging.getLogger(__name__)
@@ -615,6 +615,8 @@ class HybridTrainerMixin(PublishingMixin):
             model.train()  # as in a skipped step
             return torch.zeros((), device=self.args.device)
         step = functools.partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
+        if self.memory.window is not None:  # layer by layer, the first call computes all of the window
+            step = functools.partial(self.memory.window.next, step)
         loss = self.recovery.compute(inputs, functools.partial(self._compute, step), num_items_in_batch)
         self.run.count(inputs, loss)
         return loss
@@ -627,7 +629,7 @@ class HybridTrainerMixin(PublishingMixin):
             with self.rows.around() if laid_out else contextlib.nullcontext():
                 if self._around_forward:
                     self.run.call("before_forward", self.run.phase)
-                return self.memory.compute(step, inputs)
+                return step(inputs)
         finally:
             in_step.is_changing = False
             if self._around_forward:
@@ -654,13 +656,14 @@ class HybridTrainerMixin(PublishingMixin):
             super()._track_num_input_tokens(inputs)
 
     def _clip_grad_norm(self, model):
-        if not isinstance(self.memory, Streamed):
+        if (streamed := self.memory.optimizer) is None:
             return super()._clip_grad_norm(model)
         # With leaps the direction reads clipped gradients before the optimizer does.
-        return self.memory.clip(model, self.args.max_grad_norm, now=self.has_phases)
+        return streamed.clip(model.parameters(), self.args.max_grad_norm, now=self.has_phases)
 
     def _get_grad_norm(self, model, grad_norm=None):
-        grad_norm = self.memory.gradient_norm(model) if grad_norm is None else grad_norm
+        if grad_norm is None and self.memory.optimizer is not None:
+            grad_norm = self.memory.optimizer.total_norm(model.parameters())
         self._gradient_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         return self._gradient_norm
 
