@@ -498,7 +498,7 @@ def _quantization(model: FineTunedModel, args: Any) -> dict[str, Any]:
 def _adapters(model: FineTunedModel) -> Any:
     if not with_adapters(model):
         return None
-    from hf_hybrid.cli.models import lora_config
+    from hf_hybrid.plan.models import lora_config
 
     more = {"target_parameters": model.lora_target_parameters} if model.lora_target_parameters else {}
     targets = model.lora_target_modules or (None if model.lora_target_parameters else "all-linear")

@@ -407,7 +407,7 @@ def read_config(options: ModelOptions) -> Any:
     """Return the config of the model that `options` name. Raises [`OptionError`] if it cannot be read."""
     from transformers import AutoConfig
 
-    from hf_hybrid.cli.models import check_depth
+    from hf_hybrid.plan.models import check_depth
 
     name = required("model", options.model)
     revision = options.model_revision or "main"
@@ -459,7 +459,7 @@ def quantized_placement(on_host: bool) -> dict[str, Any]:
 
 
 def _add_adapters(model: Any, options: AdapterOptions) -> Any:
-    from hf_hybrid.cli.models import lora_config
+    from hf_hybrid.plan.models import lora_config
 
     scale = {"lora_alpha": options.lora_alpha, "lora_dropout": options.lora_dropout}
     adapters = lora_config(options.lora_r, options.lora_target_modules or "all-linear", **scale)  # or how to get peft

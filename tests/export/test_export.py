@@ -29,10 +29,10 @@ from transformers import (
 from transformers.utils.logging import is_progress_bar_enabled
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.cli.exports import exported_bytes
 from hf_hybrid.cli.main import main
 from hf_hybrid.export import exporter, formats, measure, source
 from hf_hybrid.export.formats import FORMATS, ExportError
+from hf_hybrid.plan.exports import exported_bytes
 
 PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes", **{name: "gguf" for name in FORMATS if name.startswith("gguf")}}
 WRITTEN = sorted(PACKAGES)
