@@ -218,7 +218,7 @@ def test_the_guard_asks_for_a_checkpoint(results):
 @needs("measured")
 def test_the_machine_is_measured(results):
     facts = results.of("measured")["facts"]
-    assert "Simulated GPU, 16.0 GiB (13.0 free), PCIe 4 x16" in facts["environment"]
+    assert "Simulated GPU, 16.0 GiB" in facts["environment"]
     assert facts["bf16"] is True and facts["free"] == 16 << 30
 
 
