@@ -70,7 +70,7 @@ def _check(args: argparse.Namespace) -> None:
             raise OptionError(f"`--{name}` must be {limits}, got {getattr(args, name)}.")
     path, kinds = Path(args.model).expanduser(), ("config.json", "adapter_config.json", "*.gguf")
     if path.is_dir() and not any(any(path.glob(kind)) for kind in kinds):
-        from hf_hybrid.checkpoints.manifest import last_checkpoint
+        from hf_hybrid.saving.manifest import last_checkpoint
 
         last = last_checkpoint(path)
         hint = f" Its last checkpoint is `{last}`." if last else ""

@@ -36,7 +36,6 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from hf_hybrid.checkpoints.manifest import last_checkpoint
 from hf_hybrid.cli.options import PRIVATE
 from hf_hybrid.cli.study import (
     ENDED,
@@ -55,6 +54,7 @@ from hf_hybrid.cli.yaml_file import ENVIRONMENT, as_yaml, split_private
 from hf_hybrid.files import open_to_append, write_text
 from hf_hybrid.integrations.optuna import MAX_STEPS, ForecastPruner, FrozenTrial, TrialState, optuna
 from hf_hybrid.records.redaction import redact
+from hf_hybrid.saving.manifest import last_checkpoint
 
 PROCESS = (sys.executable, "-m", "hf_hybrid.cli.trial")
 POLL_SECONDS = 0.5

@@ -8,12 +8,12 @@ from conftest import ByteText, hybrid_config, tiny_model
 from peft import LoraConfig, get_peft_model
 
 from hf_hybrid import HybridTrainer
+from hf_hybrid.build import _working_dtypes, make_plan
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory
 from hf_hybrid.plan.accounting import ModelShape, WeightCount, storage_bytes
 from hf_hybrid.plan.estimate import Estimator, Plan, PlanError, refuse
 from hf_hybrid.plan.setups import Setup
-from hf_hybrid.setup import _working_dtypes, make_plan
 from hf_hybrid.streaming.layers import embeddings_and_head, find_layers
 from hf_hybrid.streaming.streamer import LayerStreamer
 
@@ -206,7 +206,7 @@ def test_planned_buffers_are_those_that_a_run_holds(direction, tmp_path):
     assert planned.table.get("drift", "host") == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"buffers_device": "cpu"}, {"optim": "muon"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"buffers_device": "cpu"}], ids=str)
 def test_planned_buffers_of_streamed_weights(options, tmp_path):
     held, planned = run(tmp_path, memory="stream", **options)
     scratch = 4 * EMBEDDING  # one per place; here both places are the same
