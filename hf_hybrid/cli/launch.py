@@ -1,9 +1,9 @@
 """
-`hf-hybrid train | sft | dpo | grpo`: check the options, then train in this process, or on several that accelerate
-launches.
+Several processes of this machine for a command that trains: how many, and how accelerate starts them.
 
-Several GPUs need several processes. A single process trains right here: it starts sooner, and Ctrl-C and debuggers
-reach it. In both cases `cli/run.py` does the work.
+Several GPUs need several processes. Each runs the same command (`python -m hf_hybrid train ...`), as processes of a
+launcher of your own do: `torchrun --nproc_per_node 8 -m hf_hybrid train --config run.yaml`. A single process trains
+where it was started: that is sooner, and Ctrl-C and debuggers reach it.
 """
 
 from __future__ import annotations
@@ -14,97 +14,20 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from hf_hybrid.cli.options import TRAIN, CommandLine, LaunchOptions, OptionError, complain, help_all, help_text
-from hf_hybrid.cli.screen import quiet_imports
-from hf_hybrid.cli.tasks import FINE_TUNING
+from hf_hybrid.cli.options import CommandLine, LaunchOptions, OptionError
 from hf_hybrid.cli.yaml_file import read_options
-from hf_hybrid.report.samples import read_prompts
 
-MODULE = "hf_hybrid.cli.run"
+MODULE = "hf_hybrid"
 CONFIGS = Path(__file__).parent / "accelerate_configs"
-HANDED_ON = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+HANDED_ON = (signal.SIGTERM, signal.SIGUSR1)
 OF_LAUNCHER = ("SIGINT", "SIGHUP", "SIGQUIT")
 """Signals at which torch's launcher ends its processes. Its default has SIGTERM too."""
-
-
-def add_parser(subparsers, summary: str, name: str = TRAIN.name) -> argparse.ArgumentParser:
-    """Register a subcommand. Its options are left to the parser that knows TrainingArguments."""
-    # No option begins with this prefix, so that argparse hands every word on.
-    parser = subparsers.add_parser(name, help=summary, add_help=False, prefix_chars="\0")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    parser.set_defaults(run=run, training=FINE_TUNING.get(name, TRAIN))
-    return parser
-
-
-def run(args: argparse.Namespace) -> int:
-    """
-    Train, or print help.
-
-    Returns 0; 2 for options that cannot work; 1 for a training that diverged or ran out of memory; 130 after Ctrl-C;
-    else the exit status of the process that failed.
-    """
-    arguments, command = args.arguments, args.training
-    if not arguments or {"-h", "--help"} & set(arguments):
-        sys.stdout.write(help_text(command))
-        return 0
-    if {"--help_all", "--help-all"} & set(arguments):
-        with quiet_imports():
-            sys.stdout.write(help_all(command))
-        return 0
-    try:
-        line = CommandLine(arguments, command)
-        line.set_environment()
-        check_early(line)
-        with quiet_imports():
-            line.values  # noqa: B018  # imports what knows all options
-        # A launcher of the user's that started this process has decided on the number of processes.
-        if "LOCAL_RANK" not in os.environ:
-            line.check_required()
-            if line.values.accelerate_config or processes(line.values) > 1:
-                return launch(line)
-            from hf_hybrid.machine import use_one_gpu
-
-            use_one_gpu()
-        from hf_hybrid.cli.run import train
-
-        return train(line)
-    except (OptionError, ImportError) as error:  # an ImportError: of TRL, with how to install it
-        return complain(error, command.program)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-
-
-def check_early(line: CommandLine) -> None:
-    """Refuse what can be seen to be missing without torch, whose import takes seconds. Raises [`OptionError`]."""
-    _check_samples(line)
-    if line.command is not TRAIN:
-        from hf_hybrid.cli.fine_tune import check_early as check
-
-        check(line)
-        return
-    from hf_hybrid.cli.data import check_path
-    from hf_hybrid.cli.fine_tune import check_model
-
-    given = line.glimpse("model", "dataset", "eval_dataset")
-    for name in given["model"] or []:
-        check_model(name)
-    for option in ("dataset", "eval_dataset"):
-        for name in given[option] or []:
-            check_path(option, name)
-
-
-def _check_samples(line: CommandLine) -> None:
-    for name in line.glimpse("sample_prompts")["sample_prompts"] or []:
-        try:
-            read_prompts(name)
-        except ValueError as error:
-            raise OptionError(str(error)) from None
 
 
 def processes(values: argparse.Namespace) -> int:
@@ -119,10 +42,9 @@ def processes(values: argparse.Namespace) -> int:
     return max(torch.accelerator.device_count(), 1)
 
 
-def launch(line: CommandLine, module: str | None = None, words: Sequence[str] | None = None) -> int:
+def launch(line: CommandLine) -> int:
     """
-    Train on several processes of this machine through `accelerate launch`. Each runs `module` with `words`, by default
-    [`MODULE`] with those of the command line.
+    Train on several processes of this machine through `accelerate launch`.
 
     Returns:
         `int`: Exit status of the process that failed first, as a shell gives it; 0 if none failed.
@@ -136,11 +58,10 @@ def launch(line: CommandLine, module: str | None = None, words: Sequence[str] | 
 
     # Processes use gloo under this variable. accelerate's own `--cpu` would start one process, not several.
     on_cpu = {"ACCELERATE_USE_CPU": "true"} if line.values.use_cpu else {}
-    module = module or MODULE
-    options = launch_command_parser().parse_args(launch_arguments(line, module, words))
+    options = launch_command_parser().parse_args(launch_arguments(line))
     options.signals_to_handle = ",".join(OF_LAUNCHER)  # of torchrun, which accelerate calls
     try:
-        with patch_environment(**on_cpu), handing_on(module):
+        with patch_environment(**on_cpu), handing_on():
             launch_command(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -154,9 +75,9 @@ def launch(line: CommandLine, module: str | None = None, words: Sequence[str] | 
 
 
 @contextlib.contextmanager
-def handing_on(module: str) -> Generator[None]:
+def handing_on() -> Generator[None]:
     """
-    Hand SIGTERM and SIGUSR1 on to the processes that run `module`, the children of this one.
+    Hand SIGTERM and SIGUSR1 on to the processes that train, the children of this one.
 
     Schedulers often signal the first process of a job alone. torch's launcher kills its processes 30 seconds after
     SIGTERM, whether they have saved or not, and SIGUSR1 would end the launcher and leave them behind. Here both only go
@@ -164,7 +85,7 @@ def handing_on(module: str) -> Generator[None]:
     """
 
     def hand_on(number: int, frame: Any) -> None:
-        workers = [child for child in psutil.Process().children() if module in _words_of(child)]
+        workers = [child for child in psutil.Process().children() if MODULE in _words_of(child)]
         for worker in workers:
             with contextlib.suppress(psutil.NoSuchProcess):
                 worker.send_signal(number)
@@ -189,8 +110,8 @@ def _words_of(process: Any) -> list[str]:
         return []
 
 
-def launch_arguments(line: CommandLine, module: str = MODULE, words: Sequence[str] | None = None) -> list[str]:
-    """The arguments of `accelerate launch`. Raises [`OptionError`] for an `accelerate_config` that cannot be used."""
+def launch_arguments(line: CommandLine) -> list[str]:
+    """Return the arguments of `accelerate launch`. Raises [`OptionError`] for a config that cannot be used."""
     values = line.values
     name = values.accelerate_config or "ddp"
     packaged = CONFIGS / f"{'ddp_cpu' if values.use_cpu and name == 'ddp' else name}.yaml"
@@ -208,9 +129,7 @@ def launch_arguments(line: CommandLine, module: str = MODULE, words: Sequence[st
         # Port 0 is a free one, so that two runs on one machine do not meet.
         command = ["--config_file", str(packaged), "--num_processes", str(processes(values))]
         command += ["--main_process_port", "0"]
-    if words is None:
-        words = [*([] if line.command is TRAIN else [line.command.name]), *line.arguments]
-    return [*command, "--module", module, *words]
+    return [*command, "--module", MODULE, line.command.name, *line.arguments]
 
 
 def _check_config(name: str) -> None:

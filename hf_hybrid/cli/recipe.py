@@ -1,0 +1,394 @@
+"""
+From a command (`hf-hybrid train | sft | dpo | grpo`) to a trained model, in the order of events.
+
+1. [`run`] reads the words and the YAML file, and sets the environment variables under `env`.
+2. [`check_early`] refuses what can be seen to be wrong before torch is imported, which takes seconds.
+3. Several processes are launched if there are several GPUs ([`launch`]). Each of them begins here again at 1.
+4. [`train`] begins in each process that trains.
+5. [`make_trainer`] builds the options and checks them together ([`check_options`]); then come the tokenizer, every row
+   of the data ([`load_data`]), and last the weights, because they take longest. The trainer puts adapters on them.
+6. The trainer trains.
+7. [`finish`] saves the model, evaluates it, writes its card and pushes it.
+
+A message says what is wrong as soon as it is known, in one sentence, with exit status 2.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_hybrid.cli import rewards, screen
+from hf_hybrid.cli.data import NOTE_NAME, DataNote, Reader, check_paths, new_names
+from hf_hybrid.cli.launch import launch, processes
+from hf_hybrid.cli.loading import (
+    adapters_config,
+    add_adapters,
+    check_model,
+    check_sizes,
+    load_model,
+    load_tokenizer,
+    read_config,
+)
+from hf_hybrid.cli.options import (
+    DPO,
+    GRPO,
+    TRAIN,
+    TRAINING,
+    CommandLine,
+    OptionError,
+    Options,
+    complain,
+    help_all,
+    help_text,
+    required,
+)
+
+logger = logging.getLogger(__name__)
+
+TRY_AGAIN = 75
+"""Exit status that asks for the same command once more (EX_TEMPFAIL of BSD's sysexits.h)."""
+
+
+def run(name: str, arguments: Sequence[str]) -> int:
+    """
+    Train, or print help.
+
+    Returns:
+        `int`: 0; 2 after a message if the options cannot work; 1 after a message if the training diverged or ran out of
+        memory for good, or if the disk is full; 75 if processes drifted apart and the same command shall go on; 130
+        after Ctrl-C; 143 if the job was asked to end before its last step; else the exit status of the process that
+        failed.
+    """
+    command = TRAINING[name]
+    if not arguments or {"-h", "--help"} & set(arguments):
+        sys.stdout.write(help_text(command))
+        return 0
+    if {"--help_all", "--help-all"} & set(arguments):
+        with screen.quiet_imports():
+            sys.stdout.write(help_all(command))
+        return 0
+    try:
+        line = CommandLine(arguments, command)
+        line.set_environment()
+        check_early(line)
+        with screen.quiet_imports():
+            line.values  # noqa: B018  # imports what knows all options
+        # A launcher of the user's that started this process has decided on the number of processes.
+        if "LOCAL_RANK" not in os.environ:
+            if line.values.accelerate_config or processes(line.values) > 1:
+                return launch(line)
+            from hf_hybrid.machine import use_one_gpu
+
+            use_one_gpu()
+        return train(line)
+    except (OptionError, ImportError) as error:  # an ImportError: of TRL, with how to install it
+        return complain(error, command.program)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def check_early(line: CommandLine) -> None:
+    """Refuse what can be seen to be wrong without torch. Raises [`OptionError`]."""
+    line.check_required()
+    early = line.early("model", "dataset", "eval_dataset", "columns", "reward", "reward_pattern", "sample_prompts")
+    check_model(early["model"][0])
+    check_paths("dataset", early["dataset"])
+    check_paths("eval_dataset", early["eval_dataset"])
+    new_names(early["columns"])
+    if line.command is GRPO:
+        for name in required("reward", early["reward"] or None, line.command.program):
+            rewards.check_name(name, next(iter(early["reward_pattern"]), None))
+    for path in early["sample_prompts"]:
+        from hf_hybrid.report.samples import read_prompts
+
+        try:
+            read_prompts(path)
+        except ValueError as error:
+            raise OptionError(str(error)) from None
+
+
+def train(line: CommandLine) -> int:
+    """Train in this process, and say how it ended. Returns the exit status, as [`run`]."""
+    from hf_hybrid.files import is_disk_full
+    from hf_hybrid.prints.digests import RanksDriftedError
+    from hf_hybrid.recovery import UnrecoveredMemoryError
+    from hf_hybrid.run.monitor import TrainingDivergedError
+    from hf_hybrid.run.run import NO_LEAPS
+
+    program = line.command.program
+    with screen.quiet_imports():
+        line.command.config_class()
+    # The message about leaps would confuse users who fine-tune.
+    with screen.speaking(unsaid=() if line.command is TRAIN else (NO_LEAPS,)):
+        try:
+            return _train(line)
+        except (TrainingDivergedError, UnrecoveredMemoryError) as error:
+            complain(error, program)
+            return 1
+        except RanksDriftedError as error:
+            complain(error, program)
+            return TRY_AGAIN
+        except Exception as error:
+            if not is_disk_full(error):
+                raise
+            logger.debug("The error in full:", exc_info=True)
+            reason = getattr(error, "strerror", None) or error
+            sys.stderr.write(f"{program}: error: {reason}\n")  # of any process
+            return 1
+
+
+def _train(line: CommandLine) -> int:
+    from transformers import TrainerCallback
+
+    class FirstStep(TrainerCallback):
+        begun = False
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            self.begun = True
+
+    first_step, trainer = FirstStep(), None
+    try:
+        options = line.options()
+        trainer = make_trainer(options)
+        trainer.add_callback(first_step)
+        screen.tell_of_trainer(trainer, options.defaulted)
+        with screen.Interrupts(alone=trainer.args.world_size == 1) as interrupts:
+            chooses_steps = "logging_steps" in options.defaulted
+            trainer.add_callback(screen.progress_callback(trainer, interrupts, chooses_steps=chooses_steps))
+            result = trainer.train(resume_from_checkpoint=_checkpoint_to_resume(trainer.args))
+    except (ValueError, TypeError, ImportError) as error:
+        # Before the first step HybridConfig, HybridTrainer and Trainer refuse options and checkpoints with these.
+        if first_step.begun:
+            raise
+        logger.debug("The error in full:", exc_info=True)
+        return complain(error, line.command.program)
+    except KeyboardInterrupt:
+        if trainer is not None:
+            screen.tell_of_interruption(trainer)
+        return 128 + signal.SIGINT
+    if interrupts.asked and trainer.state.global_step < trainer.state.max_steps:
+        screen.tell_of_interruption(trainer)
+        return 128 + signal.SIGINT
+    if trainer.preempted:
+        screen.tell_of_interruption(trainer)
+        _end_together(trainer)
+        return 128 + signal.SIGTERM
+    finish(trainer, result.metrics, options, evaluated=_evaluated_last(trainer) if first_step.begun else {})
+    return 0
+
+
+def _checkpoint_to_resume(args: Any) -> str | bool | None:
+    """The folder to resume from; `True`: from the last checkpoint. Any word may come from the command line."""
+    words = {None: None, "": None, "none": None, "false": None, "true": True}
+    resume = args.resume_from_checkpoint
+    return words.get(resume and resume.lower(), resume)
+
+
+# Before training.
+
+
+def make_trainer(options: Options) -> Any:
+    """
+    Return the trainer of a command. Of several processes the first downloads and tokenises for all.
+
+    Raises:
+        OptionError, ValueError, TypeError, ImportError: What cannot be used, in one sentence.
+    """
+    from transformers import default_data_collator, set_seed
+
+    from hf_hybrid.cli import tokens
+    from hf_hybrid.files import write_note
+
+    command, args = options.command, options.config
+    check_options(options)
+    check_output(args.output_dir)
+    adapters = adapters_config(options.adapters)
+    more: dict[str, Any] = {} if command is TRAIN else {"peft_config": adapters}
+    if command is GRPO:
+        more["reward_funcs"], reward_words = rewards.load_all(options.rewards, args.reward_weights)
+    with args.main_process_first(desc="loading the tokenizer"):
+        config = read_config(options.model, options.trust_remote_code)
+        tokenizer = load_tokenizer(options.model, options.trust_remote_code)
+    check_sizes(config, str(options.model.model), len(tokenizer), getattr(options.data, "sequence_length", 0))
+    tokens.set_template(tokenizer, args)
+    screen.say(command.program)
+    note = DataNote.of(options)
+    set_seed(args.seed)
+    with args.main_process_first(desc="reading the data"):
+        train_set, eval_set = load_data(options, note, tokenizer)
+    if command is GRPO:
+        rewards.check_answers(options.rewards, train_set)
+        screen.fact("rewards", reward_words)
+    set_seed(args.seed)  # as if the data had taken no random numbers
+    if args.should_save:
+        write_note(Path(args.output_dir) / NOTE_NAME, note.to_dict())
+    with args.main_process_first(desc="loading the model's files"):
+        model = load_model(options, config)
+    if command is TRAIN:
+        # Rows are of one length, so nothing is padded. Trainer's collator would pad, which takes a pad token.
+        more["data_collator"] = default_data_collator
+        model = model if adapters is None else add_adapters(model, adapters, options.adapters)
+    else:
+        args.model_init_kwargs = None  # done
+    if command is DPO and adapters is None and not args.precompute_ref_log_probs:
+        more["ref_model"] = copy.deepcopy(model)  # TRL would load the model again by its name
+    trainer = command.trainer_class()(
+        model, args=args, train_dataset=train_set, eval_dataset=eval_set, processing_class=tokenizer, **more
+    )
+    if command is DPO:
+        _print_pairs(trainer, train_set)
+    return trainer
+
+
+def check_options(options: Options) -> None:
+    """Refuse options that cannot be combined. Raises [`OptionError`]."""
+    data, args, adapters = options.data, options.config, options.adapters
+    names, weights = data.dataset or [], data.dataset_weights
+    if weights is not None and len(weights) != len(names):
+        raise OptionError(f"`--dataset_weights` has {len(weights)} numbers, and `--dataset` names {len(names)}.")
+    if weights is not None and (min(weights) < 0 or not 0 < sum(weights) < float("inf")):
+        words = " ".join(f"{weight:g}" for weight in weights)
+        raise OptionError(f"`--dataset_weights {words}` must be at least 0, and one greater.")
+    if data.streaming and args.max_steps <= 0:
+        raise OptionError("`--streaming true` reads no more rows than it trains on, so it needs `--max_steps`.")
+    if data.streaming and data.eval_share and not data.eval_dataset:
+        raise OptionError(
+            "`--eval_share` divides a data set whose rows are known. While streaming set `--eval_dataset`."
+        )
+    if data.eval_dataset and data.eval_share:
+        raise OptionError("`--eval_share` and `--eval_dataset` both say what is evaluated on. Leave one out.")
+    if adapters.load_in_8bit and adapters.load_in_4bit:
+        raise OptionError("`--load_in_8bit` and `--load_in_4bit` cannot be combined. Leave one out.")
+    if adapters.over_packed_base and not adapters.are_trained:
+        bits = 8 if adapters.load_in_8bit else 4
+        raise OptionError(
+            f"`--load_in_{bits}bit` quantises a base, which cannot be trained itself. Add `--use_peft true`."
+        )
+    if args.eval_strategy != "no" and not DataNote.of(options).evaluates:
+        raise OptionError(
+            f"`--eval_strategy {args.eval_strategy.value}` has nothing to evaluate on. Set `--eval_dataset` or "
+            "`--eval_share`."
+        )
+
+
+def check_output(folder: str) -> None:
+    """Refuse an `output_dir` that cannot be written to, before the work that would be lost with it."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = error.strerror or error
+        raise OptionError(f"`--output_dir {folder}` cannot be written to: {reason}. Choose another folder.") from None
+
+
+def load_data(options: Options, note: DataNote, tokenizer: Any) -> tuple[Any, Any]:
+    """Return the rows to train on and to evaluate on, and say what they are."""
+    from hf_hybrid.cli import tokens
+
+    args = options.config
+    reader = Reader(note, tokenizer, getattr(args, "dataset_num_proc", None), report=screen.fact)
+    train_set, eval_set = reader.train_and_eval()
+    finite = hasattr(train_set, "__len__")
+    if eval_set is not None and finite:
+        screen.fact("eval", f"{screen.plural(len(eval_set), 'row')}, {len(train_set):,} to train on")
+    if note.command == "train":
+        sequences = f"{screen.plural(len(train_set), 'sequence')} of " if finite else "sequences of "
+        screen.fact("loss on", f"all tokens: {sequences}{options.data.sequence_length:,} tokens")
+    elif note.command == "sft":
+        chosen = args.assistant_only_loss and "assistant_only_loss" not in options.defaulted
+        if chosen and not any(source.format.chats for source in reader.trained):
+            source = reader.trained[0]
+            raise OptionError(
+                f"`--assistant_only_loss true` needs chats, and {source.where} holds {source.format.title}."
+            )
+        train_set = tokens.counted(train_set, args, " and ".join(sorted(reader.learned)), screen.fact)
+        eval_set = None if eval_set is None else tokens.without_counts(eval_set)
+        args.assistant_only_loss = False  # done: the labels say it
+    return train_set, eval_set
+
+
+def _print_pairs(trainer: Any, before: Any) -> None:
+    """Say how many pairs TRL cuts or leaves out."""
+    rows, length = trainer.train_dataset, trainer.args.max_length
+    if not hasattr(rows, "__len__") or "prompt_ids" not in (rows.column_names or []):
+        return
+    sides = [[len(ids) for ids in rows[name][:]] for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
+    sizes = [prompt + max(chosen, rejected) for prompt, chosen, rejected in zip(*sides, strict=True)]
+    tokens = 2 * sum(sides[0]) + sum(sides[1]) + sum(sides[2])
+    screen.fact("tokens", f"{tokens:,} in {screen.plural(len(rows), 'pair')}, the longest row {max(sizes):,}")
+    cut, lost = sum(length is not None and size > length for size in sizes), len(before) - len(rows)
+    if cut or lost:
+        text = f"{screen.plural(cut, 'pair')} cut at --max_length {length:,}"
+        screen.fact("cut", text + (f"; {lost:,} with a longer prompt left out" if lost else ""))
+
+
+# After training.
+
+
+def finish(trainer: Any, trained: dict[str, Any], options: Options, evaluated: dict[str, Any]) -> None:
+    """
+    Save the model, evaluate it unless that is `evaluated`, write its card, and push what was asked for.
+
+    Raises:
+        OSError: If the disk is full; it says how to end the run.
+    """
+    from hf_hybrid.files import is_disk_full
+
+    try:
+        trainer.save_metrics("train", trained)
+        trainer.save_state()
+        trainer.save_model()
+        if trainer.eval_dataset is not None:
+            evaluated = evaluated or trainer.evaluate()
+            trainer.save_metrics("eval", evaluated)
+        card = _card(options)
+        if trainer.args.push_to_hub:
+            trainer.push_to_hub(**card)
+        elif trainer.is_world_process_zero():
+            trainer.create_model_card(**card)
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        raise OSError(
+            errno.ENOSPC,
+            f"The disk is full, or a limit on it is reached: the run is trained, and `{trainer.args.output_dir}` "
+            f"could not be written ({error}). Free space, then end the run with `--resume_from_checkpoint true`.",
+        ) from error
+    screen.tell_of_end(trainer, trained, evaluated)
+    _end_together(trainer)
+
+
+def _card(options: Options) -> dict[str, str]:
+    """What only the command line knows for the card: names on the Hub, no local paths."""
+    names = {"finetuned_from": str(options.model.model)}
+    if len(options.data.dataset) == 1:
+        names["dataset_tags"] = options.data.dataset[0]
+    return {key: name for key, name in names.items() if not Path(name).exists()} | {"tasks": "text-generation"}
+
+
+def _evaluated_last(trainer: Any) -> dict[str, Any]:
+    """
+    Return the metrics of the evaluation after the last step, if there was one and the model still has its weights. With
+    several data sets each has an entry of its own, and nothing is returned.
+    """
+    if trainer.args.load_best_model_at_end or isinstance(trainer.eval_dataset, dict):
+        return {}
+    logged, step = trainer.state.log_history, trainer.state.global_step
+    last = next((entry for entry in reversed(logged) if "eval_loss" in entry and entry["step"] == step), {})
+    return {name: value for name, value in last.items() if name != "step"}
+
+
+def _end_together(trainer: Any) -> None:
+    """If a process exits while another still communicates with it, the launcher reports a failure."""
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
