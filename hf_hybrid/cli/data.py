@@ -83,19 +83,16 @@ class Source:
     Attributes:
         name (`str`): As the user wrote it.
         option (`str`): That named it: `dataset` or `eval_dataset`.
+        where (`str`): Both, as messages begin.
         format (`Format`): That was recognised.
         rows: In TRL's form: a `Dataset` or an `IterableDataset`.
     """
 
     name: str
     option: str
+    where: str
     format: formats.Format
     rows: Any
-
-    @property
-    def where(self) -> str:
-        """The option and its value, as messages begin."""
-        return f"`--{self.option} {self.name}`"
 
 
 def load(option: str, name: str, split: str, config: str | None = None, streaming: bool = False) -> Any:
@@ -143,15 +140,19 @@ def columns_of(rows: Any) -> list[str]:
     return list(rows.column_names or next(iter(rows), {}))
 
 
-def _check_new_names(name: str, columns: Sequence[str], renamed: dict[str, str]) -> None:
-    has = ", ".join(f"`{column}`" for column in columns)
+def _with_new_names(name: str, rows: Any, renamed: dict[str, str]) -> Any:
+    if not renamed:
+        return rows
+    columns = columns_of(rows)
     for old, new in renamed.items():
         if old not in columns:
             near = difflib.get_close_matches(old, columns, n=1)
             hint = f" Did you mean `{near[0]}`?" if near else ""
+            has = ", ".join(f"`{column}`" for column in columns)
             raise OptionError(f"`--columns {new}={old}`: `{name}` has {has}.{hint}")
         if new in columns and new not in renamed:
             raise OptionError(f"`--columns {new}=...`: `{name}` has a column `{new}` already.")
+    return rows.rename_columns(renamed)
 
 
 # Mixing.
@@ -306,7 +307,12 @@ class Reader:
         if data.eval_dataset or data.eval_split:
             eval_set = self._evaluation()
         elif note.eval_share:
+            total = len(train_set)
             train_set, eval_set = held_out(train_set, note.eval_share, note.seed)
+            self.report("eval", f"{len(eval_set):,} of {total:,} rows, which are not trained on")
+        if isinstance(data, TextDataOptions):
+            number = "" if data.streaming else f"{len(train_set):,} "
+            self.report("loss on", f"all tokens of {number}sequences of {data.sequence_length:,}")
         return train_set, eval_set
 
     def eval_set(self) -> Any:
@@ -331,51 +337,30 @@ class Reader:
             rows = load(option, name, split, config, data.streaming)
             if trains and data.limit is not None:
                 rows = rows.take(data.limit) if data.streaming else rows.select(range(min(data.limit, len(rows))))
-            source = self._converted(option, name, rows)
-            number = "" if data.streaming else f", {len(source.rows):,} rows"
-            self.report("data" if trains else "eval", f"{name}: {source.format.title}{number}")
-            yield source
+            where = f"`--{option} {name}`"
+            row_format, rows = self._converted(where, name, rows)
+            number = "" if data.streaming else f", {len(rows):,} rows"
+            self.report("data" if trains else "eval", f"{name}: {row_format.title}{number}")
+            yield Source(name, option, where, row_format, rows)
 
-    def _converted(self, option: str, name: str, rows: Any) -> Source:
+    def _converted(self, where: str, name: str, rows: Any) -> tuple[formats.Format, Any]:
+        rows = _with_new_names(name, rows, new_names(self.note.data.columns))
         first = next(iter(rows), None)
         if first is None:
-            raise OptionError(f"`--{option} {name}` holds no rows.")
-        columns, renamed, system = columns_of(rows), new_names(self.note.data.columns), self.note.data.system_prompt
-        _check_new_names(name, columns, renamed)
-
-        def with_new_names(row: dict[str, Any]) -> dict[str, Any]:
-            return {renamed.get(column, column): value for column, value in row.items()}
-
-        named = [renamed.get(column, column) for column in columns]
-        template = bool(self.tokenizer.chat_template)
-        try:
-            row_format = formats.recognise(self.note.command, named, with_new_names(first), template)
-        except formats.FormatError as error:
-            raise OptionError(f"`--{option} {name}`: {error}") from None
-        kept = [column for column in row_format.kept if column in named]
-
-        def convert(row: dict[str, Any], number: int) -> dict[str, Any]:
-            row = with_new_names(row)
-            try:
-                values = row_format.convert(row)
-            except formats.FormatError as error:
-                raise OptionError(
-                    f"`--{option} {name}`, row {number + 1}: {error}. Correct or remove the row."
-                ) from None
-            values = formats.with_system(values, system) if system else values
-            return {**{column: row[column] for column in kept}, **values}
-
+            raise OptionError(f"{where} holds no rows.")
+        columns = columns_of(rows)
+        row_format = formats.recognise(self.note.command, columns, first, bool(self.tokenizer.chat_template), where)
         described = {} if self.note.data.streaming else {"desc": "Reading rows"}
+        fixed = {"row_format": row_format, "system": self.note.data.system_prompt, "where": where}
         try:
-            rows = rows.map(convert, with_indices=True, remove_columns=columns, **described)
+            rows = rows.map(formats.converted, with_indices=True, remove_columns=columns, fn_kwargs=fixed, **described)
         except OptionError:
             raise
         except Exception as error:  # whatever Arrow makes of rows of several kinds
             raise OptionError(
-                f"`--{option} {name}`: its rows do not fit into one table: {reason_of(error)} Give each column values "
-                "of one kind."
+                f"{where}: its rows do not fit into one table: {reason_of(error)} Give each column values of one kind."
             ) from error
-        return Source(name, option, row_format, rows)
+        return row_format, rows
 
     def _tokenised(self, source: Source) -> Any:
         from hf_hybrid.cli import tokens
@@ -389,6 +374,14 @@ class Reader:
         if source.option == "dataset":
             self.learned.add(answers.learned(source))
         return answers.tokenise(source, self.processes)
+
+    def check_chats(self) -> None:
+        """Refuse data without chats. Raises [`OptionError`]."""
+        if not any(source.format.chats for source in self.trained):
+            source = self.trained[0]
+            raise OptionError(
+                f"`--assistant_only_loss true` needs chats, and {source.where} holds {source.format.title}."
+            )
 
     def _mixture(self, parts: list[Any]) -> str:
         names, weights = self.note.data.dataset or [], self.note.data.dataset_weights or []

@@ -151,7 +151,7 @@ def _chosen(pairs: list[dict[str, Any]], note: Any, tokenizer: Any) -> list[dict
 
     sides = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in map(maybe_extract_prompt, pairs)]
     chosen = recognise("sft", list(sides[0]), sides[0])
-    source = Source("the chosen answers", "dataset", chosen, Dataset.from_list(sides))
+    source = Source("pairs", "dataset", "The chosen answers", chosen, Dataset.from_list(sides))
     return list(Answers(tokenizer, note.answers_only, note.completions_only).tokenise(source))
 
 

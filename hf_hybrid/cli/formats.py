@@ -22,6 +22,8 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from hf_hybrid.cli.options import OptionError
+
 Row = Mapping[str, Any]
 
 SHAREGPT_ROLES = {
@@ -57,7 +59,7 @@ _OF_TEMPLATES = ("tools", "chat_template_kwargs")
 
 
 class FormatError(ValueError):
-    """Rows have none of the known formats, or a row has not the format of the first one."""
+    """A row has not the format of the first one."""
 
 
 class Format(NamedTuple):
@@ -307,7 +309,9 @@ FORMATS: dict[str, dict[str, Recogniser]] = {
 """Of each command, in the order in which they are tried, by the columns that they read."""
 
 
-def recognise(command: str, columns: Iterable[str], first: Row, template: bool = True) -> Format:
+def recognise(
+    command: str, columns: Iterable[str], first: Row, template: bool = True, where: str = "The data set"
+) -> Format:
     """
     Return the format of a data set.
 
@@ -316,24 +320,47 @@ def recognise(command: str, columns: Iterable[str], first: Row, template: bool =
         columns (`Iterable[str]`): Of the data set.
         first (`Mapping`): Its first row.
         template (`bool`): Whether the tokenizer has a chat template. Without one, Alpaca's rows and questions are text.
+        where (`str`): The data set, as messages begin.
 
     Raises:
-        FormatError: If the columns are of no format that the command takes.
+        OptionError: If the columns are of no format that the command takes.
     """
     columns = list(columns)
 
-    def first_match(command: str) -> Format | None:
+    def match(command: str) -> Format | None:
         matches = (recogniser(set(columns), first, template) for recogniser in FORMATS[command].values())
         return next(filter(None, matches), None)
 
-    if (match := first_match(command)) is not None:
-        return match
+    if (row_format := match(command)) is not None:
+        return row_format
     has = ", ".join(f"`{name}`" for name in columns) or "no columns"
     *others, last = FORMATS[command]
     takes = f"{', '.join(others)} or {last}" if others else last
-    likely = next((other for other in ("sft", "dpo", "grpo") if first_match(other)), None)
+    likely = next((other for other in ("sft", "dpo", "grpo") if match(other)), None)
     hint = f" That is what `hf-hybrid {likely}` takes." if likely else " `--columns NEW=OLD` renames one."
-    raise FormatError(f"it has {has}, and `hf-hybrid {command}` takes {takes}.{hint}")
+    raise OptionError(f"{where}: it has {has}, and `hf-hybrid {command}` takes {takes}.{hint}")
+
+
+def converted(row: Row, number: int, row_format: Format, system: str | None, where: str) -> dict[str, Any]:
+    """
+    Return a row in TRL's form, with the columns that go with it.
+
+    Args:
+        row (`Mapping`): Of the data set.
+        number (`int`): Of the row, from 0.
+        row_format (`Format`): Of the data set.
+        system (`str`, *optional*): System message of conversations that have none.
+        where (`str`): The data set, as messages begin.
+
+    Raises:
+        OptionError: If the row has another form.
+    """
+    try:
+        values = row_format.convert(row)
+    except FormatError as error:
+        raise OptionError(f"{where}, row {number + 1}: {error}. Correct or remove the row.") from None
+    kept = {column: row[column] for column in row_format.kept if column in row}
+    return {**kept, **(with_system(values, system) if system else values)}
 
 
 def with_system(row: dict[str, Any], system: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ where it was started: that is sooner, and Ctrl-C and debuggers reach it.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
@@ -20,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from hf_hybrid.cli.options import CommandLine, LaunchOptions, OptionError
+from hf_hybrid.cli.options import CommandLine, OptionError
 from hf_hybrid.cli.yaml_file import read_options
 
 MODULE = "hf_hybrid"
@@ -30,19 +29,7 @@ OF_LAUNCHER = ("SIGINT", "SIGHUP", "SIGQUIT")
 """Signals at which torch's launcher ends its processes. Its default has SIGTERM too."""
 
 
-def processes(values: argparse.Namespace) -> int:
-    """Number of processes: one for each GPU, unless the options say otherwise."""
-    if values.num_processes is not None:
-        LaunchOptions(num_processes=values.num_processes)  # checks it
-        return values.num_processes
-    if values.use_cpu or values.memory != "off":
-        return 1
-    import torch
-
-    return max(torch.accelerator.device_count(), 1)
-
-
-def launch(line: CommandLine) -> int:
+def launch(line: CommandLine, processes: int) -> int:
     """
     Train on several processes of this machine through `accelerate launch`.
 
@@ -58,7 +45,7 @@ def launch(line: CommandLine) -> int:
 
     # Processes use gloo under this variable. accelerate's own `--cpu` would start one process, not several.
     on_cpu = {"ACCELERATE_USE_CPU": "true"} if line.values.use_cpu else {}
-    options = launch_command_parser().parse_args(launch_arguments(line))
+    options = launch_command_parser().parse_args(launch_arguments(line, processes))
     options.signals_to_handle = ",".join(OF_LAUNCHER)  # of torchrun, which accelerate calls
     try:
         with patch_environment(**on_cpu), handing_on():
@@ -110,7 +97,7 @@ def _words_of(process: Any) -> list[str]:
         return []
 
 
-def launch_arguments(line: CommandLine) -> list[str]:
+def launch_arguments(line: CommandLine, processes: int) -> list[str]:
     """Return the arguments of `accelerate launch`. Raises [`OptionError`] for a config that cannot be used."""
     values = line.values
     name = values.accelerate_config or "ddp"
@@ -127,7 +114,7 @@ def launch_arguments(line: CommandLine) -> list[str]:
         if values.use_cpu and packaged.stem != "ddp_cpu":
             raise OptionError(f"`--accelerate_config {name}` needs GPUs. On the CPU leave it out (DDP over gloo).")
         # Port 0 is a free one, so that two runs on one machine do not meet.
-        command = ["--config_file", str(packaged), "--num_processes", str(processes(values))]
+        command = ["--config_file", str(packaged), "--num_processes", str(processes)]
         command += ["--main_process_port", "0"]
     return [*command, "--module", MODULE, line.command.name, *line.arguments]
 

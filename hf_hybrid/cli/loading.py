@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from hf_hybrid.cli.options import AdapterOptions, ModelOptions, OptionError, Options
+
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{{ 'Assistant: ' }}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ message['role'].capitalize() + ': ' + message['content'] + '\\n\\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
+)
+"""`--chat_template_path plain`: for a base model without a template. It needs no tokens of its own."""
 
 # Before torch is imported.
 
@@ -28,26 +39,55 @@ def check_model(name: str) -> None:
 # Small files.
 
 
-def load_tokenizer(options: ModelOptions, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer that the options name, or else the model's."""
+def load_tokenizer(options: ModelOptions, trust_remote_code: bool = False, config: Any = None) -> Any:
+    """Load the tokenizer that the options name, or else the model's, with the template of the trainer's config."""
     from transformers import AutoTokenizer
 
     model = str(options.model)
     name = options.tokenizer or (str(Path(model).parent) if Path(model).suffix == ".json" else model)
     revision = "main" if options.tokenizer else options.model_revision or "main"
     try:
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a broken file leads to
         raise OptionError(
             f"No tokenizer can be loaded from `{name}`: {reason_of(error)} Name one with `--tokenizer`."
         ) from error
+    _set_template(tokenizer, config)
+    return tokenizer
+
+
+def _set_template(tokenizer: Any, config: Any) -> None:
+    """
+    Give a tokenizer the end-of-text token and the chat template that the options name, as TRL does.
+
+    Raises:
+        OptionError: If the token or the file does not exist.
+    """
+    if getattr(config, "eos_token", None) is not None:
+        if config.eos_token not in tokenizer.get_vocab():
+            raise OptionError(f"`--eos_token {config.eos_token}` is not in the vocabulary of the tokenizer.")
+        tokenizer.eos_token = config.eos_token
+    path = getattr(config, "chat_template_path", None)
+    if path is None:
+        return
+    if path == "plain":
+        if tokenizer.eos_token is None:
+            raise OptionError("`--chat_template_path plain` ends answers by an end-of-text token, and there is none.")
+        tokenizer.chat_template = PLAIN_TEMPLATE
+    elif os.path.isfile(path):
+        with open(path, encoding="utf-8") as file:
+            tokenizer.chat_template = file.read()
+    else:
+        raise OptionError(
+            f"`--chat_template_path {path}` is neither a file nor `plain`. To copy the template and the tokens of "
+            "another model, call `trl.clone_chat_template` once and save the result."
+        )
+    config.chat_template_path = None  # done
 
 
 def read_config(options: ModelOptions, trust_remote_code: bool = False) -> Any:
     """Return the config of the model. Raises [`OptionError`] if it cannot be read."""
     from transformers import AutoConfig
-
-    from hf_hybrid.cli.models import check_depth
 
     name, revision = str(options.model), options.model_revision or "main"
     try:
@@ -57,12 +97,16 @@ def read_config(options: ModelOptions, trust_remote_code: bool = False) -> Any:
             f"`--model {name}` cannot be loaded: {reason_of(error)} It must be a folder, a config.json, or an id on "
             "the Hub, which needs the network (HF_HUB_OFFLINE=1 forbids it) unless it is cached."
         ) from error
-    check_depth(config)
     return config
 
 
 def check_sizes(config: Any, name: str, vocabulary: int, sequence_length: int) -> None:
-    """Refuse a tokenizer with more tokens than the model embeds, and sequences longer than its positions."""
+    """Refuse an absurd depth, more tokens of the tokenizer than are embedded, and sequences longer than positions."""
+    from hf_hybrid.cli.models import MOST_LAYERS
+
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MOST_LAYERS:  # they would take minutes and more to build
+        raise OptionError(f"`--model {name}`: `num_hidden_layers={layers}` is over {MOST_LAYERS}. Correct the config.")
     embedded = config.get_text_config().vocab_size
     if embedded is not None and vocabulary > embedded:
         raise OptionError(
@@ -102,9 +146,9 @@ def load_model(options: Options, config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     model, adapters, args, name = options.model, options.adapters, options.config, str(options.model.model)
-    if model.qat == "bitnet" and adapters.are_trained:
+    if model.qat == "bitnet" and adapters.use_peft:
         raise OptionError("`--qat bitnet` trains all weights, and `--peft` freezes them. Leave one out.")
-    dtype = model.dtype or ("auto" if adapters.are_trained else "float32")
+    dtype = model.dtype or ("auto" if adapters.use_peft else "float32")
     common: dict[str, Any] = {"trust_remote_code": options.trust_remote_code, "dtype": dtype}
     if model.attn_implementation is not None:
         common["attn_implementation"] = model.attn_implementation
@@ -112,7 +156,7 @@ def load_model(options: Options, config: Any) -> Any:
     _check_shards(path)
     without_weights = path.is_dir() and not any(any(path.glob(f"*.{kind}")) for kind in ("safetensors", "bin"))
     if model.from_scratch or path.suffix == ".json" or without_weights:
-        if adapters.are_trained:
+        if adapters.use_peft:
             raise OptionError(f"`--peft lora` adapts trained weights, and `{name}` has none.")
         common["dtype"] = torch.float32 if dtype == "auto" else getattr(torch, dtype)
         try:
@@ -151,7 +195,7 @@ def _check_shards(path: Path) -> None:
 
 def _quantization(adapters: AdapterOptions, args: Any) -> dict[str, Any]:
     """How `from_pretrained` packs a base, and where."""
-    if not adapters.over_packed_base:
+    if not (adapters.load_in_4bit or adapters.load_in_8bit):
         return {}
     import torch
     from accelerate import PartialState
@@ -170,7 +214,7 @@ def _quantization(adapters: AdapterOptions, args: Any) -> dict[str, Any]:
         config = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type=adapters.bnb_4bit_quant_type,
-            bnb_4bit_use_double_quant=adapters.use_bnb_nested_quant or adapters.peft == "qlora",
+            bnb_4bit_use_double_quant=adapters.use_bnb_nested_quant,
             bnb_4bit_compute_dtype=torch.bfloat16 if args.bf16 else torch.float32,
             **({} if storage is None else {"bnb_4bit_quant_storage": storage}),
         )
@@ -185,7 +229,7 @@ def _quantization(adapters: AdapterOptions, args: Any) -> dict[str, Any]:
 
 def adapters_config(options: AdapterOptions) -> Any:
     """Return the `peft.LoraConfig` of the options, `None` without adapters. Raises `ImportError` without peft."""
-    if not options.are_trained:
+    if not options.use_peft:
         return None
     from hf_hybrid.cli.models import lora_config
 
@@ -204,7 +248,7 @@ def add_adapters(model: Any, config: Any, options: AdapterOptions) -> Any:
     """Put adapters on a model for `HybridTrainer`; TRL's trainers do it themselves."""
     from peft import get_peft_model, prepare_model_for_kbit_training
 
-    if options.over_packed_base:
+    if options.load_in_4bit or options.load_in_8bit:
         # Activation checkpointing is an option of TrainingArguments and stays one.
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return get_peft_model(model, config)

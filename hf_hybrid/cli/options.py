@@ -162,15 +162,11 @@ class AdapterOptions(OptionGroup):
     use_bnb_nested_quant: bool = option(False, "Quantise the scales of the 4 bits too. peft=qlora does.")
     bnb_4bit_quant_storage: Optional[str] = option(None, "Dtype in which the 4 bits are stored.")
 
-    @property
-    def are_trained(self) -> bool:
-        """Whether adapters are trained in place of all weights."""
-        return self.use_peft or self.peft != "none"
-
-    @property
-    def over_packed_base(self) -> bool:
-        """Whether the base is loaded in 4 or 8 bits."""
-        return self.load_in_8bit or self.load_in_4bit or self.peft == "qlora"
+    def __post_init__(self):
+        super().__post_init__()
+        self.use_peft = self.use_peft or self.peft != "none"
+        self.load_in_4bit = self.load_in_4bit or self.peft == "qlora"
+        self.use_bnb_nested_quant = self.use_bnb_nested_quant or self.peft == "qlora"
 
 
 @dataclass
@@ -260,14 +256,9 @@ class Command:
     def usage(self) -> str:
         return f"{self.program} [--config run.yaml] [--model MODEL] [--dataset DATASET] [option ...]"
 
-    def config_class(self) -> Any:
-        return _imported(self.config)
 
-    def trainer_class(self) -> Any:
-        return _imported(self.trainer)
-
-
-def _imported(place: str) -> Any:
+def imported(place: str) -> Any:
+    """Return what a module and a name lead to: `module:name`."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -319,13 +310,9 @@ class Options(NamedTuple):
     """The hybrid config of the trainer."""
     defaulted: frozenset[str]
     """Options of the config that were not given, and that the command decides."""
-    rewards: RewardOptions = RewardOptions()
-
-    @property
-    def trust_remote_code(self) -> bool:
-        """Whether code of the model may run: an option of `train`, and of TRL's configs."""
-        owner = self.model if isinstance(self.model, TextModelOptions) else self.config
-        return owner.trust_remote_code
+    trust_remote_code: bool
+    """Whether code of the model may run: an option of `train`, and of TRL's configs."""
+    rewards: RewardOptions | None = None
 
 
 # Help.
@@ -395,7 +382,7 @@ def _parser(command: Command):
             _refuse(message)
 
     # It is annotated with a `NewType` that no dataclass is.
-    kinds: Any = (*command.groups, command.config_class())
+    kinds: Any = (*command.groups, imported(command.config))
     parser = Parser(kinds, prog=command.program, allow_abbrev=False, add_help=False)
     for action in parser._actions:
         if action.dest in command.defaulted:
@@ -546,6 +533,17 @@ class CommandLine:
             required(name, words or None, self.command.program)
 
     @property
+    def processes(self) -> int:
+        """Processes that train: one for each GPU, unless the options say otherwise."""
+        if self.values.num_processes is not None:
+            return LaunchOptions(num_processes=self.values.num_processes).num_processes or 1  # checked
+        if self.values.use_cpu or self.values.memory != "off":
+            return 1
+        import torch
+
+        return max(torch.accelerator.device_count(), 1)
+
+    @property
     def defaulted(self) -> frozenset[str]:
         """The options that the command decides, as they were not given."""
         return frozenset(name for name in self.command.defaulted if getattr(self.values, name) is None)
@@ -556,8 +554,10 @@ class CommandLine:
 
         The dataclasses get what was written and nothing else, so that they know which defaults the user wrote.
         """
+        defaulted = self.defaulted
         model, data, adapters, launch, *more, config = self._parser.parse_dict(self._parsed[1], allow_extra_keys=True)
-        return Options(self.command, model, data, adapters, launch, config, self.defaulted, *more)
+        trusted = (model if isinstance(model, TextModelOptions) else config).trust_remote_code
+        return Options(self.command, model, data, adapters, launch, config, defaulted, trusted, *more)
 
 
 def _by_own_name(word: str) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 
 from hf_hybrid.cli import rewards, screen
 from hf_hybrid.cli.data import NOTE_NAME, DataNote, Reader, check_paths, new_names
-from hf_hybrid.cli.launch import launch, processes
+from hf_hybrid.cli.launch import launch
 from hf_hybrid.cli.loading import (
     adapters_config,
     add_adapters,
@@ -49,8 +49,10 @@ from hf_hybrid.cli.options import (
     complain,
     help_all,
     help_text,
+    imported,
     required,
 )
+from hf_hybrid.files import is_disk_full, write_note
 
 logger = logging.getLogger(__name__)
 
@@ -79,34 +81,39 @@ def run(name: str, arguments: Sequence[str]) -> int:
     try:
         line = CommandLine(arguments, command)
         line.set_environment()
+        line.check_required()
         check_early(line)
         with screen.quiet_imports():
-            line.values  # noqa: B018  # imports what knows all options
+            processes = line.processes  # imports what knows all options
         # A launcher of the user's that started this process has decided on the number of processes.
         if "LOCAL_RANK" not in os.environ:
-            if line.values.accelerate_config or processes(line.values) > 1:
-                return launch(line)
+            if line.values.accelerate_config or processes > 1:
+                return launch(line, processes)
             from hf_hybrid.machine import use_one_gpu
 
             use_one_gpu()
-        return train(line)
+        from hf_hybrid.run.run import NO_LEAPS
+
+        # The message about leaps would confuse users who fine-tune.
+        with screen.speaking(unsaid=() if command is TRAIN else (NO_LEAPS,)):
+            screen.say(command.program)
+            return train(line)
     except (OptionError, ImportError) as error:  # an ImportError: of TRL, with how to install it
         return complain(error, command.program)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        logger.debug("The error in full:", exc_info=True)
+        reason = getattr(error, "strerror", None) or error
+        sys.stderr.write(f"{command.program}: error: {reason}\n")  # of any process
+        return 1
 
 
 def check_early(line: CommandLine) -> None:
     """Refuse what can be seen to be wrong without torch. Raises [`OptionError`]."""
-    line.check_required()
     early = line.early("model", "dataset", "eval_dataset", "columns", "reward", "reward_pattern", "sample_prompts")
-    check_model(early["model"][0])
-    check_paths("dataset", early["dataset"])
-    check_paths("eval_dataset", early["eval_dataset"])
-    new_names(early["columns"])
-    if line.command is GRPO:
-        for name in required("reward", early["reward"] or None, line.command.program):
-            rewards.check_name(name, next(iter(early["reward_pattern"]), None))
     for path in early["sample_prompts"]:
         from hf_hybrid.report.samples import read_prompts
 
@@ -114,40 +121,22 @@ def check_early(line: CommandLine) -> None:
             read_prompts(path)
         except ValueError as error:
             raise OptionError(str(error)) from None
+    check_model(early["model"][0])
+    check_paths("dataset", early["dataset"])
+    check_paths("eval_dataset", early["eval_dataset"])
+    new_names(early["columns"])
+    if line.command is GRPO:
+        for name in required("reward", early["reward"] or None, line.command.program):
+            rewards.check_name(name, next(iter(early["reward_pattern"]), None))
 
 
 def train(line: CommandLine) -> int:
     """Train in this process, and say how it ended. Returns the exit status, as [`run`]."""
-    from hf_hybrid.files import is_disk_full
+    from transformers import TrainerCallback
+
     from hf_hybrid.prints.digests import RanksDriftedError
     from hf_hybrid.recovery import UnrecoveredMemoryError
     from hf_hybrid.run.monitor import TrainingDivergedError
-    from hf_hybrid.run.run import NO_LEAPS
-
-    program = line.command.program
-    with screen.quiet_imports():
-        line.command.config_class()
-    # The message about leaps would confuse users who fine-tune.
-    with screen.speaking(unsaid=() if line.command is TRAIN else (NO_LEAPS,)):
-        try:
-            return _train(line)
-        except (TrainingDivergedError, UnrecoveredMemoryError) as error:
-            complain(error, program)
-            return 1
-        except RanksDriftedError as error:
-            complain(error, program)
-            return TRY_AGAIN
-        except Exception as error:
-            if not is_disk_full(error):
-                raise
-            logger.debug("The error in full:", exc_info=True)
-            reason = getattr(error, "strerror", None) or error
-            sys.stderr.write(f"{program}: error: {reason}\n")  # of any process
-            return 1
-
-
-def _train(line: CommandLine) -> int:
-    from transformers import TrainerCallback
 
     class FirstStep(TrainerCallback):
         begun = False
@@ -155,22 +144,29 @@ def _train(line: CommandLine) -> int:
         def on_step_begin(self, args, state, control, **kwargs):
             self.begun = True
 
-    first_step, trainer = FirstStep(), None
+    first_step, program = FirstStep(), line.command.program
+    trainer: Any = None
     try:
         options = line.options()
         trainer = make_trainer(options)
-        trainer.add_callback(first_step)
         screen.tell_of_trainer(trainer, options.defaulted)
         with screen.Interrupts(alone=trainer.args.world_size == 1) as interrupts:
             chooses_steps = "logging_steps" in options.defaulted
+            trainer.add_callback(first_step)
             trainer.add_callback(screen.progress_callback(trainer, interrupts, chooses_steps=chooses_steps))
             result = trainer.train(resume_from_checkpoint=_checkpoint_to_resume(trainer.args))
+    except (TrainingDivergedError, UnrecoveredMemoryError) as error:
+        complain(error, program)
+        return 1
+    except RanksDriftedError as error:
+        complain(error, program)
+        return TRY_AGAIN
     except (ValueError, TypeError, ImportError) as error:
         # Before the first step HybridConfig, HybridTrainer and Trainer refuse options and checkpoints with these.
         if first_step.begun:
             raise
         logger.debug("The error in full:", exc_info=True)
-        return complain(error, line.command.program)
+        return complain(error, program)
     except KeyboardInterrupt:
         if trainer is not None:
             screen.tell_of_interruption(trainer)
@@ -205,32 +201,22 @@ def make_trainer(options: Options) -> Any:
     """
     from transformers import default_data_collator, set_seed
 
-    from hf_hybrid.cli import tokens
-    from hf_hybrid.files import write_note
-
     command, args = options.command, options.config
     check_options(options)
     check_output(args.output_dir)
     adapters = adapters_config(options.adapters)
-    more: dict[str, Any] = {} if command is TRAIN else {"peft_config": adapters}
-    if command is GRPO:
-        more["reward_funcs"], reward_words = rewards.load_all(options.rewards, args.reward_weights)
     with args.main_process_first(desc="loading the tokenizer"):
         config = read_config(options.model, options.trust_remote_code)
-        tokenizer = load_tokenizer(options.model, options.trust_remote_code)
+        tokenizer = load_tokenizer(options.model, options.trust_remote_code, args)
     check_sizes(config, str(options.model.model), len(tokenizer), getattr(options.data, "sequence_length", 0))
-    tokens.set_template(tokenizer, args)
-    screen.say(command.program)
-    note = DataNote.of(options)
     set_seed(args.seed)
     with args.main_process_first(desc="reading the data"):
-        train_set, eval_set = load_data(options, note, tokenizer)
-    if command is GRPO:
-        rewards.check_answers(options.rewards, train_set)
-        screen.fact("rewards", reward_words)
+        train_set, eval_set = load_data(options, tokenizer)
+    more: dict[str, Any] = {} if command is TRAIN else {"peft_config": adapters}
+    if options.rewards is not None:
+        more["reward_funcs"], names = rewards.load_all(options.rewards, args.reward_weights, train_set)
+        screen.fact("rewards", names)
     set_seed(args.seed)  # as if the data had taken no random numbers
-    if args.should_save:
-        write_note(Path(args.output_dir) / NOTE_NAME, note.to_dict())
     with args.main_process_first(desc="loading the model's files"):
         model = load_model(options, config)
     if command is TRAIN:
@@ -241,7 +227,7 @@ def make_trainer(options: Options) -> Any:
         args.model_init_kwargs = None  # done
     if command is DPO and adapters is None and not args.precompute_ref_log_probs:
         more["ref_model"] = copy.deepcopy(model)  # TRL would load the model again by its name
-    trainer = command.trainer_class()(
+    trainer = imported(command.trainer)(
         model, args=args, train_dataset=train_set, eval_dataset=eval_set, processing_class=tokenizer, **more
     )
     if command is DPO:
@@ -268,15 +254,10 @@ def check_options(options: Options) -> None:
         raise OptionError("`--eval_share` and `--eval_dataset` both say what is evaluated on. Leave one out.")
     if adapters.load_in_8bit and adapters.load_in_4bit:
         raise OptionError("`--load_in_8bit` and `--load_in_4bit` cannot be combined. Leave one out.")
-    if adapters.over_packed_base and not adapters.are_trained:
+    if (adapters.load_in_8bit or adapters.load_in_4bit) and not adapters.use_peft:
         bits = 8 if adapters.load_in_8bit else 4
         raise OptionError(
             f"`--load_in_{bits}bit` quantises a base, which cannot be trained itself. Add `--use_peft true`."
-        )
-    if args.eval_strategy != "no" and not DataNote.of(options).evaluates:
-        raise OptionError(
-            f"`--eval_strategy {args.eval_strategy.value}` has nothing to evaluate on. Set `--eval_dataset` or "
-            "`--eval_share`."
         )
 
 
@@ -291,29 +272,26 @@ def check_output(folder: str) -> None:
         raise OptionError(f"`--output_dir {folder}` cannot be written to: {reason}. Choose another folder.") from None
 
 
-def load_data(options: Options, note: DataNote, tokenizer: Any) -> tuple[Any, Any]:
-    """Return the rows to train on and to evaluate on, and say what they are."""
+def load_data(options: Options, tokenizer: Any) -> tuple[Any, Any]:
+    """Return the rows to train on and to evaluate on, say what they are, and note it for `hf-hybrid export`."""
     from hf_hybrid.cli import tokens
 
-    args = options.config
+    args, note = options.config, DataNote.of(options)
     reader = Reader(note, tokenizer, getattr(args, "dataset_num_proc", None), report=screen.fact)
     train_set, eval_set = reader.train_and_eval()
-    finite = hasattr(train_set, "__len__")
-    if eval_set is not None and finite:
-        screen.fact("eval", f"{screen.plural(len(eval_set), 'row')}, {len(train_set):,} to train on")
-    if note.command == "train":
-        sequences = f"{screen.plural(len(train_set), 'sequence')} of " if finite else "sequences of "
-        screen.fact("loss on", f"all tokens: {sequences}{options.data.sequence_length:,} tokens")
-    elif note.command == "sft":
-        chosen = args.assistant_only_loss and "assistant_only_loss" not in options.defaulted
-        if chosen and not any(source.format.chats for source in reader.trained):
-            source = reader.trained[0]
-            raise OptionError(
-                f"`--assistant_only_loss true` needs chats, and {source.where} holds {source.format.title}."
-            )
+    if eval_set is None and args.eval_strategy != "no":
+        raise OptionError(
+            f"`--eval_strategy {args.eval_strategy.value}` has nothing to evaluate on. Set `--eval_dataset` or "
+            "`--eval_share`."
+        )
+    if args.should_save:
+        write_note(Path(args.output_dir) / NOTE_NAME, note.to_dict())
+    if note.command == "sft":
+        if args.assistant_only_loss and "assistant_only_loss" not in options.defaulted:
+            reader.check_chats()
+        args.assistant_only_loss = False  # done: the labels say it
         train_set = tokens.counted(train_set, args, " and ".join(sorted(reader.learned)), screen.fact)
         eval_set = None if eval_set is None else tokens.without_counts(eval_set)
-        args.assistant_only_loss = False  # done: the labels say it
     return train_set, eval_set
 
 
@@ -325,10 +303,10 @@ def _print_pairs(trainer: Any, before: Any) -> None:
     sides = [[len(ids) for ids in rows[name][:]] for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
     sizes = [prompt + max(chosen, rejected) for prompt, chosen, rejected in zip(*sides, strict=True)]
     tokens = 2 * sum(sides[0]) + sum(sides[1]) + sum(sides[2])
-    screen.fact("tokens", f"{tokens:,} in {screen.plural(len(rows), 'pair')}, the longest row {max(sizes):,}")
+    screen.fact("tokens", f"{tokens:,} in {len(rows):,} pairs, the longest row {max(sizes):,}")
     cut, lost = sum(length is not None and size > length for size in sizes), len(before) - len(rows)
     if cut or lost:
-        text = f"{screen.plural(cut, 'pair')} cut at --max_length {length:,}"
+        text = f"{cut:,} of {len(rows):,} pairs cut at --max_length {length:,}"
         screen.fact("cut", text + (f"; {lost:,} with a longer prompt left out" if lost else ""))
 
 
@@ -342,8 +320,6 @@ def finish(trainer: Any, trained: dict[str, Any], options: Options, evaluated: d
     Raises:
         OSError: If the disk is full; it says how to end the run.
     """
-    from hf_hybrid.files import is_disk_full
-
     try:
         trainer.save_metrics("train", trained)
         trainer.save_state()

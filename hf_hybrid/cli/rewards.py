@@ -131,21 +131,24 @@ def load(name: str, pattern: str | None) -> Reward:
     return reward
 
 
-def load_all(options: RewardOptions, weights: Sequence[float] | None) -> tuple[list[Reward], str]:
-    """Return the reward functions that the options name, and their names and weights in words."""
+def load_all(options: RewardOptions, weights: Sequence[float] | None, rows: Any) -> tuple[list[Reward], str]:
+    """
+    Return the reward functions that the options name, and their names and weights in words.
+
+    Args:
+        options (`RewardOptions`): Of the command.
+        weights (`Sequence[float]`, *optional*): TRL's option.
+        rows: To train on.
+
+    Raises:
+        OptionError: If a function does not exist, or needs what the data lacks.
+    """
     names, pattern = required("reward", options.reward, "hf-hybrid grpo"), options.reward_pattern
     if weights is not None and len(weights) != len(names):
         raise OptionError(f"`--reward_weights` has {len(weights)} numbers, and `--reward` {len(names)}.")
-    titles = [f"format {pattern}" if name == "format" else name for name in names]
-    pairs = zip(titles, weights or [1.0] * len(names), strict=True)
-    words = ", ".join(title if weight == 1 else f"{title} (x {weight:g})" for title, weight in pairs)
-    return [load(name, pattern) for name in names], words
-
-
-def check_answers(options: RewardOptions, rows: Any) -> None:
-    """Refuse rewards that compare with answers where the data has none. Raises [`OptionError`]."""
-    comparing = [name for name in options.reward or [] if name in OWN]
+    functions = [load(name, pattern) for name in names]
     first = next(iter(rows))
+    comparing = [name for name in names if name in OWN]
     if comparing and "answer" not in first:
         raise OptionError(
             f"`--reward {comparing[0]}` compares with a column `answer`, and the data has {', '.join(first)}. "
@@ -156,6 +159,9 @@ def check_answers(options: RewardOptions, rows: Any) -> None:
             f"`--reward numeric_answer` compares numbers, and the first `answer` is `{first['answer']!r:.60}`. Use "
             "`exact_match`."
         )
+    titles = [f"format {pattern}" if name == "format" else name for name in names]
+    pairs = zip(titles, weights or [1.0] * len(names), strict=True)
+    return functions, ", ".join(title if weight == 1 else f"{title} (x {weight:g})" for title, weight in pairs)
 
 
 def _from_path(name: str) -> Any:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -30,45 +29,6 @@ from hf_hybrid.cli.options import OptionError
 from hf_hybrid.rows.tree import IGNORED
 
 logger = logging.getLogger(__name__)
-
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}"
-    "{{ 'Assistant: ' }}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\\n' }}"
-    "{% else %}{{ message['role'].capitalize() + ': ' + message['content'] + '\\n\\n' }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
-)
-"""`--chat_template_path plain`: for a base model without a template. It needs no tokens of its own."""
-
-
-def set_template(tokenizer: Any, config: Any) -> None:
-    """
-    Give a tokenizer the end-of-text token and the chat template that the options name, as TRL does.
-
-    Raises:
-        OptionError: If the token or the file does not exist.
-    """
-    if getattr(config, "eos_token", None) is not None:
-        if config.eos_token not in tokenizer.get_vocab():
-            raise OptionError(f"`--eos_token {config.eos_token}` is not in the vocabulary of the tokenizer.")
-        tokenizer.eos_token = config.eos_token
-    path = getattr(config, "chat_template_path", None)
-    if path is None:
-        return
-    if path == "plain":
-        if tokenizer.eos_token is None:
-            raise OptionError("`--chat_template_path plain` ends answers by an end-of-text token, and there is none.")
-        tokenizer.chat_template = PLAIN_TEMPLATE
-    elif os.path.isfile(path):
-        with open(path, encoding="utf-8") as file:
-            tokenizer.chat_template = file.read()
-    else:
-        raise OptionError(
-            f"`--chat_template_path {path}` is neither a file nor `plain`. To copy the template and the tokens of "
-            "another model, call `trl.clone_chat_template` once and save the result."
-        )
-    config.chat_template_path = None  # done
 
 
 def needs_template(source: Any, command: str, tokenizer: Any) -> None:

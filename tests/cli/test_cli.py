@@ -677,7 +677,7 @@ def options_of(model, vocabulary=257, peft="none", lora_r=16, **more):
     """Options of `train`, and the config of the model."""
     options = TextModelOptions(model=str(model), **more)
     adapters, args = AdapterOptions(peft=peft, lora_r=lora_r), HybridConfig("out", use_cpu=True)
-    checked = Options(TRAIN, options, TextDataOptions(), adapters, LaunchOptions(), args, frozenset())
+    checked = Options(TRAIN, options, TextDataOptions(), adapters, LaunchOptions(), args, frozenset(), False)
     config = read_config(options)
     check_sizes(config, options.model, vocabulary, 0)
     return checked, config
@@ -744,12 +744,13 @@ def test_a_missing_extra_says_how_to_install_it(folder, tmp_path, monkeypatch):
 def test_twin_keys_of_a_config_of_accelerate_are_refused(tmp_path):
     (tmp_path / "own.yaml").write_text("num_processes: 2\nnum_processes: 3\n")
     with pytest.raises(OptionError, match="`num_processes` in line 1 and `num_processes` in line 2"):
-        launch.launch_arguments(CommandLine(["--accelerate_config", str(tmp_path / "own.yaml"), "--use_cpu"]))
+        launch.launch_arguments(CommandLine(["--accelerate_config", str(tmp_path / "own.yaml"), "--use_cpu"]), 1)
 
 
 def test_accelerate_gets_the_packaged_or_the_given_config(tmp_path):
     def command(*arguments):
-        return launch.launch_arguments(CommandLine(arguments))
+        line = CommandLine(arguments)
+        return launch.launch_arguments(line, line.processes)
 
     on_cpu = command("--cpu", "--num_processes", "3")
     assert Path(on_cpu[1]).name == "ddp_cpu.yaml" and on_cpu[2:6] == [
@@ -789,7 +790,7 @@ def test_accelerate_gets_the_packaged_or_the_given_config(tmp_path):
 )
 def test_one_process_for_each_gpu(monkeypatch, arguments, gpus, processes):
     monkeypatch.setattr("torch.accelerator.device_count", lambda: gpus)
-    assert launch.processes(parse_values(arguments)) == processes
+    assert CommandLine(arguments).processes == processes
 
 
 def test_one_process_sees_one_gpu(monkeypatch):

@@ -283,7 +283,7 @@ def test_sft_says_what_it_does_and_what_comes_next(run, tmp_path):
     assert status == 0, err
     for told in (
         "chats.jsonl: chats (`messages`), 9 rows",
-        "eval       1 row, 8 to train on",
+        "eval       1 of 9 rows, which are not trained on",
         "loss on    assistant turns, found by rendering",
         "8 of 8 rows cut at --max_length 50 (the longest has",
         "in adapters",
