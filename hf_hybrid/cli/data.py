@@ -1,10 +1,10 @@
 """
 The data of every command: one reader from files, folders and ids on the Hub to rows in TRL's form, or to tokens.
 
-[`DataNote`] says which data a run reads and what of a row is learned. The run writes it into its folder, so that
-`hf-hybrid export` finds the held-out rows again. [`Reader`] reads them: each data set is loaded ([`load`]), its format
-is recognised ([`formats`]), its rows are converted, and turned into tokens if the command trains on tokens
-([`tokens`]); data sets are mixed, and rows to evaluate on are held out.
+A [`Reader`] says which data a run reads and what of a row is learned, and reads them: each data set is loaded
+([`load`]), its format is recognised and its rows are converted (`formats`), and turned into tokens if the command
+trains on tokens (`tokens`); data sets are mixed, and rows to evaluate on are held out. The run writes its reader into
+its folder, so that `hf-hybrid export` finds the held-out rows again.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_hybrid.cli import formats
+from hf_hybrid.cli import formats, tokens
 from hf_hybrid.cli.loading import reason_of
 from hf_hybrid.cli.options import DataOptions, OptionError, Options, TextDataOptions
 
 NOTE_NAME = "_hybrid_data.json"
-"""In `output_dir`, for `hf-hybrid export`: a [`DataNote`]. Files with a leading underscore are not pushed."""
+"""In `output_dir`, for `hf-hybrid export`: a [`Reader`]. Files with a leading underscore are not pushed."""
 KINDS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json"}
 KINDS |= {f".{kind}": kind for kind in ("json", "csv", "parquet")}
 """By the ending of a file: the loader of `datasets`."""
@@ -81,15 +81,11 @@ class Source:
     The rows of one data set.
 
     Attributes:
-        name (`str`): As the user wrote it.
-        option (`str`): That named it: `dataset` or `eval_dataset`.
-        where (`str`): Both, as messages begin.
+        where (`str`): The option and the name of the data set, as messages begin.
         format (`Format`): That was recognised.
         rows: In TRL's form: a `Dataset` or an `IterableDataset`.
     """
 
-    name: str
-    option: str
     where: str
     format: formats.Format
     rows: Any
@@ -209,50 +205,59 @@ def held_out(rows: Any, share: float, seed: int) -> tuple[Any, Any]:
 
 
 @dataclass(frozen=True)
-class DataNote:
+class Reader:
     """
-    Which data a run reads, and what of it is learned. As JSON it is beside the run.
+    Reads the data of a run.
 
     Attributes:
         command (`str`): `train`, `sft`, `dpo` or `grpo`.
         data (`DataOptions`): Of the command.
         seed (`int`): Draws mixtures and held-out rows.
-        answers_only, completions_only (`bool`): What of a row is learned in SFT.
+        answers_only (`bool`, *optional*): Whether SFT learns the assistant's turns of chats alone. `True` refuses data
+            without chats, `None` does not.
+        completions_only (`bool`): Whether SFT learns the completions of prompts alone.
         max_length (`int`, *optional*): Tokens of a row at most.
         keep_end (`bool`): Whether the beginning of long rows is cut, not their end.
+        packing (`str`, *optional*): How TRL packs rows, if it does.
     """
 
     command: str
     data: DataOptions
     seed: int
-    answers_only: bool = True
+    answers_only: bool | None = None
     completions_only: bool = True
     max_length: int | None = None
     keep_end: bool = False
+    packing: str | None = None
 
     @classmethod
-    def of(cls, options: Options) -> DataNote:
-        """Return what the options say."""
-        args, seed = options.config, options.config.data_seed or options.config.seed
+    def of(cls, options: Options) -> Reader:
+        """Return the reader of a run."""
+        args = options.config
+        values = {name: getattr(args, name, None) for name in ("assistant_only_loss", "max_length", "packing")}
         return cls(
-            options.command.name, options.data, seed,
-            "assistant_only_loss" in options.defaulted or bool(getattr(args, "assistant_only_loss", True)),
-            getattr(args, "completion_only_loss", None) is not False, getattr(args, "max_length", None),
-            getattr(args, "truncation_mode", "keep_start") == "keep_end",
-        )  # fmt: skip
+            command=options.command.name,
+            data=options.data,
+            seed=args.data_seed or args.seed,
+            answers_only=None if "assistant_only_loss" in options.defaulted else values["assistant_only_loss"],
+            completions_only=getattr(args, "completion_only_loss", None) is not False,
+            max_length=values["max_length"],
+            keep_end=getattr(args, "truncation_mode", "keep_start") == "keep_end",
+            packing=args.packing_strategy if values["packing"] else None,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values. Paths are whole, so that they hold from any folder."""
-        values = dataclasses.asdict(self.data)
+        values = dataclasses.asdict(self)
+        data = values.pop("data")
         for option in ("dataset", "eval_dataset"):
-            paths = [(name, Path(name).expanduser()) for name in values[option] or []]
-            values[option] = [str(path.resolve()) if path.exists() else name for name, path in paths] or None
-        return {**values, **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)[2:]},
-                "command": self.command}  # fmt: skip
+            paths = [(name, Path(name).expanduser()) for name in data[option] or []]
+            data[option] = [str(path.resolve()) if path.exists() else name for name, path in paths] or None
+        return {**data, **values}
 
     @property
     def eval_share(self) -> float:
-        """Share of the rows to evaluate on."""
+        """Share of the rows to train on that is evaluated on instead."""
         if self.data.eval_dataset or self.data.eval_split:
             return 0.0
         if self.data.eval_share is None:
@@ -264,94 +269,88 @@ class DataNote:
         """Whether there are rows to evaluate on."""
         return bool(self.data.eval_dataset or self.data.eval_split or self.eval_share)
 
-
-class Reader:
-    """
-    Reads the data of a run.
-
-    Args:
-        note (`DataNote`): Which data, and how.
-        tokenizer: Of the run, with its chat template.
-        processes (`int`, *optional*): That tokenise.
-        report (`Callable`): Is told each fact, as its name and a text.
-
-    Attributes:
-        trained (`list[Source]`): Data sets to train on, once they are read.
-        learned (`set[str]`): What of their rows SFT learns, in words.
-    """
-
-    def __init__(
+    def train_and_eval(
         self,
-        note: DataNote,
         tokenizer: Any,
-        processes: int | None = None,
         report: Callable[[str, str], None] = lambda name, text: None,
-    ):
-        self.note, self.tokenizer, self.processes, self.report = note, tokenizer, processes, report
-        self.trained: list[Source] = []
-        self.learned: set[str] = set()
-
-    def train_and_eval(self) -> tuple[Any, Any]:
+        processes: int | None = None,
+    ) -> tuple[Any, Any]:
         """
         Return the rows to train on, and those to evaluate on (`None` if there are none).
 
+        Args:
+            tokenizer: Of the run, with its chat template.
+            report (`Callable`): Is told each fact, as its name and a text.
+            processes (`int`, *optional*): That tokenise.
+
         Raises:
-            OptionError: If they cannot be read, or are too few.
+            OptionError: If the rows cannot be read, or there is nothing to learn.
         """
-        note, data = self.note, self.note.data
-        self.trained = list(self.sources("dataset"))
-        parts = [self._tokenised(source) for source in self.trained]
+        data, sources = self.data, list(self.sources("dataset", tokenizer, report))
+        if self.answers_only and not any(source.format.chats for source in sources):
+            raise OptionError(
+                f"`--assistant_only_loss true` needs chats, and {sources[0].where} holds {sources[0].format.title}."
+            )
+        parts = [self._tokenised(source, tokenizer, processes) for source in sources]
         if data.dataset_weights is not None:
-            self.report("mixture", self._mixture(parts))
-        train_set, eval_set = mixed(parts, data.dataset_weights, note.seed), None
-        if data.eval_dataset or data.eval_split:
-            eval_set = self._evaluation()
-        elif note.eval_share:
+            report("mixture", self._mixture(parts))
+        train_set, eval_set = mixed(parts, data.dataset_weights, self.seed), None
+        if self.eval_share:
             total = len(train_set)
-            train_set, eval_set = held_out(train_set, note.eval_share, note.seed)
-            self.report("eval", f"{len(eval_set):,} of {total:,} rows, which are not trained on")
+            train_set, eval_set = held_out(train_set, self.eval_share, self.seed)
+            report("eval", f"{len(eval_set):,} of {total:,} rows, which are not trained on")
+        elif self.evaluates:
+            eval_set = self.eval_set(tokenizer, report, processes)
         if isinstance(data, TextDataOptions):
             number = "" if data.streaming else f"{len(train_set):,} "
-            self.report("loss on", f"all tokens of {number}sequences of {data.sequence_length:,}")
+            report("loss on", f"all tokens of {number}sequences of {data.sequence_length:,}")
+        elif self.command == "sft":
+            answers = self._answers(tokenizer)
+            learned = " and ".join(sorted({answers.learned(source) for source in sources}))
+            train_set = tokens.counted(train_set, self, learned, report)
+            eval_set = None if eval_set is None else tokens.without_counts(eval_set)
         return train_set, eval_set
 
-    def eval_set(self) -> Any:
+    def eval_set(
+        self,
+        tokenizer: Any,
+        report: Callable[[str, str], None] = lambda name, text: None,
+        processes: int | None = None,
+    ) -> Any:
         """Return the rows to evaluate on alone; those to train on are not read where they do not decide."""
-        decided = self.note.data.eval_dataset or self.note.data.eval_split
-        return self._evaluation() if decided else self.train_and_eval()[1]
+        if self.eval_share:
+            return self.train_and_eval(tokenizer, report, processes)[1]
+        sources = list(self.sources("eval_dataset", tokenizer, report))
+        return mixed([self._tokenised(source, tokenizer, processes) for source in sources], None, self.seed)
 
-    def _evaluation(self) -> Any:
-        return mixed([self._tokenised(source) for source in self.sources("eval_dataset")], None, self.note.seed)
-
-    def sources(self, option: str) -> Iterator[Source]:
+    def sources(self, option: str, tokenizer: Any, report: Callable[[str, str], None]) -> Iterator[Source]:
         """
         Yield the data sets of `dataset` or `eval_dataset` in TRL's form; without `eval_dataset` a split of `dataset`.
 
         Raises:
             OptionError: If the rows have no format that the command takes, or a row has another form than the first.
         """
-        data, trains = self.note.data, option == "dataset"
+        data, trains = self.data, option == "dataset"
         split = data.dataset_split if trains else data.eval_split or "train"
         for name in (data.dataset if trains or not data.eval_dataset else data.eval_dataset) or ():
             config = data.dataset_config if name in (data.dataset or ()) else None
             rows = load(option, name, split, config, data.streaming)
             if trains and data.limit is not None:
                 rows = rows.take(data.limit) if data.streaming else rows.select(range(min(data.limit, len(rows))))
-            where = f"`--{option} {name}`"
-            row_format, rows = self._converted(where, name, rows)
-            number = "" if data.streaming else f", {len(rows):,} rows"
-            self.report("data" if trains else "eval", f"{name}: {row_format.title}{number}")
-            yield Source(name, option, where, row_format, rows)
+            source = self._converted(f"`--{option} {name}`", name, rows, tokenizer)
+            number = "" if data.streaming else f", {len(source.rows):,} rows"
+            report("data" if trains else "eval", f"{name}: {source.format.title}{number}")
+            yield source
 
-    def _converted(self, where: str, name: str, rows: Any) -> tuple[formats.Format, Any]:
-        rows = _with_new_names(name, rows, new_names(self.note.data.columns))
+    def _converted(self, where: str, name: str, rows: Any, tokenizer: Any) -> Source:
+        rows = _with_new_names(name, rows, new_names(self.data.columns))
         first = next(iter(rows), None)
         if first is None:
             raise OptionError(f"{where} holds no rows.")
         columns = columns_of(rows)
-        row_format = formats.recognise(self.note.command, columns, first, bool(self.tokenizer.chat_template), where)
-        described = {} if self.note.data.streaming else {"desc": "Reading rows"}
-        fixed = {"row_format": row_format, "system": self.note.data.system_prompt, "where": where}
+        row_format = formats.recognise(self.command, columns, first, bool(tokenizer.chat_template), where)
+        described = {} if self.data.streaming else {"desc": "Reading rows"}
+        fixed = {"row_format": row_format, "system": self.data.system_prompt, "where": where}
         try:
             rows = rows.map(formats.converted, with_indices=True, remove_columns=columns, fn_kwargs=fixed, **described)
         except OptionError:
@@ -360,32 +359,21 @@ class Reader:
             raise OptionError(
                 f"{where}: its rows do not fit into one table: {reason_of(error)} Give each column values of one kind."
             ) from error
-        return row_format, rows
+        return Source(where, row_format, rows)
 
-    def _tokenised(self, source: Source) -> Any:
-        from hf_hybrid.cli import tokens
+    def _tokenised(self, source: Source, tokenizer: Any, processes: int | None) -> Any:
+        """The rows of a data set as the trainer takes them."""
+        tokens.needs_template(source, self.command, tokenizer)
+        if isinstance(self.data, TextDataOptions):
+            return tokens.blocks(source, tokenizer, self.data.sequence_length)
+        return self._answers(tokenizer).tokenise(source, processes) if self.command == "sft" else source.rows
 
-        tokens.needs_template(source, self.note.command, self.tokenizer)
-        if self.note.command not in ("train", "sft"):
-            return source.rows
-        if isinstance(self.note.data, TextDataOptions):
-            return tokens.blocks(source, self.tokenizer, self.note.data.sequence_length)
-        answers = tokens.Answers(self.tokenizer, self.note.answers_only, self.note.completions_only)
-        if source.option == "dataset":
-            self.learned.add(answers.learned(source))
-        return answers.tokenise(source, self.processes)
-
-    def check_chats(self) -> None:
-        """Refuse data without chats. Raises [`OptionError`]."""
-        if not any(source.format.chats for source in self.trained):
-            source = self.trained[0]
-            raise OptionError(
-                f"`--assistant_only_loss true` needs chats, and {source.where} holds {source.format.title}."
-            )
+    def _answers(self, tokenizer: Any) -> tokens.Answers:
+        return tokens.Answers(tokenizer, self.answers_only is not False, self.completions_only)
 
     def _mixture(self, parts: list[Any]) -> str:
-        names, weights = self.note.data.dataset or [], self.note.data.dataset_weights or []
-        if self.note.data.streaming:
+        names, weights = self.data.dataset or [], self.data.dataset_weights or []
+        if self.data.streaming:
             pairs = zip(names, weights, strict=True)
             return ", ".join(f"{weight / sum(weights):.0%} {name}" for name, weight in pairs)
         counts = [len(part) for part in parts]

@@ -94,53 +94,51 @@ def held_out_batches(args: argparse.Namespace, folder: Path) -> list[dict[str, A
     Raises:
         OptionError: If the data cannot be read.
     """
-    from hf_hybrid.cli.data import NOTE_NAME, DataNote
+    from hf_hybrid.cli.data import NOTE_NAME, Reader
     from hf_hybrid.cli.options import OptionError, TextDataOptions
     from hf_hybrid.export.source import read_tokenizer
 
     if args.eval_sequences < 1:
         raise OptionError(f"`--eval_sequences {args.eval_sequences}` must be 1 or more.")
     path = next((path for path in (folder / NOTE_NAME, folder.resolve().parent / NOTE_NAME) if path.is_file()), None)
-    note = None if path is None else read_note(path)
-    if note is None or args.sequence_length is not None:
-        note = DataNote("train", TextDataOptions(eval_share=0), 0)
+    reader = None if path is None else read_note(path)
+    if reader is None or reader.command != "train" and args.sequence_length is not None:
+        reader = Reader("train", TextDataOptions(eval_share=0), 0)
     options = {name: getattr(args, name) for name in ("eval_split", "columns", "sequence_length")}
     options = {name: value for name, value in options.items() if value is not None}
     if args.eval_dataset is not None:
         options |= {"eval_dataset": [args.eval_dataset], "eval_share": None}
         options.setdefault("eval_split", None)
-    note = dataclasses.replace(note, data=dataclasses.replace(note.data, **options))
-    if note.command == "grpo" or not note.evaluates:  # prompts of GRPO have no completions
+    reader = dataclasses.replace(reader, data=dataclasses.replace(reader.data, **options))
+    if reader.command == "grpo" or not reader.evaluates:  # prompts of GRPO have no completions
         return None
     tokenizer = read_tokenizer(folder)
     if tokenizer is None:
         raise OptionError(f"`{folder}` has no tokenizer, which the texts need. Save it there.")
-    rows = held_out_rows(note, tokenizer, args.eval_sequences)
+    rows = held_out_rows(reader, tokenizer, args.eval_sequences)
     return [_padded(rows[start : start + BATCH]) for start in range(0, len(rows), BATCH)] or None
 
 
-def held_out_rows(note: Any, tokenizer: Any, most: int) -> list[dict[str, list[int]]]:
+def held_out_rows(reader: Any, tokenizer: Any, most: int) -> list[dict[str, list[int]]]:
     """
     Return rows that a run did not train on, with `input_ids` and `labels`; of preference pairs the chosen side.
 
     Args:
-        note (`DataNote`): Of the run.
+        reader (`Reader`): Of the run.
         tokenizer: Of the run, with its chat template.
         most (`int`): Rows that are returned at most.
     """
-    from hf_hybrid.cli.data import Reader
-
-    rows = list(itertools.islice(Reader(note, tokenizer).eval_set(), most))
-    if note.command == "dpo":
-        rows = _chosen(rows, note, tokenizer)
-    kept = slice(None) if note.max_length is None else slice(None, note.max_length)
-    if note.keep_end and note.max_length is not None:
-        kept = slice(-note.max_length, None)
+    rows = list(itertools.islice(reader.eval_set(tokenizer), most))
+    if reader.command == "dpo":
+        rows = _chosen(rows, reader, tokenizer)
+    kept = slice(None) if reader.max_length is None else slice(None, reader.max_length)
+    if reader.keep_end and reader.max_length is not None:
+        kept = slice(-reader.max_length, None)
     cut = [{name: row[name][kept] for name in ("input_ids", "labels")} for row in rows]
     return [row for row in cut if any(label >= 0 for label in row["labels"][1:])]
 
 
-def _chosen(pairs: list[dict[str, Any]], note: Any, tokenizer: Any) -> list[dict[str, Any]]:
+def _chosen(pairs: list[dict[str, Any]], reader: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The chosen sides of preference pairs as prompts with completions, in tokens."""
     from datasets import Dataset
     from trl.data_utils import maybe_extract_prompt
@@ -151,8 +149,8 @@ def _chosen(pairs: list[dict[str, Any]], note: Any, tokenizer: Any) -> list[dict
 
     sides = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in map(maybe_extract_prompt, pairs)]
     chosen = recognise("sft", list(sides[0]), sides[0])
-    source = Source("pairs", "dataset", "The chosen answers", chosen, Dataset.from_list(sides))
-    return list(Answers(tokenizer, note.answers_only, note.completions_only).tokenise(source))
+    source = Source("The chosen answers", chosen, Dataset.from_list(sides))
+    return list(Answers(tokenizer, True, True).tokenise(source))
 
 
 def _padded(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
@@ -173,19 +171,19 @@ def _padded(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
 
 def read_note(path: Path) -> Any:
     """
-    Return the `DataNote` of a run.
+    Return the `Reader` of a run.
 
     Raises:
         OptionError: If the file is damaged, or holds something else.
     """
-    from hf_hybrid.cli.data import DataNote
+    from hf_hybrid.cli.data import Reader
     from hf_hybrid.cli.options import TRAINING, OptionError
 
     values = read_json(path, [])
     wrong = None if isinstance(values, dict) else "it is damaged"
     values = as_dict(values)
     command = TRAINING.get(str(values.get("command", "train")))
-    note_hints = get_type_hints(DataNote)
+    note_hints = get_type_hints(Reader)
     del note_hints["data"]
     data_hints = {} if command is None else get_type_hints(command.data)
     for name, value in values.items():
@@ -200,8 +198,8 @@ def read_note(path: Path) -> Any:
             f"`{path}` does not say what the run was evaluated on: {wrong}. Delete the file, and name texts with "
             "`--eval_dataset` if a loss is wanted."
         )
-    note = {name: values.pop(name) for name in note_hints}
-    return DataNote(data=TRAINING[note["command"]].data(**values), **note)
+    reader = {name: values.pop(name) for name in note_hints}
+    return Reader(data=TRAINING[reader["command"]].data(**values), **reader)
 
 
 def _is_of(hint: Any, value: Any) -> bool:

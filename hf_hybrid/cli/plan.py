@@ -201,14 +201,14 @@ class _Report:
 
     def _tokens_of_data(self) -> float:
         """Tokens that `train` would train on: the sequences of the data set, without those to evaluate on."""
-        from hf_hybrid.cli.data import DataNote, Reader
+        from hf_hybrid.cli.data import Reader
         from hf_hybrid.cli.loading import load_tokenizer
         from hf_hybrid.cli.options import ModelOptions, TextDataOptions
 
         args, length = self.args, self.planner.setup.sequence_length
         tokenizer = load_tokenizer(ModelOptions(model=args.model, tokenizer=args.tokenizer))
         data = TextDataOptions(dataset=[args.dataset], sequence_length=length)
-        sequences, _ = Reader(DataNote("train", data, seed=42), tokenizer).train_and_eval()
+        sequences, _ = Reader("train", data, seed=42).train_and_eval(tokenizer)
         return len(sequences) * length * (args.num_train_epochs or EPOCHS)
 
     def _time(self, plan: Plan) -> StepTime | None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_hybrid.cli import rewards, screen
-from hf_hybrid.cli.data import NOTE_NAME, DataNote, Reader, check_paths, new_names
+from hf_hybrid.cli.data import NOTE_NAME, Reader, check_paths, new_names
 from hf_hybrid.cli.launch import launch
 from hf_hybrid.cli.loading import (
     adapters_config,
@@ -41,6 +41,7 @@ from hf_hybrid.cli.loading import (
 from hf_hybrid.cli.options import (
     DPO,
     GRPO,
+    SFT,
     TRAIN,
     TRAINING,
     CommandLine,
@@ -274,24 +275,17 @@ def check_output(folder: str) -> None:
 
 def load_data(options: Options, tokenizer: Any) -> tuple[Any, Any]:
     """Return the rows to train on and to evaluate on, say what they are, and note it for `hf-hybrid export`."""
-    from hf_hybrid.cli import tokens
-
-    args, note = options.config, DataNote.of(options)
-    reader = Reader(note, tokenizer, getattr(args, "dataset_num_proc", None), report=screen.fact)
-    train_set, eval_set = reader.train_and_eval()
+    args, reader = options.config, Reader.of(options)
+    train_set, eval_set = reader.train_and_eval(tokenizer, screen.fact, getattr(args, "dataset_num_proc", None))
     if eval_set is None and args.eval_strategy != "no":
         raise OptionError(
             f"`--eval_strategy {args.eval_strategy.value}` has nothing to evaluate on. Set `--eval_dataset` or "
             "`--eval_share`."
         )
-    if args.should_save:
-        write_note(Path(args.output_dir) / NOTE_NAME, note.to_dict())
-    if note.command == "sft":
-        if args.assistant_only_loss and "assistant_only_loss" not in options.defaulted:
-            reader.check_chats()
+    if options.command is SFT:
         args.assistant_only_loss = False  # done: the labels say it
-        train_set = tokens.counted(train_set, args, " and ".join(sorted(reader.learned)), screen.fact)
-        eval_set = None if eval_set is None else tokens.without_counts(eval_set)
+    if args.should_save:
+        write_note(Path(args.output_dir) / NOTE_NAME, reader.to_dict())
     return train_set, eval_set
 
 

@@ -26,7 +26,6 @@ from typing import Any
 from hf_hybrid.cli.formats import messages_of
 from hf_hybrid.cli.loading import reason_of
 from hf_hybrid.cli.options import OptionError
-from hf_hybrid.rows.tree import IGNORED
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +78,9 @@ def blocks(source: Any, tokenizer: Any, length: int) -> Any:
     except OptionError:
         raise
     except Exception as error:  # whatever a broken file leads to
-        raise OptionError(
-            f"The tokenizer cannot tokenise `{source.name}`: {reason_of(error)} Save it again."
-        ) from error
+        raise OptionError(f"The tokenizer cannot tokenise {where}: {reason_of(error)} Save it again.") from error
     if finite and not len(rows):
-        raise OptionError(f"`{source.name}` holds fewer than {length} tokens. Set a shorter `--sequence_length`.")
+        raise OptionError(f"{where} holds fewer than {length} tokens. Set a shorter `--sequence_length`.")
     return rows
 
 
@@ -153,6 +150,8 @@ class Answers:
         Raises:
             OptionError: If the chat template cannot format a row.
         """
+        from hf_hybrid.rows.tree import IGNORED  # imports torch
+
         columns, where = _columns_of(source.rows), source.where
         encode = self._chat if "messages" in columns else self._text if "text" in columns else self._completion
 
@@ -265,20 +264,22 @@ COUNTS = ("length", "learned", "divided")
 """Columns that [`Answers.tokenise`] adds, for [`counted`] alone."""
 
 
-def counted(rows: Any, args: Any, learned: str, report: Callable[[str, str], None]) -> Any:
+def counted(rows: Any, reader: Any, learned: str, report: Callable[[str, str], None]) -> Any:
     """
     Say how many tokens are learned and how many rows are cut, and return the rows without the counts.
 
     Args:
         rows: As [`Answers.tokenise`] returns them.
-        args (`SFTConfig`): Of them the options about length are read.
+        reader (`Reader`): Of it `max_length`, `keep_end` and `packing` are read.
         learned (`str`): What is learned, in words.
         report (`Callable`): Is told each fact, as its name and a text.
 
     Raises:
         OptionError: If there is nothing to learn.
     """
-    length = args.max_length
+    from hf_hybrid.rows.tree import IGNORED
+
+    length = reader.max_length
     if not hasattr(rows, "__len__"):
         report("loss on", learned)
         if length is not None:
@@ -294,11 +295,11 @@ def counted(rows: Any, args: Any, learned: str, report: Callable[[str, str], Non
         report("divided", f"{divided:,} rows are one answer each: the chat template renders answers otherwise once "
                "others follow")  # fmt: skip
     long = [place for place, tokens in enumerate(lengths) if length is not None and tokens > length]
-    if args.packing:
-        how = "rows are glued and cut" if args.packing_strategy == "wrapped" else "whole rows share a sequence"
+    if reader.packing:
+        how = "rows are glued and cut" if reader.packing == "wrapped" else "whole rows share a sequence"
         report("packed", f"{how} of {length:,} tokens; longer rows: {len(long):,}")
     elif long:
-        kept = slice(-length, None) if args.truncation_mode == "keep_end" else slice(None, length)
+        kept = slice(-length, None) if reader.keep_end else slice(None, length)
         lost = sum(all(label == IGNORED for label in rows[place]["labels"][kept]) for place in long)
         text = f"{len(long):,} of {len(rows):,} rows cut at --max_length {length:,}"
         text += f" (the longest has {max(lengths):,} tokens)"

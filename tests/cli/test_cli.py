@@ -20,7 +20,7 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedTo
 from hf_hybrid import HybridArguments, HybridConfig, HybridTrainer
 from hf_hybrid.checkpoints.manifest import is_sealed
 from hf_hybrid.cli import launch
-from hf_hybrid.cli.data import DataNote, Reader
+from hf_hybrid.cli.data import Reader
 from hf_hybrid.cli.loading import (
     adapters_config,
     add_adapters,
@@ -614,8 +614,8 @@ def blocks(folder, **options):
     tokenizer = load_tokenizer(TextModelOptions(model=str(folder / "model")))
     for option in ("dataset", "eval_dataset"):
         options |= {option: [options[option]]} if option in options else {}
-    note = DataNote("train", TextDataOptions(**{"sequence_length": 64, **options}), seed=0)
-    return tokenizer, *Reader(note, tokenizer).train_and_eval()
+    reader = Reader("train", TextDataOptions(**{"sequence_length": 64, **options}), seed=0)
+    return tokenizer, *reader.train_and_eval(tokenizer)
 
 
 def test_texts_are_joined_and_cut(folder):

@@ -15,7 +15,7 @@ from conftest import config_values, tiny_model
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from hf_hybrid.cli import chat, formats, rewards, screen
-from hf_hybrid.cli.data import DataNote, Reader, mixed, shares
+from hf_hybrid.cli.data import Reader, mixed, shares
 from hf_hybrid.cli.export import held_out_rows, read_note
 from hf_hybrid.cli.formats import FormatError, recognise
 from hf_hybrid.cli.main import main
@@ -163,7 +163,7 @@ def test_other_names_of_columns_streams_and_limits(folder, monkeypatch):
     columns = ["prompt=question", "completion=answer"]
     for streaming in (False, True):
         data = DataOptions(dataset=["questions.jsonl"], columns=columns, limit=3, streaming=streaming, eval_share=0)
-        (source,) = Reader(DataNote("sft", data, 0), tokenizer_of(TEMPLATE)).sources("dataset")
+        (source,) = Reader("sft", data, 0).sources("dataset", tokenizer_of(TEMPLATE), print)
         rows = list(source.rows)
         assert rows[2] == {"prompt": "What is 2 + 1?", "completion": "So it is #### 3"}
         assert len(rows) == 3
@@ -191,7 +191,7 @@ def tokenizer_of(template):
 def tokens_of(name, template=TEMPLATE, answers_only=True):
     """The tokens and labels of a format, and the tokenizer."""
     tokenizer = tokenizer_of(template)
-    (source,) = Reader(DataNote("sft", DataOptions(dataset=[name]), 0), tokenizer).sources("dataset")
+    (source,) = Reader("sft", DataOptions(dataset=[name]), 0).sources("dataset", tokenizer, print)
     answers = Answers(tokenizer, answers_only, completions_only=True)
     return answers.tokenise(source), tokenizer, answers.way
 
@@ -364,7 +364,7 @@ def test_export_measures_on_the_rows_that_sft_held_out(run, tmp_path, capsys, mo
 def test_held_out_pairs_are_measured_by_their_chosen_side(folder, tmp_path):
     tokenizer = tokenizer_of(TEMPLATE)
     for file, read in (("pairs.jsonl", "Say {}: "), ("chat_pairs.jsonl", "user: Say {}<|end|>assistant: ")):
-        note = DataNote("dpo", DataOptions(dataset=[str(folder / file)]), seed=1)
+        note = Reader("dpo", DataOptions(dataset=[str(folder / file)]), seed=1)
         (row,) = held_out_rows(note, tokenizer, 9)
         whole, answer = tokenizer.decode(row["input_ids"]), learned(row, tokenizer)
         number = re.search(r"Say (\d+)", whole)[1]

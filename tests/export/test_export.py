@@ -29,7 +29,7 @@ from transformers import (
 from transformers.utils.logging import is_progress_bar_enabled
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.cli.data import NOTE_NAME, DataNote
+from hf_hybrid.cli.data import NOTE_NAME, Reader
 from hf_hybrid.cli.exports import exported_bytes
 from hf_hybrid.cli.main import main
 from hf_hybrid.cli.options import TextDataOptions
@@ -464,7 +464,7 @@ INDEX = "model.safetensors.index.json"
 
 def noted(**values) -> Callable[[Path], object]:
     """A damage: the note of a run on its data, with other values."""
-    return written(NOTE_NAME, {**DataNote("train", TextDataOptions(), seed=0).to_dict(), **values})
+    return written(NOTE_NAME, {**Reader("train", TextDataOptions(), seed=0).to_dict(), **values})
 
 
 BROKEN = {
