@@ -97,7 +97,7 @@ def record_of(words: list[str]) -> dict[str, Any]:
         if trainer.eval_dataset is not None:
             trainer.evaluate()
         given = {"tasks": "text-generation"}  # what `hf-hybrid` passes for a model and data that are not of the Hub
-        facts, _ = trainer.model_card_facts(**given)
+        facts = trainer.model_card_facts(**given)
         trainer.create_model_card(**given)
     return plain(facts)
 

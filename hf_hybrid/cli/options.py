@@ -275,23 +275,23 @@ TRAIN = Command(
 SFT = Command(
     "sft",
     "Fine-tune a model on chats, instructions or texts. By default only the answers are learned.",
-    "hf_hybrid.integrations.trl:HybridSFTConfig",
-    "hf_hybrid.integrations.trl:HybridSFTTrainer",
+    "hf_hybrid.trl.sft_dpo:HybridSFTConfig",
+    "hf_hybrid.trl.sft_dpo:HybridSFTTrainer",
     "trl.SFTConfig",
     defaulted=("logging_steps", "assistant_only_loss"),
 )
 DPO = Command(
     "dpo",
     "Train a model on preference pairs.",
-    "hf_hybrid.integrations.trl:HybridDPOConfig",
-    "hf_hybrid.integrations.trl:HybridDPOTrainer",
+    "hf_hybrid.trl.sft_dpo:HybridDPOConfig",
+    "hf_hybrid.trl.sft_dpo:HybridDPOTrainer",
     "trl.DPOConfig",
 )
 GRPO = Command(
     "grpo",
     "Train a model by rewards for what it answers.",
-    "hf_hybrid.integrations.grpo:HybridGRPOConfig",
-    "hf_hybrid.integrations.grpo:HybridGRPOTrainer",
+    "hf_hybrid.trl.rl:HybridGRPOConfig",
+    "hf_hybrid.trl.rl:HybridGRPOTrainer",
     "trl.GRPOConfig",
     more=(RewardOptions,),
 )

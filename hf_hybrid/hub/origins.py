@@ -22,7 +22,7 @@ from hf_hybrid.leaps.directions import DIRECTIONS, Direction, Orthogonal
 from hf_hybrid.leaps.directions.base import direction_class
 from hf_hybrid.optimizers import optimizer_name
 from hf_hybrid.records.readings import evenly
-from hf_hybrid.run.typing import TrainerLike
+from hf_hybrid.run.trainer_view import TrainerLike
 
 logger = logging.getLogger(__name__)
 
@@ -32,33 +32,16 @@ _SAMPLED_ROWS = 64
 
 def is_repo_id(name: object) -> TypeGuard[str]:
     """Whether a name can be that of a repository on the Hub."""
-    if not isinstance(name, str):
-        return False
     try:
         validate_repo_id(name)
     except HFValidationError:
         return False
-    return True
-
-
-_BUILDERS = {
-    "arrow", "audiofolder", "csv", "generator", "imagefolder", "json", "pandas", "parquet", "sql", "text",
-    "videofolder", "webdataset", "xml",
-}  # fmt: skip
-"""Names under which `datasets` reads local files. They are no data sets."""
-_DATA_FILES = re.compile(r"\.(jsonl?|csv|tsv|parquet|arrow|txt|xml|zip|tar|gz|zst|ya?ml|bin|npy|pt|py)$", re.IGNORECASE)
+    return isinstance(name, str)
 
 
 def is_local(name: str) -> bool:
     """Whether a name is a path on this machine and not one on the Hub."""
     return os.path.isabs(name) or name.startswith((".", "~")) or os.path.exists(name)
-
-
-def is_dataset_id(name: object) -> TypeGuard[str]:
-    """Whether a name can be that of a data set on the Hub: no file, no folder, and no builder of `datasets`."""
-    if not is_repo_id(name) or is_local(name):
-        return False
-    return name not in _BUILDERS and not _DATA_FILES.search(name)
 
 
 def model_facts(trainer: TrainerLike, finetuned_from: str | None, tasks: list[str]) -> dict[str, Any]:
