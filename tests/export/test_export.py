@@ -28,10 +28,12 @@ from transformers import (
 from transformers.utils.logging import is_progress_bar_enabled
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.cli.exports import exported_bytes
+from hf_hybrid.cli.data import NOTE_NAME, Reader
 from hf_hybrid.cli.main import main
+from hf_hybrid.cli.options import TextDataOptions
 from hf_hybrid.export import exporter, formats, measure, source
 from hf_hybrid.export.formats import FORMATS, ExportError
+from hf_hybrid.plan.exports import exported_bytes
 
 PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes", **{name: "gguf" for name in FORMATS if name.startswith("gguf")}}
 WRITTEN = sorted(PACKAGES)
@@ -456,11 +458,18 @@ def options_of(name: str, **values) -> Callable[[Path], None]:
     return damage
 
 
-NOTE, INDEX = "_hybrid_data.json", "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
+
+
+def noted(**values) -> Callable[[Path], object]:
+    """A damage: the note of a run on its data, with other values."""
+    return written(NOTE_NAME, {**Reader("train", TextDataOptions(), seed=0).to_dict(), **values})
+
+
 BROKEN = {
     "config cut short": (written("config.json", "{"), "The config of the model in"),
     "config and the texts to measure on": (
-        lambda folder: (written("config.json", "{")(folder), written(NOTE, {"dataset": "text.txt"})(folder)),
+        lambda folder: (written("config.json", "{")(folder), noted(dataset=["text.txt"])(folder)),
         "The config of the model in",
     ),
     "config is a list": (written("config.json", [1]), "The config of the model in"),
@@ -471,7 +480,7 @@ BROKEN = {
         lambda folder: (
             options_of("tokenizer_config.json", model_max_length=[1])(folder),
             (folder / "text.txt").write_text("To be or not to be."),
-            written(NOTE, {"dataset": str(folder / "text.txt"), "sequence_length": 8})(folder),
+            noted(dataset=[str(folder / "text.txt")], sequence_length=8)(folder),
         ),
         "The tokenizer",
     ),
@@ -481,15 +490,18 @@ BROKEN = {
     "index whose map is a list": (index_of({"weight_map": ["x"]}), f"{INDEX}` is damaged"),
     "index that leads out": (index_of({"weight_map": {"a": "../secret.safetensors"}}), "lies outside of its folder"),
     "index with a path from the root": (index_of({"weight_map": {"a": "/etc/passwd"}}), "lies outside of its folder"),
-    "note cut short": (written(NOTE, "{"), f"{NOTE}` does not say what the run was evaluated on: it is damaged"),
-    "note is a list": (written(NOTE, []), "it is damaged"),
-    "note is deep": (written(NOTE, "[" * 9000), "it is damaged"),
-    "note with another key": (written(NOTE, {"x": 1}), "`x` is no option of the data"),
-    "note with a word for a number": (written(NOTE, {"sequence_length": "x"}), "`sequence_length` cannot be `'x'`"),
-    "note with a list for a name": (written(NOTE, {"dataset": ["x"]}), "`dataset` cannot be `['x']`"),
-    "note with a word for the seed": (written(NOTE, {"seed": "x"}), "`seed` cannot be `'x'`"),
-    "note with a share over 1": (written(NOTE, {"eval_share": 2}), "`eval_share` must be at least 0 and less than 1"),
-    "note on a file that is gone": (written(NOTE, {"dataset": "gone.txt"}), "`--dataset gone.txt`"),
+    "note cut short": (
+        written(NOTE_NAME, "{"),
+        f"{NOTE_NAME}` does not say what the run was evaluated on: it is damaged",
+    ),
+    "note is a list": (written(NOTE_NAME, []), "it is damaged"),
+    "note is deep": (written(NOTE_NAME, "[" * 9000), "it is damaged"),
+    "note with another key": (noted(x=1), "`x` is no option of the data"),
+    "note with a word for a number": (noted(sequence_length="x"), "`sequence_length` cannot be `'x'`"),
+    "note with a list for a name": (noted(dataset=[["x"]]), "`dataset` cannot be `[['x']]`"),
+    "note with a word for the seed": (noted(seed="x"), "`seed` cannot be `'x'`"),
+    "note with a share over 1": (noted(eval_share=2), "`eval_share` must be at least 0 and less than 1"),
+    "note on a file that is gone": (noted(dataset=["gone.txt"]), "`--dataset gone.txt`"),
 }
 
 
