@@ -17,7 +17,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers.modelcard import TASK_MAPPING
 
-from hf_hybrid.hub.provenance import listed, unique
+from hf_hybrid.hub.provenance import unique
 from hf_hybrid.leaps.directions import DIRECTIONS, Direction, Orthogonal
 from hf_hybrid.leaps.directions.base import direction_class
 from hf_hybrid.optimizers import optimizer_name
@@ -59,7 +59,8 @@ def model_facts(trainer: TrainerLike, finetuned_from: str | None, tasks: list[st
     # `from_pretrained` leaves this mark; a model built from another's configuration has only the other's name.
     loaded = finetuned_from is not None or hasattr(inner, "_weight_conversions")
     class_name, parameters = type(inner).__name__, list(model.parameters())
-    task = tasks[0] if tasks else _task_of(class_name)
+    known = (task for task, names in TASK_MAPPING.items() if class_name in names.values())
+    task = tasks[0] if tasks else next(known, None)
     auto = {"text-generation": "AutoModelForCausalLM", "text-classification": "AutoModelForSequenceClassification"}
     tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     return {
@@ -94,21 +95,11 @@ def adapter_of(trainer: TrainerLike) -> dict[str, Any]:
         default = field.default_factory() if callable(field.default_factory) else field.default
         if field.name not in (*_OF_NO_INTEREST, *_OF_LORA) and value != default and value is not None:
             shown[field.name] = value
-    return {name: _plain_setting(value) for name, value in shown.items()}
-
-
-def _plain_setting(value: Any) -> Any:
-    """A value of a configuration as people write it; a set has no order of its own."""
-    if isinstance(value, (set, frozenset, list, tuple)):
-        return ", ".join(sorted(map(str, value)) if isinstance(value, (set, frozenset)) else map(str, value))
-    return getattr(value, "value", value)
-
-
-def _task_of(class_name: str) -> str | None:
-    for task, classes in TASK_MAPPING.items():
-        if any(class_name in listed(names) for names in classes.values()):
-            return task
-    return None
+    for name, value in shown.items():
+        if isinstance(value, (set, frozenset)):
+            value = sorted(map(str, value))  # a set has no order of its own
+        shown[name] = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else getattr(value, "value", value)
+    return shown
 
 
 def count_parameters(parameters: Iterable) -> int:

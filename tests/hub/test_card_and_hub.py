@@ -5,7 +5,6 @@ import json
 import math
 import re
 import runpy
-import shlex
 import subprocess
 import sys
 import types
@@ -21,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, Traine
 
 from hf_hybrid import HybridTrainer, MemoryProfilerCallback, __version__
 from hf_hybrid.hub import origins
-from hf_hybrid.hub.card import WIDTH, code, folded, rewards_of, text
+from hf_hybrid.hub.card import code, rewards_of, text
 from hf_hybrid.hub.origins import data_facts, is_repo_id, license_of
 from hf_hybrid.hub.provenance import command, hardware, tracker_links
 from hf_hybrid.part import Part
@@ -467,14 +466,6 @@ def test_command_has_no_secrets_and_no_home(monkeypatch, tmp_path):
     assert '"lr": "1"' in shown and '"secret": "REMOVED"' in shown
 
 
-def test_a_long_command_is_folded_between_words():
-    words = ["hf-hybrid", "sft", *(f"--option_{number} value" for number in range(9)), "--name 'a  b -c' x'y z'"]
-    lines = folded(" ".join(words)).split(" \\\n  ")
-    assert " ".join(lines) == " ".join(words) and len(lines) > 2 and max(map(len, lines)) <= WIDTH
-    assert all(line.startswith("--") for line in lines[1:]) and folded("python train.py") == "python train.py"
-    assert shlex.split(folded(" ".join(words)).replace("\\\n", "")) == shlex.split(" ".join(words))
-
-
 def test_command_of_modules_and_notebooks(monkeypatch, tmp_path):
     assert command(argv=["-c"]) is None and command(argv=["/x/ipykernel_launcher.py", "-f", "k.json"]) is None
     monkeypatch.setattr(sys, "argv", ["/site/trl/cli.py", "sft"])
@@ -579,7 +570,7 @@ def test_cards_of_this_repository_say_what_the_template_says(generator):
         card = (CARDS / f"{name}.md").read_text(encoding="utf-8")
         assert card == generator["card_of"](name, records)
         run = words.split()[1] if words.startswith("export") else name
-        command = section(card, "Command").replace(" \\\n  ", " ")
+        command = section(card, "Command")
         assert card_errors(card) == [] and f"hf-hybrid {generator['COMMANDS'][run]}\n" in command
         if words.startswith("export"):
             assert not re.search(r"^A \S+ adapter", card, re.M) and "\n## Serving\n" in card
