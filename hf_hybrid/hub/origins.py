@@ -17,7 +17,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers.modelcard import TASK_MAPPING
 
-from hf_hybrid.hub.provenance import unique
+from hf_hybrid.hub.provenance import listed, unique
 from hf_hybrid.leaps.directions import DIRECTIONS, Direction, Orthogonal
 from hf_hybrid.leaps.directions.base import direction_class
 from hf_hybrid.optimizers import optimizer_name
@@ -59,7 +59,9 @@ def model_facts(trainer: TrainerLike, finetuned_from: str | None, tasks: list[st
     # `from_pretrained` leaves this mark; a model built from another's configuration has only the other's name.
     loaded = finetuned_from is not None or hasattr(inner, "_weight_conversions")
     class_name, parameters = type(inner).__name__, list(model.parameters())
-    known = (task for task, names in TASK_MAPPING.items() if class_name in names.values())
+    known = (
+        task for task, classes in TASK_MAPPING.items() if any(class_name in listed(names) for names in classes.values())
+    )
     task = tasks[0] if tasks else next(known, None)
     auto = {"text-generation": "AutoModelForCausalLM", "text-classification": "AutoModelForSequenceClassification"}
     tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
