@@ -4,7 +4,7 @@
 This module orders what a step, a save, an evaluation and a resume do, so that a checkpoint holds a whole step. It
 forwards Trainer's hooks to three objects:
 
-- `self.run`: the list of the run's parts (run/run.py), which setup.py makes when a training begins. The monitor, leaps,
+- `self.run`: the list of the run's parts (run/run.py), which build.py makes when a training begins. The monitor, leaps,
   the learning rate, the forecast and the memory guard are parts. Between trainings the list is empty;
 - `self.memory`: where weights are kept (streaming/engine.py): `Resident` or `Streamed`;
 - `self.recovery`: the part that computes a window again when memory runs out (recovery.py).
@@ -35,15 +35,25 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import SaveStrategy, has_length
 
 from hf_hybrid.arguments import HybridArguments
-from hf_hybrid.checkpoints import manifest, state
-from hf_hybrid.checkpoints.behind import Saves, why_at_once
-from hf_hybrid.checkpoints.lock import FolderLock, check_output
-from hf_hybrid.checkpoints.preemption import agree_on_preemption, check_thread
-from hf_hybrid.checkpoints.sharded import load_optimizer, load_weights
+from hf_hybrid.build import (
+    adapter_parts,
+    build_memory,
+    build_optimizer,
+    build_run,
+    leave_adapters_to_adamw,
+    makes_muon,
+    phase_memory_parts,
+    refuse_other_optimizers,
+    rows_part,
+    share_optimizer,
+    tell_of_kept_defaults,
+    tell_of_no_leaps,
+)
 from hf_hybrid.compat import warn_of_untested_versions
 from hf_hybrid.config import CONFIG_NAME, check_leaps, check_training_arguments, config_values, phase_options
-from hf_hybrid.files import load_room, note_base, write_note
+from hf_hybrid.files import note_base, write_note
 from hf_hybrid.hub.publishing import PublishingMixin
+from hf_hybrid.leaps.automatic import leaps_are_automatic
 from hf_hybrid.leaps.directions.base import DirectionFactory
 from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set
 from hf_hybrid.machine import (
@@ -57,6 +67,7 @@ from hf_hybrid.machine import (
 from hf_hybrid.optimizers import check_hidden_matrices
 from hf_hybrid.part import Part, Phase, check_parts, listening
 from hf_hybrid.plan.accounting import ByteTable
+from hf_hybrid.plan.of_trainer import check_streamable
 from hf_hybrid.records.log import LogFile
 from hf_hybrid.records.profiler import MemoryProfilerCallback, held_bytes
 from hf_hybrid.records.progress import install_progress, memory_in_use
@@ -65,22 +76,13 @@ from hf_hybrid.records.summary import HybridSummary, RunPosition
 from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, SmallerProbes, device_probe
 from hf_hybrid.run.monitor import TrainingDivergedError
 from hf_hybrid.run.run import DataOrder, Run
-from hf_hybrid.setup import (
-    adapter_parts,
-    build_memory,
-    build_optimizer,
-    build_run,
-    check_streamable,
-    leaps_are_automatic,
-    leave_adapters_to_adamw,
-    makes_muon,
-    phase_memory_parts,
-    print_parts,
-    rows_part,
-    share_optimizer,
-    tell_of_kept_defaults,
-    tell_of_no_leaps,
-)
+from hf_hybrid.saving import manifest, state
+from hf_hybrid.saving.async_save import Saves, why_at_once
+from hf_hybrid.saving.drift import DriftCheck
+from hf_hybrid.saving.lock import FolderLock, check_output
+from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
+from hf_hybrid.saving.run_identity import Fingerprint
+from hf_hybrid.saving.sharded import load_optimizer, load_weights
 from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 
@@ -217,6 +219,7 @@ class HybridTrainerMixin(PublishingMixin):
         self._evaluation_is_due, self._ignored_in_evaluations = False, None
         self._after_evaluation: RandomStates | None = None
         self.checked: list[dict[str, Any]] = []
+        self.drift = DriftCheck(self)
         self._scheduled_rates: list[float] = []
         self._next_epoch, self._is_at_epoch, self._around_forward = 0, False, False
         self._start, self.trial = manifest.new_run(None), None
@@ -251,14 +254,16 @@ class HybridTrainerMixin(PublishingMixin):
         self.order = DataOrder(self.args.device, self.is_world_process_zero)
         own = [self.order] if self.rows is None else [self.order, self.rows]
         own += [self.recovery, self.memory_guard, SmallerProbes(self.recovery), *phase_memory_parts(self)]
-        own += [*adapter_parts(self), *print_parts(self)]
+        own += [*adapter_parts(self), Fingerprint(self)]
         self.parts = [*own, *self.own_parts(), *parts]
         check_parts(self.parts)
         self.probe_dataset: Any = probe_dataset
         self.preemption = agree_on_preemption(self)
         self.callback_handler = HookRouter(self)
         if options.sample_prompts is not None:
-            load_room("integrations.samples", f"sample_prompts={options.sample_prompts}").install(self)
+            from hf_hybrid.integrations import samples
+
+            samples.install(self)
         if options.enable_predict:
             self._prepare_leaps()
 
@@ -282,6 +287,7 @@ class HybridTrainerMixin(PublishingMixin):
             )
         try:
             check_leaps(self.args)
+            refuse_other_optimizers(self)
             if self.train_dataset is not None:  # otherwise the trainer may only evaluate
                 self._check_trainable()
         except LeapObstacleError as error:
@@ -406,7 +412,8 @@ class HybridTrainerMixin(PublishingMixin):
                 f"`export` runs on one process, got `{self.accelerator.num_processes}`. Save the model, and run "
                 f"`hf-hybrid export {self.args.output_dir} --format {format}` afterwards."
             )
-        exporter = load_room("export.exporter", "trainer.export()")
+        from hf_hybrid.export import exporter
+
         folder = Path(folder or f"{os.path.abspath(str(self.args.output_dir))}-{format}")
         exporter.check_output(folder)
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -445,7 +452,7 @@ class HybridTrainerMixin(PublishingMixin):
         self._resumed_from = self._resumed = self._held = None
         self._evaluation_is_due, self._after_evaluation = False, None
         self._ignored_in_evaluations = args[0] if args else kwargs.get("ignore_keys_for_eval")
-        self.checked = []
+        self.checked, self.drift = [], DriftCheck(self)
         self._epochs_began_at = []
         self.recovery.reset()
         profilers = [call for call in self.callback_handler.callbacks if isinstance(call, MemoryProfilerCallback)]
@@ -991,7 +998,7 @@ class HybridTrainerMixin(PublishingMixin):
             try:
                 with self._as_before_step():
                     self._show_real_weights()
-                    self.run.call("before_save")
+                    self.drift.compare(self.state.global_step)
                     self._check_that_all_are_finite()
                     super()._save_checkpoint(model, trial)
                     self._seal()
@@ -1005,7 +1012,6 @@ class HybridTrainerMixin(PublishingMixin):
             return  # then `save_model` does
         wrong = torch.tensor([not self.run.weights.are_finite()], device=self.args.device)
         if self.accelerator.gather(wrong).any():
-            self.run.call("diverged", self.state.global_step)
             raise self._diverged(TrainingDivergedError("The weights are not saved."))
 
     def _seal(self) -> None:
@@ -1016,16 +1022,14 @@ class HybridTrainerMixin(PublishingMixin):
             return
         folder, self._unsealed = Path(self._unsealed), None
         self._note_best(str(folder))
-        self.run.call("before_seal", self.state.global_step)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             best, limit, start = self.state.best_model_checkpoint, self.args.save_total_limit, self._start
-            step, in_step, run = self.state.global_step, self._begun is not None, self.run
+            step, in_step = self.state.global_step, self._begun is not None
 
             def seal() -> None:
                 self.folder_lock.note(step)
-                files = manifest.seal(folder, step, start, in_step=in_step)
-                run.call("after_seal", step, files)
+                manifest.seal(folder, step, start, in_step=in_step)
                 manifest.rotate(folder.parent, limit, run=start.run, newest=folder, best=best)
 
             self.saves.finish(seal, functools.partial(manifest.saving, folder))

@@ -16,11 +16,11 @@ from trl import DPOConfig, GRPOConfig, RLOOConfig, SFTConfig, TrlParser
 
 from hf_hybrid import HybridArguments, HybridConfig, HybridDPOConfig, HybridSFTConfig, HybridTrainer
 from hf_hybrid.arguments import PRESETS
+from hf_hybrid.build import rescue_is_on
 from hf_hybrid.cli.options import TRAIN, CommandLine
 from hf_hybrid.cli.tasks import FINE_TUNING
 from hf_hybrid.config import REPLACED, check_training_arguments, was_given
-from hf_hybrid.integrations.grpo import HybridGRPOConfig, HybridRLOOConfig
-from hf_hybrid.setup import rescue_is_on
+from hf_hybrid.trl.rl import HybridGRPOConfig, HybridRLOOConfig
 
 
 def test_defaults_of_training_arguments_are_untouched(tmp_path):

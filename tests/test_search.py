@@ -9,9 +9,9 @@ from conftest import HERE, ByteText, config_values, hybrid_config, mostly_slow, 
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer, MemoryProfilerCallback
-from hf_hybrid.checkpoints.manifest import read_manifest
 from hf_hybrid.records.log import read_log
 from hf_hybrid.report.run_folder import load_run
+from hf_hybrid.saving.manifest import read_manifest
 
 RATES = (1e-4, 1e-2, 1e-3)
 MODES = {"leaps": {}, "no_leaps": {"enable_predict": False}}

@@ -91,7 +91,7 @@ def check(args: argparse.Namespace) -> None:
     if path.is_dir():
         kinds = ("config.json", "adapter_config.json")
         if not any((path / name).is_file() for name in kinds) and not any(path.glob("*.gguf")):
-            from hf_hybrid.checkpoints.manifest import last_checkpoint
+            from hf_hybrid.saving.manifest import last_checkpoint
 
             last = last_checkpoint(path)
             hint = f" Its last checkpoint is `{last}`." if last else ""

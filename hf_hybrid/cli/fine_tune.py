@@ -522,16 +522,16 @@ def _trainer(command: str, options: FineTuneOptions, tokenizer: Any, sets: tuple
         "peft_config": adapters,
     }  # fmt: skip
     if command == "sft":
-        from hf_hybrid.integrations.trl import HybridSFTTrainer
+        from hf_hybrid.trl.sft_dpo import HybridSFTTrainer
 
         return HybridSFTTrainer(model, **common)
     if command == "dpo":
-        from hf_hybrid.integrations.trl import HybridDPOTrainer
+        from hf_hybrid.trl.sft_dpo import HybridDPOTrainer
 
         # TRL would load the model again by its name.
         own = adapters is not None or args.precompute_ref_log_probs
         reference = None if own else copy.deepcopy(model)
         return HybridDPOTrainer(model, reference, **common)
-    from hf_hybrid.integrations.grpo import HybridGRPOTrainer
+    from hf_hybrid.trl.rl import HybridGRPOTrainer
 
     return HybridGRPOTrainer(model, reward_funcs=rewards, **common)

@@ -19,7 +19,6 @@ COMMANDS = {
     "plan": ("hf_hybrid.cli.plan", "compare the memory of the ways to train a model, and see which fit"),
     "export": ("hf_hybrid.cli.export", "write a run as a merged or a low-bit model, and measure what that costs"),
     "report": ("hf_hybrid.cli.report", "write a report on a run, or a comparison of two"),
-    "replay": ("hf_hybrid.cli.replay", "make steps of a run again, and find the first that differs"),
     "env": ("hf_hybrid.cli.env", "versions and hardware, ready to paste into a bug report"),
 }
 """By name: a module whose `add_parser(subparsers, summary)` sets `run`, and the summary for `hf-hybrid --help`."""

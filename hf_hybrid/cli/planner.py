@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,6 @@ from hf_hybrid.streaming.layers import find_layers
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-
-    from hf_hybrid.cli.times import StepTime
 
 LARGEST_TRACE = 2**26
 """Tokens of a micro-batch beyond which a plan is refused as absurd."""
@@ -173,23 +171,6 @@ class Planner:
             estimator = Estimator(estimator.shape, self._estimator("bfloat16", way.trains, way.packed).tracer)
         return WayPlan(**vars(estimator.best(setup)), way=way)
 
-    def with_fastest_residents(self, plan: WayPlan, time: Callable[[Plan], StepTime | None]) -> WayPlan:
-        """
-        Return a streamed plan with the number of resident layers that makes a step fastest, and of those the fewest.
-
-        A resident layer spares the host its update, and costs the device the rounding of its weights. So more of them
-        are faster only as long as something else than the device limits a step.
-        """
-        if plan.mode != "streamed" or plan.setup.resident_layers is not None:
-            return plan
-        estimator = self._estimator(plan.way.weights, plan.way.trains, plan.way.packed)
-        counts = range(plan.resident_layers + 1)
-        found = [estimator.streamed(plan.setup, count, plan.stream_embeddings) for count in counts]
-        timed = [(step.seconds, other) for other in found if other.fits == plan.fits and (step := time(other))]
-        least = min((seconds for seconds, _ in timed), default=0.0)
-        fewest: Plan = next((other for seconds, other in timed if seconds <= 1.001 * least), plan)
-        return replace(plan, resident_layers=fewest.resident_layers, table=fewest.table)
-
     def _estimator(self, weights: str, trains: str, packed: bool) -> Estimator:
         key = (weights, trains, packed)
         if key not in self._estimators:
@@ -215,19 +196,13 @@ def _shape(excerpt: Excerpt, whole: nn.Module) -> ModelShape:
     return replace(shape, layers=layers, buffer_bytes=sum(buffer.nbytes for buffer in whole.buffers()))
 
 
-def recommended(
-    plans: Sequence[WayPlan], peft: str | None = None, seconds: Callable[[WayPlan], float | None] = lambda plan: None
-) -> WayPlan | None:
+def recommended(plans: Sequence[WayPlan], peft: str | None = None) -> WayPlan | None:
     """
     Return the first plan that fits, with exact states and weights if there is one.
 
-    With `peft`, only plans that train adapters count: all for `"lora"`, those on a packed base for `"qlora"`. `seconds`
-    tells how long a step takes. Plans that take over 3 % longer than the fastest of the others are left out.
+    With `peft`, only plans that train adapters count: all for `"lora"`, those on a packed base for `"qlora"`.
     """
     trains = "all" if peft is None else "adapters"
     usable = [plan for plan in plans if plan.way.trains == trains and plan.fits]
     usable = [plan for plan in usable if plan.way.packed or peft != "qlora"]
-    usable = [plan for plan in usable if plan.way.exact] or usable
-    known = {id(plan): time for plan in usable if (time := seconds(plan)) is not None}
-    least = min(known.values(), default=0.0)
-    return next((plan for plan in usable if known.get(id(plan), least) <= 1.03 * least), None)
+    return next((plan for plan in usable if plan.way.exact), usable[0] if usable else None)

@@ -11,7 +11,6 @@ import dataclasses
 import difflib
 import errno
 import logging
-import os
 import re
 import signal
 import sys
@@ -91,9 +90,9 @@ def _train(line: CommandLine) -> int:
     from transformers import TrainerCallback
 
     from hf_hybrid.files import is_disk_full
-    from hf_hybrid.prints.digests import RanksDriftedError
     from hf_hybrid.recovery import UnrecoveredMemoryError
     from hf_hybrid.run.monitor import TrainingDivergedError
+    from hf_hybrid.saving.drift import RanksDriftedError
 
     class FirstStep(TrainerCallback):
         begun = False
@@ -197,16 +196,6 @@ def _remove_links(folder: Path) -> None:
             path.unlink()
 
 
-def note_command(line: CommandLine, options: TrainOptions) -> None:
-    """Write the command into the folder of the run, without secrets, for `hf-hybrid replay`."""
-    from hf_hybrid.cli.replay import COMMAND_NAME
-    from hf_hybrid.files import write_note
-
-    if options.config.should_save:
-        command = {**line.to_dict(), "folder": os.getcwd(), "processes": options.config.world_size}
-        write_note(Path(options.config.output_dir, COMMAND_NAME), command)
-
-
 def _prepared(line: CommandLine) -> tuple[Any, dict[str, str], frozenset[str]]:
     """
     Return the trainer of a command, the names of model and data for the card, and the options that were not given.
@@ -224,7 +213,6 @@ def _prepared(line: CommandLine) -> tuple[Any, dict[str, str], frozenset[str]]:
         "dataset_tags": required("dataset", options.data.dataset),
     }
     check_output(options.config.output_dir)
-    note_command(line, options)
     trainer = make_trainer(options)
     screen.tell_of_trainer(trainer, options.undecided)
     return trainer, names, options.undecided

@@ -143,7 +143,7 @@ SFT = Command(
     "sft",
     "Fine-tune a model on chats, instructions or texts. By default only the answers are learned.",
     _GROUPS,
-    "hf_hybrid.integrations.trl:HybridSFTConfig",
+    "hf_hybrid.trl.sft_dpo:HybridSFTConfig",
     "trl.SFTConfig",
     ("logging_steps", "assistant_only_loss"),
     _ALIASES,
@@ -152,7 +152,7 @@ DPO = Command(
     "dpo",
     "Train a model on preference pairs.",
     _GROUPS,
-    "hf_hybrid.integrations.trl:HybridDPOConfig",
+    "hf_hybrid.trl.sft_dpo:HybridDPOConfig",
     "trl.DPOConfig",
     aliases=_ALIASES,
 )
@@ -160,7 +160,7 @@ GRPO = Command(
     "grpo",
     "Train a model by rewards for what it answers.",
     (*_GROUPS, RewardOptions),
-    "hf_hybrid.integrations.grpo:HybridGRPOConfig",
+    "hf_hybrid.trl.rl:HybridGRPOConfig",
     "trl.GRPOConfig",
     aliases=_ALIASES,
 )

@@ -126,12 +126,3 @@ def parse_size(text: str | int | float, name: str) -> int:
     if not 0 < count <= 2**50:
         raise ValueError(f"`{name}` must be above 0 and at most 1024 TiB, got `{text}`. Write for example `24GiB`.")
     return count
-
-
-def parse_count(text: str, name: str) -> float:
-    """A number from `"300M"`, `"2B"`, `"5e8"` or digits; an error calls it `name`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)\s*", str(text).lower().replace("_", ""))
-    count = float(match[1]) * 1000 ** " kmbt".index(match[2] or " ") if match else 0.0
-    if not 0 < count < 1e18:
-        raise ValueError(f"`{name}` must be a number above 0, got `{text}`. Write for example `300M` or `2B`.")
-    return count

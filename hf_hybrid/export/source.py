@@ -9,10 +9,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
-from hf_hybrid.checkpoints import manifest
 from hf_hybrid.export import merged
 from hf_hybrid.export.bitnet import trains_bitnet
 from hf_hybrid.export.formats import ExportError, device
+from hf_hybrid.saving import manifest
 
 ADAPTER_CONFIG = "adapter_config.json"
 

@@ -35,7 +35,7 @@ from hf_hybrid.records.profiler import MemoryProfilerCallback
 from hf_hybrid.records.readings import PHASES
 from hf_hybrid.records.redaction import clean
 from hf_hybrid.records.summary import format_bytes, format_number, format_seconds
-from hf_hybrid.run.typing import TrainerLike
+from hf_hybrid.run.trainer_view import TrainerLike
 
 # The template and what it writes values with.
 

@@ -22,7 +22,7 @@ from hf_hybrid.leaps.directions import DIRECTIONS, Direction, Orthogonal
 from hf_hybrid.leaps.directions.base import direction_class
 from hf_hybrid.optimizers import optimizer_name
 from hf_hybrid.records.readings import evenly
-from hf_hybrid.run.typing import TrainerLike
+from hf_hybrid.run.trainer_view import TrainerLike
 
 logger = logging.getLogger(__name__)
 

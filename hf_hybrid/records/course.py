@@ -2,7 +2,7 @@
 The course of a run: which files of a folder belong to its newest run. Standard library only.
 
 A run is a list of pairs `[id, first step]`, as in `hybrid_run.json`, `hybrid_summary.json` and the manifests of
-checkpoints (checkpoints/manifest.py). A new run has one pair. A run that goes on from a checkpoint while it has later
+checkpoints (saving/manifest.py). A new run has one pair. A run that goes on from a checkpoint while it has later
 ones gets one more pair, because those later ones lie on a course that it has abandoned.
 """
 

@@ -14,7 +14,7 @@ from transformers import ProgressCallback, TrainerCallback
 
 from hf_hybrid.part import Phase
 from hf_hybrid.records.summary import RunPosition, format_number
-from hf_hybrid.run.typing import TrainerLike
+from hf_hybrid.run.trainer_view import TrainerLike
 
 
 def memory_in_use(device: torch.device) -> int:

@@ -20,7 +20,7 @@ are those of plain `Trainer`; the micro-batches that are left over compute nothi
 exchange gradients in the last backward pass of a window.
 
 **Is it the same?** The gradient is, up to rounding: about 1e-6 in fp32. Three things guard it. What is known not to
-work is not tried ([`why_not`], and what setup.py knows of the trainer). The first batch of every model is computed in
+work is not tried ([`why_not`], and `reason_not_shared` in windows.py). The first batch of every model is computed in
 both ways, and hidden states and loss are compared; so is the first batch with rows longer than the model's sliding
 window. And a layer that asks for an attention that a tree does not have raises an error in that comparison. After a
 mismatch the padded rows are computed, and the log says why.

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_hybrid.machine import mixed_precision_of
+from hf_hybrid.machine import mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.sharing import (
@@ -34,10 +34,10 @@ from hf_hybrid.rows.sharing import (
     why_no_rows,
 )
 from hf_hybrid.rows.tree import IGNORED, LEAST, Batch, Row, Tree, divide, on_host, padded
+from hf_hybrid.run.trainer_view import TrainerLike, own_losses
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
-    from hf_hybrid.run.typing import TrainerLike
 
 logger = logging.getLogger(__name__)
 
@@ -348,3 +348,23 @@ def _nothing(batches: list[Batch]) -> tuple[Batch, Tree]:
         ids = ids.repeat(1, 2)
     batch = Batch(ids, torch.ones_like(ids), torch.full_like(ids, IGNORED))
     return batch, Tree.of([Row(0, ids[0].tolist(), 0, 0, 0, 0)])
+
+
+def reason_not_shared(trainer: TrainerLike) -> str | None:
+    """Return why windows stay as Trainer makes them, as far as that is known of the trainer and its options."""
+    args = trainer.args
+    if trainer.compute_loss_func is not None:
+        return "`compute_loss_func` reads logits of padded rows"
+    if args.label_smoothing_factor:
+        return f"`label_smoothing_factor={args.label_smoothing_factor}` reads logits of padded rows"
+    if own := own_losses(trainer):
+        return f"`{own[0]}.compute_loss` may read more than the loss"
+    if args.torch_compile:
+        return "`torch_compile=True` would compile anew for each tree"
+    if (sharding := sharding_of(args)) is not None and not shards_by_fsdp2(args):
+        return f"`{sharding}` is not known to take windows in which processes agree on micro-batches"
+    if args.n_gpu > 1:
+        return "`DataParallel` divides each batch over several GPUs"
+    if args.neftune_noise_alpha is not None:
+        return f"`neftune_noise_alpha={args.neftune_noise_alpha}` scales its noise by the length of a padded row"
+    return None

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 
 from chaos import Result, generator, kills, trainings
 from chaos.children import Ended, Moment, begin, run
-from hf_hybrid.checkpoints import lock, manifest
+from hf_hybrid.saving import lock, manifest
 
 SEEDS = (0, 1)
 """Of two different runs."""

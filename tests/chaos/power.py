@@ -38,7 +38,7 @@ from typing import Any
 
 from chaos import Result, generator, kills, trainings
 from chaos.children import Ended, run
-from hf_hybrid.checkpoints import manifest
+from hf_hybrid.saving import manifest
 
 STRICT = 0.5
 """How likely nothing survives but what was flushed."""

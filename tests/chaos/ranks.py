@@ -24,8 +24,8 @@ from transformers import TrainerCallback
 
 from chaos import Result, generator, power, trainings
 from chaos.children import Ended, run
-from hf_hybrid.checkpoints.manifest import is_sealed
 from hf_hybrid.part import Part
+from hf_hybrid.saving.manifest import is_sealed
 
 PAUSE = 0.05
 """Seconds that each step takes at least, so that a run lasts as long as signals are apart."""

@@ -6,13 +6,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from checkpoints.test_manifest import renames_no_folders
 from conftest import mostly_slow
+from saving.test_manifest import renames_no_folders
 
 from chaos import children, power, run
 from hf_hybrid import files
-from hf_hybrid.checkpoints import manifest
-from hf_hybrid.checkpoints.lock import FolderLock
+from hf_hybrid.saving import manifest
+from hf_hybrid.saving.lock import FolderLock
 
 pytestmark = pytest.mark.processes
 PARTS = (

@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 
 from hf_hybrid import HybridArguments, HybridConfig, HybridTrainer
-from hf_hybrid.checkpoints.manifest import is_sealed
 from hf_hybrid.cli import train
 from hf_hybrid.cli.main import build_parser, main
 from hf_hybrid.cli.options import (
@@ -35,6 +34,7 @@ from hf_hybrid.cli.run import load_model, load_tokenizer, training_data
 from hf_hybrid.cli.yaml_file import read_options
 from hf_hybrid.machine import use_one_gpu
 from hf_hybrid.run.monitor import TrainingDivergedError
+from hf_hybrid.saving.manifest import is_sealed
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"

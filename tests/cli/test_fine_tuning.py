@@ -605,7 +605,7 @@ def test_wrong_inputs_are_one_sentence_and_status_2(run, wrong_files, monkeypatc
 
 
 def test_without_trl_the_command_says_how_to_install_it(run, monkeypatch):
-    monkeypatch.delitem(sys.modules, "hf_hybrid.integrations.trl", raising=False)
+    monkeypatch.delitem(sys.modules, "hf_hybrid.trl.sft_dpo", raising=False)
     monkeypatch.setitem(sys.modules, "trl", None)
     status, _, err = run("sft", "--dataset", "chats.jsonl")
     assert status == 2 and 'pip install "hf-hybrid[trl]"' in err and "Traceback" not in err

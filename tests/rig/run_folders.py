@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from hf_hybrid.checkpoints import manifest
+from hf_hybrid.saving import manifest
 
 GIB = 1 << 30
 NASTY = '<script>alert("1")</script> & $x_1$'
