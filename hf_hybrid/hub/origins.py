@@ -21,13 +21,9 @@ from hf_hybrid.hub.provenance import listed, unique
 from hf_hybrid.leaps.directions import DIRECTIONS, Direction, Orthogonal
 from hf_hybrid.leaps.directions.base import direction_class
 from hf_hybrid.optimizers import optimizer_name
-from hf_hybrid.records.readings import evenly
 from hf_hybrid.run.trainer_view import TrainerLike
 
 logger = logging.getLogger(__name__)
-
-_SAMPLED_ROWS = 64
-"""Rows of a data set whose length is read for a card."""
 
 
 def is_repo_id(name: object) -> TypeGuard[str]:
@@ -126,28 +122,7 @@ def data_of(trainer: TrainerLike) -> list[dict[str, Any]]:
     """The training set and the evaluation sets: `role`, `name` within the run, and their [`data_facts`]."""
     sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
     found = [("Training", "", trainer.train_dataset), *(("Evaluation", name, data) for name, data in sets.items())]
-    return [
-        {"role": role, "name": name, "tokens": sequence_length(trainer, data), **data_facts(data)}
-        for role, name, data in found
-        if data is not None
-    ]
-
-
-def sequence_length(trainer: TrainerLike, dataset) -> str | None:
-    """
-    The tokens of a sequence in words: of a sample of the rows if they are tokenized, else the limit that TRL cuts at.
-    """
-    limit = getattr(trainer.args, "max_length", None)  # of TRL's SFT and DPO
-    try:
-        rows = [dataset[index]["input_ids"] for index in evenly(range(len(dataset)), _SAMPLED_ROWS)]
-        lengths = {len(row) for row in rows}
-    except Exception:  # a stream, or rows of another form: a card does without
-        lengths = set()
-    if len(lengths) == 1:
-        return f"{lengths.pop():,}"
-    if limit:
-        return f"at most {limit:,}"
-    return f"{min(lengths):,} to {max(lengths):,} (in a sample of {len(rows)})" if lengths else None
+    return [{"role": role, "name": name, **data_facts(data)} for role, name, data in found if data is not None]
 
 
 def data_facts(dataset) -> dict[str, Any]:
