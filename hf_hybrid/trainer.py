@@ -22,7 +22,7 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -371,8 +371,6 @@ class HybridTrainerMixin(PublishingMixin):
         eval_dataset: Any = None,
         dtype: str = "auto",
         max_shard_size: str = "50GB",
-        tasks: Sequence[str] = (),
-        limit: int | None = None,
     ) -> dict[str, Any]:
         """
         Write the model in 16 bits or in a low-bit format, and measure held-out loss, bytes and speed beside those of
@@ -391,16 +389,13 @@ class HybridTrainerMixin(PublishingMixin):
             dtype (`str`, *optional*):
                 Of weights that are not quantised; `auto`: as they are; in `merged` 16 bits (docs/export.md).
             max_shard_size (`str`, *optional*): Of a file of weights. A GGUF file is not split.
-            tasks (`Sequence[str]`, *optional*):
-                Tasks of lm-eval, or YAML files of tasks, on which both models are scored too.
-            limit (`int`, *optional*): Examples of each task, the first ones. Default: all.
 
         Returns:
             `dict`: What was measured, as in `export.json`; see [`~hf_hybrid.export.exporter.export`].
 
         Raises:
             ValueError: If the format cannot be written here, with what to install; if `folder` is not empty; if several
-                processes train; if lm-eval is not installed or cannot evaluate a task.
+                processes train.
         """
         if self.accelerator.num_processes > 1:
             raise ValueError(
@@ -417,7 +412,7 @@ class HybridTrainerMixin(PublishingMixin):
         card = Path(str(self.args.output_dir), "README.md")
         with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f"_{folder.name}.") as saved:
             self.save_model(saved, _internal_call=True)  # else it would push
-            options = {"dtype": dtype, "max_shard_size": max_shard_size, "tasks": tasks, "limit": limit}
+            options = {"dtype": dtype, "max_shard_size": max_shard_size}
             return exporter.export(saved, folder, format, batches=batches, card=card, **options)
 
     # A run begins and ends.
