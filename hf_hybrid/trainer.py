@@ -195,6 +195,8 @@ class HybridTrainerMixin(PublishingMixin):
     """Why trainers of this kind make no leaps unless a direction is named."""
     more_inputs: Mapping[str, Any] = {}
     """What the trainer gives the model beside the batch. A plan traces the model with it."""
+    probe_sequences: int | None = None
+    """Sequences of a probe, at least 2. `None`: 8, and fewer where the budget of probes affords no more."""
     trains_preferences = False
     """Whether the loss is that of preference pairs, for which adapters have a lower learning rate by default."""
     rows: Any = None
@@ -232,10 +234,7 @@ class HybridTrainerMixin(PublishingMixin):
             raise ValueError("`device_map` says which layers are streamed. Set `memory=auto` or `memory=stream`.")
         self.recovery = OutOfMemoryRecovery(self)
         self.log_file = LogFile(str(self.args.output_dir), writes=self.is_world_process_zero())
-        probe_of_device = device_probe(self.args.device)
-        self.memory_guard = MemoryGuard(
-            probe_of_device, warn_at=options.guard_warn_at, checkpoint_at=options.guard_checkpoint_at
-        )
+        self.memory_guard = MemoryGuard(device_probe(self.args.device), warn_at=options.guard_warn_at)
         warn_of_lone_process()
         if self.is_world_process_zero():
             warn_of_untested_versions()
@@ -445,7 +444,7 @@ class HybridTrainerMixin(PublishingMixin):
         self.recovery.reset()
         profilers = [call for call in self.callback_handler.callbacks if isinstance(call, MemoryProfilerCallback)]
         if self.hybrid_args.profile_memory and not profilers:
-            profilers = [MemoryProfilerCallback(spike_threshold=self.hybrid_args.spike_threshold)]
+            profilers = [MemoryProfilerCallback()]
         for profiler in profilers:
             profiler.attach(self)
         try:
