@@ -33,7 +33,7 @@ def leap_run(named, *, direction, gain=1.0, worth=0.0, probe=None, trust=None, r
     optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=rate)
     weights = TrainedWeights(named, optimizer)
     observers = options.pop("observers", ())
-    monitor = DivergenceMonitor(1e9, 10)
+    monitor = DivergenceMonitor(1e9)
     leaps = Leaps(
         controller=PhaseController(PhaseLengths(1, 2, 2, max_predict)),
         trajectory=Trajectory(weights, direction=direction, memory_steps=2, max_relative_norm=math.inf),
@@ -370,7 +370,7 @@ class Valleys:
             bend = self.STEEPNESS if "steep" in name else 0.0
             parameter.grad = bend * parameter.detach() if bend else torch.ones_like(parameter)
         if self.trajectory.open is not None:
-            self.residuals.comparison.observe_gradients()
+            self.residuals.observe_gradients()
         self.trajectory.observe_gradients()
         self.run.optimizer.step()
         self.trajectory.observe_step([self.RATE])
