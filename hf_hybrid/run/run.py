@@ -332,7 +332,7 @@ class Run:
             }
         counts = self.counts if self._counts_before is None else self._counts_before
         if any(counts.values()):
-            found["run_counts"] = {"own": dict(counts)}
+            states["run_counts"] = {"own": dict(counts)}
         if self.feed is not None:
             states["feed"] = self.feed.state_dict()
         return states
