@@ -22,7 +22,7 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,14 @@ from hf_hybrid.leaps.directions.base import DirectionFactory
 from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set
 from hf_hybrid.machine import (
     LeapObstacleError,
+    RandomStates,
     check_kernels,
     check_whole_parameters,
     keep_differentiable,
     warn_of_lone_process,
 )
 from hf_hybrid.optimizers import check_hidden_matrices
-from hf_hybrid.part import Part, Phase, check_parts, listening
+from hf_hybrid.part import Part, Phase, check_parts
 from hf_hybrid.plan.accounting import ByteTable
 from hf_hybrid.plan.of_trainer import check_streamable
 from hf_hybrid.records.log import LogFile
@@ -77,7 +78,7 @@ from hf_hybrid.run.run import DataOrder, Run
 from hf_hybrid.saving.lock import check_output
 from hf_hybrid.saving.manifest import last_checkpoint
 from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
-from hf_hybrid.saving.saver import Saver
+from hf_hybrid.saving.saver import InStep, Saver
 from hf_hybrid.saving.sharded import load_optimizer, load_weights
 from hf_hybrid.saving.start import names_digest, restoring
 from hf_hybrid.streaming.engine import Resident
@@ -113,7 +114,8 @@ class HookRouter(CallbackHandler):
         return control
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.trainer.saver.note_step()
+        before = RandomStates.now(args.device), state.num_input_tokens_seen, self.trainer.current_flos
+        self.trainer.saver.in_step.before = before  # what the first micro-batch will change
         return super().on_step_begin(args, state, control, **kwargs)
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
@@ -146,7 +148,8 @@ class HookRouter(CallbackHandler):
         return super().on_push_begin(args, state, control, **kwargs)
 
     def on_save(self, args, state, control, **kwargs):
-        self.trainer._watch_uploads()
+        if args.push_to_hub:
+            self.trainer._watch_uploads()
         control = super().on_save(args, state, control, **kwargs)
         self.trainer.saver.add_what_callbacks_saved()
         return control
@@ -367,8 +370,6 @@ class HybridTrainerMixin(PublishingMixin):
         eval_dataset: Any = None,
         dtype: str = "auto",
         max_shard_size: str = "50GB",
-        tasks: Sequence[str] = (),
-        limit: int | None = None,
     ) -> dict[str, Any]:
         """
         Write the model in 16 bits or in a low-bit format, and measure held-out loss, bytes and speed beside those of
@@ -387,16 +388,13 @@ class HybridTrainerMixin(PublishingMixin):
             dtype (`str`, *optional*):
                 Of weights that are not quantised; `auto`: as they are; in `merged` 16 bits (docs/export.md).
             max_shard_size (`str`, *optional*): Of a file of weights. A GGUF file is not split.
-            tasks (`Sequence[str]`, *optional*):
-                Tasks of lm-eval, or YAML files of tasks, on which both models are scored too.
-            limit (`int`, *optional*): Examples of each task, the first ones. Default: all.
 
         Returns:
             `dict`: What was measured, as in `export.json`; see [`~hf_hybrid.export.exporter.export`].
 
         Raises:
             ValueError: If the format cannot be written here, with what to install; if `folder` is not empty; if several
-                processes train; if lm-eval is not installed or cannot evaluate a task.
+                processes train.
         """
         if self.accelerator.num_processes > 1:
             raise ValueError(
@@ -413,7 +411,7 @@ class HybridTrainerMixin(PublishingMixin):
         card = Path(str(self.args.output_dir), "README.md")
         with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f"_{folder.name}.") as saved:
             self.save_model(saved, _internal_call=True)  # else it would push
-            options = {"dtype": dtype, "max_shard_size": max_shard_size, "tasks": tasks, "limit": limit}
+            options = {"dtype": dtype, "max_shard_size": max_shard_size}
             return exporter.export(saved, folder, format, batches=batches, card=card, **options)
 
     # A run begins and ends.
@@ -467,7 +465,7 @@ class HybridTrainerMixin(PublishingMixin):
                 self._measure_memory()
             self.memory.end()
             self._chunked_loss.remove()
-            self.saver.leave_step()
+            self.saver.in_step = InStep()
             self.saver.lock.release()
         if not self.has_phases:
             self.log_file.move_into_checkpoint(last_checkpoint(self.run_folder))
@@ -573,7 +571,8 @@ class HybridTrainerMixin(PublishingMixin):
         if self.saver.evaluation_is_due and self.control.should_training_stop:  # which a callback decided in it
             return [], None
         self.saver.evaluation_is_due = self._is_at_epoch = False
-        self.saver.is_changing, feed = True, self.run.feed
+        in_step, feed = self.saver.in_step, self.run.feed
+        in_step.is_changing = True
         with self.order.reading():
             if feed is None:
                 batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -593,7 +592,7 @@ class HybridTrainerMixin(PublishingMixin):
                 batches = batches + batches[-1:] * (num_batches - len(batches))
             elif feed is not None:
                 feed.begin(len(batches))
-        self.saver.is_changing, self.saver.step_begun = False, self.state.global_step if batches else None
+        in_step.is_changing, in_step.begun = False, self.state.global_step if batches else None
         if self.saver.start.in_step:
             # Saved after its batches were fetched, which may draw random numbers; Trainer restores them before.
             self._load_rng_state(self.saver.start.folder)
@@ -618,14 +617,16 @@ class HybridTrainerMixin(PublishingMixin):
 
     def _compute(self, step: Callable[[Any], torch.Tensor], inputs: Any) -> torch.Tensor:
         """Run forward and backward of a micro-batch, or of a part of one after memory ran out."""
-        laid_out = self.run.step.window is not None
-        with self.saver.changing_weights(), self.rows.around() if laid_out else contextlib.nullcontext():
-            if not self._around_forward:
+        laid_out, in_step = self.run.step.window is not None, self.saver.in_step
+        in_step.is_changing = True
+        try:
+            with self.rows.around() if laid_out else contextlib.nullcontext():
+                if self._around_forward:
+                    self.run.call("before_forward", self.run.phase)
                 return step(inputs)
-            try:
-                self.run.call("before_forward", self.run.phase)
-                return step(inputs)
-            finally:
+        finally:
+            in_step.is_changing = False
+            if self._around_forward:
                 self.run.call("after_backward", self.run.phase)
 
     def _skip_step(self, model) -> torch.Tensor:
@@ -662,7 +663,7 @@ class HybridTrainerMixin(PublishingMixin):
 
     def _before_update(self) -> None:
         """Judge the step between clipping and the optimizer's step, and scale the learning rate."""
-        self.saver.is_changing = True  # until the step ends
+        self.saver.in_step.is_changing = True  # until the step ends
         run = self.run
         if run.phase is Phase.PREDICT:
             return
@@ -740,13 +741,11 @@ class HybridTrainerMixin(PublishingMixin):
 
     def _end_step(self) -> None:
         """Close the step under way, once, if Trainer has counted it."""
-        saver = self.saver
-        if saver.writer.error is not None:
-            saver.writer.wait()
-        if saver.step_begun in (None, self.state.global_step):
+        if self.saver.writer.error is not None:
+            self.saver.writer.wait()
+        if self.saver.in_step.begun in (None, self.state.global_step):
             return
-        put_off = saver.is_put_off
-        saver.leave_step()
+        put_off, self.saver.in_step = self.saver.in_step.save_is_put_off, InStep()
         step = self.run.end_step()
         # Every process would have to save, and each sees its own device only.
         self.control.should_save |= put_off or (step.asks_save and self.accelerator.num_processes == 1)
@@ -815,8 +814,7 @@ class HybridTrainerMixin(PublishingMixin):
         super().log(logs, *args, **kwargs)
 
     def _show_real_weights(self) -> None:
-        for method in listening(self.parts, "before_export"):
-            method()
+        self.run.call("before_export")
 
     def evaluate(self, *args, **kwargs):
         self._show_real_weights()

@@ -136,6 +136,7 @@ class Run:
         self.parts = list(parts)
         hooks = [name for name, value in vars(Part).items() if callable(value) and not name.startswith("_")]
         self._hooks = {hook: listening(self.parts, hook) for hook in hooks}
+        self._with_state = [(name_of(part), part) for part in self.parts if listening([part], "state_dict")]
 
     def replace(self, part: Part, others: Sequence[Part]) -> None:
         """Put other parts in the place of one, and begin them."""
@@ -321,9 +322,9 @@ class Run:
         Return what a resumed run goes on from, bit for bit: JSON values and dictionaries of tensors. All processes must
         call this. Empty if no part has a state and there are no phases.
         """
-        found = {name_of(part): state for part in self.parts if (state := part.state_dict())}
+        states = {name: state for name, part in self._with_state if (state := part.state_dict())}
         if self.has_phases:
-            found["run"] = {
+            states["run"] = {
                 "announced": self._announced.value,
                 "no_leaps": self.no_leaps,
                 "last_loss": self.last_loss,
@@ -331,10 +332,10 @@ class Run:
             }
         counts = self.counts if self._counts_before is None else self._counts_before
         if any(counts.values()):
-            found["run_counts"] = {"own": dict(counts)}
+            states["run_counts"] = {"own": dict(counts)}
         if self.feed is not None:
-            found["feed"] = self.feed.state_dict()
-        return found
+            states["feed"] = self.feed.state_dict()
+        return states
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what [`state_dict`] returned. A part that is not in it starts anew."""

@@ -14,9 +14,9 @@ from transformers import HfArgumentParser
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.cli.main import main
-from hf_hybrid.cli.models import build, read_config
-from hf_hybrid.cli.planner import plan_memory
 from hf_hybrid.compat import checkpointing_option
+from hf_hybrid.plan.models import build, read_config
+from hf_hybrid.plan.planner import plan_memory
 from hf_hybrid.plan.setups import CONTEXT_BYTES, MARGIN
 
 SHORT = ("--sequence_length", "32")

@@ -13,13 +13,12 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.cli.models import add_adapters, build, lora_config, read_config
-from hf_hybrid.cli.planner import Planner, plan_memory, recommended
-from hf_hybrid.cli.ways import Way, parse_size
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.export.bitnet import to_bitnet
 from hf_hybrid.plan.accounting import ModelShape, measure_held
 from hf_hybrid.plan.estimate import Estimator, PlanError
+from hf_hybrid.plan.models import add_adapters, build, lora_config, read_config
+from hf_hybrid.plan.planner import Planner, plan_memory, recommended
 from hf_hybrid.plan.setups import Setup
 from hf_hybrid.plan.stand_ins import packed_bytes
 from hf_hybrid.plan.trace import (
@@ -32,6 +31,7 @@ from hf_hybrid.plan.trace import (
     trace_step,
     unfold,
 )
+from hf_hybrid.plan.ways import Way, parse_size
 from hf_hybrid.streaming.layers import find_layers
 from hf_hybrid.streaming.low_bit import AdamW8bit
 

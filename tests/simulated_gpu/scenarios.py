@@ -1125,8 +1125,7 @@ def measured(place: Place) -> dict[str, Tensor]:
     from hf_hybrid.cli import env
     from hf_hybrid.machine import device_memory
 
-    with place.driver():
-        place.facts["environment"] = env.report()
+    place.facts["environment"] = env.report()
     place.facts["free"] = device_memory()
     place.facts["bf16"] = place.config(HybridSFTConfig).bf16
     return {}
