@@ -35,7 +35,6 @@ WAYS = {
     "half_resident": {"memory": "stream", "resident_layers": "half"},
     "micro_batch": {**STREAMED, "accumulation_walk": "micro_batch"},
     "activations": {**STREAMED, "offload_activations": True},
-    "embeddings": {**STREAMED, "stream_embeddings": True},
     "8bit": {**STREAMED, "optimizer_states": "8bit"},
 }
 

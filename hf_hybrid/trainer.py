@@ -78,7 +78,7 @@ from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
 from hf_hybrid.saving.saver import InStep, Saver
 from hf_hybrid.saving.sharded import load_optimizer, load_weights
 from hf_hybrid.saving.start import names_digest, restoring
-from hf_hybrid.streaming.engine import Resident, Streamed
+from hf_hybrid.streaming.engine import Resident
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 
 logger = logging.getLogger(__name__)
@@ -192,6 +192,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
     """Why trainers of this kind make no leaps unless a direction is named."""
     more_inputs: Mapping[str, Any] = {}
     """What the trainer gives the model beside the batch. A plan traces the model with it."""
+    probe_sequences: int | None = None
+    """Sequences of a probe, at least 2. `None`: 8, and fewer where the budget of probes affords no more."""
     trains_preferences = False
     """Whether the loss is that of preference pairs, for which adapters have a lower learning rate by default."""
     rows: Any = None
@@ -228,10 +230,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             raise ValueError("`device_map` says which layers are streamed. Set `memory=auto` or `memory=stream`.")
         self.recovery = OutOfMemoryRecovery(self)
         self.log_file = LogFile(str(self.args.output_dir), writes=self.is_world_process_zero())
-        probe_of_device = device_probe(self.args.device)
-        self.memory_guard = MemoryGuard(
-            probe_of_device, warn_at=options.guard_warn_at, checkpoint_at=options.guard_checkpoint_at
-        )
+        self.memory_guard = MemoryGuard(device_probe(self.args.device), warn_at=options.guard_warn_at)
         warn_of_lone_process()
         if self.is_world_process_zero():
             warn_of_untested_versions()
@@ -292,7 +291,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.recovery.reset()
         profilers = [call for call in self.callback_handler.callbacks if isinstance(call, MemoryProfilerCallback)]
         if self.hybrid_args.profile_memory and not profilers:
-            profilers = [MemoryProfilerCallback(spike_threshold=self.hybrid_args.spike_threshold)]
+            profilers = [MemoryProfilerCallback()]
         for profiler in profilers:
             profiler.attach(self)
         try:
@@ -333,7 +332,9 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         except LeapObstacleError as error:
             leave_out_leaps(self, error)
             self.run = build_run(self)
-        self._keep_batches_on_host()
+        loader = self.callback_handler.train_dataloader
+        if self.rows is not None and isinstance(loader, DataLoaderShard):
+            loader.device = None  # rows are laid out on the host, and `get_batch_samples` moves the batches of a step
         self.log_file.begin(self.state.global_step, self.state.max_steps, folder, phases=self.has_phases)
         if self.has_phases:
             tell_of_no_leaps(self)
@@ -345,16 +346,6 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.saver.restore()
         if self.has_phases and self.args.should_save:
             write_note(folder / CONFIG_NAME, shareable(config_values(self.args)))
-
-    def _keep_batches_on_host(self) -> None:
-        """
-        Let the loader of this training leave batches on the host where rows may be laid out anew.
-
-        `get_batch_samples` moves those of a step. Before, the layout looks at them without waiting for the device.
-        """
-        loader = self.callback_handler.train_dataloader
-        if self.rows is not None and isinstance(loader, DataLoaderShard):
-            loader.device = None
 
     def _load_rng_state(self, checkpoint):
         with restoring(checkpoint):
@@ -419,6 +410,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             model.train()  # as in a skipped step
             return torch.zeros((), device=self.args.device)
         step = functools.partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
+        if self.memory.window is not None:  # layer by layer, the first call computes all of the window
+            step = functools.partial(self.memory.window.next, step)
         loss = self.recovery.compute(inputs, functools.partial(self._compute, step), num_items_in_batch)
         self.run.count(inputs, loss)
         return loss
@@ -431,7 +424,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             try:
                 if self._around_forward:
                     self.run.call("before_forward", self.run.phase)
-                return self.memory.compute(step, inputs)
+                return step(inputs)
             finally:
                 in_step.is_changing = False
                 if self._around_forward:
@@ -458,13 +451,14 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             super()._track_num_input_tokens(inputs)
 
     def _clip_grad_norm(self, model):
-        if not isinstance(self.memory, Streamed):
+        if (streamed := self.memory.optimizer) is None:
             return super()._clip_grad_norm(model)
         # With leaps the direction reads clipped gradients before the optimizer does.
-        return self.memory.clip(model, self.args.max_grad_norm, now=self.has_phases)
+        return streamed.clip(model.parameters(), self.args.max_grad_norm, now=self.has_phases)
 
     def _get_grad_norm(self, model, grad_norm=None):
-        grad_norm = self.memory.gradient_norm(model) if grad_norm is None else grad_norm
+        if grad_norm is None and self.memory.optimizer is not None:
+            grad_norm = self.memory.optimizer.total_norm(model.parameters())
         self._gradient_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         return self._gradient_norm
 

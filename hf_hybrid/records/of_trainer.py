@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +81,6 @@ class ReportingMixin(Trainer):
         eval_dataset: Any = None,
         dtype: str = "auto",
         max_shard_size: str = "50GB",
-        tasks: Sequence[str] = (),
-        limit: int | None = None,
     ) -> dict[str, Any]:
         """
         Write the model in 16 bits or in a low-bit format, and measure held-out loss, bytes and speed beside those of
@@ -102,16 +99,13 @@ class ReportingMixin(Trainer):
             dtype (`str`, *optional*):
                 Of weights that are not quantised; `auto`: as they are; in `merged` 16 bits (docs/export.md).
             max_shard_size (`str`, *optional*): Of a file of weights. A GGUF file is not split.
-            tasks (`Sequence[str]`, *optional*):
-                Tasks of lm-eval, or YAML files of tasks, on which both models are scored too.
-            limit (`int`, *optional*): Examples of each task, the first ones. Default: all.
 
         Returns:
             `dict`: What was measured, as in `export.json`; see [`~hf_hybrid.export.exporter.export`].
 
         Raises:
             ValueError: If the format cannot be written here, with what to install; if `folder` is not empty; if several
-                processes train; if lm-eval is not installed or cannot evaluate a task.
+                processes train.
         """
         if self.accelerator.num_processes > 1:
             raise ValueError(
@@ -128,5 +122,5 @@ class ReportingMixin(Trainer):
         card = Path(str(self.args.output_dir), "README.md")
         with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f"_{folder.name}.") as saved:
             self.save_model(saved, _internal_call=True)  # else it would push
-            options = {"dtype": dtype, "max_shard_size": max_shard_size, "tasks": tasks, "limit": limit}
+            options = {"dtype": dtype, "max_shard_size": max_shard_size}
             return exporter.export(saved, folder, format, batches=batches, card=card, **options)

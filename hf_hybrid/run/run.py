@@ -20,6 +20,7 @@ import logging
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -80,6 +81,7 @@ class Run:
 
     Attributes:
         step (`Step`): The step under way; an empty one between steps.
+        counts (`Counter[str]`): What parts count, on this process.
         no_leaps (`str`, *optional*): Why no leaps are made; `None` if they are.
         later (`list[Callable]`): Work that can wait until the device is busy with the next micro-batch.
     """
@@ -102,6 +104,9 @@ class Run:
         self.warmup, self.model, self.optimizer, self.weights, self.feed = warmup, model, optimizer, weights, feed
         self.rate, self.max_steps, self.no_leaps, self.survive, self.write = rate, max_steps, no_leaps, survive, write
         self.record = RunRecord()
+        self.counts: Counter[str] = Counter()
+        self._counts_before: Counter[str] | None = None
+        """Before the step under way."""
         self.logged, self.trained = LoggedSteps(), LoggedSteps()
         self.step = Step(0)
         self.has_phases = warmup is not None
@@ -180,7 +185,7 @@ class Run:
         on_host: Sequence[Any] | None = None,
     ) -> Step:
         """Begin step `index` (0-based), with its batches and its scheduled learning rate, and return it."""
-        self._began_at = time.perf_counter()
+        self._began_at, self._counts_before = time.perf_counter(), self.counts.copy()
         self.step = step = Step(index, learning_rate=learning_rate, batches=batches, items=items)
         step.on_host = batches if on_host is None else on_host
         self.learning_rate = learning_rate
@@ -248,7 +253,7 @@ class Run:
 
     def end_step(self) -> Step:
         """Close the step, and let the parts decide what comes next. Return the step that ended."""
-        step = self.step
+        step, self._counts_before = self.step, None
         if self.feed is not None:
             self.feed.close()
         for method in self._hooks["end_step"]:
@@ -325,6 +330,9 @@ class Run:
                 "last_loss": self.last_loss,
                 "record": self.record.state_dict(),
             }
+        counts = self.counts if self._counts_before is None else self._counts_before
+        if any(counts.values()):
+            states["run_counts"] = {"own": dict(counts)}
         if self.feed is not None:
             states["feed"] = self.feed.state_dict()
         return states
@@ -335,6 +343,7 @@ class Run:
         if own is not None and self.has_phases:
             self._announced, self.last_loss = Phase(own["announced"]), own["last_loss"]
             self.record.load_state_dict(own["record"])
+        dict.update(self.counts, state.get("run_counts", {}).get("own", {}))
         if self.feed is not None and "feed" in state:
             self.feed.load_state_dict(state["feed"])
         self.call("resume", state)

@@ -39,7 +39,7 @@ class ImaginedGain(LearningPlanner):
     Chooses the multiple of the schedule whose imagined loss is lowest, after every stretch.
 
     `rate_at` gives the learning rate at a progress of the run, over its peak; `stretch_share` is the length of a
-    stretch as a share of the run. See [`~hf_hybrid.leaps.leap.GainPlanner`] for the others.
+    stretch as a share of the run. See [`~hf_hybrid.leaps.trust.GainPlanner`] for the others.
     """
 
     MULTIPLES = (0.0, 0.5, 1.0, 1.5, 2.0)
@@ -177,7 +177,7 @@ def imagined_gain(
     Make the planner of a run, whose world model begins with the weights that the package ships.
 
     Args:
-        values (`tuple[float, float, float]`): `peak`, `power` and `worth`, see [`~hf_hybrid.leaps.leap.GainPlanner`].
+        values (`tuple[float, float, float]`): `peak`, `power` and `worth`, see [`~hf_hybrid.leaps.trust.GainPlanner`].
         device (`torch.device`), seed (`int`): Of the world model.
         factor_at (`Callable[[int], float]`, *optional*): Of the learning rate in a step. `None` is taken for a linear
             decay to zero.
