@@ -94,6 +94,7 @@ def main() -> None:
     data = {"train_dataset": train_set, "eval_dataset": evaluation}
 
     trainer = HybridTrainer(model, args, processing_class=tokenizer, **data)
+    trainer.probe_sequences = 2  # eight would cost more than the few steps of this run
     before = trainer.evaluate()["eval_loss"]
     result = trainer.train()
     after = trainer.evaluate()["eval_loss"]

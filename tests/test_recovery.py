@@ -32,7 +32,7 @@ from hf_hybrid.recovery import (
     split_batch,
 )
 from hf_hybrid.saving.state import VALUES_NAME
-from hf_hybrid.world_model.residuals import LeapComparison, LeapResiduals
+from hf_hybrid.world_model.residuals import LeapResiduals
 
 TEXT = ByteText(400)
 
@@ -367,7 +367,7 @@ def test_a_leap_that_does_not_fit_is_undone_to_the_last_bit(tmp_path, monkeypatc
     target, name, call = {
         "snapshot": (trajectory_module.Trajectory, "_save", 1),
         "middle": (trajectory_module, "_add", 2),
-        "end": (LeapComparison, "leap_made", 1),
+        "end": (LeapResiduals, "leap_made", 1),
     }[fails_at]
     real, calls = getattr(target, name), []
 
@@ -429,7 +429,7 @@ def test_probes_that_do_not_fit(tmp_path, most):
 
 
 def test_a_judgement_that_does_not_fit_costs_its_lesson_only(tmp_path, monkeypatch):
-    real, calls = LeapComparison.judge, []
+    real, calls = LeapResiduals.judge, []
 
     def judge(self, rate):
         calls.append(1)
@@ -437,10 +437,10 @@ def test_a_judgement_that_does_not_fit_costs_its_lesson_only(tmp_path, monkeypat
             raise oom()
         return real(self, rate)
 
-    monkeypatch.setattr(LeapComparison, "judge", judge)
+    monkeypatch.setattr(LeapResiduals, "judge", judge)
     trainer = build(tmp_path / "limited", max_steps=16, parts=[LeapResiduals()])
     trainer.train()
-    monkeypatch.setattr(LeapComparison, "judge", real)
+    monkeypatch.setattr(LeapResiduals, "judge", real)
     free = build(tmp_path / "free", max_steps=16, parts=[LeapResiduals()])
     free.train()
     (event,) = events(trainer)

@@ -110,7 +110,7 @@ def test_batches_and_steps_are_those_of_plain_trainer(kind, tmp_path):
     # Early leaps are probed, which such small batches pay dearly for: they are worth a step all the same.
     probes = {"probe_budget": 0.2, "leap_worth": 2.0}
     config = hybrid_config(tmp_path / "hybrid", leap_budget=100.0, **probes, **options)
-    hybrid, found = trained(HybridTrainer, config, data())
+    hybrid, found = trained(Probing, config, data())
     values = {
         name: getattr(config, name) for name in ("learning_rate", "report_to", "use_cpu", "save_strategy", "seed")
     }
@@ -122,6 +122,10 @@ def test_batches_and_steps_are_those_of_plain_trainer(kind, tmp_path):
         assert hybrid.state.epoch == plain.state.epoch
     for batches, of_plain in zip(found, expected):
         assert batches == of_plain[: len(batches)]
+
+
+class Probing(HybridTrainer):
+    probe_sequences = 4
 
 
 class Own(OwnLoader, HybridTrainer):

@@ -378,7 +378,7 @@ class Valleys:
             bend = self.STEEPNESS if "steep" in name else 0.0
             parameter.grad = bend * parameter.detach() if bend else torch.ones_like(parameter)
         if self.trajectory.open is not None:
-            self.residuals.comparison.observe_gradients()
+            self.residuals.observe_gradients()
         self.trajectory.observe_gradients()
         self.run.optimizer.step()
         self.trajectory.observe_step([self.RATE])
