@@ -123,9 +123,8 @@ class Steps(TrainerCallback, Calls):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.by_step[state.global_step - 1], self.events = self.events, []
-
-    def on_save(self, args, state, control, **kwargs):
-        self.saves.add(state.global_step)
+        if control.should_save:  # an `on_save` here would make saves synchronous
+            self.saves.add(state.global_step)
 
     def later(self) -> list:
         return [events for step, events in self.by_step.items() if step > 10]

@@ -150,7 +150,7 @@ def install(trainer: Any) -> None:
         ValueError: As [`SampleCallback`].
     """
     options = trainer.hybrid_args
-    callback = SampleCallback(options.sample_prompts, options.sample_tokens)
+    callback = SampleCallback(options.sample_prompts)
     if trainer.memory.streams:
         logger.warning(
             "No samples of generations are made: with `memory=%s` each layer would be fetched once for each token.",

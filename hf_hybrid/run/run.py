@@ -21,12 +21,12 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from accelerate import skip_first_batches
+from accelerate import Accelerator, skip_first_batches
 from torch.utils.data import IterableDataset, Sampler
 
 from hf_hybrid.machine import RandomGenerator, RandomStates, generator_state, restore_generator
@@ -136,6 +136,7 @@ class Run:
         self.parts = list(parts)
         hooks = [name for name, value in vars(Part).items() if callable(value) and not name.startswith("_")]
         self._hooks = {hook: listening(self.parts, hook) for hook in hooks}
+        self._with_state = [(name_of(part), part) for part in self.parts if listening([part], "state_dict")]
 
     def replace(self, part: Part, others: Sequence[Part]) -> None:
         """Put other parts in the place of one, and begin them."""
@@ -321,9 +322,9 @@ class Run:
         Return what a resumed run goes on from, bit for bit: JSON values and dictionaries of tensors. All processes must
         call this. Empty if no part has a state and there are no phases.
         """
-        found = {name_of(part): state for part in self.parts if (state := part.state_dict())}
+        states = {name: state for name, part in self._with_state if (state := part.state_dict())}
         if self.has_phases:
-            found["run"] = {
+            states["run"] = {
                 "announced": self._announced.value,
                 "no_leaps": self.no_leaps,
                 "last_loss": self.last_loss,
@@ -331,10 +332,10 @@ class Run:
             }
         counts = self.counts if self._counts_before is None else self._counts_before
         if any(counts.values()):
-            found["run_counts"] = {"own": dict(counts)}
+            states["run_counts"] = {"own": dict(counts)}
         if self.feed is not None:
-            found["feed"] = self.feed.state_dict()
-        return found
+            states["feed"] = self.feed.state_dict()
+        return states
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what [`state_dict`] returned. A part that is not in it starts anew."""
@@ -581,3 +582,47 @@ def tokens_of(inputs: dict) -> int:
     if found is None:
         found = next((value for value in inputs.values() if getattr(value, "ndim", 0) >= 2), None)
     return 0 if found is None else found.shape[0] * found.shape[1]
+
+
+def loss_and_norm(step: Step, norm: Any, accelerator: Accelerator) -> tuple[float | None, float]:
+    """
+    Return loss and gradient norm of a step. The loss is the mean over all processes, `None` if no token has a label.
+
+    The host waits once for the device, and once more if the loss is not finite.
+    """
+    several = accelerator.num_processes > 1
+
+    def mean(numbers: torch.Tensor) -> torch.Tensor:
+        return accelerator.reduce(numbers, reduction="mean") if several else numbers
+
+    losses = torch.stack(step.losses)
+    total = mean(losses.sum())
+    if type(norm) is torch.Tensor and norm.device == total.device:  # FSDP2 has another class
+        loss, norm = torch.stack([total.double(), norm.double()]).tolist()
+    else:
+        loss, norm = total.item(), float(norm)
+    if math.isfinite(loss):
+        return loss, norm
+    labelled = _labelled(step).to(losses.device)  # all processes come here, or none
+    total = torch.stack([losses.where(labelled, 0).sum(), labelled.sum().to(losses.dtype)])
+    loss, count = mean(total).tolist()
+    return loss if count else None, norm
+
+
+def _labelled(step: Step) -> torch.Tensor:
+    """Return which micro-batches of a step have labels, as far as that is known. The others gave 0 / 0."""
+    found = torch.ones(len(step.losses), dtype=torch.bool)
+    if step.items is not None:
+        return found & torch.as_tensor(step.items).bool().any().cpu()
+    labels = [batch["labels"] for batch in step.batches if isinstance(batch, Mapping) and "labels" in batch]
+    if len(labels) != len(step.losses) or not all(map(torch.is_tensor, labels)):
+        return found
+    return torch.stack([label[..., label.dim() > 1 :].ne(-100).any().cpu() for label in labels])
+
+
+def overflowed(gradient_norm: float, scaler: Any) -> bool:
+    """
+    Whether gradients are infinite because the gradient scaler of fp16 multiplied the loss by too much. It finds its
+    factor that way, and lowers it now. Gradients that overflow below a factor of 1 are the training's fault.
+    """
+    return scaler is not None and not math.isfinite(gradient_norm) and scaler.get_scale() >= 1

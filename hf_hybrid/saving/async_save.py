@@ -229,8 +229,8 @@ class AsyncSaver:
 
 def reason_sync_save(trainer: TrainerLike) -> str | None:
     """Return why the save that begins is written before training goes on, or `None` if it may be async."""
-    if trainer.hybrid_args.save_behind == "off":
-        return "`save_behind=off`"
+    if not trainer.hybrid_args.async_save:
+        return "`async_save=False`"
     if not trainer.args.should_save:
         return "another process writes them"
     state, control = trainer.state, trainer.control

@@ -22,6 +22,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,24 @@ from hf_hybrid.saving.start import Start, check_no_other_run, find, new_start, r
 logger = logging.getLogger(__name__)
 
 
+@dataclass
+class InStep:
+    """
+    Where in a step the training is. The trainer replaces it when a step ends.
+
+    Attributes:
+        begun (`int`, *optional*): The step whose batches are fetched.
+        before (`tuple`, *optional*): Random generators, tokens and operations before the first micro-batch.
+        is_changing (`bool`): Whether weights or states are changing, so that no state is consistent.
+        save_is_put_off (`bool`): Whether a save was asked for meanwhile. It is made at the end of the step.
+    """
+
+    begun: int | None = None
+    before: tuple[RandomStates, int, float] | None = None
+    is_changing: bool = False
+    save_is_put_off: bool = False
+
+
 class Saver:
     """
     Saves and resumes the trainings of a trainer.
@@ -57,9 +76,7 @@ class Saver:
             batch is read.
         report (`dict`, *optional*): What the checkpoint brought back and what not; `None` for a new run.
         evaluation_is_due (`bool`): Whether the run evaluates before its first step.
-        is_changing (`bool`): Whether weights or states are changing, so that no state is consistent.
-        is_put_off (`bool`): Whether a save was asked for meanwhile, which is made at the end of the step.
-        step_begun (`int`, *optional*): The step whose batches are fetched, until it ends.
+        in_step (`InStep`): What a save inside of a step needs.
     """
 
     def __init__(self, trainer: TrainerLike):
@@ -79,7 +96,7 @@ class Saver:
         self._folder: Path | None = None
         """The checkpoint that is being written, as it will be called."""
         self._hides_checkpoints = False
-        self.leave_step()
+        self.in_step = InStep()
 
     # A training begins and ends.
 
@@ -139,53 +156,30 @@ class Saver:
         if trainer.has_phases:
             self.report = {**report, "warnings": self.start.warnings + report["warnings"]}
 
-    # A step.
-
-    def note_step(self) -> None:
-        """Remember what the first micro-batch will change."""
-        trainer = self._trainer
-        random, tokens = RandomStates.now(trainer.args.device), trainer.state.num_input_tokens_seen
-        self._before_step = (random, tokens, trainer.current_flos)
-
-    def leave_step(self) -> None:
-        """Between steps nothing has to be set back or put off."""
-        self.step_begun: int | None = None
-        self._before_step: tuple[RandomStates, int, float] | None = None
-        self.is_changing = self.is_put_off = False
-
-    @contextlib.contextmanager
-    def changing_weights(self) -> Generator[None]:
-        """Context in which a micro-batch is computed."""
-        self.is_changing = True
-        try:
-            yield
-        finally:
-            self.is_changing = False
+    # A save.
 
     @contextlib.contextmanager
     def _as_before_step(self) -> Generator[None]:
-        if self._before_step is None:
+        if self.in_step.before is None:
             yield
             return
-        trainer, (random, tokens, flos) = self._trainer, self._before_step
+        trainer, (random, tokens, flos) = self._trainer, self.in_step.before
         more_tokens, more_flos = trainer.state.num_input_tokens_seen - tokens, trainer.current_flos - flos
         trainer.state.num_input_tokens_seen, trainer.current_flos = tokens, flos
         try:
             with random.again():
                 yield
         finally:
-            self._before_step = (random, tokens, trainer.current_flos)
+            self.in_step.before = (random, tokens, trainer.current_flos)
             trainer.state.num_input_tokens_seen = tokens + more_tokens
             trainer.current_flos += more_flos
-
-    # A save.
 
     def save(self, write: Callable[[], Any], trial: Any) -> None:
         """Write a checkpoint as `Trainer` does (`write`), commit it, and only then delete older ones."""
         trainer = self._trainer
-        if self.is_changing:
+        if self.in_step.is_changing:
             logger.info("A checkpoint was asked for inside a leap, a pass or an update: it is saved after the step.")
-            self.is_put_off = True
+            self.in_step.save_is_put_off = True
             return
         trainer._end_step()
         folder = Path(trainer._get_output_dir(trial), f"checkpoint-{trainer.state.global_step}")
@@ -198,8 +192,9 @@ class Saver:
             try:
                 with self._as_before_step():
                     trainer._show_real_weights()
-                    self._drift.compare(trainer.state.global_step)
-                    self._check_that_all_are_finite()
+                    if trainer.accelerator.num_processes > 1:
+                        self._drift.compare(trainer.state.global_step)
+                        self._check_that_all_are_finite()
                     write()
                     self.commit()
             finally:
@@ -214,7 +209,7 @@ class Saver:
         self._note_best(folder)
         trainer.accelerator.wait_for_everyone()
         if trainer.args.should_save:
-            step, in_step = trainer.state.global_step, self.step_begun is not None
+            step, in_step = trainer.state.global_step, self.in_step.begun is not None
             best = trainer.state.best_model_checkpoint
 
             def commit() -> None:
@@ -327,10 +322,9 @@ class Saver:
     def _check_that_all_are_finite(self) -> None:
         """Let all processes raise where the weights of one are not finite: the others would wait for it in the save."""
         trainer = self._trainer
-        if trainer.run.weights is not None and trainer.accelerator.num_processes > 1:
-            wrong = torch.tensor([not self._are_finite()], device=trainer.args.device)
-            if trainer.accelerator.gather(wrong).any():
-                raise self.diverged(TrainingDivergedError("The weights are not saved."))
+        wrong = torch.tensor([not self._are_finite()], device=trainer.args.device)
+        if trainer.run.weights is not None and trainer.accelerator.gather(wrong).any():
+            raise self.diverged(TrainingDivergedError("The weights are not saved."))
 
     def _are_finite(self) -> bool:
         weights = self._trainer.run.weights
@@ -345,8 +339,7 @@ class Saver:
         good = trainer.run.weights is not None and trainer.run.weights.are_finite()
         held = "are those of the last good step" if good else "hold NaN or infinite values too and cannot be used"
         return TrainingDivergedError(
-            f"{error} The weights in memory {held}. {where}. Check the data of these steps, lower `learning_rate`, or "
-            "raise `max_bad_steps`."
+            f"{error} The weights in memory {held}. {where}. Check the data of these steps, or lower `learning_rate`."
         )
 
     # A resume.

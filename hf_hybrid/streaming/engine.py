@@ -42,6 +42,10 @@ class Resident:
     optimizer: LazyOptimizer | None = None
     """The one that has the gradients of streamed layers."""
 
+    def __init__(self, buffers_on_host: bool = False):
+        self.buffers_on_host = buffers_on_host
+        """Whether the plan keeps the buffers of leaps on the host."""
+
     @property
     def torn(self) -> str | None:
         """Name of the update that an error cut short, if any: its weights and states belong to no step."""
@@ -140,6 +144,7 @@ class Streamed(Resident):
         steps_on_device: bool,
         host_memory: Callable[[], int],
     ):
+        super().__init__(plan.buffers_on_host)
         self.model, self.streamer, self.window, self.plan = model, streamer, window, plan
         self.steps_on_device, self.host_memory = steps_on_device, host_memory
         self._updating: Unit | None = None

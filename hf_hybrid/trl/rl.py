@@ -246,8 +246,8 @@ def _each(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
 # Configs.
 
 _NEED_NO_LEAPS = {
-    "enable_predict", "preset", "muon_lr_scale", "muon_momentum", "optimizer_states", "out_of_memory", "guard_warn_at",
-    "guard_checkpoint_at", "share_rows", "sample_prompts", "sample_tokens",
+    "enable_predict", "preset", "muon_momentum", "optimizer_states", "out_of_memory", "guard_warn_at", "share_rows",
+    "sample_prompts",
 }  # fmt: skip
 _NO_LEAPS = "a leap is verified on batches that training has not reached, and here these are not generated yet"
 

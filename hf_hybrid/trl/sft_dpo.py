@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArgume
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from hf_hybrid.arguments import HybridArguments
+from hf_hybrid.build import leave_out_leaps
 from hf_hybrid.config import HybridConfigBase
 from hf_hybrid.leaps.probe import Losses, SequenceLosses, check_probe_set
 from hf_hybrid.machine import LeapObstacleError, mixed_precision_of, native_bf16, sharding_of
@@ -40,9 +41,11 @@ class HybridSFTConfig(HybridConfigBase, SFTConfig):
     the accelerator computes in bf16, as TRL has it everywhere, and off on a CPU, on MPS and on older GPUs.
 
     Raises:
-        ValueError: As [`HybridConfig`], and for `chunked_loss=on` and `stream_embeddings=True`, which would change a
-            head that TRL multiplies with by itself.
+        ValueError: As [`HybridConfig`], and for `chunked_loss=on`, which would change a head that TRL multiplies with
+            by itself.
     """
+
+    plan_values = {"stream_embeddings": False}  # TRL multiplies with the head's weights without calling it
 
     def __post_init__(self):
         choose_bf16(self)
@@ -90,12 +93,6 @@ def check_head_options(args: HybridArguments) -> None:
             "`chunked_loss=on` changes the head of the model, past which TRL computes its loss, in chunks already. "
             "Leave `chunked_loss` out."
         )
-    if args.stream_embeddings:
-        raise ValueError(
-            "`stream_embeddings=True` keeps the head on the host, and TRL multiplies with its weights without calling "
-            "it. Leave `stream_embeddings` out."
-        )
-    args.stream_embeddings = False
 
 
 class _Recording:
@@ -253,11 +250,12 @@ class TRLTrainerMixin(HybridTrainerMixin):
         super().__init__(*args, probe_dataset=probe_dataset, **kwargs)
         self._chunked_loss = _HeadOfTRL()
         if self.has_phases and self._is_vision_dataset:
-            self._leave_out_leaps(
+            leave_out_leaps(
+                self,
                 LeapObstacleError(
                     "`train_dataset` holds images, and leaps are verified on text alone.",
                     "Train on text, or leave `direction` out.",
-                )
+                ),
             )
         if not self.has_phases:
             return

@@ -68,7 +68,7 @@ def test_a_checkpoint_holds_the_step_it_is_of_although_training_goes_on(tmp_path
     later.train()
     assert slow.there[2] == [] and slow.there[-1][0] == "checkpoint-2"  # step 3 ran before the save of step 2 was over
     monkeypatch.undo()
-    at_once = build(tmp_path / "at_once", model=model(), save_steps=2, save_behind="off", **options)
+    at_once = build(tmp_path / "at_once", model=model(), save_steps=2, async_save=False, **options)
     at_once.train()
     for step in (2, 4, 6):
         ours, theirs = (files_of(tmp_path / way / f"checkpoint-{step}") for way in ("async", "at_once"))

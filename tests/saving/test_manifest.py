@@ -538,7 +538,7 @@ def size_limit():
 
 
 def test_a_full_disk_is_told_as_one_and_leaves_whole_checkpoints(tmp_path, size_limit, finished):
-    trainer = build(tmp_path, save_behind="off", callbacks=[FullDisk("on_step_end", 50_000)])
+    trainer = build(tmp_path, async_save=False, callbacks=[FullDisk("on_step_end", 50_000)])
     with pytest.raises(OSError, match=r"disk is full, .*`.*checkpoint-4` could not be.*MiB are free.*checkpoint-2`"):
         trainer.train()
     size_limit()
