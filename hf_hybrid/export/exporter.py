@@ -186,15 +186,15 @@ def rows(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         "tokens_per_second": ("tokens/s", format_number),
     }
     original, exported = result["original"], result["exported"]
-    found = [
+    lines = [
         (title, show(original[name]), show(exported[name]))
         for name, (title, show) in names.items()
         if original[name] is not None
     ]
     if result["loss_change"] is not None:
-        title, before, after = found[0]
-        found[0] = (title, before, f"{after} ({100 * result['loss_change']:+.2f} %)")
-    return found
+        title, before, after = lines[0]
+        lines[0] = (title, before, f"{after} ({100 * result['loss_change']:+.2f} %)")
+    return lines
 
 
 def measured_on(result: Mapping[str, Any]) -> str:
