@@ -44,10 +44,9 @@ def listed(value: str | Iterable | None) -> list:
 
 _OWN_MODULES = {
     "hf_hybrid": "hf-hybrid",
-    "hf_hybrid.cli.run": "hf-hybrid train",
     "hf_hybrid.cli.trial": "hf-hybrid train",
 }
-"""What to type instead of `python -m` with a module of ours; `hf-hybrid train` starts its processes with the second."""
+"""What to type instead of `python -m` with a module of ours; `hf-hybrid train` starts its processes with the first."""
 
 
 def command(secrets: Iterable[str | None] = (), argv: Sequence[str] | None = None) -> str | None:

@@ -24,15 +24,16 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
-    TrainerCallback,
 )
 from transformers.utils.logging import is_progress_bar_enabled
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.cli.exports import exported_bytes
+from hf_hybrid.cli.data import NOTE_NAME, Reader
 from hf_hybrid.cli.main import main
+from hf_hybrid.cli.options import TextDataOptions
 from hf_hybrid.export import exporter, formats, measure, source
 from hf_hybrid.export.formats import FORMATS, ExportError
+from hf_hybrid.plan.exports import exported_bytes
 
 PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes", **{name: "gguf" for name in FORMATS if name.startswith("gguf")}}
 WRITTEN = sorted(PACKAGES)
@@ -421,11 +422,18 @@ def options_of(name: str, **values) -> Callable[[Path], None]:
     return damage
 
 
-NOTE, INDEX = "_hybrid_data.json", "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
+
+
+def noted(**values) -> Callable[[Path], object]:
+    """A damage: the note of a run on its data, with other values."""
+    return written(NOTE_NAME, {**Reader("train", TextDataOptions(), seed=0).to_dict(), **values})
+
+
 BROKEN = {
     "config cut short": (written("config.json", "{"), "The config of the model in"),
     "config and the texts to measure on": (
-        lambda folder: (written("config.json", "{")(folder), written(NOTE, {"dataset": "text.txt"})(folder)),
+        lambda folder: (written("config.json", "{")(folder), noted(dataset=["text.txt"])(folder)),
         "The config of the model in",
     ),
     "config is a list": (written("config.json", [1]), "The config of the model in"),
@@ -436,7 +444,7 @@ BROKEN = {
         lambda folder: (
             options_of("tokenizer_config.json", model_max_length=[1])(folder),
             (folder / "text.txt").write_text("To be or not to be."),
-            written(NOTE, {"dataset": str(folder / "text.txt"), "sequence_length": 8})(folder),
+            noted(dataset=[str(folder / "text.txt")], sequence_length=8)(folder),
         ),
         "The tokenizer",
     ),
@@ -446,15 +454,18 @@ BROKEN = {
     "index whose map is a list": (index_of({"weight_map": ["x"]}), f"{INDEX}` is damaged"),
     "index that leads out": (index_of({"weight_map": {"a": "../secret.safetensors"}}), "lies outside of its folder"),
     "index with a path from the root": (index_of({"weight_map": {"a": "/etc/passwd"}}), "lies outside of its folder"),
-    "note cut short": (written(NOTE, "{"), f"{NOTE}` does not say what the run was evaluated on: it is damaged"),
-    "note is a list": (written(NOTE, []), "it is damaged"),
-    "note is deep": (written(NOTE, "[" * 9000), "it is damaged"),
-    "note with another key": (written(NOTE, {"x": 1}), "`x` is no option of the data"),
-    "note with a word for a number": (written(NOTE, {"sequence_length": "x"}), "`sequence_length` cannot be `'x'`"),
-    "note with a list for a name": (written(NOTE, {"dataset": ["x"]}), "`dataset` cannot be `['x']`"),
-    "note with a word for the seed": (written(NOTE, {"seed": "x"}), "`seed` cannot be `'x'`"),
-    "note with a share over 1": (written(NOTE, {"eval_share": 2}), "`eval_share` must be at least 0 and less than 1"),
-    "note on a file that is gone": (written(NOTE, {"dataset": "gone.txt"}), "`--dataset gone.txt`"),
+    "note cut short": (
+        written(NOTE_NAME, "{"),
+        f"{NOTE_NAME}` does not say what the run was evaluated on: it is damaged",
+    ),
+    "note is a list": (written(NOTE_NAME, []), "it is damaged"),
+    "note is deep": (written(NOTE_NAME, "[" * 9000), "it is damaged"),
+    "note with another key": (noted(x=1), "`x` is no option of the data"),
+    "note with a word for a number": (noted(sequence_length="x"), "`sequence_length` cannot be `'x'`"),
+    "note with a list for a name": (noted(dataset=[["x"]]), "`dataset` cannot be `[['x']]`"),
+    "note with a word for the seed": (noted(seed="x"), "`seed` cannot be `'x'`"),
+    "note with a share over 1": (noted(eval_share=2), "`eval_share` must be at least 0 and less than 1"),
+    "note on a file that is gone": (noted(dataset=["gone.txt"]), "`--dataset gone.txt`"),
 }
 
 
@@ -601,52 +612,6 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
     (folder / "model.safetensors").write_bytes(weights)
     with pytest.raises(ExportError, match="is damaged: `model.safetensors` is not what was saved"):
         exporter.export(folder, tmp_path / "export", "gguf-q8_0")
-
-
-def test_weights_of_an_earlier_run_are_refused_until_others_are_saved(tmp_path):
-    pytest.importorskip("gguf")
-
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 4:
-                raise KeyboardInterrupt
-
-    def refusal(folder: str = "out") -> str:
-        with pytest.raises(ExportError) as error:
-            exporter.export(tmp_path / folder, tmp_path / "export", "gguf-q8_0")
-        return str(error.value)
-
-    trained(tmp_path / "out", save_strategy="steps", save_steps=6).save_model()
-    options = {"seed": 1, "save_strategy": "steps", "save_steps": 3}
-    with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path / "out", callbacks=[Stop()], **options)
-    # The checkpoint to export is that of the new run, not the later one of the old run.
-    assert "model.safetensors` is of an earlier run" in refusal()
-    assert "checkpoint-3`" in refusal() and "copy them, the config and the tokenizer" in refusal()
-    shutil.copytree(tmp_path / "out", tmp_path / "copied")
-    assert "is of an earlier run" in refusal("copied")
-    (tmp_path / "copied" / "hybrid_run.json").write_text("{")
-    assert "`hybrid_run.json` is damaged" in refusal("copied")
-    (tmp_path / "copied" / "hybrid_run.json").unlink()
-    source.check_source(tmp_path / "copied")
-    source.check_source(tmp_path / "out" / "checkpoint-3")
-    # Weights that were saved by other means are taken, and so are those of a run that ends with the same bytes.
-    finished = trained(tmp_path / "out", **options)
-    assert "is of an earlier run" in refusal()
-    finished.model.save_pretrained(tmp_path / "out")
-    source.check_source(tmp_path / "out")
-    again = trained(tmp_path / "out", **options)
-    assert "is of an earlier run" in refusal()
-    again.save_model()
-    source.check_source(tmp_path / "out")
-
-
-@pytest.mark.parametrize("leaps", [True, False])
-def test_a_first_run_leaves_no_note_of_earlier_weights(tmp_path, leaps):
-    trainer = trained(tmp_path / "out", enable_predict=leaps)
-    trainer.save_model()
-    note = tmp_path / "out" / "hybrid_run.json"
-    assert note.exists() == leaps and (not leaps or "earlier_weights" not in json.loads(note.read_text()))
 
 
 def test_formats_that_cannot_be_written_are_refused_with_what_to_do(run, tmp_path, monkeypatch):

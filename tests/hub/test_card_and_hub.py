@@ -457,7 +457,7 @@ def test_command_of_modules_and_notebooks(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["/site/trl/cli.py", "sft"])
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "trl.cli", "sft"], raising=False)
     assert command() == "python -m trl.cli sft"
-    for module, shown in (("hf_hybrid", "hf-hybrid"), ("hf_hybrid.cli.run", "hf-hybrid train")):
+    for module, shown in (("hf_hybrid", "hf-hybrid"), ("hf_hybrid.cli.trial", "hf-hybrid train")):
         monkeypatch.setattr(sys, "argv", ["/site/of_ours.py", "--max_steps", "2"])  # as launchers start processes
         monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "-m", module, *sys.argv[1:]], raising=False)
         assert command() == f"{shown} --max_steps 2"
