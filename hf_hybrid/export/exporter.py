@@ -169,7 +169,7 @@ def _measured(plain: Path, own: torch.dtype, exported: Path, kept: torch.dtype, 
         for index, speed in enumerate(measure.generation_speeds(*models))
     )
     counts = {name: losses[0][name] if losses else 0 for name in ("sequences", "tokens")}
-    change = quantised["loss"] / original["loss"] - 1 if losses else None
+    change = losses[1]["loss"] / losses[0]["loss"] - 1 if losses else None
     return {"original": original, "exported": quantised, "loss_change": change, **counts, "device": device().type}
 
 

@@ -28,11 +28,13 @@ logger = logging.getLogger(__name__)
 
 def is_repo_id(name: object) -> TypeGuard[str]:
     """Whether a name can be that of a repository on the Hub."""
+    if not isinstance(name, str):
+        return False
     try:
         validate_repo_id(name)
     except HFValidationError:
         return False
-    return isinstance(name, str)
+    return True
 
 
 def is_local(name: str) -> bool:
