@@ -135,9 +135,9 @@ def train(line: CommandLine) -> int:
     """Train in this process, and say how it ended. Returns the exit status, as [`run`]."""
     from transformers import TrainerCallback
 
-    from hf_hybrid.saving.drift import RanksDriftedError
     from hf_hybrid.recovery import UnrecoveredMemoryError
     from hf_hybrid.run.monitor import TrainingDivergedError
+    from hf_hybrid.saving.drift import RanksDriftedError
 
     class FirstStep(TrainerCallback):
         begun = False
