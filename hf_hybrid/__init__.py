@@ -29,7 +29,7 @@ _LAZY = {
     "Part": "hf_hybrid.part",
     "SampleCallback": "hf_hybrid.integrations.samples",
     "UnrecoveredMemoryError": "hf_hybrid.recovery",
-    "plan_memory": "hf_hybrid.cli.planner",
+    "plan_memory": "hf_hybrid.plan.planner",
 }
 # Without those of integrations/, of which most need TRL or Optuna: `from hf_hybrid import *` works without them.
 __all__ = [
@@ -50,12 +50,12 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hf_hybrid.arguments import HybridArguments
-    from hf_hybrid.cli.planner import plan_memory
     from hf_hybrid.config import HybridConfig
     from hf_hybrid.integrations.optuna import ForecastPruner as ForecastPruner
     from hf_hybrid.integrations.samples import SampleCallback as SampleCallback
     from hf_hybrid.leaps.directions.base import Direction
     from hf_hybrid.part import Part, Phase
+    from hf_hybrid.plan.planner import plan_memory
     from hf_hybrid.records.profiler import MemoryProfilerCallback
     from hf_hybrid.records.summary import HybridSummary
     from hf_hybrid.recovery import UnrecoveredMemoryError

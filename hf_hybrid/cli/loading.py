@@ -102,7 +102,7 @@ def read_config(options: ModelOptions, trust_remote_code: bool = False) -> Any:
 
 def check_sizes(config: Any, name: str, vocabulary: int, sequence_length: int) -> None:
     """Refuse an absurd depth, more tokens of the tokenizer than are embedded, and sequences longer than positions."""
-    from hf_hybrid.cli.models import MOST_LAYERS
+    from hf_hybrid.plan.models import MOST_LAYERS
 
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MOST_LAYERS:  # they would take minutes and more to build
@@ -231,7 +231,7 @@ def adapters_config(options: AdapterOptions) -> Any:
     """Return the `peft.LoraConfig` of the options, `None` without adapters. Raises `ImportError` without peft."""
     if not options.use_peft:
         return None
-    from hf_hybrid.cli.models import lora_config
+    from hf_hybrid.plan.models import lora_config
 
     more = {"target_parameters": options.lora_target_parameters} if options.lora_target_parameters else {}
     targets = options.lora_target_modules or (None if options.lora_target_parameters else "all-linear")

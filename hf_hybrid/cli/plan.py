@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from hf_hybrid.files import write_text
 
 if TYPE_CHECKING:
-    from hf_hybrid.cli.planner import Planner
-    from hf_hybrid.cli.ways import WayPlan
+    from hf_hybrid.plan.planner import Planner
+    from hf_hybrid.plan.ways import WayPlan
 
 GIB = 2**30
 COLUMNS = ("weights", "gradients", "states", "activations")
@@ -125,12 +125,12 @@ class _Report:
     """All plans for one command line."""
 
     def __init__(self, args: argparse.Namespace):
-        from hf_hybrid.cli.models import lora_config
-        from hf_hybrid.cli.planner import Planner, recommended
-        from hf_hybrid.cli.ways import parse_size
         from hf_hybrid.machine import device_memory
         from hf_hybrid.plan.accounting import host_memory
+        from hf_hybrid.plan.models import lora_config
+        from hf_hybrid.plan.planner import Planner, recommended
         from hf_hybrid.plan.setups import with_context
+        from hf_hybrid.plan.ways import parse_size
 
         if (args.num_processes > 1) != (args.accelerate_config is not None):
             raise ValueError(
@@ -173,8 +173,8 @@ class _Report:
     def _exports(self) -> dict[str, int]:
         import torch
 
-        from hf_hybrid.cli.exports import exported_bytes
-        from hf_hybrid.cli.models import build
+        from hf_hybrid.plan.exports import exported_bytes
+        from hf_hybrid.plan.models import build
 
         return exported_bytes(build(self.planner.config, torch.float32))
 

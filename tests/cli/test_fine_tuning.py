@@ -341,7 +341,7 @@ def test_export_measures_on_the_rows_that_sft_held_out(run, tmp_path, capsys, mo
     monkeypatch.setenv("COLUMNS", "60")
     assert main(["export", "out", "--format", "merged"]) == 0
     shown = capsys.readouterr()
-    assert "held-out loss" in shown.out and max(map(len, shown.out.splitlines())) <= 60
+    assert "eval loss" in shown.out and max(map(len, shown.out.splitlines())) <= 60
     # Nothing comes before: no bars, and no warnings of dependencies.
     assert shown.err.splitlines() == ["Written: out-merged", "To try it: hf-hybrid chat out-merged"]
     note = tmp_path / "out" / "_hybrid_data.json"
@@ -455,25 +455,25 @@ def talk(monkeypatch, capsys, *words, lines):
     return status, capsys.readouterr()
 
 
-def test_chat_answers_each_line_of_a_pipe(folder, monkeypatch, capsys):
+def test_chat_answers_each_line(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     status, written = talk(monkeypatch, capsys, "model", "--temperature", "0", lines="hi\n\n/reset\nhi\n/exit\nhi\n")
-    half = len(written.out) // 2
-    assert status == 0 and written.out[:half] == written.out[half:] != "\n"  # the conversation was forgotten
+    first, second = re.findall(r"> (?:> )*([^>]+)\n", written.out)
+    assert status == 0 and first == second != "" and written.out.endswith("> "), "the conversation was forgotten"
     status, written = talk(monkeypatch, capsys, "base", lines="hi\n")
     assert status == 2 and "has no chat template" in written.err
 
 
-def test_chat_keeps_the_conversation_and_the_system_message(folder, monkeypatch):
+def test_chat_keeps_the_conversation_and_the_system_message(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     given = {"model": "model", "dtype": "auto", "cpu": True, "trust_remote_code": False, "seed": 0}
     args = argparse.Namespace(**given, system="Be brief.", max_new_tokens=2, temperature=None, top_p=0.9)
-    conversation, written = chat.Chat(*chat.load(args), args), []
-    conversation.take("one", written.append)
-    conversation.take("two", written.append)
+    conversation = chat.Chat(*chat.load(args), args)
+    conversation.take("one")
+    conversation.take("two")
     assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
-    assert conversation.messages[2] == user("two") and written
-    conversation.take("/system Be long.", written.append)
+    assert conversation.messages[2] == user("two") and conversation.messages[1]["content"] in capsys.readouterr().out
+    conversation.take("/system Be long.")
     assert conversation.messages == [] and conversation.system == "Be long."
 
 

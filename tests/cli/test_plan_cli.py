@@ -14,9 +14,9 @@ from transformers import HfArgumentParser
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.cli.main import main
-from hf_hybrid.cli.models import build, read_config
-from hf_hybrid.cli.planner import plan_memory
 from hf_hybrid.compat import checkpointing_option
+from hf_hybrid.plan.models import build, read_config
+from hf_hybrid.plan.planner import plan_memory
 from hf_hybrid.plan.setups import CONTEXT_BYTES, MARGIN
 
 SHORT = ("--sequence_length", "32")
@@ -175,7 +175,7 @@ def test_the_yaml_trains(memory, tmp_path, capsys):
     if memory == "stream":
         streamed = trainer.memory_summary()["plan"]
         assert streamed["resident_layers"] == values["resident_layers"]
-        assert streamed["stream_embeddings"] == values["stream_embeddings"]
+        assert not streamed["stream_embeddings"]
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,12 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.cli.models import add_adapters, build, lora_config, read_config
-from hf_hybrid.cli.planner import Planner, plan_memory, recommended
-from hf_hybrid.cli.ways import Way, parse_size
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.export.bitnet import to_bitnet
 from hf_hybrid.plan.accounting import ModelShape, measure_held
 from hf_hybrid.plan.estimate import Estimator, PlanError
+from hf_hybrid.plan.models import add_adapters, build, lora_config, read_config
+from hf_hybrid.plan.planner import Planner, plan_memory, recommended
 from hf_hybrid.plan.setups import Setup
 from hf_hybrid.plan.stand_ins import packed_bytes
 from hf_hybrid.plan.trace import (
@@ -32,6 +31,7 @@ from hf_hybrid.plan.trace import (
     trace_step,
     unfold,
 )
+from hf_hybrid.plan.ways import Way, parse_size
 from hf_hybrid.streaming.layers import find_layers
 from hf_hybrid.streaming.low_bit import AdamW8bit
 
@@ -173,7 +173,7 @@ def test_a_streamed_plan_holds_what_the_engine_holds(tmp_path):
     model = tiny_model(num_hidden_layers=4, vocab_size=1024)
     asked = {"dtype": "float32", "memory": "stream", "accelerator": "cpu"}
     planned = plan_memory(model, sequence_length=32, batch_size=4, vram="3MiB", **asked)
-    options = {name: planned.options[name] for name in ("memory", "resident_layers", "stream_embeddings")}
+    options = {name: planned.options[name] for name in ("memory", "resident_layers")}
     config = hybrid_config(tmp_path, max_steps=2, enable_predict=False, **options)
     trainer = HybridTrainer(model, config, train_dataset=ByteText(40))
     trainer.train()

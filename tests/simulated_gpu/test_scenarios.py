@@ -223,7 +223,7 @@ def test_a_flipped_bit_changes_one_hash(results):
 @needs("measured")
 def test_the_machine_is_measured(results):
     facts = results.of("measured")["facts"]
-    assert "Simulated GPU, 16.0 GiB (13.0 free), PCIe 4 x16" in facts["environment"]
+    assert "Simulated GPU, 16.0 GiB" in facts["environment"]
     assert facts["bf16"] is True and facts["free"] == 16 << 30
 
 

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_hybrid.cli.models import add_adapters, build, lora_config, read_config
-from hf_hybrid.cli.ways import Way, WayPlan, loaded, parse_size, usual_ways
 from hf_hybrid.machine import workspace_bytes
 from hf_hybrid.optimizers import split_parameters
 from hf_hybrid.plan.accounting import ModelShape
 from hf_hybrid.plan.estimate import Estimator, Plan
+from hf_hybrid.plan.models import add_adapters, build, lora_config, read_config
 from hf_hybrid.plan.setups import Setup
 from hf_hybrid.plan.stand_ins import make_ternary, pack_base
 from hf_hybrid.plan.trace import Excerpt, Tracer
+from hf_hybrid.plan.ways import Way, WayPlan, loaded, parse_size, usual_ways
 from hf_hybrid.streaming.layers import find_layers
 
 if TYPE_CHECKING:
