@@ -31,16 +31,16 @@ same name in Python, on the command line and in YAML:
 ```python
 from hf_hybrid import HybridConfig
 
-config = HybridConfig("out", preset="conservative", leap_memory_steps=20, learning_rate=2e-5)
+config = HybridConfig("out", preset="conservative", full_phase_steps=20, learning_rate=2e-5)
 ```
 
 ```bash
-hf-hybrid train --config run.yaml --preset conservative --leap_memory_steps 20
+hf-hybrid train --config run.yaml --preset conservative --full_phase_steps 20
 ```
 
 ```yaml
 preset: conservative
-leap_memory_steps: 20
+full_phase_steps: 20
 learning_rate: 2.0e-5
 ```
 

@@ -60,10 +60,14 @@ def train(way: str, script: ScriptArguments, args: HybridConfig) -> tuple[dict[s
     options = dict(WAYS[way])
     if options.get("resident_layers") == "half":
         options["resident_layers"] = script.layers // 2
+    # No option: a plan decides it, unless it is decided here.
+    plan_values = {name: options.pop(name) for name in ("stream_embeddings",) if name in options}
     train_set, _ = compare["byte_blocks"](64)
+    config = replace(args, output_dir=f"{args.output_dir}/{way}", **options)
+    config.plan_values = plan_values
     trainer = HybridTrainer(
         compare["small_llama"](args.seed, script.layers, script.width),
-        replace(args, output_dir=f"{args.output_dir}/{way}", **options),
+        config,
         train_dataset=train_set,
         data_collator=compare["collate"],
     )

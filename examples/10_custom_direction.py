@@ -35,7 +35,7 @@ class Agreement(Direction):
     """
 
     name = "agreement"
-    gain, memory_steps = 3.0, 10  # defaults of the options `leap_gain` and `leap_memory_steps`
+    gain, memory_steps = 3.0, 10  # the default of the option `leap_gain`, and the length of slow averages
     values_per_weight = 1  # `signs`, counted by memory plans
 
     def __init__(self, context, least: float):

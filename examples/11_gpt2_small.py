@@ -84,7 +84,7 @@ def main() -> None:
         output_dir="out/gpt2_small", max_steps=12, learning_rate=6e-4, per_device_train_batch_size=1,
         per_device_eval_batch_size=4, warmup_phase_steps=2, full_phase_steps=2, correct_phase_steps=1,
         leap_worth=6.0, probe_budget=0.5,
-        direction="gradient_memory", leap_gain=1.0, probe_batch_size=2,
+        direction="gradient_memory", leap_gain=1.0,
         divergence_threshold=20.0, logging_steps=1, save_strategy="no", report_to="none", dataloader_pin_memory=False,
     )  # fmt: skip
     script, args = parser.parse_args_into_dataclasses()
@@ -94,6 +94,7 @@ def main() -> None:
     data = {"train_dataset": train_set, "eval_dataset": evaluation}
 
     trainer = HybridTrainer(model, args, processing_class=tokenizer, **data)
+    trainer.probe_sequences = 2  # eight would cost more than the few steps of this run
     before = trainer.evaluate()["eval_loss"]
     result = trainer.train()
     after = trainer.evaluate()["eval_loss"]

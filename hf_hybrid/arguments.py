@@ -43,8 +43,8 @@ class HelpText(str):
     """
     The help text of an option, which ends with its range.
 
-    transformers' `HfArgumentParser` hands every key of a field's metadata to argparse, so that the metadata can hold
-    nothing but `help`. Range and group therefore travel with the help text.
+    transformers' `HfArgumentParser` hands every key of a field's metadata to argparse, which takes only `help` of ours.
+    So range and group travel as attributes of the help text.
 
     Attributes:
         text (`str`): What the option does, without the range.
@@ -85,7 +85,13 @@ class HybridArguments:
     Raises:
         ValueError: If an option has the wrong type or is outside its range. The message names the option, the value
             and what is expected.
+
+    Attributes:
+        plan_values (`dict`): Values of `Setup` (plan/setups.py) that no option has and a memory plan decides, such as
+            `prefetch_layers`. Set it on a config to decide them yourself.
     """
+
+    plan_values = {}
 
     enable_predict: bool = option(
         True,
@@ -146,22 +152,11 @@ class HybridArguments:
         "schedule, by what earlier leaps earned. dynamics: a world model, which imagines the rest of the run with and "
         "without leaps.",
     )
-    correct_gain: bool = option(
-        False,
-        "Adapt the gain of each kind of parameter: lower it where the gradient after leaps says that they went too "
-        "far, raise it where they did not go far enough.",
-    )
     leap_worth: Optional[float] = option(
         None,
         "Skipped steps granted per real step when leaps have full gain; fractions add up until they make a whole "
         "step. Default: from the preset (0.1, 0.2, 0.3, 0).",
         at_least=0,
-    )
-    leap_memory_steps: Optional[int] = option(
-        None,
-        "Real steps over which gradients are averaged. Default: 10 with direction=orthogonal, else a sixth of the run, "
-        "5 to 1000.",
-        at_least=1,
     )
     leap_budget: float = option(
         0.25,
@@ -170,21 +165,11 @@ class HybridArguments:
         "and go further.",
         above=0,
     )
-    buffers_device: Literal["auto", "cpu"] = option(
-        "auto",
-        "Where the average of the gradients and the snapshot of a leap are kept: two fp32 values per trainable "
-        "parameter. auto: beside the weights. cpu: in host memory.",
-    )
 
-    probe_batch_size: Optional[int] = option(
-        None,
-        "Sequences per probe: the next ones of the training data, or of probe_dataset in turns. Default: 8.",
-        group="Verification",
-        at_least=2,
-    )
     probe_budget: float = option(
         0.01,
-        "Most arithmetic that probes may cost, as a share of the run's; twice that if they refuse leaps.",
+        "Most arithmetic that probes of leaps may cost, as a share of the run's; twice that if they refuse leaps.",
+        group="Verification",
         at_least=0,
         at_most=1,
     )
@@ -194,13 +179,6 @@ class HybridArguments:
         "Raise a learning rate that is too small for the run, from the first step on: search for a better one, or "
         "compute that of LoRA adapters from their shape. auto: only if you set no learning_rate.",
         group="Learning rate and optimizer",
-    )
-    muon_lr_scale: float = option(
-        1.0,
-        "With optim=muon: learning rate of the hidden matrices (Muon), as a multiple of that of the other parameters "
-        "(AdamW). Both are learning_rate times four, so that the best rate of AdamW alone is right; times one with "
-        "adapters.",
-        above=0,
     )
     muon_momentum: Optional[float] = option(
         None,
@@ -229,10 +207,6 @@ class HybridArguments:
         "frozen ones the copies. Default: as many as fit into vram_budget_gib.",
         at_least=0,
     )
-    stream_embeddings: Optional[bool] = option(
-        None, "Stream the embeddings and the head as well. Default: only if they do not fit beside the rest."
-    )
-    prefetch_layers: int = option(1, "Streamed layers that are fetched ahead of the one that computes.", at_least=0)
     accumulation_walk: Literal["auto", "layer", "micro_batch"] = option(
         "auto",
         "Order in which streamed layers compute the micro-batches of a step. layer: a layer computes all micro-batches "
@@ -283,13 +257,8 @@ class HybridArguments:
     )
     guard_warn_at: float = option(
         0.90,
-        "Share of device memory in use after a step above which a warning is logged. 1: never.",
-        at_least=0,
-        at_most=1,
-    )
-    guard_checkpoint_at: float = option(
-        0.97,
-        "Share of device memory in use after a step above which one checkpoint is written. 1: never.",
+        "Share of device memory in use after a step above which a warning is logged. Above 0.97, and above this share, "
+        "one checkpoint is written. 1: neither.",
         at_least=0,
         at_most=1,
     )
@@ -301,15 +270,12 @@ class HybridArguments:
         group="Divergence",
         above=0,
     )
-    max_bad_steps: int = option(
-        10, "Steps in a row with a loss or gradient that is not finite, after which training is aborted.", at_least=1
-    )
 
-    save_behind: Literal["auto", "off"] = option(
-        "auto",
+    async_save: bool = option(
+        True,
         "Write checkpoints while training goes on: their state is copied, and a thread writes, flushes and seals them. "
-        "auto: where nobody reads a checkpoint before the next step, and a quarter of the free host memory holds the "
-        "copies. off: training waits for each checkpoint.",
+        "True: where nobody reads a checkpoint before the next step, and a quarter of the free host memory holds the "
+        "copies. False: training waits for each checkpoint.",
         group="Checkpoints",
     )
 
@@ -323,12 +289,11 @@ class HybridArguments:
 
     sample_prompts: Optional[str] = option(
         None,
-        "Text file with a prompt per line. They are completed greedily at every evaluation, and the completions go to "
-        "samples.jsonl and to the report. Training is not changed. SampleCallback does it in any Trainer. Default: no "
-        "samples.",
+        "Text file with a prompt per line. They are completed greedily at every evaluation, by at most 64 tokens, and "
+        "the completions go to samples.jsonl and to the report. Training is not changed. SampleCallback does it in any "
+        "Trainer, and takes another length. Default: no samples.",
         group="Samples",
     )
-    sample_tokens: int = option(64, "With sample_prompts, the tokens of a completion at most.", at_least=1)
 
     profile_memory: bool = option(
         False,
@@ -336,26 +301,11 @@ class HybridArguments:
         "is not changed. MemoryProfilerCallback does it in any Trainer.",
         group="Memory profile",
     )
-    spike_threshold: float = option(
-        0.1,
-        "With profile_memory, a peak is reported as a spike if it is this share above the median of its phase.",
-        above=0,
-    )
 
     def __post_init__(self):
         for name, hint in get_type_hints(HybridArguments).items():
             setattr(self, name, as_declared(name, getattr(self, name), hint))
         check_ranges(self, fields(HybridArguments))
-        if self.guard_warn_at > self.guard_checkpoint_at:
-            raise ValueError(
-                f"`guard_warn_at={self.guard_warn_at}` must not be above `guard_checkpoint_at="
-                f"{self.guard_checkpoint_at}`, as the warning comes first. Lower the one or raise the other."
-            )
-        if self.sample_tokens != 64 and self.sample_prompts is None:
-            raise ValueError(
-                f"`sample_tokens={self.sample_tokens}` is the length of samples, and `sample_prompts` has no file. "
-                "Set it, or leave `sample_tokens` out."
-            )
 
     def preset_value(self, name: str) -> Any:
         """Return the option as given, or else the preset's value."""

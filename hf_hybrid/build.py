@@ -29,16 +29,17 @@ from hf_hybrid.leaps.automatic import (
 )
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, Orthogonal
 from hf_hybrid.leaps.directions.base import DirectionFactory, direction_class
-from hf_hybrid.leaps.leap import GainPlanner, LeapObserver, Leaps
+from hf_hybrid.leaps.leap import LeapObserver, Leaps, PhaseController, PhaseLengths
 from hf_hybrid.leaps.probe import MIN_SEQUENCES, HeldOutBatches, NextBatches, Probe, held_out_batches
 from hf_hybrid.leaps.trajectory import Trajectory
-from hf_hybrid.leaps.trust import PhaseController, PhaseLengths, Trust
+from hf_hybrid.leaps.trust import GainPlanner, Trust
 from hf_hybrid.optimizers import (
     MuonAdamW,
     has_adapters,
     muon_groups,
     optimizer_name,
     split_parameters,
+    text_config,
 )
 from hf_hybrid.part import Part
 from hf_hybrid.plan.accounting import host_memory
@@ -60,7 +61,6 @@ from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
 from hf_hybrid.run.trainer_view import (
     TrainerLike,
     made_optimizer,
-    text_config,
     trains_adapters,
     unwrapped_optimizer,
 )
@@ -83,6 +83,8 @@ step is worth more than the leap that replaces it: four runs of 40 steps ended 0
 """
 MAX_RATE_SCALE = 512.0
 """Largest factor of the search on the learning rate, which raises 5e-5 to 2.5e-2."""
+PROBE_SEQUENCES = 8
+"""Sequences of a probe, where its budget affords as many: fewer tell too little of a leap, more cost too much."""
 
 
 # The run.
@@ -105,7 +107,7 @@ def build_run(trainer: TrainerLike) -> Run:
     if not trainer.has_phases:
         return Run(trainer.parts, optimizer=trainer.optimizer, no_leaps=trainer.obstacle, **common)
     weights, feed, no_leaps = _weights(trainer), BatchFeed(), reason_no_leaps(trainer)
-    monitor = DivergenceMonitor(options.preset_value("divergence_threshold"), options.max_bad_steps)
+    monitor = DivergenceMonitor(options.preset_value("divergence_threshold"))
     rate, first = _rate(trainer, weights), pretrained_below(trainer)
     following: list[Part] = []
     if no_leaps is None:
@@ -137,21 +139,25 @@ def _forecast(trainer: TrainerLike) -> list[Part]:
 def _weights(trainer: TrainerLike) -> TrainedWeights:
     memory, model = trainer.memory, trainer.accelerator.unwrap_model(trainer.model)
     named = [(canonical(name), memory.parameter(p)) for name, p in model.named_parameters() if p.requires_grad]
-    return TrainedWeights(named, unwrapped_optimizer(trainer), Gathered(model) if trainer.is_fsdp_enabled else memory)
+    store = Gathered(model) if trainer.is_fsdp_enabled else memory if memory.streams else None
+    return TrainedWeights(named, unwrapped_optimizer(trainer), store)
 
 
-def _on_host_if_out_of_memory(trainer: TrainerLike, build: Callable[[], list[Part]]) -> list[Part]:
-    """Build parts that have buffers of the size of the weights: on the host, if they do not fit on the device."""
-    recovery, options = trainer.recovery, trainer.hybrid_args
+def _on_host_if_out_of_memory(trainer: TrainerLike, build: Callable[[bool], list[Part]]) -> list[Part]:
+    """
+    Build parts that have buffers of the size of the weights: on the host (`build(True)`), if the plan says so or if
+    they do not fit on the device.
+    """
+    recovery, plan_values = trainer.recovery, trainer.hybrid_args.plan_values
+    on_host = trainer.memory.buffers_on_host or plan_values.get("buffers_device") == "cpu"
     try:
-        return build()
+        return build(on_host)
     except Exception as error:
         recovery.catch(error)
-    if options.buffers_device != "cpu":
-        options.buffers_device = "cpu"
+    if not on_host:
         recovery.note("buffers on the host")
         try:
-            return build()
+            return build(True)
         except Exception as error:
             recovery.catch(error)
     raise UnrecoveredMemoryError(
@@ -159,7 +165,9 @@ def _on_host_if_out_of_memory(trainer: TrainerLike, build: Callable[[], list[Par
     )
 
 
-def _leap_parts(trainer: TrainerLike, weights: TrainedWeights, monitor: DivergenceMonitor, probe: Probe) -> list[Part]:
+def _leap_parts(
+    trainer: TrainerLike, weights: TrainedWeights, monitor: DivergenceMonitor, probe: Probe, on_host: bool
+) -> list[Part]:
     """Build the parts of a run with leaps: the leaps, and whatever observes them."""
     options, max_steps = trainer.hybrid_args, trainer.state.max_steps
     matrices = frozenset(map(canonical, split_parameters(trainer.model)[0]))
@@ -168,17 +176,12 @@ def _leap_parts(trainer: TrainerLike, weights: TrainedWeights, monitor: Divergen
         weights,
         direction=direction,
         matrices=matrices,
-        memory_steps=leap_memory_steps(options, max_steps, direction_class(direction).memory_steps),
-        host=options.buffers_device == "cpu",
+        memory_steps=direction_class(direction).memory_steps or memory_steps(max_steps),
+        host=on_host,
     )
     trainer.memory.overlay(trajectory.displaced)
-    before: list[Part] = []
-    if options.correct_gain:
-        from hf_hybrid.world_model.residuals import LeapResiduals
-
-        before.append(LeapResiduals(correct_gain=True))
     gains, after = _planner(trainer, trajectory)
-    observers = [part for part in (*before, *after, *trainer.parts) if isinstance(part, LeapObserver)]
+    observers = [part for part in (*after, *trainer.parts) if isinstance(part, LeapObserver)]
     leaps = Leaps(
         controller=PhaseController(phase_lengths(options, max_steps)),
         trajectory=trajectory,
@@ -191,7 +194,7 @@ def _leap_parts(trainer: TrainerLike, weights: TrainedWeights, monitor: Divergen
         skip_from=SKIP_FROM if leaps_are_automatic(trainer) else 0,
         observers=observers,
     )
-    return [*before, leaps, *after]
+    return [leaps, *after]
 
 
 def _planner(trainer: TrainerLike, trajectory: Trajectory) -> tuple[GainPlanner, list[Part]]:
@@ -262,9 +265,9 @@ def phase_lengths(options: HybridArguments, max_steps: int) -> PhaseLengths:
     )
 
 
-def leap_memory_steps(options: HybridArguments, max_steps: int, default: int | None) -> int:
-    """Return the length of the slow averages: as given, or the direction's `default`, or in proportion to the run."""
-    return options.leap_memory_steps or default or min(max(max_steps // 6, 5), 1000)
+def memory_steps(max_steps: int) -> int:
+    """Return the length of the slow averages of a direction that has no length of its own."""
+    return min(max(max_steps // 6, 5), 1000)
 
 
 def rescue_is_on(args: TrainingArguments, options: HybridArguments) -> bool:
@@ -346,7 +349,7 @@ def _probe(trainer: TrainerLike, feed: BatchFeed) -> Probe:
     per_step = trainer._train_batch_size * args.gradient_accumulation_steps * processes
     # Four evaluations must fit the budget of the whole run, or a short run could not probe twice.
     affordable = int(3 * per_step * options.probe_budget * trainer.state.max_steps / 4)
-    wanted = options.probe_batch_size or max(min(8, affordable), MIN_SEQUENCES)
+    wanted = trainer.probe_sequences or max(min(PROBE_SEQUENCES, affordable), MIN_SEQUENCES)
     if trainer.probe_dataset is not None:
         source = HeldOutBatches(held_out_batches(losses, trainer.probe_dataset, per_step, processes), wanted=wanted)
         wanted = max(source.wanted, max(batch.sequences for batch in source.batches))
@@ -384,7 +387,7 @@ def leave_adapters_to_adamw(trainer: TrainerLike) -> None:
     options = trainer.hybrid_args
     if options.preset != "fast" or not makes_muon(trainer) or not has_adapters(trainer.model):
         return
-    if not any(was_given(trainer.args, name) for name in ("optim", "muon_lr_scale", "muon_momentum")):
+    if not any(was_given(trainer.args, name) for name in ("optim", "muon_momentum")):
         trainer.args.optim = OptimizerNames(optimizer_name(TrainingArguments))
         logger.warning("`preset=fast` trains adapters by AdamW: Muon gains nothing there. For Muon, set `optim=muon`.")
 
@@ -401,7 +404,7 @@ def build_optimizer(trainer: TrainerLike, model: torch.nn.Module) -> None:
     if makes_muon(trainer):
         common = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
         decay_names = trainer.get_decay_parameter_names(model)
-        groups = muon_groups(model, decay_names, **common, lr_scale=options.muon_lr_scale)
+        groups = muon_groups(model, decay_names, **common)
         momentum = options.preset_value("muon_momentum")
         trainer.optimizer = MuonAdamW(groups, **common, betas=betas, eps=args.adam_epsilon, momentum=momentum)
 
@@ -458,7 +461,7 @@ def build_memory(trainer: TrainerLike, device_map: dict | None) -> Resident:
     plan = make_plan(trainer, device_map)
     logger.info("Memory plan: %s", plan.describe())
     if plan.mode == "resident":
-        return Resident()
+        return Resident(plan.buffers_on_host)
     streamer = LayerStreamer(
         model,
         streamed_layers(model, device_map),

@@ -250,12 +250,10 @@ def check_training_arguments(args: TrainingArguments, options: HybridArguments) 
             "`fsdp` shards nothing with `use_cpu=True` or without a GPU: accelerate has it for GPUs only and would "
             "train with DDP. Drop `fsdp` (and `--use_fsdp` of the launcher), or train on GPUs."
         )
-    of_muon = {"muon_lr_scale": 1.0, "muon_momentum": None}
-    given = [name for name, default in of_muon.items() if getattr(options, name) != default]
-    if given and optim != "muon":
+    if options.muon_momentum is not None and optim != "muon":
         raise ValueError(
-            f"`{given[0]}={getattr(options, given[0])}` is for `optim=muon`, and `optim` is `{optim}`. Leave it out, "
-            "or set `optim=muon`."
+            f"`muon_momentum={options.muon_momentum}` is for `optim=muon`, and `optim` is `{optim}`. Leave it out, or "
+            "set `optim=muon`."
         )
     if optim == "muon":
         _refuse_muon_on_shards(args, sharding)

@@ -131,22 +131,14 @@ class MemoryGuard(Part):
         probe (`Callable[[], tuple[int, int]]`, *optional*): Returns bytes in use and bytes that there are, see
             [`device_probe`]. `None` watches nothing.
         warn_at (`float`): Share of the device in use above which it warns and cleans up; 1 for never.
-        checkpoint_at (`float`): Share above which it asks for a checkpoint; 1 for never.
-
-    Raises:
-        ValueError: If `warn_at` is above `checkpoint_at`.
+        checkpoint_at (`float`): Share above which it asks for a checkpoint, if that is not below `warn_at`.
     """
 
     name = "memory_guard"
 
     def __init__(self, probe: MemoryProbe | None, *, warn_at: float = 0.90, checkpoint_at: float = 0.97):
-        if warn_at > checkpoint_at:
-            raise ValueError(
-                f"`warn_at` must not be above `checkpoint_at`, got {warn_at} and {checkpoint_at}: the warning comes "
-                "first. Lower `warn_at` or raise `checkpoint_at`."
-            )
         self.probe = probe
-        self.warn_at, self.checkpoint_at = warn_at, checkpoint_at
+        self.warn_at, self.checkpoint_at = warn_at, max(warn_at, checkpoint_at)  # the warning comes first
         self.warned = self.asked = False
 
     def on_phase_change(self, old: Phase, new: Phase) -> None:
@@ -182,10 +174,10 @@ class MemoryGuard(Part):
         if share > self.checkpoint_at and not self.asked:
             self.asked = save = True
             logger.warning(
-                "Step %d ends with %s, above `guard_checkpoint_at=%g`: a checkpoint is written now, once.",
+                "Step %d ends with %s, above %.0f %%: a checkpoint is written now, once.",
                 step,
                 text,
-                self.checkpoint_at,
+                100 * self.checkpoint_at,
             )
         return save
 
@@ -406,11 +398,11 @@ class OutOfMemoryRecovery(Part):
 
     def _tell_memory(self) -> None:
         """Streamed layers walk a window in one go: losses that are means must count alike, or each part goes alone."""
-        if not self.trainer.memory.streams:
+        if (window := self.trainer.memory.window) is None:
             return
         parts = [part for batch in self._batches for part in self._parts(batch)]
         alike = self._items is not None or len({share for _, share in parts}) <= 1
-        self.trainer.memory.begin_window([part for part, _ in parts] if alike else [])
+        window.begin([part for part, _ in parts] if alike else [])
 
     # An out-of-memory error.
 
@@ -460,7 +452,7 @@ class OutOfMemoryRecovery(Part):
         optimizer = self.trainer.optimizer
         for wrapped in ("optimizer", "base"):  # by accelerate; around streamed layers
             optimizer = getattr(optimizer, wrapped, optimizer)
-        self.trainer.saves.join()
+        self.trainer.saver.writer.join()
         checkpoint = last_checkpoint(self.trainer.run_folder)
         where = f"from `{checkpoint}`" if checkpoint else "from the start (no checkpoint was saved yet)"
         return UnrecoveredMemoryError(
@@ -589,7 +581,7 @@ class OutOfMemoryRecovery(Part):
         """Save the state after the last step, and return a sentence that says where, or why not."""
         trainer = self.trainer
         step = trainer.state.global_step
-        trainer.saves.join()
+        trainer.saver.writer.join()
         if self.saved_step != step:
             try:
                 trainer._save_checkpoint(trainer.model, trial=trainer.trial)
@@ -632,7 +624,6 @@ class OutOfMemoryRecovery(Part):
             "`offload_activations=True`": not options.offload_activations,
             "`chunked_loss=on`": not self.trainer.loss_in_chunks,
             "`optimizer_states=8bit`": options.optimizer_states != "8bit",
-            "`buffers_device=cpu`": self.trainer.has_phases and options.buffers_device != "cpu",
         }
         return [name for name, possible in choices.items() if possible]
 

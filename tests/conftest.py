@@ -218,7 +218,7 @@ def config_values(output_dir, **overrides) -> dict:
 
 
 def hybrid_config(output_dir, **overrides) -> HybridConfig:
-    """A short run that goes through all four phases several times."""
+    """A short run that goes through all four phases several times. `plan_values` are set on the config."""
     from hf_hybrid import HybridConfig
 
     phases = {
@@ -229,7 +229,10 @@ def hybrid_config(output_dir, **overrides) -> HybridConfig:
         "leap_worth": 0.5,
         "direction": "orthogonal",
     }
-    return HybridConfig(**config_values(output_dir, **{**phases, **overrides}))
+    plan_values = overrides.pop("plan_values", {})
+    config = HybridConfig(**config_values(output_dir, **{**phases, **overrides}))
+    config.plan_values = {**config.plan_values, **plan_values}
+    return config
 
 
 def weights(model) -> dict[str, torch.Tensor]:

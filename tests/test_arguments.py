@@ -54,17 +54,17 @@ def test_every_option_is_read_by_something():
     [
         ("enable_predict", "False", "`enable_predict` must be `True` or `False`, got `'False'`"),
         ("enable_predict", None, "`enable_predict` must be `True` or `False`, got `None`"),
-        ("correct_gain", 1, "`correct_gain` must be `True` or `False`, got `1`"),
-        ("stream_embeddings", "no", "`stream_embeddings` must be `True` or `False`, got `'no'`"),
-        ("max_bad_steps", 2.5, "`max_bad_steps` must be an integer, got `2.5`"),
-        ("max_bad_steps", None, "`max_bad_steps` must be an integer, got `None`"),
+        ("profile_memory", 1, "`profile_memory` must be `True` or `False`, got `1`"),
+        ("async_save", "no", "`async_save` must be `True` or `False`, got `'no'`"),
+        ("resident_layers", 2.5, "`resident_layers` must be an integer, got `2.5`"),
+        ("leap_budget", None, "`leap_budget` must be a finite number, got `None`"),
         ("full_phase_steps", 1.5, "`full_phase_steps` must be an integer, got `1.5`"),
         ("full_phase_steps", True, "`full_phase_steps` must be an integer, got `True`"),
         ("full_phase_steps", "4", "`full_phase_steps` must be an integer, got `'4'`"),
-        ("max_bad_steps", float("inf"), "`max_bad_steps` must be an integer, got `inf`"),
+        ("resident_layers", float("inf"), "`resident_layers` must be an integer, got `inf`"),
         ("leap_gain", "much", "`leap_gain` must be a finite number, got `'much'`"),
         ("leap_gain", float("nan"), "`leap_gain` must be at least 0, got nan"),
-        ("max_bad_steps", float("nan"), "`max_bad_steps` must be an integer, got `nan`"),
+        ("resident_layers", float("nan"), "`resident_layers` must be an integer, got `nan`"),
         ("leap_gain", False, "`leap_gain` must be a finite number, got `False`"),
         ("leap_gain", "inf", "`leap_gain` must be a finite number, got `'inf'`"),
         ("leap_budget", float("inf"), "`leap_budget` must be a finite number, got `inf`"),
@@ -90,9 +90,9 @@ def test_every_option_refuses_what_none_can_use(value):
 
 def test_numbers_have_the_type_of_their_option():
     numbers = HybridArguments(
-        leap_gain="1e-1", leap_worth=np.float32(0.5), probe_budget=0, full_phase_steps=2.0, max_bad_steps=np.int64(9)
+        leap_gain="1e-1", leap_worth=np.float32(0.5), probe_budget=0, full_phase_steps=2.0, resident_layers=np.int64(9)
     )
-    values = [numbers.leap_gain, numbers.leap_worth, numbers.full_phase_steps, numbers.max_bad_steps]
+    values = [numbers.leap_gain, numbers.leap_worth, numbers.full_phase_steps, numbers.resident_layers]
     assert values == [0.1, 0.5, 2, 9] and [type(value) for value in values] == [float, float, int, int]
     assert numbers.probe_budget == 0
 

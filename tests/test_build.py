@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 from trl import DPOConfig, SFTConfig
 
 from hf_hybrid import HybridArguments, HybridConfig
-from hf_hybrid.build import leap_memory_steps, phase_lengths, rescue_is_on
+from hf_hybrid.build import memory_steps, phase_lengths, rescue_is_on
 from hf_hybrid.plan.of_trainer import check_streamable
 
 
@@ -19,7 +19,7 @@ def test_phase_lengths_suit_the_run(steps):
     cycle = lengths.warmup + lengths.full + lengths.correct
     assert cycle < steps or steps < 10
     assert lengths.warmup <= 100 and lengths.max_predict <= 10
-    assert 5 <= leap_memory_steps(HybridArguments(), steps, None) <= 1000
+    assert 5 <= memory_steps(steps) <= 1000
     assert phase_lengths(HybridArguments(warmup_phase_steps=3), steps).warmup == 3
 
 

@@ -211,7 +211,6 @@ def test_commands_know_their_words_and_the_keys_of_their_file(command, tmp_path)
         ("probe_budget", -0.1, "`probe_budget` must be between 0 and 1, got -0.1"),
         ("leap_budget", 0.0, "`leap_budget` must be greater than 0, got 0.0"),
         ("muon_momentum", 1.0, "`muon_momentum` must be at least 0 and less than 1, got 1.0"),
-        ("probe_batch_size", 1, "`probe_batch_size` must be at least 2, got 1"),
     ],
 )
 def test_values_that_cannot_work_are_refused(tmp_path, option, value, message):

@@ -43,7 +43,7 @@ def test_it_cleans_up_at_the_warning(monkeypatch):
 
 
 def test_one_is_never(caplog):
-    guard = guard_of([1.0, 1.0], warn_at=1.0, checkpoint_at=1.0)
+    guard = guard_of([1.0, 1.0], warn_at=1.0)
     assert not guard.after_step(1) and not guard.after_step(2) and not caplog.records
 
 
@@ -62,12 +62,13 @@ def test_a_run_near_the_limit_saves_once_and_resumes(tmp_path, predict, caplog):
         config = hybrid_config(tmp_path, max_steps=12, enable_predict=predict, **options)
         return HybridTrainer(tiny_model(), config, train_dataset=ByteText(120))
 
-    trainer = build(guard_warn_at=0.5, guard_checkpoint_at=0.8)
+    trainer = build(guard_warn_at=0.5)
+    trainer.memory_guard.checkpoint_at = 0.8
     trainer.memory_guard.probe = lambda: ((9 if trainer.state.global_step >= 5 else 1) * GIB, 10 * GIB)
     with caplog.at_level(logging.WARNING, "hf_hybrid"):
         trainer.train()
     assert [folder.name for folder in tmp_path.glob("checkpoint-*")] == ["checkpoint-5"]  # save_strategy is "no"
-    assert sum("guard_checkpoint_at" in record.getMessage() for record in caplog.records) == 1
+    assert sum("a checkpoint is written now" in record.getMessage() for record in caplog.records) == 1
     resumed = build()
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
     assert_same_weights(weights(resumed.model), weights(trainer.model))
@@ -99,8 +100,7 @@ def test_the_tighter_limit_counts(monkeypatch, fraction, reserved, expected):
     "options, words",
     [
         ({"guard_warn_at": 1.5}, "`guard_warn_at` must be between 0 and 1"),
-        ({"guard_checkpoint_at": -0.1}, "`guard_checkpoint_at` must be between 0 and 1"),
-        ({"guard_warn_at": 0.98}, "`guard_warn_at=0.98` must not be above `guard_checkpoint_at=0.97`"),
+        ({"guard_warn_at": -0.1}, "`guard_warn_at` must be between 0 and 1"),
         ({"out_of_memory": "ignore"}, "`out_of_memory` must be one of retry, raise"),
     ],
 )
@@ -109,9 +109,8 @@ def test_bad_options_are_refused(tmp_path, options, words):
         HybridConfig(**config_values(tmp_path), **options)
 
 
-def test_the_guard_itself_refuses_too():
-    with pytest.raises(ValueError, match="`warn_at` must not be above `checkpoint_at`"):
-        MemoryGuard(None, warn_at=0.9, checkpoint_at=0.5)
+def test_the_warning_comes_first():
+    assert not guard_of([0.98], warn_at=0.99).after_step(1) and guard_of([0.98], warn_at=0.9).after_step(1)
 
 
 def test_help_shows_the_options(capsys):
@@ -119,5 +118,5 @@ def test_help_shows_the_options(capsys):
         HfArgumentParser(HybridArguments).parse_args_into_dataclasses(["--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    for flag in ("--out_of_memory", "--guard_warn_at", "--guard_checkpoint_at"):
+    for flag in ("--out_of_memory", "--guard_warn_at"):
         assert flag in shown

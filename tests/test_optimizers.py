@@ -22,7 +22,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_hybrid import HybridConfig, HybridTrainer, optimizers
+from hf_hybrid import HybridArguments, HybridConfig, HybridTrainer, optimizers
 from hf_hybrid.optimizers import RATE_SCALE, MuonAdamW, muon_groups, split_parameters
 from hf_hybrid.plan.accounting import ModelShape, WeightCount, storage_bytes
 from hf_hybrid.plan.estimate import Estimator, PlanError
@@ -317,12 +317,12 @@ def test_groups_that_cannot_be_stepped_are_refused():
 
 
 def test_the_config_says_muon(tmp_path):
-    config = HybridConfig(**config_values(tmp_path, optim="muon", muon_lr_scale=0.5))
+    config = HybridConfig(**config_values(tmp_path, optim="muon", muon_momentum=0.5))
     assert config.optim == "muon" and config.to_dict()["optim"] == "muon"
     values = json.loads(config.to_json_string())
-    assert (values["optim"], values["muon_lr_scale"]) == ("muon", 0.5)
+    assert (values["optim"], values["muon_momentum"]) == ("muon", 0.5)
     changed = dataclasses.replace(config, learning_rate=1e-4)
-    assert (changed.optim, changed.learning_rate, changed.muon_lr_scale) == ("muon", 1e-4, 0.5)
+    assert (changed.optim, changed.learning_rate, changed.muon_momentum) == ("muon", 1e-4, 0.5)
     assert pickle.loads(pickle.dumps(config)).optim == "muon"
 
 
@@ -350,10 +350,8 @@ def test_other_optimizers_stay_what_they_are(tmp_path):
     "options, message",
     [
         ({"optimizer_states": "8bit"}, "`optimizer_states=8bit` is an AdamW with 8-bit states .*`optim=muon`"),
-        ({"muon_lr_scale": 0.0}, "`muon_lr_scale` must be greater than 0, got 0.0"),
         ({"muon_momentum": 1.0}, "`muon_momentum` must be at least 0 and less than 1, got 1.0"),
         ({"optim": "sgd", "muon_momentum": 0.9}, "`muon_momentum=0.9` is for `optim=muon`, and `optim` is `sgd`"),
-        ({"optim": "adamw_torch", "muon_lr_scale": 2.0}, "`muon_lr_scale=2.0` is for `optim=muon`"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, message, tmp_path):
@@ -365,7 +363,6 @@ def test_options_that_cannot_work_are_refused(options, message, tmp_path):
 def test_sharding_is_refused_without_leaps_too(name, monkeypatch):
     from types import SimpleNamespace
 
-    from hf_hybrid import HybridArguments
     from hf_hybrid.config import check_training_arguments
 
     monkeypatch.setattr("hf_hybrid.config.computes_on_cpu", lambda args: False)
@@ -420,11 +417,11 @@ class Rates(TrainerCallback):
 
 def test_training(tmp_path, train_set):
     rates = Rates()
-    trainer = trainer_for(tmp_path, train_set, callbacks=[rates], muon_lr_scale=0.5, max_steps=20)
+    trainer = trainer_for(tmp_path, train_set, callbacks=[rates], max_steps=20)
     trainer.train()
     losses = [loss for loss, _ in steps(trainer)]
     assert losses[-1] < losses[0] - 0.5
-    assert all(adamw == norms == 2 * muon for adamw, norms, muon in rates.rates) and max(rates.rates)[0] == 3e-3
+    assert all(adamw == norms == muon for adamw, norms, muon in rates.rates) and max(rates.rates)[0] == 3e-3
     logged = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
     assert max(logged) == 3e-3, "the rate of `learning_rate` is what is logged"
     decays = [group["weight_decay"] for group in trainer.optimizer.param_groups]
@@ -509,8 +506,10 @@ def test_resuming_ends_at_the_same_weights(enable_predict, memory, tmp_path, tra
 STREAMED = {"memory": "stream", "accumulation_walk": "micro_batch"}
 
 
-@pytest.mark.parametrize("options", [{"stream_embeddings": True}, {"accumulation_walk": "layer"}], ids=str)
-def test_streamed_equals_resident(options, tmp_path, train_set):
+@pytest.mark.parametrize("options", [{"ends": True}, {"accumulation_walk": "layer"}], ids=str)
+def test_streamed_equals_resident(options, tmp_path, train_set, monkeypatch):
+    options = dict(options)
+    monkeypatch.setattr(HybridArguments, "plan_values", {"stream_embeddings": options.pop("ends", None)})
     shared = {"max_steps": 6, "gradient_accumulation_steps": 2}
     model, twin = tiny_model(tie_word_embeddings=False), tiny_model(tie_word_embeddings=False)
     resident = trainer_for(tmp_path, train_set, model, **shared)

@@ -305,7 +305,7 @@ def test_steps_after_a_leap_that_was_undone_are_not_history(name, checkpoint):
 
 
 def train(folder, direction, resume=None, **overrides):
-    options = {"max_steps": 36, "leap_memory_steps": 10, "probe_budget": 0.2, **overrides}
+    options = {"max_steps": 36, "probe_budget": 0.2, **overrides}
     config = hybrid_config(folder, **options)
     trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(400), direction=direction)
     trainer.train(resume_from_checkpoint=resume)

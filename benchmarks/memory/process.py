@@ -328,7 +328,10 @@ class TrainerRun(Run):
         streamed = self.mode["trainer"] == "streamed"
         values, common = self._values(), {"train_dataset": self.data}
         if streamed:
-            config = HybridConfig(**values, memory="stream", enable_predict=False, **self.mode["options"])
+            options = dict(self.mode["options"])
+            ends = {name: options.pop(name) for name in ("stream_embeddings",) if name in options}
+            config = HybridConfig(**values, memory="stream", enable_predict=False, **options)
+            config.plan_values = ends
             self.trainer = HybridTrainer(self.model, config, **common)
             # Several windows with one streamer: the model is not given back in between.
             self.trainer.memory.end = self.trainer.memory.settle

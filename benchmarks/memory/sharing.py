@@ -58,6 +58,7 @@ def train(folder: Path, steps: int, shape: dict, **options) -> tuple[HybridTrain
         str(folder), enable_predict=False, max_steps=steps, per_device_train_batch_size=ROWS, save_strategy="no",
         report_to=[], disable_tqdm=True, use_cpu=True, logging_steps=steps, **options,
     )  # fmt: skip
+    config.plan_values = {"stream_embeddings": True if config.memory == "stream" else None}
     clock = Clock()
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = HybridTrainer(model, config, train_dataset=data, callbacks=[clock])
@@ -98,7 +99,7 @@ def streamed(folder: Path, steps: int, shape: dict) -> dict:
     distributed.destroy_process_group()
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         del os.environ[name]
-    trainer, found = train(folder / str(rank), steps, shape, memory="stream", stream_embeddings=True)
+    trainer, found = train(folder / str(rank), steps, shape, memory="stream")
     summary = trainer.memory_summary()
     moved = summary["statistics"]["bytes_in"] + summary["statistics"]["bytes_out"]
     return {

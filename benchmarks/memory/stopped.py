@@ -36,9 +36,9 @@ OFF: dict[str, Any] = {"enable_predict": False}
 LEAPS: dict[str, Any] = {"direction": "orthogonal"}
 ARMS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "trainer": (Trainer, TrainingArguments, {}),
-    "off, at once": (HybridTrainer, HybridConfig, {**OFF, "save_behind": "off"}),
+    "off, at once": (HybridTrainer, HybridConfig, {**OFF, "async_save": False}),
     "off, behind": (HybridTrainer, HybridConfig, OFF),
-    "leaps, at once": (HybridTrainer, HybridConfig, {**LEAPS, "save_behind": "off"}),
+    "leaps, at once": (HybridTrainer, HybridConfig, {**LEAPS, "async_save": False}),
     "leaps, behind": (HybridTrainer, HybridConfig, LEAPS),
 }
 STEPS, EVERY = 17, 4

@@ -215,8 +215,8 @@ def memory_int8() -> str:
 
 
 STOPPED = {
-    "trainer": "plain `Trainer`", "off, at once": '`enable_predict=False`, `save_behind="off"`',
-    "off, behind": "`enable_predict=False`", "leaps, at once": 'leaps, `save_behind="off"`', "leaps, behind": "leaps",
+    "trainer": "plain `Trainer`", "off, at once": '`enable_predict=False`, `async_save=False`',
+    "off, behind": "`enable_predict=False`", "leaps, at once": 'leaps, `async_save=False`', "leaps, behind": "leaps",
 }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from benchmarks.results import Results, command_line, provenance
 from benchmarks.world_model.curves import CURVES, Curve, load_curves
 from benchmarks.world_model.followed import FollowedRun, load_followed
 from benchmarks.world_model.small_run import STRIDE
-from hf_hybrid.world_model.dynamics import DynamicsModel
+from hf_hybrid.world_model.dynamics import VARIANCE, DynamicsModel
 from hf_hybrid.world_model.final_loss import (
     FEWEST,
     PAST_CURVES,
@@ -51,8 +51,8 @@ from hf_hybrid.world_model.final_loss import (
     training_parts,
 )
 from hf_hybrid.world_model.forecast import RunForecast
-from hf_hybrid.world_model.forecasts import VARIANCE
 from hf_hybrid.world_model.imagination import START_WEIGHTS
+from hf_hybrid.world_model.rssm import RSSM
 
 SHARES = (0.1, 0.2, 0.5)
 LOGS = 100
@@ -495,7 +495,7 @@ def actions_to_come(run: FollowedRun, done: int) -> np.ndarray:
 
 def forecast_of_rssm(run: FollowedRun, case: Case, *, told: bool) -> Gaussian:
     """It learns online, as in a run, and is `told` the leaps that come, or expects more of those that it saw last."""
-    model, steps = DynamicsModel(START_WEIGHTS), len(run.losses)
+    model, steps = DynamicsModel(RSSM().load(START_WEIGHTS)), len(run.losses)
     done = int((run.ends <= case.steps[-1]).sum())
     for stretch in range(done):
         model.observe_stretch(run.features[stretch], run.actions[stretch], float(run.stretch_losses[stretch]))

@@ -21,6 +21,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.results import Results, command_line, provenance
+from benchmarks.world_model.records import CONFIDENCE_HORIZON, TOLERANCE, platt_scaled
 from benchmarks.world_model.scores import (
     FIRST,
     Predictive,
@@ -33,14 +34,13 @@ from benchmarks.world_model.scores import (
 from benchmarks.world_model.small_run import STRIDE
 from benchmarks.world_model.storage import load_records
 from hf_hybrid.world_model.dynamics import DynamicsModel
-from hf_hybrid.world_model.forecasts import CONFIDENCE_HORIZON, SCORED, TOLERANCE
 from hf_hybrid.world_model.imagination import START_WEIGHTS, ImaginedGain
 from hf_hybrid.world_model.observer import Stretch
+from hf_hybrid.world_model.rssm import RSSM, SCORED
 
 ARMS = {
-    "start weights, learns": {"start": START_WEIGHTS},
-    "start weights, fixed": {"start": START_WEIGHTS, "learn_every": 0},
-    "no start weights, learns": {"start": None},
+    "start weights, learns": {},
+    "start weights, fixed": {"learn_every": 0},
 }
 TOKENS = (8, 128)
 """Batch and length of the step that the planner's cost is compared with."""
@@ -49,7 +49,7 @@ DRAWS = 2000
 
 def follow(run, options: dict) -> dict:
     """Follow a recorded run. Returns the forecasts that the model makes after every stretch, and imagined branches."""
-    dynamics = DynamicsModel(**options)
+    dynamics = DynamicsModel(RSSM().load(START_WEIGHTS), **options)
     forecasts, confidences, branches = {k: [] for k in SCORED}, [], []
     losses = np.log(np.maximum(run.losses, 1e-6))
     for stretch in range(len(run.losses)):
@@ -68,7 +68,9 @@ def follow(run, options: dict) -> dict:
             forecasts[k].append((forecast.mean[k - 1], forecast.scale[k - 1], realised))
         if ahead >= CONFIDENCE_HORIZON:
             change = losses[stretch + CONFIDENCE_HORIZON] - losses[stretch]
-            confidences.append((dynamics.confidence, change <= math.log1p(TOLERANCE)))
+            probability = forecast.probability_below(math.log1p(TOLERANCE), CONFIDENCE_HORIZON)
+            confidence = platt_scaled(probability, *dynamics.model.confidence_map.tolist())
+            confidences.append((confidence, change <= math.log1p(TOLERANCE)))
     return {"forecasts": forecasts, "confidences": confidences, "branches": [b for b in branches if b]}
 
 
@@ -169,7 +171,7 @@ def agreement(guess: np.ndarray, truth: np.ndarray, leaping: np.ndarray, run: np
 def planner_cost(run) -> dict:
     """CPU milliseconds per real step of everything that the planner does, on one held-out run."""
     steps = len(run.losses) * STRIDE
-    dynamics = DynamicsModel(START_WEIGHTS)
+    dynamics = DynamicsModel(RSSM().load(START_WEIGHTS))
     rates = run.actions[:, 3]
     planner = ImaginedGain(
         4.0,

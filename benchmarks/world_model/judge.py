@@ -38,6 +38,7 @@ from hf_hybrid.run.monitor import FORECAST_WINDOW, DivergenceMonitor, linear_tre
 from hf_hybrid.run.record import Leap
 from hf_hybrid.world_model.dynamics import DynamicsModel
 from hf_hybrid.world_model.imagination import START_WEIGHTS
+from hf_hybrid.world_model.rssm import RSSM
 
 FIRST_INDEX = 1000
 """The world model's start weights were trained on runs 0 to 219."""
@@ -158,7 +159,7 @@ def long_trend(case: dict) -> Forecasts:
 def world_model(case: dict) -> Forecasts:
     """The RSSM's forecast of the next two stretches, calibrated on this run, with the noise of fewer losses added."""
     features, actions, means = case["stretches"]
-    dynamics, steps, ahead = DynamicsModel(START_WEIGHTS), len(case["rates"]), 2
+    dynamics, steps, ahead = DynamicsModel(RSSM().load(START_WEIGHTS)), len(case["rates"]), 2
     for number, stretch in enumerate(zip(features, actions, means), 1):
         dynamics.observe_stretch(*stretch)
         ends = [min((number + k) * STRIDE, steps) for k in range(1, ahead + 1)]
@@ -240,7 +241,7 @@ def package(cases: Sequence[dict]) -> dict:
         chosen = [case for case in cases if case["rise"] == rise]
         undone = {}
         for count in COUNTED:
-            monitor = DivergenceMonitor(PACKAGE_THRESHOLD, 5)
+            monitor = DivergenceMonitor(PACKAGE_THRESHOLD)
             verdicts = (
                 monitor.judge_leap(case["after"][:count], *linear_trend(case["losses"][-FORECAST_WINDOW:]))
                 for case in chosen

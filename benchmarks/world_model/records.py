@@ -20,31 +20,36 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from hf_hybrid.world_model.forecasts import (
-    CONFIDENCE_HORIZON,
-    FREEDOM,
-    SCORED,
-    TOLERANCE,
-    VARIANCE,
-    history_of,
-    interpolated,
-    log_loss,
-    power_law,
-    student_t_cdf,
-    student_t_nll,
-)
+from hf_hybrid.world_model.dynamics import VARIANCE, history_of, log_loss, student_t_cdf
 from hf_hybrid.world_model.learning import (
     CHANGE_LIMIT,
+    FREEDOM,
     StretchBatch,
     descend,
     futures,
     rssm_loss,
-    starts_of,
+    student_t_nll,
     weighted_mean,
 )
-from hf_hybrid.world_model.rssm import FEATURES, LINEAR_HORIZON, MIN_SCALE, RSSM, State
+from hf_hybrid.world_model.rssm import FEATURES, LINEAR_HORIZON, RSSM, SCORED, State, interpolated, power_law
 
 Tensor = torch.Tensor
+TOLERANCE, CONFIDENCE_HORIZON = 0.02, 5
+"""The confidence is the probability that the loss rises at most by this share, so many stretches later."""
+MIN_SCALE = 0.05
+"""Smallest scale by which features are normalised."""
+
+
+def platt_scaled(probability: float, offset: float, slope: float) -> float:
+    """The probability with the logit `offset + slope * logit(probability)` (Platt, 1999), bounded away from 0 and 1."""
+    inside = min(max(probability, 1e-6), 1 - 1e-6)
+    return 1.0 / (1.0 + math.exp(-offset - slope * math.log(inside / (1 - inside))))
+
+
+def starts_of(batch: StretchBatch, states: State, rows: Tensor, stretches: Tensor) -> tuple[State, Tensor]:
+    """States `[M, P, ...]` and observations `[P, 69]` at these stretches of these sequences."""
+    at = State(*(part[:, rows, stretches] for part in states))
+    return at, batch.observations[rows, stretches]
 
 
 @functools.lru_cache(maxsize=64)
@@ -154,7 +159,7 @@ def pair_difference(model: RSSM, batch: PairedBatch, states: State) -> Tensor:
 
 
 def save_weights(model: RSSM, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write an ensemble as safetensors in this `dtype`, as start weights that `rssm.load_weights` reads."""
+    """Write an ensemble as safetensors in this `dtype`, as start weights that `RSSM.load` reads."""
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, str(path))
 

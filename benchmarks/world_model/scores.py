@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hf_hybrid.world_model.forecasts import FREEDOM, SCORED, history_of, power_law, student_t_nll
+from hf_hybrid.world_model.dynamics import history_of
+from hf_hybrid.world_model.learning import FREEDOM, student_t_nll
+from hf_hybrid.world_model.rssm import SCORED, power_law
 
 FIRST = 3
 """Stretches before the first forecast that is scored; planners start to choose there."""

@@ -12,11 +12,13 @@ import torch
 
 from benchmarks.world_model import train
 from benchmarks.world_model.records import (
+    TOLERANCE,
     Record,
     calibrate,
     forecast_errors,
     make_batch,
     paired_rssm_loss,
+    platt_scaled,
     save_weights,
     score_records,
     sequences_of,
@@ -24,8 +26,8 @@ from benchmarks.world_model.records import (
     train_on_records,
 )
 from benchmarks.world_model.storage import load_records
-from hf_hybrid.world_model.forecasts import TOLERANCE, history_of, platt_scaled, student_t_cdf
-from hf_hybrid.world_model.rssm import FEATURES, RSSM, State, load_weights
+from hf_hybrid.world_model.dynamics import history_of, student_t_cdf
+from hf_hybrid.world_model.rssm import FEATURES, RSSM, State
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "world_model")]
@@ -46,7 +48,7 @@ def test_weights_round_trip(tmp_path):
     model, other = RSSM(**SMALL), RSSM(**SMALL, seed=1)
     model.feature_mean.fill_(0.5)
     save_weights(model, tmp_path / "start.safetensors")
-    load_weights(other, tmp_path / "start.safetensors")
+    other.load(tmp_path / "start.safetensors")
     for ours, theirs in zip(model.state_dict().values(), other.state_dict().values()):
         assert torch.equal(ours, theirs)
 

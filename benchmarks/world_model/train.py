@@ -33,7 +33,7 @@ from benchmarks.world_model.records import (
 )
 from benchmarks.world_model.storage import RECORDINGS, load_records
 from hf_hybrid.world_model.imagination import START_WEIGHTS
-from hf_hybrid.world_model.rssm import RSSM, load_weights
+from hf_hybrid.world_model.rssm import RSSM
 
 FOLDS = 3
 """Parts that the runs to learn from are split into."""
@@ -125,7 +125,7 @@ def train(records: list, held_out: list, path: Path, folder: Path) -> dict:
     seconds += time.perf_counter() - started
     save_weights(model, path, torch.float16)
     shipped = RSSM(seed=1)
-    load_weights(shipped, path)
+    shipped.load(path)
     return {
         "settings": {**SETTINGS, "folds": FOLDS, "epochs_kept": epochs},
         "runs": {"learned": len(records), "held_out": len(held_out)},

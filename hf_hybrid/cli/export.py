@@ -48,9 +48,6 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     )
     add("--sequence_length", type=int, help=text)
     add("--eval_sequences", type=int, default=256, help="at most so many sequences are evaluated (default: 256)")
-    text = "tasks of lm-eval, or YAML files of tasks, separated by commas, on which both models are scored"
-    add("--tasks", default="", help=text)
-    add("--limit", type=int, help="examples of each task (default: all)")
     add("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
     return parser
@@ -71,8 +68,7 @@ def run(args: argparse.Namespace) -> int:
             source.check_source(folder)
             source.read_config(folder)
             batches = held_out_batches(args, folder)
-            options: dict[str, Any] = {"dtype": args.dtype, "max_shard_size": args.max_shard_size, "limit": args.limit}
-            options["tasks"] = [name for name in args.tasks.split(",") if name]
+            options: dict[str, Any] = {"dtype": args.dtype, "max_shard_size": args.max_shard_size}
             result = exporter.export(folder, output, args.format, batches=batches, **options)
     except (ValueError, ImportError, OSError) as error:
         sys.stderr.write(f"hf-hybrid export: error: {error}\n")

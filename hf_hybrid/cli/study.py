@@ -28,7 +28,7 @@ from hf_hybrid.cli.options import OptionError
 from hf_hybrid.cli.yaml_file import read_options, split_private
 from hf_hybrid.files import write_json
 from hf_hybrid.integrations.optuna import MAX_STEPS, ForecastPruner, FrozenTrial, TrialState, optuna
-from hf_hybrid.records.log import LOG_NAME, read_log
+from hf_hybrid.records.log import LOG_NAME, load_log
 from hf_hybrid.records.readings import as_dict, count_of, number, numbered, read_json
 
 TRIAL_NAME = "trial.yaml"
@@ -100,7 +100,7 @@ def held_out_loss(folder: Path) -> float | None:
 def logged(folder: Path) -> tuple[int | None, dict[int, float]]:
     """Return the steps that a trial has to make, and its training losses by step, NaN for one that was not finite."""
     max_steps, losses = None, {}
-    for line in read_log(folder, only=("step", MAX_STEPS, "loss")):
+    for line in load_log(folder, only=("step", MAX_STEPS, "loss")).lines:
         max_steps = count_of(line.get(MAX_STEPS)) or max_steps
         if "loss" in line:
             loss = number(line["loss"])

@@ -39,8 +39,6 @@ from hf_hybrid.run.trainer_view import TrainerLike
 
 # The template and what it writes values with.
 
-WIDTH = 88
-"""Columns of a line of a command."""
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$!&])")
 
 
@@ -64,31 +62,13 @@ def link(name: str, address: str) -> Markdown:
     return Markdown(f"[{text(name)}]({urllib.parse.quote(address, safe=':/?&=#%+,;@~._-')})")
 
 
-def folded(command: str) -> str:
-    """A command of a shell over several lines, each with whole options, so that a page shows all of it."""
-    words = re.findall(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""", command)
-    options: list[str] = []
-    for word in words:
-        if options and not word.startswith("-"):
-            options[-1] += f" {word}"
-        else:
-            options.append(word)
-    lines = options[:1]
-    for option in options[1:]:
-        if len(lines[-1]) + len(option) < WIDTH:
-            lines[-1] += f" {option}"
-        else:
-            lines.append(f"  {option}")
-    return " \\\n".join(lines)
-
-
 def render(facts: dict[str, Any]) -> str:
     """The whole card from [`card_facts`], of which `metadata` becomes the YAML block at the top."""
     environment = jinja2.Environment(
         trim_blocks=True, lstrip_blocks=True, finalize=text, undefined=jinja2.StrictUndefined
     )
     environment.filters |= {
-        **{"text": text, "code": code, "link": link, "raw": Markdown, "folded": folded},
+        **{"text": text, "code": code, "link": link, "raw": Markdown},
         "model_link": lambda name: link(name, f"https://huggingface.co/{name}"),
         "data_link": lambda name: link(name, f"https://huggingface.co/datasets/{name}"),
         **{"number": format_number, "bytes": format_bytes, "time": format_seconds},

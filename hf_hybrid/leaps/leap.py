@@ -33,8 +33,8 @@ runs that leaps improve they do not lower the loss at once, on average. So, unle
 there, nor with losses that they were not measured with (automatic.py). A run without leaps has no part of this module.
 
 [`Leaps`] is a part of the run (part.py). All its decisions follow from state that is saved, so that a resumed run takes
-the same ones, and from numbers that are equal on all processes. trust.py has the phases, and what holds the next leap
-back.
+the same ones, and from numbers that are equal on all processes. From the top of this file: the phases, and the leaps.
+trust.py says how far a leap goes.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from hf_hybrid.leaps.probe import MIN_SEQUENCES, Losses, Probe, costs_accuracy, is_clearly_worse, paired_decrease
 from hf_hybrid.leaps.trajectory import Trajectory
-from hf_hybrid.leaps.trust import PhaseController, Trust
+from hf_hybrid.leaps.trust import GainPlanner, Trust
 from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.run.monitor import (
     FORECAST_WINDOW,
@@ -67,58 +67,117 @@ from hf_hybrid.run.record import Leap
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
 
-# How far leaps go, and how many steps they are worth. The schedule learns nothing. Planners of world_model/ subclass
-# it and learn from the run; they did not beat it (docs/results.md), and are loaded only if `planner` names them.
-# `gain(progress)` is how far a leap made now goes, in units of what the real steps since the last leap moved.
+# The phases.
+
+LEGAL_TRANSITIONS = {
+    Phase.WARMUP: {Phase.FULL},
+    Phase.FULL: {Phase.PREDICT},
+    Phase.PREDICT: {Phase.CORRECT, Phase.FULL},
+    Phase.CORRECT: {Phase.PREDICT, Phase.FULL},
+}
 
 
-def scheduled_gain(peak: float, progress: float, power: float) -> float:
+@dataclass(frozen=True)
+class PhaseLengths:
+    """Lengths of the phases in steps. `max_predict` is the largest worth of one leap."""
+
+    warmup: int
+    full: int
+    correct: int
+    max_predict: int
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            least = 0 if name == "warmup" else 1
+            if value < least:
+                raise ValueError(f"`PhaseLengths.{name}` must be at least {least}, got {value}.")
+
+
+class PhaseController:
     """
-    Gain of a leap within the schedule: `peak * progress ** power`.
+    Decides the phase of the next step, without tensors, clock or randomness.
 
-    With `power` 2 early leaps are small: along long memories early directions are soon obsolete and early leaps hurt,
-    late ones last. With `power` 0 the gain is constant. A leap's displacement is also proportional to the learning
-    rate, so that it fades as the rate decays.
-
-    Args:
-        peak (`float`): Gain at the end of the run.
-        progress (`float`): Share of the run that is done.
-        power (`float`): Power of the progress.
-    """
-    return peak * progress**power if power else peak
-
-
-class GainPlanner:
-    """
-    The schedule, and the base class of the other planners.
-
-    Args:
-        peak (`float`), power (`float`): See [`scheduled_gain`].
-        worth (`float`): Skipped steps granted per real step when leaps run at the peak of the schedule.
+    Call [`finish_step`] after every step. If it returns `PREDICT`, a leap is pending. Make it before the next step, and
+    report it with [`leap_kept`] or [`leap_rejected`].
     """
 
-    def __init__(self, peak: float, power: float, worth: float):
-        self.peak, self.power, self.worth = peak, power, worth
+    MAX_CONSECUTIVE_LEAPS = 5
+    """Leaps that may follow each other without a Full block in between."""
 
-    def gain(self, progress: float) -> float:
-        """Return the gain of a leap made now."""
-        return scheduled_gain(self.peak, progress, self.power)
+    def __init__(self, lengths: PhaseLengths):
+        self.lengths = lengths
+        self.phase = Phase.WARMUP if lengths.warmup > 0 else Phase.FULL
+        self.remaining = lengths.warmup or lengths.full
+        self.steps_in_phase = 0
+        self.consecutive_leaps = 0
+        self.leap_due = False
 
-    def worth_of(self, gain: float, real_steps: int) -> float:
-        """Return the steps that a kept leap is worth, in proportion to its gain and at most the worth at the peak."""
-        share = min(max(gain / self.peak, 0.0), 1.0) if self.peak > 0 else 0.0
-        return self.worth * real_steps * share
+    def finish_step(self, *, leap_allowed: bool) -> Phase:
+        """
+        Count the step that just ended and choose the phase of the next one.
 
-    def summary(self) -> dict:
-        """Return the choices as plain values, for the summary of the run."""
-        return {}
+        Args:
+            leap_allowed (`bool`): `False` while rejected leaps back off or nothing could be gained.
+        """
+        self.remaining -= 1
+        self.steps_in_phase += 1
+        if self.remaining > 0:
+            return self.phase
+        if self.phase is Phase.PREDICT:
+            self._enter(Phase.CORRECT, self.lengths.correct)
+        elif self.phase is Phase.WARMUP:
+            self._enter(Phase.FULL, self.lengths.full)
+        else:
+            self._leap_or_full(leap_allowed)
+        return self.phase
+
+    def _leap_or_full(self, leap: bool) -> None:
+        if self.phase is Phase.CORRECT and self.consecutive_leaps >= self.MAX_CONSECUTIVE_LEAPS:
+            leap = False
+        if leap:
+            self.consecutive_leaps += 1
+            self._enter(Phase.PREDICT, 0)
+            self.leap_due = True
+        else:
+            self.consecutive_leaps = 0
+            self._enter(Phase.FULL, self.lengths.full)
+
+    def leap_kept(self, horizon: int) -> Phase:
+        """Record that the pending leap stays. The next `horizon` steps are predicted (0: Correct follows at once)."""
+        self.leap_due = False
+        if horizon > 0:
+            self.remaining = min(horizon, self.lengths.max_predict)
+        else:
+            self._enter(Phase.CORRECT, self.lengths.correct)
+        return self.phase
+
+    def leap_rejected(self, full_steps: int | None = None) -> Phase:
+        """Record that the pending leap was undone. Real steps follow."""
+        self.force_full(full_steps)
+        return self.phase
+
+    def force_full(self, steps: int | None = None) -> None:
+        """Go on with real steps. Warmup is never cut short."""
+        self.leap_due = False
+        self.consecutive_leaps = 0
+        if self.phase is Phase.WARMUP:
+            return
+        length = max(steps or self.lengths.full, 1)
+        if self.phase is Phase.FULL:
+            self.remaining = max(self.remaining, length)
+        else:
+            self._enter(Phase.FULL, length)
+
+    def _enter(self, phase: Phase, length: int) -> None:
+        if phase is not self.phase and phase not in LEGAL_TRANSITIONS[self.phase]:
+            raise RuntimeError(f"Illegal phase transition from `{self.phase.value}` to `{phase.value}`.")
+        self.phase, self.remaining, self.steps_in_phase = phase, length, 0
 
     def state_dict(self) -> dict:
-        """Return plain values, and dictionaries of tensors."""
-        return {}
+        return {**vars(self), "phase": self.phase.value, "lengths": asdict(self.lengths)}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore what `state_dict` returned."""
+        vars(self).update(state, phase=Phase(state["phase"]), lengths=self.lengths)  # which the new options give
 
 
 # The leaps.

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hf_hybrid.optimizers import text_config
 from hf_hybrid.run.trainer_view import TrainerLike
 
 
@@ -306,9 +307,7 @@ class SequenceLosses:
 
     @functools.cached_property
     def _vocabulary(self) -> int:
-        config = getattr(self.trainer.model, "config", None)
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        return getattr(config, "vocab_size", 0)
+        return getattr(text_config(self.trainer.model), "vocab_size", 0)
 
     def _on_all(self, holds: bool) -> bool:
         """Whether something holds on all processes: they must make the same forward passes, as FSDP2 joins them."""

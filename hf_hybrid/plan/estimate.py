@@ -21,10 +21,11 @@ instead. They enter the same sums, and the plan says that it was not traced.
 
 **Does it fit?** A limit of a GPU leaves room for the CUDA context and 5 % for the allocator (`Setup.margin`). Of the
 candidates (resident; streamed; streamed with embeddings and head) the first that fits is chosen; a streamed one keeps
-as many layers on the device as there is room for. If none fits, the refusal shows the table of the one that is over by
-least, and names the cheapest change of options that fits. Each option that helps has a cost: what only takes time (a
-chunked loss, waiting for transfers, smaller micro-batches) comes before leaps, and these before exactness. All
-combinations are tried in the order of their cost, so that the advice is known to work.
+as many layers on the device as there is room for. Only if none fits, buffers of leaps are kept on the host and no layer
+is fetched ahead. If even that does not fit, the refusal shows the table of the plan that is over by least, and names
+the cheapest change of options that fits. Each option that helps has a cost: what only takes time (a chunked loss,
+waiting for transfers, smaller micro-batches) comes before leaps, and these before exactness. All combinations are tried
+in the order of their cost, so that the advice is known to work.
 """
 
 from __future__ import annotations
@@ -91,6 +92,11 @@ class Plan:
         return self.setup.recomputed(len(self.shape.layers))
 
     @property
+    def buffers_on_host(self) -> bool:
+        """Whether leaps, if there are any, keep their buffers on the host."""
+        return self.setup.buffers_device == "cpu"
+
+    @property
     def margin_bytes(self) -> int:
         """Device memory beside tensors: the CUDA context, and what the allocator rounds up and cannot use."""
         return self.setup.margin(self.peak_device_bytes)
@@ -121,10 +127,10 @@ class Plan:
         """The fields of `HybridConfig` that carry the plan out."""
         names = ["batch_size", "gradient_accumulation_steps", "autocast", "enable_predict", "optimizer_states"]
         names += ["memory", "chunked_loss"]
-        streamed = ["offload_activations", "base_precision", "vram", "ram", "resident_layers", "stream_embeddings"]
+        streamed = ["offload_activations", "base_precision", "vram", "ram", "resident_layers"]
         names += streamed if self.mode == "streamed" else ["activation_checkpointing"]
-        kept = {"resident_layers": self.resident_layers, "stream_embeddings": self.stream_embeddings}
-        decided = replace(self.setup, memory="stream" if self.mode == "streamed" else "off", **kept)
+        mode = "stream" if self.mode == "streamed" else "off"
+        decided = replace(self.setup, memory=mode, resident_layers=self.resident_layers)
         found = (config_option(name, getattr(decided, name)) for name in names)
         offload = {"fsdp": True, "fsdp_config": {"cpu_offload": True}} if self.setup.cpu_offload else {}
         return {"optim": "adamw_torch_fused", **{name: value for name, value in found if value is not None}, **offload}
@@ -152,6 +158,7 @@ class Plan:
             words += [f"{self.resident_layers} resident layers", f"{self.setup.prefetch_layers} fetched ahead"]
             words += ["embeddings and head streamed"] * self.stream_embeddings
             words += ["frozen layers in int8"] * (self.setup.base_precision == "int8")
+        words += ["buffers of leaps on the host"] * (self.setup.leaps and self.buffers_on_host)
         if self.mode == "shared":
             words += [f"FSDP2 on {self.setup.processes} processes", *["CPU offload"] * self.setup.cpu_offload]
         return f"{self.mode}: {', '.join(words)}\nestimated bytes at the peak:\n{self.table}"
@@ -172,12 +179,12 @@ class Estimator:
         """Return the best plan. If nothing fits, raise [`PlanError`] with the bytes and the nearest plan that works."""
         found = self.best(setup)
         if not found.fits:
-            raise self._refusal(found)
+            raise self._refusal(setup, found)
         return found
 
     def best(self, setup: Setup) -> Plan:
         """The first candidate that fits, else the one that is over by least."""
-        return _first_that_fits(self._candidates(setup))
+        return _first_that_fits(plan for candidate in _placements(setup) for plan in self._candidates(candidate))
 
     def _candidates(self, setup: Setup) -> Iterator[Plan]:
         if setup.processes > 1:
@@ -281,11 +288,8 @@ class Estimator:
         levers = [
             (not setup.chunked_loss and self.cannot_chunk is None, 1, {"chunked_loss": True}),
             (setup.resident_layers is not None, 1, {"resident_layers": None}),
-            (setup.stream_embeddings is False, 1, {"stream_embeddings": None}),
             (not setup.offload_activations, 2, {"offload_activations": True}),
             (setup.memory == "off" and not setup.activation_checkpointing, 2, {"activation_checkpointing": True}),
-            (setup.buffers_device == "auto" and setup.leaps, 2, {"buffers_device": "cpu"}),
-            (setup.prefetch_layers > 0, 2, {"prefetch_layers": 0}),
             (setup.memory == "off", 3, {"memory": "auto"}),
             (setup.micro_batches_in_flight > 1, 3, {"accumulation_walk": "micro_batch"}),
             (setup.enable_predict, 6, {"enable_predict": False}),
@@ -305,9 +309,9 @@ class Estimator:
         changes = ({name: value for _, change in choice for name, value in change.items()} for choice in choices)
         return _first_that_fits(self.best(replace(setup, **change)) for change in changes)
 
-    def _refusal(self, refused: Plan) -> PlanError:
-        nearest = self._nearest(refused.setup)
-        changes = refused.setup.changes(nearest.setup)
+    def _refusal(self, setup: Setup, refused: Plan) -> PlanError:
+        nearest = self._nearest(setup)
+        changes = setup.changes(nearest.setup)
         # What a change leaves to the plan is named as the plan decided it.
         left = [name for name, value in changes.items() if value is None and nearest.mode == "streamed"]
         changes |= {name: getattr(nearest, name) for name in left}
@@ -336,6 +340,15 @@ class Estimator:
         if refused.mode == "streamed" and budget is not None and slot > budget:
             parts.append(f"the largest layer alone takes {format_bytes(slot)}")
         return f"`memory={setup.memory}` cannot train this model: {'; '.join(parts)}."
+
+
+def _placements(setup: Setup) -> Iterator[Setup]:
+    """The setup, then with the buffers of leaps on the host, and with no layer fetched ahead."""
+    places = ["auto", "cpu"] if setup.leaps and setup.processes == 1 else ["auto"]
+    places = places if setup.buffers_device == "auto" else [setup.buffers_device]
+    aheads = [setup.prefetch_layers] if setup.memory == "off" else sorted({setup.prefetch_layers, 0}, reverse=True)
+    for ahead, place in itertools.product(aheads, places):
+        yield replace(setup, buffers_device=place, prefetch_layers=ahead)
 
 
 def _first_that_fits(plans: Iterator[Plan]) -> Plan:

@@ -80,13 +80,12 @@ def estimator_of(trainer: TrainerLike, device_map: dict | None, leaps: LeapBuffe
         states_per_weight=STATES_PER_WEIGHT.get(optimizer_name(args), 2),
         base_precision=options.base_precision,
         resident_layers=None if options.resident_layers is None else min(options.resident_layers, most),
-        prefetch_layers=min(options.prefetch_layers, most),
-        stream_embeddings=options.stream_embeddings,
         accumulation_walk=options.accumulation_walk,
         enable_predict=trainer.has_phases,
         values_per_weight=leaps.values_per_weight,
-        buffers_device=options.buffers_device,
+        **options.plan_values,
     )
+    setup = dataclasses.replace(setup, prefetch_layers=min(setup.prefetch_layers, most))
     return Estimator(shape, Tracer.of(model, **trainer.more_inputs)), setup
 
 

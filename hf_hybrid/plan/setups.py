@@ -30,12 +30,16 @@ _CHOICES: dict[str, tuple] = {
     "accelerator": ("cuda", "cpu"),
     "activation_checkpointing": (False, True, "auto"),
 }
+DECIDED = ("recomputed_layers", "prefetch_layers", "stream_embeddings", "buffers_device")
 _LEAST = {"sequence_length": 1, "batch_size": 1, "gradient_accumulation_steps": 1, "prefetch_layers": 0, "processes": 1}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is trained, and within which limits. Most fields are named as the options of `HybridConfig`."""
+    """
+    How a model is trained, and within which limits. Most fields are named as the options of `HybridConfig`; a plan
+    decides those in `DECIDED`, which no option has.
+    """
 
     sequence_length: int  # tokens, padding included
     batch_size: int = 1  # sequences per micro-batch
@@ -117,7 +121,7 @@ class Setup:
 
     def changes(self, other: Setup) -> dict[str, Any]:
         """The fields of `HybridConfig` that lead from this setup to another."""
-        names = [field.name for field in fields(self) if field.name != "recomputed_layers"]
+        names = [field.name for field in fields(self) if field.name not in DECIDED]
         pairs = ((name, getattr(other, name)) for name in names)
         return dict(config_option(name, value) for name, value in pairs if value != getattr(self, name))
 

@@ -187,12 +187,11 @@ class RunLog:
 
 @dataclass
 class Log:
-    """What a log has of its newest run, and how many earlier runs it has."""
+    """What a log has of the run of its folder."""
 
     lines: list[dict] = field(default_factory=list)
     starts: list[float | None] = field(default_factory=list)
     """Seconds of each start, up to the last line of one that was killed; `None` if it left no time."""
-    earlier_runs: int = 0
 
     def wall_time(self) -> tuple[float | None, int]:
         """
@@ -204,16 +203,19 @@ class Log:
 
 
 def load_log(folder: str | Path, notes: list[str] | None = None, only: Iterable[str] | None = None) -> Log:
-    """Read `hybrid_log.jsonl` of an output folder; arguments as in [`read_log`]."""
+    """
+    Read `hybrid_log.jsonl`: the lines that hold, which means without those that a later training superseded.
+
+    Args:
+        folder (`str` or `Path`): The output folder of the run.
+        notes (`list[str]`, *optional*): Gets a sentence on lines that could not be read; they are left out.
+        only (`Iterable[str]`, *optional*): Keys to keep; `rewards/` keeps all that begin so. Default: all.
+    """
     log, ended, names = Log(), False, None if only is None else frozenset(only)
     under = tuple(name for name in names or () if name.endswith("/"))
     for line in read_lines(_log_in(Path(folder)), [] if notes is None else notes):
         if "begun" in line:
-            if line["step"]:
-                log.lines = up_to(log.lines, line["step"])
-            else:
-                log = Log(earlier_runs=log.earlier_runs + any("begun" not in earlier for earlier in log.lines))
-            log.starts.append(0.0)
+            log = Log(up_to(log.lines, line["step"]), [*log.starts, 0.0]) if line["step"] else Log(starts=[0.0])
             ended = False
         elif log.starts and not ended:  # an evaluation that follows the training is none of it
             runtime = number(line.get("train_runtime"))
@@ -223,18 +225,6 @@ def load_log(folder: str | Path, notes: list[str] | None = None, only: Iterable[
             line = {key: value for key, value in line.items() if key in names or key.startswith(under)}
         log.lines.append(line)
     return log
-
-
-def read_log(folder: str | Path, notes: list[str] | None = None, only: Iterable[str] | None = None) -> list[dict]:
-    """
-    Return the lines of `hybrid_log.jsonl` that hold, which means without those that a later training superseded.
-
-    Args:
-        folder (`str` or `Path`): The output folder of the run.
-        notes (`list[str]`, *optional*): Gets a sentence on lines that could not be read; they are left out.
-        only (`Iterable[str]`, *optional*): Keys to keep; `rewards/` keeps all that begin so. Default: all.
-    """
-    return load_log(folder, notes, only).lines
 
 
 def up_to(lines: Iterable[dict], step: int) -> list[dict]:

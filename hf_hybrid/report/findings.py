@@ -19,8 +19,7 @@ from hf_hybrid.report.series import ACCEPTED, SCORES, series_of, speed
 
 OPTIONS_OF_LEAPS = frozenset((
     "enable_predict", "warmup_phase_steps", "full_phase_steps", "correct_phase_steps", "max_predict_steps", "direction",
-    "leap_gain", "planner", "correct_gain", "leap_worth", "leap_memory_steps", "leap_budget", "buffers_device",
-    "probe_batch_size", "probe_budget", "predict_states", "checkpoint_phases",
+    "leap_gain", "planner", "leap_worth", "leap_budget", "probe_budget", "predict_states", "checkpoint_phases",
 ))  # fmt: skip
 """Options that do nothing in a run without leaps."""
 MOST_RECORDS = 1000

@@ -111,7 +111,7 @@ def _body(values: dict, plots: Sequence[Plot]) -> list[str]:
         {**one, "completion": one["completion"] + ("" if one.get("ended") else " …")} for one in values["samples"]
     ]
     tables = {**values, "samples": samples}
-    legend = "Written greedily at evaluations; … where the completion reached <code>sample_tokens</code>."
+    legend = "Written greedily at evaluations; … where the completion reached the most tokens of a sample."
     introductions = {
         "Samples": f'<p class="muted">{legend}</p>' if values["samples"] else "",
         "Leaps": _leaps(values["leaps"]),

@@ -13,14 +13,9 @@ from typing import cast
 
 import torch
 
+from hf_hybrid.optimizers import text_config
 from hf_hybrid.run.rate import RateScale
-from hf_hybrid.run.trainer_view import (
-    TrainerLike,
-    optimizer_unlike_adam,
-    text_config,
-    unknown_loss,
-    unwrapped_optimizer,
-)
+from hf_hybrid.run.trainer_view import TrainerLike, optimizer_unlike_adam, unknown_loss, unwrapped_optimizer
 
 logger = logging.getLogger(__name__)
 

@@ -92,7 +92,6 @@ class DivergenceMonitor(Part):
 
     Args:
         threshold (`float`): Deviation of the loss from its trend, in standard deviations, that is a warning.
-        max_bad_steps (`int`): Non-finite steps in a row after which training is aborted.
     """
 
     name = "monitor"
@@ -108,10 +107,11 @@ class DivergenceMonitor(Part):
     """Steps between two warnings of a lasting rise: about as long as one keeps leaps away."""
     BAD_BEFORE_RESET = 3
     """Non-finite steps in a row after which the last leap and the direction's averages are suspected."""
+    MAX_BAD_STEPS = 10
+    """Non-finite steps in a row that end the training: a damaged row makes one or two."""
 
-    def __init__(self, threshold: float, max_bad_steps: int):
+    def __init__(self, threshold: float):
         self.threshold = threshold
-        self.max_bad_steps = max_bad_steps
         self.losses: deque[float] = deque(maxlen=self.HISTORY)
         self.norms: deque[float] = deque(maxlen=self.HISTORY)
         self.errors: deque[float] = deque(maxlen=16)
@@ -171,7 +171,7 @@ class DivergenceMonitor(Part):
             self.bad_steps += 1
             what = "loss" if not math.isfinite(loss) else "gradient norm"
             reason = f"{what} is not finite ({self.bad_steps} in a row)"
-            if self.bad_steps >= self.max_bad_steps:
+            if self.bad_steps >= self.MAX_BAD_STEPS:
                 return Verdict(Level.CRITICAL, reason, Action.ABORT)
             if self.bad_steps == self.BAD_BEFORE_RESET:
                 return Verdict(Level.CRITICAL, reason, Action.ROLL_BACK if leap_open else Action.RESET_PREDICTOR)

@@ -8,14 +8,14 @@ imports them. A function that reads one or two things takes these.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_hybrid.machine import LeapObstacleError
-from hf_hybrid.optimizers import has_adapters, is_adam, optimizer_name
+from hf_hybrid.optimizers import has_adapters, is_adam, optimizer_name, text_config
 from hf_hybrid.streaming.optimizer import LazyOptimizer
 
 if TYPE_CHECKING:
@@ -117,12 +117,6 @@ def unknown_loss(trainer: TrainerLike) -> str | None:
 
 def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
-
-
-def text_config(model: torch.nn.Module) -> Any:
-    """Return the config of the language model in a model; `None` if it has none."""
-    config = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def vocabulary_size(model: torch.nn.Module) -> int | None:

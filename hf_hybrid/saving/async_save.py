@@ -1,12 +1,12 @@
 """
-Background saves: training continues while a checkpoint is written.
+Async saves: training continues while a checkpoint is written.
 
 A save has two parts. Its state has to be read at once, because the next step changes it. Writing, hashing, flushing to
-the disk, sealing and deleting older checkpoints may take longer than many steps, and nothing of it needs the model. So
-the state is copied into host memory (*staged*), and a thread does the rest:
+the disk, committing and deleting older checkpoints may take longer than many steps, and nothing of it needs the model.
+So the state is copied into host memory (*staged*), and a thread does the rest:
 
     step    | copy | step | step | step | step ...
-    thread         | write | hash, flush | seal, rename | rotate |
+    thread         | write | hash, flush | commit, rename | rotate |
 
 What is copied. Weights that train, buffers, the optimizer's states and the tensors of the run's parts. Frozen weights
 do not change and are written from where they are. Memory that was never touched is slow to write to, so the copies are
@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import TrainerCallback
 
 from hf_hybrid.plan.accounting import host_memory
@@ -62,7 +63,7 @@ class Staging:
 
     def __init__(self, free: Callable[[], int] = host_memory):
         self.free = free
-        self._copies: dict[str, Tensor] = {}
+        self._copies: dict[str, dict[int, Tensor]] = {}
 
     def copy(self, name: str, value: Any, frozen: Iterable[Tensor] = ()) -> Any:
         """
@@ -76,70 +77,45 @@ class Staging:
         Raises:
             CannotStageError: If a tensor is not a plain one, or the copies do not fit into the memory that is free.
         """
-        tensors = dict(_tensors(value, name))
-        for tensor in tensors.values():
-            if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
-                raise CannotStageError(f"a tensor is a `{type(tensor).__name__}` that is not plain")
-        kept = {tensor.data_ptr() for tensor in frozen if tensor.numel()}
-        found = {at: tensor for at, tensor in tensors.items() if tensor.data_ptr() not in kept}
-        new = [tensor for at, tensor in found.items() if not self._fits(at, tensor)]
-        needed = sum(tensor.numel() * tensor.element_size() for tensor in new)
+        leaves, spec = tree_flatten(value)
+        kept, reused = {tensor.data_ptr() for tensor in frozen if tensor.numel()}, self._copies.setdefault(name, {})
+        to_copy, needed = [], 0
+        for place, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            if type(leaf) not in (Tensor, nn.Parameter) or leaf.layout is not torch.strided or leaf.is_quantized:
+                raise CannotStageError(f"a tensor is a `{type(leaf).__name__}` that is not plain")
+            if leaf.data_ptr() in kept:
+                continue
+            to_copy.append(place)
+            copy = reused.get(place)
+            if copy is None or (copy.shape, copy.dtype) != (leaf.shape, leaf.dtype):
+                reused.pop(place, None)
+                needed += leaf.numel() * leaf.element_size()
         if needed and needed > SHARE_OF_FREE * (free := self.free()):
             raise CannotStageError(
                 f"the copies need {needed / 2**30:,.2f} GiB, more than a quarter of the {free / 2**30:,.2f} GiB of "
                 "host memory that are free"
             )
-        made: dict[tuple, Tensor] = {}
-
-        def copied(at: str, tensor: Tensor) -> Tensor:
-            if at not in found:
-                return tensor
-            memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (at,)
-            if memory not in made:
-                if not self._fits(at, tensor):
-                    self._copies[at] = torch.empty_like(tensor, device="cpu", requires_grad=False)
-                made[memory] = self._copies[at].copy_(tensor.detach())
-            return made[memory]
-
-        return _with(value, name, copied)
-
-    def _fits(self, at: str, tensor: Tensor) -> bool:
-        """Whether there is a copy that a tensor may overwrite."""
-        copy = self._copies.get(at)
-        return copy is not None and (copy.shape, copy.dtype) == (tensor.shape, tensor.dtype)
+        by_memory: dict[tuple, Tensor] = {}
+        for place in to_copy:
+            tensor = leaves[place].detach()
+            memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (place,)
+            if memory not in by_memory:
+                if place not in reused:
+                    reused[place] = torch.empty_like(tensor, device="cpu")
+                by_memory[memory] = reused[place].copy_(tensor)
+            leaves[place] = by_memory[memory]
+        return tree_unflatten(leaves, spec)
 
     def free_copies(self) -> None:
         """Give the memory of all copies back."""
         self._copies.clear()
 
 
-def _tensors(value: Any, at: str) -> Iterable[tuple[str, Tensor]]:
-    """Yield the tensors in nested dictionaries, lists and tuples, with the path to each."""
-    if isinstance(value, Tensor):
-        yield at, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _tensors(item, f"{at}/{key}")
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _tensors(item, f"{at}/{index}")
-
-
-def _with(value: Any, at: str, exchange: Callable[[str, Tensor], Tensor]) -> Any:
-    """Return nested dictionaries, lists and tuples with other tensors."""
-    if isinstance(value, Tensor):
-        return exchange(at, value)
-    if isinstance(value, dict):
-        return {key: _with(item, f"{at}/{key}", exchange) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        parts = [_with(item, f"{at}/{index}", exchange) for index, item in enumerate(value)]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
-
-
-class Saves:
+class AsyncSaver:
     """
-    Where the files of a checkpoint are written: at once, or on a thread behind the steps that follow.
+    Writes the files of a checkpoint: at once, or on a thread beside the steps that follow.
 
     A save begins with [`begin`]. What is written in it goes through [`write`], with tensors from [`staged`]. [`finish`]
     ends it. [`wait`] returns when nothing is in flight.
@@ -149,62 +125,62 @@ class Saves:
 
     Attributes:
         training (`bool`): Whether a training is under way, so that steps may follow a save.
-        behind (`bool`): Whether the save under way is written behind the step.
-        error (`Exception`, *optional*): Of a save behind the step that failed; [`wait`] raises it.
+        is_async (`bool`): Whether the save under way is written on the thread.
+        error (`Exception`, *optional*): Of an async save that failed; [`wait`] raises it.
     """
 
     def __init__(self, staging: Staging | None = None) -> None:
-        self.training = self.behind = False
+        self.training = self.is_async = False
         self._staging = Staging() if staging is None else staging
         self._writes: list[Callable[[], Any]] = []
         self._thread: threading.Thread | None = None
         self.error: BaseException | None = None
         self._told: set[str] = set()
 
-    def begin(self, why_not: str | None) -> None:
-        """Begin a save, which is written behind the step unless there is a reason not to. Waits for the one before."""
+    def begin(self, reason_sync: str | None) -> None:
+        """Begin a save, which is async unless there is a reason not to. Waits for the one before."""
         self.wait()
-        self._writes, self.behind = [], why_not is None
-        if why_not is not None and why_not not in self._told:
-            self._told.add(why_not)
-            logger.info("Checkpoints are written before training goes on: %s.", why_not)
+        self._writes, self.is_async = [], reason_sync is None
+        if reason_sync is not None and reason_sync not in self._told:
+            self._told.add(reason_sync)
+            logger.info("Checkpoints are written before training goes on: %s.", reason_sync)
 
     def staged(self, name: str, value: Any, frozen: Iterable[Tensor] = ()) -> Any:
         """Return a value as it is now, also after training has gone on. In a save that is written at once, itself."""
-        if not self.behind:
+        if not self.is_async:
             return value
         try:
             return self._staging.copy(name, value, frozen)
         except CannotStageError as error:
-            self.at_once(str(error))
+            self.make_sync(str(error))
             return value
 
-    def at_once(self, why: str) -> None:
+    def make_sync(self, reason: str) -> None:
         """Write the save under way before training goes on after all: what was put off, now."""
-        self.behind = False
-        logger.info("A checkpoint is written before training goes on: %s.", why)
+        self.is_async = False
+        logger.info("A checkpoint is written before training goes on: %s.", reason)
         writes, self._writes = self._writes, []
         for write in writes:
             write()
 
     def write(self, function: Callable[[], Any]) -> None:
-        """Call a function that writes files, now or behind the step."""
-        if self.behind:
+        """Call a function that writes files, now or on the thread."""
+        if self.is_async:
             self._writes.append(function)
         else:
             function()
 
-    def finish(self, seal: Callable[[], Any], around: Callable[[], contextlib.AbstractContextManager]) -> None:
+    def finish(self, commit: Callable[[], Any], around: Callable[[], contextlib.AbstractContextManager]) -> None:
         """
         End the save.
 
         Args:
-            seal (`Callable[[], Any]`): Makes the checkpoint whole when its files are written.
-            around (`Callable`): Returns the context that writing behind the step needs; it deletes a save that fails.
+            commit (`Callable[[], Any]`): Makes the checkpoint whole when its files are written.
+            around (`Callable`): Returns the context that writing on the thread needs; it deletes a save that fails.
         """
-        if not self.behind:
-            return seal()
-        writes = [*self._writes, seal]
+        if not self.is_async:
+            return commit()
+        writes = [*self._writes, commit]
         self.abandon()
 
         def work() -> None:
@@ -220,7 +196,7 @@ class Saves:
 
     def abandon(self) -> None:
         """Forget the save under way, if an error ended it."""
-        self._writes, self.behind = [], False
+        self._writes, self.is_async = [], False
 
     def join(self) -> None:
         """Wait for the save in flight."""
@@ -251,21 +227,15 @@ class Saves:
         self._staging.free_copies()
 
 
-def why_at_once(trainer: TrainerLike, base: type) -> str | None:
-    """
-    Return why a save is written before training goes on, or `None` if it may be written behind the step.
-
-    Args:
-        trainer (`HybridTrainerMixin`): Is about to save.
-        base (`type`): The class whose way of saving is known.
-    """
-    if trainer.hybrid_args.save_behind == "off":
-        return "`save_behind=off`"
+def reason_sync_save(trainer: TrainerLike) -> str | None:
+    """Return why the save that begins is written before training goes on, or `None` if it may be async."""
+    if not trainer.hybrid_args.async_save:
+        return "`async_save=False`"
     if not trainer.args.should_save:
         return "another process writes them"
     state, control = trainer.state, trainer.control
     if (
-        not trainer.saves.training
+        not trainer.saver.writer.training
         or not control.should_save
         or control.should_training_stop
         or 0 < state.max_steps <= state.global_step
@@ -278,24 +248,16 @@ def why_at_once(trainer: TrainerLike, base: type) -> str | None:
     if trainer.memory.streams:
         return "layers are streamed"
     for name in ("_save_checkpoint", "_save", "save_model", "_save_optimizer_and_scheduler"):
-        if not _is_ours(type(trainer), name, base):
+        if not getattr(type(trainer), name).__module__.startswith("hf_hybrid."):
             return f"`{type(trainer).__name__}` has a `{name}` of its own"
     for callback in trainer.callback_handler.callbacks:
-        if type(callback).on_save is not TrainerCallback.on_save and not type(callback).__module__.startswith(
-            "hf_hybrid."
-        ):
-            return f"`{type(callback).__name__}` may read them as soon as they are saved"
-    return _why_not_of_model(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
+        kind = type(callback)
+        if kind.on_save is not TrainerCallback.on_save and not kind.__module__.startswith("hf_hybrid."):
+            return f"`{kind.__name__}` may read them as soon as they are saved"
+    return _reason_of_model(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
 
 
-def _is_ours(kind: type, name: str, base: type) -> bool:
-    """Whether no class in front of the package's own overrides a method."""
-    order = kind.__mro__
-    first = next(place for place, ancestor in enumerate(order) if name in vars(ancestor))
-    return first >= order.index(base) or order[first].__module__.startswith("hf_hybrid.")
-
-
-def _why_not_of_model(model: Any) -> str | None:
+def _reason_of_model(model: Any) -> str | None:
     adapters = getattr(model, "peft_config", None)
     if adapters is None:
         return "a quantised model writes more than its tensors" if getattr(model, "hf_quantizer", None) else None

@@ -120,8 +120,6 @@ class DriftCheck:
             RanksDriftedError: On all processes, if they differ and have agreed at an earlier save.
         """
         trainer = self._trainer
-        if trainer.accelerator.num_processes == 1:
-            return
         held = list(self._held())
         compared = {name: tensor for name, tensor in held if is_plain(tensor)}
         self._tell_what_is_compared(len(compared), len(held))

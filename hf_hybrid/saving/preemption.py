@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
-from transformers.trainer_utils import IntervalStrategy
 
 if TYPE_CHECKING:
     from hf_hybrid.run.trainer_view import TrainerLike
@@ -128,18 +127,6 @@ class Preemption(TrainerCallback):
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
         self._sum = None  # after an error others may never send theirs: waiting for them would hide it
-
-
-def evaluation_is_due(trainer: TrainerLike) -> bool:
-    """Whether an evaluation is made between the save under way and the next step, if the run goes on."""
-    args, state, preemption = trainer.args, trainer.state, trainer.preemption
-    if trainer.control.should_evaluate or (preemption is not None and preemption.leaves_out_evaluation):
-        return True
-    at_an_end = bool(state.epoch) and float(state.epoch).is_integer()
-    if args.eval_strategy != IntervalStrategy.EPOCH or not at_an_end:
-        return False
-    here = (entry for entry in reversed(state.log_history) if entry.get("step") == state.global_step)
-    return not any(name.startswith("eval_") for entry in here for name in entry)
 
 
 def agree_on_preemption(trainer: TrainerLike) -> Preemption | None:

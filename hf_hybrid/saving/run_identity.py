@@ -1,9 +1,9 @@
 """
-Fingerprints of a run: a resume compares them, so that no other run silently continues from a checkpoint.
+The identity of a run: a resume compares it, so that no other run silently continues from a checkpoint.
 
 A checkpoint holds weights, optimizer states and a position in the data. They are valid only together with things that
 are not in it: the data itself, the options, the class of the optimizer, and the frozen weights below adapters. So every
-checkpoint has a fingerprint of these, as the state of a part, and a resume compares it with that of the new run.
+checkpoint has the identity of its run, which is made of these, and a resume compares it with that of the new run.
 
 Another class of optimizer and other trained parameters are refused: one would silently load the states of the other.
 What else differs is a question of what the user asked for (docs/resume.md has the table):
@@ -41,11 +41,8 @@ from transformers import TrainingArguments
 
 from hf_hybrid.arguments import HybridArguments, hybrid_values
 from hf_hybrid.files import plain
-from hf_hybrid.leaps.leap import Leaps
 from hf_hybrid.machine import describe_device
-from hf_hybrid.part import Part
 from hf_hybrid.records.redaction import is_secret_name, shareable
-from hf_hybrid.run.run import Run
 from hf_hybrid.run.trainer_view import TrainerLike
 from hf_hybrid.run.weights import canonical
 from hf_hybrid.saving.manifest import CheckpointError
@@ -76,73 +73,37 @@ _PER_STEP = ("gradient_accumulation_steps", "dataloader_drop_last")
 _OLD_HOLD = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
-class Fingerprint(Part):
+def check_identity(trainer: TrainerLike, folder: str) -> Differences:
     """
-    Keeps the fingerprint of a run in its checkpoints, and compares a run that resumes with it.
+    Compare a trainer that is about to resume with the run that a checkpoint is of.
 
-    Args:
-        trainer: Whose run it is.
+    Raises:
+        CheckpointError: On all processes, if the run cannot go on from it.
     """
-
-    name = "fingerprint"
-
-    def __init__(self, trainer: TrainerLike):
-        self._trainer, self._values = trainer, {}
-        self._report: dict[str, Any] = {}
-
-    def begin(self, run: Run) -> None:
-        self.run, self._values = run, of(self._trainer)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._values
-
-    def check_checkpoint(self, folder: str) -> dict[str, Any]:
-        trainer, (then, has_leap) = self._trainer, _saved(folder)
-        epoch = trainer.state.epoch or 0.0
-        found = compare(
-            then,
-            of(trainer),
-            inside_epoch=epoch != int(epoch) and not trainer.args.ignore_data_skip,
-            has_optimizer=any(Path(folder).glob("optimizer*")) or any(Path(folder).glob("global_step*")),
-            same_run=trainer._start.is_same,
-        )
-        refused = found.refused
-        if trainer.accelerator.num_processes > 1:
-            refused = list(dict.fromkeys(gather_object(refused)))  # all processes refuse it, or none
-            found.other_batches = any(gather_object([found.other_batches]))
-        if refused:
-            raise CheckpointError(f"The run cannot go on from `{folder}`: {' '.join(refused)}")
-        self._report = {"changed_options": found.changed, "warnings": found.told, "other_batches": found.other_batches}
-        if has_leap and not trainer.has_phases:
-            found.told.append(_OPEN_LEAP)
-        return self._report
-
-    def resume(self, state: dict[str, Any]) -> None:
-        """A leap that was open cannot be judged in a run without leaps."""
-        is_open = any(name.startswith("snapshot.") for name in state.get("leaps", {}).get("tensors", {}))
-        if is_open and self.run.has_phases and self.run.part(Leaps) is None:
-            self._report["warnings"].append(_OPEN_LEAP)
+    epoch = trainer.state.epoch or 0.0
+    differences = compare(
+        _saved(folder),
+        identity_of(trainer),
+        inside_epoch=epoch != int(epoch) and not trainer.args.ignore_data_skip,
+        has_optimizer=any(Path(folder).glob("optimizer*")) or any(Path(folder).glob("global_step*")),
+        same_run=trainer.saver.start.is_same,
+    )
+    refused = differences.refused
+    if trainer.accelerator.num_processes > 1:
+        refused = list(dict.fromkeys(gather_object(refused)))  # all processes refuse it, or none
+        differences.other_batches = any(gather_object([differences.other_batches]))
+    if refused:
+        raise CheckpointError(f"The run cannot go on from `{folder}`: {' '.join(refused)}")
+    return differences
 
 
-_OPEN_LEAP = (
-    "The checkpoint was saved while a leap was open: its weights hold a leap that nothing has verified yet, and "
-    "without leaps nothing undoes it. Resume with leaps to have it judged, or from an earlier checkpoint."
-)
-
-
-def _saved(folder: str) -> tuple[dict[str, Any], bool]:
-    """Return the fingerprint in a checkpoint, and whether a leap was open. Older ones have some of its values."""
-    path = Path(folder, VALUES_NAME)
+def _saved(folder: str) -> dict[str, Any]:
+    """Return the identity of the run in a checkpoint: nothing if it has none, or one of another version."""
     try:
-        about = json.loads(path.read_text(encoding="utf-8"))
-        parts = about["parts"] if about["schema_version"] == SCHEMA_VERSION else {}
+        about = json.loads(Path(folder, VALUES_NAME).read_text(encoding="utf-8"))
+        return about if about["schema_version"] == SCHEMA_VERSION else {}
     except (OSError, ValueError, KeyError):  # none, or damaged, which is found when it is restored
-        return {}, False
-    leaps = parts.get("leaps") or {}
-    has_leap = any(name.startswith("snapshot.") for name in leaps.get("tensors", {}))
-    older = {"config": about.get("training_options", {}), "options": about.get("options", {})}
-    older |= {"processes": about["processes"]} if "processes" in about else {}
-    return parts.get("fingerprint", older), has_leap
+        return {}
 
 
 # Comparing.
@@ -173,39 +134,39 @@ def compare(
     Compare the fingerprint of a checkpoint with that of the run that goes on from it; see the table in docs/resume.md.
 
     Args:
-        then (`dict`), now (`dict`): From [`of`]. What either lacks is not compared.
+        then (`dict`), now (`dict`): From [`identity_of`]. What either lacks is not compared.
         inside_epoch (`bool`): Whether the run goes on behind some batches of an epoch.
         has_optimizer (`bool`): Whether the checkpoint has states of the optimizer.
         same_run (`bool`): Whether the user asked for the same run. If not, less is refused.
     """
-    found = Differences()
+    differences = Differences()
     for group in ("options", "config"):
         for name, value in now[group].items():
             was = then.get(group, {}).get(name, value)
             if was == value:
                 continue
             if name in _OLD_HOLD:
-                found.told.append(
+                differences.told.append(
                     f"`{name}={value}` is not taken up: optimizer and schedule go on with the checkpoint's `{was}`."
                 )
             else:
-                found.changed[name] = [was, value]
+                differences.changed[name] = [was, value]
     if has_optimizer:
-        _compare_optimizers(then, now, found)
-    found.other_batches = _batches(then, then) != _batches(now, then)
-    _compare_data(then.get("data") or {}, now.get("data") or {}, inside_epoch, same_run, found)
-    _compare_frozen(then, now, same_run, found)
+        _compare_optimizers(then, now, differences)
+    differences.other_batches = _batches(then, then) != _batches(now, then)
+    _compare_data(then.get("data") or {}, now.get("data") or {}, inside_epoch, same_run, differences)
+    _compare_frozen(then, now, same_run, differences)
     if then.get("dropout", now["dropout"]) != now["dropout"]:
-        found.told.append(f"Dropout of the model was `{then['dropout']}` and is `{now['dropout']}`.")
+        differences.told.append(f"Dropout of the model was `{then['dropout']}` and is `{now['dropout']}`.")
     was, has = then.get("environment", {}), now.get("environment", {})
     if others := [f"`{name}` was `{was[name]}` and is `{has[name]}`" for name in was if was[name] != has.get(name)]:
-        found.told.append(f"The machine computes other bits than that of the checkpoint: {'; '.join(others)}.")
+        differences.told.append(f"The machine computes other bits than that of the checkpoint: {'; '.join(others)}.")
     if then.get("processes", now["processes"]) != now["processes"]:
-        found.told.append(
+        differences.told.append(
             f"The run was on {then['processes']} processes and is on {now['processes']}: random generators start anew, "
             "and batches are those of the saved run only if all processes together have as large ones as before."
         )
-    return found
+    return differences
 
 
 def _batches(of: dict, then: dict) -> list:
@@ -219,31 +180,31 @@ def _batches(of: dict, then: dict) -> list:
     return [size, *(config[name] for name in _PER_STEP if name in known)]
 
 
-def _compare_optimizers(then: dict, now: dict, found: Differences) -> None:
+def _compare_optimizers(then: dict, now: dict, differences: Differences) -> None:
     weights_only = (
         "To train on with its weights alone, load them (`from_pretrained` with the folder of the checkpoint, or of its "
         "adapters) and begin a new run."
     )
     if (was := then.get("optimizer")) not in (None, now["optimizer"]):
-        found.refused.append(
+        differences.refused.append(
             f"its optimizer was `{was}`, and `{now['optimizer']}` cannot go on with the states of that. Set `optim` as "
             f"it was. {weights_only}"
         )
     elif None not in (then.get("trained"), now["trained"]) and then["trained"] != now["trained"]:
-        found.refused.append(
+        differences.refused.append(
             "it trained other parameters, by their names, and states of the optimizer are kept by their place. Train "
             f"the same ones. {weights_only}"
         )
 
 
-def _compare_data(then: dict, now: dict, inside_epoch: bool, same_run: bool, found: Differences) -> None:
+def _compare_data(then: dict, now: dict, inside_epoch: bool, same_run: bool, differences: Differences) -> None:
     for name, what in {"collator": "The data collator", "sampler": "The sampler"}.items():
         if then.get(name, now.get(name)) != now.get(name):
-            found.told.append(f"{what} was `{then[name]}` and is `{now[name]}`.")
+            differences.told.append(f"{what} was `{then[name]}` and is `{now[name]}`.")
     if not then or not now or then["fingerprint"] is not None and then["fingerprint"] == now["fingerprint"]:
         return
     if then["class"] != now["class"]:
-        found.told.append(
+        differences.told.append(
             f"`train_dataset` was a `{then['class']}` and is a `{now['class']}`, so nothing tells whether it has the "
             "same rows."
         )
@@ -256,7 +217,7 @@ def _compare_data(then: dict, now: dict, inside_epoch: bool, same_run: bool, fou
     same_kind = then["length"] != now["length"] or (then["is_known"] and now["is_known"])
     is_lost = inside_epoch and same_kind and None not in (then["length"], now["length"])
     if is_lost and same_run:
-        found.refused.append(
+        differences.refused.append(
             f"`train_dataset` {what}, and the checkpoint is in the middle of an epoch, so nothing tells which rows are "
             "left of it. Pass the data of the run, resume from a checkpoint at the end of an epoch, or set "
             "`ignore_data_skip=True` to begin the epoch with the new data. To go on with other data all the same, name "
@@ -265,15 +226,15 @@ def _compare_data(then: dict, now: dict, inside_epoch: bool, same_run: bool, fou
     else:
         seems = "" if same_kind else ", as far as its attributes tell"
         place = ", at the place where `Trainer` finds as many steps done" if is_lost else ""
-        found.told.append(f"`train_dataset` {what}{seems}: the run goes on with other data{place}.")
-        found.other_batches |= is_lost
+        differences.told.append(f"`train_dataset` {what}{seems}: the run goes on with other data{place}.")
+        differences.other_batches |= is_lost
 
 
 def _rows(length: int | None) -> str:
     return "no length" if length is None else f"{length:,} rows"
 
 
-def _compare_frozen(then: dict, now: dict, same_run: bool, found: Differences) -> None:
+def _compare_frozen(then: dict, now: dict, same_run: bool, differences: Differences) -> None:
     """Compare the kept values of those frozen parameters that both have in the same parts."""
     was, has = then.get("frozen") or {}, now.get("frozen") or {}
     if was.get("parts") != has.get("parts"):
@@ -283,21 +244,21 @@ def _compare_frozen(then: dict, now: dict, same_run: bool, found: Differences) -
     if not others:
         return
     if any("packed" in pair for old, new in others for pair in (old, new)):
-        found.told.append(
+        differences.told.append(
             "The frozen weights are quantised, and are not those of the checkpoint to the bit: it was trained on "
             "another base, another quantisation, or another machine."
         )
     elif any(old["dtype"] == new["dtype"] for old, new in others) or _distance(shared) > SAME_BASE:
         if same_run:
-            found.refused.append(
+            differences.refused.append(
                 "the frozen weights are not those it was trained over, and adapters fit one base. Load the base of the "
                 "run. To train its adapters on over this base all the same, name the checkpoint."
             )
         else:
-            found.told.append("The frozen weights are not those that the checkpoint was trained over.")
+            differences.told.append("The frozen weights are not those that the checkpoint was trained over.")
     else:
         old, new = others[0]
-        found.told.append(f"The frozen weights were loaded in `{old['dtype']}` and are in `{new['dtype']}` now.")
+        differences.told.append(f"The frozen weights were loaded in `{old['dtype']}` and are in `{new['dtype']}` now.")
 
 
 def _distance(pairs: Iterable[tuple[dict, dict]]) -> float:
@@ -312,9 +273,9 @@ def _distance(pairs: Iterable[tuple[dict, dict]]) -> float:
 # Making.
 
 
-def of(trainer: TrainerLike) -> dict[str, Any]:
+def identity_of(trainer: TrainerLike) -> dict[str, Any]:
     """
-    Return the fingerprint of a run whose model and optimizer are ready, as JSON values.
+    Return the identity of a run whose model and optimizer are ready, as JSON values.
 
     It takes milliseconds, draws no random numbers and calls no method of the data but `len`.
     """

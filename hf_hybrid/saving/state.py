@@ -3,15 +3,15 @@ What a checkpoint holds beside Trainer's own files, and how a run resumes from i
 
 | file | what |
 |---|---|
-| `hybrid_state.json` | the state of every part, by name; record and position in the data; options to compare with |
+| `hybrid_state.json` | the state of every part, by name; record and position in the data; the identity of the run |
 | `hybrid_state.safetensors` | the tensors in these states: buffers of the direction, the snapshot of an open leap |
 | `hybrid_state_1.safetensors`, ... | what a part keeps on each process for itself: generators, GRPO's completions |
 
 A part (part.py) returns JSON values and dictionaries of tensors, and gets them back. Nothing here knows what they mean.
-A run whose parts have no state, plain `Trainer`'s for example, has none of these files. There is no pickle, and tensors
-are whole, also where processes share the weights. Weights, optimizer, schedule and random generators are in Trainer's
-files. Whether all files are whole is for the manifest to say (manifest.py). A run that is killed in any phase and
-resumes from its last complete checkpoint ends at the same weights, bit for bit, as a run that was never interrupted.
+There is no pickle, and tensors are whole, also where processes share the weights. Weights, optimizer, schedule and
+random generators are in Trainer's files. Whether all files are whole is for the manifest to say (manifest.py). A run
+that is killed in any phase and resumes from its last complete checkpoint ends at the same weights, bit for bit, as a
+run that was never interrupted.
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_unflatten
 from tqdm.auto import tqdm
 from transformers.trainer_utils import IntervalStrategy
 
-from hf_hybrid.arguments import hybrid_values
 from hf_hybrid.files import write_json
 from hf_hybrid.leaps.leap import Leaps
 from hf_hybrid.run.trainer_view import TrainerLike
-from hf_hybrid.saving.async_save import Saves
+from hf_hybrid.saving.async_save import AsyncSaver
 from hf_hybrid.saving.manifest import DELETABLE, MANIFEST_NAME, CheckpointError
-from hf_hybrid.saving.preemption import evaluation_is_due
+
+if TYPE_CHECKING:
+    from hf_hybrid.saving.run_identity import Differences
 
 logger = logging.getLogger(__name__)
 
 TENSORS_NAME = "hybrid_state.safetensors"
 VALUES_NAME = DELETABLE
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 OWN = "own"
 """Key in the state of a part: below it stands what each process keeps for itself."""
 
@@ -49,7 +51,12 @@ Report = dict[str, Any]
 
 
 def save_state(
-    folder: str | Path, state: dict[str, Any], about: dict[str, Any], *, process: int = 0, saves: Saves | None = None
+    folder: str | Path,
+    state: dict[str, Any],
+    about: dict[str, Any],
+    *,
+    process: int = 0,
+    writer: AsyncSaver | None = None,
 ) -> None:
     """
     Write the states of parts. All processes call this.
@@ -59,20 +66,24 @@ def save_state(
         state (`dict`): By part. Tensors may stand anywhere in it.
         about (`dict`): JSON values beside them.
         process (`int`): This one's number. The first writes everything, others what is below `own`.
-        saves (`Saves`, *optional*): When the tensors of the first are written. Default: now.
+        writer (`AsyncSaver`, *optional*): Writes the files of the first process. Default: now.
     """
-    folder, saves = Path(folder), Saves() if saves is None else saves
+    folder, writer = Path(folder), AsyncSaver() if writer is None else writer
     folder.mkdir(parents=True, exist_ok=True)  # another process writes the weights and may not be there yet
     if process:
-        own = {name: {OWN: found[OWN]} for name, found in state.items() if OWN in found}
+        own = {name: {OWN: values[OWN]} for name, values in state.items() if OWN in values}
         if own:
             tensors, values = _apart(own)
             save_file(tensors, folder / _tensors_name(process), metadata={"values": json.dumps(values)})
         return
     tensors, values = _apart(state)
-    tensors = saves.staged("parts", tensors)
-    saves.write(lambda: save_file(tensors, folder / TENSORS_NAME))
-    write_json(folder / VALUES_NAME, {"schema_version": SCHEMA_VERSION, **about, "parts": values})
+    tensors, values = writer.staged("parts", tensors), {"schema_version": SCHEMA_VERSION, **about, "parts": values}
+
+    def write() -> None:
+        save_file(tensors, folder / TENSORS_NAME)
+        write_json(folder / VALUES_NAME, values)
+
+    writer.write(write)
 
 
 class OtherVersionError(ValueError):
@@ -124,47 +135,41 @@ def _tensors_name(process: int) -> str:
     return f"hybrid_state_{process}.safetensors"
 
 
-def _apart(state: Any, at: str = "") -> tuple[dict[str, Tensor], Any]:
-    """Return the tensors in nested dictionaries and lists, by the path to each, and the rest."""
-    tensors: dict[str, Tensor] = {}
-
-    def rest(value: Any, at: str) -> Any:
-        if isinstance(value, Tensor):
-            tensors[at] = value.detach().cpu().contiguous()
-            return {_TENSOR: at}
-        if isinstance(value, dict):
-            return {key: rest(item, f"{at}/{key}" if at else str(key)) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [rest(item, f"{at}/{index}") for index, item in enumerate(value)]
-        return value
-
-    return tensors, rest(state, at)
-
-
 _TENSOR = "__tensor__"
+
+
+def _apart(state: Any) -> tuple[dict[str, Tensor], Any]:
+    """Return the tensors in nested dictionaries and lists, by the path to each, and the rest."""
+    paths_and_leaves, spec = tree_flatten_with_path(state)
+    tensors, rest = {}, []
+    for path, leaf in paths_and_leaves:
+        if isinstance(leaf, Tensor):
+            name = "/".join([str(getattr(key, "key", getattr(key, "idx", key))) for key in path])
+            tensors[name], leaf = leaf.detach().cpu().contiguous(), {_TENSOR: name}
+        rest.append(leaf)
+    return tensors, tree_unflatten(rest, spec)
 
 
 def _together(tensors: dict[str, Tensor], values: Any) -> Any:
     """Return what [`_apart`] took apart."""
-    if isinstance(values, dict):
-        if set(values) == {_TENSOR}:
-            return tensors[values[_TENSOR]]
-        return {key: _together(tensors, item) for key, item in values.items()}
-    if isinstance(values, list):
-        return [_together(tensors, item) for item in values]
-    return values
+
+    def stands_for_tensor(value: Any) -> bool:
+        return isinstance(value, dict) and set(value) == {_TENSOR}
+
+    return tree_map(
+        lambda value: tensors[value[_TENSOR]] if stands_for_tensor(value) else value, values, is_leaf=stands_for_tensor
+    )
 
 
 # Resuming.
 
 
-def save(trainer: TrainerLike, folder: str | Path) -> None:
-    """Write the state of a run into the checkpoint that Trainer is writing. All processes must call this."""
+def save(trainer: TrainerLike, folder: str | Path, about: dict[str, Any]) -> None:
+    """Write the state of a run, and what is known about it, into a checkpoint. All processes must call this."""
     state = trainer.run.state_dict()
-    if state and (trainer.args.should_save or trainer.is_world_process_zero() or any(OWN in s for s in state.values())):
-        about = {"options": hybrid_values(trainer.hybrid_args), "probe_sequences": _probe_sequences(trainer)}
-        about["evaluation_is_due"] = evaluation_is_due(trainer)
-        save_state(folder, state, about, process=trainer.args.process_index, saves=trainer.saves)
+    if trainer.args.should_save or trainer.is_world_process_zero() or any(OWN in values for values in state.values()):
+        about = {**about, "probe_sequences": _probe_sequences(trainer)}
+        save_state(folder, state, about, process=trainer.args.process_index, writer=trainer.saver.writer)
 
 
 def _probe_sequences(trainer: TrainerLike) -> int | None:
@@ -172,13 +177,14 @@ def _probe_sequences(trainer: TrainerLike) -> int | None:
     return None if leaps is None or leaps.probe is None else getattr(leaps.probe.source, "sequences", None)
 
 
-def restore(trainer: TrainerLike, checkpoint: str) -> Report:
+def restore(trainer: TrainerLike, checkpoint: str, differences: Differences) -> Report:
     """
     Restore the parts of a run that is about to start.
 
     Args:
         trainer: Ready to run, with a fresh run; `Trainer` has restored weights, optimizer and schedule already.
         checkpoint (`str`): The folder.
+        differences (`Differences`): Of the run and the one that the checkpoint is of.
 
     Returns:
         `dict`: Plain values for `hybrid_summary()["resumed"]`: `checkpoint`, `step`, `restored` (what the hybrid state
@@ -187,19 +193,18 @@ def restore(trainer: TrainerLike, checkpoint: str) -> Report:
         its first step, because it was saved before an evaluation of that step was made).
     """
     report: Report = {"checkpoint": str(checkpoint), "step": trainer.state.global_step, "restored": None}
-    report["evaluation_is_due"] = False
-    report |= {"changed_options": {}, "warnings": []}
+    report |= {"evaluation_is_due": False, "changed_options": {}, "warnings": []}
     try:
-        found = load_state(checkpoint, process=trainer.args.process_index)
+        saved = load_state(checkpoint, process=trainer.args.process_index)
     except OtherVersionError as error:
-        if trainer._start.is_same:
+        if trainer.saver.start.is_same:
             raise CheckpointError(
                 f"`{Path(checkpoint) / VALUES_NAME}` was written by another version of hf_hybrid: {error}. "
                 '`resume_from_checkpoint="auto"` promises the same run, which needs that file. Resume with the version '
                 f"that saved it. Or delete the file, or name the checkpoint (`resume_from_checkpoint={checkpoint}`): "
                 "weights, optimizer, schedule and random generators go on, and phases start anew."
             ) from None
-        found = None
+        saved = None
         anew = (
             "Phases, leaps, the planner and the scale of the learning rate start anew; an open leap is never judged. "
         )
@@ -208,7 +213,7 @@ def restore(trainer: TrainerLike, checkpoint: str) -> Report:
             f"generators go on. {anew if trainer.run.has_phases else ''}Options and data are not compared with "
             "those of the saved run. To go on with all of it, resume with the version that saved it."
         )
-    if found is None:
+    if saved is None:
         if trainer.run.has_phases and not report["warnings"]:
             report["warnings"].append(
                 f"`{checkpoint}` holds no hybrid state (it was saved with `save_only_model` or by another trainer, or "
@@ -216,21 +221,29 @@ def restore(trainer: TrainerLike, checkpoint: str) -> Report:
             )
         trainer.run.load_state_dict({})
         return report
-    state, about = found
+    state, about = saved
     evaluates = trainer.args.eval_strategy != IntervalStrategy.NO
     report["evaluation_is_due"] = evaluates and about.get("evaluation_is_due", False)
     _leave_out_other_planner(trainer, state, about, report)
-    if trainer.args.ignore_data_skip or any(said.get("other_batches") for said in trainer.checked):
+    if trainer.args.ignore_data_skip or differences.other_batches:
         state.pop("feed", None)  # the place is where Trainer finds as many steps done, or the start of the epoch
         state.pop("order", None)
+    leap_is_open = any(name.startswith("snapshot.") for name in state.get("leaps", {}).get("tensors", {}))
     trainer.run.load_state_dict(state)
-    for said in trainer.checked:
-        report["changed_options"].update(said.get("changed_options", {}))
-        report["warnings"] += said.get("warnings", [])
+    report["changed_options"].update(differences.changed)
+    report["warnings"] += differences.told
+    if leap_is_open and trainer.run.part(Leaps) is None:
+        report["warnings"].append(_OPEN_LEAP)
     if trainer.run.has_phases:
         report["restored"] = _restored(trainer, state)
         report["warnings"] += _not_restored(trainer, state, about)
     return report
+
+
+_OPEN_LEAP = (
+    "The checkpoint was saved while a leap was open: its weights hold a leap that nothing has verified yet, and "
+    "without leaps nothing undoes it. Resume with leaps to have it judged, or from an earlier checkpoint."
+)
 
 
 def _leave_out_other_planner(trainer: TrainerLike, state: dict, about: dict, report: Report) -> None:

@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -83,10 +84,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_hybrid.compat import cache_name
 from hf_hybrid.machine import RandomStates
-from hf_hybrid.part import Part, Step
+from hf_hybrid.part import Part
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.run.fallbacks import Fallbacks
-from hf_hybrid.saving.state import OWN
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
@@ -378,7 +378,7 @@ class Decoding(Part):
     """
     Samples the completions of a run.
 
-    As a part of the run it counts, on this process and in training: `rows_decoded`, rows of the forward passes that
+    It counts, on this process and in training: `rows_decoded`, rows of the forward passes that
     computed one token of each; `rows_decoded_saved`, those that transformers would compute beside them; and
     `prompt_tokens_shared`, tokens of prompts that it would compute once more. `plain_rollouts_because` in the summary
     says why the last completions that were left to transformers were.
@@ -393,9 +393,8 @@ class Decoding(Part):
     def __init__(self, off: bool, tells: Callable[[], bool] = lambda: True):
         self.off = off
         self.fallbacks = Fallbacks("Completions are generated as TRL does it (`rollouts`)", tells)
-        self.rows_decoded = self.rows_decoded_saved = self.prompt_tokens_shared = 0
-        self._before: dict[str, Any] | None = None
-        """The state before the step under way."""
+        self.counts: Counter[str] = Counter()
+        """Those of the run, once it begins."""
 
     @property
     def plain_because(self) -> str | None:
@@ -530,9 +529,9 @@ class Decoding(Part):
                 passes, computed = passes + 1, computed + len(seen)
                 del outputs
         if counts:
-            self.rows_decoded += computed
-            self.rows_decoded_saved += rows * passes - computed
-            self.prompt_tokens_shared += prompts.tokens_shared
+            self.counts["rows_decoded"] += computed
+            self.counts["rows_decoded_saved"] += rows * passes - computed
+            self.counts["prompt_tokens_shared"] += prompts.tokens_shared
         return torch.cat([input_ids, completions[:, :length]], dim=1)
 
     @staticmethod
@@ -559,34 +558,15 @@ class Decoding(Part):
     # A run.
 
     def begin(self, run: Run) -> None:
-        self.rows_decoded = self.rows_decoded_saved = self.prompt_tokens_shared = 0
-        self.fallbacks.because = self._before = None
+        self.counts = run.counts
+        self.fallbacks.because = None
         self.fallbacks.failed.clear()
 
-    def begin_step(self, step: Step) -> None:
-        self._before = self._state()
-
-    def end_step(self, step: Step) -> None:
-        self._before = None
-
     def summary(self) -> dict[str, Any]:
-        return {
-            "rows_decoded": self.rows_decoded,
-            "rows_decoded_saved": self.rows_decoded_saved,
-            "prompt_tokens_shared": self.prompt_tokens_shared,
-            "plain_rollouts_because": self.plain_because,
-        }
-
-    # Checkpoints.
-
-    def _state(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in (*COUNTS, "plain_because")}
+        return {**{name: self.counts[name] for name in COUNTS}, "plain_rollouts_because": self.plain_because}
 
     def state_dict(self) -> dict[str, Any]:
-        return {OWN: self._state() if self._before is None else self._before}
+        return {"plain_because": self.plain_because} if self.plain_because else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        saved = dict(state.get(OWN, {}))
-        self.fallbacks.because = saved.pop("plain_because", None)
-        for name, value in saved.items():
-            setattr(self, name, value)
+        self.fallbacks.because = state.get("plain_because")

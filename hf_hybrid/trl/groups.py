@@ -192,21 +192,16 @@ def rebin(batches: list[Batch], rows: Tensor, count: int, mean: Mean) -> list[Ba
 
 class ExactSkips:
     """
-    Plans the micro-batches of each accumulation window, and counts what was left out.
+    Plans the micro-batches of each accumulation window.
 
     Args:
         mean (`str`): What the loss is divided by.
         counts (`Callable[[Batch], Tensor]`): Says which rows of a micro-batch count, see [`rows_that_count`].
         agree (`Callable[[int], int]`): Returns the largest of the numbers that all processes pass.
-
-    Attributes:
-        rows, rows_skipped (`int`): Rows of all micro-batches on this process, and those not computed.
-        passes_avoided (`int`): Micro-batches without forward and backward.
     """
 
     def __init__(self, mean: Mean, counts: Callable[[Batch], Tensor], agree: Callable[[int], int]):
         self.mean, self.counts, self.agree = mean, counts, agree
-        self.rows = self.rows_skipped = self.passes_avoided = 0
         self._planned: deque[Batch | None] = deque()
         self._reached: set[torch.nn.Parameter] = set()
 
@@ -221,7 +216,7 @@ class ExactSkips:
 
     def plan(
         self, batches: list[Batch], *, ends_window: bool, processes: int, leave_out: bool, by_prompt: bool
-    ) -> None:
+    ) -> dict[str, int]:
         """
         Plan the next micro-batches.
 
@@ -235,6 +230,9 @@ class ExactSkips:
             processes (`int`): Number of processes.
             leave_out (`bool`): Whether rows that do not count are left out.
             by_prompt (`bool`): Whether rows of the same prompt are put together.
+
+        Returns:
+            `dict[str, int]`: What the run counts: rows, those not computed, and micro-batches without any.
         """
         on_device = torch.cat([self.counts(batch) for batch in batches]).long()
         found = on_device.unsqueeze(1)
@@ -253,9 +251,8 @@ class ExactSkips:
             rows, count = rows.to(on_device.device, non_blocking=True), -(-needed // size)
             planned = [None] * (len(batches) - count) + (rebin(batches, rows, count, self.mean) if count else [])
         self._planned = deque(planned)
-        self.rows += total
-        self.rows_skipped += total - needed
-        self.passes_avoided += planned.count(None)
+        avoided = planned.count(None)
+        return {"rows": total, "rows_skipped": total - needed, "backward_passes_avoided_exactly": avoided}
 
     @property
     def planned(self) -> list[Batch]:
@@ -273,13 +270,6 @@ class ExactSkips:
                 self._reached.add(parameter)
             elif parameter in self._reached:
                 parameter.grad = torch.zeros_like(parameter)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"rows": self.rows, "rows_skipped": self.rows_skipped, "passes_avoided": self.passes_avoided}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.rows, self.rows_skipped = state["rows"], state["rows_skipped"]
-        self.passes_avoided = state["passes_avoided"]
 
 
 @dataclass

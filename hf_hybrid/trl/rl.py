@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -97,11 +98,19 @@ class RowsStay(NamedTuple):
 
 # A part of the run.
 
+COUNTS = (
+    "rows", "rows_skipped", "backward_passes_avoided_exactly", "rows_of_rounding", "log_probs_skipped",
+)  # fmt: skip
+"""
+Rows of all micro-batches, those not computed, and micro-batches without any; rows whose advantage was nothing but
+rounding, and is zero here; and rows whose log-probabilities before the update were left out.
+"""
+
 
 class Rollouts(Part):
     """
     What a run leaves out of its generation batches, and where it stands in them. TRL keeps the latter in memory alone,
-    and generates anew after a resume.
+    and generates anew after a resume. On this process it counts [`COUNTS`].
 
     Args:
         trainer (`RolloutTrainerMixin`): Its options and TRL's generation batch are read; a resume writes the latter.
@@ -113,8 +122,6 @@ class Rollouts(Part):
         every_row (`Fallbacks`): Why no row is left out.
         own_prompts (`Fallbacks`): Why completions of a prompt do not share it.
         window_begins_at (`int`): TRL's number of the first micro-batch of the window.
-        rows_of_rounding (`int`): Rows on this process whose advantage was nothing but rounding, and is zero here.
-        log_probs_skipped (`int`): Rows whose log-probabilities before the update were left out.
     """
 
     name = "rollouts"
@@ -125,15 +132,17 @@ class Rollouts(Part):
         tells = trainer.is_world_process_zero
         self.every_row = Fallbacks("Every row is computed, also those without advantage (`exact_skips`)", tells)
         self.own_prompts = Fallbacks("No prompt is computed once for several completions", tells)
-        self.window_begins_at = self.rows_of_rounding = self.log_probs_skipped = 0
+        self.window_begins_at = 0
+        self.counts: Counter[str] = Counter()
+        """Those of the run, once it begins."""
         self._before: dict[str, Any] | None = None
-        """The state before the step under way."""
+        """The place before the step under way."""
 
     def begin(self, run: Run) -> None:
         trainer = self.trainer
         self.skips, self._before = trainer._new_skips(), None
         self.every_row.because = self.own_prompts.because = trainer._drawn = None
-        self.rows_of_rounding = self.log_probs_skipped = 0
+        self.counts = run.counts
         self.leaves_out = getattr(trainer.args, "exact_skips", "auto") == "auto"
         if self.leaves_out and (reason := trainer._why_every_row()) is not None:
             self.leaves_out = False
@@ -155,7 +164,7 @@ class Rollouts(Part):
 
     def begin_step(self, step: Step) -> None:
         self.skips.begin_window()
-        self.window_begins_at, self._before = self.trainer._step, self._state()
+        self.window_begins_at, self._before = self.trainer._step, self._place()
 
     def end_step(self, step: Step) -> None:
         self._before = None
@@ -169,24 +178,18 @@ class Rollouts(Part):
         generates_at = trainer._step - trainer._step % (per_generation * trainer.num_iterations)
         generates_at += per_generation * trainer.num_iterations
         coming = range(trainer._step, min(window_ends_at, generates_at))
-        self.skips.plan(
+        counts = self.skips.plan(
             [trainer.generated[step % per_generation] for step in coming],
             ends_window=coming.stop == window_ends_at,
             processes=trainer.accelerator.num_processes,
             leave_out=self.leaves_out,
             by_prompt=self.by_prompt,
         )
+        self.counts.update(counts)
         return self.skips.planned
 
     def summary(self) -> dict[str, Any]:
-        return {
-            "rows": self.skips.rows,
-            "rows_skipped": self.skips.rows_skipped,
-            "backward_passes_avoided_exactly": self.skips.passes_avoided,
-            "every_row_because": self.every_row.because,
-            "rows_of_rounding": self.rows_of_rounding,
-            "log_probs_skipped": self.log_probs_skipped,
-        }
+        return {**{name: self.counts[name] for name in COUNTS}, "every_row_because": self.every_row.because}
 
     # Checkpoints.
 
@@ -196,21 +199,19 @@ class Rollouts(Part):
         names = ("per_device_train_batch_size", "steps_per_generation", "num_iterations", "num_generations")
         return {**{name: getattr(args, name) for name in names}, "processes": self.trainer.accelerator.num_processes}
 
-    def _state(self) -> dict[str, Any]:
+    def _place(self) -> dict[str, Any]:
+        """Return where the run stands in TRL's generation batches."""
         trainer = self.trainer
         generates = trainer._step % (trainer.per_generation * trainer.num_iterations) == 0
         return {
             "step": trainer._step,
             "batches": [] if generates else [dict(batch) for batch in trainer.generated],
             "layout": self._layout(),
-            "counts": self.skips.state_dict(),
-            "rows_of_rounding": self.rows_of_rounding,
-            "log_probs_skipped": self.log_probs_skipped,
             "metrics": {name: list(values) for name, values in trainer._metrics["train"].items()},
         }
 
     def state_dict(self) -> dict[str, Any]:
-        found = self._state() if self._before is None else self._before
+        found = self._place() if self._before is None else self._before
         # Views of one generation batch, each in a tensor of its own.
         batches = [
             {k: v.clone() if isinstance(v, Tensor) else v for k, v in batch.items()} for batch in found["batches"]
@@ -236,9 +237,6 @@ class Rollouts(Part):
         batches = [_each(batch, lambda tensor: tensor.to(device)) for batch in found["batches"]]
         trainer._step, trainer._buffered_inputs = found["step"], batches or None
         trainer._metrics["train"].update(found["metrics"])
-        self.skips.load_state_dict(found["counts"])
-        self.rows_of_rounding = found.get("rows_of_rounding", 0)
-        self.log_probs_skipped = found.get("log_probs_skipped", 0)
 
 
 def _each(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
@@ -248,8 +246,8 @@ def _each(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
 # Configs.
 
 _NEED_NO_LEAPS = {
-    "enable_predict", "preset", "muon_lr_scale", "muon_momentum", "optimizer_states", "out_of_memory", "guard_warn_at",
-    "guard_checkpoint_at", "share_rows", "sample_prompts", "sample_tokens",
+    "enable_predict", "preset", "muon_momentum", "optimizer_states", "out_of_memory", "guard_warn_at", "share_rows",
+    "sample_prompts",
 }  # fmt: skip
 _NO_LEAPS = "a leap is verified on batches that training has not reached, and here these are not generated yet"
 
@@ -464,7 +462,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             return found
         advantages, own = found["advantages"], self._own_rows(alike)
         if self.model.training:
-            self.rollouts.rows_of_rounding += int(advantages.cpu()[own].ne(0).sum())
+            self.rollouts.counts["rows_of_rounding"] += int(advantages.cpu()[own].ne(0).sum())
         found["advantages"] = advantages.masked_fill(own.to(advantages.device, non_blocking=True), 0.0)
         logged: Any = self._logs["advantages"]
         for place, zero in zip(range(-1, -len(logged) - 1, -1), reversed(alike.tolist())):
@@ -507,7 +505,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
                 return super()._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
                 )
-            self.rollouts.log_probs_skipped += len(input_ids) - len(chosen)
+            self.rollouts.counts["log_probs_skipped"] += len(input_ids) - len(chosen)
             shape = (len(input_ids), logits_to_keep)
             found = log_probs_of_sampler(sampled.log_probs, shape, input_ids.device)
             if chosen:

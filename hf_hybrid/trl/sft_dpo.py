@@ -40,9 +40,11 @@ class HybridSFTConfig(HybridConfigBase, SFTConfig):
     the accelerator computes in bf16, as TRL has it everywhere, and off on a CPU, on MPS and on older GPUs.
 
     Raises:
-        ValueError: As [`HybridConfig`], and for `chunked_loss=on` and `stream_embeddings=True`, which would change a
-            head that TRL multiplies with by itself.
+        ValueError: As [`HybridConfig`], and for `chunked_loss=on`, which would change a head that TRL multiplies with
+            by itself.
     """
+
+    plan_values = {"stream_embeddings": False}  # TRL multiplies with the head's weights without calling it
 
     def __post_init__(self):
         choose_bf16(self)
@@ -90,12 +92,6 @@ def check_head_options(args: HybridArguments) -> None:
             "`chunked_loss=on` changes the head of the model, past which TRL computes its loss, in chunks already. "
             "Leave `chunked_loss` out."
         )
-    if args.stream_embeddings:
-        raise ValueError(
-            "`stream_embeddings=True` keeps the head on the host, and TRL multiplies with its weights without calling "
-            "it. Leave `stream_embeddings` out."
-        )
-    args.stream_embeddings = False
 
 
 class _Recording:

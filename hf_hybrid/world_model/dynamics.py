@@ -12,9 +12,12 @@ in this order:
 Then [`DynamicsModel.compare`] tells how futures differ, and [`DynamicsModel.forecast`] what the loss will do. The
 forecast of what is really going to be done is made with `keep=True`, so that step 1 can score it later.
 
-A forecast combines the members into one Student-t. Its variance is the mean of their variances (noise that no model
-could predict) plus the variance of their means (disagreement: what the ensemble does not know), times a factor by
-which past forecasts turned out too narrow or too wide (forecasts.py).
+All forecasts are of the log loss relative to the last stretch, so that they mean the same at any level of the loss. A
+forecast combines the members into one Student-t, whose heavy tails keep an outlier from deciding a fit. Its variance is
+the mean of their variances (noise that no model could predict) plus the variance of their means (disagreement: what
+the ensemble does not know), times a factor by which past forecasts turned out too narrow or too wide. The fraction of
+losses inside the 90 % interval then approaches 90 % whatever the model does; this is conformal prediction in spirit
+(Gibbs and Candes, 2021, arXiv 2106.00170), with a parametric tail.
 
 A run begins from start weights that were trained on recorded small runs (`benchmarks/world_model/train.py`); the
 feature normalisation comes with them. Everything follows from saved state and generators of its own, so processes that
@@ -26,59 +29,170 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_hybrid.world_model.forecasts import (
-    CONFIDENCE_HORIZON,
-    HISTORY,
-    SCORED,
-    TOLERANCE,
-    VARIANCE,
-    Calibration,
-    Forecast,
-    LossHistory,
-    log_loss,
-    platt_scaled,
-    power_law,
-    student_t_cdf,
-)
-from hf_hybrid.world_model.learning import Replay, descend, rssm_loss
-from hf_hybrid.world_model.rssm import ACTIONS, FEATURES, MIN_SCALE, RSSM, LossHead, State, load_weights
+from hf_hybrid.world_model.learning import FREEDOM, Replay, descend, rssm_loss
+from hf_hybrid.world_model.rssm import FEATURES, HISTORY, RSSM, SCORED, LossHead, State, power_law
 
 BATCH_SIZE, STARTS = 4, 2
 """Chunks of an online gradient step, and stretches of each chunk to imagine from."""
 LEARNING_RATE = 3e-4
 """Of Adam, for online gradient steps."""
-_VALUES = ("stretches", "updates", "seconds", "confidence", "learns_normalisation")
+VARIANCE = FREEDOM / (FREEDOM - 2)
+"""Variance of the Student-t of scale 1."""
+_VALUES = ("stretches", "updates", "seconds")
 """Attributes that are saved as they are."""
+
+
+def student_t_cdf(z: float) -> float:
+    """Distribution function of the Student-t of 5 degrees of freedom, in closed form."""
+    angle = math.atan(z / math.sqrt(FREEDOM))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    return 0.5 + (angle + sine * cosine + 2 / 3 * sine * cosine**3) / math.pi
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Log loss of each of the next stretches minus that of the last one: Student-t, 5 degrees of freedom."""
+
+    mean: list[float]
+    scale: list[float]  # calibrated
+    disagreement: list[float]  # standard deviation between the means of the ensemble's members
+
+    def probability_below(self, change: float, k: int) -> float:
+        """Probability that the log loss `k` stretches ahead has changed by less than `change`."""
+        return student_t_cdf((change - self.mean[k - 1]) / self.scale[k - 1])
+
+
+def log_loss(loss: float) -> float:
+    """Logarithm of a stretch's mean loss, which counts as at least 1e-6."""
+    return math.log(max(float(loss), 1e-6))
+
+
+class LossHistory:
+    """
+    The power law `loss = a * stretch ** -exponent` through the losses of past stretches, by least squares in
+    logarithms. The world model starts from this law, and has to beat it.
+
+    A stretch's weight falls with the square of its age relative to the run's, so that the fit follows at the pace at
+    which training slows down.
+    """
+
+    _RIDGE = 0.05
+    """Pulls the exponent to 0 while there is little evidence."""
+
+    def __init__(self):
+        self.stretches = 0
+        self.weight = self.u = self.v = self.uu = self.uv = 0.0
+        self.last: float | None = None
+        self.noise = 0.05
+
+    def observe(self, log_loss: float) -> list[float]:
+        """
+        Take in a stretch. Returns, in the order of `HISTORY`: change of the log loss since the stretch before; log loss
+        minus its fit; exponent; number of stretches so far; usual size of the residual.
+        """
+        change = log_loss - self.last if self.last is not None else 0.0
+        self.last = log_loss
+        keep = (self.stretches / (self.stretches + 1)) ** 2
+        self.stretches += 1
+        u = math.log(self.stretches)
+        sums = (1.0, u, log_loss, u * u, u * log_loss)
+        before = (self.weight, self.u, self.v, self.uu, self.uv)
+        self.weight, self.u, self.v, self.uu, self.uv = (keep * old + new for old, new in zip(before, sums))
+        mean_u, mean_v = self.u / self.weight, self.v / self.weight
+        variance = max(self.uu / self.weight - mean_u**2, 0.0)
+        slope = (self.uv / self.weight - mean_u * mean_v) / (variance + self._RIDGE / self.weight)
+        residual = log_loss - (mean_v + slope * (u - mean_u))
+        self.noise += 0.1 * (abs(residual) - self.noise)
+        return [change, residual, -slope, float(self.stretches), self.noise]
+
+
+def history_of(losses: Sequence[float]) -> Tensor:
+    """The output of [`LossHistory`] after each of these stretches, `[W, 5]`."""
+    history = LossHistory()
+    return torch.tensor([history.observe(log_loss(loss)) for loss in losses]).reshape(-1, len(HISTORY))
+
+
+class Calibration:
+    """
+    Widens or narrows predictive scales until past forecasts are as often wrong as they said.
+
+    Each kept forecast is scored when its stretch comes, 1, 5 and 20 stretches later. For each of these horizons the
+    squared scale is multiplied by a ratio: a fading average of squared standardised errors. Each is weighted as in the
+    maximum-likelihood scale of a Student-t, so that one outlier counts for little. The ratio starts at 1, which counts
+    as `PRIOR + k` errors: forecasts of neighbouring stretches are judged by largely the same losses, so a few of them
+    say little.
+    """
+
+    PRIOR = 8.0
+    HALF_LIFE = 100.0
+
+    def __init__(self):
+        self.ratios = dict.fromkeys(SCORED, 1.0)
+        self.counts = {k: self.PRIOR + k for k in SCORED}
+        self.sums = dict(self.counts)
+        self.errors = {k: [0.0, 0.0, 0.0] for k in SCORED}
+        """Sums of absolute errors of the forecasts, of persistence and of the power law."""
+        self.scored = dict.fromkeys(SCORED, 0)
+
+    def factor(self, k: int) -> float:
+        """Factor on the scale of a forecast `k` stretches ahead; geometric between scored horizons."""
+        below = max((s for s in SCORED if s <= k), default=SCORED[0])
+        above = min((s for s in SCORED if s >= k), default=SCORED[-1])
+        share = math.log(k / below) / math.log(above / below) if above > below else 0.0
+        return math.exp(0.5 * ((1 - share) * math.log(self.ratios[below]) + share * math.log(self.ratios[above])))
+
+    def score(self, k: int, realised: float, mean: float, raw_scale: float, law: float) -> None:
+        """
+        Score a forecast that was made `k` stretches ago: the change of the log loss, its forecast with the scale before
+        calibration, and the forecast of the power law.
+        """
+        z2 = ((realised - mean) / raw_scale) ** 2
+        weight = (FREEDOM + 1) / (FREEDOM + z2 / self.ratios[k])
+        keep = 0.5 ** (1.0 / self.HALF_LIFE)
+        self.sums[k] = keep * self.sums[k] + weight * z2
+        self.counts[k] = keep * self.counts[k] + 1.0
+        self.ratios[k] = min(max(self.sums[k] / self.counts[k], 1e-3), 1e4)
+        for index, expected in enumerate((mean, 0.0, law)):
+            self.errors[k][index] += abs(realised - expected)
+        self.scored[k] += 1
+
+    def mean_errors(self, k: int) -> tuple[float, ...] | None:
+        """Mean absolute error in log loss of forecasts, persistence and power law; `None` before the first."""
+        return tuple(error / self.scored[k] for error in self.errors[k]) if self.scored[k] else None
+
+    def state_dict(self) -> dict:
+        """One list by scored horizon; JSON has no integer keys."""
+        parts = (self.ratios, self.counts, self.sums, self.scored)
+        return {str(k): [*(part[k] for part in parts), *self.errors[k]] for k in SCORED}
+
+    def load_state_dict(self, state: dict) -> None:
+        for k in SCORED:
+            self.ratios[k], self.counts[k], self.sums[k], self.scored[k], *self.errors[k] = state[str(k)]
 
 
 class DynamicsModel:
     """
-    A world model of one run and the state that it learns with.
+    A world model of one run and the state that it learns with. Actions may be anything that a tensor is made of.
 
     Args:
-        start (`Path`, *optional*): Start weights, see `rssm.load_weights`. They include the normalisation of the
-            features; without start weights it is learned from the run.
-        model (`RSSM`, *optional*): The ensemble; by default one of the standard size.
+        model (`RSSM`): The ensemble, with its start weights.
         device (`str` or `torch.device`): Device of the ensemble.
         learn_every (`int`): Stretches from one call of [`learn`] to the next; 0: never.
         chunk (`int`), horizon (`int`): Stretches of a chunk to observe, and stretches to imagine.
         capacity (`int`): Stretches to keep in the replay.
         seed (`int`): Seed of the generators.
-
-    Raises:
-        ValueError: If `start` cannot be read or does not fit, or a number is out of range.
     """
 
     def __init__(
         self,
-        start: Path | None = None,
+        model: RSSM,
         *,
-        model: RSSM | None = None,
         device: str | torch.device = "cpu",
         learn_every: int = 5,
         chunk: int = 8,
@@ -86,12 +200,7 @@ class DynamicsModel:
         capacity: int = 2048,
         seed: int = 0,
     ):
-        for name, value in {"chunk": chunk, "horizon": horizon, "capacity": capacity}.items():
-            if value < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {value}.")
-        self.model = (RSSM(seed=seed) if model is None else model).to(device)
-        if start is not None:
-            load_weights(self.model, start)
+        self.model = model.to(device)
         self.learn_every, self.chunk, self.horizon = learn_every, chunk, horizon
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=LEARNING_RATE, fused=True)
         self.generator = torch.Generator().manual_seed(seed)
@@ -100,33 +209,18 @@ class DynamicsModel:
         self.history, self.calibration = LossHistory(), Calibration()
         self.state = self.model.initial(1)
         self.observation = self.model.feature_mean.new_zeros(FEATURES + len(HISTORY))
-        self.learns_normalisation = start is None
-        self.stretches = 0
-        self.updates = 0
-        """Gradient steps made."""
+        self.stretches = self.updates = 0
+        """Stretches observed and gradient steps made."""
         self.seconds = 0.0
         """Time spent in this object."""
-        self.confidence = 0.0
-        """
-        Calibrated probability that the loss `CONFIDENCE_HORIZON` stretches ahead is at most `TOLERANCE` (relative)
-        above that of the last stretch, by the last forecast that was kept; 0 before there is one. Its logit is rescaled
-        by the map that was right on recorded runs.
-        """
         self._pending: list[dict] = []
-
-    # Observing and learning.
 
     @torch.no_grad()
     def observe_stretch(self, features: Sequence[float], action: Sequence[float], mean_loss: float) -> None:
         """
         Take in a stretch of the run: the 64 features after its last step, its `ACTIONS` and the mean training loss of
-        its real steps. Every `learn_every` stretches, learn.
-
-        Raises:
-            ValueError: If the loss is not finite.
+        its real steps, which is finite. Every `learn_every` stretches, learn.
         """
-        if not math.isfinite(mean_loss):
-            raise ValueError(f"`mean_loss` must be finite, got {mean_loss}. Leave such stretches out.")
         began = time.perf_counter()
         value = log_loss(mean_loss)
         self._score(value)
@@ -135,27 +229,15 @@ class DynamicsModel:
         weights = -torch.rand(self.model.members, generator=self.generator).clamp_min(1e-6).log()
         self.replay.append(self.state, observation, done, value, weights)
         self.observation = observation.to(self.observation.device)
-        if self.learns_normalisation:
-            self._update_normalisation()
         self.state = self.model.observe(self.state, self.observation[None], done[None].to(self.observation.device))
         self.stretches += 1
         if self.learn_every and self.stretches % self.learn_every == 0:
             self.learn()
         self.seconds += time.perf_counter() - began
 
-    def _update_normalisation(self) -> None:
-        """Running mean and deviation, from a prior of mean 0 and deviation 1 that counts as ten stretches."""
-        count = self.stretches + 11
-        mean, scale = self.model.feature_mean, self.model.feature_scale
-        difference = self.observation[:FEATURES] - mean
-        mean += difference / count
-        variance = scale.square()
-        variance += (difference * (self.observation[:FEATURES] - mean) - variance) / count
-        scale.copy_(variance.sqrt().clamp_min(MIN_SCALE))
-
     def learn(self) -> None:
         """Make a gradient step on chunks of the replay, if it holds two stretches."""
-        observed = min(self.chunk, len(self.replay) - 1)
+        observed = min(self.chunk, len(self.replay.rows) - 1)
         if observed > 0:
             batch = self.replay.chunks(BATCH_SIZE, observed, STARTS, self.horizon, self.generator)
             with torch.enable_grad():
@@ -167,84 +249,56 @@ class DynamicsModel:
 
     @torch.no_grad()
     def _imagine(self, actions: Tensor) -> LossHead:
-        if not self.stretches:
-            raise ValueError("No future can be imagined before the first stretch. Call `observe_stretch` first.")
         began = time.perf_counter()
-        count = len(actions)
-        state = State(*(part.expand(-1, count, -1) for part in self.state))
-        observation = self.observation.expand(count, -1)
+        state = State(*(part.expand(-1, len(actions), -1) for part in self.state))
+        observation = self.observation.expand(len(actions), -1)
         head = self.model.forecast(state, observation, actions.to(observation.device))
         head = LossHead(*(part.cpu() for part in head))
         self.seconds += time.perf_counter() - began
         return head
 
-    def forecast(self, actions, *, keep: bool = False) -> Forecast:
+    def forecast(self, actions: Any, *, keep: bool = False) -> Forecast:
         """
-        Forecast the loss under given actions.
-
-        `actions` are `[K, 4]`: `ACTIONS` of the next stretches. With `keep` they are those that will be taken: this
-        updates the confidence, and the losses that come will calibrate later forecasts. Of several forecasts after one
-        stretch the last counts.
-
-        Raises:
-            ValueError: If the actions are not `[K, 4]`, or no stretch has been observed.
+        Forecast the loss under the `ACTIONS` of the next stretches, `[K, 4]`. With `keep` they are those that will be
+        taken, and the losses that come will calibrate later forecasts. Of several forecasts after one stretch the last
+        counts.
         """
-        actions = _as_actions(actions)
-        if actions.ndim != 2:
-            raise ValueError(f"`actions` must have the shape [K, {len(ACTIONS)}], got {list(actions.shape)}.")
-        head = self._imagine(actions[None])
+        head = self._imagine(torch.as_tensor(actions, dtype=torch.float32)[None])
         mean, disagreement = head.mean[:, 0].mean(0), head.mean[:, 0].std(0, unbiased=False)
         variance = VARIANCE * (2 * head.log_scale[:, 0]).exp().mean(0) + disagreement.square()
         raw = (variance / VARIANCE).sqrt().tolist()
         scale = [value * self.calibration.factor(k) for k, value in enumerate(raw, 1)]
         forecast = Forecast(mean.tolist(), scale, disagreement.tolist())
         if keep:
-            probability = forecast.probability_below(math.log1p(TOLERANCE), min(CONFIDENCE_HORIZON, len(scale)))
-            self.confidence = platt_scaled(probability, *self.model.confidence_map.tolist())
             self._keep(forecast, raw)
         return forecast
 
-    def compare(self, actions_a, actions_b) -> tuple[Tensor, Tensor]:
+    def compare(self, first: Any, second: Any) -> tuple[Tensor, Tensor]:
         """
-        Imagined log loss of future `a` minus that of future `b`: negative where `a` is better.
+        Imagined log loss of the first futures minus that of the second: negative where the first are better.
 
         Actions `[..., K, 4]` are broadcast against each other, to compare several candidates at once. Returns the mean
         of the ensemble and the standard deviation between its members, `[..., K]`.
-
-        Raises:
-            ValueError: If the actions are not `[..., K, 4]` with the same `K`, or no stretch has been observed.
         """
-        a, b = _as_actions(actions_a), _as_actions(actions_b)
-        if a.shape[-2] != b.shape[-2]:
-            raise ValueError(
-                f"`actions_a` is {a.shape[-2]} stretches long and `actions_b` {b.shape[-2]}, but only futures of equal "
-                "length can be compared. Cut the longer one."
-            )
-        rows = [part.reshape(-1, *part.shape[-2:]) for part in (a, b)]
+        first, second = (torch.as_tensor(actions, dtype=torch.float32) for actions in (first, second))
+        rows = [part.reshape(-1, *part.shape[-2:]) for part in (first, second)]
         means = self._imagine(torch.cat(rows)).mean.movedim(0, -1).split([len(part) for part in rows])
-        mean_a, mean_b = (mean.reshape(*part.shape[:-1], -1) for mean, part in zip(means, (a, b)))
-        difference = mean_a - mean_b
+        of_first, of_second = (mean.reshape(*part.shape[:-1], -1) for mean, part in zip(means, (first, second)))
+        difference = of_first - of_second
         return difference.mean(-1), difference.std(-1, unbiased=False)
 
-    def probability_better(self, actions_with, actions_without, horizon: int) -> Tensor:
+    def probability_better(self, first: Tensor, second: Tensor) -> Tensor:
         """
-        Probability that the loss `horizon` stretches ahead is lower with one future than with another.
+        Probability that the loss after the last stretch is lower with the first future than with the second.
 
         The difference is a Student-t around the mean of the ensemble. Its variance is that between members plus that
         of the ensemble's errors on recorded pairs of futures, rescaled like the forecasts of this run.
-
-        Raises:
-            ValueError: If `horizon` is not between 1 and `K`, and as [`compare`].
         """
-        mean, disagreement = self.compare(actions_with, actions_without)
-        if not 1 <= horizon <= mean.shape[-1]:
-            raise ValueError(
-                f"`horizon` must be 1 to {mean.shape[-1]}, got {horizon}: the actions have no more stretches."
-            )
-        both = torch.broadcast_tensors(_as_actions(actions_with), _as_actions(actions_without))
-        first, second = (part.reshape(-1, *part.shape[-2:])[:, :horizon].to(self.observation.device) for part in both)
-        error = self.model.pair_log_scale(first, second)[..., -1].exp().mean(0).cpu() * self.calibration.factor(horizon)
-        mean, disagreement = (part[..., horizon - 1].flatten() for part in (mean, disagreement))
+        mean, disagreement = (part[..., -1].flatten() for part in self.compare(first, second))
+        both = torch.broadcast_tensors(first, second)
+        rows = (part.reshape(-1, *part.shape[-2:]).to(self.observation.device) for part in both)
+        factor = self.calibration.factor(first.shape[-2])
+        error = self.model.pair_log_scale(*rows)[..., -1].exp().mean(0).cpu() * factor
         z = -mean / (disagreement.square() / VARIANCE + error.square()).sqrt()
         return torch.tensor([student_t_cdf(value) for value in z.tolist()]).view(both[0].shape[:-2])
 
@@ -259,74 +313,49 @@ class DynamicsModel:
 
     def _score(self, value: float) -> None:
         """Score the forecasts that were made for the stretch that has just ended."""
-        now = self.stretches + 1
+        current = self.stretches + 1
         for entry in self._pending:
-            k = now - entry["stretch"]
+            k = current - entry["stretch"]
             if str(k) in entry["kept"]:
                 self.calibration.score(k, value - entry["log_loss"], *entry["kept"][str(k)])
-        self._pending = [entry for entry in self._pending if now - entry["stretch"] < max(SCORED)]
+        self._pending = [entry for entry in self._pending if current - entry["stretch"] < max(SCORED)]
 
     # Saving.
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict]:
         """Return the tensors and plain values from which a resumed run continues bit for bit."""
-        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        groups: dict[str, dict[str, Tensor]] = {"model": self.model.state_dict(), "state": self.state._asdict()}
+        groups["replay"] = self.replay.tensors()
         for name, parameter in self.model.named_parameters():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"optimizer.{key}.{name}"] = value
-        tensors.update({f"replay.{name}": tensor for name, tensor in self.replay.tensors().items()})
-        tensors.update({"state.deterministic": self.state.deterministic, "state.stochastic": self.state.stochastic})
-        tensors["observation"] = self.observation
-        tensors["generator"], tensors["sampler"] = self.generator.get_state(), self.sampler.get_state()
-        values = {
-            **{name: getattr(self, name) for name in _VALUES},
-            "history": self.history.state_dict(),
-            "calibration": self.calibration.state_dict(),
-            "pending": [dict(entry) for entry in self._pending],
-        }
-        return {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, values
+            states = self.optimizer.state.get(parameter, {})
+            groups.setdefault("optimizer", {}).update({f"{key}.{name}": value for key, value in states.items()})
+        tensors = {f"{group}.{name}": tensor for group, named in groups.items() for name, tensor in named.items()}
+        tensors |= {"observation": self.observation}
+        tensors |= {"generator": self.generator.get_state(), "sampler": self.sampler.get_state()}
+        values = {name: getattr(self, name) for name in _VALUES}
+        values |= {"history": dict(vars(self.history)), "calibration": self.calibration.state_dict()}
+        values["pending"] = [dict(entry) for entry in self._pending]
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}, values
 
     @torch.no_grad()
     def load_state_dict(self, tensors: dict[str, Tensor], values: dict) -> None:
-        """
-        Restore what [`state_dict`] returned.
-
-        Raises:
-            ValueError: If it belongs to an ensemble of other sizes.
-        """
-        groups: dict[str, dict[str, Tensor]] = {}
+        """Restore what [`state_dict`] returned."""
+        groups: dict[str, dict[str, Tensor]] = {"optimizer": {}, "replay": {}}
         for name, tensor in tensors.items():
             group, _, rest = name.partition(".")
             groups.setdefault(group, {})[rest] = tensor
-        try:
-            self.model.load_state_dict(groups["model"])
-        except RuntimeError as error:
-            raise ValueError(
-                "The saved world model is an ensemble of other sizes. Resume with the version that wrote it."
-            ) from error
-        device = self.observation.device
-        parameters = dict(self.model.named_parameters())
+        self.model.load_state_dict(groups["model"])
+        device, parameters = self.observation.device, dict(self.model.named_parameters())
         self.optimizer.state.clear()
-        for name, value in groups.get("optimizer", {}).items():
+        for name, value in groups["optimizer"].items():
             key, _, parameter = name.partition(".")
             self.optimizer.state[parameters[parameter]][key] = value.to(device, copy=True)
-        self.replay.load(groups.get("replay", {}))
+        self.replay.load(groups["replay"])
         self.state = State(*(groups["state"][name].to(device, copy=True) for name in State._fields))
         self.observation = tensors["observation"].to(device, copy=True)
         self.generator.set_state(tensors["generator"].cpu())
         self.sampler.set_state(tensors["sampler"].cpu())
-        for name in _VALUES:
-            setattr(self, name, values[name])
-        self.history.load_state_dict(values["history"])
+        vars(self).update({name: values[name] for name in _VALUES})
+        vars(self.history).update(values["history"])
         self.calibration.load_state_dict(values["calibration"])
         self._pending = [dict(entry) for entry in values["pending"]]
-
-
-def _as_actions(values) -> Tensor:
-    actions = torch.as_tensor(values, dtype=torch.float32)
-    if actions.ndim < 2 or actions.shape[-1] != len(ACTIONS) or not actions.shape[-2]:
-        raise ValueError(
-            f"Actions must have the shape [..., K, {len(ACTIONS)}], with {', '.join(ACTIONS)} of each stretch, got "
-            f"{list(actions.shape)}."
-        )
-    return actions

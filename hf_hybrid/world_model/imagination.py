@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from hf_hybrid.world_model.dynamics import DynamicsModel
-from hf_hybrid.world_model.forecasts import SCORED
 from hf_hybrid.world_model.observer import LearningPlanner, Stretch
+from hf_hybrid.world_model.rssm import RSSM, SCORED
 
 START_WEIGHTS = Path(__file__).parent / "rssm_start.safetensors"
 
@@ -39,10 +39,11 @@ class ImaginedGain(LearningPlanner):
     Chooses the multiple of the schedule whose imagined loss is lowest, after every stretch.
 
     `rate_at` gives the learning rate at a progress of the run, over its peak; `stretch_share` is the length of a
-    stretch as a share of the run. See [`~hf_hybrid.leaps.leap.GainPlanner`] for the others.
+    stretch as a share of the run. See [`~hf_hybrid.leaps.trust.GainPlanner`] for the others.
     """
 
     MULTIPLES = (0.0, 0.5, 1.0, 1.5, 2.0)
+    SCHEDULED = MULTIPLES.index(1.0)
     LASTING = 5
     """Stretches that a choice is imagined to last; the schedule follows."""
     AHEAD = 20
@@ -87,11 +88,10 @@ class ImaginedGain(LearningPlanner):
         ahead = min(self.AHEAD, int((1.0 - stretch.progress) / self.stretch_share + 1e-6))
         if ahead < 1:
             return
-        choice = self.MULTIPLES.index(1.0)
-        if self.dynamics.stretches >= self.LEARN_FIRST:
-            choice = self._choose(self._candidates(stretch, ahead))
+        learned = self.dynamics.stretches >= self.LEARN_FIRST
+        choice = self._choose(self._candidates(stretch, ahead)) if learned else self.SCHEDULED
         self.multiple = self.MULTIPLES[choice]
-        self.dynamics.forecast(self._intended(stretch, ahead, self.multiple), keep=True)
+        self.dynamics.forecast(self._intended(stretch, ahead), keep=True)
         self.choices.append({"progress": stretch.progress, **self._values()})
 
     def _values(self) -> dict:
@@ -101,16 +101,16 @@ class ImaginedGain(LearningPlanner):
         """Actions of every multiple, `[multiples, ahead, 4]`, all at the same progress and without skipped steps."""
         progress = [min(stretch.progress + (k + 1) * self.stretch_share, 1.0) for k in range(ahead)]
         known = [(super(ImaginedGain, self).gain(p), p, self.rate_at(p)) for p in progress]
-        actions = torch.tensor([[[gain, 0.0, p, rate] for gain, p, rate in known] for _ in self.MULTIPLES])
-        for future, multiple in zip(actions, self.MULTIPLES):
-            future[: self.LASTING, 0] = torch.tensor([gain * multiple for gain, _, _ in known[: self.LASTING]])
-        return actions
+        return torch.tensor([
+            [[gain * (multiple if k < self.LASTING else 1.0), 0.0, p, rate] for k, (gain, p, rate) in enumerate(known)]
+            for multiple in self.MULTIPLES
+        ])  # fmt: skip
 
-    def _intended(self, stretch: Stretch, ahead: int, multiple: float) -> Tensor:
+    def _intended(self, stretch: Stretch, ahead: int) -> Tensor:
         """The actions that will be taken, `[up to ahead, 4]`; skipped steps bring the end of the run nearer."""
         actions, progress = [], stretch.progress
         for k in range(ahead):
-            gain = super().gain(progress) * (multiple if k < self.LASTING else 1.0)
+            gain = super().gain(progress) * (self.multiple if k < self.LASTING else 1.0)
             horizon = self.worth_of(gain, 1)
             progress += (1.0 + horizon) * self.stretch_share
             if progress > 1.0 + 1e-6 and actions:
@@ -120,17 +120,14 @@ class ImaginedGain(LearningPlanner):
         return torch.tensor(actions)
 
     def _choose(self, candidates: Tensor) -> int:
-        scheduled = self.MULTIPLES.index(1.0)
-        difference, disagreement = self.dynamics.compare(candidates, candidates[scheduled : scheduled + 1])
+        difference, disagreement = self.dynamics.compare(candidates, candidates[self.SCHEDULED, None])
         # A change has to win by more than the members disagree.
         score = (difference + disagreement)[:, -1].tolist()
         best = min(range(len(score)), key=score.__getitem__)
-        if score[best] > -self.LEAST:
-            best = scheduled
-        leap = best or scheduled
-        better = self.dynamics.probability_better(candidates[leap], candidates[0], candidates.shape[1]).item()
+        best = best if score[best] <= -self.LEAST else self.SCHEDULED
+        leap = best or self.SCHEDULED
         # 1 while leaping is imagined to be at least as good as not leaping, 0 where it is surely worse.
-        self.confidence = min(1.0, 2.0 * better)
+        self.confidence = min(1.0, 2.0 * self.dynamics.probability_better(candidates[leap], candidates[0]).item())
         # The loss that leaping is sure to gain over not leaping: less the disagreement of the members.
         gained = difference[0] - difference[leap] - disagreement[0]
         self.imagined_worth = self._worth(gained[-1].item(), candidates[0])
@@ -151,7 +148,7 @@ class ImaginedGain(LearningPlanner):
             "choices": self.choices,
             "updates": self.dynamics.updates,
             "seconds": self.dynamics.seconds,
-            "errors": {k: dict(zip(names, found)) for k, found in errors.items() if found is not None},
+            "errors": {k: dict(zip(names, values)) for k, values in errors.items() if values is not None},
         }
 
     def state_dict(self) -> dict:
@@ -176,12 +173,8 @@ def imagined_gain(
     """
     Make the planner of a run, whose world model begins with the weights that the package ships.
 
-    Args:
-        values (`tuple[float, float, float]`): `peak`, `power` and `worth`, see [`~hf_hybrid.leaps.leap.GainPlanner`].
-        device (`torch.device`), seed (`int`): Of the world model.
-        factor_at (`Callable[[int], float]`, *optional*): Of the learning rate in a step. `None` is taken for a linear
-            decay to zero.
-        max_steps (`int`), stride (`int`): Length of the run and of a stretch, in steps.
+    `values` are `peak`, `power` and `worth` of [`~hf_hybrid.leaps.trust.GainPlanner`]; `stride` is the length of a
+    stretch. `factor_at` gives the factor of the learning rate in a step; `None` is taken for a linear decay to zero.
 
     Raises:
         ValueError: If the installation lacks the weights.
@@ -198,5 +191,5 @@ def imagined_gain(
             return 1.0 - progress
         return factor_at(round(progress * max_steps)) / peak if peak > 0 else 0.0
 
-    dynamics = DynamicsModel(START_WEIGHTS, device=device, seed=seed)
+    dynamics = DynamicsModel(RSSM().load(START_WEIGHTS), device=device, seed=seed)
     return ImaginedGain(*values, dynamics=dynamics, rate_at=over_peak, stretch_share=stride / max_steps)

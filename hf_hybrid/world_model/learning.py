@@ -5,10 +5,9 @@ The loss is that of Dreamer (Hafner et al., 2023, arXiv 2301.04104) with forecas
 model observes a chunk of consecutive stretches with sampled states, and pays for three things:
 
 - **reconstruction**: the features must be readable from the state, so that the state keeps what was observed;
-- **divergence**: the prior (the model's expectation of a stretch) and the posterior (its state after it has seen the
-  stretch) must agree, so that imagination, which only has the prior, ends up in states that observation would reach.
-  Mostly the prior is pulled to the posterior (`BALANCE`), and the first nat is free (`FREE_NATS`): some surprise is
-  noise, and a model that pays for it forgets how to observe;
+- **divergence**: the prior and the posterior must agree, so that imagination, which only has the prior, ends up in
+  states that observation would reach. Mostly the prior is pulled to the posterior (`BALANCE`), and the first nat is
+  free (`FREE_NATS`): some surprise is noise, and a model that pays for it forgets how to observe;
 - **forecast**: from a few stretches of the chunk the model imagines the next ones with the actions that were taken. It
   pays the negative log-likelihood of the losses that came, under a Student-t, which forgives outliers.
 
@@ -16,8 +15,7 @@ Each member of the ensemble weighs the chunks with random exponential weights of
 1981). Where the data decide, all members learn the same; where they do not, members come to disagree.
 
 During a run there are few stretches and each is seen once, so stretches are kept in a [`Replay`] together with the
-latent state before them. A chunk may then begin anywhere without observing the run from its start. Learning from
-recorded runs is in `benchmarks/world_model/records.py`; it adds a loss for pairs of futures of the same state.
+latent state before them: a chunk may begin anywhere. `benchmarks/world_model/records.py` learns from recorded runs.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_hybrid.world_model.forecasts import student_t_nll
 from hf_hybrid.world_model.rssm import FEATURES, RSSM, State
 
 FREE_NATS = 1.0
@@ -39,6 +36,14 @@ CHANGE_LIMIT = 3.0
 """Bound of changes of the log loss as targets: a diverged run is bad, not infinitely bad."""
 CLIP = 1.0
 """Bound of the global gradient norm."""
+FREEDOM = 5
+"""Degrees of freedom of every predictive Student-t: losses of stretches have heavy tails, but a variance."""
+_LOG_NORMALISER = math.lgamma((FREEDOM + 1) / 2) - math.lgamma(FREEDOM / 2) - 0.5 * math.log(FREEDOM * math.pi)
+
+
+def student_t_nll(z: Tensor, log_scale: Tensor) -> Tensor:
+    """Negative log density of `z * exp(log_scale)` under a Student-t of 5 degrees of freedom, in nats."""
+    return 0.5 * (FREEDOM + 1) * torch.log1p(z.square() / FREEDOM) + log_scale - _LOG_NORMALISER
 
 
 @dataclass(frozen=True)
@@ -76,15 +81,11 @@ def kl_loss(posterior: Tensor, prior: Tensor) -> Tensor:
 
 def rssm_loss(model: RSSM, batch: StretchBatch, generator: torch.Generator) -> tuple[dict[str, Tensor], State]:
     """
-    The training loss of the world model; every term is a weighted mean.
+    The training loss of the world model; every term is a weighted mean. `generator` samples the stochastic states.
 
-    Args:
-        generator (`torch.Generator`): Samples the stochastic states that are observed.
-
-    Returns:
-        `tuple[dict[str, Tensor], State]`: Scalars `reconstruction` (squared error of normalised features), `kl`, `loss`
-        (negative log-likelihood of the change of the log loss, imagined from every start stretch to every horizon) and
-        their weighted sum `total`; and the observed states `[M, N, W, ...]`.
+    Returns the scalars `reconstruction` (squared error of normalised features), `kl`, `loss` (negative log-likelihood
+    of the change of the log loss, imagined from every start stretch to every horizon) and their weighted sum `total`;
+    and the observed states `[M, N, W, ...]`.
     """
     stretches = batch.observed
     observations, actions = batch.observations[:, :stretches], batch.actions[:, :stretches]
@@ -119,18 +120,12 @@ def futures(batch: StretchBatch) -> tuple[Tensor, Tensor, Tensor]:
     return batch.actions[rows, index].flatten(0, 1), change.flatten(0, 1), valid.flatten(0, 1)
 
 
-def starts_of(batch: StretchBatch, states: State, rows: Tensor, stretches: Tensor) -> tuple[State, Tensor]:
-    """States `[M, P, ...]` and observations `[P, 69]` at these stretches of these sequences."""
-    at = State(*(part[:, rows, stretches] for part in states))
-    return at, batch.observations[rows, stretches]
-
-
 def _forecast_loss(model: RSSM, batch: StretchBatch, states: State) -> Tensor:
     actions, change, valid = futures(batch)
-    count = batch.starts.shape[1]
+    count, stretches = batch.starts.shape[1], batch.starts.flatten()
     rows = torch.arange(len(batch.starts), device=actions.device).repeat_interleave(count)
-    start, observation = starts_of(batch, states, rows, batch.starts.flatten())
-    head = model.forecast(start, observation, actions)
+    start = State(*(part[:, rows, stretches] for part in states))
+    head = model.forecast(start, batch.observations[rows, stretches], actions)
     nll = student_t_nll((change - head.mean) * (-head.log_scale).exp(), head.log_scale)
     return weighted_mean(nll, valid * batch.weights.repeat_interleave(count, 1)[..., None])
 
@@ -153,9 +148,6 @@ class Replay:
         self._split = (model.deterministic, model.stochastic)
         self.rows: deque[tuple[Tensor, ...]] = deque(maxlen=capacity)
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def append(self, before: State, observation: Tensor, action: Tensor, log_loss: float, weights: Tensor) -> None:
         """Keep a stretch, the state `[M, 1, ...]` before it, and the members' weights `[M]` of chunks from here."""
         latents = torch.cat([part[:, 0].cpu() for part in before], -1)
@@ -166,23 +158,16 @@ class Replay:
         Draw `count` stretches of the run that begin anywhere: `observed` stretches (fewer than there are in the replay)
         to observe, `starts` of them to imagine `horizon` stretches from.
         """
-        total = len(self)
+        total = len(self.rows)
         begins = torch.randint(total - observed, (count,), generator=generator)
         index = (begins[:, None] + torch.arange(observed + horizon)).clamp_max(total - 1).tolist()
         stretches = [[torch.stack(column) for column in zip(*(self.rows[i][:3] for i in row))] for row in index]
         observations, actions, log_losses = map(torch.stack, zip(*stretches))
         weights, latents = (torch.stack([self.rows[row[0]][column] for row in index], 1) for column in (3, 4))
-        return StretchBatch(
-            observations=observations,
-            actions=actions,
-            log_losses=log_losses,
-            lengths=(total - begins).clamp_max(observed + horizon),
-            weights=weights,
-            starts=torch.randint(observed, (count, starts), generator=generator),
-            observed=observed,
-            horizon=horizon,
-            state=State(*latents.split(self._split, -1)),
-        )
+        lengths = (total - begins).clamp_max(observed + horizon)
+        start = torch.randint(observed, (count, starts), generator=generator)
+        state = State(*latents.split(self._split, -1))
+        return StretchBatch(observations, actions, log_losses, lengths, weights, start, observed, horizon, state)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything, by column; empty before the first stretch."""

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_hybrid.leaps.leap import GainPlanner, LeapObserver, Leaps
+from hf_hybrid.leaps.leap import LeapObserver, Leaps
 from hf_hybrid.leaps.trajectory import Trajectory
+from hf_hybrid.leaps.trust import GainPlanner
 from hf_hybrid.part import Step
 from hf_hybrid.run.monitor import NORMAL, Action, Level, Verdict
 from hf_hybrid.run.record import Leap
@@ -31,19 +32,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stretch:
-    """
-    A stretch of real steps as planners see it.
+    """A stretch of real steps as planners see it."""
 
-    `gain` is what leaps moved in units of what the real steps moved, `horizon` the skipped steps per real step;
-    `progress` (share of the run) and `rate` (learning rate over its peak) are those at its end.
-    """
-
-    features: Sequence[float]
+    features: Sequence[float]  # at its end, as progress and rate are
     loss: float
-    gain: float
-    horizon: float
-    progress: float
-    rate: float
+    gain: float  # what leaps moved, in units of what the real steps moved
+    horizon: float  # skipped steps per real step
+    progress: float  # share of the run
+    rate: float  # learning rate over its peak
 
 
 class LearningPlanner(GainPlanner):
@@ -85,13 +81,6 @@ class StretchCounter:
         stretch = Stretch(features, loss, self.gain / self.stride, self.predicted / self.stride, progress, rate)
         self.losses, self.gain, self.predicted = [], 0.0, 0
         return stretch
-
-    def state_dict(self) -> dict:
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict) -> None:
-        for name in vars(self):
-            setattr(self, name, state[name])
 
 
 class Confidence:
@@ -200,8 +189,8 @@ class PlannerObserver(LeapObserver):
 
     def _observe_signals(self, step: Step) -> None:
         new, self._new = self._new, None
-        leaps, record = self.leaps, self.run.record
-        last = record.leaps[-1] if record.leaps else None
+        leaps, leaps_made = self.leaps, self.run.record.leaps
+        last = leaps_made[-1] if leaps_made else None
         self.signals.observe(
             StepSignals(
                 phase=step.phase,
@@ -235,7 +224,7 @@ class PlannerObserver(LeapObserver):
     def state_dict(self) -> dict[str, Any]:
         return {
             "signals": self.signals.state_dict(),
-            "stretches": self.stretches.state_dict(),
+            "stretches": dict(vars(self.stretches)),
             "sureness": dict(vars(self.sureness)),
             "linearity": self.linearity,
             "steps_since_leap": self.steps_since_leap,
@@ -244,7 +233,7 @@ class PlannerObserver(LeapObserver):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.signals.load_state_dict(state["signals"])
-        self.stretches.load_state_dict(state["stretches"])
+        vars(self.stretches).update(state["stretches"])
         vars(self.sureness).update(state["sureness"])
         self.linearity, self.steps_since_leap = state["linearity"], state["steps_since_leap"]
         self._new = self.run.record.leaps[-1] if state["leap_is_new"] else None

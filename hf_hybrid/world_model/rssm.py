@@ -9,9 +9,9 @@ the state follows the posterior. To imagine the future the model rolls the prior
 be taken, without any observation. Training (learning.py) makes both agree.
 
 Here the process is a training run and time is counted in stretches of some real steps. After each stretch the model
-observes 69 numbers: the 64 signals of signals.py (losses, gradient and weight norms, alignment of gradients, schedule,
-what the last leaps did) and five that `LossHistory` knows of the loss curve. An action is what was done in a
-stretch: how far leaps moved the weights, how many steps they replaced, the progress, and the learning rate.
+observes 69 numbers: the 64 signals of signals.py and five that `LossHistory` knows of the loss curve. An action is
+what was done in a stretch: how far leaps moved the weights, how many steps they replaced, the progress, and the
+learning rate.
 
 The loss heads do not forecast the loss from nothing. They start from the power law through the past losses, which
 enters with learned trust, and add a linear forecast fitted offline, a learned drift per stretch, and the effect of
@@ -25,26 +25,28 @@ never used.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hf_hybrid.world_model.forecasts import HISTORY, SCORED, interpolated, power_law
 from hf_hybrid.world_model.signals import FEATURE_NAMES, LIMIT
 
 FEATURES = len(FEATURE_NAMES)
+HISTORY = ("change", "residual", "exponent", "stretch", "noise")
+"""The numbers that `LossHistory` returns after every stretch."""
 OBSERVATION = FEATURES + len(HISTORY)
-"""Size of an observation: the 64 features after a stretch and what `LossHistory` knows then."""
 ACTIONS = ("gain", "horizon", "progress", "rate")
 """
 What was done in a stretch: displacement by leaps in units of that by its real steps; skipped steps per real step;
 share of the run that is done at its end; learning rate at its end over the peak of the run.
 """
+SCORED = (1, 5, 20)
+"""Stretches ahead at which forecasts are scored."""
 LINEAR = OBSERVATION + 5
 """Inputs of the linear part: normalised observation and 1; and for each stretch ahead its progress and rate, the mean
 rate until then, and the forecast of the power law."""
@@ -52,8 +54,6 @@ LINEAR_HORIZON = 20
 """Stretches ahead for which the linear part has weights; later ones use the last weights."""
 LINEAR_LIMIT = 3.0
 """Bound of its normalised inputs, so that an input far out of range is not extrapolated from."""
-MIN_SCALE = 0.05
-"""Smallest scale by which features are normalised."""
 UNIFORM = 0.01
 """Share of the uniform distribution in every categorical, which keeps every class alive."""
 
@@ -72,11 +72,31 @@ class LossHead(NamedTuple):
     log_scale: Tensor
 
 
+def power_law(history: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
+    """
+    The forecast of the power law from histories `[N, 5]`, in two parts that a model can trust to different degrees:
+    return of the last stretch to the fitted curve `[N, 1]`, and change of the curve in each of the next stretches
+    `[N, K]`. The forecast of the log loss is the first plus the running sum of the second.
+    """
+    stretch = history[:, 3:4] + torch.arange(horizon, device=history.device, dtype=history.dtype)
+    return -history[:, 1:2], -history[:, 2:3] * torch.log1p(1.0 / stretch)
+
+
+def interpolated(values: Tensor, horizon: int) -> Tensor:
+    """Values `[3]` at `SCORED` stretches ahead to all of the next, `[K]`: linear in log k, flat behind the last."""
+    ahead = torch.arange(1, horizon + 1, device=values.device, dtype=values.dtype).log()
+    result = values[0].expand(horizon)
+    for index, (below, above) in enumerate(zip(SCORED, SCORED[1:])):
+        share = ((ahead - math.log(below)) / math.log(above / below)).clamp(0, 1)
+        result = result + share * (values[index + 1] - values[index])
+    return result
+
+
 class EnsembleLinear(nn.Module):
     """
-    One linear map per member, `[M, N, inputs] -> [M, N, outputs]`.
+    One linear map per member, `[M, N, inputs] -> [M, N, outputs]`, plus a bias of its own or what the caller adds.
 
-    `gain` is the standard deviation of outputs for inputs of unit variance. Without a bias the caller passes `add`.
+    `gain` is the standard deviation of outputs for inputs of unit variance.
     """
 
     def __init__(
@@ -85,13 +105,11 @@ class EnsembleLinear(nn.Module):
         super().__init__()
         values = torch.randn(members, inputs, outputs, generator=generator)
         self.weight = nn.Parameter(values * (gain / inputs**0.5))
-        self.bias = nn.Parameter(torch.zeros(members, 1, outputs)) if bias else None
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(members, 1, outputs))
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        added = self.bias if add is None else add
-        if added is None:
-            raise ValueError("`add` is missing, and this map has no bias.")
-        return torch.baddbmm(added, x, self.weight)
+        return torch.baddbmm(self.bias if add is None else add, x, self.weight)
 
 
 class RSSM(nn.Module):
@@ -155,7 +173,12 @@ class RSSM(nn.Module):
         with torch.no_grad():
             self.gates_action.weight[:, :2] = 0.0
             self.loss_out.weight[:, :, 1] = 0.0
-            self.loss_out.get_parameter("bias")[:, 0, 2:] = torch.tensor([-3.5, -4.5])
+            self.loss_out.bias[:, 0, 2:] = torch.tensor([-3.5, -4.5])
+
+    def load(self, path: str | Path) -> RSSM:
+        """Read weights (safetensors, any float dtype) of an ensemble of the same sizes, and return the model."""
+        self.load_state_dict(load_file(str(path)))
+        return self
 
     # Inputs.
 
@@ -168,11 +191,6 @@ class RSSM(nn.Module):
         """Features in units of their usual variation, bounded."""
         return ((features - self.feature_mean) / self.feature_scale).clamp(-2 * LIMIT, 2 * LIMIT)
 
-    def embed(self, observations: Tensor) -> Tensor:
-        """Raw observations `[N, 69]` to the input of the posterior, `[M, N, hidden]`."""
-        inputs = self.scaled(observations)
-        return self.encoder(inputs.expand(self.members, *inputs.shape))
-
     def scaled(self, observations: Tensor) -> Tensor:
         """Observations in units of their usual variation, bounded."""
         features, history = observations[..., :FEATURES], observations[..., FEATURES:]
@@ -182,6 +200,11 @@ class RSSM(nn.Module):
             -1,
         ).clamp(-2 * LIMIT, 2 * LIMIT)
         return torch.cat((self.normalised(features), scaled), -1)
+
+    def embed(self, observations: Tensor) -> Tensor:
+        """Raw observations `[N, 69]` to the input of the posterior, `[M, N, hidden]`."""
+        inputs = self.scaled(observations)
+        return self.encoder(inputs.expand(self.members, *inputs.shape))
 
     def linear_inputs(self, observation: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs of the linear part: those shared by all stretches ahead, `[N, 70]`, and of each, `[N, K, 4]`."""
@@ -251,30 +274,26 @@ class RSSM(nn.Module):
         Observe sequences `[N, W, 69]` and `[N, W, 4]` with sampled states, for training. Returns states
         `[M, N, W, ...]` and posterior probabilities `[M, N, W, groups, classes]`.
         """
-        count, stretches = actions.shape[:2]
-        embedded = self.embed(observations.flatten(0, 1)).unflatten(1, (count, stretches))
-        deterministic, stochastic, posteriors = [], [], []
+        embedded = self.embed(observations.flatten(0, 1)).unflatten(1, actions.shape[:2])
+        states, posteriors = [], []
         for steer, seen in zip(self._steer(actions), embedded.unbind(2)):
             hidden = self._recur(state, steer)
-            posterior = self.posterior(hidden, seen)
-            state = State(hidden, self.sample(posterior, generator))
-            deterministic.append(state.deterministic)
-            stochastic.append(state.stochastic)
-            posteriors.append(posterior)
-        return State(torch.stack(deterministic, 2), torch.stack(stochastic, 2)), torch.stack(posteriors, 2)
+            posteriors.append(self.posterior(hidden, seen))
+            state = State(hidden, self.sample(posteriors[-1], generator))
+            states.append(state)
+        return State(*(torch.stack(part, 2) for part in zip(*states))), torch.stack(posteriors, 2)
 
     def imagine(self, state: State, actions: Tensor) -> State:
         """
         Roll the prior forward under actions `[N, K, 4]`, without observations: the state after each stretch,
         `[M, N, K, ...]`. It holds mean probabilities.
         """
-        deterministic, stochastic = [], []
+        states = []
         for steer in self._steer(actions):
             hidden = self._recur(state, steer)
             state = State(hidden, self.prior(hidden).flatten(-2))
-            deterministic.append(state.deterministic)
-            stochastic.append(state.stochastic)
-        return State(torch.stack(deterministic, 2), torch.stack(stochastic, 2))
+            states.append(state)
+        return State(*(torch.stack(part, 2) for part in zip(*states)))
 
     # Heads.
 
@@ -316,24 +335,3 @@ class RSSM(nn.Module):
         exposure = (torch.asinh(first[..., :2]) - torch.asinh(second[..., :2])).abs().sum(-1).cumsum(-1)
         offset, power = self.pair_scale[:, :1, None], self.pair_scale[:, 1:, None]
         return offset + power * (exposure + self._EXPOSURE).log()
-
-
-def load_weights(model: RSSM, path: str | Path) -> None:
-    """
-    Read start weights (safetensors, any float dtype) into an ensemble of the same sizes.
-
-    Raises:
-        ValueError: If the file cannot be read or does not fit.
-    """
-    try:
-        model.load_state_dict(load_file(str(path)))
-    except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"`start={path}` cannot be read ({error}). Name a file of start weights, or pass `None` to begin with "
-            "random weights."
-        ) from error
-    except RuntimeError as error:
-        raise ValueError(
-            f"`start={path}` holds weights of an ensemble of other sizes. Use the sizes that it was trained with, or "
-            "pass `None` to begin with random weights."
-        ) from error

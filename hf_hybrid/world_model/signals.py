@@ -1,14 +1,15 @@
 """
 The state of training as 64 named features without units, each in [-5, 5].
 
-They are ratios, logarithms of ratios, or shares, so their meaning does not depend on the size of the model. A feature
-that is unknown yet is 0.
+They are ratios, logarithms of ratios, or shares, so their meaning does not depend on the size of the model. Each is one
+line of the tables below, a function of a [`View`]. A feature that is unknown yet is 0.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,35 +18,6 @@ import numpy as np
 from hf_hybrid.part import Phase
 
 LIMIT = 5.0
-_LOSS = (
-    "loss_level", "loss_log_ratio_to_first", "loss_z_score", "loss_std_over_mean", "loss_min_gap", "loss_max_gap",
-    "loss_slope_8", "loss_slope_16", "loss_slope_32", "loss_slope_64", "loss_curvature", "loss_fast_minus_mid",
-    "loss_mid_minus_slow", "loss_autocorrelation", "loss_share_falling", "loss_turns",
-)  # fmt: skip
-_GRADIENT = (
-    "norm_log", "norm_log_ratio_to_mean", "norm_std_over_mean", "norm_min_ratio", "norm_max_ratio", "norm_slope_16",
-    "norm_slope_64", "norm_autocorrelation", "norm_share_clipped", "norm_clip_ratio", "norm_loss_correlation",
-    "norm_log_ratio_to_first",
-)  # fmt: skip
-_OPTIMIZER = (
-    "moment_first_log", "moment_second_log", "moment_signal_to_noise", "moment_first_trend", "moment_second_trend",
-    "update_over_weight", "weight_log_ratio_to_first", "memory_over_gradient", "memory_alignment",
-    "memory_alignment_mean", "memory_alignment_std", "memory_age",
-)  # fmt: skip
-_RATE = (
-    "rate_log", "rate_over_peak", "rate_change", "rate_scale_log", "rate_spent", "rate_times_norm", "rate_in_block",
-    "progress",
-)  # fmt: skip
-_PHASE = (
-    "phase_warmup", "phase_full", "phase_predict", "phase_correct", "steps_in_phase", "steps_since_leap",
-    "consecutive_leaps", "share_predicted",
-)  # fmt: skip
-_LEAP = (
-    "leap_gain", "leap_credit", "leap_decrease", "leap_decrease_mean", "leap_share_kept", "leap_residual",
-    "leap_relative_norm_log", "confidence",
-)  # fmt: skip
-FEATURE_NAMES = _LOSS + _GRADIENT + _OPTIMIZER + _RATE + _PHASE + _LEAP
-assert len(FEATURE_NAMES) == 64
 
 
 @dataclass(frozen=True)
@@ -108,12 +80,13 @@ class SignalObserver:
     def features(self) -> list[float]:
         """Return the 64 features after the last step, each in [-5, 5], in the order of `FEATURE_NAMES`."""
         step, self._unread = self._unread, None
-        if step is None:
-            return self._features
-        values = {**self._loss(), **self._gradient(step), **self._optimizer(step), **self._rate(step)}
-        values.update(self._phase(step))
-        values.update(self._leap(step))
-        self._features = [_bounded(values[name]) for name in FEATURE_NAMES]
+        if step is not None:
+            view = View(self, step)
+            self._features = [
+                _bounded(feature(view)) if is_known(view) else 0.0
+                for is_known, features in _TABLES
+                for feature in features.values()
+            ]
         return self._features
 
     def _remember(self, step: StepSignals) -> None:
@@ -147,110 +120,6 @@ class SignalObserver:
             self.first_weight = self.first_weight or step.statistics["weight"]
             self.alignments.append(step.statistics["alignment"])
 
-    def _loss(self) -> dict[str, float]:
-        x = np.asarray(self.losses, dtype=np.float64)
-        if len(x) < 2:
-            return dict.fromkeys(_LOSS, 0.0) | {"loss_level": math.log1p(abs(x[-1])) if len(x) else 0.0}
-        mean, std = x.mean(), max(x.std(), 1e-12)
-        change = np.diff(x)
-        return {
-            "loss_level": math.log1p(abs(x[-1])),
-            "loss_log_ratio_to_first": _log_ratio(self.fast, self.first_loss),
-            "loss_z_score": (x[-1] - mean) / std,
-            "loss_std_over_mean": 10 * std / max(abs(mean), 1e-12),
-            "loss_min_gap": (mean - x.min()) / std,
-            "loss_max_gap": (x.max() - mean) / std,
-            "loss_slope_8": _slope(x[-8:]) / std * 8,
-            "loss_slope_16": _slope(x[-16:]) / std * 16,
-            "loss_slope_32": _slope(x[-32:]) / std * 32,
-            "loss_slope_64": _slope(x) / std * len(x),
-            "loss_curvature": (_slope(x[len(x) // 2 :]) - _slope(x[: len(x) // 2])) / std * len(x),
-            "loss_fast_minus_mid": (self.fast - self.mid) / std,
-            "loss_mid_minus_slow": (self.mid - self.slow) / std,
-            "loss_autocorrelation": _autocorrelation(x),
-            "loss_share_falling": float((change < 0).mean()),
-            "loss_turns": float((change[1:] * change[:-1] < 0).mean()) if len(change) > 1 else 0.0,
-        }
-
-    def _gradient(self, step: StepSignals) -> dict[str, float]:
-        x = np.asarray(self.norms, dtype=np.float64)
-        if len(x) < 2:
-            return dict.fromkeys(_GRADIENT, 0.0) | {"norm_log": math.log10(max(x[-1], 1e-12)) if len(x) else 0.0}
-        mean = max(x.mean(), 1e-12)
-        losses = np.asarray(self.losses, dtype=np.float64)
-        together = (losses - losses.mean()) * (x - x.mean())
-        clip = step.max_grad_norm or mean
-        return {
-            "norm_log": math.log10(max(x[-1], 1e-12)),
-            "norm_log_ratio_to_mean": _log_ratio(x[-1], mean),
-            "norm_std_over_mean": x.std() / mean,
-            "norm_min_ratio": x.min() / mean,
-            "norm_max_ratio": x.max() / mean,
-            "norm_slope_16": _slope(x[-16:]) / mean * 16,
-            "norm_slope_64": _slope(x) / mean * len(x),
-            "norm_autocorrelation": _autocorrelation(x),
-            "norm_share_clipped": self.clipped,
-            "norm_clip_ratio": _log_ratio(x[-1], clip),
-            "norm_loss_correlation": together.mean() / max(losses.std() * x.std(), 1e-12),
-            "norm_log_ratio_to_first": _log_ratio(x[-1], self.first_norm),
-        }
-
-    def _optimizer(self, step: StepSignals) -> dict[str, float]:
-        s = self.statistics
-        if not s:
-            return dict.fromkeys(_OPTIMIZER, 0.0)
-        aligned = np.asarray(self.alignments, dtype=np.float64)
-        ratio = s["first"] / max(s["second"], 1e-20)
-        norm = min(self.norms[-1], step.max_grad_norm or self.norms[-1])
-        return {
-            "moment_first_log": math.log10(max(s["first"], 1e-20)) + 5,
-            "moment_second_log": math.log10(max(s["second"], 1e-20)) + 5,
-            "moment_signal_to_noise": ratio,
-            "moment_first_trend": _log_ratio(self.moment_first, self.previous_first),
-            "moment_second_trend": _log_ratio(self.moment_second, self.previous_second),
-            "update_over_weight": math.log10(max(step.learning_rate * ratio / max(s["weight"], 1e-20), 1e-12)) + 3,
-            "weight_log_ratio_to_first": 10 * _log_ratio(s["weight"], self.first_weight),
-            "memory_over_gradient": s["memory"] / max(norm, 1e-20),
-            "memory_alignment": s["alignment"],
-            "memory_alignment_mean": float(aligned.mean()),
-            "memory_alignment_std": float(aligned.std()),
-            "memory_age": math.log10(1 + len(self.alignments)),
-        }
-
-    def _rate(self, step: StepSignals) -> dict[str, float]:
-        rate = max(step.learning_rate, 1e-12)
-        return {
-            "rate_log": math.log10(rate) + 4,
-            "rate_over_peak": rate / max(self.peak_rate, 1e-12),
-            "rate_change": 10 * _log_ratio(self.rates[-1], self.rates[0]),
-            "rate_scale_log": math.log(max(step.rate_scale, 1e-12)) / 2,
-            "rate_spent": self.rate_total / max(self.peak_rate * self.steps, 1e-12),
-            "rate_times_norm": math.log10(rate * max(self.norms[-1] if self.norms else 0.0, 1e-12)) + 4,
-            "rate_in_block": step.rate_in_block / max(self.peak_rate, 1e-12) / 5,
-            "progress": step.progress,
-        }
-
-    def _phase(self, step: StepSignals) -> dict[str, float]:
-        return {
-            **{f"phase_{phase.value}": float(step.phase is phase) for phase in Phase},
-            "steps_in_phase": math.log1p(step.steps_in_phase),
-            "steps_since_leap": math.log1p(step.steps_since_leap),
-            "consecutive_leaps": step.consecutive_leaps / 5,
-            "share_predicted": 5 * self.predicted / self.steps,
-        }
-
-    def _leap(self, step: StepSignals) -> dict[str, float]:
-        return {
-            "leap_gain": step.leap_gain,
-            "leap_credit": step.leap_credit,
-            "leap_decrease": self.decreases[-1] if self.decreases else 0.0,
-            "leap_decrease_mean": sum(self.decreases) / len(self.decreases) if self.decreases else 0.0,
-            "leap_share_kept": sum(self.kept) / len(self.kept) if self.kept else 0.0,
-            "leap_residual": step.leap_residual,
-            "leap_relative_norm_log": math.log10(max(step.leap_relative_norm, 1e-8)) + 3,
-            "confidence": step.confidence,
-        }
-
     def state_dict(self) -> dict[str, Any]:
         state = {**vars(self), "_features": self.features}
         del state["_unread"]
@@ -263,12 +132,137 @@ class SignalObserver:
         self._unread = None
 
 
+class View:
+    """What the features of a step are computed from."""
+
+    def __init__(self, observer: SignalObserver, step: StepSignals):
+        self.seen, self.step = observer, step
+        self.losses = np.asarray(observer.losses, dtype=np.float64)
+        self.norms = np.asarray(observer.norms, dtype=np.float64)
+        self.alignments = np.asarray(observer.alignments, dtype=np.float64)
+        if len(self.losses) > 1:
+            self.mean, self.std = self.losses.mean(), max(self.losses.std(), 1e-12)
+            self.change = np.diff(self.losses)
+            self.mean_norm = max(self.norms.mean(), 1e-12)
+        self.statistics = observer.statistics
+        if self.statistics:
+            self.ratio = self.statistics["first"] / max(self.statistics["second"], 1e-20)
+        self.rate = max(step.learning_rate, 1e-12)
+
+    @property
+    def covariance(self) -> float:
+        """Of losses and gradient norms."""
+        return ((self.losses - self.losses.mean()) * (self.norms - self.norms.mean())).mean()
+
+    @property
+    def clipped_norm(self) -> float:
+        """Norm of the last gradient as the optimizer got it."""
+        return min(self.seen.norms[-1], self.step.max_grad_norm or self.seen.norms[-1])
+
+
+Features = dict[str, Callable[[View], Any]]
+
+_LEVEL: Features = {"loss_level": lambda v: math.log1p(abs(v.losses[-1]))}
+_LOSS: Features = {
+    "loss_log_ratio_to_first": lambda v: _log_ratio(v.seen.fast, v.seen.first_loss),
+    "loss_z_score": lambda v: (v.losses[-1] - v.mean) / v.std,
+    "loss_std_over_mean": lambda v: 10 * v.std / max(abs(v.mean), 1e-12),
+    "loss_min_gap": lambda v: (v.mean - v.losses.min()) / v.std,
+    "loss_max_gap": lambda v: (v.losses.max() - v.mean) / v.std,
+    "loss_slope_8": lambda v: _slope(v.losses[-8:]) / v.std * 8,
+    "loss_slope_16": lambda v: _slope(v.losses[-16:]) / v.std * 16,
+    "loss_slope_32": lambda v: _slope(v.losses[-32:]) / v.std * 32,
+    "loss_slope_64": lambda v: _slope(v.losses) / v.std * len(v.losses),
+    "loss_curvature": lambda v: _bend(v.losses) / v.std * len(v.losses),
+    "loss_fast_minus_mid": lambda v: (v.seen.fast - v.seen.mid) / v.std,
+    "loss_mid_minus_slow": lambda v: (v.seen.mid - v.seen.slow) / v.std,
+    "loss_autocorrelation": lambda v: _autocorrelation(v.losses),
+    "loss_share_falling": lambda v: (v.change < 0).mean(),
+    "loss_turns": lambda v: (v.change[1:] * v.change[:-1] < 0).mean() if len(v.change) > 1 else 0.0,
+}
+_NORM: Features = {"norm_log": lambda v: math.log10(max(v.norms[-1], 1e-12))}
+_GRADIENT: Features = {
+    "norm_log_ratio_to_mean": lambda v: _log_ratio(v.norms[-1], v.mean_norm),
+    "norm_std_over_mean": lambda v: v.norms.std() / v.mean_norm,
+    "norm_min_ratio": lambda v: v.norms.min() / v.mean_norm,
+    "norm_max_ratio": lambda v: v.norms.max() / v.mean_norm,
+    "norm_slope_16": lambda v: _slope(v.norms[-16:]) / v.mean_norm * 16,
+    "norm_slope_64": lambda v: _slope(v.norms) / v.mean_norm * len(v.norms),
+    "norm_autocorrelation": lambda v: _autocorrelation(v.norms),
+    "norm_share_clipped": lambda v: v.seen.clipped,
+    "norm_clip_ratio": lambda v: _log_ratio(v.norms[-1], v.step.max_grad_norm or v.mean_norm),
+    "norm_loss_correlation": lambda v: v.covariance / max(v.losses.std() * v.norms.std(), 1e-12),
+    "norm_log_ratio_to_first": lambda v: _log_ratio(v.norms[-1], v.seen.first_norm),
+}
+_OPTIMIZER: Features = {
+    "moment_first_log": lambda v: math.log10(max(v.statistics["first"], 1e-20)) + 5,
+    "moment_second_log": lambda v: math.log10(max(v.statistics["second"], 1e-20)) + 5,
+    "moment_signal_to_noise": lambda v: v.ratio,
+    "moment_first_trend": lambda v: _log_ratio(v.seen.moment_first, v.seen.previous_first),
+    "moment_second_trend": lambda v: _log_ratio(v.seen.moment_second, v.seen.previous_second),
+    "update_over_weight": lambda v: (
+        math.log10(max(v.step.learning_rate * v.ratio / max(v.statistics["weight"], 1e-20), 1e-12)) + 3
+    ),
+    "weight_log_ratio_to_first": lambda v: 10 * _log_ratio(v.statistics["weight"], v.seen.first_weight),
+    "memory_over_gradient": lambda v: v.statistics["memory"] / max(v.clipped_norm, 1e-20),
+    "memory_alignment": lambda v: v.statistics["alignment"],
+    "memory_alignment_mean": lambda v: v.alignments.mean(),
+    "memory_alignment_std": lambda v: v.alignments.std(),
+    "memory_age": lambda v: math.log10(1 + len(v.alignments)),
+}
+_RUN: Features = {
+    "rate_log": lambda v: math.log10(v.rate) + 4,
+    "rate_over_peak": lambda v: v.rate / max(v.seen.peak_rate, 1e-12),
+    "rate_change": lambda v: 10 * _log_ratio(v.seen.rates[-1], v.seen.rates[0]),
+    "rate_scale_log": lambda v: math.log(max(v.step.rate_scale, 1e-12)) / 2,
+    "rate_spent": lambda v: v.seen.rate_total / max(v.seen.peak_rate * v.seen.steps, 1e-12),
+    "rate_times_norm": lambda v: math.log10(v.rate * max(v.seen.norms[-1] if v.seen.norms else 0.0, 1e-12)) + 4,
+    "rate_in_block": lambda v: v.step.rate_in_block / max(v.seen.peak_rate, 1e-12) / 5,
+    "progress": lambda v: v.step.progress,
+    "phase_warmup": lambda v: v.step.phase is Phase.WARMUP,
+    "phase_full": lambda v: v.step.phase is Phase.FULL,
+    "phase_predict": lambda v: v.step.phase is Phase.PREDICT,
+    "phase_correct": lambda v: v.step.phase is Phase.CORRECT,
+    "steps_in_phase": lambda v: math.log1p(v.step.steps_in_phase),
+    "steps_since_leap": lambda v: math.log1p(v.step.steps_since_leap),
+    "consecutive_leaps": lambda v: v.step.consecutive_leaps / 5,
+    "share_predicted": lambda v: 5 * v.seen.predicted / v.seen.steps,
+    "leap_gain": lambda v: v.step.leap_gain,
+    "leap_credit": lambda v: v.step.leap_credit,
+    "leap_decrease": lambda v: v.seen.decreases[-1] if v.seen.decreases else 0.0,
+    "leap_decrease_mean": lambda v: _mean(v.seen.decreases),
+    "leap_share_kept": lambda v: _mean(v.seen.kept),
+    "leap_residual": lambda v: v.step.leap_residual,
+    "leap_relative_norm_log": lambda v: math.log10(max(v.step.leap_relative_norm, 1e-8)) + 3,
+    "confidence": lambda v: v.step.confidence,
+}
+_TABLES: tuple[tuple[Callable[[View], Any], Features], ...] = (
+    (lambda v: len(v.losses) > 0, _LEVEL),
+    (lambda v: len(v.losses) > 1, _LOSS),
+    (lambda v: len(v.norms) > 0, _NORM),
+    (lambda v: len(v.norms) > 1, _GRADIENT),
+    (lambda v: bool(v.statistics), _OPTIMIZER),
+    (lambda v: True, _RUN),
+)
+"""Whether the features of a table are known, and these. Their order is that of the weights of the world model."""
+FEATURE_NAMES = tuple(name for _, features in _TABLES for name in features)
+
+
 def _bounded(value: float) -> float:
     return min(max(float(value), -LIMIT), LIMIT) if math.isfinite(value) else 0.0
 
 
 def _log_ratio(value: float, reference: float) -> float:
     return math.log(max(value, 1e-20) / max(reference, 1e-20)) if value > 0 and reference > 0 else 0.0
+
+
+def _mean(values: deque[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _bend(x: np.ndarray) -> float:
+    """Slope of the second half less that of the first."""
+    return _slope(x[len(x) // 2 :]) - _slope(x[: len(x) // 2])
 
 
 def _slope(x: np.ndarray) -> float:

@@ -145,7 +145,7 @@ def draw_options(dice: random.Random) -> dict[str, Any]:
     own, hints = [field.name for field in fields(HybridArguments)], get_type_hints(HybridConfig)
     names = dice.sample(own, dice.randint(1, 4)) + dice.sample(TRAINERS_OWN, dice.choice([0, 0, 1, 2]))
     drawn = {name: usual_value(dice, name, hints[name]) for name in names}
-    if {"muon_momentum", "muon_lr_scale"} & set(names):
+    if "muon_momentum" in names:
         drawn["optim"] = "muon"
     if dice.random() < 0.3:
         drawn["memory"] = dice.choice(["stream", "auto"])

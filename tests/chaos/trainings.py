@@ -32,7 +32,6 @@ OPTIONS = {
     "max_predict_steps": 2,
     "leap_worth": 1.0,
     "leap_budget": 1e3,
-    "probe_batch_size": 2,
     "probe_budget": 0.3,
     "save_strategy": "steps",
     "save_steps": 3,
@@ -117,7 +116,10 @@ class Steps(TrainerCallback):
 
 def hybrid(model, folder: Path, rows: ByteText, mode: Mode, callbacks: list, **options):
     config = hybrid_config(folder, **{**OPTIONS, **mode.options, **options})
-    return HybridTrainer(model, config, train_dataset=mode.data(rows), eval_dataset=rows, callbacks=callbacks)
+    sets = {"train_dataset": mode.data(rows), "eval_dataset": rows}
+    trainer = HybridTrainer(model, config, **sets, callbacks=callbacks, parts=[part() for part in mode.parts])
+    trainer.probe_sequences = 2
+    return trainer
 
 
 def supervised(model, folder: Path, rows: ByteText, mode: Mode, callbacks: list, **options):
@@ -129,7 +131,16 @@ def supervised(model, folder: Path, rows: ByteText, mode: Mode, callbacks: list,
 
     config = HybridSFTConfig(**config_values(folder, **{**OPTIONS, **mode.options, **options}))
     data = Dataset.from_dict({"input_ids": rows.blocks.tolist()})
-    return HybridSFTTrainer(model, config, train_dataset=data, processing_class=_tokenizer(), callbacks=callbacks)
+    trainer = HybridSFTTrainer(model, config, train_dataset=data, processing_class=_tokenizer(), callbacks=callbacks)
+    trainer.probe_sequences = 2
+    return trainer
+
+
+def correcting():
+    """Corrects gains by residuals."""
+    from hf_hybrid.world_model.residuals import LeapResiduals
+
+    return LeapResiduals(correct_gain=True)
 
 
 def _tokenizer():
@@ -150,6 +161,7 @@ class Mode:
         options (`dict`): Of the configuration.
         model, data, build (`Callable`): Make the model, the data set from rows, and the trainer from both.
         callbacks (`tuple`): Classes of callbacks.
+        parts (`tuple`): Functions that make parts.
         processes (`int`): 2: with DDP over gloo.
         needs (`tuple[str]`): Packages without which the mode is left out.
     """
@@ -159,6 +171,7 @@ class Mode:
     data: Callable = lambda rows: rows
     build: Callable = hybrid
     callbacks: tuple = ()
+    parts: tuple[Callable, ...] = ()
     processes: int = 1
     needs: tuple[str, ...] = ()
 
@@ -171,7 +184,7 @@ MODES: dict[str, Mode] = {
     "every step, last two kept": Mode({**EVERY, "save_total_limit": 2}),
     "plain": Mode({"enable_predict": False}),
     "plain, every step": Mode({**EVERY, "enable_predict": False, "save_total_limit": 1}),
-    "gradient memory": Mode({"direction": "gradient_memory", "correct_gain": True, **EVERY}),
+    "gradient memory": Mode({"direction": "gradient_memory", **EVERY}, parts=(correcting,)),
     "frozen control": Mode({"direction": "none"}),
     "aggressive": Mode({"preset": "aggressive"}),
     "fast": Mode({"preset": "fast"}),
@@ -195,7 +208,8 @@ MODES: dict[str, Mode] = {
     "phases checkpointed": Mode({"checkpoint_phases": "full,correct"}),
     "streamed": Mode({**STREAMED, **EVERY}),
     "streamed, plain": Mode({**STREAMED, "enable_predict": False}),
-    "streamed, accumulation": Mode({**STREAMED, "gradient_accumulation_steps": 2, "stream_embeddings": True}),
+    "streamed, accumulation": Mode({**STREAMED, "gradient_accumulation_steps": 2,
+                                    "plan_values": {"stream_embeddings": True}}),
     "streamed, 8 bit": Mode({**STREAMED, "optimizer_states": "8bit"}, needs=("bitsandbytes",)),
     "streamed, LoRA over int8": Mode({**STREAMED, "base_precision": "int8"}, model=adapted, needs=("peft",)),
     "LoRA": Mode({"save_total_limit": 2}, model=adapted, needs=("peft",)),
@@ -246,7 +260,7 @@ def build(
     for callback in callbacks:
         callback.trainer = trainer
     if wait is not None:
-        trainer.folder_lock.wait = wait
+        trainer.saver.lock.wait = wait
     return trainer
 
 

@@ -44,7 +44,7 @@ from hf_hybrid.cli.options import (
 from hf_hybrid.cli.yaml_file import read_options
 from hf_hybrid.machine import use_one_gpu
 from hf_hybrid.run.monitor import TrainingDivergedError
-from hf_hybrid.saving.manifest import is_sealed
+from hf_hybrid.saving.manifest import is_committed
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
@@ -584,7 +584,7 @@ def test_a_job_whose_launcher_alone_is_told_to_end_saves_and_goes_on(folder, tmp
     steps = [int(path.name.split("-")[1]) for path in tmp_path.glob("out/checkpoint-*")]
     again = [*command, "--max_steps", str(max(steps) + 2)]
     assert subprocess.run(again, cwd=folder, env=environment, capture_output=True).returncode == 0
-    assert is_sealed(tmp_path / "out" / f"checkpoint-{max(steps) + 2}")
+    assert is_committed(tmp_path / "out" / f"checkpoint-{max(steps) + 2}")
 
 
 def test_a_packed_base_is_streamed_under_adapters(folder, tmp_path, monkeypatch):

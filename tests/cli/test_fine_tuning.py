@@ -342,7 +342,7 @@ def test_export_measures_on_the_rows_that_sft_held_out(run, tmp_path, capsys, mo
     monkeypatch.setenv("COLUMNS", "60")
     assert main(["export", "out", "--format", "merged"]) == 0
     shown = capsys.readouterr()
-    assert "held-out loss" in shown.out and max(map(len, shown.out.splitlines())) <= 60
+    assert "eval loss" in shown.out and max(map(len, shown.out.splitlines())) <= 60
     # Nothing comes before: no bars, and no warnings of dependencies.
     assert shown.err.splitlines() == ["Written: out-merged", "To try it: hf-hybrid chat out-merged"]
     note = tmp_path / "out" / "_hybrid_data.json"

@@ -175,7 +175,7 @@ def test_the_yaml_trains(memory, tmp_path, capsys):
     if memory == "stream":
         streamed = trainer.memory_summary()["plan"]
         assert streamed["resident_layers"] == values["resident_layers"]
-        assert streamed["stream_embeddings"] == values["stream_embeddings"]
+        assert not streamed["stream_embeddings"]
 
 
 @pytest.mark.parametrize(

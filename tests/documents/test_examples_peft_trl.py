@@ -45,7 +45,6 @@ SHORT = {
     "--correct_phase_steps": "1",
     "--leap_budget": "100",
     "--leap_worth": "1",
-    "--probe_batch_size": "2",
     "--divergence_threshold": "50",
     "--disable_tqdm": "True",
     "--output_dir": "out",

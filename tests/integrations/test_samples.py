@@ -36,7 +36,7 @@ def train(folder, model=None, callbacks=(), resume=None, **options):
 
 def test_prompts_are_completed_at_evaluations_and_no_bit_of_the_training_changes(tmp_path, prompts):
     plain = train(tmp_path / "plain")
-    sampled = train(tmp_path / "sampled", sample_prompts=prompts, sample_tokens=5)
+    sampled = train(tmp_path / "sampled", callbacks=[SampleCallback(prompts, 5)])
     assert_same_weights(weights(plain.model), weights(sampled.model))
     losses = [[entry.get("loss") for entry in trainer.state.log_history] for trainer in (plain, sampled)]
     assert losses[0] == losses[1]
@@ -113,13 +113,13 @@ def test_trainers_of_trl(tmp_path, prompts, kind):
         trainer.train()
         return weights(trainer.model)
 
-    without, sampled = run(tmp_path / "a"), run(tmp_path / "b", sample_prompts=str(prompts), sample_tokens=4)
+    without, sampled = run(tmp_path / "a"), run(tmp_path / "b", sample_prompts=str(prompts))
     assert_same_weights(without, sampled)
     assert [line["step"] for line in samples_of(tmp_path / "b")] == [2, 2, 4, 4]
 
 
 def test_a_resumed_run_supersedes_later_samples_and_a_new_run_all(tmp_path, prompts):
-    options = {"sample_prompts": prompts, "sample_tokens": 2}
+    options = {"sample_prompts": prompts}
     train(tmp_path / "out", save_strategy="steps", save_steps=4, **options)
     first = samples_of(tmp_path / "out")
     resumed = {"resume": str(tmp_path / "out" / "checkpoint-8"), "save_strategy": "steps", "save_steps": 4}
@@ -192,10 +192,6 @@ def test_a_trainer_that_cannot_complete_prompts_is_refused_when_it_is_made(tmp_p
     prompts.write_text("a" * 64)
     with pytest.raises(ValueError, match="a prompt of 64 tokens .* 64 positions. Shorten it"):
         HybridTrainer(tiny_model(), config, train_dataset=data, processing_class=TOKENIZER)
-    with pytest.raises(ValueError, match="`sample_tokens=8` is the length of samples"):
-        hybrid_config(tmp_path, sample_tokens=8)
-    with pytest.raises(ValueError, match="`sample_tokens` must be at least 1, got 0"):
-        hybrid_config(tmp_path, sample_prompts=prompts, sample_tokens=0)
     for wrong in ({"prompts": []}, {"prompts": [1]}, {"prompts": ["a"], "max_new_tokens": 0}):
         with pytest.raises(ValueError, match="prompt|max_new_tokens"):
             SampleCallback(**wrong)

@@ -108,9 +108,9 @@ def test_batches_and_steps_are_those_of_plain_trainer(kind, tmp_path):
     data, options = KINDS[kind]
     options = {"num_train_epochs": 2, "max_steps": -1, "per_device_train_batch_size": 4, "logging_steps": 5, **options}
     # Early leaps are probed, which such small batches pay dearly for: they are worth a step all the same.
-    probes = {"probe_budget": 0.2, "probe_batch_size": 4, "leap_worth": 2.0}
+    probes = {"probe_budget": 0.2, "leap_worth": 2.0}
     config = hybrid_config(tmp_path / "hybrid", leap_budget=100.0, **probes, **options)
-    hybrid, found = trained(HybridTrainer, config, data())
+    hybrid, found = trained(Probing, config, data())
     values = {
         name: getattr(config, name) for name in ("learning_rate", "report_to", "use_cpu", "save_strategy", "seed")
     }
@@ -122,6 +122,10 @@ def test_batches_and_steps_are_those_of_plain_trainer(kind, tmp_path):
         assert hybrid.state.epoch == plain.state.epoch
     for batches, of_plain in zip(found, expected):
         assert batches == of_plain[: len(batches)]
+
+
+class Probing(HybridTrainer):
+    probe_sequences = 4
 
 
 class Own(OwnLoader, HybridTrainer):
@@ -138,7 +142,7 @@ def test_a_loader_of_the_users_is_probed_too(tmp_path):
 def test_a_resumed_run_goes_on_with_the_batches_that_were_not_trained_on(kind, tmp_path):
     data, options = KINDS[kind]
     options = {"max_steps": 20, "leap_budget": 100.0, **options, "save_strategy": "steps", "save_steps": 6}
-    options |= {"probe_budget": 0.2, "probe_batch_size": 6}
+    options |= {"probe_budget": 0.2}
     config = hybrid_config(tmp_path, **options)
     whole, _ = trained(HybridTrainer, config, data())
     for step in (6, 12):

@@ -233,7 +233,7 @@ def test_another_direction_starts_anew():
 
 
 def train(folder, train_set, *, direction=None, **overrides):
-    options = {"max_steps": 36, "leap_memory_steps": 10, "probe_budget": 0.2, **overrides}
+    options = {"max_steps": 36, "probe_budget": 0.2, **overrides}
     resume = options.pop("resume", None)
     config = hybrid_config(folder, **options)
     trainer = HybridTrainer(tiny_model(), config, train_dataset=train_set, direction=direction)

@@ -10,10 +10,10 @@ from conftest import weights
 
 from hf_hybrid.leaps.directions.base import Direction
 from hf_hybrid.leaps.directions.gradient_memory import GradientMemory
-from hf_hybrid.leaps.leap import GainPlanner, Leaps
+from hf_hybrid.leaps.leap import Leaps, PhaseController, PhaseLengths
 from hf_hybrid.leaps.probe import HeldOutBatches, Losses, Probe, ProbeBatch
 from hf_hybrid.leaps.trajectory import Trajectory
-from hf_hybrid.leaps.trust import PhaseController, PhaseLengths, Trust
+from hf_hybrid.leaps.trust import GainPlanner, Trust
 from hf_hybrid.part import Phase
 from hf_hybrid.run.monitor import DivergenceMonitor, Level
 from hf_hybrid.run.run import Run
@@ -34,7 +34,7 @@ def leap_run(named, *, direction, gain=1.0, worth=0.0, probe=None, trust=None, r
     optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=rate)
     weights = TrainedWeights(named, optimizer)
     observers = options.pop("observers", ())
-    monitor = DivergenceMonitor(1e9, 10)
+    monitor = DivergenceMonitor(1e9)
     leaps = Leaps(
         controller=PhaseController(PhaseLengths(1, 2, 2, max_predict)),
         trajectory=Trajectory(weights, direction=direction, memory_steps=2, max_relative_norm=math.inf),
@@ -378,7 +378,7 @@ class Valleys:
             bend = self.STEEPNESS if "steep" in name else 0.0
             parameter.grad = bend * parameter.detach() if bend else torch.ones_like(parameter)
         if self.trajectory.open is not None:
-            self.residuals.comparison.observe_gradients()
+            self.residuals.observe_gradients()
         self.trajectory.observe_gradients()
         self.run.optimizer.step()
         self.trajectory.observe_step([self.RATE])

@@ -22,9 +22,10 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArg
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.leaps.directions import Orthogonal
-from hf_hybrid.leaps.leap import GainPlanner
 from hf_hybrid.leaps.trajectory import Trajectory
+from hf_hybrid.leaps.trust import GainPlanner
 from hf_hybrid.part import Phase
+from hf_hybrid.run.monitor import DivergenceMonitor
 from hf_hybrid.world_model.residuals import LeapResiduals
 
 SEEN = {"unprobed", "kept", "shrunk"}
@@ -101,7 +102,7 @@ def test_a_planner_that_wants_no_leap_makes_none(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        {"planner": "bandit", "correct_gain": True},
+        {"planner": "bandit", "corrects": True},
         {"direction": "gradient_memory"},
         {"memory": "stream"},
     ],
@@ -109,15 +110,17 @@ def test_a_planner_that_wants_no_leap_makes_none(tmp_path, monkeypatch):
 )
 def test_a_run_resumes_bit_for_bit(options, tmp_path):
     options = {"max_steps": 48, "save_strategy": "steps", "save_steps": 19, **options}
-    whole = train(tmp_path / "whole", **options)
+    corrects = options.pop("corrects", False)
+    parts = lambda: [LeapResiduals(correct_gain=True)] if corrects else []  # noqa: E731
+    whole = train(tmp_path / "whole", parts=parts(), **options)
     summary = whole.hybrid_summary()
     losses = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0] - 0.5 and len(summary["leaps"]) > 5
     for step in (19, 38):
         checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
-        resumed = train(tmp_path / "again", resume=checkpoint, **options)
+        resumed = train(tmp_path / "again", resume=checkpoint, parts=parts(), **options)
         assert_same_weights(weights(resumed.model), weights(whole.model))
-        for name in ("leaps", "displacement_residuals"):
+        for name in ("leaps", *(["displacement_residuals"] if corrects else [])):
             assert resumed.hybrid_summary()[name] == summary[name]
 
 
@@ -129,7 +132,8 @@ def test_leaps_are_the_same_wherever_weights_and_buffers_are(build, tmp_path):
     resident = train(tmp_path, build())
     leaps = resident.hybrid_summary()["leaps"]
     assert len(leaps) > 3 and all(leap["relative_norm"] > 0 for leap in leaps)
-    streamed, host = train(tmp_path, build(), memory="stream"), train(tmp_path, build(), buffers_device="cpu")
+    streamed = train(tmp_path, build(), memory="stream")
+    host = train(tmp_path, build(), plan_values={"buffers_device": "cpu"})
     assert streamed.hybrid_summary()["leaps"] == leaps
     assert_same_weights(weights(streamed.model), weights(resident.model))
     # Host buffers take in gradients one by one, with another rounding.
@@ -561,13 +565,14 @@ def fp16(folder, kind, model, *, init_scale=2.0**10, **options):
     return trainer
 
 
-def test_fp16_makes_no_leaps_and_steps_as_plain_trainer(tmp_path, caplog):
+def test_fp16_makes_no_leaps_and_steps_as_plain_trainer(tmp_path, caplog, monkeypatch):
     """
     Steps that the scaler leaves out, because it multiplied the loss by too much, are no divergence: here more than
-    `max_bad_steps` in a row.
+    `MAX_BAD_STEPS` in a row.
     """
+    monkeypatch.setattr(DivergenceMonitor, "MAX_BAD_STEPS", 3)
     model = tiny_model()
-    options = {"direction": "auto", "lr_rescue": "off", "share_rows": "off", "max_bad_steps": 3}
+    options = {"direction": "auto", "lr_rescue": "off", "share_rows": "off"}
     hybrid = fp16(tmp_path / "hybrid", HybridTrainer, copy.deepcopy(model), init_scale=2.0**24, **options)
     plain = fp16(tmp_path / "plain", Trainer, copy.deepcopy(model), init_scale=2.0**24)
     skipped = sum(not math.isfinite(entry.get("grad_norm", 0.0)) for entry in plain.state.log_history)

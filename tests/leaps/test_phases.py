@@ -1,10 +1,10 @@
-"""`PhaseController` in `hf_hybrid/leaps/trust.py`: the order of phases."""
+"""`PhaseController` in `hf_hybrid/leaps/leap.py`: the order of phases."""
 
 import json
 
 import pytest
 
-from hf_hybrid.leaps.trust import LEGAL_TRANSITIONS, PhaseController, PhaseLengths
+from hf_hybrid.leaps.leap import LEGAL_TRANSITIONS, PhaseController, PhaseLengths
 from hf_hybrid.part import Phase
 
 LENGTHS = PhaseLengths(warmup=2, full=3, correct=2, max_predict=4)

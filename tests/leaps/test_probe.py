@@ -118,9 +118,8 @@ class Watching(HybridTrainer):
 
 
 def test_probes_look_at_what_is_trained_on_next(tmp_path):
-    trainer = Watching(
-        tiny_model(), hybrid_config(tmp_path, probe_budget=0.2, probe_batch_size=8), train_dataset=ByteText(400)
-    )
+    trainer = Watching(tiny_model(), hybrid_config(tmp_path, probe_budget=0.2), train_dataset=ByteText(400))
+    trainer.probe_sequences = 8
     trainer.seen = []
     trainer.train()
     probes = [index for index, (phase, _) in enumerate(trainer.seen) if phase == "probe"]

@@ -246,11 +246,10 @@ def run(folder, plugin, **overrides):
         def before_probe(self):
             witness.quantised += len(quantised(witness.model)) > 0
 
-    config = hybrid_config(
-        folder, probe_budget=0.5, leap_budget=100.0, probe_batch_size=8, learning_rate=1e-3, **overrides
-    )
+    config = hybrid_config(folder, probe_budget=0.5, leap_budget=100.0, learning_rate=1e-3, **overrides)
     model = tiny_model(**WIDE, num_hidden_layers=1)
     trainer = HybridTrainer(model, config, train_dataset=ByteText(400), parts=[witness, plugin, Inside()])
+    trainer.probe_sequences = 8
     trainer.train()
     return trainer, witness
 

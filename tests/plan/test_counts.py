@@ -45,7 +45,9 @@ class Watch(TrainerCallback):
 def run(folder, model, look, **options):
     """A streamed run, and what `look` saw in it."""
     watch = Watch(look)
-    config = hybrid_config(folder, **{"max_steps": 3, "memory": "stream", "enable_predict": False, **options})
+    plan_values = {name: options.pop(name) for name in ("stream_embeddings", "prefetch_layers") if name in options}
+    options = {"max_steps": 3, "memory": "stream", "enable_predict": False, **options}
+    config = hybrid_config(folder, plan_values=plan_values, **options)
     watch.trainer = HybridTrainer(model, config, train_dataset=ByteText(60), callbacks=[watch])
     watch.trainer.train()
     return watch.trainer, watch.seen

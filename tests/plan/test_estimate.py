@@ -206,14 +206,14 @@ def test_planned_buffers_are_those_that_a_run_holds(direction, tmp_path):
     assert planned.table.get("drift", "host") == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"buffers_device": "cpu"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"plan_values": {"buffers_device": "cpu"}}], ids=str)
 def test_planned_buffers_of_streamed_weights(options, tmp_path):
     held, planned = run(tmp_path, memory="stream", **options)
     scratch = 4 * EMBEDDING  # one per place; here both places are the same
     assert held["scratch"] == scratch
     places = [planned.table.get("drift", place) for place in ("device", "host")]
     assert sum(places) == sum(held.values()) + scratch * (min(places) > 0)
-    assert (places[0] > 0) == ("buffers_device" not in options)
+    assert (places[0] > 0) == ("plan_values" not in options)
 
 
 def test_a_direction_of_the_user_is_planned_by_its_own_number(tmp_path):
@@ -372,17 +372,9 @@ IMPOSSIBLE = {
             "enable_predict": False,
         },
     ),
-    "leaps beside the weights": (
-        replace(llama_8b(), layers=(WeightCount(218_112_000),) * 2),
-        {"sequence_length": 256, "memory": "off", "vram": 14 * GIB, "activation_checkpointing": True},
-    ),
     "a frozen base too large for the host": (
         adapters_on_50b(),
         {"sequence_length": 2048, "memory": "stream", "vram": 16 * GIB, "ram": 64 * GIB},
-    ),
-    "embeddings held down": (
-        llama_8b(),
-        {"sequence_length": 512, "memory": "stream", "stream_embeddings": False, "vram": 5 * GIB},
     ),
 }
 FIELDS = {"per_device_train_batch_size": "batch_size", checkpointing_option(): "activation_checkpointing"}
@@ -404,6 +396,24 @@ def test_advice_of_a_refusal_works(shape, asked):
     again = plan(shape, **{**asked, **changed})
     assert again.fits
     assert again.table == error.nearest.table
+
+
+def test_buffers_of_leaps_go_to_the_host_where_they_alone_do_not_fit():
+    shape = replace(llama_8b(), layers=(WeightCount(218_112_000),) * 2)
+    options = {"sequence_length": 256, "memory": "off", "activation_checkpointing": True}
+    assert not plan(shape, **options, vram=40 * GIB).buffers_on_host
+    decided = plan(shape, **options, vram=14 * GIB)
+    assert decided.fits and decided.buffers_on_host and decided.table.get("drift", "device") == 0
+    assert "buffers of leaps on the host" in decided.describe()
+
+
+def test_no_layer_is_fetched_ahead_where_its_buffer_does_not_fit():
+    options = {"sequence_length": 512, "memory": "stream", "resident_layers": 0, "enable_predict": False}
+    options["stream_embeddings"] = False
+    roomy = plan(llama_8b(), **options)
+    least = plan(llama_8b(), **options, prefetch_layers=0)
+    decided = plan(llama_8b(), **options, vram=(roomy.peak_device_bytes + least.peak_device_bytes) // 2)
+    assert (roomy.setup.prefetch_layers, decided.setup.prefetch_layers) == (1, 0)
 
 
 def test_refusal_says_which_limit_is_exceeded_by_how_much():

@@ -173,7 +173,7 @@ def test_a_streamed_plan_holds_what_the_engine_holds(tmp_path):
     model = tiny_model(num_hidden_layers=4, vocab_size=1024)
     asked = {"dtype": "float32", "memory": "stream", "accelerator": "cpu"}
     planned = plan_memory(model, sequence_length=32, batch_size=4, vram="3MiB", **asked)
-    options = {name: planned.options[name] for name in ("memory", "resident_layers", "stream_embeddings")}
+    options = {name: planned.options[name] for name in ("memory", "resident_layers")}
     config = hybrid_config(tmp_path, max_steps=2, enable_predict=False, **options)
     trainer = HybridTrainer(model, config, train_dataset=ByteText(40))
     trainer.train()

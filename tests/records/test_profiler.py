@@ -53,7 +53,7 @@ def forked(function) -> int:
 def test_an_option_profiles_the_run(tmp_path):
     options = {"max_steps": 4, "enable_predict": False}
     silent = HybridTrainer(tiny_model(), hybrid_config(tmp_path / "a", **options), train_dataset=ByteText(64))
-    asked = hybrid_config(tmp_path / "b", **options, profile_memory=True, spike_threshold=0.3)
+    asked = hybrid_config(tmp_path / "b", **options, profile_memory=True)
     profiled = HybridTrainer(tiny_model(), asked, train_dataset=ByteText(64))
     silent.train()
     profiled.train()
@@ -62,7 +62,7 @@ def test_an_option_profiles_the_run(tmp_path):
     assert not (tmp_path / "a" / "profile").exists()
     assert [record["step"] for record in lines(tmp_path / "b")] == [1, 2, 3, 4]
     (profiler,) = (call for call in profiled.callback_handler.callbacks if isinstance(call, MemoryProfilerCallback))
-    assert profiler.spike_threshold == 0.3
+    assert profiler.spike_threshold == 0.1
 
 
 def test_a_profiler_that_is_given_stays_the_only_one(tmp_path):

@@ -462,7 +462,7 @@ def test_a_real_run_that_was_cut_short(tmp_path):
     assert phases_logged[1] == "warmup" and "predict" in phases_logged.values()
 
 
-def test_a_checkpoint_that_is_sealed_late_takes_no_steps_away(tmp_path):
+def test_a_checkpoint_that_is_committed_late_takes_no_steps_away(tmp_path):
     """It is written behind the steps, so its line stands behind theirs."""
     losses = [{"step": step, "loss": 3 - step / 100, "seconds": step / 10} for step in range(1, 25)]
     late = {"step": 20, "sealed": {"model.safetensors": "0" * 32}, "seconds": 2.5}

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.trajectory import Trajectory
+from hf_hybrid.world_model.residuals import LeapResiduals
 
 STEPS = 28
 # What leaps may cost is counted per process, which computes them whole and the step by half: not a limit here.
@@ -50,8 +51,10 @@ class PoisonedTrainer(HybridTrainer):
 def build(folder, trainer_class=HybridTrainer, samples=400, callbacks=(), **options):
     torch.manual_seed(0)
     model = tiny_model(attention_dropout=0.1 if "save_steps" in options else 0.0)
+    parts = [LeapResiduals(correct_gain=True)] if options.pop("corrects", False) else []
     config = hybrid_config(folder, ddp_find_unused_parameters=False, **{**BASE, **options})
-    return trainer_class(model, config, train_dataset=ByteText(samples), callbacks=list(callbacks))
+    data = ByteText(samples)
+    return trainer_class(model, config, train_dataset=data, callbacks=list(callbacks), parts=parts)
 
 
 def result(trainer) -> dict:
@@ -137,7 +140,7 @@ def hurting(folder: Path, name: str, **options):
 
 def looked(folder: Path):
     """Leaps that hurt and are probed, a batch that is no number on one process, accumulated gradients."""
-    options = {"gradient_accumulation_steps": 2, "correct_gain": True, "probe_budget": 1.0}
+    options = {"gradient_accumulation_steps": 2, "corrects": True, "probe_budget": 1.0}
     phases = {"warmup_phase_steps": 2, "full_phase_steps": 1, "correct_phase_steps": 1, "max_predict_steps": 1}
     return hurting(folder, "looked", max_steps=20, **phases, **options)
 

@@ -26,6 +26,7 @@ from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.run.weights import canonical
 from hf_hybrid.saving.manifest import last_checkpoint
+from hf_hybrid.world_model.residuals import LeapResiduals
 from rig import fsdp2_on_cpu
 
 BY_LAUNCHER = "ACCELERATE_USE_FSDP" in os.environ  # a first trainer sets it too
@@ -35,16 +36,15 @@ BATCH = 12
 BASE = {
     "max_steps": STEPS,
     "probe_budget": 0.5,
-    "probe_batch_size": BATCH,  # with fewer, each process would take the first of its own batch
     "leap_worth": 1.0,
-    "correct_gain": True,
+    "corrects": True,
 }
 EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "architectures": None}
 SHORT = {"max_steps": 18}
 """Two leaps and more."""
 MUON = {"optim": "muon", "in_fp32": True, "direction": "auto"}
 """Without leaps, which need AdamW."""
-HARMFUL = {"direction": "gradient_memory", "leap_worth": 0.5, "correct_gain": False}
+HARMFUL = {"direction": "gradient_memory", "leap_worth": 0.5, "corrects": False}
 RUNS = {
     "base": {**SHORT},
     "accumulated": {**SHORT, "gradient_accumulation_steps": 2, "fsdp_config": {"activation_checkpointing": True}},
@@ -194,10 +194,12 @@ def train(folder: Path, name: str, resume: Path | None = None) -> HybridTrainer:
         resume = last_checkpoint(resume)
     batch = BATCH // processes // options.get("gradient_accumulation_steps", 1)
     place = folder / str(processes) / name
+    parts = [LeapResiduals(correct_gain=True)] if options.pop("corrects") else []
     config = hybrid_config(place, per_device_train_batch_size=batch, **options, **sharding)
     kind = HybridTrainer if poisoned_at is None else PoisonedTrainer
-    trainer = kind(model, config, train_dataset=data, callbacks=[ends], optimizer_cls_and_kwargs=optimizer)
+    trainer = kind(model, config, train_dataset=data, callbacks=[ends], parts=parts, optimizer_cls_and_kwargs=optimizer)
     trainer.poisoned_at = poisoned_at
+    trainer.probe_sequences = BATCH  # with fewer, each process would take the first of its own batch
     with (
         contextlib.nullcontext() if hurts_at is None else hurting(hurts_at),
         muon_in_fp32() if in_fp32 else contextlib.nullcontext(),

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_hybrid.world_model.forecasts import history_of
+from hf_hybrid.world_model.dynamics import history_of
 from hf_hybrid.world_model.learning import StretchBatch
 
 SIGNAL = 20

@@ -22,7 +22,9 @@ from hf_hybrid.run.monitor import (
 
 
 def monitor(**overrides):
-    return DivergenceMonitor(**{"threshold": 4.0, "max_bad_steps": 5, **overrides})
+    monitor = DivergenceMonitor(overrides.get("threshold", 4.0))
+    monitor.MAX_BAD_STEPS = overrides.get("max_bad_steps", 5)
+    return monitor
 
 
 def settled(steps=60, **overrides):
@@ -285,10 +287,9 @@ def test_a_step_without_labels_whose_gradient_is_nan_changes_nothing(tmp_path):
     assert finite(model)
 
 
-def test_endless_nan_aborts_and_names_the_last_good_checkpoint(tmp_path):
-    config = hybrid_config(
-        tmp_path, max_steps=60, save_strategy="steps", save_steps=10, max_bad_steps=5, remove_unused_columns=False
-    )
+def test_endless_nan_aborts_and_names_the_last_good_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(DivergenceMonitor, "MAX_BAD_STEPS", 5)
+    config = hybrid_config(tmp_path, max_steps=60, save_strategy="steps", save_steps=10, remove_unused_columns=False)
     trainer = HybridTrainer(poisoned({call: math.nan for call in range(20, 200)}), config, train_dataset=ByteText(400))
     said = r"5 in a row.*in memory are those of the last good step.*last good checkpoint is `.*checkpoint-\d+`"
     with pytest.raises(TrainingDivergedError, match=said):

@@ -1,4 +1,4 @@
-"""Saves behind the step: the same files as of a save that training waits for, and nothing lost when one fails."""
+"""Async saves: the same files as of a save that training waits for, and nothing lost when one fails."""
 
 import errno
 import threading
@@ -13,8 +13,8 @@ from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.saving import manifest
-from hf_hybrid.saving.async_save import CannotStageError, Saves, Staging
-from hf_hybrid.saving.manifest import is_sealed
+from hf_hybrid.saving.async_save import AsyncSaver, CannotStageError, Staging
+from hf_hybrid.saving.manifest import is_committed
 
 
 def build(folder, model=None, callbacks=None, **overrides):
@@ -31,14 +31,14 @@ class Slow(TrainerCallback):
 
     def __init__(self, monkeypatch, until: int):
         self.go_on, self.until, self.there = threading.Event(), until, []
-        seal = manifest.seal
+        commit = manifest.commit
 
-        def slow_seal(*args, **kwargs):
+        def slow_commit(*args, **kwargs):
             if threading.current_thread() is not threading.main_thread():
                 assert self.go_on.wait(60)
-            return seal(*args, **kwargs)
+            return commit(*args, **kwargs)
 
-        monkeypatch.setattr(manifest, "seal", slow_seal)
+        monkeypatch.setattr(manifest, "commit", slow_commit)
 
     def on_step_end(self, args, state, control, **kwargs):
         self.there.append(sorted(path.name for path in Path(args.output_dir).glob("checkpoint-*")))
@@ -64,22 +64,22 @@ def test_a_checkpoint_holds_the_step_it_is_of_although_training_goes_on(tmp_path
         return get_peft_model(made, LoraConfig(r=2, target_modules="all-linear")) if adapters else made
 
     slow = Slow(monkeypatch, until=4)
-    later = build(tmp_path / "behind", model=model(), callbacks=[slow], save_steps=2, **options)
+    later = build(tmp_path / "async", model=model(), callbacks=[slow], save_steps=2, **options)
     later.train()
     assert slow.there[2] == [] and slow.there[-1][0] == "checkpoint-2"  # step 3 ran before the save of step 2 was over
     monkeypatch.undo()
-    at_once = build(tmp_path / "at_once", model=model(), save_steps=2, save_behind="off", **options)
+    at_once = build(tmp_path / "at_once", model=model(), save_steps=2, async_save=False, **options)
     at_once.train()
     for step in (2, 4, 6):
-        ours, theirs = (files_of(tmp_path / way / f"checkpoint-{step}") for way in ("behind", "at_once"))
+        ours, theirs = (files_of(tmp_path / way / f"checkpoint-{step}") for way in ("async", "at_once"))
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         names = [
-            {path.name for path in (tmp_path / way / f"checkpoint-{step}").iterdir()} for way in ("behind", "at_once")
+            {path.name for path in (tmp_path / way / f"checkpoint-{step}").iterdir()} for way in ("async", "at_once")
         ]
         assert names[0] == names[1]
-    resumed = build(tmp_path / "behind", model=model(), **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "behind" / "checkpoint-2"))
+    resumed = build(tmp_path / "resumed", model=model(), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "async" / "checkpoint-2"))
     assert_same_weights(weights(resumed.model), weights(at_once.model))
 
 
@@ -88,7 +88,7 @@ def test_a_save_that_fails_is_raised_by_the_next_step_and_leaves_nothing(tmp_pat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     trainer = build(tmp_path, save_steps=2)
-    monkeypatch.setattr(manifest, "seal", full)
+    monkeypatch.setattr(manifest, "commit", full)
     with pytest.raises(OSError, match="disk is full.*checkpoint-2` could not be written"):
         trainer.train()
     assert trainer.state.global_step in (3, 4)
@@ -102,14 +102,14 @@ class SavesAtFive(TrainerCallback):
         control.should_save = state.global_step == 5
 
 
-def test_a_save_that_fails_behind_the_last_step_is_logged(tmp_path, monkeypatch, caplog):
+def test_a_save_that_fails_beside_the_last_step_is_logged(tmp_path, monkeypatch, caplog):
     slow = Slow(monkeypatch, until=6)
 
     def fails(*args, **kwargs):
         assert slow.go_on.wait(60)
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(manifest, "seal", fails)
+    monkeypatch.setattr(manifest, "commit", fails)
     trainer = build(tmp_path, save_strategy="no", callbacks=[SavesAtFive(), slow])
     trainer.train()
     assert trainer.state.global_step == 6
@@ -121,16 +121,16 @@ class Reads(TrainerCallback):
     """Looks at a checkpoint as soon as it is saved."""
 
     def __init__(self):
-        self.sealed = []
+        self.committed = []
 
     def on_save(self, args, state, control, **kwargs):
-        self.sealed.append(is_sealed(Path(args.output_dir, f"checkpoint-{state.global_step}")))
+        self.committed.append(is_committed(Path(args.output_dir, f"checkpoint-{state.global_step}")))
 
 
 def test_a_callback_that_reads_checkpoints_finds_them(tmp_path):
     reads = Reads()
     build(tmp_path, save_steps=2, callbacks=[reads]).train()
-    assert reads.sealed == [True] * 3
+    assert reads.committed == [True] * 3
 
 
 def test_the_best_checkpoint_is_loaded_when_it_is_whole(tmp_path, monkeypatch):
@@ -139,7 +139,7 @@ def test_the_best_checkpoint_is_loaded_when_it_is_whole(tmp_path, monkeypatch):
     trainer = build(tmp_path, callbacks=[slow], save_total_limit=1, **options)
     trainer.train()
     best = Path(trainer.state.best_model_checkpoint)
-    assert is_sealed(best)
+    assert is_committed(best)
     assert_same_weights(weights(trainer.model), load_file(best / "model.safetensors"))
 
 
@@ -173,8 +173,8 @@ def test_copies_that_do_not_fit_are_refused():
 
 def test_a_save_whose_copies_do_not_fit_is_written_at_once(tmp_path, caplog):
     trainer = build(tmp_path, save_steps=2)
-    trainer.saves = Saves(Staging(free=lambda: 1000))
+    trainer.saver.writer = AsyncSaver(Staging(free=lambda: 1000))
     with caplog.at_level("INFO"):
         trainer.train()
     assert "written before training goes on: the copies need" in caplog.text
-    assert [is_sealed(tmp_path / f"checkpoint-{step}") for step in (2, 4, 6)] == [True] * 3
+    assert [is_committed(tmp_path / f"checkpoint-{step}") for step in (2, 4, 6)] == [True] * 3

@@ -12,7 +12,7 @@ from rig.processes import together
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.saving.manifest import is_sealed
+from hf_hybrid.saving.manifest import is_committed
 from hf_hybrid.saving.run_identity import inner_optimizer
 
 pytestmark = pytest.mark.processes
@@ -88,7 +88,7 @@ def test_a_flipped_bit_ends_the_run_and_the_same_command_goes_on(tmp_path, kind)
     for process in (0, 1):
         assert re.fullmatch(expected, of(tmp_path, "first", process)["error"])
     again = of(tmp_path, "again")
-    assert again["error"] is None and again["step"] == 8 and is_sealed(tmp_path / "checkpoint-8")
+    assert again["error"] is None and again["step"] == 8 and is_committed(tmp_path / "checkpoint-8")
 
 
 def test_weights_that_are_not_saved_on_one_process_end_all(tmp_path):
@@ -114,7 +114,7 @@ def test_a_run_goes_on_with_an_error_in_its_log(tmp_path, options, fault):
     """Without leaps, as plain Trainer, and where the processes differed at the first save already."""
     assert together(2, lambda: train(tmp_path, Fault("weights", 1, fault), **options)) == [0, 0]
     found = of(tmp_path, "first")
-    assert found["error"] is None and found["step"] == 8 and is_sealed(tmp_path / "checkpoint-8")
+    assert found["error"] is None and found["step"] == 8 and is_committed(tmp_path / "checkpoint-8")
     assert [line for line in found["said"] if line.startswith("ERROR Processes 0 and 1 differ after step")]
     assert not [line for line in of(tmp_path, "first", 1)["said"] if line.startswith("ERROR")]
 
@@ -143,7 +143,7 @@ def test_shards_are_not_compared_and_that_is_said(tmp_path):
     """No two processes hold the same: the step counters of the optimizer alone are compared."""
     assert together(2, lambda: sharded(tmp_path)) == [0, 0]
     found = of(tmp_path, "first")
-    assert found["error"] is None and found["step"] == 8 and is_sealed(tmp_path / "checkpoint-8")
+    assert found["error"] is None and found["step"] == 8 and is_committed(tmp_path / "checkpoint-8")
     (line,) = [line for line in found["said"] if "are shards, which no two of them hold" in line]
     compared, held = map(int, re.search(r"compare (\d+) of (\d+)", line).groups())
     assert 0 < compared < held and not [line for line in found["said"] if line.startswith("ERROR")]

@@ -59,7 +59,7 @@ def build(folder, callbacks=None, **options):
 def test_the_second_is_told_who_is_there(tmp_path, held):
     other = held(60)
     trainer = build(tmp_path)
-    trainer.folder_lock.wait = 0.2
+    trainer.saver.lock.wait = 0.2
     with pytest.raises(
         FolderInUseError, match=rf"process {other.pid} on `.*`, which was at step 7 .*another `output_dir`"
     ):
@@ -201,8 +201,8 @@ def test_an_output_that_is_no_folder_is_refused_before_anything_is_made(tmp_path
 
 
 def test_files_that_a_kill_left_half_written_are_deleted(tmp_path):
-    ours = [f"_{name}.{'0f' * 8}" for name in (HOLDER_NAME, "hybrid_run.json", "hybrid_summary.json")]
-    others = ["_notes.json.0f0f0f0f0f0f0f0f", "hybrid_run.json", "_hybrid_run.json.0f", "_hybrid_command.json"]
+    ours = [f"_{name}.{'0f' * 8}" for name in (HOLDER_NAME, "hybrid_config.json", "hybrid_summary.json")]
+    others = ["_notes.json.0f0f0f0f0f0f0f0f", "hybrid_config.json", "_hybrid_config.json.0f", "_hybrid_command.json"]
     for name in ours + others:
         (tmp_path / name).write_text("{")
     lock = FolderLock()

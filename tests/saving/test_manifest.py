@@ -1,4 +1,4 @@
-"""`hf_hybrid/saving/manifest.py`: checkpoints that are whole or refused, which one a resume takes or deletes."""
+"""`hf_hybrid/saving/manifest.py` and `start.py`: checkpoints that are whole or refused, and where a training starts."""
 
 import contextlib
 import errno
@@ -21,7 +21,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_hybrid import HybridTrainer
 from hf_hybrid.records.log import LOG_NAME
 from hf_hybrid.saving import manifest
-from hf_hybrid.saving.manifest import MANIFEST_NAME, RUN_NAME, CheckpointError, is_sealed, last_checkpoint
+from hf_hybrid.saving.manifest import MANIFEST_NAME, SAVING_NAME, CheckpointError, is_committed, last_checkpoint
+from hf_hybrid.saving.start import find
 from hf_hybrid.trainer import HybridTrainerMixin
 
 OPTIONS = {"max_steps": 6, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2}
@@ -50,7 +51,7 @@ def folder(finished, tmp_path):
 
 def found(folder, resume=True):
     """The checkpoint that a resume takes, as a name, and what it says."""
-    start = manifest.find(resume, folder, tiny_model())
+    start = find(resume, folder, tiny_model())
     return Path(start.folder).name, " ".join(start.warnings)
 
 
@@ -104,37 +105,35 @@ def test_a_checkpoint_in_another_ones_place_is_passed_over(folder):
 
 def test_a_resume_passes_a_save_that_was_cut_short_over_and_ends_at_the_same_weights(finished, folder, caplog):
     """Also without leaps. The cut is right before the manifest, where every file is there already."""
-    (folder / "checkpoint-6" / MANIFEST_NAME).unlink()
+    (folder / SAVING_NAME).mkdir()
+    os.rename(folder / "checkpoint-6", folder / SAVING_NAME / "checkpoint-6")  # where a kill leaves it
+    (folder / SAVING_NAME / "checkpoint-6" / MANIFEST_NAME).unlink()
     trainer = build(folder)
     trainer.train(resume_from_checkpoint=True)
-    assert f"checkpoint-6` is passed over: it has no `{MANIFEST_NAME}`" in caplog.text
+    assert trainer.saver.start.folder == str(folder / "checkpoint-4") and "passed over" not in caplog.text
     assert_same_weights(weights(trainer.model), finished[1])
-    assert is_sealed(folder / "checkpoint-6")
-    assert [path.name for path in folder.glob("_*/*")] == ["checkpoint-6-1"]  # another trainer may have written it
+    assert is_committed(folder / "checkpoint-6") and not list(folder.glob("_*"))
 
 
 def test_nothing_to_resume_from_is_said_with_every_folder_passed_over(tmp_path, folder):
     with pytest.raises(CheckpointError, match=r"No valid checkpoint found in output directory \(.*\). Start anew"):
         build(tmp_path / "empty").train(resume_from_checkpoint=True)
     for step in (2, 4, 6):
-        (folder / f"checkpoint-{step}" / MANIFEST_NAME).unlink()
-    manifest.write_run(folder, manifest.new_run(tiny_model()).run)
+        (folder / f"checkpoint-{step}" / "optimizer.pt").unlink()
     with pytest.raises(CheckpointError, match="Passed over: `checkpoint-6`: .*`checkpoint-4`: .*`checkpoint-2`: "):
         found(folder)
     with pytest.raises(CheckpointError, match="there is no such folder"):
         found(folder, folder / "checkpoint-7")
 
 
-@pytest.mark.parametrize("cut", ["known run", "unknown run", "in the last file of an unknown run"])
+@pytest.mark.parametrize("cut", ["in its place", "in the last file"])
 def test_a_run_that_was_cut_short_in_its_first_save_begins_anew(finished, folder, caplog, cut):
     for gone in ("checkpoint-4", "checkpoint-6"):
         shutil.rmtree(folder / gone)
     first = folder / "checkpoint-2"
     (first / MANIFEST_NAME).unlink()
     (first / "trainer_state.json").unlink()
-    if cut == "known run":
-        manifest.write_run(folder, [["of the run", 0]])
-    if cut == "in the last file of an unknown run":
+    if cut == "in the last file":
         shutil.rmtree(first)
         with contextlib.suppress(KeyboardInterrupt), manifest.saving(first):
             (manifest.temporary(first) / "trainer_state.json").touch()  # opened, and not yet written
@@ -172,9 +171,7 @@ def save(checkpoint):
     with manifest.saving(checkpoint):
         for name in NEW:
             (manifest.temporary(checkpoint) / name).write_text(OF_NEW)
-        there = manifest.read_manifest(checkpoint) if is_sealed(checkpoint) else None
-        start = manifest.new_run(None) if there is None else manifest.Start(None, there.run, "")
-        manifest.seal(checkpoint, 6, start, in_step=False)
+        manifest.commit(checkpoint, 6, "", in_step=False)
 
 
 def test_a_replaced_checkpoint_is_there_until_its_successor_is_whole(folder):
@@ -265,11 +262,10 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(folder, tmp_pa
 @pytest.mark.parametrize("renames", [True, False])
 def test_a_kill_at_any_moment_of_a_rotation_leaves_nothing_behind(folder, tmp_path, monkeypatch, renames):
     """Nor does it take a checkpoint that stays, however often the job is killed."""
-    run = manifest.read_manifest(folder / "checkpoint-6").run
     kept = {path: files_in(folder / path) for path in ("checkpoint-4", "checkpoint-6")}
 
     def rotate(out):
-        manifest.rotate(out, 2, run=run, newest=out / "checkpoint-6", best=None)
+        manifest.rotate(out, 2, newest=out / "checkpoint-6", best=None)
 
     for moment in itertools.count(1):
         out, left, killed = tmp_path / str(moment), [moment], False
@@ -285,7 +281,7 @@ def test_a_kill_at_any_moment_of_a_rotation_leaves_nothing_behind(folder, tmp_pa
                 killed = True
         assert found(out)[0] == "checkpoint-6"  # the next start
         if renames:
-            assert not (out / "checkpoint-2").exists() or is_sealed(out / "checkpoint-2")
+            assert not (out / "checkpoint-2").exists() or is_committed(out / "checkpoint-2")
         rotate(out)
         names = {path.name for path in out.iterdir() if path.name.startswith(("checkpoint-", "_"))}
         empty = out / "checkpoint-2"  # where folders are not renamed; buckets have no empty ones
@@ -303,8 +299,8 @@ def test_a_named_checkpoint_whose_save_was_killed_before_the_rename_is_taken(fol
     shutil.copytree(checkpoint, manifest.temporary(checkpoint))
     other.mkdir()
     (checkpoint / MANIFEST_NAME).unlink()
-    start = manifest.find(checkpoint, tmp_path / "elsewhere", tiny_model())
-    assert start.folder == str(checkpoint) and is_sealed(checkpoint) and not start.warnings and other.is_dir()
+    start = find(checkpoint, tmp_path / "elsewhere", tiny_model())
+    assert start.folder == str(checkpoint) and is_committed(checkpoint) and not start.warnings and other.is_dir()
 
 
 def test_the_best_checkpoint_has_its_name_in_every_checkpoint(tmp_path):
@@ -346,20 +342,22 @@ class HybridAddsAFile(HybridTrainerMixin, AddsAFile):
 def test_what_another_trainer_adds_becomes_part_of_the_checkpoint(tmp_path):
     config = hybrid_config(tmp_path, enable_predict=False, **OPTIONS)
     HybridAddsAFile(tiny_model(), config, train_dataset=ByteText(30)).train()
-    sealed = manifest.read_manifest(tmp_path / "checkpoint-6")
-    assert "added.json" in sealed.files and not manifest.damages(tmp_path / "checkpoint-6", sealed)
+    known = manifest.read_manifest(tmp_path / "checkpoint-6")
+    assert "added.json" in known.files and not manifest.damages(tmp_path / "checkpoint-6", known)
 
 
-def test_weights_that_the_user_saved_anew_are_taken(folder):
-    """As shards, for example. They are not what was checked, and a warning says so."""
+def test_weights_that_the_user_saved_anew_are_taken_without_a_manifest(folder):
+    """As shards, for example. They are not what was saved, so the checkpoint is refused, with what to do."""
     checkpoint = folder / "checkpoint-6"
     model = type(tiny_model()).from_pretrained(checkpoint)
     (checkpoint / "model.safetensors").unlink()
     model.save_pretrained(checkpoint, max_shard_size="20KB")
+    with pytest.raises(CheckpointError, match=f"`model.safetensors` is missing.*delete its `{MANIFEST_NAME}`"):
+        found(folder, checkpoint)
+    (checkpoint / MANIFEST_NAME).unlink()
     restore = build(folder, max_steps=6)
     restore.train(resume_from_checkpoint=str(checkpoint))
     assert_same_weights(weights(restore.model), weights(model))
-    assert "(`model.safetensors`), so they are not checked" in found(folder, checkpoint)[1]
 
 
 # Files that no manifest lists.
@@ -462,7 +460,7 @@ def test_a_checkpoint_that_may_not_be_read_is_told_with_owner_and_mode(reachable
     said = rf"`{closed.name}` may not be read: it belongs to `.+` and has mode \d+\. .*`chmod -R a\+rX .*checkpoint-6`"
 
     def outcome(resume):
-        return as_another_user(manifest.find, resume, reachable, None)
+        return as_another_user(find, resume, reachable, None)
 
     assert re.match(rf"CheckpointError: Can't find a valid checkpoint at .*{said}", outcome(reachable / "checkpoint-6"))
     for resume in ("auto", True):
@@ -540,14 +538,14 @@ def size_limit():
 
 
 def test_a_full_disk_is_told_as_one_and_leaves_whole_checkpoints(tmp_path, size_limit, finished):
-    trainer = build(tmp_path, save_behind="off", callbacks=[FullDisk("on_step_end", 50_000)])
+    trainer = build(tmp_path, async_save=False, callbacks=[FullDisk("on_step_end", 50_000)])
     with pytest.raises(OSError, match=r"disk is full, .*`.*checkpoint-4` could not be.*MiB are free.*checkpoint-2`"):
         trainer.train()
     size_limit()
     assert [path.name for path in tmp_path.glob("*checkpoint-*")] == ["checkpoint-2"]
     assert not list(tmp_path.glob("_*"))
     trainer._save_checkpoint(trainer.model, None)  # now that there is space
-    assert is_sealed(tmp_path / "checkpoint-4")
+    assert is_committed(tmp_path / "checkpoint-4")
     shutil.rmtree(tmp_path / "checkpoint-4")
     resumed = build(tmp_path)
     resumed.train(resume_from_checkpoint=True)
@@ -563,20 +561,17 @@ class Sees(TrainerCallback):
 
 def test_a_resumed_run_that_keeps_fewer_checkpoints_makes_room_before_its_first_save(folder):
     """
-    As the error of a full disk advises. Checkpoints that a run abandons stay until it has saved one, and a run that
-    saves none deletes none.
+    As the error of a full disk advises. A run that saves none deletes none.
     """
     every, names = ["checkpoint-2", "checkpoint-4", "checkpoint-6"], []
     for resume, options in [
         ("auto", {"save_total_limit": 1, "save_strategy": "no"}),
-        ("checkpoint-2", {"save_total_limit": 1, "save_steps": 9, "max_steps": 3}),
         ("auto", {"save_total_limit": 2}),
     ]:
         out, sees = Path(shutil.copytree(folder, folder.parent / str(len(names)))), Sees()
-        resume = resume if resume == "auto" else str(out / resume)
         build(out, callbacks=[sees], **{"max_steps": 7, **options}).train(resume_from_checkpoint=resume)
         names.append(sees.names)
-    assert names == [every, every, ["checkpoint-4", "checkpoint-6"]]
+    assert names == [every, ["checkpoint-4", "checkpoint-6"]]
 
 
 def test_the_best_checkpoint_stays_when_a_resumed_run_makes_room(folder):
@@ -614,85 +609,104 @@ def test_a_full_disk_at_the_end_does_not_fail_a_finished_run(tmp_path, size_limi
     assert "hybrid_summary.json` could not be written, and training goes on without it" in caplog.text
 
 
-# Runs in one folder.
-
-
-def test_a_run_begun_anew_does_not_continue_the_old_one(folder):
-    build(folder, max_steps=3).train()  # saves step 2, and 3 at its end
-    taken, said = found(folder)
-    assert taken == "checkpoint-3"
-    assert "checkpoint-6` is passed over: it is of an earlier run" in said and "checkpoint-4`" in said
-    assert found(folder, folder / "checkpoint-6")[0] == "checkpoint-6"  # who names it gets it
-
-
-def test_a_run_that_saved_nothing_yet_does_not_continue_the_old_one(folder):
-    manifest.write_run(folder, manifest.new_run(tiny_model()).run)
-    with pytest.raises(CheckpointError, match="`checkpoint-6`: it is of an earlier run"):
-        found(folder)
-
-
-def test_an_abandoned_course_of_a_run_is_not_continued(folder):
-    """Resumed from step 2 while there are 4 and 6: the run saves 3, and a resume goes on from there."""
-    build(folder, max_steps=3).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    taken, said = found(folder)
-    assert taken == "checkpoint-3" and "checkpoint-6` is passed over: it is of an earlier run" in said
-    shutil.rmtree(folder / "checkpoint-3")
-    assert found(folder)[0] == "checkpoint-2"
-
-
-def test_a_damaged_run_file_is_named(folder):
-    (folder / RUN_NAME).write_text("{")
-    with pytest.raises(CheckpointError, match=f"{RUN_NAME}` is damaged"):
-        found(folder)
-
-
-def test_rotation_goes_by_step_and_not_by_the_clock_and_leaves_other_runs_alone(folder, caplog):
-    """The run before saved steps 2, 4 and 6."""
-    link = folder / "checkpoint-1"
-    link.symlink_to(folder.parent / "archive")
-    shutil.copytree(folder / "checkpoint-2", folder.parent / "archive")
-    for step, age in ((2, 0), (4, 10_000), (6, 20_000)):
-        os.utime(folder / f"checkpoint-{step}", (age, age))
-    before = {step: files_in(folder / f"checkpoint-{step}") for step in (2, 4, 6)} | {1: files_in(link)}
-    build(folder, max_steps=5, save_total_limit=2, save_steps=1).train()
-    own = {path for path in folder.glob("checkpoint-*") if files_in(path) not in before.values()}
-    assert sorted(path.name for path in own) == ["checkpoint-4", "checkpoint-5"]
-    moved = {path.name: files_in(path) for path in (folder / manifest.EARLIER_NAME).iterdir()}
-    assert moved == {f"checkpoint-{step}-1": before[step] for step in (1, 2, 4)} and not link.is_symlink()
-    assert files_in(folder / "checkpoint-6") == before[6] and files_in(folder.parent / "archive") == before[1]
-    assert "holds 4 checkpoints of an earlier run, up to step 6. This run begins anew and leaves them" in caplog.text
-    assert last_checkpoint(folder) == str(folder / "checkpoint-5")
+# One run per folder.
 
 
 def files_in(folder):
-    """The bytes of all files of a checkpoint. The log is not part of it: a run takes it along."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != LOG_NAME}
+    """The bytes of all files below a folder. The log is not part of a checkpoint: a run takes it along."""
+    names = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != LOG_NAME]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in names}
+
+
+def test_a_run_that_begins_anew_where_another_has_saved_is_refused_before_its_first_step(folder):
+    before = files_in(folder)
+    said = f'^`output_dir={folder}` holds checkpoints of another run, up to step 6, and a folder has one run.*"auto"'
+    trainer = build(folder)
+    with pytest.raises(CheckpointError, match=said):
+        trainer.train()
+    assert trainer.state.global_step == 0 and files_in(folder) == before
+    with pytest.raises(CheckpointError, match=said):  # which goes on from elsewhere
+        build(folder).train(resume_from_checkpoint=str(shutil.copytree(folder / "checkpoint-2", folder.parent / "2")))
+    assert files_in(folder) == before
+
+
+def test_so_is_one_where_plain_trainer_has_saved(tmp_path):
+    args = TrainingArguments(tmp_path, report_to=[], **OPTIONS)
+    Trainer(tiny_model(), args, train_dataset=ByteText(30)).train()
+    with pytest.raises(CheckpointError, match="holds checkpoints of another run, up to step 6"):
+        build(tmp_path).train()
+
+
+def test_a_run_that_goes_on_from_an_earlier_step_does_not_overwrite_the_later_ones(folder):
+    before = files_in(folder)
+    said = (
+        "^A run that goes on from step 2 would overwrite what was trained after it: .* holds checkpoints up to step 6"
+    )
+    with pytest.raises(CheckpointError, match=said):
+        build(folder).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert files_in(folder) == before
+    for later in ("checkpoint-4", "checkpoint-6"):
+        shutil.move(folder / later, folder.parent / later)
+    build(folder, max_steps=3).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert found(folder)[0] == "checkpoint-3"
+
+
+@pytest.mark.parametrize("resume", [True, "auto"])
+def test_a_newer_checkpoint_of_another_trainer_is_not_overwritten(folder, resume):
+    """It has no manifest. A run that passes it over would save its own in its place."""
+    (folder / "checkpoint-6" / MANIFEST_NAME).unlink()
+    before = files_in(folder)
+    with pytest.raises(CheckpointError, match=r"checkpoint-6` has no .* another trainer wrote it, .* Name it to go on"):
+        build(folder, max_steps=8).train(resume_from_checkpoint=resume)
+    assert files_in(folder) == before
+    assert found(folder, folder / "checkpoint-6")[0] == "checkpoint-6"
+
+
+def test_rotation_goes_by_step_and_not_by_the_clock_and_leaves_links_alone(folder):
+    link = folder / "checkpoint-1"
+    shutil.copytree(folder / "checkpoint-2", folder.parent / "archive")
+    link.symlink_to(folder.parent / "archive")
+    for step, age in ((2, 0), (4, 10_000), (6, 20_000)):
+        os.utime(folder / f"checkpoint-{step}", (age, age))
+    archived = files_in(folder.parent / "archive")
+    build(folder, max_steps=7, save_total_limit=2, save_steps=1).train(resume_from_checkpoint=True)
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-6", "checkpoint-7"]
+    assert link.is_symlink() and files_in(folder.parent / "archive") == archived
+    assert last_checkpoint(folder) == str(folder / "checkpoint-7")
+
+
+def test_a_link_in_the_place_of_a_checkpoint_makes_way_and_what_it_leads_to_stays(folder):
+    """To a damaged one, which a resume passes over and saves again."""
+    archive = Path(shutil.move(folder / "checkpoint-6", folder.parent / "archive"))
+    delete(archive / "optimizer.pt")
+    (folder / "checkpoint-6").symlink_to(archive)
+    before = files_in(archive)
+    build(folder).train(resume_from_checkpoint=True)
+    assert is_committed(folder / "checkpoint-6") and not (folder / "checkpoint-6").is_symlink()
+    assert files_in(archive) == before
 
 
 @pytest.mark.parametrize("kind", ["file", "dangling link"])
-def test_what_has_the_name_of_a_checkpoint_and_is_none_is_moved(tmp_path, kind, caplog):
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_what_has_the_name_of_a_checkpoint_and_is_none_is_refused(tmp_path, kind, resume):
     place = tmp_path / "checkpoint-4"
     place.symlink_to("nowhere") if kind == "dangling link" else place.write_text("notes")
-    build(tmp_path).train()
-    assert is_sealed(place) and not place.is_symlink()
-    assert os.path.lexists(tmp_path / manifest.EARLIER_NAME / "checkpoint-4-1")
-    assert "checkpoint-4` was not saved by this run: it is" in caplog.text
+    with pytest.raises(CheckpointError, match="checkpoint-4` has the name of a checkpoint and is no folder. Move it"):
+        build(tmp_path).train(resume_from_checkpoint=resume)
+    assert os.path.lexists(place)
 
 
-def test_the_best_checkpoint_alone_is_kept_of_this_run_alone(folder):
+def test_the_best_checkpoint_alone_is_kept(tmp_path):
     options = {"save_total_limit": 1, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
-    earlier = files_in(folder / "checkpoint-6")
-    trainer = build(folder, max_steps=3, save_steps=1, metric_for_best_model="loss", **options)
+    trainer = build(tmp_path, max_steps=3, save_steps=1, metric_for_best_model="loss", **options)
     trainer.train()
-    own = [path for path in folder.glob("checkpoint-*") if int(path.name.split("-")[1]) < 4]
-    assert [str(path) for path in own if path.name != "checkpoint-4"] == [trainer.state.best_model_checkpoint]
-    assert files_in(folder / "checkpoint-6") == earlier
+    assert [str(path) for path in tmp_path.glob("checkpoint-*")] == [trainer.state.best_model_checkpoint]
 
 
-def test_the_best_step_of_a_run_is_no_checkpoint_of_another_one(folder):
-    losses = itertools.chain([5.0, 3.0], itertools.repeat(4.0))  # best at step 2, which the run before has saved
+def test_the_best_step_is_no_checkpoint_where_none_was_saved(tmp_path):
+    losses = itertools.chain([5.0, 3.0], itertools.repeat(4.0))  # best at step 2
     options = {"save_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
-    trainer = build(folder, max_steps=3, **options)
+    trainer = build(tmp_path, max_steps=3, **options)
     trainer._evaluate = lambda trial, ignored: {"eval_loss": next(losses)}
     trainer.train()
     assert trainer.state.best_global_step == 2 and trainer.state.best_model_checkpoint is None
@@ -708,9 +722,9 @@ def test_auto_begins_and_goes_on(tmp_path, finished, caplog):
     assert trainer.state.global_step == 3
     again = build(tmp_path)
     again.train(resume_from_checkpoint="auto")
-    assert "checkpoint-2" in str(again._start.folder)
+    assert "checkpoint-2" in str(again.saver.start.folder)
     assert_same_weights(weights(again.model), finished[1])
-    assert build(tmp_path)._find_start("auto").folder.endswith("checkpoint-6")
+    assert find("auto", tmp_path, tiny_model()).folder.endswith("checkpoint-6")
 
 
 class Stops(TrainerCallback):
@@ -723,15 +737,11 @@ class Stops(TrainerCallback):
         control.should_training_stop = state.global_step == self.step
 
 
-def test_auto_begins_anew_beside_an_earlier_run_and_refuses_where_all_is_damaged(folder):
-    manifest.write_run(folder, manifest.new_run(tiny_model()).run)
-    start = manifest.find("auto", folder, tiny_model())
-    assert start.folder is None and "of an earlier run, up to step 6" in " ".join(start.warnings)
-    (folder / RUN_NAME).unlink()
+def test_auto_refuses_where_all_is_damaged(folder):
     for checkpoint in folder.glob("checkpoint-*"):
         (checkpoint / "optimizer.pt").write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match="Passed over"):
-        manifest.find("auto", folder, tiny_model())
+        find("auto", folder, tiny_model())
 
 
 def test_a_clock_set_back_does_not_delete_new_checkpoints(tmp_path):

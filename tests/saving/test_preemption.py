@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.saving.manifest import is_sealed
+from hf_hybrid.saving.manifest import is_committed
 from hf_hybrid.saving.preemption import Preemption
 
 STEPS = 24
@@ -73,7 +73,7 @@ def preempted(folder: Path, delays, leaps: bool, number: int = signal.SIGTERM) -
     for part in (first, second):
         assert together(len(delays), part, timeout=120) == [0] * len(delays)
     steps = {json.loads(path.read_text()) for path in folder.glob("ended-*.json")}
-    assert len(steps) == 1 and is_sealed(folder / f"checkpoint-{steps.pop()}")
+    assert len(steps) == 1 and is_committed(folder / f"checkpoint-{steps.pop()}")
 
 
 def undisturbed(folder: Path, processes: int, leaps: bool) -> dict:
@@ -136,7 +136,7 @@ def test_one_process_saves_at_the_end_of_the_step_in_which_the_signal_arrives(tm
     assert not [c for c in trainer.callback_handler.callbacks if isinstance(c, JITCheckpointCallback)]
     assert {number: signal.getsignal(number) for number in before} == before
     trainer.train()
-    assert trainer.state.global_step == 6 and is_sealed(tmp_path / "checkpoint-6") and trainer.preemption.ended
+    assert trainer.state.global_step == 6 and is_committed(tmp_path / "checkpoint-6") and trainer.preemption.ended
     assert {number: signal.getsignal(number) for number in before} == before
 
 
@@ -173,7 +173,7 @@ def test_an_evaluation_that_is_no_best_one_does_not_keep_the_checkpoint_from_bei
     trainer = Worse(tiny_model(), config, train_dataset=ByteText(200), eval_dataset=ByteText(2), callbacks=[asked])
     trainer.train()
     step = trainer.state.global_step
-    assert 5 <= step < STEPS and is_sealed(tmp_path / f"checkpoint-{step}")
+    assert 5 <= step < STEPS and is_committed(tmp_path / f"checkpoint-{step}")
 
 
 def test_the_last_checkpoint_stays_though_another_is_the_best(tmp_path):
@@ -235,7 +235,7 @@ def test_an_evaluation_at_the_last_step_is_left_to_the_run_that_goes_on(tmp_path
     whole = evaluated(tmp_path / "whole", strategy, Ended(), **options)
     first = Ended(step)
     evaluated(tmp_path / "out", strategy, first, **options)
-    assert is_sealed(tmp_path / "out" / f"checkpoint-{step}") and step not in first.evaluated
+    assert is_committed(tmp_path / "out" / f"checkpoint-{step}") and step not in first.evaluated
     second = Ended()
     again = evaluated(tmp_path / "out", strategy, second, "auto", **options)
     assert first.evaluated + second.evaluated == ([2, 4, 6] if strategy == "steps" else [3, 6])

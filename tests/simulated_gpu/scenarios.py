@@ -55,7 +55,9 @@ LEAPS = {
 A_LEAP = {**LEAPS, "max_steps": 7}
 """Until the first leap has been judged, and one step more."""
 STREAM = {"memory": "stream", "resident_layers": 0}
-STREAMED = ("memory", "resident_layers", "accumulation_walk", "stream_embeddings", "prefetch_layers")
+STREAMED = ("memory", "resident_layers", "accumulation_walk")
+# Values of a plan that no option has.
+ENDS, ON_HOST = {"stream_embeddings": True}, {"buffers_device": "cpu"}
 
 
 @dataclass
@@ -102,7 +104,10 @@ class Place:
             "enable_predict": False,
             "use_cpu": not self.on_device,
         }
-        return cls(**{**values, **options})
+        plan_values = options.pop("plan_values", {})
+        config = cls(**{**values, **options})
+        config.plan_values = {**config.plan_values, **plan_values}
+        return config
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -337,12 +342,12 @@ training("by_layer_more", **STREAM, accumulation_walk="layer", **MORE)
 training("parked", **STREAM, accumulation_walk="layer", offload_activations=True)
 training("parked_uneven", **STREAM, offload_activations=True, lengths=(6, 12, 9))
 training("uneven_by_micro_batch", **STREAM, accumulation_walk="micro_batch", lengths=(6, 12, 9))
-training("ends_streamed", **STREAM, stream_embeddings=True, tied=False)
-training("ends_streamed_tied", **STREAM, stream_embeddings=True)
+training("ends_streamed", **STREAM, plan_values=ENDS, tied=False)
+training("ends_streamed_tied", **STREAM, plan_values=ENDS)
 training("no_accumulation", **STREAM, gradient_accumulation_steps=1)
 training("no_clipping", **STREAM, max_grad_norm=0.0)
-training("fetched_far_ahead", **STREAM, prefetch_layers=3, architecture={"layers": 5})
-training("not_fetched_ahead", **STREAM, prefetch_layers=0)
+training("fetched_far_ahead", **STREAM, plan_values={"prefetch_layers": 3}, architecture={"layers": 5})
+training("not_fetched_ahead", **STREAM, plan_values={"prefetch_layers": 0})
 SOME_RESIDENT = {"memory": "stream", "resident_layers": 2, "architecture": {"layers": 4}}
 training("some_resident", **SOME_RESIDENT)
 training("some_resident_bf16", **SOME_RESIDENT, bf16=True, expect=AS_RESIDENT)
@@ -350,7 +355,7 @@ training(
     "some_resident_by_micro_batch", **SOME_RESIDENT, bf16=True, accumulation_walk="micro_batch", expect=AS_RESIDENT
 )
 training("some_resident_parked", **SOME_RESIDENT, offload_activations=True)
-training("some_resident_fetched_far_ahead", **SOME_RESIDENT, prefetch_layers=3)
+training("some_resident_fetched_far_ahead", **SOME_RESIDENT, plan_values={"prefetch_layers": 3})
 training("some_resident_leaps", **SOME_RESIDENT, **A_LEAP, distinct=4)
 training(
     "some_resident_saves", **SOME_RESIDENT, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=1
@@ -405,11 +410,11 @@ ALONG_GRADIENTS = {"direction": "gradient_memory"}
 
 training("leaps", **STREAM, **A_LEAP, distinct=4)
 training("leaps_by_micro_batch", **STREAM, **LEAPS, accumulation_walk="micro_batch")
-training("leaps_host_buffers", **STREAM, **LEAPS, buffers_device="cpu")
+training("leaps_host_buffers", **STREAM, **LEAPS, plan_values=ON_HOST)
 training("leaps_eight_bit", **STREAM, **A_LEAP, optimizer_states="8bit")
 training("leaps_bf16", **STREAM, **LEAPS, **ALONG_GRADIENTS, bf16=True,
          expect=AS_RESIDENT | {"tolerance": 1e-3})  # fmt: skip
-training("leaps_ends_streamed", **STREAM, **LEAPS, stream_embeddings=True, tied=False)
+training("leaps_ends_streamed", **STREAM, **LEAPS, plan_values=ENDS, tied=False)
 training("leaps_probed", **STREAM, **LEAPS, distinct=4, probe_budget=1.0)
 training("leaps_undone", **STREAM, **A_LEAP, probe_budget=1.0, leap_gain=300.0, expect={"tolerance": 1e-5})
 training("leaps_deeper", **STREAM, **A_LEAP, distinct=4, architecture={"layers": 5})
@@ -422,7 +427,7 @@ training("rescued_rate", **STREAM, **LEAPS, lr_rescue="on")
 training("rescued_rate_without_leaps", **A_LEAP, lr_rescue="on", direction="auto")
 training("resident_leaps", **A_LEAP)
 training("resident_leaps_gradient_memory", **LEAPS, **ALONG_GRADIENTS)
-training("resident_leaps_host_buffers", **LEAPS, buffers_device="cpu")
+training("resident_leaps_host_buffers", **LEAPS, plan_values=ON_HOST)
 training("resident_leaps_undone", **LEAPS, **ALONG_GRADIENTS, probe_budget=1.0, leap_gain=300.0,
          expect={"tolerance": 1e-4})  # fmt: skip
 training("resident_leaps_planned", **LEAPS, **ALONG_GRADIENTS, planner="dynamics", expect=A_STRETCH)
@@ -923,7 +928,12 @@ def guarded(place: Place) -> dict[str, Tensor]:
     """The device is nearly full, by the driver's count: the guard warns and asks for a checkpoint."""
     if place.on_device:
         torch.cuda.set_per_process_memory_fraction(600_000 / place.simulator.TOTAL)
-    weights = train(place, guard_warn_at=0.1, guard_checkpoint_at=0.2)
+    trainer = trainer_of(place, model(), guard_warn_at=0.1)
+    trainer.memory_guard.checkpoint_at = 0.2
+    with place.counted(trainer):
+        trainer.train()
+    place.facts |= told_by(trainer)
+    weights = weights_of(trainer)
     place.facts["checkpoints"] = len(list(place.folder.rglob("checkpoint-*")))
     return weights
 
@@ -1104,7 +1114,7 @@ def buffers_that_do_not_fit(place: Place) -> dict[str, Tensor]:
         return now
 
     place.simulator.fault = fault if place.on_device else None
-    options = {} if place.on_device else {"buffers_device": "cpu"}
+    options = {} if place.on_device else {"plan_values": ON_HOST}
     return train(place, **A_LEAP, **ALONG_GRADIENTS, probe_budget=1.0, **options)
 
 

@@ -472,8 +472,9 @@ def test_chunked_loss_is_the_loss(memory, tmp_path, train_set):
     plain = Trainer(big_vocabulary(), TrainingArguments(**config_values(tmp_path, **options)), train_dataset=train_set)
     config = HybridConfig(
         **config_values(tmp_path, **options), enable_predict=False, memory=memory,
-        chunked_loss="auto" if memory == "stream" else "on", stream_embeddings=memory == "stream" or None,
+        chunked_loss="auto" if memory == "stream" else "on",
     )  # fmt: skip
+    config.plan_values = {"stream_embeddings": memory == "stream"}
     chunked = HybridTrainer(big_vocabulary(), config, train_dataset=train_set)
     plain.train()
     chunked.train()

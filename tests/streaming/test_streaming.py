@@ -40,7 +40,9 @@ def train_plain(folder, data, model=None, **overrides):
 
 def make_streamed(folder, data, model=None, callbacks=(), device_map=None, **overrides):
     model = tiny_model(num_hidden_layers=LAYERS) if model is None else model
+    plan_values = {name: overrides.pop(name) for name in ("stream_embeddings", "prefetch_layers") if name in overrides}
     config = HybridConfig(**config_values(folder, **{**OPTIONS, **STREAMED, **overrides}))
+    config.plan_values = plan_values
     return HybridTrainer(model, config, train_dataset=data, callbacks=list(callbacks), device_map=device_map)
 
 
@@ -520,7 +522,8 @@ def test_a_second_pass_inside_a_window(prefetch, tmp_path, train_set):
         return tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=False)
 
     plain = PlainWithReference(build(), TrainingArguments(**arguments), train_dataset=train_set)
-    config = HybridConfig(**arguments, **STREAMED, prefetch_layers=prefetch, accumulation_walk="layer")
+    config = HybridConfig(**arguments, **STREAMED, accumulation_walk="layer")
+    config.plan_values = {"prefetch_layers": prefetch}
     streamed = StreamedWithReference(build(), config, train_dataset=train_set)
     plain.train()
     streamed.train()

@@ -142,10 +142,10 @@ QUICK = {
 def test_completions_are_those_of_generate(name, way, shape):
     rows, inputs = batch(SHAPES[shape])
     decoding = check_equal(model(name), rows, inputs, config(**WAYS[way]))
-    assert decoding.plain_because is None and decoding.rows_decoded > 0
+    assert decoding.plain_because is None and decoding.counts["rows_decoded"] > 0
     lengths = SHAPES[shape]
-    assert decoding.prompt_tokens_shared == (COPIES - 1) * sum(lengths[n % len(lengths)] for n in range(4))
-    assert decoding.rows_decoded_saved > 0 or way in ("greedy", "no end")
+    assert decoding.counts["prompt_tokens_shared"] == (COPIES - 1) * sum(lengths[n % len(lengths)] for n in range(4))
+    assert decoding.counts["rows_decoded_saved"] > 0 or way in ("greedy", "no end")
 
 
 def test_what_is_counted():
@@ -163,11 +163,11 @@ def test_what_is_counted():
     hook.remove()
     ours = [shape for shape in seen[len(passes) + 1 :] if shape[1] == 1]
     assert seen[len(passes) + 1] == (4, 12)
-    assert decoding.rows_decoded == sum(shape[0] for shape in ours) < sum(shape[0] for shape in passes)
-    assert decoding.rows_decoded + decoding.rows_decoded_saved == sum(shape[0] for shape in passes)
+    assert decoding.counts["rows_decoded"] == sum(shape[0] for shape in ours) < sum(shape[0] for shape in passes)
+    assert decoding.counts["rows_decoded"] + decoding.counts["rows_decoded_saved"] == sum(shape[0] for shape in passes)
     with decoding.completing(model("llama"), rows, counts=False):  # an evaluation
         model("llama").generate(**inputs, generation_config=config())
-    assert decoding.rows_decoded == sum(shape[0] for shape in ours)
+    assert decoding.counts["rows_decoded"] == sum(shape[0] for shape in ours)
 
 
 def test_padding_to_a_multiple_and_prompts_that_differ():
@@ -176,7 +176,7 @@ def test_padding_to_a_multiple_and_prompts_that_differ():
     padded = {name: torch.nn.functional.pad(tensor, (7, 0)) for name, tensor in inputs.items()}
     check_equal(model("llama"), rows, padded, config())
     rows, inputs = batch([5, 9, 11], prompts=6, copies=1)
-    assert check_equal(model("qwen2"), rows, inputs, config(repetition_penalty=1.2)).prompt_tokens_shared == 0
+    assert check_equal(model("qwen2"), rows, inputs, config(repetition_penalty=1.2)).counts["prompt_tokens_shared"] == 0
 
 
 def test_bf16():
@@ -185,7 +185,7 @@ def test_bf16():
     with torch.autocast("cpu", torch.bfloat16):
         decoding = Decoding(off=False)
         theirs, ours = (completed(model("llama"), rows, inputs, config(), how) for how in (None, decoding))
-    assert torch.equal(theirs[1], ours[1]) and decoding.rows_decoded_saved > 0
+    assert torch.equal(theirs[1], ours[1]) and decoding.counts["rows_decoded_saved"] > 0
     width = min(theirs[0].shape[1], ours[0].shape[1])
     assert (theirs[0][:, :width] == ours[0][:, :width]).all(dim=1).float().mean() >= 0.75
 
@@ -246,7 +246,7 @@ def test_an_unforeseen_error_is_told_and_changes_no_completion(passes, monkeypat
     assert len(calls) == passes + 1  # it was not tried again
     (reason,) = decoding.failed
     assert "IndexError: of a new version" in reason and decoding.plain_because == reason
-    assert decoding.rows_decoded == decoding.prompt_tokens_shared == 0
+    assert decoding.counts["rows_decoded"] == decoding.counts["prompt_tokens_shared"] == 0
     assert [record.levelname for record in caplog.records if "did not work" in record.message] == ["WARNING"]
 
 
@@ -290,7 +290,7 @@ def test_left_to_transformers(name, caplog):
         )
         sequences = [getattr(found, "sequences", found) for found, _ in (theirs, ours)]
         assert torch.equal(*sequences) and torch.equal(theirs[1], ours[1])
-    assert reason in decoding.plain_because and decoding.rows_decoded == 0
+    assert reason in decoding.plain_because and decoding.counts["rows_decoded"] == 0
     assert sum(reason in record.message for record in caplog.records) == 1
 
 

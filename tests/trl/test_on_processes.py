@@ -28,7 +28,7 @@ from hf_hybrid import (  # noqa: E402
 )
 
 ADAPTERS = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-LEAPS = {**PHASES, "max_steps": 16, "probe_batch_size": 4, "leap_worth": 1.0}
+LEAPS = {**PHASES, "max_steps": 16, "leap_worth": 1.0}
 PLAIN = {"enable_predict": False, "max_steps": 6}
 TRAINERS = {
     "plain_sft": functools.partial(sft, HybridSFTTrainer, HybridSFTConfig, **PLAIN),
@@ -59,6 +59,7 @@ def build(name, folder, **options):
 
 def train(name, folder, **options):
     trainer = build(name, folder / name, **options)
+    trainer.probe_sequences = 4
     trainer.train()
     summary = trainer.hybrid_summary() if hasattr(trainer, "hybrid_summary") else {}
     found = {key: value for key, value in summary.items() if key not in ("seconds_by_phase", "memory", "planner")}

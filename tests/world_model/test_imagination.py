@@ -12,12 +12,12 @@ from rig.synthetic_runs import make_run
 import hf_hybrid
 from hf_hybrid import HybridTrainer
 from hf_hybrid.build import STRETCH_STEPS
-from hf_hybrid.leaps.leap import GainPlanner
+from hf_hybrid.leaps.trust import GainPlanner
 from hf_hybrid.world_model import imagination
 from hf_hybrid.world_model.dynamics import DynamicsModel
 from hf_hybrid.world_model.imagination import ImaginedGain
 from hf_hybrid.world_model.observer import Stretch
-from hf_hybrid.world_model.rssm import RSSM, load_weights
+from hf_hybrid.world_model.rssm import RSSM
 
 SMALL = {"members": 2, "deterministic": 32, "hidden": 32}
 STRETCHES = 20
@@ -29,7 +29,7 @@ def planner(effect=0.0, members_agree=True, peak=2.0, **options):
     with torch.no_grad():
         bias = torch.full((2,), effect / model._DRIFT) if members_agree else torch.tensor([5.0, -5.0]) * effect
         model.loss_out.bias[:, 0, 1] = bias
-    dynamics = DynamicsModel(model=model, learn_every=0, **options)
+    dynamics = DynamicsModel(model, learn_every=0, **options)
     return ImaginedGain(
         peak, 0.0, 0.2, dynamics=dynamics, rate_at=lambda progress: 1.0 - progress, stretch_share=1 / STRETCHES
     )
@@ -103,8 +103,7 @@ def test_the_last_stretch_plans_nothing():
 
 def test_start_weights_are_part_of_the_package():
     assert imagination.START_WEIGHTS.stat().st_size < 5_000_000
-    model = RSSM()
-    load_weights(model, imagination.START_WEIGHTS)
+    model = RSSM().load(imagination.START_WEIGHTS)
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     assert model.linear.any() and model.feature_scale.min() > 0
     root = Path(hf_hybrid.__file__).parent

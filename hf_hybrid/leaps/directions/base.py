@@ -162,8 +162,8 @@ class Direction:
         gain (`float`): Gain of a leap at the end of the run, before the preset's factor; the option `leap_gain`
             replaces it.
         gain_power (`float`): The gain grows with this power of the share of the run that is done; 0: constant.
-        memory_steps (`int`, *optional*): Length of slow averages in real steps; the option `leap_memory_steps`
-            replaces it. `None`: a sixth of the run, at least 5 and at most 1000. Read from the class.
+        memory_steps (`int`, *optional*): Length of slow averages in real steps. `None`: a sixth of the run, at least 5
+            and at most 1000. Read from the class.
         most_per_step (`float`): Largest relative change of the weights for each real step that a leap follows, at the
             peak of the learning rate. It falls with the rate.
         values_per_weight (`float`): Most fp32 values per trainable weight that the direction holds, without the
