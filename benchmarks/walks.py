@@ -288,29 +288,32 @@ def of_commands() -> dict[str, float]:
 
 def measure() -> dict[str, dict[str, float]]:
     """The numbers of every journey."""
-    trainer, with_leaps = run(probe_budget=0.2, leap_budget=100.0)
-    leaps = trainer.hybrid_summary()["leaps"]
-    probed = {leap["step"] for leap in leaps if leap["loss_before"] is not None}
-    plain = set(with_leaps.by_step) - {leap["step"] for leap in leaps}
-    real = [s for s in plain if s > 10 and any(name == "training_step" for _, _, name, _ in with_leaps.by_step[s])]
-    save = {"save_strategy": "steps", "save_steps": 6}
-    saves = {"a plain save": run(enable_predict=False, **save)[1], "a save with leaps": run(**save)[1]}
+    leaping = {"probe_budget": 0.2, "leap_budget": 100.0}
+    trainer, with_leaps = run(**leaping)
+    probed = {leap["step"] for leap in trainer.hybrid_summary()["leaps"] if leap["loss_before"] is not None}
+    save = {"save_strategy": "steps", "save_steps": 5}
+    saving, saving_leaps = run(enable_predict=False, **save)[1], run(**leaping, **save)
     return {
-        "a real step": of_steps([with_leaps.by_step[step] for step in real]),
+        "a real step": of_steps(real_steps(trainer, with_leaps)),
         "a step with a probed leap": of_steps([with_leaps.by_step[s] for s in probed if s in with_leaps.by_step]),
         "a step of LoRA": of_steps(run(lora=True)[1].later()),
         "a step with `enable_predict=False`": of_steps(run(enable_predict=False)[1].later()),
         "a step of shared rows": of_steps(run(shared=20, leap_gain=0)[1].later()),
         "a step of GRPO": of_steps(run_grpo().later()),
         "a streamed step": of_steps(run(memory="stream", leap_gain=0)[1].later()),
-        **{
-            name: of_steps([steps.by_step[step] for step in steps.saves if step in steps.by_step and step > 10])
-            for name, steps in saves.items()
-        },
+        "a plain save": of_steps([events for step, events in saving.by_step.items() if step in saving.saves]),
+        "a save with leaps": of_steps(real_steps(*saving_leaps, among=saving_leaps[1].saves)),
         "options to parts": of_first_visits(below(with_leaps.of_build_run, "build_run")),
         "a command to its trainer": of_commands(),
         "circles of files": {"circles": len(circles())},
     }
+
+
+def real_steps(trainer, steps: Steps, among: set[int] | None = None) -> list:
+    """Calls of later steps that trained and did not leap."""
+    leaps = {leap["step"] for leap in trainer.hybrid_summary()["leaps"]}
+    later = [s for s in steps.by_step if s > 10 and s not in leaps and (among is None or s in among)]
+    return [steps.by_step[s] for s in later if any(name == "training_step" for _, _, name, _ in steps.by_step[s])]
 
 
 def below(events, name: str) -> list:
