@@ -28,7 +28,7 @@ import logging
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +43,9 @@ from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.run.run import Run
 from hf_hybrid.run.trainer_view import LossView
 from hf_hybrid.saving.manifest import last_checkpoint
+
+if TYPE_CHECKING:
+    from hf_hybrid.streaming.walk import Window
 
 logger = logging.getLogger(__name__)
 
@@ -349,7 +352,8 @@ class OutOfMemoryRecovery(Part):
         """An accumulation window begins; `batches` are its micro-batches, `items` see [`compute`]."""
         self._batches, self._items = list(batches), items
         self._returned, self._random = [], None
-        self._tell_memory()
+        if (window := self.trainer.memory.window) is not None:
+            self._begin_walk(window)
 
     def compute(self, inputs: Any, run: Callable[[Any], Tensor], items: Any) -> Tensor:
         """
@@ -408,10 +412,8 @@ class OutOfMemoryRecovery(Part):
         count = sequences_in(batch, self.blocks)
         return [(part, sequences_in(part, self.blocks) / count) for part in parts]
 
-    def _tell_memory(self) -> None:
+    def _begin_walk(self, window: Window) -> None:
         """Streamed layers walk a window in one go: losses that are means must count alike, or each part goes alone."""
-        if (window := self.trainer.memory.window) is None:
-            return
         parts = [part for batch in self._batches for part in self._parts(batch)]
         alike = self._items is not None or len({share for _, share in parts}) <= 1
         window.begin([part for part, _ in parts] if alike else [])
@@ -501,7 +503,8 @@ class OutOfMemoryRecovery(Part):
             parameter.grad = None
         if self._random is not None:
             self._random.restore()
-        self._tell_memory()
+        if (window := self.trainer.memory.window) is not None:
+            self._begin_walk(window)
 
     def _escalate(self) -> None:
         """Take one measure: ask the parts; halve the sequences at a time; trade time for memory; give up."""
