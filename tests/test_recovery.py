@@ -159,7 +159,7 @@ def test_resume_keeps_the_smaller_size(tmp_path):
     train_limited(trainer, 2, after=4)
     saved = json.loads((tmp_path / "checkpoint-6" / VALUES_NAME).read_text())["parts"]["out_of_memory"]
     assert saved["policy"]["micro_batch_size"] == 2
-    resumed = build(tmp_path, **options)
+    resumed = build(tmp_path / "resumed", **options)
     with RowLimit(resumed, 2).active() as device:
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert device.failed == [] and device.calls > 0
@@ -202,7 +202,7 @@ def test_activations_are_checkpointed_when_one_sequence_does_not_fit(tmp_path, s
     assert_same_weights(weights(trainer.model), weights(smaller(size=1, steps=8, enable_predict=predict).model))
     again = tiny_model()
     NeedsCheckpointing(again)
-    resumed = build(tmp_path / "big", model=again, **options)
+    resumed = build(tmp_path / "resumed", model=again, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "big" / "checkpoint-6"))
     assert len(events(resumed)) == 3
     assert_same_weights(weights(resumed.model), weights(trainer.model))
