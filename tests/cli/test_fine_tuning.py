@@ -395,12 +395,12 @@ def test_every_format_trains(run, command, file):
     assert status == 0 and "Done: 2 steps" in out, err
 
 
-def test_data_sets_are_mixed_as_streams_too(run):
+def test_data_sets_are_mixed_as_streams_too(run, tmp_path):
     files = ["--dataset", "chats.jsonl", "completions.jsonl", "--dataset_weights", "2", "1"]
     status, out, err = run("sft", *files, "--dataset_streaming", "true")
     assert status == 0, err
     assert "67% chats.jsonl, 33% completions.jsonl" in out and "is not known in a stream" in " ".join(out.split())
-    status, out, err = run("sft", *files, "--max_grad_norm", "0.5")
+    status, out, err = run("sft", *files, "--max_grad_norm", "0.5", "--output_dir", str(tmp_path / "other"))
     assert status == 0 and "12 of 12 rows of chats.jsonl, 6 of 12 rows of completions.jsonl" in " ".join(out.split())
 
 
