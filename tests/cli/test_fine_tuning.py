@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from hf_hybrid.cli.formats import FormatError, recognise
 from hf_hybrid.cli.main import main
 from hf_hybrid.cli.options import GRPO, SFT, TRAINING, AdapterOptions, CommandLine, DataOptions, ModelOptions
 from hf_hybrid.cli.tokens import Answers
+from hf_hybrid.trl.rewards import exact_match, last_number, numeric_answer
 
 trl = pytest.importorskip("trl")
 
@@ -252,13 +254,13 @@ def test_tokens_and_labels_are_those_of_trl(folder, tmp_path, monkeypatch, name)
     ],
 )  # fmt: skip
 def test_the_number_that_a_text_answers_with(text, number):
-    assert rewards.last_number(text) == (None if number is None else rewards.Decimal(number))
+    assert last_number(text) == (None if number is None else Decimal(number))
 
 
 def test_rewards_of_our_own():
     texts = ["The answer!", [assistant("answer")], "other"]
-    assert rewards.exact_match(texts, answer=["Answer", "an answer", None]) == [1, 1, None]
-    assert rewards.numeric_answer(["4.0", "5"], answer=["#### 4", "4"]) == [1, 0]
+    assert exact_match(texts, answer=["Answer", "an answer", None]) == [1, 1, None]
+    assert numeric_answer(["4.0", "5"], answer=["#### 4", "4"]) == [1, 0]
     form = rewards.load("format", "<a>.*</a>")
     assert form(["<a>1\n2</a>\n", "x<a>1</a>"]) == [1, 0]
 
