@@ -55,15 +55,15 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Export and print the table. Returns 0; 2 after a message if the run, the format or the data cannot be used."""
-    from hf_hybrid.cli import screen
+    from hf_hybrid.cli import console
 
-    with screen.quiet_imports():
+    with console.quiet_imports():
         from hf_hybrid.export import exporter, source
 
     folder = Path(args.folder)
     output = Path(args.output or f"{folder.resolve()}-{args.format}")
     try:
-        with screen.quiet_dependencies():
+        with console.quiet_dependencies():
             exporter.check_output(output)
             source.check_source(folder)
             source.read_config(folder)
@@ -73,13 +73,13 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, ImportError, OSError) as error:
         sys.stderr.write(f"hf-hybrid export: error: {error}\n")
         return 2
-    width = screen.terminal_width()
+    width = console.terminal_width()
     sys.stdout.write(json.dumps(result, indent=1) + "\n" if args.json else exporter.as_text(result, width))
     whole = output.resolve()
     written = whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else whole
     sys.stderr.write(f"Written: {written}\n")
     if (output / "chat_template.jinja").is_file():
-        sys.stderr.write(f"To try it: hf-hybrid chat {screen.folder_name(written)}\n")
+        sys.stderr.write(f"To try it: hf-hybrid chat {console.folder_name(written)}\n")
     return 0
 
 
