@@ -217,7 +217,6 @@ def test_a_template_that_forgets_makes_a_row_of_each_answer(tmp_path):
     rows, tokenizer, _ = tokens_of(str(tmp_path / "chats.jsonl"), FORGETFUL)
     assert [learned(row, tokenizer) for row in rows] == ["think|one<|end|>", "think|two<|end|>"]
     assert tokenizer.decode(rows[1]["input_ids"]).startswith("user: Say<|end|>assistant: one<|end|>user: again")
-    assert rows["divided"][:] == [True, True]
 
 
 @pytest.mark.parametrize("name", ["chats", "sharegpt", "completions", pytest.param("texts", marks=pytest.mark.slow)])
