@@ -900,11 +900,11 @@ def phase_memory_parts(trainer: TrainerLike) -> list[Part]:
         layers = fewest_recomputed_layers(trainer) if automatic else None
         if layers is not None or options.checkpoint_phases is not None or options.offload_activations:
             parts.append(room.ActivationCheckpointing(phases, offload=options.offload_activations, layers=layers))
-    if options.weight_precision is not None:
+    if options.weight_precision is not None or options.predict_states != "stay":
+        asked = f"weight_precision={options.weight_precision}, predict_states={options.predict_states}"
+        room = load_room("phase_memory.precision", asked)
         autocast = {"bf16": "bf16", "fp16": "fp16"}.get(trainer.accelerator.mixed_precision)
-        room = load_room("phase_memory.precision", f"weight_precision={options.weight_precision}")
-        parts += room.precision_parts(options.weight_precision, trainer.model, autocast=autocast)
-    if options.predict_states != "stay":
-        room = load_room("phase_memory.states", f"predict_states={options.predict_states}")
-        parts.append(room.OptimizerStatePlacement(options.predict_states))
+        part = room.PhaseMemory(options.weight_precision or "auto", options.predict_states, autocast=autocast)
+        part.check(trainer.model)
+        parts.append(part)
     return parts
