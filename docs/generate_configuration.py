@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from hf_hybrid.arguments import PRESETS, HybridArguments, in_words
-from hf_hybrid.integrations.grpo import ExactSkipArguments
 from hf_hybrid.leaps.directions import DIRECTIONS
+from hf_hybrid.trl.rl import ExactSkipArguments
 
 PAGE = Path(__file__).with_name("configuration.md")
 INTRODUCTION = """\

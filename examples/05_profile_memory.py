@@ -63,9 +63,11 @@ def main() -> None:
     profiler = MemoryProfilerCallback()
     trainer = HybridTrainer(model, args, train_dataset=byte_blocks(64), data_collator=collate, callbacks=[profiler])
     trainer.train()
-    print(profiler)
-    found = profiler.summary()
-    print(f"\nThe profiler took {found['own_seconds'] / found['seconds']:.2%} of the training time.")
+    summary = profiler.summary()
+    for phase, readings in summary["phases"].items():
+        peak = readings["peak_rss"]
+        print(f"{phase:<8} {readings['records']:>3} records, peak {peak['mean'] / 2**20:.0f} MiB on average")
+    print(f"The profiler took {summary['own_seconds'] / summary['seconds']:.2%} of the training time.")
 
 
 if __name__ == "__main__":

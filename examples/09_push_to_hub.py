@@ -23,8 +23,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
-    Trainer,
-    TrainingArguments,
     set_seed,
 )
 
@@ -38,9 +36,6 @@ class ScriptArguments:
     repo_id: Optional[str] = field(default=None, metadata={"help": "Repository to push to, as your-name/model-name."})
     dry_run: bool = field(default=True, metadata={"help": "Write the folder and the card, and push nothing."})
     license: Optional[str] = field(default=None, metadata={"help": "Licence of the model, for example apache-2.0."})
-    baseline: bool = field(
-        default=True, metadata={"help": "Also run plain Trainer for as many backward passes, and add it to the card."}
-    )
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -96,17 +91,7 @@ def main() -> None:
     trainer.train()
     trainer.evaluate()
 
-    plain = None
-    if script.baseline:
-        steps = trainer.hybrid_summary()["real_steps"]
-        names = ("learning_rate", "per_device_train_batch_size", "seed", "use_cpu", "report_to", "disable_tqdm")
-        values = {name: getattr(args, name) for name in names}
-        plain_args = TrainingArguments(f"{args.output_dir}-trainer", max_steps=steps, save_strategy="no", **values)
-        plain = Trainer(small_llama(tokenizer, args.seed), plain_args, **data)
-        plain.train()
-        plain.evaluate()
-
-    card = {"language": "en", "license": script.license, "dataset": "the texts of Python's help()", "baseline": plain}
+    card = {"language": "en", "license": script.license, "dataset": "the texts of Python's help()"}
     if script.dry_run:
         trainer.save_model()
         trainer.create_model_card(**card)

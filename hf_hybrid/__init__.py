@@ -13,14 +13,14 @@ _LAZY = {
     "ForecastPruner": "hf_hybrid.integrations.optuna",
     "HybridArguments": "hf_hybrid.arguments",
     "HybridConfig": "hf_hybrid.config",
-    "HybridDPOConfig": "hf_hybrid.integrations.trl",
-    "HybridDPOTrainer": "hf_hybrid.integrations.trl",
-    "HybridGRPOConfig": "hf_hybrid.integrations.grpo",
-    "HybridGRPOTrainer": "hf_hybrid.integrations.grpo",
-    "HybridRLOOConfig": "hf_hybrid.integrations.grpo",
-    "HybridRLOOTrainer": "hf_hybrid.integrations.grpo",
-    "HybridSFTConfig": "hf_hybrid.integrations.trl",
-    "HybridSFTTrainer": "hf_hybrid.integrations.trl",
+    "HybridDPOConfig": "hf_hybrid.trl.sft_dpo",
+    "HybridDPOTrainer": "hf_hybrid.trl.sft_dpo",
+    "HybridGRPOConfig": "hf_hybrid.trl.rl",
+    "HybridGRPOTrainer": "hf_hybrid.trl.rl",
+    "HybridRLOOConfig": "hf_hybrid.trl.rl",
+    "HybridRLOOTrainer": "hf_hybrid.trl.rl",
+    "HybridSFTConfig": "hf_hybrid.trl.sft_dpo",
+    "HybridSFTTrainer": "hf_hybrid.trl.sft_dpo",
     "HybridSummary": "hf_hybrid.records.summary",
     "HybridTrainer": "hf_hybrid.trainer",
     "HybridTrainerMixin": "hf_hybrid.trainer",
@@ -29,7 +29,7 @@ _LAZY = {
     "Part": "hf_hybrid.part",
     "SampleCallback": "hf_hybrid.integrations.samples",
     "UnrecoveredMemoryError": "hf_hybrid.recovery",
-    "plan_memory": "hf_hybrid.cli.planner",
+    "plan_memory": "hf_hybrid.plan.planner",
 }
 # Without those of integrations/, of which most need TRL or Optuna: `from hf_hybrid import *` works without them.
 __all__ = [
@@ -50,24 +50,24 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hf_hybrid.arguments import HybridArguments
-    from hf_hybrid.cli.planner import plan_memory
     from hf_hybrid.config import HybridConfig
-    from hf_hybrid.integrations.grpo import HybridGRPOConfig as HybridGRPOConfig
-    from hf_hybrid.integrations.grpo import HybridGRPOTrainer as HybridGRPOTrainer
-    from hf_hybrid.integrations.grpo import HybridRLOOConfig as HybridRLOOConfig
-    from hf_hybrid.integrations.grpo import HybridRLOOTrainer as HybridRLOOTrainer
     from hf_hybrid.integrations.optuna import ForecastPruner as ForecastPruner
     from hf_hybrid.integrations.samples import SampleCallback as SampleCallback
-    from hf_hybrid.integrations.trl import HybridDPOConfig as HybridDPOConfig
-    from hf_hybrid.integrations.trl import HybridDPOTrainer as HybridDPOTrainer
-    from hf_hybrid.integrations.trl import HybridSFTConfig as HybridSFTConfig
-    from hf_hybrid.integrations.trl import HybridSFTTrainer as HybridSFTTrainer
     from hf_hybrid.leaps.directions.base import Direction
     from hf_hybrid.part import Part, Phase
+    from hf_hybrid.plan.planner import plan_memory
     from hf_hybrid.records.profiler import MemoryProfilerCallback
     from hf_hybrid.records.summary import HybridSummary
     from hf_hybrid.recovery import UnrecoveredMemoryError
     from hf_hybrid.trainer import HybridTrainer, HybridTrainerMixin
+    from hf_hybrid.trl.rl import HybridGRPOConfig as HybridGRPOConfig
+    from hf_hybrid.trl.rl import HybridGRPOTrainer as HybridGRPOTrainer
+    from hf_hybrid.trl.rl import HybridRLOOConfig as HybridRLOOConfig
+    from hf_hybrid.trl.rl import HybridRLOOTrainer as HybridRLOOTrainer
+    from hf_hybrid.trl.sft_dpo import HybridDPOConfig as HybridDPOConfig
+    from hf_hybrid.trl.sft_dpo import HybridDPOTrainer as HybridDPOTrainer
+    from hf_hybrid.trl.sft_dpo import HybridSFTConfig as HybridSFTConfig
+    from hf_hybrid.trl.sft_dpo import HybridSFTTrainer as HybridSFTTrainer
     from hf_hybrid.world_model.forecast import ForecastCallback
 
 

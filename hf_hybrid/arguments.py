@@ -278,12 +278,6 @@ class HybridArguments:
         "copies. False: training waits for each checkpoint.",
         group="Checkpoints",
     )
-    digest_steps: Optional[int] = option(
-        None,
-        "Digests of weights, optimizer and batches are logged at each save, and processes compare theirs. With N also "
-        "after every N steps. 0: never.",
-        at_least=0,
-    )
 
     forecast: bool = option(
         True,

@@ -8,16 +8,16 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
+import torch
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hf_hybrid.arguments import HybridArguments, as_declared, check_range
 from hf_hybrid.compat import checkpointing_option
-from hf_hybrid.files import load_room
 from hf_hybrid.machine import LeapObstacleError, computes_on_cpu, mixed_precision_of, sharding_of, shards_by_fsdp2
-from hf_hybrid.optimizers import optimizer_name, steps_in_backward
+from hf_hybrid.optimizers import is_adam, optimizer_name, steps_in_backward
 
 CONFIG_NAME = "hybrid_config.json"
 REPLACED = ("learning_rate", "optim")
@@ -261,6 +261,8 @@ def check_training_arguments(args: TrainingArguments, options: HybridArguments) 
         _check_fsdp2_options(options)
     if options.enable_predict and options.direction != "auto":
         check_leaps(args)
+        if options.final_gain(1.0) > 0:
+            check_leap_optimizer(optim)
 
 
 _OBSTACLES = {
@@ -313,6 +315,23 @@ def check_leaps(args: TrainingArguments) -> None:
         )
 
 
+def check_leap_optimizer(optimizer: Any) -> None:
+    """
+    Refuse leaps under an optimizer other than Adam or AdamW, an object, its class or a value of `optim`. An object may
+    be inside wrappers that hold it as `optimizer`.
+
+    Raises:
+        LeapObstacleError: It names the optimizer.
+    """
+    while getattr(optimizer, "optimizer", None) is not None:
+        optimizer = optimizer.optimizer
+    kind = optimizer if isinstance(optimizer, (str, type)) else type(optimizer)
+    if is_adam(kind) or (isinstance(kind, type) and issubclass(kind, (torch.optim.Adam, torch.optim.AdamW))):
+        return
+    name = f"optim={kind}" if isinstance(kind, str) else kind.__name__
+    raise LeapObstacleError(f"Leaps need Adam or AdamW, and the optimizer is `{name}`.", "Leave `direction` out.")
+
+
 def _refuse_muon_on_shards(args: TrainingArguments, sharding: str | None) -> None:
     """Refuse `optim=muon` on weights that anything but FSDP2 shards."""
     if sharding and not shards_by_fsdp2(args):
@@ -360,8 +379,9 @@ def _check_memory_options(args: TrainingArguments, optim: str, options: HybridAr
             "streamed layers are always checkpointed, and travel in bf16 under `bf16=True`. Leave it out."
         )
     if options.weight_precision is not None:
-        room = load_room("phase_memory.precision", f"weight_precision={options.weight_precision}")
-        room.parse_precision(options.weight_precision)
+        from hf_hybrid.phase_memory.precision import parse_precision
+
+        parse_precision(options.weight_precision)
     own = checkpointing_option()
     details = getattr(args, f"{own}_kwargs", None) or {}
     extra = [name for name, value in details.items() if (name, value) != ("use_reentrant", False)]

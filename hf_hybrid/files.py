@@ -1,5 +1,5 @@
 """
-Files, and optional modules.
+How files are written.
 
 Every small file of the package is written here, whole or not at all, and never through a link: a link in a folder that
 others write to would lead to a file that the user did not name.
@@ -8,8 +8,6 @@ others write to would lead to a file that the user did not name.
 from __future__ import annotations
 
 import errno
-import importlib
-import importlib.util
 import json
 import logging
 import math
@@ -17,7 +15,6 @@ import os
 import re
 import secrets
 from pathlib import Path
-from types import ModuleType
 from typing import Any, BinaryIO
 
 logger = logging.getLogger(__name__)
@@ -120,33 +117,3 @@ def note_base(model: Any, folder: str | Path) -> None:
         write_json(Path(folder, BASE_NAME), {"quantization_config": values})
     else:
         Path(folder, BASE_NAME).unlink(missing_ok=True)
-
-
-def has_room(name: str) -> bool:
-    """Whether the installation has a module of an optional room."""
-    try:
-        return importlib.util.find_spec(f"hf_hybrid.{name}") is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def load_room(name: str, asked_by: str) -> ModuleType:
-    """
-    Import a module of a room that the rest of the package works without, because an option asks for it.
-
-    Args:
-        name (`str`): Of the module in this package: `world_model.observer`.
-        asked_by (`str`): The option and its value, for the message.
-
-    Raises:
-        ValueError: If the installation lacks the room.
-    """
-    try:
-        return importlib.import_module(f"hf_hybrid.{name}")
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("hf_hybrid."):
-            raise
-        raise ValueError(
-            f"`{asked_by}` needs `{error.name}`, which this installation lacks. Install hf_hybrid whole, or leave the "
-            "option out."
-        ) from None

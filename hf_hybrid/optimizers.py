@@ -410,9 +410,14 @@ def _answer(module: nn.Module, question: str) -> object:
         return None
 
 
-def _vocabulary_sizes(model: nn.Module) -> set[int]:
+def text_config(model: Any) -> Any:
+    """Return the config of a model, of one with several the config of its language model; `None` if it has none."""
     config = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _vocabulary_sizes(model: nn.Module) -> set[int]:
+    config = text_config(model)
     sizes, widths = {getattr(config, "vocab_size", None)}, {getattr(config, "hidden_size", None)}
     embedding = _answer(model, "get_input_embeddings")  # without one the config alone has to do
     sizes.add(getattr(embedding, "num_embeddings", None))

@@ -17,7 +17,7 @@ A step, and the hooks that are called:
     react           only if the monitor found something: answer its verdict
     decide          choose what the next step will be
 
-A new capability is a new part: subclass [`Part`], override the hooks that it needs, and add it to the list in setup.py.
+A new capability is a new part: subclass [`Part`], override the hooks that it needs, and add it to the list in build.py.
 Standard library only.
 """
 
@@ -191,24 +191,6 @@ class Part:
         that changes no result, for the rest of the run, and say in words what holds now; `None` if there is none.
         """
         return None
-
-    def before_save(self) -> None:
-        """Called on all processes when a checkpoint begins to be written. The real weights are in the model."""
-
-    def before_seal(self, step: int) -> None:
-        """
-        Called on all processes when the files of the checkpoint of `step` are written and its manifest is not. An
-        exception on all of them discards it. Inside a step: the step before it.
-        """
-
-    def after_seal(self, step: int, files: dict[str, dict]) -> None:
-        """Called with the checksums of a checkpoint's files, where it was written: on the thread that wrote it."""
-
-    def diverged(self, step: int) -> None:
-        """
-        Called on all processes before a training ends because it diverged. An exception takes the place of the one that
-        says so.
-        """
 
     def before_export(self) -> None:
         """Called before weights are evaluated, saved or pushed. Put the real weights into the model."""

@@ -34,16 +34,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from hf_hybrid.checkpoints.manifest import last_checkpoint
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.config import was_given
-from hf_hybrid.files import has_room, load_room
 from hf_hybrid.leaps.probe import Losses
 from hf_hybrid.machine import RandomStates
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.run.run import Run
-from hf_hybrid.run.typing import TrainerLike
+from hf_hybrid.run.trainer_view import TrainerLike
+from hf_hybrid.saving.manifest import last_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -399,11 +398,11 @@ class OutOfMemoryRecovery(Part):
 
     def _tell_memory(self) -> None:
         """Streamed layers walk a window in one go: losses that are means must count alike, or each part goes alone."""
-        if not self.trainer.memory.streams:
+        if (window := self.trainer.memory.window) is None:
             return
         parts = [part for batch in self._batches for part in self._parts(batch)]
         alike = self._items is not None or len({share for _, share in parts}) <= 1
-        self.trainer.memory.begin_window([part for part, _ in parts] if alike else [])
+        window.begin([part for part, _ in parts] if alike else [])
 
     # An out-of-memory error.
 
@@ -453,7 +452,7 @@ class OutOfMemoryRecovery(Part):
         optimizer = self.trainer.optimizer
         for wrapped in ("optimizer", "base"):  # by accelerate; around streamed layers
             optimizer = getattr(optimizer, wrapped, optimizer)
-        self.trainer.saves.join()
+        self.trainer.saver.writer.join()
         checkpoint = last_checkpoint(self.trainer.run_folder)
         where = f"from `{checkpoint}`" if checkpoint else "from the start (no checkpoint was saved yet)"
         return UnrecoveredMemoryError(
@@ -545,7 +544,7 @@ class OutOfMemoryRecovery(Part):
         return sum(len(self._parts(batch)) for batch in self._batches)
 
     def _can_checkpoint(self) -> bool:
-        if self.trainer.memory.streams or not has_room("phase_memory.activations"):
+        if self.trainer.memory.streams:
             return False  # streamed layers always are
         args, name = self.trainer.args, checkpointing_option()
         if was_given(args, name) and getattr(args, name) is False:
@@ -555,12 +554,13 @@ class OutOfMemoryRecovery(Part):
         return bool(getattr(model, "supports_gradient_checkpointing", False)) and not on
 
     def _checkpoint_activations(self) -> None:
-        kind = load_room("phase_memory.activations", "out_of_memory=retry").ActivationCheckpointing
-        own = [part for part in self.trainer.parts if isinstance(part, kind)]
+        from hf_hybrid.phase_memory.activations import ActivationCheckpointing
+
+        own = [part for part in self.trainer.parts if isinstance(part, ActivationCheckpointing)]
         if own:  # it switches by phase already: from now on in every one
             own[0].phases = frozenset(phase for phase in Phase if phase is not Phase.PREDICT)
         else:
-            self._checkpointing = kind()
+            self._checkpointing = ActivationCheckpointing()
             model, optimizer = self.trainer.model_wrapped, self.trainer.optimizer
             self._checkpointing.begin(Run(model=model, optimizer=optimizer, max_steps=self.trainer.state.max_steps))
 
@@ -581,7 +581,7 @@ class OutOfMemoryRecovery(Part):
         """Save the state after the last step, and return a sentence that says where, or why not."""
         trainer = self.trainer
         step = trainer.state.global_step
-        trainer.saves.join()
+        trainer.saver.writer.join()
         if self.saved_step != step:
             try:
                 trainer._save_checkpoint(trainer.model, trial=trainer.trial)

@@ -4,7 +4,7 @@
 This module orders what a step, a save, an evaluation and a resume do, so that a checkpoint holds a whole step. It
 forwards Trainer's hooks to three objects:
 
-- `self.run`: the list of the run's parts (run/run.py), which setup.py makes when a training begins. The monitor, leaps,
+- `self.run`: the list of the run's parts (run/run.py), which build.py makes when a training begins. The monitor, leaps,
   the learning rate, the forecast and the memory guard are parts. Between trainings the list is empty;
 - `self.memory`: where weights are kept (streaming/engine.py): `Resident` or `Streamed`;
 - `self.recovery`: the part that computes a window again when memory runs out (recovery.py).
@@ -22,28 +22,37 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
-from accelerate.utils import broadcast_object_list, send_to_device
+from accelerate.utils import send_to_device
 from transformers import DataCollator, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_callback import CallbackHandler
-from transformers.trainer_utils import SaveStrategy, has_length
+from transformers.trainer_utils import has_length
 
 from hf_hybrid.arguments import HybridArguments
-from hf_hybrid.checkpoints import manifest, state
-from hf_hybrid.checkpoints.behind import Saves, why_at_once
-from hf_hybrid.checkpoints.lock import FolderLock, check_output
-from hf_hybrid.checkpoints.preemption import agree_on_preemption, check_thread
-from hf_hybrid.checkpoints.sharded import load_optimizer, load_weights
+from hf_hybrid.build import (
+    adapter_parts,
+    build_memory,
+    build_optimizer,
+    build_run,
+    leave_adapters_to_adamw,
+    makes_muon,
+    phase_memory_parts,
+    refuse_other_optimizers,
+    rows_part,
+    share_optimizer,
+    tell_of_kept_defaults,
+    tell_of_no_leaps,
+)
 from hf_hybrid.compat import warn_of_untested_versions
 from hf_hybrid.config import CONFIG_NAME, check_leaps, check_training_arguments, config_values, phase_options
-from hf_hybrid.files import load_room, note_base, write_note
+from hf_hybrid.files import write_note
 from hf_hybrid.hub.publishing import PublishingMixin
+from hf_hybrid.leaps.automatic import leaps_are_automatic
 from hf_hybrid.leaps.directions.base import DirectionFactory
 from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set
 from hf_hybrid.machine import (
@@ -55,8 +64,9 @@ from hf_hybrid.machine import (
     warn_of_lone_process,
 )
 from hf_hybrid.optimizers import check_hidden_matrices
-from hf_hybrid.part import Part, Phase, check_parts, listening
+from hf_hybrid.part import Part, Phase, check_parts
 from hf_hybrid.plan.accounting import ByteTable
+from hf_hybrid.plan.of_trainer import check_streamable
 from hf_hybrid.records.log import LogFile
 from hf_hybrid.records.profiler import MemoryProfilerCallback, held_bytes
 from hf_hybrid.records.progress import install_progress, memory_in_use
@@ -65,23 +75,13 @@ from hf_hybrid.records.summary import HybridSummary, RunPosition
 from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, SmallerProbes, device_probe
 from hf_hybrid.run.monitor import TrainingDivergedError
 from hf_hybrid.run.run import DataOrder, Run
-from hf_hybrid.setup import (
-    adapter_parts,
-    build_memory,
-    build_optimizer,
-    build_run,
-    check_streamable,
-    leaps_are_automatic,
-    leave_adapters_to_adamw,
-    makes_muon,
-    phase_memory_parts,
-    print_parts,
-    rows_part,
-    share_optimizer,
-    tell_of_kept_defaults,
-    tell_of_no_leaps,
-)
-from hf_hybrid.streaming.engine import Resident, Streamed
+from hf_hybrid.saving.lock import check_output
+from hf_hybrid.saving.manifest import last_checkpoint
+from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
+from hf_hybrid.saving.saver import InStep, Saver
+from hf_hybrid.saving.sharded import load_optimizer, load_weights
+from hf_hybrid.saving.start import names_digest, restoring
+from hf_hybrid.streaming.engine import Resident
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class HookRouter(CallbackHandler):
     def on_train_begin(self, args, state, control, **kwargs):
         self.trainer._begin_run()
         control = super().on_train_begin(args, state, control, **kwargs)
-        self.trainer._evaluate_if_due()
+        self.trainer.saver.evaluate_if_due(self.trainer._ignored_in_evaluations)
         return control
 
     def on_epoch_begin(self, args, state, control, **kwargs):
@@ -114,7 +114,8 @@ class HookRouter(CallbackHandler):
         return control
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.trainer._note_step()
+        before = RandomStates.now(args.device), state.num_input_tokens_seen, self.trainer.current_flos
+        self.trainer.saver.in_step.before = before  # what the first micro-batch will change
         return super().on_step_begin(args, state, control, **kwargs)
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
@@ -137,7 +138,7 @@ class HookRouter(CallbackHandler):
         return control
 
     def on_train_end(self, args, state, control, **kwargs):
-        self.trainer.saves.end()  # callbacks may read checkpoints
+        self.trainer.saver.writer.end()  # callbacks may read checkpoints
         control = super().on_train_end(args, state, control, **kwargs)
         self.trainer._end_run()
         return control
@@ -147,10 +148,10 @@ class HookRouter(CallbackHandler):
         return super().on_push_begin(args, state, control, **kwargs)
 
     def on_save(self, args, state, control, **kwargs):
-        self.trainer._watch_uploads()
+        if args.push_to_hub:
+            self.trainer._watch_uploads()
         control = super().on_save(args, state, control, **kwargs)
-        if args.should_save:
-            manifest.add_what_callbacks_saved(self.trainer.run_folder / f"checkpoint-{state.global_step}")
+        self.trainer.saver.add_what_callbacks_saved()
         return control
 
 
@@ -212,21 +213,13 @@ class HybridTrainerMixin(PublishingMixin):
         self.custom_direction, self._device_map, self._memory_is_planned = direction, device_map, False
         self._chunked_loss = ChunkedLossSwitch()
         self._held: ByteTable | None = None
-        self.saves, self.folder_lock, self._unsealed = Saves(), FolderLock(), None
-        self._hides_checkpoints = False
-        self._resumed_from: str | None = None
-        self._resumed: dict[str, Any] | None = None
-        self._evaluation_is_due, self._ignored_in_evaluations = False, None
-        self._after_evaluation: RandomStates | None = None
-        self.checked: list[dict[str, Any]] = []
+        self.saver, self.trial = Saver(self), None
+        self._ignored_in_evaluations = None
         self._scheduled_rates: list[float] = []
         self._next_epoch, self._is_at_epoch, self._around_forward = 0, False, False
-        self._start, self.trial = manifest.new_run(None), None
         self._epochs_began_at: list[int] = []
-        self._leave_step()
         super().__init__(*args, **kwargs)
         check_kernels(self.args)
-        self._start = manifest.new_run(self.model)
         self.hybrid_args = (
             self.args if isinstance(self.args, HybridArguments) else HybridArguments(enable_predict=self.can_leap)
         )
@@ -250,14 +243,16 @@ class HybridTrainerMixin(PublishingMixin):
         self.order = DataOrder(self.args.device, self.is_world_process_zero)
         own = [self.order] if self.rows is None else [self.order, self.rows]
         own += [self.recovery, self.memory_guard, SmallerProbes(self.recovery), *phase_memory_parts(self)]
-        own += [*adapter_parts(self), *print_parts(self)]
+        own += adapter_parts(self)
         self.parts = [*own, *self.own_parts(), *parts]
         check_parts(self.parts)
         self.probe_dataset: Any = probe_dataset
         self.preemption = agree_on_preemption(self)
         self.callback_handler = HookRouter(self)
         if options.sample_prompts is not None:
-            load_room("integrations.samples", f"sample_prompts={options.sample_prompts}").install(self)
+            from hf_hybrid.integrations import samples
+
+            samples.install(self)
         if options.enable_predict:
             self._prepare_leaps()
 
@@ -281,6 +276,7 @@ class HybridTrainerMixin(PublishingMixin):
             )
         try:
             check_leaps(self.args)
+            refuse_other_optimizers(self)
             if self.train_dataset is not None:  # otherwise the trainer may only evaluate
                 self._check_trainable()
         except LeapObstacleError as error:
@@ -333,7 +329,7 @@ class HybridTrainerMixin(PublishingMixin):
         `failed_savings` lists savings that are off because of an exception, each with it.
         """
         failed = list(dict.fromkeys(why for part in self.parts for why in part.failed))
-        found = {"memory": self.memory_summary(), "resumed": self._resumed, "failed_savings": failed}
+        found = {"memory": self.memory_summary(), "resumed": self.saver.report, "failed_savings": failed}
         for part in self.parts:  # as they are now; the run's own summary ends with it
             found.update(part.summary())
         return HybridSummary({**self.run.summary(), **found})
@@ -374,8 +370,6 @@ class HybridTrainerMixin(PublishingMixin):
         eval_dataset: Any = None,
         dtype: str = "auto",
         max_shard_size: str = "50GB",
-        tasks: Sequence[str] = (),
-        limit: int | None = None,
     ) -> dict[str, Any]:
         """
         Write the model in 16 bits or in a low-bit format, and measure held-out loss, bytes and speed beside those of
@@ -394,23 +388,21 @@ class HybridTrainerMixin(PublishingMixin):
             dtype (`str`, *optional*):
                 Of weights that are not quantised; `auto`: as they are; in `merged` 16 bits (docs/export.md).
             max_shard_size (`str`, *optional*): Of a file of weights. A GGUF file is not split.
-            tasks (`Sequence[str]`, *optional*):
-                Tasks of lm-eval, or YAML files of tasks, on which both models are scored too.
-            limit (`int`, *optional*): Examples of each task, the first ones. Default: all.
 
         Returns:
             `dict`: What was measured, as in `export.json`; see [`~hf_hybrid.export.exporter.export`].
 
         Raises:
             ValueError: If the format cannot be written here, with what to install; if `folder` is not empty; if several
-                processes train; if lm-eval is not installed or cannot evaluate a task.
+                processes train.
         """
         if self.accelerator.num_processes > 1:
             raise ValueError(
                 f"`export` runs on one process, got `{self.accelerator.num_processes}`. Save the model, and run "
                 f"`hf-hybrid export {self.args.output_dir} --format {format}` afterwards."
             )
-        exporter = load_room("export.exporter", "trainer.export()")
+        from hf_hybrid.export import exporter
+
         folder = Path(folder or f"{os.path.abspath(str(self.args.output_dir))}-{format}")
         exporter.check_output(folder)
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -419,7 +411,7 @@ class HybridTrainerMixin(PublishingMixin):
         card = Path(str(self.args.output_dir), "README.md")
         with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f"_{folder.name}.") as saved:
             self.save_model(saved, _internal_call=True)  # else it would push
-            options = {"dtype": dtype, "max_shard_size": max_shard_size, "tasks": tasks, "limit": limit}
+            options = {"dtype": dtype, "max_shard_size": max_shard_size}
             return exporter.export(saved, folder, format, batches=batches, card=card, **options)
 
     # A run begins and ends.
@@ -439,17 +431,15 @@ class HybridTrainerMixin(PublishingMixin):
         model = super().call_model_init(trial)
         keep_differentiable(model)
         self._tag(model)
-        self._start.model = manifest.names_digest(model)
+        self.saver.start.model = names_digest(model)
         return model
 
     def train(self, resume_from_checkpoint=None, trial=None, *args, **kwargs):
         self.trial = trial
-        self._start = self._find_start(resume_from_checkpoint)
+        self.saver.begin(resume_from_checkpoint)
         self.run, self._around_forward = Run(no_leaps=self.obstacle), False  # an error may have ended the last one
-        self._resumed_from = self._resumed = self._held = None
-        self._evaluation_is_due, self._after_evaluation = False, None
+        self._held = None
         self._ignored_in_evaluations = args[0] if args else kwargs.get("ignore_keys_for_eval")
-        self.checked = []
         self._epochs_began_at = []
         self.recovery.reset()
         profilers = [call for call in self.callback_handler.callbacks if isinstance(call, MemoryProfilerCallback)]
@@ -457,16 +447,15 @@ class HybridTrainerMixin(PublishingMixin):
             profilers = [MemoryProfilerCallback()]
         for profiler in profilers:
             profiler.attach(self)
-        self.saves.training = True
         try:
-            output = super().train(self._start.folder, trial, *args, **kwargs)
+            output = super().train(self.saver.start.folder, trial, *args, **kwargs)
         except Exception as error:
             explained = self.recovery.explain(error)
             if explained is error:
                 raise
             raise explained from error
         finally:
-            self.saves.end()
+            self.saver.writer.end()
             if self.preemption is not None:
                 self.preemption.give_back()
             for part in self.parts:
@@ -476,55 +465,18 @@ class HybridTrainerMixin(PublishingMixin):
                 self._measure_memory()
             self.memory.end()
             self._chunked_loss.remove()
-            self._leave_step()
-            self.folder_lock.release()
+            self.saver.in_step = InStep()
+            self.saver.lock.release()
         if not self.has_phases:
-            self.log_file.move_into_checkpoint(manifest.last_checkpoint(self.run_folder))
+            self.log_file.move_into_checkpoint(last_checkpoint(self.run_folder))
         elif "train_loss" in output.metrics:
             output = output._replace(training_loss=output.metrics["train_loss"])
         return output
 
-    @property
-    def _saves_checkpoints(self) -> bool:
-        return self.args.save_strategy != SaveStrategy.NO or self.args.enable_jit_checkpoint
-
-    def _find_start(self, resume: str | os.PathLike | bool | None) -> manifest.Start:
-        """Return where to start: on every process what the first one finds."""
-        found: list[Any] = [None, None]
-        if self.is_world_process_zero():
-            try:
-                if self.trial is None:  # the folder of a trial has no name yet
-                    self.folder_lock.take(str(self.args.output_dir), saves=self._saves_checkpoints)
-                found[0] = manifest.find(resume, str(self.args.output_dir), self.model)
-            except (manifest.CheckpointError, OSError) as error:  # the others wait for it
-                found[1] = error
-                self.folder_lock.release()
-        if self.accelerator.num_processes > 1:
-            broadcast_object_list(found)
-        start, error = found
-        if error is not None:
-            raise error
-        if self.is_world_process_zero():
-            for warning in start.warnings:
-                logger.warning("%s", warning)
-        return start
-
     def _begin_run(self) -> None:
         """Begin the run, after Trainer has made everything and restored its own part of a checkpoint."""
         folder = self.run_folder
-        # A disk that was full gets room for the next save. Checkpoints that this run abandons stay until there is one.
-        goes_on = self._resumed_from is not None and self._start.run[-1][1] < self.state.global_step
-        if self.args.should_save and self._saves_checkpoints and goes_on:
-            manifest.rotate(
-                folder,
-                self.args.save_total_limit,
-                run=self._start.run,
-                newest=Path(str(self._resumed_from)),
-                best=self.state.best_model_checkpoint,
-            )
-        if self.args.should_save and (self.has_phases or manifest.holds_a_run(folder)):
-            folder.mkdir(parents=True, exist_ok=True)
-            manifest.write_run(folder, self._start.run)
+        self.saver.make_room()
         share_optimizer(self)
         try:
             if self.has_phases:
@@ -541,18 +493,8 @@ class HybridTrainerMixin(PublishingMixin):
         self._next_epoch, self._scheduled_rates = self._place_in_data()[0], []
         self._around_forward = self.run.listens("before_forward", "after_backward")
         self.run.begin()
-        with manifest.restoring(self._resumed_from):
-            report = None if self._resumed_from is None else state.restore(self, self._resumed_from)
-        if report is not None:
-            show = self.is_world_process_zero() and not self.args.disable_tqdm
-            state.tell(report, show=show, has_phases=self.has_phases)
-            self._evaluation_is_due = report["evaluation_is_due"]
-        if not self.has_phases:
-            return
-        if report is not None:
-            self._resumed = report
-            self._resumed["warnings"] = self._start.warnings + self._resumed["warnings"]
-        if self.args.should_save:
+        self.saver.restore()
+        if self.has_phases and self.args.should_save:
             write_note(folder / CONFIG_NAME, shareable(config_values(self.args)))
 
     def _keep_batches_on_host(self) -> None:
@@ -565,23 +507,10 @@ class HybridTrainerMixin(PublishingMixin):
         if self.rows is not None and isinstance(loader, DataLoaderShard):
             loader.device = None
 
-    def _evaluate_if_due(self) -> None:
-        """Evaluate before the first step of a resumed run, if it was saved before the evaluation of that step."""
-        if not self._evaluation_is_due:
-            return
-        super()._load_rng_state(self._start.folder)
-        metrics = self._evaluate(self.trial, self._ignored_in_evaluations)
-        is_best = self._determine_best_metric(metrics=metrics, trial=self.trial)
-        here = self.run_folder / f"checkpoint-{self.state.global_step}"
-        if is_best and manifest.is_of_run(here, self._start.run):
-            self.state.best_model_checkpoint = str(here)
-        self._after_evaluation = RandomStates.now(self.args.device)
-
     def _load_rng_state(self, checkpoint):
-        with manifest.restoring(checkpoint):
+        with restoring(checkpoint):
             super()._load_rng_state(checkpoint)
-        if self._after_evaluation is not None:  # which draws random numbers
-            self._after_evaluation.restore()
+        self.saver.restore_random_states()
         if self._is_at_epoch:
             self.order.enter(self._next_epoch - 1, self.callback_handler.train_dataloader)
 
@@ -613,12 +542,12 @@ class HybridTrainerMixin(PublishingMixin):
                 "the batch size, or pass more data."
             )
         feed.enter(epoch)
-        if self._resumed_from is not None:
-            ours, self._resumed_from = feed.begun, None
+        if self.saver.resumed_from is not None:
+            ours, self.saver.resumed_from = feed.begun, None
             if not ours:
                 feed.trained = self._place_in_data()[1]
         else:  # Trainer does not know how often a resumed run has gone through a stream, which may differ by epoch
-            ours = self._resumed is not None and not has_length(loader)
+            ours = self.saver.report is not None and not has_length(loader)
         if ours:
             feed.read(loader)
             self._is_at_epoch = False
@@ -629,8 +558,7 @@ class HybridTrainerMixin(PublishingMixin):
             self._measure_memory()
         self.run.end()
         if had_phases and self.args.should_save:
-            summary = {"run": self._start.run, **shareable(self.hybrid_summary())}
-            write_note(self.run_folder / SUMMARY_NAME, summary)
+            write_note(self.run_folder / SUMMARY_NAME, shareable(self.hybrid_summary()))
 
     # One step.
 
@@ -640,10 +568,11 @@ class HybridTrainerMixin(PublishingMixin):
             logger.info("The run is at step %d, its last one: nothing is left to train.", self.state.global_step)
             self.control.should_training_stop = True
             return [], None
-        if self._evaluation_is_due and self.control.should_training_stop:  # which a callback decided in it
+        if self.saver.evaluation_is_due and self.control.should_training_stop:  # which a callback decided in it
             return [], None
-        self._evaluation_is_due = self._is_at_epoch = False
-        self._is_changing, feed = True, self.run.feed
+        self.saver.evaluation_is_due = self._is_at_epoch = False
+        in_step, feed = self.saver.in_step, self.run.feed
+        in_step.is_changing = True
         with self.order.reading():
             if feed is None:
                 batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -663,11 +592,11 @@ class HybridTrainerMixin(PublishingMixin):
                 batches = batches + batches[-1:] * (num_batches - len(batches))
             elif feed is not None:
                 feed.begin(len(batches))
-        self._is_changing, self._begun = False, self.state.global_step if batches else None
-        if self._start.in_step:
+        in_step.is_changing, in_step.begun = False, self.state.global_step if batches else None
+        if self.saver.start.in_step:
             # Saved after its batches were fetched, which may draw random numbers; Trainer restores them before.
-            self._load_rng_state(self._start.folder)
-            self._start.in_step = False
+            self._load_rng_state(self.saver.start.folder)
+            self.saver.start.in_step = False
         return batches, items
 
     def training_step(self, model, inputs, num_items_in_batch=None):
@@ -680,20 +609,24 @@ class HybridTrainerMixin(PublishingMixin):
             model.train()  # as in a skipped step
             return torch.zeros((), device=self.args.device)
         step = functools.partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
+        if self.memory.window is not None:  # layer by layer, the first call computes all of the window
+            step = functools.partial(self.memory.window.next, step)
         loss = self.recovery.compute(inputs, functools.partial(self._compute, step), num_items_in_batch)
         self.run.count(inputs, loss)
         return loss
 
     def _compute(self, step: Callable[[Any], torch.Tensor], inputs: Any) -> torch.Tensor:
         """Run forward and backward of a micro-batch, or of a part of one after memory ran out."""
-        laid_out = self.run.step.window is not None
-        with self._changing_weights(), self.rows.around() if laid_out else contextlib.nullcontext():
-            if not self._around_forward:
-                return self.memory.compute(step, inputs)
-            try:
-                self.run.call("before_forward", self.run.phase)
-                return self.memory.compute(step, inputs)
-            finally:
+        laid_out, in_step = self.run.step.window is not None, self.saver.in_step
+        in_step.is_changing = True
+        try:
+            with self.rows.around() if laid_out else contextlib.nullcontext():
+                if self._around_forward:
+                    self.run.call("before_forward", self.run.phase)
+                return step(inputs)
+        finally:
+            in_step.is_changing = False
+            if self._around_forward:
                 self.run.call("after_backward", self.run.phase)
 
     def _skip_step(self, model) -> torch.Tensor:
@@ -717,19 +650,20 @@ class HybridTrainerMixin(PublishingMixin):
             super()._track_num_input_tokens(inputs)
 
     def _clip_grad_norm(self, model):
-        if not isinstance(self.memory, Streamed):
+        if (streamed := self.memory.optimizer) is None:
             return super()._clip_grad_norm(model)
         # With leaps the direction reads clipped gradients before the optimizer does.
-        return self.memory.clip(model, self.args.max_grad_norm, now=self.has_phases)
+        return streamed.clip(model.parameters(), self.args.max_grad_norm, now=self.has_phases)
 
     def _get_grad_norm(self, model, grad_norm=None):
-        grad_norm = self.memory.gradient_norm(model) if grad_norm is None else grad_norm
+        if grad_norm is None and self.memory.optimizer is not None:
+            grad_norm = self.memory.optimizer.total_norm(model.parameters())
         self._gradient_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         return self._gradient_norm
 
     def _before_update(self) -> None:
         """Judge the step between clipping and the optimizer's step, and scale the learning rate."""
-        self._is_changing = True  # until the step ends
+        self.saver.in_step.is_changing = True  # until the step ends
         run = self.run
         if run.phase is Phase.PREDICT:
             return
@@ -745,7 +679,7 @@ class HybridTrainerMixin(PublishingMixin):
                 if self.accelerator.scaler is not None:
                     self.accelerator.scaler.update()  # what it noted of these gradients is over
         except TrainingDivergedError as error:
-            raise self._diverged(error) from None
+            raise self.saver.diverged(error) from None
         # The learning rate is scaled here and nowhere else; `_after_update` takes the factor out again.
         scale = run.rate_scale
         self._scheduled_rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -807,63 +741,14 @@ class HybridTrainerMixin(PublishingMixin):
 
     def _end_step(self) -> None:
         """Close the step under way, once, if Trainer has counted it."""
-        if self.saves.error is not None:
-            self.saves.wait()
-        if self._begun in (None, self.state.global_step):
+        if self.saver.writer.error is not None:
+            self.saver.writer.wait()
+        if self.saver.in_step.begun in (None, self.state.global_step):
             return
-        put_off = self._save_put_off
-        self._leave_step()
+        put_off, self.saver.in_step = self.saver.in_step.save_is_put_off, InStep()
         step = self.run.end_step()
         # Every process would have to save, and each sees its own device only.
         self.control.should_save |= put_off or (step.asks_save and self.accelerator.num_processes == 1)
-
-    # Inside a step a checkpoint holds the state before the step, so that a resumed run computes all of it again: the
-    # weights are still those, the position in the data is, and random generators and counters are set back for the
-    # save. Where weights or states are changing, a save is put off to the end of the step.
-
-    def _note_step(self) -> None:
-        """Remember what the first micro-batch will change."""
-        random, seen = RandomStates.now(self.args.device), self.state.num_input_tokens_seen
-        self._before_step = (random, seen, self.current_flos)
-
-    def _leave_step(self) -> None:
-        """Between steps nothing has to be set back or put off."""
-        self._begun: int | None = None
-        self._before_step: tuple[RandomStates, int, float] | None = None
-        self._is_changing = self._save_put_off = False
-
-    @contextlib.contextmanager
-    def _changing_weights(self) -> Generator[None]:
-        self._is_changing = True
-        try:
-            yield
-        finally:
-            self._is_changing = False
-
-    @contextlib.contextmanager
-    def _as_before_step(self) -> Generator[None]:
-        if self._before_step is None:
-            yield
-            return
-        random, seen, flos = self._before_step
-        more_seen, more_flos = self.state.num_input_tokens_seen - seen, self.current_flos - flos
-        self.state.num_input_tokens_seen, self.current_flos = seen, flos
-        try:
-            with random.again():
-                yield
-        finally:
-            self._before_step = (random, seen, self.current_flos)
-            self.state.num_input_tokens_seen, self.current_flos = seen + more_seen, self.current_flos + more_flos
-
-    def _diverged(self, error: TrainingDivergedError) -> TrainingDivergedError:
-        self.saves.join()
-        newest = manifest.last_checkpoint(self.run_folder)
-        where = f"The last good checkpoint is `{newest}`" if newest else "No checkpoint was saved yet"
-        good = self.run.weights is not None and self.run.weights.are_finite()
-        held = "are those of the last good step" if good else "hold NaN or infinite values too and cannot be used"
-        return TrainingDivergedError(
-            f"{error} The weights in memory {held}. {where}. Check the data of these steps, or lower `learning_rate`."
-        )
 
     # The loss.
 
@@ -929,8 +814,7 @@ class HybridTrainerMixin(PublishingMixin):
         super().log(logs, *args, **kwargs)
 
     def _show_real_weights(self) -> None:
-        for method in listening(self.parts, "before_export"):
-            method()
+        self.run.call("before_export")
 
     def evaluate(self, *args, **kwargs):
         self._show_real_weights()
@@ -951,122 +835,31 @@ class HybridTrainerMixin(PublishingMixin):
 
     def save_model(self, output_dir=None, *args, **kwargs):
         self._show_real_weights()
-        checked = self._unsealed is not None and self.accelerator.num_processes > 1
-        if self.run.weights is not None and not checked and not self.run.weights.are_finite():
-            raise self._diverged(TrainingDivergedError("The weights are not saved."))
+        self.saver.check_weights()
         super().save_model(output_dir, *args, **kwargs)
-        if self.args.should_save:
-            manifest.weights_saved(str(output_dir or self.args.output_dir))
 
     def _get_output_dir(self, trial):
-        # While a checkpoint is saved, Trainer and trainers that add files to it write into a temporary folder.
-        folder = super()._get_output_dir(trial)
-        hidden = self._unsealed is not None or self._hides_checkpoints
-        return os.path.join(folder, manifest.SAVING_NAME) if hidden else folder
+        return self.saver.place(super()._get_output_dir(trial))
 
     def _finalize_training(self, trial, num_train_samples, start_time):
-        """With `save_total_limit=1` Trainer deletes all but the best checkpoint, also of earlier runs: show it none."""
-        self._hides_checkpoints = True
-        try:
-            output = super()._finalize_training(trial, num_train_samples, start_time)
-        finally:
-            self._hides_checkpoints = False
-        best = self.state.best_model_checkpoint
-        limited = self.args.should_save and self.args.save_total_limit == 1
-        if limited and best is not None and not self.preempted:  # which goes on from its last checkpoint
-            manifest.rotate(self.run_folder, 1, run=self._start.run, newest=Path(best), best=best)
-        return output
+        with self.saver.keeping_the_best():
+            return super()._finalize_training(trial, num_train_samples, start_time)
 
     def _save_checkpoint(self, model, trial):
-        """Save into a temporary folder, seal, and only then delete older checkpoints. Trainer finds none to delete."""
-        if self._is_changing:
-            logger.info("A checkpoint was asked for inside a leap, a pass or an update: it is saved after the step.")
-            self._save_put_off = True
-            return
-        self._end_step()
-        folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
-        self.saves.begin(why_at_once(self, HybridTrainerMixin))
-        if self.args.should_save:
-            manifest.settle(folder.parent)  # a save that was killed
-        with manifest.saving(folder) if self.args.should_save else manifest.explaining_a_full_disk(folder):
-            self.accelerator.wait_for_everyone()
-            self._unsealed = str(folder)
-            try:
-                with self._as_before_step():
-                    self._show_real_weights()
-                    self.run.call("before_save")
-                    self._check_that_all_are_finite()
-                    super()._save_checkpoint(model, trial)
-                    self._seal()
-            finally:
-                self._unsealed = None
-                self.saves.abandon()
-
-    def _check_that_all_are_finite(self) -> None:
-        """Let all processes raise where the weights of one are not finite: the others would wait for it in the save."""
-        if self.run.weights is None or self.accelerator.num_processes == 1:
-            return  # then `save_model` does
-        wrong = torch.tensor([not self.run.weights.are_finite()], device=self.args.device)
-        if self.accelerator.gather(wrong).any():
-            self.run.call("diverged", self.state.global_step)
-            raise self._diverged(TrainingDivergedError("The weights are not saved."))
-
-    def _seal(self) -> None:
-        """
-        Make the checkpoint whole, give it its name, and delete older ones, once every process has written its files.
-        """
-        if self._unsealed is None:
-            return
-        folder, self._unsealed = Path(self._unsealed), None
-        self._note_best(str(folder))
-        self.run.call("before_seal", self.state.global_step)
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            best, limit, start = self.state.best_model_checkpoint, self.args.save_total_limit, self._start
-            step, in_step, run = self.state.global_step, self._begun is not None, self.run
-
-            def seal() -> None:
-                self.folder_lock.note(step)
-                files = manifest.seal(folder, step, start, in_step=in_step)
-                run.call("after_seal", step, files)
-                manifest.rotate(folder.parent, limit, run=start.run, newest=folder, best=best)
-
-            self.saves.finish(seal, functools.partial(manifest.saving, folder))
-        self.accelerator.wait_for_everyone()  # the others may load it at once, as the best one
-
-    def _note_best(self, folder: str) -> None:
-        """Note which checkpoint is the best. Trainer looks for it where it writes, and only the new one is there."""
-        best = os.path.join(os.path.dirname(folder), f"checkpoint-{self.state.best_global_step}")
-        is_there = bool(self.state.best_global_step) and (
-            best == folder or manifest.is_of_run(Path(best), self._start.run)
-        )
-        if is_there and self.state.best_model_checkpoint != best:
-            self.state.best_model_checkpoint = best
-            if self.args.should_save:
-                self.state.save_to_json(str(manifest.temporary(Path(folder)) / manifest.TRAINER_STATE_NAME))
+        self.saver.save(functools.partial(super()._save_checkpoint, model, trial), trial)
 
     def _push_from_checkpoint(self, checkpoint_folder):
-        folder = self._unsealed or checkpoint_folder
-        self._seal()  # before its files are collected
-        super()._push_from_checkpoint(folder)
+        super()._push_from_checkpoint(self.saver.committed_folder(checkpoint_folder))  # before its files are collected
 
     def _save(self, output_dir=None, state_dict=None):
-        write, model = super()._save, self.accelerator.unwrap_model(self.model)
-        if self.saves.behind and state_dict is None:
-            frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-            staged = self.saves.staged("weights", model.state_dict(), frozen)
-            state_dict = staged if self.saves.behind else None
+        self.saver.write_weights(output_dir, state_dict, super()._save)
 
-        def save() -> None:
-            with self.memory.suspended():
-                write(output_dir, state_dict)
-            if self.args.should_save:
-                note_base(model, str(output_dir or self.args.output_dir))
-
-        self.saves.write(save)
+    def _save_optimizer_and_scheduler(self, output_dir):
+        self.saver.write_states(output_dir, super()._save_optimizer_and_scheduler)
+        self.recovery.saved_step = self.state.global_step
 
     def _load_best_model(self):
-        self.saves.wait()
+        self.saver.writer.wait()
         self.accelerator.wait_for_everyone()
         with self.memory.suspended():
             super()._load_best_model()
@@ -1075,32 +868,21 @@ class HybridTrainerMixin(PublishingMixin):
         self._show_real_weights()
         return super().push_to_hub(*args, **kwargs)
 
-    def _save_optimizer_and_scheduler(self, output_dir):
-        if self.saves.behind and self.args.should_save:
-            staged = self.saves.staged("optimizer", self.optimizer.state_dict())
-            self.saves.write(lambda: torch.save(staged, os.path.join(output_dir, OPTIMIZER_NAME)))
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
-        else:
-            super()._save_optimizer_and_scheduler(output_dir)
-        self.recovery.saved_step = self.state.global_step
-        state.save(self, output_dir)
-
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        with manifest.restoring(resume_from_checkpoint):
+        with restoring(resume_from_checkpoint):
             if not load_weights(self, resume_from_checkpoint, self.model if model is None else model):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
-        with manifest.restoring(checkpoint):
+        with restoring(checkpoint):
             if checkpoint is not None:
-                self.checked = [method(checkpoint) for method in listening(self.parts, "check_checkpoint")]
+                self.saver.compare(checkpoint)
             if checkpoint is None or not load_optimizer(self, checkpoint):
                 super()._load_optimizer_and_scheduler(checkpoint)
-        # Trainer restores before it announces the run; our own state follows in `_begin_run`.
-        self._resumed_from = checkpoint
+        self.saver.resumed_from = checkpoint  # Trainer restores before it announces the run; our own state follows
 
     def _load_scaler(self, checkpoint):
-        with manifest.restoring(checkpoint):
+        with restoring(checkpoint):
             super()._load_scaler(checkpoint)
 
 

@@ -32,8 +32,7 @@ from huggingface_hub import ModelCard  # noqa: E402
 from rig.hub_server import card_errors  # noqa: E402
 
 from hf_hybrid.cli import screen  # noqa: E402
-from hf_hybrid.cli.options import CommandLine  # noqa: E402
-from hf_hybrid.cli.tasks import FINE_TUNING  # noqa: E402
+from hf_hybrid.cli.options import TRAINING, CommandLine, imported  # noqa: E402
 from hf_hybrid.export.exporter import export_card  # noqa: E402
 from hf_hybrid.files import plain  # noqa: E402
 from hf_hybrid.hub.card import render  # noqa: E402
@@ -87,18 +86,18 @@ def record_of(words: list[str]) -> dict[str, Any]:
         if main(words):
             raise SystemExit(f"`hf-hybrid {' '.join(words)}` failed.")
         return json.loads(Path(f"{words[1]}-{words[3]}", "export.json").read_text(encoding="utf-8"))
-    from hf_hybrid.cli.fine_tune import prepare
+    from hf_hybrid.cli.recipe import make_trainer
 
-    command = FINE_TUNING[words[0]]
-    command.config_class()
+    command = TRAINING[words[0]]
+    imported(command.config)
     with screen.speaking():
-        trainer, _, _ = prepare(CommandLine(words[1:], command))
+        trainer = make_trainer(CommandLine(words[1:], command).options())
         trainer.train()
         trainer.save_model()
         if trainer.eval_dataset is not None:
             trainer.evaluate()
         given = {"tasks": "text-generation"}  # what `hf-hybrid` passes for a model and data that are not of the Hub
-        facts, _ = trainer.model_card_facts(**given)
+        facts = trainer.model_card_facts(**given)
         trainer.create_model_card(**given)
     return plain(facts)
 

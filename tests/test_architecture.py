@@ -5,7 +5,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-import pytest
+from rig.circles import circles, statements
 
 TESTS = Path(__file__).parent
 ROOT = Path(__file__).parent.parent
@@ -20,68 +20,69 @@ FLOORS = {
         "config",
         "recovery",
         "rows",
-        "checkpoints",
-        "setup",
+        "saving",
+        "build",
         "records",
         "hub",
         "report",
         "export",
-        "prints",
     },
-    "Trainer": {"trainer", "integrations", "cli"},
+    "Trainer": {"trainer", "trl", "integrations", "cli"},
 }
 # Rooms of the arithmetic floor that must not know each other.
 STRANGERS = ({"leaps", "streaming"}, {"leaps", "phase_memory"}, {"world_model", "streaming"}, {"leaps", "plan"})
 
-# Rooms that can be deleted: the core works without them (tests/test_core_alone.py), and loads them if an option asks.
-OPTIONAL = {"report", "export", "integrations", "cli", "world_model", "phase_memory", "prints", "rows"}
+# Rooms that the others import inside functions alone, where an option or a call asks for them.
+OPTIONAL = {"report", "export", "trl", "integrations", "cli", "world_model", "phase_memory", "rows"}
 
 
-def room(name: str) -> str:
-    return name.removeprefix("hf_hybrid.").split(".")[0]
+# Files that import each other. No new ones.
+CIRCLES = [
+    ["cli/fine_tune.py", "cli/run.py"],
+]
 
 
 def module_name(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
 
 
-def statements(tree: ast.AST):
-    """All nodes but those that are for type checkers alone."""
-    for node in ast.iter_child_nodes(tree):
-        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
-            yield node
-            yield from statements(node)
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
-def imported_rooms(path: Path) -> set[str]:
-    found = set()
-    for node in statements(ast.parse(path.read_text())):
+def imported_rooms(tree: ast.AST) -> set[str]:
+    """Return what a file imports, but for optional rooms that it imports inside functions."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    inside = {id(node) for function in functions for node in ast.walk(function)}
+    rooms = set()
+    for node in statements(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "hf_hybrid":
             names = [node.module] if node.module != "hf_hybrid" else [f"hf_hybrid.{a.name}" for a in node.names]
-            found |= {room(name) for name in names}
-    return found - {"__version__"}
+            imported = {name.split(".")[1] for name in names} - {"__version__"}
+            rooms |= imported - OPTIONAL if id(node) in inside else imported
+    return rooms
 
 
-def floor(name: str) -> int:
-    found = [index for index, rooms in enumerate(FLOORS.values()) if name in rooms]
-    assert found, f"`{name}` stands on no floor: add it to FLOORS"
-    return found[0]
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
+IMPORTS = {path: imported_rooms(tree) - {room(path)} for path, tree in TREES.items() if path.name[:2] != "__"}
+FLOOR_OF = {name: index for index, rooms in enumerate(FLOORS.values()) for name in rooms}
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if not p.name.startswith("__")], ids=module_name)
-def test_arrows_run_one_way(path):
-    own = room(module_name(path))
-    for imported in imported_rooms(path) - {own}:
-        assert floor(imported) <= floor(own), f"`{module_name(path)}` imports `{imported}`, which stands above it"
-        assert {own, imported} not in STRANGERS, f"`{module_name(path)}` imports `{imported}`: they are strangers"
+def test_every_room_stands_on_a_floor():
+    assert FLOOR_OF.keys() == {room(path) for path in IMPORTS}
+
+
+def test_arrows_run_one_way():
+    arrows = [(path, imported) for path, rooms in IMPORTS.items() for imported in rooms]
+    up = [(module_name(path), other) for path, other in arrows if FLOOR_OF[other] > FLOOR_OF[room(path)]]
+    strangers = [(module_name(path), other) for path, other in arrows if {room(path), other} in STRANGERS]
+    assert not up and not strangers
 
 
 def test_rooms_of_a_floor_form_no_cycle():
     arrows: dict[str, set[str]] = {}
-    for path in FILES:
-        if not path.name.startswith("__"):
-            own = room(module_name(path))
-            arrows.setdefault(own, set()).update(imported_rooms(path) - {own})
+    for path, rooms in IMPORTS.items():
+        arrows.setdefault(room(path), set()).update(rooms)
 
     def reach(start: str, seen: frozenset[str]) -> None:
         for following in arrows.get(start, ()):
@@ -92,30 +93,35 @@ def test_rooms_of_a_floor_form_no_cycle():
         reach(name, frozenset({name}))
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if not p.name.startswith("__")], ids=module_name)
-def test_the_core_never_imports_optional_rooms(path):
-    if room(module_name(path)) not in OPTIONAL:
-        assert not imported_rooms(path) & OPTIONAL, "load it with `load_room` where an option asks for it"
+def test_files_form_no_circle():
+    assert [group for group in circles() if group not in CIRCLES] == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_public_things_are_documented(path):
-    tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree), "every module says what it is for"
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-            assert ast.get_docstring(node), f"`{node.name}` has no docstring"
+def test_the_core_imports_optional_rooms_inside_functions_alone():
+    core = {path: rooms for path, rooms in IMPORTS.items() if room(path) not in OPTIONAL}
+    assert not [(module_name(path), rooms & OPTIONAL) for path, rooms in core.items() if rooms & OPTIONAL]
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_whoever_loads_a_model_says_whether_its_code_may_run(path):
+def test_public_things_are_documented():
+    bare = [module_name(path) for path, tree in TREES.items() if not ast.get_docstring(tree)]
+    for path, tree in TREES.items():
+        public = [n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and not n.name.startswith("_")]
+        bare += [f"{module_name(path)}.{node.name}" for node in public if not ast.get_docstring(node)]
+    assert not bare
+
+
+def test_whoever_loads_a_model_says_whether_its_code_may_run():
     """Without `trust_remote_code` transformers asks on standard input, and `yes |` answers."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            owner = ast.unparse(node.func.value)
-            if owner.startswith("Auto") and node.func.attr in ("from_pretrained", "from_config"):
-                named = {keyword.arg for keyword in node.keywords}  # None: a dictionary, which has it
-                assert named & {"trust_remote_code", None}, f"{module_name(path)}, line {node.lineno}"
+    silent = []
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                loads = node.func.attr in ("from_pretrained", "from_config")
+                if loads and ast.unparse(node.func.value).startswith("Auto"):
+                    named = {keyword.arg for keyword in node.keywords}  # None: a dictionary, which has it
+                    if not named & {"trust_remote_code", None}:
+                        silent.append(f"{module_name(path)}, line {node.lineno}")
+    assert not silent
 
 
 def test_lazy_names_are_those_that_type_checkers_see():
@@ -124,8 +130,8 @@ def test_lazy_names_are_those_that_type_checkers_see():
     checked = next(node.body for node in tree.body if isinstance(node, ast.If))
     seen = {alias.asname or alias.name: node.module for node in checked for alias in node.names}
     assert seen == ast.literal_eval(assigned["_LAZY"])
-    needs_trl = {name for name, module in seen.items() if module.startswith("hf_hybrid.integrations.")}
-    assert set(ast.literal_eval(assigned["__all__"])) == set(seen) - needs_trl | {"__version__"}
+    needs_more = {n for n, module in seen.items() if module.startswith(("hf_hybrid.trl.", "hf_hybrid.integrations."))}
+    assert set(ast.literal_eval(assigned["__all__"])) == set(seen) - needs_more | {"__version__"}
 
 
 def test_few_modules_lie_loose():
@@ -153,13 +159,13 @@ def test_the_rig_lists_its_files():
     assert listed == sorted(path.name for path in (TESTS / "rig").glob("[!_]*.py"))
 
 
-@pytest.mark.parametrize(
-    "path", [p for f in ("benchmarks", "examples") for p in sorted((ROOT / f).rglob("*.py"))], ids=str
-)
-def test_what_a_script_imports_of_the_package_is_there(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_hybrid"):
-            module = importlib.import_module(node.module)
-            missing = [name.name for name in node.names if not hasattr(module, name.name)]
-            missing = [name for name in missing if importlib.util.find_spec(f"{node.module}.{name}") is None]
-            assert not missing, f"`{node.module}` has no {missing}"
+def test_what_a_script_imports_of_the_package_is_there():
+    missing = []
+    for path in [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_hybrid"):
+                module = importlib.import_module(node.module)
+                names = [name.name for name in node.names if not hasattr(module, name.name)]
+                names = [name for name in names if importlib.util.find_spec(f"{node.module}.{name}") is None]
+                missing += [f"{path.name}: {node.module}.{name}" for name in names]
+    assert not missing

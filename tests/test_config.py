@@ -16,11 +16,10 @@ from trl import DPOConfig, GRPOConfig, RLOOConfig, SFTConfig, TrlParser
 
 from hf_hybrid import HybridArguments, HybridConfig, HybridDPOConfig, HybridSFTConfig, HybridTrainer
 from hf_hybrid.arguments import PRESETS
-from hf_hybrid.cli.options import TRAIN, CommandLine
-from hf_hybrid.cli.tasks import FINE_TUNING
+from hf_hybrid.build import rescue_is_on
+from hf_hybrid.cli.options import TRAINING, CommandLine, OptionGroup, imported
 from hf_hybrid.config import REPLACED, check_training_arguments, was_given
-from hf_hybrid.integrations.grpo import HybridGRPOConfig, HybridRLOOConfig
-from hf_hybrid.setup import rescue_is_on
+from hf_hybrid.trl.rl import HybridGRPOConfig, HybridRLOOConfig
 
 
 def test_defaults_of_training_arguments_are_untouched(tmp_path):
@@ -172,25 +171,26 @@ def test_no_other_default_is_replaced(config_class, plain_class, tmp_path):
         assert config_class(str(tmp_path), **ON_CPU, bf16=value).bf16 is value
 
 
-@pytest.mark.parametrize("command", [TRAIN, *FINE_TUNING.values()], ids=lambda command: command.name)
+@pytest.mark.parametrize("command", TRAINING.values(), ids=lambda command: command.name)
 def test_commands_know_their_words_and_the_keys_of_their_file(command, tmp_path):
     """Also those that they decide themselves, and the options of adapters."""
-    config_class = command.config_class()
+    config_class = imported(command.config)
     lora = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0}
-    written = {name: default_of(config_class, name) for name in (*REPLACED, *command.undecided)} | lora
+    written = {name: default_of(config_class, name) for name in (*REPLACED, *command.defaulted)} | lora
     common = ["--output_dir", str(tmp_path), "--preset", "fast", "--use_cpu", "true"]
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(written))
     left = CommandLine(common, command)
-    assert left.undecided == frozenset(command.undecided)
-    assert all(was_given(left.build()[-1], name) is False for name in REPLACED)
+    assert left.defaulted == frozenset(command.defaulted)
+    assert all(was_given(left.options().config, name) is False for name in REPLACED)
     in_file, in_words = ["--config", str(file)], [f"--{name}={value}" for name, value in written.items()]
     for words in (in_file, in_words, [*in_words[:3], *in_file]):
         line = CommandLine([*common, *words], command)
-        *groups, config = line.build()
-        assert not line.undecided
+        options = line.options()
+        config, groups = options.config, [part for part in options if isinstance(part, OptionGroup)]
+        assert not line.defaulted
         assert {name for name, _ in written.items() if hasattr(config, name)} == written.keys() - lora.keys()
-        for name in (*REPLACED, *command.undecided):
+        for name in (*REPLACED, *command.defaulted):
             assert was_given(config, name) is True and not is_replaced(config, name)
         assert any(all(getattr(group, name, None) == value for name, value in lora.items()) for group in groups)
 

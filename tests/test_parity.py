@@ -74,7 +74,7 @@ def test_disabled_and_resumed_equals_plain_trainer(tmp_path):
     resumed = train(
         HybridTrainer,
         HybridConfig,
-        tmp_path / "hybrid",
+        tmp_path / "resumed",
         enable_predict=False,
         resume=str(tmp_path / "hybrid" / "checkpoint-10"),
         **overrides,

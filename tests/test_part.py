@@ -48,7 +48,7 @@ def test_parts_are_called_in_order_and_keep_their_state(tmp_path):
     resumed = Counts("first")
     trainer = HybridTrainer(
         tiny_model(),
-        hybrid_config(tmp_path, max_steps=10),
+        hybrid_config(tmp_path / "resumed", max_steps=10),
         train_dataset=ByteText(400),
         parts=[resumed],
     )

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer, Part
-from hf_hybrid.checkpoints.state import VALUES_NAME
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.leaps import trajectory as trajectory_module
 from hf_hybrid.leaps.directions.orthogonal import Orthogonal
@@ -32,6 +31,7 @@ from hf_hybrid.recovery import (
     is_out_of_memory,
     split_batch,
 )
+from hf_hybrid.saving.state import VALUES_NAME
 from hf_hybrid.world_model.residuals import LeapResiduals
 
 TEXT = ByteText(400)

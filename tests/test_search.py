@@ -9,9 +9,9 @@ from conftest import HERE, ByteText, config_values, hybrid_config, mostly_slow, 
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer, MemoryProfilerCallback
-from hf_hybrid.checkpoints.manifest import read_manifest
-from hf_hybrid.records.log import read_log
+from hf_hybrid.records.log import load_log
 from hf_hybrid.report.run_folder import load_run
+from hf_hybrid.saving.manifest import read_manifest
 
 RATES = (1e-4, 1e-2, 1e-3)
 MODES = {"leaps": {}, "no_leaps": {"enable_predict": False}}
@@ -66,20 +66,20 @@ def test_a_search_finds_the_best_of_its_trials(mode, save_strategy, tmp_path):
     for number, trial in trials.items():
         # The folder of a trial has its own log, checkpoints and record.
         folder, loss = tmp_path / f"run-{number}", trial.value
-        held_out = [line["eval_loss"] for line in read_log(folder) if "eval_loss" in line]
+        held_out = [line["eval_loss"] for line in load_log(folder).lines if "eval_loss" in line]
         assert len(held_out) == 3 and held_out[-1] == loss
         assert load_run(folder).last_step == 12 and load_run(folder).series("eval_loss")[-1] == (12, loss)
         checkpoints = sorted(path.name for path in folder.glob("checkpoint-*"))
         assert checkpoints == (["checkpoint-12", "checkpoint-4", "checkpoint-8"] if save_strategy == "steps" else [])
         assert (folder / "hybrid_summary.json").exists() == (mode == "leaps")
         for path in checkpoints:
-            assert read_manifest(folder / path).model == trainer._start.model != ""
+            assert read_manifest(folder / path).model == trainer.saver.start.model != ""
     assert not list(tmp_path.glob("hybrid_*")) and not list(tmp_path.glob("checkpoint-*"))
     # What Trainer's documentation does next: train with the values found.
     trainer.args.learning_rate = best.hyperparameters["learning_rate"]
     trainer.train()
     assert trainer.evaluate()["eval_loss"] == best.objective
-    assert read_log(tmp_path)[-1]["eval_loss"] == best.objective
+    assert load_log(tmp_path).lines[-1]["eval_loss"] == best.objective
 
 
 def test_without_leaps_the_trials_are_those_of_trainer(tmp_path):
@@ -164,4 +164,4 @@ def test_a_search_with_ray(mode, tmp_path):
     results = {trial.config["learning_rate"]: trial.last_result for trial in best.run_summary.trials}
     assert best.objective == min(result["objective"] for result in results.values()) and len(results) == len(RATES)
     folders = [path for path in (tmp_path / "out").iterdir() if path.name.startswith("run-")]
-    assert [read_log(path)[-1]["step"] for path in folders] == [12] * len(RATES)
+    assert [load_log(path).lines[-1]["step"] for path in folders] == [12] * len(RATES)

@@ -47,6 +47,8 @@ def pytest_configure(config) -> None:
     class WithoutLeaps(HybridConfig):
         enable_predict: bool = False
 
+    WithoutLeaps.__qualname__ = "WithoutLeaps"  # a run writes its arguments with pickle, which looks for them here
+    globals()["WithoutLeaps"] = WithoutLeaps
     package = sys.modules["transformers"]  # while it is imported, it puts another object in its own place
     package.Trainer = HybridTrainer
     package.TrainingArguments = HybridConfig if arm == "default" else WithoutLeaps

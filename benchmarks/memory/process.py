@@ -30,9 +30,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
+from benchmarks.memory.floors import measure_machine, step_floor_seconds
 from benchmarks.results import Results, provenance
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.cli.rates import measure_machine, step_floor_seconds
 from hf_hybrid.machine import page_locked_bytes
 from hf_hybrid.plan.accounting import ModelShape, measure_held, storage_bytes
 from hf_hybrid.plan.estimate import Estimator, Plan, PlanError

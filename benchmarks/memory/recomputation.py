@@ -28,8 +28,8 @@ from benchmarks.results import Results, command_line, provenance
 from benchmarks.skips.rows import Seconds, Text, build, full
 from benchmarks.speedup.pretrained import FOLDER
 from hf_hybrid import HybridSFTConfig, HybridSFTTrainer
+from hf_hybrid.build import estimator_for
 from hf_hybrid.plan.setups import MARGIN
-from hf_hybrid.setup import _estimator
 
 ROWS, TOKENS = 4, 256
 SHARES = (0.25, 0.5, 0.75)
@@ -65,7 +65,7 @@ def measure(arm: str, lora: bool, steps: int, needs: dict[str, int]) -> dict[str
 
 def planned(trainer: HybridSFTTrainer) -> dict[str, int]:
     """Return the planned bytes of the trainer's step with all layers recomputed, and with none."""
-    estimator, setup = _estimator(trainer, None)
+    estimator, setup = estimator_for(trainer, None)
     estimator.tracer.may_recompute_some()
     setups = {name: replace(setup, memory="off", activation_checkpointing=name == "all") for name in ("all", "none")}
     return {name: estimator.resident(asked).peak_device_bytes for name, asked in setups.items()}

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.results import Results, command_line, provenance
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.checkpoints import manifest
+from hf_hybrid.saving import manifest
 
 
 def trainer_of(hidden: int, layers: int, folder: Path) -> HybridTrainer:

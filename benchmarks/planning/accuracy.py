@@ -39,8 +39,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.results import Results, command_line, provenance
-from hf_hybrid.cli.planner import plan_memory
 from hf_hybrid.compat import checkpointing_option
+from hf_hybrid.plan.planner import plan_memory
 
 HERE = Path(__file__).resolve().parent
 REFERENCES = {False: "MemTracker under FakeTensorMode", True: "torch.cuda.max_memory_allocated"}

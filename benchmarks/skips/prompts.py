@@ -106,7 +106,7 @@ def measure(case: str, rounds: int) -> dict:
                 else:
                     gradients[arm] = [p.grad.clone() for p in trainer.model.parameters() if p.grad is not None]
     pairs = zip(gradients["trl"], gradients["shared"], strict=True)
-    counts = trainer.rows.counts()
+    counts = trainer.rows.counts
     return {
         "prompts": prompts,
         "completions": count,

@@ -109,6 +109,6 @@ def mib(count: float) -> str:
 
 def load() -> dict[str, Callable[[], str]]:
     """All tables by name."""
-    from benchmarks.tables import forecast, memory, other, skips, speedup, summary  # noqa: F401
+    from benchmarks.tables import forecast, gpu, memory, other, skips, speedup, summary  # noqa: F401
 
     return TABLES

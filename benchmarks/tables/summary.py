@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.speedup.report import table_of
 from benchmarks.tables import all_lines, markdown, percent, results, standard_error, table
+from benchmarks.tables.gpu import gain
 from benchmarks.tables.memory import GIB, accuracy, low_bit, outcomes, peak, stopped, times_resident
 from benchmarks.tables.other import change, exported, searched, size
 from benchmarks.tables.skips import grpo_run, prompts, recomputed, row_ratio
@@ -65,7 +66,17 @@ def readme() -> str:
     streamed, resident = (peak("8b", mode, 16384) for mode in ("stream-8bit", "resident-8bit"))
     code = arms("code")["hybrid"]
     s = elsewhere_s()
+    small, large = ({kind: gain("sft", shape, kind) for kind in ("instructions", "system")} for shape in ("1b", "8b"))
     rows = [
+        [
+            "Llama shapes of 1B and 8B, LoRA, 16 rows a step, one H100",
+            "[SFT](docs/results.md#on-a-gpu)",
+            f"a step is {times(small['instructions'])} and {times(large['instructions'])} (instructions) to "
+            f"{times(small['system'])} and {times(large['system'])} times (a common system prompt) as fast as the "
+            "fastest peer, padding-free with Liger's kernels, and "
+            f"{times(gain('sft', '1b', 'agent'))} times on agents' rows, where 8B does not fit without sharing; the "
+            "update is the same",
+        ],
         [
             "SmolLM2-135M, LoRA, 8 rows a step, one CPU thread",
             "[SFT](docs/sft.md)",

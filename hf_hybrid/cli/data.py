@@ -1,101 +1,58 @@
 """
-The data of `hf-hybrid sft | dpo | grpo`: found and checked by its first row, then read, converted and mixed.
+The data of every command: one reader from files, folders and ids on the Hub to rows in TRL's form, or to tokens.
 
-[`check_sources`] looks at local files with the standard library alone, before torch is imported, so that a misspelt
-file or column ends the command at once. [`read_rows`] reads every row.
+A [`Reader`] says which data a run reads and what of a row is learned, and reads them: each data set is loaded
+([`load`]), its format is recognised and its rows are converted (`formats`), and turned into tokens if the command
+trains on tokens (`tokens`); data sets are mixed, and rows to evaluate on are held out. The run writes its reader into
+its folder, so that `hf-hybrid export` finds the held-out rows again.
 """
 
 from __future__ import annotations
 
-import csv
+import dataclasses
 import difflib
-import itertools
-import json
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_hybrid.cli import formats
-from hf_hybrid.cli.options import OptionError
+from hf_hybrid.cli import formats, tokens
+from hf_hybrid.cli.loading import reason_of
+from hf_hybrid.cli.options import DataOptions, OptionError, Options, TextDataOptions
 
+NOTE_NAME = "_hybrid_data.json"
+"""In `output_dir`, for `hf-hybrid export`: a [`Reader`]. Files with a leading underscore are not pushed."""
 KINDS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json"}
 KINDS |= {f".{kind}": kind for kind in ("json", "csv", "parquet")}
 """By the ending of a file: the loader of `datasets`."""
 SAVED = ("state.json", "dataset_dict.json")
 """Of which one is in a folder that `save_to_disk` wrote."""
-MOST_OF_JSON = 2**26
-"""Characters of a .json file that are read to find its first row."""
+EVAL_SHARE = 0.05
 
 
-@dataclass(frozen=True)
-class Rows:
-    """
-    The rows of one data set, in TRL's form.
-
-    Attributes:
-        name (`str`): As the user gave it.
-        format (`Format`): That was recognised.
-        data: A `Dataset` or an `IterableDataset`.
-        of (`int`, *optional*): Rows that there are; `None` while streaming.
-    """
-
-    name: str
-    format: formats.Format
-    data: Any
-    of: int | None
+# Before torch is imported.
 
 
-# First looks, with the standard library.
-
-
-def check_sources(command: str, option: str, names: Sequence[str], renamed: dict[str, str]) -> None:
-    """
-    Refuse local data that is not there, or whose first row has no format of the command.
-
-    Args:
-        command (`str`): `sft`, `dpo` or `grpo`.
-        option (`str`): That names the data: `dataset` or `eval_dataset`.
-        names (`Sequence[str]`): Files, folders or ids on the Hub; the last are not looked at.
-        renamed (`dict[str, str]`): New names of columns, by the old ones.
-
-    Raises:
-        OptionError: What is wrong, and what there is.
-    """
+def check_paths(option: str, names: Sequence[str]) -> None:
+    """Refuse files and folders that are not there, with what there is. What may be an id on the Hub is not refused."""
     for name in names:
         path = Path(name).expanduser()
-        check_path(option, name)
-        if not path.is_file():
-            continue
-        first = first_row(option, name)
-        recognised(command, option, name, list(first), first, renamed)
-
-
-def check_path(option: str, name: str) -> None:
-    """Refuse the name of a file or folder that is not there. What may be an id on the Hub is not refused."""
-    path = Path(name).expanduser()
-    if path.exists():
-        if path.is_file() and path.suffix.lower() not in KINDS:
-            raise OptionError(
-                f"`--{option} {name}` ends in `{path.suffix}`, and these files are read: {', '.join(KINDS)}."
-            )
-        return
-    if path.suffix.lower() in KINDS or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        what = "file" if path.suffix else "file or folder"
-        near = _files_like(path)
-        raise OptionError(f"`--{option} {name}`: there is no such {what}.{near}")
+        if path.exists():
+            if path.is_file() and path.suffix.lower() not in KINDS:
+                raise OptionError(
+                    f"`--{option} {name}` ends in `{path.suffix}`, and these files are read: {', '.join(KINDS)}."
+                )
+        elif path.suffix.lower() in KINDS or name.startswith((".", "/", "~")) or name.count("/") > 1:
+            what = "file" if path.suffix else "file or folder"
+            raise OptionError(f"`--{option} {name}`: there is no such {what}.{_files_like(path)}")
 
 
 def _files_like(path: Path) -> str:
     folder = path.parent
-    while not folder.is_dir():
-        folder = folder.parent
-        if folder == folder.parent:
-            break
-    if folder != path.parent:
-        return f" The folder `{path.parent}` does not exist."
+    if not folder.is_dir():
+        return f" The folder `{folder}` does not exist."
     names = sorted(entry.name for entry in os.scandir(folder))
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
     if near:
@@ -104,119 +61,37 @@ def _files_like(path: Path) -> str:
     return f" In `{folder}` there is {', '.join(f'`{name}`' for name in data)}." if data else ""
 
 
-def first_row(option: str, name: str) -> dict[str, Any]:
-    """Return the first row of a local file, read with as little as possible."""
-    path = Path(name).expanduser()
-    kind = KINDS[path.suffix.lower()]
-    try:
-        if kind == "parquet":
-            first = _first_of_parquet(path)
-        else:
-            with path.open(encoding="utf-8", newline="" if kind == "csv" else None) as file:
-                first = {"text": _first_of_text, "csv": _first_of_csv, "json": _first_of_json}[kind](file)
-    except (OSError, ValueError, csv.Error) as error:  # a ValueError: of JSON, UTF-8 or Parquet
-        raise OptionError(f"`--{option} {name}` cannot be read as {kind}: {_sentence(error)}") from None
-    if first is None:
-        raise OptionError(f"`--{option} {name}` holds no rows.")
-    if not isinstance(first, dict):
-        raise OptionError(f"`--{option} {name}`: its first row is `{first!r:.60}`, not an object with columns.")
-    return first
-
-
-def _first_of_parquet(path: Path) -> dict[str, Any] | None:
-    from datasets import load_dataset  # without torch
-
-    try:
-        rows: Any = load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-        return next(iter(rows), None)
-    except Exception as error:  # whatever a broken file leads to
-        raise ValueError(_sentence(error)) from None
-
-
-def _first_of_text(file: Any) -> dict[str, Any] | None:
-    return next(({"text": line} for line in file if line.strip()), None)
-
-
-def _first_of_csv(file: Any) -> dict[str, Any] | None:
-    return next(csv.DictReader(file), None)
-
-
-def _first_of_json(file: Any) -> Any:
-    first = next((line for line in file if line.strip()), None)
-    if first is None:
-        return None
-    decoder = json.JSONDecoder()
-    if not first.lstrip().startswith("["):
-        try:
-            return decoder.decode(first)
-        except ValueError:  # an object over several lines, or a broken line
-            rest = first + file.read(MOST_OF_JSON)
-            found, end = decoder.raw_decode(rest.lstrip())
-            return found
-    text = first.lstrip()[1:] + file.read(MOST_OF_JSON)
-    text = text.lstrip()
-    return None if text.startswith("]") else decoder.raw_decode(text)[0]
-
-
-def renames(columns: Sequence[str] | None) -> dict[str, str]:
+def new_names(columns: Sequence[str] | None) -> dict[str, str]:
     """Return `--columns NEW=OLD` as new names by old ones. Raises [`OptionError`]."""
-    found = {}
+    names = {}
     for pair in columns or ():
         new, equals, old = pair.partition("=")
         if not (new and equals and old):
             raise OptionError(f"`--columns {pair}` is not of the form NEW=OLD, for example `prompt=question`.")
-        found[old] = new
-    return found
+        names[old] = new
+    return names
 
 
-def _renamed(option: str, name: str, columns: Sequence[str], renamed: dict[str, str]) -> dict[str, str]:
-    missing = [old for old in renamed if old not in columns]
-    if missing:
-        near = difflib.get_close_matches(missing[0], columns, n=1)
-        hint = f" Did you mean `{near[0]}`?" if near else ""
-        has = ", ".join(f"`{column}`" for column in columns)
-        raise OptionError(f"`--columns {renamed[missing[0]]}={missing[0]}`: `{name}` has {has}.{hint}")
-    taken = [new for old, new in renamed.items() if new in columns and new not in renamed]
-    if taken:
-        raise OptionError(f"`--columns {taken[0]}=...`: `{name}` has a column `{taken[0]}` already.")
-    return renamed
+# One data set.
 
 
-def recognised(
-    command: str,
-    option: str,
-    name: str,
-    columns: Sequence[str],
-    first: dict[str, Any],
-    renamed: dict[str, str],
-    template: bool = True,
-) -> formats.Format:
-    """Return the format of rows. Raises [`OptionError`] with the columns that there are, or for the first row."""
-    renamed = _renamed(option, name, columns, renamed)
-    first = {renamed.get(column, column): value for column, value in first.items()}
-    columns = [renamed.get(column, column) for column in columns]
-    try:
-        found = formats.recognise(command, columns, first, template)
-    except formats.FormatError as error:
-        raise OptionError(f"`--{option} {name}`: {error}") from None
-    try:
-        found.convert(first)
-    except formats.FormatError as error:
-        raise OptionError(f"`--{option} {name}`, row 1: {error}. Correct or remove the row.") from None
-    return found
+@dataclass(frozen=True)
+class Source:
+    """
+    The rows of one data set.
+
+    Attributes:
+        where (`str`): The option and the name of the data set, as messages begin.
+        format (`Format`): That was recognised.
+        rows: In TRL's form: a `Dataset` or an `IterableDataset`.
+    """
+
+    where: str
+    format: formats.Format
+    rows: Any
 
 
-def _sentence(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if text.endswith(".") else f"{text}."
-
-
-# Reading.
-
-
-def load(option: str, name: str, split: str, config: str | None, streaming: bool) -> Any:
+def load(option: str, name: str, split: str, config: str | None = None, streaming: bool = False) -> Any:
     """
     Load a split of a file, a folder or a data set on the Hub.
 
@@ -225,7 +100,7 @@ def load(option: str, name: str, split: str, config: str | None, streaming: bool
     """
     from datasets import load_dataset, load_from_disk
 
-    check_path(option, name)
+    check_paths(option, [name])
     path = Path(name).expanduser()
     try:
         if path.is_file():
@@ -245,79 +120,35 @@ def load(option: str, name: str, split: str, config: str | None, streaming: bool
         raise
     except Exception as error:  # whatever a broken file leads to
         if path.is_file():
-            kind = KINDS[path.suffix.lower()]
-            raise OptionError(f"`--{option} {name}` cannot be read as {kind}: {_sentence(error)}") from error
+            if not path.read_bytes().strip():
+                raise OptionError(f"`--{option} {name}` holds no rows.") from error
+            raise OptionError(
+                f"`--{option} {name}` cannot be read as {KINDS[path.suffix.lower()]}: {reason_of(error)}"
+            ) from error
         raise OptionError(
-            f"`--{option} {name}` cannot be loaded: {_sentence(error)} It must be a file ({', '.join(KINDS)}), a "
+            f"`--{option} {name}` cannot be loaded: {reason_of(error)} It must be a file ({', '.join(KINDS)}), a "
             "folder, or an id on the Hub, which needs the network (HF_HUB_OFFLINE=1 forbids it) unless it is cached."
         ) from error
 
 
-def columns_of(data: Any) -> list[str]:
+def columns_of(rows: Any) -> list[str]:
     """Return the names of the columns, of the first row where a stream does not know them."""
-    return list(data.column_names or next(iter(data), {}))
+    return list(rows.column_names or next(iter(rows), {}))
 
 
-def read_rows(
-    command: str,
-    option: str,
-    name: str,
-    *,
-    split: str,
-    config: str | None,
-    streaming: bool,
-    limit: int | None,
-    renamed: dict[str, str],
-    template: bool,
-    system: str | None,
-) -> Rows:
-    """
-    Load a data set and convert its rows to TRL's form.
-
-    Args:
-        command, option, name: As [`check_sources`].
-        split, config (`str`): Of a data set with several.
-        streaming (`bool`): Whether rows are read while training.
-        limit (`int`, *optional*): Rows that are read at most.
-        renamed (`dict[str, str]`): New names of columns, by the old ones.
-        template (`bool`): Whether the tokenizer has a chat template.
-        system (`str`, *optional*): System message of conversations that have none.
-
-    Raises:
-        OptionError: If the data cannot be loaded, has no known format, or has a row of another form than the first.
-    """
-    data = load(option, name, split, config, streaming)
-    if limit is not None:
-        data = data.take(limit) if streaming else data.select(range(min(limit, len(data))))
-    first = next(iter(data), None)
-    if first is None:
-        raise OptionError(f"`--{option} {name}` holds no rows.")
-    columns = columns_of(data)
-    found = recognised(command, option, name, columns, first, renamed, template)
-    kept = [column for column in found.kept if column in {renamed.get(c, c) for c in columns}]
-
-    def convert(row: dict[str, Any], number: int) -> dict[str, Any]:
-        row = {renamed.get(column, column): value for column, value in row.items()}
-        try:
-            made = found.convert(row)
-        except formats.FormatError as error:
-            raise OptionError(f"`--{option} {name}`, row {number + 1}: {error}. Correct or remove the row.") from None
-        made = formats.with_system(made, system) if system else made
-        return {**{column: row[column] for column in kept}, **made}
-
-    try:
-        if streaming:
-            data = data.map(convert, with_indices=True, remove_columns=columns)
-        else:
-            data = data.map(convert, with_indices=True, remove_columns=columns, desc="Reading rows")
-    except OptionError:
-        raise
-    except Exception as error:  # whatever Arrow makes of rows of several kinds
-        raise OptionError(
-            f"`--{option} {name}`: its rows do not fit into one table: {_sentence(error)} Give each column values of "
-            "one kind."
-        ) from error
-    return Rows(name, found, data, None if streaming else len(data))
+def _with_new_names(name: str, rows: Any, renamed: dict[str, str]) -> Any:
+    if not renamed:
+        return rows
+    columns = columns_of(rows)
+    for old, new in renamed.items():
+        if old not in columns:
+            near = difflib.get_close_matches(old, columns, n=1)
+            hint = f" Did you mean `{near[0]}`?" if near else ""
+            has = ", ".join(f"`{column}`" for column in columns)
+            raise OptionError(f"`--columns {new}={old}`: `{name}` has {has}.{hint}")
+        if new in columns and new not in renamed:
+            raise OptionError(f"`--columns {new}=...`: `{name}` has a column `{new}` already.")
+    return rows.rename_columns(renamed)
 
 
 # Mixing.
@@ -329,21 +160,9 @@ def shares(counts: Sequence[int], weights: Sequence[float]) -> list[int]:
 
     The mixture is as large as the smallest data set, for its share, allows.
     """
-    total = sum(weights)
-    parts = [weight / total for weight in weights]
+    parts = [weight / sum(weights) for weight in weights]
     most = min(count / part for count, part in zip(counts, parts, strict=True) if part > 0)
     return [min(round(part * most), count) for part, count in zip(parts, counts, strict=True)]
-
-
-def check_weights(names: Sequence[str], weights: Sequence[float] | None) -> None:
-    """Refuse weights that do not belong to the data sets. Raises [`OptionError`]."""
-    if weights is None:
-        return
-    if len(weights) != len(names):
-        raise OptionError(f"`--dataset_weights` has {len(weights)} numbers, and `--dataset` names {len(names)}.")
-    if min(weights) < 0 or not 0 < sum(weights) < float("inf"):
-        given = " ".join(f"{weight:g}" for weight in weights)
-        raise OptionError(f"`--dataset_weights {given}` must be at least 0, and one greater.")
 
 
 def mixed(parts: Sequence[Any], weights: Sequence[float] | None, seed: int) -> Any:
@@ -352,35 +171,211 @@ def mixed(parts: Sequence[Any], weights: Sequence[float] | None, seed: int) -> A
 
     if len(parts) == 1:
         return parts[0]
-    if not hasattr(parts[0], "__len__"):
-        if weights is None:
-            return concatenate_datasets(list(parts))
+    if not hasattr(parts[0], "__len__") and weights is not None:
         probabilities = [weight / sum(weights) for weight in weights]
         return interleave_datasets(list(parts), probabilities=probabilities, seed=seed)
     if weights is not None:
-        taken = shares([len(part) for part in parts], weights)
+        counts = shares([len(part) for part in parts], weights)
         draw = random.Random(seed)
-        chosen = [sorted(draw.sample(range(len(part)), count)) for part, count in zip(parts, taken, strict=True)]
+        chosen = [sorted(draw.sample(range(len(part)), count)) for part, count in zip(parts, counts, strict=True)]
         parts = [part.select(rows) for part, rows in zip(parts, chosen, strict=True)]
     try:
         return concatenate_datasets(list(parts))
     except ValueError as error:
         columns = "; ".join(", ".join(part.column_names) for part in parts)
         raise OptionError(
-            f"The data sets of `--dataset` do not fit into one ({columns}): {_sentence(error)} Rename columns with "
+            f"The data sets of `--dataset` do not fit into one ({columns}): {reason_of(error)} Rename columns with "
             "`--columns`, or make them of one form."
         ) from error
 
 
-def held_out(data: Any, share: float, seed: int) -> tuple[Any, Any]:
+def held_out(rows: Any, share: float, seed: int) -> tuple[Any, Any]:
     """Return the rows to train on and to evaluate on. Raises [`OptionError`] if there is one row alone."""
-    if len(data) < 2:
-        raise OptionError("There is one row, and `eval_share` takes one. Set `--eval_share 0`.")
-    count = min(max(round(share * len(data)), 1), len(data) - 1)
-    split = data.train_test_split(count, seed=seed)
+    if len(rows) < 2:
+        raise OptionError(
+            "The data make one row, and `--eval_share` takes one. Set `--eval_share 0`, or in `hf-hybrid train` a "
+            "shorter `--sequence_length`."
+        )
+    count = min(max(round(share * len(rows)), 1), len(rows) - 1)
+    split = rows.train_test_split(count, seed=seed)
     return split["train"], split["test"]
 
 
-def first_of(data: Any, count: int) -> Iterator[dict[str, Any]]:
-    """Yield the first rows of a data set or a stream."""
-    return itertools.islice(iter(data), count)
+# All data of a run.
+
+
+@dataclass(frozen=True)
+class Reader:
+    """
+    Reads the data of a run.
+
+    Attributes:
+        command (`str`): `train`, `sft`, `dpo` or `grpo`.
+        data (`DataOptions`): Of the command.
+        seed (`int`): Draws mixtures and held-out rows.
+        answers_only (`bool`, *optional*): Whether SFT learns the assistant's turns of chats alone. `True` refuses data
+            without chats, `None` does not.
+        completions_only (`bool`): Whether SFT learns the completions of prompts alone.
+        max_length (`int`, *optional*): Tokens of a row at most.
+        keep_end (`bool`): Whether the beginning of long rows is cut, not their end.
+        packing (`str`, *optional*): How TRL packs rows, if it does.
+    """
+
+    command: str
+    data: DataOptions
+    seed: int
+    answers_only: bool | None = None
+    completions_only: bool = True
+    max_length: int | None = None
+    keep_end: bool = False
+    packing: str | None = None
+
+    @classmethod
+    def of(cls, options: Options) -> Reader:
+        """Return the reader of a run."""
+        args = options.config
+        values = {name: getattr(args, name, None) for name in ("assistant_only_loss", "max_length", "packing")}
+        return cls(
+            command=options.command.name,
+            data=options.data,
+            seed=args.data_seed or args.seed,
+            answers_only=None if "assistant_only_loss" in options.defaulted else values["assistant_only_loss"],
+            completions_only=getattr(args, "completion_only_loss", None) is not False,
+            max_length=values["max_length"],
+            keep_end=getattr(args, "truncation_mode", "keep_start") == "keep_end",
+            packing=args.packing_strategy if values["packing"] else None,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values. Paths are whole, so that they hold from any folder."""
+        values = dataclasses.asdict(self)
+        data = values.pop("data")
+        for option in ("dataset", "eval_dataset"):
+            paths = [(name, Path(name).expanduser()) for name in data[option] or []]
+            data[option] = [str(path.resolve()) if path.exists() else name for name, path in paths] or None
+        return {**data, **values}
+
+    @property
+    def eval_share(self) -> float:
+        """Share of the rows to train on that is evaluated on instead."""
+        if self.data.eval_dataset or self.data.eval_split:
+            return 0.0
+        if self.data.eval_share is None:
+            return 0.0 if self.command == "grpo" or self.data.streaming else EVAL_SHARE
+        return self.data.eval_share
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are rows to evaluate on."""
+        return bool(self.data.eval_dataset or self.data.eval_split or self.eval_share)
+
+    def train_and_eval(
+        self,
+        tokenizer: Any,
+        report: Callable[[str, str], None] = lambda name, text: None,
+        processes: int | None = None,
+    ) -> tuple[Any, Any]:
+        """
+        Return the rows to train on, and those to evaluate on (`None` if there are none).
+
+        Args:
+            tokenizer: Of the run, with its chat template.
+            report (`Callable`): Is told each fact, as its name and a text.
+            processes (`int`, *optional*): That tokenise.
+
+        Raises:
+            OptionError: If the rows cannot be read, or there is nothing to learn.
+        """
+        data, sources = self.data, list(self.sources("dataset", tokenizer, report))
+        if self.answers_only and not any(source.format.chats for source in sources):
+            raise OptionError(
+                f"`--assistant_only_loss true` needs chats, and {sources[0].where} holds {sources[0].format.title}."
+            )
+        parts = [self._tokenised(source, tokenizer, processes) for source in sources]
+        if data.dataset_weights is not None:
+            report("mixture", self._mixture(parts))
+        train_set, eval_set = mixed(parts, data.dataset_weights, self.seed), None
+        if self.eval_share:
+            total = len(train_set)
+            train_set, eval_set = held_out(train_set, self.eval_share, self.seed)
+            report("eval", f"{len(eval_set):,} of {total:,} rows, which are not trained on")
+        elif self.evaluates:
+            eval_set = self.eval_set(tokenizer, report, processes)
+        if isinstance(data, TextDataOptions):
+            number = "" if data.streaming else f"{len(train_set):,} "
+            report("loss on", f"all tokens of {number}sequences of {data.sequence_length:,}")
+        elif self.command == "sft":
+            answers = self._answers(tokenizer)
+            learned = " and ".join(sorted({answers.learned(source) for source in sources}))
+            train_set = tokens.counted(train_set, self, learned, report)
+            eval_set = None if eval_set is None else tokens.without_counts(eval_set)
+        return train_set, eval_set
+
+    def eval_set(
+        self,
+        tokenizer: Any,
+        report: Callable[[str, str], None] = lambda name, text: None,
+        processes: int | None = None,
+    ) -> Any:
+        """Return the rows to evaluate on alone; those to train on are not read where they do not decide."""
+        if self.eval_share:
+            return self.train_and_eval(tokenizer, report, processes)[1]
+        sources = list(self.sources("eval_dataset", tokenizer, report))
+        return mixed([self._tokenised(source, tokenizer, processes) for source in sources], None, self.seed)
+
+    def sources(self, option: str, tokenizer: Any, report: Callable[[str, str], None]) -> Iterator[Source]:
+        """
+        Yield the data sets of `dataset` or `eval_dataset` in TRL's form; without `eval_dataset` a split of `dataset`.
+
+        Raises:
+            OptionError: If the rows have no format that the command takes, or a row has another form than the first.
+        """
+        data, trains = self.data, option == "dataset"
+        split = data.dataset_split if trains else data.eval_split or "train"
+        for name in (data.dataset if trains or not data.eval_dataset else data.eval_dataset) or ():
+            config = data.dataset_config if name in (data.dataset or ()) else None
+            rows = load(option, name, split, config, data.streaming)
+            if trains and data.limit is not None:
+                rows = rows.take(data.limit) if data.streaming else rows.select(range(min(data.limit, len(rows))))
+            source = self._converted(f"`--{option} {name}`", name, rows, tokenizer)
+            number = "" if data.streaming else f", {len(source.rows):,} rows"
+            report("data" if trains else "eval", f"{name}: {source.format.title}{number}")
+            yield source
+
+    def _converted(self, where: str, name: str, rows: Any, tokenizer: Any) -> Source:
+        rows = _with_new_names(name, rows, new_names(self.data.columns))
+        first = next(iter(rows), None)
+        if first is None:
+            raise OptionError(f"{where} holds no rows.")
+        columns = columns_of(rows)
+        row_format = formats.recognise(self.command, columns, first, bool(tokenizer.chat_template), where)
+        described = {} if self.data.streaming else {"desc": "Reading rows"}
+        fixed = {"row_format": row_format, "system": self.data.system_prompt, "where": where}
+        try:
+            rows = rows.map(formats.converted, with_indices=True, remove_columns=columns, fn_kwargs=fixed, **described)
+        except OptionError:
+            raise
+        except Exception as error:  # whatever Arrow makes of rows of several kinds
+            raise OptionError(
+                f"{where}: its rows do not fit into one table: {reason_of(error)} Give each column values of one kind."
+            ) from error
+        return Source(where, row_format, rows)
+
+    def _tokenised(self, source: Source, tokenizer: Any, processes: int | None) -> Any:
+        """The rows of a data set as the trainer takes them."""
+        tokens.needs_template(source, self.command, tokenizer)
+        if isinstance(self.data, TextDataOptions):
+            return tokens.blocks(source, tokenizer, self.data.sequence_length)
+        return self._answers(tokenizer).tokenise(source, processes) if self.command == "sft" else source.rows
+
+    def _answers(self, tokenizer: Any) -> tokens.Answers:
+        return tokens.Answers(tokenizer, self.answers_only is not False, self.completions_only)
+
+    def _mixture(self, parts: list[Any]) -> str:
+        names, weights = self.data.dataset or [], self.data.dataset_weights or []
+        if self.data.streaming:
+            pairs = zip(names, weights, strict=True)
+            return ", ".join(f"{weight / sum(weights):.0%} {name}" for name, weight in pairs)
+        counts = [len(part) for part in parts]
+        taken = zip(shares(counts, weights), counts, names, strict=True)
+        return ", ".join(f"{some:,} of {count:,} rows of {name}" for some, count, name in taken)

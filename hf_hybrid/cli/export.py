@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -38,16 +39,15 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     text += "with merged bfloat16, or float16 if they are saved so)"
     add("--dtype", default="auto", help=text)
     add("--max_shard_size", default="5GB", help="largest file of weights (default: 5GB); a GGUF file is not split")
-    text = "texts to measure the loss on, as `train` takes them (default: those that the run held out)"
+    text = "data to measure the loss on, of a format that the run takes (default: what the run held out)"
     add("--eval_dataset", help=text)
     add("--eval_split", help="split of --eval_dataset (default: as the run, else train)")
-    add("--text_column", help="column of --eval_dataset with the texts (default: as the run, else text)")
-    add("--messages_column", help="column with conversations (default: as the run, else messages)")
-    add("--sequence_length", type=int, help="tokens per sequence (default: as the run, else 512)")
+    add("--columns", nargs="+", help="other names of columns of --eval_dataset, as NEW=OLD: text=body")
+    text = (
+        "take --eval_dataset as texts in sequences of so many tokens, as `train` does (default: as the run, else 512)"
+    )
+    add("--sequence_length", type=int, help=text)
     add("--eval_sequences", type=int, default=256, help="at most so many sequences are evaluated (default: 256)")
-    text = "tasks of lm-eval, or YAML files of tasks, separated by commas, on which both models are scored"
-    add("--tasks", default="", help=text)
-    add("--limit", type=int, help="examples of each task (default: all)")
     add("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
     return parser
@@ -68,8 +68,7 @@ def run(args: argparse.Namespace) -> int:
             source.check_source(folder)
             source.read_config(folder)
             batches = held_out_batches(args, folder)
-            options: dict[str, Any] = {"dtype": args.dtype, "max_shard_size": args.max_shard_size, "limit": args.limit}
-            options["tasks"] = [name for name in args.tasks.split(",") if name]
+            options: dict[str, Any] = {"dtype": args.dtype, "max_shard_size": args.max_shard_size}
             result = exporter.export(folder, output, args.format, batches=batches, **options)
     except (ValueError, ImportError, OSError) as error:
         sys.stderr.write(f"hf-hybrid export: error: {error}\n")
@@ -86,46 +85,68 @@ def run(args: argparse.Namespace) -> int:
 
 def held_out_batches(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]] | None:
     """
-    Batches of the held-out text: of `--eval_dataset`, or of what the run noted; `None` if there is neither.
+    Batches of held-out rows: of `--eval_dataset`, or of what the run noted; `None` if there is neither.
 
     Raises:
         OptionError: If the data cannot be read.
     """
-    from hf_hybrid.cli.fine_tune import DataNote, held_out_rows
-    from hf_hybrid.cli.options import DataOptions, OptionError
-    from hf_hybrid.cli.run import DATA_NAME, evaluation_data
-    from hf_hybrid.cli.tasks import FineTuningData
+    from hf_hybrid.cli.data import NOTE_NAME, Reader
+    from hf_hybrid.cli.options import OptionError, TextDataOptions
     from hf_hybrid.export.source import read_tokenizer
 
     if args.eval_sequences < 1:
         raise OptionError(f"`--eval_sequences {args.eval_sequences}` must be 1 or more.")
-    noted = next((path for path in (folder / DATA_NAME, folder.resolve().parent / DATA_NAME) if path.is_file()), None)
-    values = {} if noted is None else _read_note(noted)
-    of_texts = any(getattr(args, name) is not None for name in ("text_column", "messages_column", "sequence_length"))
-    if "command" in values and of_texts:  # other texts than the run's, cut into sequences
-        values, noted = {}, None
-    if "command" in values:
-        of_note = {field.name for field in dataclasses.fields(DataNote)}
-        note = DataNote(**{name: values.pop(name) for name in of_note})
-        data = FineTuningData(**values)
-        if args.eval_dataset is not None:
-            data = dataclasses.replace(data, eval_dataset=[args.eval_dataset], eval_split=None)
-        if args.eval_split is not None:
-            data = dataclasses.replace(data, eval_split=args.eval_split)
-        tokenizer = read_tokenizer(folder)
-        rows = [] if tokenizer is None else held_out_rows(note, data, tokenizer, args.eval_sequences)
-        return [_padded(rows[start : start + BATCH]) for start in range(0, len(rows), BATCH)] or None
-    seed = values.pop("seed", 0)
-    own = ("eval_dataset", "eval_split", "text_column", "messages_column", "sequence_length")
-    options = DataOptions(**values | {name: getattr(args, name) for name in own if getattr(args, name) is not None})
-    if options.eval_dataset is None and (noted is None or not options.eval_share):
+    path = next((path for path in (folder / NOTE_NAME, folder.resolve().parent / NOTE_NAME) if path.is_file()), None)
+    reader = None if path is None else read_note(path)
+    if reader is None or reader.command != "train" and args.sequence_length is not None:
+        reader = Reader("train", TextDataOptions(eval_share=0), 0)
+    options = {name: getattr(args, name) for name in ("eval_split", "columns", "sequence_length")}
+    options = {name: value for name, value in options.items() if value is not None}
+    if args.eval_dataset is not None:
+        options |= {"eval_dataset": [args.eval_dataset], "eval_share": None}
+        options.setdefault("eval_split", None)
+    reader = dataclasses.replace(reader, data=dataclasses.replace(reader.data, **options))
+    if reader.command == "grpo" or not reader.evaluates:  # prompts of GRPO have no completions
         return None
     tokenizer = read_tokenizer(folder)
     if tokenizer is None:
         raise OptionError(f"`{folder}` has no tokenizer, which the texts need. Save it there.")
-    rows = evaluation_data(options, tokenizer, seed)
-    rows = rows.select(range(min(args.eval_sequences, len(rows)))).with_format("torch")
-    return [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
+    rows = held_out_rows(reader, tokenizer, args.eval_sequences)
+    return [_padded(rows[start : start + BATCH]) for start in range(0, len(rows), BATCH)] or None
+
+
+def held_out_rows(reader: Any, tokenizer: Any, most: int) -> list[dict[str, list[int]]]:
+    """
+    Return rows that a run did not train on, with `input_ids` and `labels`; of preference pairs the chosen side.
+
+    Args:
+        reader (`Reader`): Of the run.
+        tokenizer: Of the run, with its chat template.
+        most (`int`): Rows that are returned at most.
+    """
+    rows = list(itertools.islice(reader.eval_set(tokenizer), most))
+    if reader.command == "dpo":
+        rows = _chosen(rows, reader, tokenizer)
+    kept = slice(None) if reader.max_length is None else slice(None, reader.max_length)
+    if reader.keep_end and reader.max_length is not None:
+        kept = slice(-reader.max_length, None)
+    cut = [{name: row[name][kept] for name in ("input_ids", "labels")} for row in rows]
+    return [row for row in cut if any(label >= 0 for label in row["labels"][1:])]
+
+
+def _chosen(pairs: list[dict[str, Any]], reader: Any, tokenizer: Any) -> list[dict[str, Any]]:
+    """The chosen sides of preference pairs as prompts with completions, in tokens."""
+    from datasets import Dataset
+    from trl.data_utils import maybe_extract_prompt
+
+    from hf_hybrid.cli.data import Source
+    from hf_hybrid.cli.formats import recognise
+    from hf_hybrid.cli.tokens import Answers
+
+    sides = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in map(maybe_extract_prompt, pairs)]
+    chosen = recognise("sft", list(sides[0]), sides[0])
+    source = Source("The chosen answers", chosen, Dataset.from_list(sides))
+    return list(Answers(tokenizer, True, True).tokenise(source))
 
 
 def _padded(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
@@ -144,35 +165,37 @@ def _padded(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
     return {**batch, "attention_mask": (torch.arange(longest) < lengths).long()}
 
 
-def _read_note(path: Path) -> dict[str, Any]:
+def read_note(path: Path) -> Any:
     """
-    Return the options of the data that a run noted, and its `seed`.
+    Return the `Reader` of a run.
 
     Raises:
         OptionError: If the file is damaged, or holds something else.
     """
-    from hf_hybrid.cli.fine_tune import DataNote
-    from hf_hybrid.cli.options import DataOptions, OptionError
-    from hf_hybrid.cli.tasks import FINE_TUNING, FineTuningData
+    from hf_hybrid.cli.data import Reader
+    from hf_hybrid.cli.options import TRAINING, OptionError
 
-    found = read_json(path, [])
-    tuned = "command" in as_dict(found)
-    of_note = get_type_hints(DataNote) if tuned else {"seed": int}
-    hints = {**get_type_hints(FineTuningData if tuned else DataOptions), **of_note}
-    wrong = "it is damaged" if not isinstance(found, dict) else None
-    for name, value in as_dict(found).items():
-        if name not in hints:
-            wrong = f"`{name}` is no option of the data"
-        elif not _is_of(hints[name], value) or (name == "command" and value not in FINE_TUNING):
+    values = read_json(path, [])
+    wrong = None if isinstance(values, dict) else "it is damaged"
+    values = as_dict(values)
+    command = TRAINING.get(str(values.get("command", "train")))
+    note_hints = get_type_hints(Reader)
+    del note_hints["data"]
+    data_hints = {} if command is None else get_type_hints(command.data)
+    for name, value in values.items():
+        if command is None and name == "command" or not _is_of({**data_hints, **note_hints}.get(name, object), value):
             wrong = f"`{name}` cannot be `{value!r:.80}`"
-    if tuned and (missing := of_note.keys() - as_dict(found).keys()):
-        wrong = f"it lacks `{min(missing)}`"
+        elif command is not None and name not in {**data_hints, **note_hints}:
+            wrong = f"`{name}` is no option of the data"
+    if missing := note_hints.keys() - values.keys():
+        wrong = wrong or f"it lacks `{min(missing)}`"
     if wrong is not None:
         raise OptionError(
             f"`{path}` does not say what the run was evaluated on: {wrong}. Delete the file, and name texts with "
             "`--eval_dataset` if a loss is wanted."
         )
-    return as_dict(found)
+    reader = {name: values.pop(name) for name in note_hints}
+    return Reader(data=TRAINING[reader["command"]].data(**values), **reader)
 
 
 def _is_of(hint: Any, value: Any) -> bool:

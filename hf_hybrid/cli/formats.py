@@ -1,25 +1,28 @@
 """
-The formats of rows that `hf-hybrid sft | dpo | grpo` take, and how each becomes what TRL takes.
+The formats of rows that the commands take, and how each becomes what TRL takes.
 
 A format is recognised by the columns of the data set and the form of its first row, and the command names it to the
-user. A row that does not have the form of the first one is refused with its number. TRL takes
+user. A row that does not have the form of the first one is refused with its number. Rows become
 
 | command | columns |
 |---|---|
+| train | `messages`, or `text` |
 | sft | `messages`; `prompt`, `completion`; `text` |
 | dpo | `chosen`, `rejected`, and `prompt` if it stands in a column of its own |
 | grpo | `prompt`, and what the reward functions read |
 
 where a prompt, completion, chosen or rejected is a text, or a list of messages `{"role": ..., "content": ...}`, to
-which the chat template is applied.
-
-The module imports only the standard library, so that a file can be refused before torch is imported.
+which the chat template is applied. A new format is a function from columns and a first row to a [`Format`], and an
+entry in [`FORMATS`].
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
+
+from hf_hybrid.cli.options import OptionError
 
 Row = Mapping[str, Any]
 
@@ -38,7 +41,7 @@ SHAREGPT_ROLES = {
     "function_response": "tool",
     "function_call": "assistant",
 }
-PROMPTS = ("question", "problem", "query", "instruction")
+QUESTIONS = ("question", "problem", "query", "instruction")
 """Columns that are taken for the user's question where there is no `prompt`."""
 ANSWERS = ("answer", "solution", "ground_truth", "target", "final_answer")
 """Columns that are taken for the reference answer of a prompt, the first that is there."""
@@ -56,7 +59,7 @@ _OF_TEMPLATES = ("tools", "chat_template_kwargs")
 
 
 class FormatError(ValueError):
-    """Rows have none of the known formats, or a row has not the format of the first one."""
+    """A row has not the format of the first one."""
 
 
 class Format(NamedTuple):
@@ -64,9 +67,8 @@ class Format(NamedTuple):
     A format of rows.
 
     Attributes:
-        name (`str`): As `--format` takes it.
+        name (`str`): Of the format.
         title (`str`): For people, with the columns.
-        columns (`tuple[str, ...]`): That it reads.
         convert (`Callable`): From a row to the columns that TRL takes. Raises `FormatError` for a row of another form.
         chats (`bool`): Whether the chat template is applied.
         kept (`tuple[str, ...]`): Columns that go with the row as they are.
@@ -74,7 +76,6 @@ class Format(NamedTuple):
 
     name: str
     title: str
-    columns: tuple[str, ...]
     convert: Callable[[Row], dict[str, Any]]
     chats: bool
     kept: tuple[str, ...] = ()
@@ -97,18 +98,12 @@ def messages_of(row: Row, column: str) -> list[dict[str, Any]]:
     value: Any = row.get(column)
     if not is_chat(value):
         raise FormatError(f"`{column}` is `{value!r:.80}`, not a list of messages with `role` and `content`")
-    messages = [{key: given for key, given in message.items() if given is not None} for message in value]
+    messages = [{key: part for key, part in message.items() if part is not None} for message in value]
     for message in messages:
         if not isinstance(message.get("role"), str):
             raise FormatError(f"`{column}` has a message whose role is `{message.get('role')!r:.40}`")
         if "content" not in message and "tool_calls" not in message:
             raise FormatError(f"`{column}` has a message of `{message['role']}` without `content`")
-    return messages
-
-
-def _answered(messages: list[dict[str, Any]], column: str) -> list[dict[str, Any]]:
-    if not any(message["role"] == "assistant" for message in messages):
-        raise FormatError(f"`{column}` has no message of `assistant`, so there is no answer to learn")
     return messages
 
 
@@ -132,13 +127,15 @@ def _from_sharegpt(row: Row, column: str) -> list[dict[str, Any]]:
 
 def _text(row: Row, column: str, *, may_be_empty: bool = False) -> str:
     value = row.get(column)
-    if value is None and may_be_empty:
-        return ""
     if isinstance(value, (int, float)) and not isinstance(value, bool):  # a column of a table without any letter
         return str(value)
     if not isinstance(value, str) or not (value or may_be_empty):
         raise FormatError(f"`{column}` is `{value!r:.80}`, not a text")
     return value
+
+
+def _text_if_any(row: Row, column: str) -> str:
+    return "" if row.get(column) in (None, "") else _text(row, column)
 
 
 def _user(text: str, system: str = "") -> list[dict[str, str]]:
@@ -158,153 +155,212 @@ def _same_kind(sides: dict[str, Any]) -> dict[str, Any]:
     return sides
 
 
-# The formats of each command, in the order in which they are tried.
+# The formats.
+
+Recogniser = Callable[[set[str], Row, bool], "Format | None"]
+"""From the columns, the first row and whether there is a chat template to the format, `None` if it is another."""
 
 
-def _alpaca(chat: bool) -> Callable[[Row], dict[str, Any]]:
-    def convert(row: Row) -> dict[str, Any]:
-        instruction, given = _text(row, "instruction"), _text(row, "input", may_be_empty=True)
-        answer = _text(row, "output")
-        if chat:
-            asked = f"{instruction}\n\n{given}" if given else instruction
-            system = _text(row, "system", may_be_empty=True)
-            return {"prompt": _user(asked, system), "completion": [{"role": "assistant", "content": answer}]}
-        start = f"{ALPACA_WITH_INPUT}\n\n" if given else f"{ALPACA}\n\n"
-        middle = f"### Input:\n{given}\n\n" if given else ""
-        return {"prompt": f"{start}### Instruction:\n{instruction}\n\n{middle}### Response:\n", "completion": answer}
+def _chats(
+    columns: set[str], first: Row, template: bool, *,
+    names: tuple[str, ...] = ("messages", "conversations", "conversation"), answered: bool = True,
+) -> Format | None:  # fmt: skip
+    for column in [name for name in names if name in columns]:
+        if _is_sharegpt(first.get(column)):
+            title = f"ShareGPT (`{column}` with `from` and `value`)"
+            name, read = "sharegpt", _from_sharegpt
+        elif is_chat(first.get(column)) or column == "messages":
+            name, title, read = "messages", f"chats (`{column}`)", messages_of
+        else:
+            continue
 
-    return convert
+        def convert(row: Row, column: str = column, read: Callable = read) -> dict[str, Any]:
+            messages = read(row, column)
+            if answered and not any(message["role"] == "assistant" for message in messages):
+                raise FormatError(f"`{column}` has no message of `assistant`, so there is no answer to learn")
+            return {"messages": messages}
 
-
-def _chats(column: str, first: Row) -> Format | None:
-    """The format of a column with conversations."""
-    if _is_sharegpt(first.get(column)):
-        title = f"ShareGPT (`{column}` with `from` and `value`)"
-        name, read = "sharegpt", _from_sharegpt
-    elif is_chat(first.get(column)) or column == "messages":
-        name, title, read = "messages", f"chats (`{column}`)", messages_of
-    else:
-        return None
-
-    def convert(row: Row) -> dict[str, Any]:
-        return {"messages": _answered(read(row, column), column)}
-
-    return Format(name, title, (column,), convert, True, _OF_TEMPLATES)
-
-
-def _recognise_sft(columns: set[str], first: Row, template: bool) -> Format | None:
-    found = (_chats(name, first) for name in ("messages", "conversations", "conversation") if name in columns)
-    chats = next((format for format in found if format is not None), None)
-    if chats is not None:
-        return chats
-    if {"prompt", "completion"} <= columns:
-        chats = is_chat(first.get("completion"))
-        title = f"prompt and completion ({'messages' if chats else 'text'})"
-        names = ("prompt", "completion")
-        return Format(
-            "prompt-completion", title, names, lambda row: _same_kind({n: _side(row, n) for n in names}), chats,
-            _OF_TEMPLATES,
-        )  # fmt: skip
-    if {"instruction", "output"} <= columns:
-        names = ("instruction", *({"input", "system"} & columns), "output")
-        how = "through the chat template" if template else "with Alpaca's prompt, as there is no chat template"
-        return Format("alpaca", f"Alpaca (instruction, output; {how})", names, _alpaca(template), template)
-    if "text" in columns:
-        return Format("text", "plain text (`text`)", ("text",), lambda row: {"text": _text(row, "text")}, False)
+        return Format(name, title, convert, True, _OF_TEMPLATES)
     return None
 
 
-def _recognise_dpo(columns: set[str], first: Row, template: bool) -> Format | None:
+def _texts(columns: set[str], first: Row, template: bool, *, may_be_empty: bool = False) -> Format | None:
+    if "text" not in columns:
+        return None
+    convert = lambda row: {"text": _text(row, "text", may_be_empty=may_be_empty)}  # noqa: E731
+    return Format("text", "plain text (`text`)", convert, False)
+
+
+def _completions(columns: set[str], first: Row, template: bool) -> Format | None:
+    names = ("prompt", "completion")
+    if not set(names) <= columns:
+        return None
+    chats = is_chat(first.get("completion"))
+    title = f"prompt and completion ({'messages' if chats else 'text'})"
+    convert = lambda row: _same_kind({name: _side(row, name) for name in names})  # noqa: E731
+    return Format("prompt-completion", title, convert, chats, _OF_TEMPLATES)
+
+
+def _alpaca(columns: set[str], first: Row, template: bool) -> Format | None:
+    if not {"instruction", "output"} <= columns:
+        return None
+
+    def convert(row: Row) -> dict[str, Any]:
+        instruction, more, answer = _text(row, "instruction"), _text_if_any(row, "input"), _text(row, "output")
+        if template:
+            question = f"{instruction}\n\n{more}" if more else instruction
+            system = _text_if_any(row, "system")
+            return {"prompt": _user(question, system), "completion": [{"role": "assistant", "content": answer}]}
+        start = f"{ALPACA_WITH_INPUT}\n\n" if more else f"{ALPACA}\n\n"
+        middle = f"### Input:\n{more}\n\n" if more else ""
+        return {"prompt": f"{start}### Instruction:\n{instruction}\n\n{middle}### Response:\n", "completion": answer}
+
+    how = "through the chat template" if template else "with Alpaca's prompt, as there is no chat template"
+    return Format("alpaca", f"Alpaca (instruction, output; {how})", convert, template)
+
+
+def _pairs(columns: set[str], first: Row, template: bool) -> Format | None:
     if not {"chosen", "rejected"} <= columns:
         return None
     chats = is_chat(first.get("chosen"))
-    kind = "messages" if chats else "text"
-    if "prompt" in columns:
-        given: tuple[str, ...] = ("prompt", "chosen", "rejected")
-        title = f"preference pairs with prompt ({kind})"
-        if chats and isinstance(first.get("prompt"), str):  # as UltraFeedback: chosen and rejected begin with it
-            given, title = ("chosen", "rejected"), f"preference pairs, prompt inside ({kind})"
-    else:
-        given, title = ("chosen", "rejected"), f"preference pairs, prompt inside ({kind})"
+    # As in UltraFeedback, chosen and rejected may begin with the prompt, which also stands alone as a text.
+    apart = "prompt" in columns and not (chats and isinstance(first.get("prompt"), str))
+    names = ("prompt", "chosen", "rejected") if apart else ("chosen", "rejected")
 
     def convert(row: Row) -> dict[str, Any]:
-        sides = _same_kind({name: _side(row, name) for name in given})
+        sides = _same_kind({name: _side(row, name) for name in names})
         if sides["chosen"] == sides["rejected"]:
             raise FormatError("`chosen` and `rejected` are the same")
         return sides
 
-    return Format("preference", title, given, convert, chats, _OF_TEMPLATES)
+    title = f"preference pairs{' with prompt' if apart else ', prompt inside'} ({'messages' if chats else 'text'})"
+    return Format("preference", title, convert, chats, _OF_TEMPLATES)
 
 
-def _recognise_grpo(columns: set[str], first: Row, template: bool) -> Format | None:
-    answer = next((name for name in ANSWERS if name in columns), None)
-    kept = tuple(sorted(columns - {"prompt", "messages"}))
-    with_answer = f" with `{answer}`" if answer else ", no answers"
-    if "prompt" in columns:
-        chats = is_chat(first.get("prompt"))
-        return Format(
-            "prompt", f"prompts ({'messages' if chats else 'text'}){with_answer}", ("prompt",),
-            lambda row: {"prompt": _side(row, "prompt"), **_reference(row, answer)}, chats, kept,
-        )  # fmt: skip
-    if "messages" in columns:
-
-        def from_chat(row: Row) -> dict[str, Any]:
-            messages = messages_of(row, "messages")
-            last = messages[-1]
-            if last["role"] != "assistant":
-                return {"prompt": messages, **_reference(row, answer)}
-            if len(messages) == 1:
-                raise FormatError("`messages` has no message before the answer")
-            return {"prompt": messages[:-1], "answer": last.get("content", ""), **_reference(row, answer)}
-
-        title = "chats (`messages`; their last answer is the reference)" if answer is None else f"chats{with_answer}"
-        return Format("messages", title, ("messages",), from_chat, True, kept)
-    asked = next((name for name in PROMPTS if name in columns), None)
-    if asked is None:
+def _prompts(columns: set[str], first: Row, template: bool) -> Format | None:
+    if "prompt" not in columns:
         return None
+    answer, words, kept = _answers(columns)
+    chats = is_chat(first.get("prompt"))
+    convert = lambda row: {"prompt": _side(row, "prompt"), **_reference(row, answer)}  # noqa: E731
+    return Format("prompt", f"prompts ({'messages' if chats else 'text'}){words}", convert, chats, kept)
 
-    def from_question(row: Row) -> dict[str, Any]:
-        text = _text(row, asked)
+
+def _answered_chats(columns: set[str], first: Row, template: bool) -> Format | None:
+    if "messages" not in columns:
+        return None
+    answer, words, kept = _answers(columns)
+
+    def convert(row: Row) -> dict[str, Any]:
+        messages = messages_of(row, "messages")
+        last = messages[-1]
+        if last["role"] != "assistant":
+            return {"prompt": messages, **_reference(row, answer)}
+        if len(messages) == 1:
+            raise FormatError("`messages` has no message before the answer")
+        return {"prompt": messages[:-1], "answer": last.get("content", ""), **_reference(row, answer)}
+
+    title = "chats (`messages`; their last answer is the reference)" if answer is None else f"chats{words}"
+    return Format("messages", title, convert, True, kept)
+
+
+def _questions(columns: set[str], first: Row, template: bool) -> Format | None:
+    column = next((name for name in QUESTIONS if name in columns), None)
+    if column is None:
+        return None
+    answer, words, kept = _answers(columns)
+
+    def convert(row: Row) -> dict[str, Any]:
+        text = _text(row, column)
         return {"prompt": _user(text) if template else text, **_reference(row, answer)}
 
-    return Format("question", f"`{asked}`{with_answer}", (asked,), from_question, template, kept)
+    return Format("question", f"`{column}`{words}", convert, template, kept)
+
+
+def _answers(columns: set[str]) -> tuple[str | None, str, tuple[str, ...]]:
+    """The column with reference answers, a title for it, and the columns that reward functions get as they are."""
+    answer = next((name for name in ANSWERS if name in columns), None)
+    kept = tuple(sorted(columns - {"prompt", "messages"}))
+    return answer, f" with `{answer}`" if answer else ", no answers", kept
 
 
 def _reference(row: Row, answer: str | None) -> dict[str, Any]:
     return {} if answer is None else {"answer": row.get(answer)}
 
 
-_RECOGNISE = {"sft": _recognise_sft, "dpo": _recognise_dpo, "grpo": _recognise_grpo}
-TAKEN = {
-    "sft": "`messages` (chats), `conversations` (ShareGPT), `prompt` and `completion`, `instruction` and `output` "
-    "(Alpaca), or `text`",
-    "dpo": "`chosen` and `rejected`, with or without `prompt`",
-    "grpo": f"`prompt`, `messages` or one of {', '.join(f'`{name}`' for name in PROMPTS)}",
+FORMATS: dict[str, dict[str, Recogniser]] = {
+    "train": {
+        "`messages` (chats)": functools.partial(_chats, names=("messages",), answered=False),
+        "`text`": functools.partial(_texts, may_be_empty=True),
+    },
+    "sft": {
+        "`messages` (chats) or `conversations` (ShareGPT)": _chats,
+        "`prompt` and `completion`": _completions,
+        "`instruction` and `output` (Alpaca)": _alpaca,
+        "`text`": _texts,
+    },
+    "dpo": {"`chosen` and `rejected`, with or without `prompt`": _pairs},
+    "grpo": {
+        "`prompt`": _prompts,
+        "`messages`": _answered_chats,
+        f"one of {', '.join(f'`{name}`' for name in QUESTIONS)}": _questions,
+    },
 }
-"""What a command takes, in words."""
+"""Of each command, in the order in which they are tried, by the columns that they read."""
 
 
-def recognise(command: str, columns: Iterable[str], first: Row, template: bool = True) -> Format:
+def recognise(
+    command: str, columns: Iterable[str], first: Row, template: bool = True, where: str = "The data set"
+) -> Format:
     """
     Return the format of a data set.
 
     Args:
-        command (`str`): `sft`, `dpo` or `grpo`.
+        command (`str`): `train`, `sft`, `dpo` or `grpo`.
         columns (`Iterable[str]`): Of the data set.
         first (`Mapping`): Its first row.
         template (`bool`): Whether the tokenizer has a chat template. Without one, Alpaca's rows and questions are text.
+        where (`str`): The data set, as messages begin.
 
     Raises:
-        FormatError: If the columns are of no format that the command takes.
+        OptionError: If the columns are of no format that the command takes.
     """
     columns = list(columns)
-    found = _RECOGNISE[command](set(columns), first, template)
-    if found is not None:
-        return found
+
+    def match(command: str) -> Format | None:
+        matches = (recogniser(set(columns), first, template) for recogniser in FORMATS[command].values())
+        return next(filter(None, matches), None)
+
+    if (row_format := match(command)) is not None:
+        return row_format
     has = ", ".join(f"`{name}`" for name in columns) or "no columns"
-    likely = next((other for other in _RECOGNISE if _RECOGNISE[other](set(columns), first, template)), None)
-    hint = f" That is what `hf-hybrid {likely}` takes." if likely else " `--columns prompt=question` renames one."
-    raise FormatError(f"it has {has}, and `hf-hybrid {command}` takes {TAKEN[command]}.{hint}")
+    *others, last = FORMATS[command]
+    takes = f"{', '.join(others)} or {last}" if others else last
+    likely = next((other for other in ("sft", "dpo", "grpo") if match(other)), None)
+    hint = f" That is what `hf-hybrid {likely}` takes." if likely else " `--columns NEW=OLD` renames one."
+    raise OptionError(f"{where}: it has {has}, and `hf-hybrid {command}` takes {takes}.{hint}")
+
+
+def converted(row: Row, number: int, row_format: Format, system: str | None, where: str) -> dict[str, Any]:
+    """
+    Return a row in TRL's form, with the columns that go with it.
+
+    Args:
+        row (`Mapping`): Of the data set.
+        number (`int`): Of the row, from 0.
+        row_format (`Format`): Of the data set.
+        system (`str`, *optional*): System message of conversations that have none.
+        where (`str`): The data set, as messages begin.
+
+    Raises:
+        OptionError: If the row has another form.
+    """
+    try:
+        values = row_format.convert(row)
+    except FormatError as error:
+        raise OptionError(f"{where}, row {number + 1}: {error}. Correct or remove the row.") from None
+    kept = {column: row[column] for column in row_format.kept if column in row}
+    return {**kept, **(with_system(values, system) if system else values)}
 
 
 def with_system(row: dict[str, Any], system: str) -> dict[str, Any]:

@@ -9,20 +9,23 @@ from collections.abc import Sequence
 
 from hf_hybrid import __version__
 
+RECIPE = "hf_hybrid.cli.recipe"
 COMMANDS = {
-    "train": ("hf_hybrid.cli.train", "train a model on texts or conversations, on one process or several"),
-    "sft": ("hf_hybrid.cli.sft", "fine-tune on chats, instructions or texts"),
-    "dpo": ("hf_hybrid.cli.dpo", "train on preference pairs"),
-    "grpo": ("hf_hybrid.cli.grpo", "train by rewards for what the model answers"),
+    "train": (RECIPE, "train a model on texts or conversations, on one process or several"),
+    "sft": (RECIPE, "fine-tune on chats, instructions or texts"),
+    "dpo": (RECIPE, "train on preference pairs"),
+    "grpo": (RECIPE, "train by rewards for what the model answers"),
     "chat": ("hf_hybrid.cli.chat", "talk to a model that was trained or exported"),
     "sweep": ("hf_hybrid.cli.sweep", "find the best learning rate, or other options, with few steps"),
     "plan": ("hf_hybrid.cli.plan", "compare the memory of the ways to train a model, and see which fit"),
     "export": ("hf_hybrid.cli.export", "write a run as a merged or a low-bit model, and measure what that costs"),
     "report": ("hf_hybrid.cli.report", "write a report on a run, or a comparison of two"),
-    "replay": ("hf_hybrid.cli.replay", "make steps of a run again, and find the first that differs"),
     "env": ("hf_hybrid.cli.env", "versions and hardware, ready to paste into a bug report"),
 }
-"""By name: a module whose `add_parser(subparsers, summary)` sets `run`, and the summary for `hf-hybrid --help`."""
+"""
+By name: a module, and the summary for `hf-hybrid --help`. The `add_parser(subparsers, summary)` of a module sets `run`.
+[`RECIPE`] gets every word instead: its options are known to the parser of TrainingArguments alone.
+"""
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
@@ -32,7 +35,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hf_hybrid {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, summary) in COMMANDS.items():
-        if name == command:
+        if name == command and module != RECIPE:
             importlib.import_module(module).add_parser(commands, summary)
         else:
             commands.add_parser(name, help=summary)
@@ -46,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns the exit status: 0, or 1 if the command could not do its work. Wrong options exit with 2.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments and COMMANDS.get(arguments[0], ("",))[0] == RECIPE:
+        return importlib.import_module(RECIPE).run(arguments[0], arguments[1:])
     command = next((word for word in arguments if not word.startswith("-")), None)
     args = build_parser(command).parse_args(arguments)
     return args.run(args)

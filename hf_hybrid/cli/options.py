@@ -1,28 +1,28 @@
 """
-The options of the commands that train. YAML overrides defaults, and the command line overrides YAML.
+The commands that train, their options, and how a command line becomes them: default < YAML < command line.
 
-The module imports only the standard library, so `--help` is fast. Parsing imports transformers.
+There is one set of option classes. `train` adds two options that TRL's configs have or do not need, `grpo` its rewards.
+Options of TRL's scripts have the same names here, or are taken under both; a test compares them with TRL's
+`ModelConfig`. The module imports only the standard library, so `--help` is fast. Parsing imports transformers.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
 import functools
 import importlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_origin, get_type_hints
 
 from hf_hybrid.arguments import HybridArguments, check_ranges, option
-from hf_hybrid.cli.yaml_file import ENVIRONMENT, holds_secret, known_variables, read_options, split_private
+from hf_hybrid.cli.yaml_file import ENVIRONMENT, holds_secret, read_options
 
-PROGRAM = "hf-hybrid train"
 PRIVATE = "HF_HYBRID_PRIVATE_OPTIONS"
 """Environment variable with options as JSON, which stand in no file: a sweep gives them to its trials so."""
 
@@ -53,15 +53,15 @@ class ModelOptions(OptionGroup):
     model: Optional[str] = option(
         None,
         "Causal language model: an id on the Hub, a folder, or a config.json. A config.json, and a folder without "
-        "weights, are trained from scratch.",
+        "weights, are trained from scratch. Also --model_name_or_path.",
     )
     tokenizer: Optional[str] = option(None, "Tokenizer: id or folder. Default: that of the model.")
     model_revision: Optional[str] = option(None, "Branch, tag or commit of the model on the Hub.")
     from_scratch: bool = option(False, "Start from random weights, even if trained ones exist.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto",
-        "Precision of the weights in memory; --bf16 sets that of the computation. auto: float32, but with adapters "
-        "the precision of the checkpoint.",
+    dtype: Optional[Literal["auto", "bfloat16", "float16", "float32"]] = option(
+        None,
+        "Precision of the weights in memory; --bf16 sets that of the computation. auto: as the checkpoint has them. "
+        "Default: float32, but with adapters auto.",
     )
     attn_implementation: Optional[str] = option(
         None, "Attention of the model, for example sdpa or flash_attention_2. Default: transformers chooses."
@@ -71,6 +71,12 @@ class ModelOptions(OptionGroup):
         "bitnet: train linear layers whose weights are rounded to -1, 0 and 1 in every forward pass (1.58 bits), from "
         "random weights or on pretrained ones.",
     )
+
+
+@dataclass
+class TextModelOptions(ModelOptions):
+    """Of `train`, whose training arguments lack what those of TRL have."""
+
     trust_remote_code: bool = option(False, "Run the code that a model on the Hub brings with it.")
 
 
@@ -80,26 +86,44 @@ class DataOptions(OptionGroup):
 
     _argument_group_name = "Data"
 
-    dataset: Optional[str] = option(
-        None, "Texts or conversations: a .txt, .json, .jsonl, .csv or .parquet file, a folder, or an id on the Hub."
+    dataset: Optional[list[str]] = option(
+        None,
+        "Data sets, one or several: .json, .jsonl, .csv, .parquet or .txt files, folders, or ids on the Hub. Also "
+        "--dataset_name.",
     )
-    dataset_config: Optional[str] = option(None, "Configuration of the data set, if it has several.")
-    dataset_split: str = option("train", "Split to train on.")
-    eval_dataset: Optional[str] = option(
+    dataset_config: Optional[str] = option(None, "Configuration of a data set on the Hub, if it has several.")
+    dataset_split: str = option("train", "Split to train on. Also --dataset_train_split.")
+    dataset_weights: Optional[list[float]] = option(
+        None,
+        "Shares of several data sets, one each. No row is repeated: as many rows are taken as the shares allow. "
+        "Default: all rows of all.",
+    )
+    columns: Optional[list[str]] = option(
+        None, "Other names of columns, as NEW=OLD: prompt=question completion=answer."
+    )
+    limit: Optional[int] = option(None, "Read at most so many rows of each data set.", at_least=1)
+    streaming: bool = option(
+        False, "Read rows while training, in place of all before; needs max_steps. Also --dataset_streaming."
+    )
+    system_prompt: Optional[str] = option(None, "System message of conversations that have none.")
+    eval_dataset: Optional[list[str]] = option(
         None, "Data to evaluate on. Default: eval_share of the training data, which is then not trained on."
     )
-    eval_split: str = option("train", "Split of eval_dataset to evaluate on.")
-    eval_share: float = option(
-        0.05,
-        "Share of the sequences to evaluate on. Not used with eval_dataset. 0: no evaluation.",
+    eval_split: Optional[str] = option(
+        None, "Split to evaluate on: of eval_dataset (default: train), or else of dataset. Also --dataset_test_split."
+    )
+    eval_share: Optional[float] = option(
+        None,
+        "Share of the rows to evaluate on. 0: no evaluation. Default: 0.05, and 0 in grpo and while streaming.",
         at_least=0,
         below=1,
     )
-    text_column: str = option("text", "Column with the texts.")
-    messages_column: str = option(
-        "messages",
-        "Column with conversations, which the tokenizer's chat template turns into text. Wins over text_column.",
-    )
+
+
+@dataclass
+class TextDataOptions(DataOptions):
+    """Of `train`, which joins texts and cuts them."""
+
     sequence_length: int = option(
         512,
         "Tokens per training sequence. Documents are joined by end-of-text tokens and cut into sequences.",
@@ -109,19 +133,40 @@ class DataOptions(OptionGroup):
 
 @dataclass
 class AdapterOptions(OptionGroup):
-    """Adapters that are trained in place of all weights."""
+    """Adapters that are trained in place of all weights, and the bits of the base under them."""
 
     _argument_group_name = "Adapters"
 
     peft: Literal["none", "lora", "qlora"] = option(
-        "none", "lora: train low-rank adapters. qlora: the same over a base in 4 bits (nf4, bitsandbytes)."
+        "none",
+        "lora: train low-rank adapters, as --use_peft does. qlora: the same over a base in 4 bits (nf4, bitsandbytes), "
+        "as --use_peft --load_in_4bit does.",
     )
+    use_peft: bool = option(False, "Train low-rank adapters in place of all weights.")
     lora_r: int = option(16, "Rank of the adapters.", at_least=1)
     lora_alpha: int = option(32, "The adapters are scaled by lora_alpha / lora_r.", at_least=1)
-    lora_dropout: float = option(0.0, "Dropout before the adapters.", at_least=0, below=1)
+    lora_dropout: float = option(
+        0.0, "Dropout before the adapters. Rows share no prefix under dropout.", at_least=0, below=1
+    )
     lora_target_modules: Optional[list[str]] = option(
         None, "Names of the modules that get adapters. Default: all linear layers except the head."
     )
+    lora_target_parameters: Optional[list[str]] = option(None, "Names of parameters that get adapters.")
+    lora_modules_to_save: Optional[list[str]] = option(None, "Modules that are trained whole beside the adapters.")
+    lora_task_type: str = option("CAUSAL_LM", "Kind of task that peft notes in the adapters.")
+    use_rslora: bool = option(False, "Scale the adapters by lora_alpha / sqrt(lora_r).")
+    use_dora: bool = option(False, "DoRA: train magnitude and direction of the weights apart.")
+    load_in_8bit: bool = option(False, "Load the base in 8 bits (bitsandbytes). With adapters only.")
+    load_in_4bit: bool = option(False, "Load the base in 4 bits (bitsandbytes). With adapters only.")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "Kind of 4 bits.")
+    use_bnb_nested_quant: bool = option(False, "Quantise the scales of the 4 bits too. peft=qlora does.")
+    bnb_4bit_quant_storage: Optional[str] = option(None, "Dtype in which the 4 bits are stored.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.use_peft = self.use_peft or self.peft != "none"
+        self.load_in_4bit = self.load_in_4bit or self.peft == "qlora"
+        self.use_bnb_nested_quant = self.use_bnb_nested_quant or self.peft == "qlora"
 
 
 @dataclass
@@ -141,16 +186,35 @@ class LaunchOptions(OptionGroup):
     cpu: bool = option(False, "Train on the CPU, as use_cpu does; several processes communicate over gloo.")
 
 
-OWN_OPTIONS = (ModelOptions, DataOptions, AdapterOptions, LaunchOptions)
+@dataclass
+class RewardOptions(OptionGroup):
+    """What completions are rewarded for."""
 
-_TRAINING_OPTIONS = """\
-Every option of {kind} is taken as well; --help_all lists them. The usual ones:
-  --output_dir --max_steps --num_train_epochs --learning_rate --per_device_train_batch_size
-  --gradient_accumulation_steps --bf16 --optim --lr_scheduler_type --warmup_steps --logging_steps --save_steps
-  --save_total_limit --eval_strategy --seed --report_to --push_to_hub --hub_model_id --resume_from_checkpoint true
+    _argument_group_name = "Rewards"
 
-Names may be written with dashes too: --max-steps. A YAML file has the same names without leading dashes. More in
-docs/cli.md, docs/launch.md and examples/configs/."""
+    reward: Optional[list[str]] = option(
+        None,
+        "Reward functions: exact_match, numeric_answer, format, module:function, or file.py:function. Also "
+        "--reward_funcs.",
+    )
+    reward_pattern: Optional[str] = option(
+        None, "Regular expression that a whole completion has to match for --reward format."
+    )
+
+
+# The commands.
+
+ALIASES = {
+    "model_name_or_path": "model",
+    "dataset_name": "dataset",
+    "dataset_train_split": "dataset_split",
+    "dataset_test_split": "eval_split",
+    "dataset_streaming": "streaming",
+    "reward_funcs": "reward",
+}
+"""Names of options in TRL's scripts, which are taken too."""
+REPLACED = {"text_column": "columns text=NAME", "messages_column": "columns messages=NAME"}
+"""Names that are no options, and what to write in their place."""
 
 
 @dataclass(frozen=True)
@@ -161,21 +225,28 @@ class Command:
     Attributes:
         name (`str`): Of the command.
         summary (`str`): What it does, in one sentence.
-        groups (`tuple[type[OptionGroup], ...]`): Dataclasses of its own options.
         config (`str`): Module and name of its training arguments, a class with the options of [`HybridArguments`].
-        kind (`str`): The class that these extend, for people.
-        undecided (`tuple[str, ...]`):
-            Options of the training arguments that the command decides itself unless they are given.
-        aliases (`Mapping[str, str]`): Other names of options.
+        trainer (`str`): Module and name of its trainer.
+        kind (`str`): The class that the training arguments extend, for people.
+        model, data (`type[OptionGroup]`): Classes of its options.
+        more (`tuple[type[OptionGroup], ...]`): Of options that it has alone.
+        defaulted (`tuple[str, ...]`): Training arguments that the command decides itself unless they are given.
     """
 
     name: str
     summary: str
-    groups: tuple[type[OptionGroup], ...]
     config: str
+    trainer: str
     kind: str
-    undecided: tuple[str, ...] = ("logging_steps",)
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    model: type[ModelOptions] = ModelOptions
+    data: type[DataOptions] = DataOptions
+    more: tuple[type[OptionGroup], ...] = ()
+    defaulted: tuple[str, ...] = ("logging_steps",)
+
+    @property
+    def groups(self) -> tuple[type[OptionGroup], ...]:
+        """Dataclasses of its options, in the order of [`Options`]."""
+        return (self.model, self.data, AdapterOptions, LaunchOptions, *self.more)
 
     @property
     def program(self) -> str:
@@ -185,21 +256,75 @@ class Command:
     def usage(self) -> str:
         return f"{self.program} [--config run.yaml] [--model MODEL] [--dataset DATASET] [option ...]"
 
-    def config_class(self) -> Any:
-        module, _, name = self.config.partition(":")
-        return getattr(importlib.import_module(module), name)
+
+def imported(place: str) -> Any:
+    """Return what a module and a name lead to: `module:name`."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 TRAIN = Command(
     "train",
     "Train a causal language model on texts or conversations.",
-    OWN_OPTIONS,
     "hf_hybrid.config:HybridConfig",
+    "hf_hybrid.trainer:HybridTrainer",
     "transformers.TrainingArguments",
+    model=TextModelOptions,
+    data=TextDataOptions,
 )
+SFT = Command(
+    "sft",
+    "Fine-tune a model on chats, instructions or texts. By default only the answers are learned.",
+    "hf_hybrid.trl.sft_dpo:HybridSFTConfig",
+    "hf_hybrid.trl.sft_dpo:HybridSFTTrainer",
+    "trl.SFTConfig",
+    defaulted=("logging_steps", "assistant_only_loss"),
+)
+DPO = Command(
+    "dpo",
+    "Train a model on preference pairs.",
+    "hf_hybrid.trl.sft_dpo:HybridDPOConfig",
+    "hf_hybrid.trl.sft_dpo:HybridDPOTrainer",
+    "trl.DPOConfig",
+)
+GRPO = Command(
+    "grpo",
+    "Train a model by rewards for what it answers.",
+    "hf_hybrid.trl.rl:HybridGRPOConfig",
+    "hf_hybrid.trl.rl:HybridGRPOTrainer",
+    "trl.GRPOConfig",
+    more=(RewardOptions,),
+)
+TRAINING = {command.name: command for command in (TRAIN, SFT, DPO, GRPO)}
+
+
+class Options(NamedTuple):
+    """The options of a training, checked."""
+
+    command: Command
+    model: ModelOptions
+    data: Any
+    adapters: AdapterOptions
+    launch: LaunchOptions
+    config: Any
+    """The hybrid config of the trainer."""
+    defaulted: frozenset[str]
+    """Options of the config that were not given, and that the command decides."""
+    trust_remote_code: bool
+    """Whether code of the model may run: an option of `train`, and of TRL's configs."""
+    rewards: RewardOptions | None = None
 
 
 # Help.
+
+_TRAINING_OPTIONS = """\
+Every option of {kind} is taken as well; --help_all lists them. The usual ones:
+  --output_dir --max_steps --num_train_epochs --learning_rate --per_device_train_batch_size
+  --gradient_accumulation_steps --bf16 --optim --lr_scheduler_type --warmup_steps --logging_steps --save_steps
+  --save_total_limit --eval_strategy --seed --report_to --push_to_hub --hub_model_id --resume_from_checkpoint true
+
+Names may be written with dashes too: --max-steps. A YAML file has the same names without leading dashes. More in
+docs/cli.md, docs/launch.md and examples/configs/."""
 
 
 def help_text(command: Command = TRAIN) -> str:
@@ -257,36 +382,23 @@ def _parser(command: Command):
             _refuse(message)
 
     # It is annotated with a `NewType` that no dataclass is.
-    kinds: Any = (*command.groups, command.config_class())
+    kinds: Any = (*command.groups, imported(command.config))
     parser = Parser(kinds, prog=command.program, allow_abbrev=False, add_help=False)
     for action in parser._actions:
-        if action.dest in command.undecided:
+        if action.dest in command.defaulted:
             action.default = None
     return parser
-
-
-def complain(error: Exception, program: str = PROGRAM) -> int:
-    """Print the error once for all processes, and return the exit status of a wrong use."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        sys.stderr.write(f"{program}: error: {error}\n")
-    return 2
 
 
 def _refuse(message: str) -> NoReturn:
     raise OptionError(message)  # without the usage of 200 options
 
 
-class TrainOptions(NamedTuple):
-    """The options of a training, checked."""
-
-    model: ModelOptions
-    data: DataOptions
-    adapters: AdapterOptions
-    launch: LaunchOptions
-    config: Any
-    """A `HybridConfig`."""
-    undecided: frozenset[str] = frozenset()
-    """Options of the config that were not given, and that the command decides."""
+def complain(error: Exception, program: str) -> int:
+    """Print the error once for all processes, and return the exit status of a wrong use."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        sys.stderr.write(f"{program}: error: {error}\n")
+    return 2
 
 
 class CommandLine:
@@ -302,75 +414,35 @@ class CommandLine:
     """
 
     def __init__(self, arguments: Sequence[str], command: Command = TRAIN):
-        self.command = command
+        self.command, self.arguments = command, list(arguments)
         own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         own.add_argument("--config")
         own.error = _refuse
-        given, words = own.parse_known_args(list(arguments))
-        self._words = [self._by_own_name(word) for word in words]
-        self.arguments, self.path = list(arguments), given.config
-        self._from_file = {} if self.path is None else _read_yaml(self.path)
-        self._from_file = {command.aliases.get(name, name): value for name, value in self._from_file.items()}
-        self._variables = self._from_file.pop(ENVIRONMENT, None)
+        known, words = own.parse_known_args(self.arguments)
+        self.path = known.config
+        self._words = [_by_own_name(word) for word in words]
+        file = {} if self.path is None else _read_yaml(self.path)
+        self._variables = file.pop(ENVIRONMENT, None)
+        names = {key: key.replace("-", "_") for key in file}
+        self._from_file = {ALIASES.get(names[key], names[key]): value for key, value in file.items()}
         self._from_file |= _private_options()
-
-    @classmethod
-    def again(cls, saved: dict[str, Any], overrides: Iterable[str] = ()) -> CommandLine:
-        """
-        Return the command line that [`to_dict`] returned, with words after it that override others.
-
-        Somebody else may have written what was saved: of the variables it has only [`ABOUT_ARITHMETIC`].
-        """
-        line = cls([*saved["arguments"], *overrides])
-        line._from_file = dict(saved["config"])
-        line._from_file.pop(ENVIRONMENT, None)
-        variables = known_variables(saved["variables"])
-        line._variables = {name: value for name, value in variables.items() if value is not None}
-        return line
-
-    def to_dict(self) -> dict[str, Any]:
-        """
-        Return words and file as plain values, without secrets and the words that follow them. Of the variables under
-        `env` these are the names, and the values of [`ABOUT_ARITHMETIC`].
-        """
-        words, option = [], []
-        for word in [*self._words, "--"]:
-            if word.startswith("--"):  # the option before has ended
-                name, _, value = option[0].partition("=") if option else ("", "", "")
-                words += [] if holds_secret(name, [value, *option[1:]]) else option
-                option = []
-            option.append(word)
-        return {
-            "arguments": words,
-            "config": split_private(self.from_file())[0],
-            "variables": known_variables(self._variables),
-        }
-
-    def _by_own_name(self, word: str) -> str:
-        """Return a word with the name that the command has for an option of another."""
-        name, equals, value = word.partition("=")
-        known = self.command.aliases.get(name[2:].replace("-", "_")) if name.startswith("--") else None
-        return word if known is None else f"--{known}{equals}{value}"
 
     def from_file(self) -> dict[str, Any]:
         """Return the options of the YAML file by name, as it has them, with the variables under `env`."""
-        options = {name.replace("-", "_"): value for name, value in self._from_file.items()}
-        return options if self._variables is None else {**options, ENVIRONMENT: self._variables}
+        return self._from_file if self._variables is None else {**self._from_file, ENVIRONMENT: self._variables}
 
-    def glimpse(self, *names: str) -> dict[str, list[str] | None]:
-        """Return the words of some options, which are checked before torch is imported; `None` where none is given."""
+    def early(self, *names: str) -> dict[str, list[str]]:
+        """Return the words of some options, for checks before torch is imported; none where it is not given."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         for name in names:
             parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), nargs="*", dest=name)
         parser.error = _refuse
-        given, file = vars(parser.parse_known_args(self._words)[0]), self.from_file()
+        written = vars(parser.parse_known_args(self._words)[0])
 
-        def words(name: str) -> list[str] | None:
-            value = file.get(name) if given[name] is None else given[name]
-            values = value if isinstance(value, list) else [] if value is None else [value]
-            return [str(value) for value in values] or None
+        def words(value: Any) -> list[str]:
+            return list(map(str, value if isinstance(value, list) else [] if value is None else [value]))
 
-        return {name: words(name) for name in names}
+        return {n: words(self._from_file.get(n) if written[n] is None else written[n]) for n in names}
 
     def set_environment(self) -> None:
         """Set the variables under `env` in the YAML file, over those that are set. Launched processes inherit them."""
@@ -378,17 +450,12 @@ class CommandLine:
         if not isinstance(variables, dict):
             raise OptionError(f"{where} must hold lines of the form `NAME: value`{_got(where, variables)}.")
         for name, value in variables.items():
-            if not isinstance(name, str) or "=" in name or not _can_be_set(name):
+            if not isinstance(name, str) or not name or "=" in name:
                 raise OptionError(f"`{name}` under {where} cannot be the name of an environment variable.")
             if not isinstance(value, (str, bool, int, float)):
                 raise OptionError(
                     f"`{name}` under {where} must be a text or a number{_got(name, value)}. Put text that YAML reads "
                     "as something else in quotes."
-                )
-            if value != "" and not _can_be_set(str(value)):
-                raise OptionError(
-                    f"`{name}` under {where} cannot be the value of an environment variable{_got(name, repr(value))}. "
-                    "Take out NUL and half surrogates."
                 )
         os.environ.update({name: str(value) for name, value in variables.items()})
 
@@ -402,40 +469,40 @@ class CommandLine:
         """Every option by name, and those alone that stand in the file or on the command line."""
         parser = self._parser
         actions = {action.dest: action for action in parser._actions}
-        names = ["--config", *(string for action in parser._actions for string in action.option_strings)]
+        strings = ["--config", *(string for action in parser._actions for string in action.option_strings)]
         for word in self._words:
             name = word.split("=", 1)[0]
-            if name.startswith("--") and name not in names:
-                raise OptionError(f"`{name}` is no option.{self._did_you_mean(name, names)}")
-        # The words of the file come first, so that the user's win.
-        of_file, written = self._words_of_file(actions)
-        words = [*of_file, *self._words]
-        # The parser writes no default over a value that is there.
-        values, stray = parser.parse_known_args(words, argparse.Namespace(**written))
+            if name.startswith("--") and name not in strings:
+                raise OptionError(f"`{name}` is no option.{self._advice(name, strings)}")
+        unwritten = object()
+        # The words of the file come first, so that the user's win. The parser writes no default over a value.
+        of_file, values_of_file = self._words_of_file(actions)
+        blank = argparse.Namespace(**{**dict.fromkeys(actions, unwritten), **values_of_file})
+        parsed, stray = parser.parse_known_args([*of_file, *self._words], blank)
         if stray:
             raise OptionError(f"`{stray[0]}` belongs to no option. Options begin with two dashes.")
-        unwritten = object()
-        read, _ = parser.parse_known_args(words, argparse.Namespace(**dict.fromkeys(actions, unwritten)))
-        written |= {name: value for name, value in vars(read).items() if value is not unwritten}
-        if values.cpu:
-            values.use_cpu = written["use_cpu"] = True
-        return values, written
+        written = {name: value for name, value in vars(parsed).items() if value is not unwritten}
+        if written.get("cpu"):
+            written["use_cpu"] = True
+        defaults = {action.dest: action.default for action in reversed(parser._actions)}  # an option, then its `--no_`
+        return argparse.Namespace(**{**defaults, **written}), written
 
     @functools.cached_property
     def _parser(self):
         return _parser(self.command)
 
-    def _did_you_mean(self, name: str, names: Iterable[str]) -> str:
+    def _advice(self, name: str, names: Iterable[str]) -> str:
+        if (bare := name.removeprefix("--").replace("-", "_")) in REPLACED:
+            return f" Write `--{REPLACED[bare]}` in its place; in YAML the words behind `--columns` are a list."
         near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.75)
         return f" Did you mean `{near[0]}`?" if near else f" `{self.command.program} --help_all` lists all."
 
     def _words_of_file(self, actions: dict[str, argparse.Action]) -> tuple[list[str], dict[str, Any]]:
         """The options of the file as words, and those that no word can say (nothing, a list) as values."""
         words, values = [], {}
-        for key, value in self._from_file.items():
-            name = key.replace("-", "_")
+        for name, value in self._from_file.items():
             if name not in actions:
-                raise OptionError(f"`{key}` in `{self.path}` is no option.{self._did_you_mean(name, actions)}")
+                raise OptionError(f"`{name}` in `{self.path}` is no option.{self._advice(name, actions)}")
             takes_list = actions[name].nargs in ("+", "*")
             self._check_kind(name, value)
             if value is None or isinstance(value, list) and not takes_list:
@@ -462,27 +529,45 @@ class CommandLine:
 
     def check_required(self) -> None:
         """Refuse a run without a model or without data."""
-        required("model", self.values.model, self.command.program)
-        required("dataset", self.values.dataset, self.command.program)
+        for name, words in self.early("model", "dataset").items():
+            required(name, words or None, self.command.program)
 
     @property
-    def undecided(self) -> frozenset[str]:
+    def processes(self) -> int:
+        """Processes that train: one for each GPU, unless the options say otherwise."""
+        if self.values.num_processes is not None:
+            return LaunchOptions(num_processes=self.values.num_processes).num_processes or 1  # checked
+        if self.values.use_cpu or self.values.memory != "off":
+            return 1
+        import torch
+
+        return max(torch.accelerator.device_count(), 1)
+
+    @property
+    def defaulted(self) -> frozenset[str]:
         """The options that the command decides, as they were not given."""
-        return frozenset(name for name in self.command.undecided if getattr(self.values, name) is None)
+        return frozenset(name for name in self.command.defaulted if getattr(self.values, name) is None)
 
-    def build(self, **decided: Any) -> tuple[Any, ...]:
+    def options(self) -> Options:
         """
-        Check the options and build each of the command's dataclasses; `decided` is added to what was given. They get
-        nothing else, so that they know which defaults the user wrote.
+        Check the options and build the config of the trainer; a `ValueError` says what it refuses.
+
+        The dataclasses get what was written and nothing else, so that they know which defaults the user wrote.
         """
-        return self._parser.parse_dict(self._parsed[1] | decided, allow_extra_keys=True)
+        defaulted = self.defaulted
+        model, data, adapters, launch, *more, config = self._parser.parse_dict(self._parsed[1], allow_extra_keys=True)
+        trusted = (model if isinstance(model, TextModelOptions) else config).trust_remote_code
+        return Options(self.command, model, data, adapters, launch, config, defaulted, trusted, *more)
 
-    def options(self) -> TrainOptions:
-        """Check the options and build the `HybridConfig`; a `ValueError` says what it refuses."""
-        return TrainOptions(*self.build(), self.undecided)
+
+def _by_own_name(word: str) -> str:
+    """Return a word of the command line with our name for an option of TRL's scripts."""
+    name, equals, value = word.partition("=")
+    own = ALIASES.get(name[2:].replace("-", "_")) if name.startswith("--") else None
+    return word if own is None else f"--{own}{equals}{value}"
 
 
-def required(name: str, value: Any, program: str = PROGRAM) -> Any:
+def required(name: str, value: Any, program: str) -> Any:
     """Return the value of an option that a run needs. Raises [`OptionError`] if it was not given."""
     if value is None:
         raise OptionError(f"`--{name}` is missing. `{program} --help` says what it takes.")
@@ -521,14 +606,6 @@ def _private_options() -> dict[str, Any]:
     if not isinstance(values, dict):
         raise OptionError(f"The environment variable `{PRIVATE}` must hold options as JSON. Unset it.")
     return values
-
-
-def _can_be_set(text: str) -> bool:
-    """Whether the text can stand in the environment of a process."""
-    try:
-        return "\0" not in text and bool(os.fsencode(text))
-    except UnicodeEncodeError:
-        return False
 
 
 def _word(value: Any, choices: Iterable | None) -> Any:

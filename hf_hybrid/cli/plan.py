@@ -9,7 +9,6 @@ import json
 import logging
 import sys
 import tempfile
-import textwrap
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,15 +16,10 @@ from typing import TYPE_CHECKING, Any
 from hf_hybrid.files import write_text
 
 if TYPE_CHECKING:
-    from hf_hybrid.cli.cards import Card, Host
-    from hf_hybrid.cli.planner import Planner
-    from hf_hybrid.cli.times import StepTime
-    from hf_hybrid.cli.ways import WayPlan
-    from hf_hybrid.plan.estimate import Plan
+    from hf_hybrid.plan.planner import Planner
+    from hf_hybrid.plan.ways import WayPlan
 
 GIB = 2**30
-EPOCHS = 3
-"""Of `train`, where nothing is said."""
 COLUMNS = ("weights", "gradients", "states", "activations")
 HEADINGS = ("weights", "gradients", "states", "activ.", "other", "device", "host")
 
@@ -37,7 +31,7 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
         help=summary,
         description=(
             "Plan the memory of training a model from its config alone: no weights, no data, no GPU. Prints how much "
-            "device and host memory each way to train needs and which of them fit, and recommends the fastest exact "
+            "device and host memory each way to train needs and which of them fit, and recommends the cheapest exact "
             "one."
         ),
     )
@@ -52,14 +46,6 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches per optimizer step (default: 1)")
     add("--vram", help="device memory, as 24GiB, 24GB (decimal) or bytes (default: what is free on the GPU)")
     add("--ram", help="host memory (default: what is available on this machine)")
-    text = "say how long a step takes on rtx4090, rtx5090, rtx3090, rtx5060ti, a100 or h100 (default: the one here)"
-    add("--gpu", metavar="CARD", help=text)
-    text = "memory of its machine: poor, desktop, server or rich (default: desktop for GeForce cards, else server)"
-    add("--host", metavar="HOST", help=text)
-    add("--tokens", help="say how many hours so many tokens take, as 300M or 2B")
-    add("--dataset", metavar="NAME", help="say how many hours it takes: a file, a folder or an id, as for `train`")
-    add("--num_train_epochs", type=float, help="passes over --dataset (default: 3, as for `train`)")
-    add("--tokenizer", metavar="NAME", help="tokenizer that --dataset is counted with (default: that of the model)")
     text = "mixed: fp32 weights (a frozen base: bf16) under bf16 autocast; or all in one type (default: mixed)"
     add("--dtype", choices=("mixed", "float32", "bfloat16"), default="mixed", help=text)
     add("--peft", choices=("none", "lora", "qlora"), default="none", help="what the best plan trains (default: none)")
@@ -139,14 +125,12 @@ class _Report:
     """All plans for one command line."""
 
     def __init__(self, args: argparse.Namespace):
-        from hf_hybrid.cli.models import lora_config
-        from hf_hybrid.cli.planner import Planner, recommended
-        from hf_hybrid.cli.rates import measure_machine
-        from hf_hybrid.cli.times import chosen_machine
-        from hf_hybrid.cli.ways import parse_count, parse_size
         from hf_hybrid.machine import device_memory
         from hf_hybrid.plan.accounting import host_memory
+        from hf_hybrid.plan.models import lora_config
+        from hf_hybrid.plan.planner import Planner, recommended
         from hf_hybrid.plan.setups import with_context
+        from hf_hybrid.plan.ways import parse_size
 
         if (args.num_processes > 1) != (args.accelerate_config is not None):
             raise ValueError(
@@ -158,20 +142,7 @@ class _Report:
             raise ValueError("`--peft qlora` is not planned with FSDP2. Give `--peft lora`, or plan for one process.")
         if args.qat != "none" and args.peft != "none":
             raise ValueError(f"`--qat {args.qat}` trains all weights, and `--peft {args.peft}` freezes them.")
-        here = with_context(device_memory())
-        self.machine = chosen_machine(args.gpu, args.host)
-        for name, asked in (("tokens", args.tokens), ("dataset", args.dataset)):
-            if asked is not None and self.machine is None:
-                raise ValueError(f"`--{name} {asked}` asks how long training takes. Name a card: `--gpu rtx4090`.")
-        if args.tokens is not None and args.dataset is not None:
-            raise ValueError(f"`--tokens {args.tokens}` and `--dataset {args.dataset}` both say how much. Give one.")
-        for name in ("num_train_epochs", "tokenizer"):
-            if getattr(args, name) is not None and args.dataset is None:
-                raise ValueError(f"`--{name} {getattr(args, name)}` is of a data set. Give `--dataset` with it.")
-        if args.num_train_epochs is not None and not args.num_train_epochs > 0:
-            raise ValueError(f"`--num_train_epochs` must be above 0, got `{args.num_train_epochs}`.")
-        self.tokens = None if args.tokens is None else parse_count(args.tokens, "tokens")
-        self.args, self.rates = args, None if here is None or args.gpu is not None else measure_machine()
+        self.args = args
         self.with_adapters = importlib.util.find_spec("peft") is not None
         asks = self.with_adapters or args.peft != "none"  # without peft the error says what to install
         with_adapters = self.with_adapters and args.qat == "none"
@@ -183,54 +154,27 @@ class _Report:
             gradient_accumulation_steps=args.gradient_accumulation_steps,
             peft=lora_config(args.lora_r, args.lora_target_modules or "all-linear") if asks else None,
             qat=args.qat,
-            vram=args.vram or (self.machine[0].capacity if args.gpu and self.machine else here),
+            vram=args.vram or with_context(device_memory()),
             ram=self.ram,
             processes=args.num_processes,
             enable_predict=args.enable_predict,
             accelerator="cuda",
         )
-        if args.dataset is not None:
-            self.tokens = self._tokens_of_data()
-        plans = self.planner.plans(args.dtype, with_adapters=with_adapters)
-        if self.machine is not None:
-            plans = [self.planner.with_fastest_residents(plan, self._time) for plan in plans]
-        self.plans: list[WayPlan] = plans
-        self.times = {id(plan): self._time(plan) for plan in self.plans}
-        adapters = None if args.peft == "none" else args.peft
-        self.best = recommended(self.plans, adapters, self._seconds)
-
-    def _tokens_of_data(self) -> float:
-        """Tokens that `train` would train on: the sequences of the data set, without those to evaluate on."""
-        from hf_hybrid.cli.options import DataOptions, ModelOptions
-        from hf_hybrid.cli.run import load_tokenizer, training_data
-
-        args, length = self.args, self.planner.setup.sequence_length
-        tokenizer = load_tokenizer(ModelOptions(model=args.model, tokenizer=args.tokenizer))
-        sequences, _ = training_data(DataOptions(dataset=args.dataset, sequence_length=length), tokenizer, seed=42)
-        return len(sequences) * length * (args.num_train_epochs or EPOCHS)
-
-    def _time(self, plan: Plan) -> StepTime | None:
-        from hf_hybrid.cli.times import step_time
-
-        return None if self.machine is None else step_time(plan, *self.machine)
-
-    def _seconds(self, plan: WayPlan) -> float | None:
-        time = self.times[id(plan)]
-        return None if time is None else time.seconds
+        self.plans: list[WayPlan] = self.planner.plans(args.dtype, with_adapters=with_adapters)
+        self.best = recommended(self.plans, None if args.peft == "none" else args.peft)
 
     def as_json(self) -> str:
         """All plans, and the recommended one, as JSON."""
         plans, setup = [self._row(plan) for plan in self.plans], self.planner.setup
         best = None if self.best is None else self.best.way.title
-        values = {"vram": setup.vram, "ram": setup.ram, "rates": self.rates, "plans": plans, "recommended": best}
-        values["exports"] = self._exports()
+        values = {"vram": setup.vram, "ram": setup.ram, "plans": plans, "recommended": best, "exports": self._exports()}
         return json.dumps(values, indent=2) + "\n"
 
     def _exports(self) -> dict[str, int]:
         import torch
 
-        from hf_hybrid.cli.exports import exported_bytes
-        from hf_hybrid.cli.models import build
+        from hf_hybrid.plan.exports import exported_bytes
+        from hf_hybrid.plan.models import build
 
         return exported_bytes(build(self.planner.config, torch.float32))
 
@@ -239,25 +183,13 @@ class _Report:
         names += ("device_shortfall", "host_shortfall", "options")
         values = {name: getattr(plan, name) for name in names}
         values["recomputed_layers"] = plan.recomputed_layers
-        time = self.times[id(plan)]
-        if time is not None:
-            from hf_hybrid.cli.times import MEASURED
-
-            values["estimated_seconds"], values["bound"] = time.seconds, time.bound
-            values["times_as_long_where_measured"] = MEASURED[plan.mode]
-            values["estimated_tokens_per_second"] = time.tokens_per_second
-            values["estimated_hours"] = None if self.tokens is None else time.hours(self.tokens)
-        return {"title": plan.way.title, **values, "exact": plan.way.exact, "floor_seconds": self._floor(plan)}
+        return {"title": plan.way.title, **values, "exact": plan.way.exact}
 
     def as_text(self) -> str:
         """The table, and the recommended plan by category."""
         sizes = ", ".join(f"{name} {count / GIB:.2f}" for name, count in self._exports().items())
         exports = f"GiB of weights after `hf-hybrid export --dtype bfloat16`: {sizes}\n"
         parts = [self._head(), self._table(), self._legend(), exports]
-        if self.machine is not None:
-            narrow = (part for part in (self._head(), self._legend(), exports))
-            head, legend, exports = ("".join(f"{_in_80(line)}\n" for line in part.splitlines()) for part in narrow)
-            parts = [head, self._how_long(*self.machine), legend, exports]
         if self.args.details:
             parts += [f"{plan.title}, estimated\n{plan.table}\n" for plan in self.plans]
         if self.best is None:
@@ -282,8 +214,7 @@ class _Report:
         device = "no GPU here and no --vram: no limit"
         if setup.vram is not None:
             source = "free on this GPU, and the CUDA context of this process"
-            source = "--vram" if args.vram else f"--gpu {args.gpu}" if args.gpu else source
-            device = f"{setup.vram / GIB:.2f} GiB ({source})"
+            device = f"{setup.vram / GIB:.2f} GiB ({'--vram' if args.vram else source})"
         host = f"{self.ram / GIB:.2f} GiB ({'--ram' if args.ram else 'available on this machine'})"
         share = ""
         if setup.processes > 1:
@@ -297,68 +228,25 @@ class _Report:
 
     def _table(self) -> str:
         width = max(len(plan.title) for plan in self.plans) + 4
-        headings = "".join(f"{name:>10}" for name in HEADINGS) + f"{'floor s':>10}" * (self.rates is not None)
+        headings = "".join(f"{name:>10}" for name in HEADINGS)
         lines = [f"{'GiB at the peak, estimated':<{width}}{headings}  fits"]
         for plan in self.plans:
             name = f"{'> ' if plan is self.best else '  '}{plan.title}{'' if plan.way.exact else ' *'}"
             by_category = [plan.table.get(category, "device") for category in COLUMNS]
             total = plan.peak_device_bytes
             numbers = [count / GIB for count in (*by_category, total - sum(by_category), total, plan.peak_host_bytes)]
-            floor = self._floor(plan)
-            numbers += [] if floor is None else [floor]
             lines.append(f"{name:<{width}}{''.join(f'{number:>10.2f}' for number in numbers)}  {_verdict(plan)}")
         return "\n".join(lines) + "\n"
-
-    def _how_long(self, card: Card, host: Host) -> str:
-        """All plans with their memory and seconds, in 80 columns."""
-        from hf_hybrid.cli.times import MEASURED, OTHERS
-
-        words = (
-            f"Seconds are ESTIMATED from data sheets: of {card.name}, and of a host with {host.memory / 1e9:.0f} GB/s "
-            f"(`{host.name}`: {host.source}). Where steps were measured, published ones of other programs took "
-            f"{OTHERS} times as long as such an estimate. `x` has the same of this package's own steps, on one H100 "
-            "(streamed ones of an older version)."
-        )
-        hours = "hours" if self.tokens is not None else ""
-        lines = [_in_80(words), "", f"{'GiB at the peak':<25}{'device':>7}{'host':>7}"]
-        lines[-1] += f"{'s/step':>8}{'x':>8}{'tokens/s':>9}{hours:>7}  bound"
-        for plan in self.plans:
-            title = f"{'> ' if plan is self.best else '  '}{plan.title}{'' if plan.way.exact else ' *'}"
-            if len(title) > 25:
-                lines.append(title)
-                title = ""
-            time = self.times[id(plan)]
-            if not plan.fits:
-                lines.append(f"{title:<25}  {_verdict(plan)}")
-                continue
-            row = f"{title:<25}{plan.peak_device_bytes / GIB:>7.1f}{plan.peak_host_bytes / GIB:>7.1f}"
-            if time is not None:
-                took = f"{time.hours(self.tokens):.1f}" if self.tokens is not None else ""
-                row += f"{time.seconds:>8.2f}{MEASURED[plan.mode]:>8}{time.tokens_per_second:>9,.0f}{took:>7}"
-                row += f"  {time.bound}"
-            lines.append(row)
-        if self.tokens is not None:
-            lines += ["", f"hours: of {self.tokens:,.0f} tokens, at the estimated seconds and not times `x`."]
-        return "\n".join(lines) + "\n"
-
-    def _floor(self, plan: WayPlan) -> float | None:
-        from hf_hybrid.cli.rates import step_floor_seconds
-
-        tokens = plan.setup.tokens * plan.setup.gradient_accumulation_steps
-        return None if self.rates is None else step_floor_seconds(plan, tokens, self.rates)
 
     def _legend(self) -> str:
         from hf_hybrid.plan.setups import CONTEXT_BYTES, MARGIN
 
-        floor = "floor s: estimated; no step is faster, at the rates of copies and products measured here.\n"
-        if self.rates is None:
-            floor = "No floor of the step time: rates are measured, and there is no GPU here.\n"
         missing = 'Plans with adapters need peft: pip install "hf-hybrid[peft]"\n'
         return (
             "*: not exact AdamW: rounded states, or a rounded base.\n"
             f"fits: with {CONTEXT_BYTES / GIB:.1f} GiB for the CUDA context and {MARGIN:.0%} for the allocator, both "
             "assumed.\nAttention is fused, and batches are not padded.\n"
-            f"{floor}{missing * (not self.with_adapters)}"
+            f"{missing * (not self.with_adapters)}"
         )
 
     def as_yaml(self, best: WayPlan) -> str:
@@ -379,21 +267,13 @@ class _Report:
             values["qat"] = args.qat
         if args.accelerate_config is not None:
             values |= {"num_processes": args.num_processes, "accelerate_config": args.accelerate_config}
-        if args.dataset is not None:
-            values |= {"dataset": args.dataset, "num_train_epochs": args.num_train_epochs or EPOCHS}
-            values |= {"tokenizer": args.tokenizer} if args.tokenizer else {}
         device, host = best.peak_device_bytes / GIB, best.peak_host_bytes / GIB
         head = (
             f"# {best.title}: {device:.2f} GiB on the device, {host:.2f} GiB on the host, estimated by "
             "`hf-hybrid plan`\n"
-            f"# hf-hybrid train --config {args.output}{' --dataset ...' * (args.dataset is None)}\n"
+            f"# hf-hybrid train --config {args.output} --dataset ...\n"
         )
         return head + yaml.safe_dump({**values, "output_dir": "out", **best.options}, sort_keys=False)
-
-
-def _in_80(line: str) -> str:
-    """A line that is broken before its 81st column."""
-    return "\n".join(textwrap.wrap(line, 80, subsequent_indent="  ")) if len(line) > 80 else line
 
 
 def _verdict(plan: WayPlan) -> str:

@@ -19,8 +19,8 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
         help=summary,
         description=(
             "Write a report on the output folder of a run, whether the run finished, was killed or is still going: "
-            "report.html (one file, opens offline), report.json, steps.csv, leaps.csv and a PNG for each plot. With "
-            "several folders: a comparison of all. Nothing is downloaded and no model is loaded."
+            "report.html (one file, opens offline), report.json and a PNG for each plot. With several folders: a "
+            "comparison of all. Nothing is downloaded and no model is loaded."
         ),
     )
     parser.add_argument("folder", help="output_dir of a HybridTrainer or Trainer run")
@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
         `int`: 0, also after Ctrl-C while it waits for a run or follows it; 2 after a message if there is nothing to
         report on, or a file cannot be read or written. Without matplotlib there are no plots, and a warning is logged.
     """
-    from hf_hybrid.report.page import write_comparison, write_report
+    from hf_hybrid.report.comparison import write_comparison
+    from hf_hybrid.report.page import write_report
 
     def write(refresh: int | None = None) -> list[Path]:
         if not args.others:

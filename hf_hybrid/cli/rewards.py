@@ -17,14 +17,12 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
+from hf_hybrid.cli.options import OptionError, RewardOptions, required
+
 Reward = Callable[..., list[float | None]]
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?(?:\s*/\s*\d+)?")
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
-
-
-class RewardError(ValueError):
-    """A reward function does not exist, or needs what the data set lacks."""
 
 
 def text_of(completion: Any) -> str:
@@ -48,10 +46,10 @@ def last_number(text: str) -> Decimal | None:
     thousands are read, and fractions like `3/4`.
     """
     marked = text.rsplit("####", 1)[1] if "####" in text else (_BOXED.findall(text) or [text])[-1]
-    found = [match for match in _NUMBER.findall(marked) if any(letter.isdigit() for letter in match)]
-    if not found:
+    numbers = [match for match in _NUMBER.findall(marked) if any(letter.isdigit() for letter in match)]
+    if not numbers:
         return None
-    numerator, _, denominator = found[-1].replace(",", "").partition("/")
+    numerator, _, denominator = numbers[-1].replace(",", "").partition("/")
     try:
         return Decimal(numerator) / Decimal(denominator) if denominator else Decimal(numerator)
     except (InvalidOperation, ZeroDivisionError):
@@ -60,19 +58,19 @@ def last_number(text: str) -> Decimal | None:
 
 def exact_match(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
     """Give 1 where the completion is the answer, apart from case, punctuation and articles, and 0 elsewhere."""
-    pairs = zip(completions, answer, strict=True)
     return [
-        None if right is None else float(normalised(text_of(given)) == normalised(str(right))) for given, right in pairs
+        None if right is None else float(normalised(text_of(completion)) == normalised(str(right)))
+        for completion, right in zip(completions, answer, strict=True)
     ]
 
 
 def numeric_answer(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
     """Give 1 where the completion answers with the number of the answer (see [`last_number`]), and 0 elsewhere."""
-    wanted = [None if right is None else last_number(str(right)) for right in answer]
-    given = [last_number(text_of(completion)) for completion in completions]
+    right = [None if text is None else last_number(str(text)) for text in answer]
+    numbers = [last_number(text_of(completion)) for completion in completions]
     return [
-        None if right is None else float(number is not None and number == right)
-        for number, right in zip(given, wanted, strict=True)
+        None if wanted is None else float(number is not None and number == wanted)
+        for number, wanted in zip(numbers, right, strict=True)
     ]
 
 
@@ -83,37 +81,38 @@ class FormatReward:
         try:
             self.pattern = re.compile(pattern, re.DOTALL)
         except re.error as error:
-            raise RewardError(f"`--reward_pattern {pattern}` is no regular expression: {error}.") from None
+            raise OptionError(f"`--reward_pattern {pattern}` is no regular expression: {error}.") from None
         self.__name__ = "format"  # the name in TRL's log
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        return [float(self.pattern.fullmatch(text_of(given).strip()) is not None) for given in completions]
+        return [float(self.pattern.fullmatch(text_of(c).strip()) is not None) for c in completions]
 
 
 OWN: dict[str, Reward] = {"exact_match": exact_match, "numeric_answer": numeric_answer}
+"""Rewards by name, which compare with the column `answer`."""
 NAMES = (*OWN, "format")
 
 
 def check_name(name: str, pattern: str | None) -> None:
-    """Refuse what can be no reward function, without importing it."""
+    """Refuse what can be no reward function, without importing it. Raises [`OptionError`]."""
     place, colon, function = name.rpartition(":")
     if name == "format":
         if pattern is None:
-            raise RewardError("`--reward format` needs `--reward_pattern`, a regular expression of whole completions.")
+            raise OptionError("`--reward format` needs `--reward_pattern`, a regular expression of whole completions.")
         FormatReward(pattern)
     if name in NAMES:
         return
     if not colon or not function.isidentifier():
-        raise RewardError(
+        raise OptionError(
             f"`--reward {name}` is none of {', '.join(NAMES)}, and no import path. Write `module:function` or "
             "`file.py:function`."
         )
     if place.endswith(".py") and not Path(place).is_file():
-        raise RewardError(f"`--reward {name}`: there is no file `{place}`.")
+        raise OptionError(f"`--reward {name}`: there is no file `{place}`.")
 
 
 def load(name: str, pattern: str | None) -> Reward:
-    """Return the reward function that a name stands for. Raises [`RewardError`] with what there is."""
+    """Return the reward function that a name stands for. Raises [`OptionError`] with what there is."""
     check_name(name, pattern)
     if name == "format":
         return FormatReward(pattern or "")
@@ -124,12 +123,45 @@ def load(name: str, pattern: str | None) -> Reward:
         module = _from_file(Path(place)) if place.endswith(".py") else _from_path(place)
     except Exception as error:  # whatever a user's module raises
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise RewardError(f"`--reward {name}`: `{place}` cannot be imported ({reason}).") from error
-    found = getattr(module, function, None)
-    if not callable(found):
+        raise OptionError(f"`--reward {name}`: `{place}` cannot be imported ({reason}).") from error
+    reward = getattr(module, function, None)
+    if not callable(reward):
         there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise RewardError(f"`--reward {name}`: `{place}` has {', '.join(there) or 'no functions'}, not `{function}`.")
-    return found
+        raise OptionError(f"`--reward {name}`: `{place}` has {', '.join(there) or 'no functions'}, not `{function}`.")
+    return reward
+
+
+def load_all(options: RewardOptions, weights: Sequence[float] | None, rows: Any) -> tuple[list[Reward], str]:
+    """
+    Return the reward functions that the options name, and their names and weights in words.
+
+    Args:
+        options (`RewardOptions`): Of the command.
+        weights (`Sequence[float]`, *optional*): TRL's option.
+        rows: To train on.
+
+    Raises:
+        OptionError: If a function does not exist, or needs what the data lacks.
+    """
+    names, pattern = required("reward", options.reward, "hf-hybrid grpo"), options.reward_pattern
+    if weights is not None and len(weights) != len(names):
+        raise OptionError(f"`--reward_weights` has {len(weights)} numbers, and `--reward` {len(names)}.")
+    functions = [load(name, pattern) for name in names]
+    first = next(iter(rows))
+    comparing = [name for name in names if name in OWN]
+    if comparing and "answer" not in first:
+        raise OptionError(
+            f"`--reward {comparing[0]}` compares with a column `answer`, and the data has {', '.join(first)}. "
+            "`--columns answer=OLD` renames one."
+        )
+    if "numeric_answer" in comparing and first["answer"] is not None and last_number(str(first["answer"])) is None:
+        raise OptionError(
+            f"`--reward numeric_answer` compares numbers, and the first `answer` is `{first['answer']!r:.60}`. Use "
+            "`exact_match`."
+        )
+    titles = [f"format {pattern}" if name == "format" else name for name in names]
+    pairs = zip(titles, weights or [1.0] * len(names), strict=True)
+    return functions, ", ".join(title if weight == 1 else f"{title} (x {weight:g})" for title, weight in pairs)
 
 
 def _from_path(name: str) -> Any:

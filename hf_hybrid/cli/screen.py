@@ -412,8 +412,8 @@ def _steps(trainer: Any) -> str:
 
 
 def _rate(trainer: Any) -> str:
+    from hf_hybrid.build import rescue_is_on
     from hf_hybrid.config import was_given
-    from hf_hybrid.setup import rescue_is_on
 
     args, options = trainer.args, trainer.hybrid_args
     given = was_given(args, "learning_rate")
@@ -431,9 +431,9 @@ def _rate(trainer: Any) -> str:
 
 def _memory(trainer: Any) -> str | None:
     """What the plan says, in words; `None` where no plan can be made."""
+    from hf_hybrid.build import make_plan
     from hf_hybrid.plan.estimate import PlanError
     from hf_hybrid.records.summary import format_bytes
-    from hf_hybrid.setup import make_plan
 
     try:
         plan = trainer.memory.plan if trainer.memory.streams else make_plan(trainer, None)
@@ -517,7 +517,7 @@ def _saving(trainer: Any) -> str:
 
 def tell_of_interruption(trainer: Any) -> None:
     """Say what an interrupted run has saved, and how to go on."""
-    from hf_hybrid.checkpoints import manifest
+    from hf_hybrid.saving import manifest
 
     if not first_process():
         return

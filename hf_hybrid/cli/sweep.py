@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_hybrid.cli.options import CommandLine, OptionError
-from hf_hybrid.cli.yaml_file import split_private
 from hf_hybrid.records.redaction import is_secret_name
 
 if TYPE_CHECKING:
@@ -76,13 +75,10 @@ def run(args: argparse.Namespace) -> int:
     except (OptionError, ValueError, ImportError, OSError) as error:
         sys.stderr.write(f"{PROGRAM}: error: {error}\n")
         return 2
-    from optuna.exceptions import OptunaError  # it wraps what the database says
-
     try:
         return sweep.run()
-    except (OSError, OptionError, OptunaError) as error:
-        reason = " ".join(str(error.__cause__ or error).split())
-        sys.stderr.write(f"{PROGRAM}: error: {reason:.300} The same command goes on when that is put right.\n")
+    except (OSError, OptionError) as error:
+        sys.stderr.write(f"{PROGRAM}: error: {error} The same command goes on when that is put right.\n")
         return 1
 
 
@@ -224,9 +220,10 @@ def _value(name: str, word: str, config: str) -> Any:
 
 
 class _Sweep:
-    """The command line, checked; the base options of all trials; and the study."""
+    """The command line, checked, and the folder of the sweep."""
 
     def __init__(self, args: argparse.Namespace):
+        from hf_hybrid.cli.study import SweepFolder
         from hf_hybrid.integrations.optuna import ForecastPruner  # says what to install
 
         if args.trials < 1 or args.processes < 1:
@@ -243,16 +240,16 @@ class _Sweep:
             )
         self.processes = args.processes
         self.environments, share = _environments(args.processes, options.config)
-        self.given = line.from_file()
-        self.base = {**self.given, **share}
-        self.folder = Path(args.output or f"{options.config.output_dir}-sweep")
+        folder = Path(args.output or f"{options.config.output_dir}-sweep")
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OptionError(f"`--output {self.folder}` cannot be made: {error.strerror}. Choose another.") from None
-        self.pruner = ForecastPruner(options.config, threshold=args.threshold)
+            raise OptionError(f"`--output {folder}` cannot be made: {error.strerror}. Choose another.") from None
+        pruner = ForecastPruner(options.config, threshold=args.threshold)
+        distributions = {parameter.name: parameter.distribution() for parameter in self.parameters}
         self.count = args.trials
-        self.study: optuna.Study = self._open()
+        self.sweep = SweepFolder(folder, pruner, {**line.from_file(), **share}, distributions)
+        self.sweep.study()  # refuses the folder of another sweep
 
     def _read_parameters(self, args: argparse.Namespace) -> list[Choices | Range]:
         pairs = [] if args.learning_rate is None else [("learning_rate", args.learning_rate)]
@@ -269,51 +266,29 @@ class _Sweep:
             raise OptionError(f"A parameter is given twice: {', '.join(names)}.")
         return found
 
-    def _open(self) -> optuna.Study:
-        from filelock import FileLock
+    def _propose(self, study: optuna.Study) -> dict[str, Any] | None:
+        """Return the values of the next trial; `None` where no other can be the best."""
+        from hf_hybrid.integrations.optuna import optuna
 
-        from hf_hybrid.cli.study import SweepFolder
-
-        distributions = {parameter.name: parameter.distribution() for parameter in self.parameters}
-        tried = {"options": split_private(self.given)[0], "parameters": list(map(str, self.parameters))}
-        with FileLock(self.folder / "sweep.lock"):
-            study = SweepFolder(self.folder, self.pruner, self.base, distributions, _tell).open()
-            before = study.user_attrs.get("tried")
-            if before is not None:  # an older version wrote secrets down, too
-                before = {**before, "options": split_private(before["options"])[0]}
-            if before not in (None, tried):
-                raise OptionError(
-                    f"`{self.folder}` holds a sweep with other options or other values, and their losses cannot be "
-                    "compared. Name another folder with `--output`."
-                )
-            if study.user_attrs.get("tried") != tried:
-                study.set_user_attr("tried", tried)
-        return study
-
-    def _propose(self, trials: list) -> dict[str, Any] | None:
-        """Return the values of the next trial: none, for TPE to choose them; `None` where no other can be the best."""
+        trials = study.get_trials(deepcopy=False)
         if len(self.parameters) > 1:
-            return {}
+            # A proposal depends on the trials that there are, not on the process that asks.
+            study.sampler = optuna.samplers.TPESampler(seed=len(trials))
+            return study.ask(self.sweep.distributions).params
         [parameter] = self.parameters
         known = [trial for trial in trials if parameter.name in trial.params]  # of a lost trial nothing is known
-        found = [(trial.params[parameter.name], self.pruner.standing(self.study, trial)) for trial in known]
-        ended = {value: standing for value, standing in found if standing is not None}
-        value = parameter.next_value(self.count, ended, [value for value, standing in found if standing is None])
+        standings = [(trial.params[parameter.name], self.sweep.pruner.standing(study, trial)) for trial in known]
+        ended = {value: standing for value, standing in standings if standing is not None}
+        value = parameter.next_value(self.count, ended, [value for value, standing in standings if standing is None])
         return None if value is None else {parameter.name: value}
 
     def run(self) -> int:
         """Run the rest of the sweep. Returns the exit status."""
-        from hf_hybrid.cli.trials import Trials, best_trial
+        from hf_hybrid.cli.study import best_trial
+        from hf_hybrid.cli.sweep_results import table, write_best, write_plot
+        from hf_hybrid.cli.trials import Trials
 
-        trials = Trials(
-            self.folder,
-            self.study,
-            count=self.count,
-            base=self.base,
-            distributions={parameter.name: parameter.distribution() for parameter in self.parameters},
-            propose=self._propose,
-            tell=_tell,
-        )
+        trials = Trials(self.sweep, count=self.count, propose=self._propose, tell=_tell)
         with ThreadPoolExecutor(self.processes) as pool:
             futures = [pool.submit(trials.work, environment) for environment in self.environments]
             try:
@@ -324,14 +299,13 @@ class _Sweep:
                 return 128 + signal.SIGINT
             finally:
                 trials.stopping.set()  # after an error, too: the other threads end their trials
-        from hf_hybrid.cli.sweep_results import table, write_best, write_plot
-
-        sys.stdout.write(table(self.study, self.count))
-        best = best_trial(self.study)
+        study, pruner, folder = self.sweep.study(), self.sweep.pruner, self.sweep.path
+        sys.stdout.write(table(study, pruner, self.count))
+        best = best_trial(study)
         if best is None:
-            sys.stderr.write(f"{PROGRAM}: no trial finished. `output.txt` in `{self.folder}/trial-*` says why.\n")
+            sys.stderr.write(f"{PROGRAM}: no trial finished. `output.txt` in `{folder}/trial-*` says why.\n")
             return 1
-        written = [write_best(self.folder, {**self.base, **best.params}), *write_plot(self.folder, self.study, best)]
+        written = [write_best(folder, {**self.sweep.options, **best.params}), *write_plot(folder, study, pruner, best)]
         sys.stdout.write(f"Written: {', '.join(map(str, written))}\n")
         return 0
 

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_hybrid.cli.trials import best_trial, forecast_pruner, outcome_text, trial_steps
+from hf_hybrid.cli.study import best_trial
+from hf_hybrid.cli.trials import outcome_text, trial_steps
 from hf_hybrid.cli.yaml_file import as_yaml
 from hf_hybrid.files import write_text
-from hf_hybrid.integrations.optuna import FrozenTrial, TrialState, optuna
+from hf_hybrid.integrations.optuna import ForecastPruner, FrozenTrial, TrialState, optuna
 from hf_hybrid.report.plots import KEPT, LOST, PALETTE, draw, plots_available
 
 if TYPE_CHECKING:
@@ -25,16 +26,16 @@ MOST_CURVES = 40
 """More trials than that make a plot of curves unreadable; the best are shown."""
 
 
-def table(study: optuna.Study, count: int) -> str:
+def table(study: optuna.Study, pruner: ForecastPruner, count: int) -> str:
     """One line per trial, the best first, and how many steps were made, of those of `count` whole trials."""
-    trials = [trial for trial in study.get_trials(deepcopy=False) if trial.state != TrialState.WAITING]
+    trials = study.get_trials(deepcopy=False)
     best = best_trial(study)
     names = sorted({name for trial in trials for name in trial.params})
     rows = [(HEADINGS[0], *names, *HEADINGS[1:])]
-    for trial in _best_first(study, trials):
+    for trial in _best_first(study, pruner, trials):
         made, whole = trial_steps(trial)
         values = [_number(trial.params.get(name, "-")) for name in names]
-        outcome = outcome_text(study, trial) + ("  <- best" if trial is best else "")
+        outcome = outcome_text(study, pruner, trial) + ("  <- best" if trial is best else "")
         rows.append((str(trial.number), *values, f"{made:,}/{whole:,}", outcome))
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join([*(cell.rjust(width) for cell, width in zip(row, widths[:-1])), row[-1]]) for row in rows]
@@ -43,8 +44,7 @@ def table(study: optuna.Study, count: int) -> str:
     return "\n".join(lines) + f"\n\n{len(trials)} trials made {made:,} steps{share}.\n"
 
 
-def _best_first(study: optuna.Study, trials: list[FrozenTrial]) -> list[FrozenTrial]:
-    pruner = forecast_pruner(study)
+def _best_first(study: optuna.Study, pruner: ForecastPruner, trials: list[FrozenTrial]) -> list[FrozenTrial]:
     return sorted(trials, key=lambda trial: pruner.standing(study, trial) or UNFINISHED)
 
 
@@ -59,23 +59,23 @@ def write_best(folder: Path, options: dict[str, Any]) -> Path:
     return path
 
 
-def write_plot(folder: Path, study: optuna.Study, best: FrozenTrial) -> Iterator[Path]:
+def write_plot(folder: Path, study: optuna.Study, pruner: ForecastPruner, best: FrozenTrial) -> Iterator[Path]:
     """Draw the sweep, if matplotlib is installed. Yields the file that was written."""
     if plots_available() and draw("sweep", "Sweep", "Final loss by parameter, and the curves of all trials.",
-                                  lambda figure: _paint(figure, study, best), folder):  # fmt: skip
+                                  lambda figure: _paint(figure, study, pruner, best), folder):  # fmt: skip
         yield folder / "sweep.png"
 
 
-def _paint(figure: Figure, study: optuna.Study, best: FrozenTrial) -> None:
+def _paint(figure: Figure, study: optuna.Study, pruner: ForecastPruner, best: FrozenTrial) -> None:
     """Left: where trials ended, or would have, by the first parameter that is a number. Right: their losses."""
     trials = [trial for trial in study.get_trials(deepcopy=False) if trial.intermediate_values]
     numbers = [name for name, kind in best.distributions.items() if isinstance(kind, NUMBERS)]
     left, right = figure.subplots(1, 2)
     if numbers:
-        _paint_ends(left, study, best, numbers[0])
+        _paint_ends(left, study, pruner, best, numbers[0])
     else:
         figure.delaxes(left)
-    for trial in _best_first(study, trials)[:MOST_CURVES]:
+    for trial in _best_first(study, pruner, trials)[:MOST_CURVES]:
         steps, losses = zip(*sorted(trial.intermediate_values.items()))
         if trial.number == best.number:
             right.plot(steps, losses, color=KEPT, linewidth=1.6, zorder=3)
@@ -90,14 +90,13 @@ def _paint(figure: Figure, study: optuna.Study, best: FrozenTrial) -> None:
     right.xaxis.get_major_locator().set_params(integer=True)
 
 
-def _paint_ends(axis: Axes, study: optuna.Study, best: FrozenTrial, name: str) -> None:
+def _paint_ends(axis: Axes, study: optuna.Study, pruner: ForecastPruner, best: FrozenTrial, name: str) -> None:
     whole = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     if best.value is not None:
         axis.plot(best.params[name], best.value, "o", color=KEPT, markersize=8, fillstyle="none", label="best")
     values = [(trial.params[name], trial.value) for trial in whole]
     axis.plot(*zip(*values), "o", color=PALETTE["real"], markersize=4, label="held-out loss at the end")
     ended = study.get_trials(deepcopy=False, states=(TrialState.PRUNED,))
-    pruner = forecast_pruner(study)
     found = [(trial.params[name], end) for trial in ended if (end := pruner.expected_end(study, trial)) is not None]
     if found:
         values, middles = [value for value, _ in found], [median for _, (_, median, _) in found]

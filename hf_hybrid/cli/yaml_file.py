@@ -4,8 +4,7 @@ YAML files of options: read so that nothing in them is lost, and written without
 PyYAML takes the last of two equal keys in silence. Here they are refused, with the lines of both.
 
 What is written may be mailed or published. So an option that holds a secret is left out, and so are variables under
-`env`, whose names say little about their values: of them the file has the names alone, and the values of the few
-[`ABOUT_ARITHMETIC`]. Standard library only at import.
+`env`, whose names say little about their values: of them the file has the names alone. Standard library only at import.
 """
 
 from __future__ import annotations
@@ -20,12 +19,6 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = "env"
 """Key of a YAML file under which environment variables stand."""
-ABOUT_ARITHMETIC = (
-    "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "MKL_CBWR",
-    "MKL_NUM_THREADS", "NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF", "TOKENIZERS_PARALLELISM", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-)  # fmt: skip
-"""Variables that decide about the bits of a run, hold no secret, and name neither a file nor an address."""
 
 
 def read_options(text: str) -> Any:
@@ -102,17 +95,6 @@ def split_private(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
     """Return the options that may stand in a file, and those that hold a secret. What is under `env` is in neither."""
     private = {name: value for name, value in options.items() if name != ENVIRONMENT and holds_secret(name, value)}
     return {name: value for name, value in options.items() if name not in (*private, ENVIRONMENT)}, private
-
-
-def known_variables(variables: Any) -> dict[str, str | None]:
-    """Return the names of variables, each with its value if that may be written and be set by a file of others."""
-    if not isinstance(variables, dict):
-        return {}
-    values = {str(name): value for name, value in variables.items()}
-    return {
-        name: str(value) if name in ABOUT_ARITHMETIC and value is not None and not has_secret(str(value)) else None
-        for name, value in values.items()
-    }
 
 
 def as_yaml(options: dict[str, Any]) -> str:

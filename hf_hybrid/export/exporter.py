@@ -3,7 +3,7 @@ Export a run as a merged or a low-bit model, measure what that costs, and write 
 
 The order of work. Everything that can be refused is refused first: an output that exists, a folder that is not whole, a
 format that cannot be written. Adapters are merged. The format is written, with tokenizer and generation config. The
-files are then loaded again, as a user will load them, and it is that model whose loss, scores, bytes and speed are
+files are then loaded again, as a user will load them, and it is that model whose loss, bytes and speed are
 measured beside those of the original. `export.json` and the card get the numbers. All of this happens in a folder
 beside the output, which takes its name as the last step, so that an output is whole or is not there.
 """
@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,6 @@ def export(
     batches: Iterable[Mapping[str, Any]] | None = None,
     dtype: str = "auto",
     max_shard_size: str = SHARD,
-    tasks: Sequence[str] = (),
-    limit: int | None = None,
     card: str | os.PathLike | None = None,
 ) -> dict[str, Any]:
     """
@@ -81,20 +79,17 @@ def export(
             Of the weights that are not quantised. `auto`: as they are saved; in `merged` float16 if they are saved
             so, else bfloat16.
         max_shard_size (`str`, *optional*): Of a file of weights. A GGUF file is not split.
-        tasks (`Sequence[str]`, *optional*): Tasks of lm-eval, or YAML files of tasks, on which both models are scored.
-        limit (`int`, *optional*): Examples of each task, the first ones. Default: all.
         card (`str` or `PathLike`, *optional*): Model card of the run, if this package wrote it. Default: in `source`.
 
     Returns:
         `dict`: What `export.json` holds: `format`, `dtype` and `rounding` of the weights that are not quantised
         (`stochastic` or `nearest`), `caveat` (what to know before the model is used, or `None`), `original` and
-        `exported` (each with `loss`, `perplexity`, `tasks` by name, `disk_bytes`, `memory_bytes` and
-        `tokens_per_second`), `loss_change` (relative), `sequences` and `tokens` that the loss is of, `tasks` (examples
-        by name), and where it was measured.
+        `exported` (each with `loss`, `perplexity`, `disk_bytes`, `memory_bytes` and `tokens_per_second`),
+        `loss_change` (relative), `sequences` and `tokens` that the loss is of, and where it was measured.
 
     Raises:
         ExportError: If the run is not whole, the format cannot be written, or `output` exists. Nothing is left behind.
-        ValueError: If the batches have no labels, or lm-eval cannot evaluate a task.
+        ValueError: If the batches have no labels.
     """
     source, output = Path(source), Path(output)
     check_output(output)
@@ -108,17 +103,15 @@ def export(
     warning = caveat(format, config)
     if warning is not None:
         logger.warning(warning)
-    scorer = _scorer(list(tasks), limit, tokenizer)
     with _workshop(output) as work:
         plain, exported = plain_folder(source, work, as_trained=format == MERGED), work / "model"
         write(format, plain, exported, tokenizer, own, kept, max_shard_size)
         result = {"format": format, "dtype": str(kept).removeprefix("torch."), "caveat": warning}
         stochastic = format == MERGED and kept in HALVES and own in (torch.float32, kept)
         result["rounding"] = "stochastic" if stochastic else "nearest"
-        result |= _measured(plain, own, exported, kept, list(batches or ()), scorer)
+        result |= _measured(plain, own, exported, kept, list(batches or ()))
         result |= {"command": provenance.command(), "hardware": provenance.hardware(device().type, 1, 1)}
-        packages = (FORMATS[format].package, "lm_eval" if tasks else None)
-        result["versions"] = provenance.versions(*(name for name in packages if name is not None))
+        result["versions"] = provenance.versions(FORMATS[format].package or "")
         result = shareable(result)
         write_json(exported / RESULT_NAME, result)
         run_card = _card_of_run(Path(card or source / REPOCARD_NAME))
@@ -163,40 +156,21 @@ def _workshop(output: Path) -> Generator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _scorer(tasks: list[str], limit: int | None, tokenizer: Any) -> Callable | None:
-    """Return a function that scores a model on tasks; `None` without tasks. Unusable tasks are refused here."""
-    if not tasks:
-        return None
-    if tokenizer is None:
-        raise ExportError("`tasks` needs the tokenizer of the run, and the run has none. Save it in its folder.")
-    if limit is not None and limit < 1:
-        raise ExportError(f"`limit` must be at least 1, got `{limit}`. Leave it out to take all examples.")
-    try:
-        manager = measure.find_tasks(tasks)
-    except ValueError as error:
-        raise ExportError(str(error)) from error
-    return lambda model: measure.task_scores(model, tokenizer, tasks, limit, manager)
-
-
-def _measured(
-    plain: Path, own: torch.dtype, exported: Path, kept: torch.dtype, batches: list, scorer: Callable | None
-) -> dict[str, Any]:
-    models = [load(plain, own), load(exported, kept)]
-    found: list[dict[str, Any]] = [{"loss": None, "perplexity": None} for _ in models]
-    counts: dict[str, Any] = {"sequences": 0, "tokens": 0}
-    if batches:
-        losses = [measure.held_out(model, batches) for model in models]
-        found = [{name: loss[name] for name in ("loss", "perplexity")} for loss in losses]
-        counts = {name: losses[0][name] for name in counts}
-    examples: dict[str, Any] = {}
-    speeds = measure.generation_speeds(*models)
-    for values, model, folder, speed in zip(found, models, (plain, exported), speeds):
-        values["tasks"], examples = ({}, {}) if scorer is None else scorer(model)
-        values["disk_bytes"], values["memory_bytes"] = measure.disk_bytes(folder), measure.memory_bytes(model)
-        values["tokens_per_second"] = speed
-    change = found[1]["loss"] / found[0]["loss"] - 1 if batches else None
-    counts |= {"tasks": examples, "device": device().type}
-    return {"original": found[0], "exported": found[1], "loss_change": change, **counts}
+def _measured(plain: Path, own: torch.dtype, exported: Path, kept: torch.dtype, batches: list) -> dict[str, Any]:
+    models, folders = [load(plain, own), load(exported, kept)], (plain, exported)
+    losses = [measure.held_out(model, batches) for model in models] if batches else []
+    original, quantised = (
+        {
+            **{name: losses[index][name] if losses else None for name in ("loss", "perplexity")},
+            "disk_bytes": measure.disk_bytes(folders[index]),
+            "memory_bytes": measure.memory_bytes(models[index]),
+            "tokens_per_second": speed,
+        }
+        for index, speed in enumerate(measure.generation_speeds(*models))
+    )
+    counts = {name: losses[0][name] if losses else 0 for name in ("sequences", "tokens")}
+    change = quantised["loss"] / original["loss"] - 1 if losses else None
+    return {"original": original, "exported": quantised, "loss_change": change, **counts, "device": device().type}
 
 
 # The numbers for people: on the terminal and in the card.
@@ -205,11 +179,11 @@ def _measured(
 def rows(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return the rows of the table: title, value of the original, value of the export. Unmeasured values have none."""
     names = {
-        "loss": ("held-out loss", "{:.4f}".format),
+        "loss": ("eval loss", "{:.4f}".format),
         "perplexity": ("perplexity", format_number),
         "disk_bytes": ("weights on disk", format_bytes),
         "memory_bytes": ("weights in memory", format_bytes),
-        "tokens_per_second": ("tokens per second", format_number),
+        "tokens_per_second": ("tokens/s", format_number),
     }
     original, exported = result["original"], result["exported"]
     found = [
@@ -220,17 +194,7 @@ def rows(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if result["loss_change"] is not None:
         title, before, after = found[0]
         found[0] = (title, before, f"{after} ({100 * result['loss_change']:+.2f} %)")
-    for task, scores in original["tasks"].items():
-        for name in (name for name in scores if "_stderr" not in name):
-            before, after = (_score(part["tasks"][task], name) for part in (original, exported))
-            found.append((f"{task}: {name}", before, after))
     return found
-
-
-def _score(scores: Mapping[str, float], name: str) -> str:
-    metric, *of_filter = name.split(" ")
-    error = scores.get(" ".join([f"{metric}_stderr", *of_filter]))
-    return f"{scores[name]:.3f}" + ("" if error is None else f" ± {error:.3f}")
 
 
 def measured_on(result: Mapping[str, Any]) -> str:
@@ -239,9 +203,6 @@ def measured_on(result: Mapping[str, Any]) -> str:
     parts = [f"generation of {measure.GENERATED} tokens, one sequence, median of {measure.TURNS}"]
     if result["tokens"]:
         parts.insert(0, f"the loss over {result['tokens']:,} tokens in {result['sequences']:,} held-out sequences")
-    if result["tasks"]:
-        counts = (f"{name}: {of['examples']}, {of['few_shot']}-shot" for name, of in result["tasks"].items())
-        parts.append(f"scores of lm-eval with their standard errors ({'; '.join(counts)})")
     no_loss = "" if result["tokens"] else " No held-out text was given, so no loss was measured."
     return f"{on}: {', and '.join(parts)}.{no_loss}"
 

@@ -1,22 +1,19 @@
 """
-What an export costs: held-out loss, scores, bytes and speed of a model and of its export, in one run.
+What an export costs: held-out loss, bytes and speed of a model and of its export, in one run.
 
 Both models see the same batches. Speed is that of `generate` without sampling, one sequence at a time. The two take
 turns, and the median of their runs counts, so that a machine that is busy for a while slows both.
 
 Bytes in memory are those of weights, buffers and what belongs to packed weights (scales, tables), as they stand in the
 loaded model. transformers unpacks GGUF files of most architectures when it loads them; llama.cpp does not.
-
-Scores are those of tasks of lm-eval, EleutherAI's Language Model Evaluation Harness, which the user has installed.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +25,6 @@ from hf_hybrid.plan.accounting import storage_bytes
 
 PROMPT, GENERATED, TURNS = 16, 32, 3
 """Tokens of the prompt, tokens generated after it, and how often each model generates them."""
-TASK_BATCH = 4
-"""Requests of a task that a model computes at once."""
 
 
 @torch.no_grad()
@@ -60,74 +55,6 @@ def held_out(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> di
     loss = total / tokens
     perplexity = math.exp(loss) if loss < 700 else math.inf
     return {"loss": loss, "perplexity": perplexity, "sequences": sequences, "tokens": tokens}
-
-
-def find_tasks(names: Sequence[str]) -> Any:
-    """
-    Return lm-eval's manager of tasks after it has loaded some, with their data.
-
-    Args:
-        names (`Sequence[str]`): Tasks, groups of tasks, or YAML files of tasks.
-
-    Raises:
-        ValueError: If lm-eval is not installed, or has no such task, or cannot load its data.
-    """
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError('`tasks` needs lm-eval. Install it: pip install "hf-hybrid[eval]"')
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager()
-    for name in names:
-        try:
-            manager.load([name])
-        except Exception as error:  # of any task's own code
-            raise ValueError(
-                f"`tasks`: lm-eval cannot load `{name}`: {error}. `lm-eval ls tasks` lists what it has; a YAML file of "
-                "your own can be named too."
-            ) from error
-    return manager
-
-
-def task_scores(
-    model: PreTrainedModel, tokenizer: Any, names: Sequence[str], limit: int | None, manager: Any
-) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, int]]]:
-    """
-    Return the metrics of each task with their standard errors (`acc`, `acc_stderr`), and how many `examples` and
-    `few_shot` examples in the prompt they are of.
-
-    Args:
-        model (`PreTrainedModel`): In evaluation mode.
-        tokenizer: Of the model.
-        names (`Sequence[str]`): Of tasks.
-        limit (`int`, *optional*): Take so many examples of each task, the first ones. `None`: all.
-        manager: From [`find_tasks`].
-
-    Raises:
-        ValueError: If lm-eval cannot evaluate a task, with what it says.
-    """
-    import lm_eval
-    from lm_eval.models.huggingface import HFLM
-
-    seeds = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed"))  # `None`: a training may go on
-    try:
-        found = lm_eval.simple_evaluate(
-            HFLM(pretrained=model, tokenizer=tokenizer, batch_size=TASK_BATCH),
-            tasks=list(names),
-            limit=limit,
-            task_manager=manager,
-            log_samples=False,
-            **seeds,
-        )
-    except Exception as error:  # of any task's own code
-        raise ValueError(f"`tasks`: lm-eval failed on {', '.join(map(str, names))}: {error}") from error
-    scores, counts = {}, {}
-    for task, values in found["results"].items():
-        # A key is `acc,none`, or `exact_match,strict-match` where a filter picks the answer out of a text.
-        metrics = {key.removesuffix(",none").replace(",", " "): value for key, value in values.items() if "," in key}
-        scores[task] = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
-        if task in found["n-samples"]:  # a group has none of its own
-            counts[task] = {"examples": found["n-samples"][task]["effective"], "few_shot": found["n-shot"][task]}
-    return scores, counts
 
 
 def generation_speeds(*models: PreTrainedModel) -> list[float]:

@@ -9,10 +9,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
-from hf_hybrid.checkpoints import manifest
 from hf_hybrid.export import merged
 from hf_hybrid.export.bitnet import trains_bitnet
 from hf_hybrid.export.formats import ExportError, device
+from hf_hybrid.saving import manifest
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -52,7 +52,6 @@ def check_source(folder: Path) -> None:
                 file.keys()
         except (SafetensorError, OSError) as error:
             raise ExportError(f"`{folder / name}` is damaged: {error}. {_hint(folder)}") from None
-    _check_age(folder, names or [f"{stem}.safetensors"])
 
 
 def shard_names(index: Path) -> list[str]:
@@ -73,23 +72,6 @@ def shard_names(index: Path) -> list[str]:
         if path.anchor or ".." in path.parts:
             raise ValueError(f"names `{name}`, which lies outside of its folder")
     return names
-
-
-def _check_age(folder: Path, names: list[str]) -> None:
-    """Refuse weights of an earlier run in the folder of one that was interrupted before it saved its own."""
-    try:
-        earlier = set(manifest.earlier_weights(folder))
-    except manifest.CheckpointError as error:
-        raise ExportError(
-            f"{error} in `{folder}`: it says whether the weights are of the newest run. Save them again with "
-            "`trainer.save_model()`, or delete the file if you know that they are."
-        ) from None
-    if name := next((name for name in names if name in earlier), None):
-        raise ExportError(
-            f"`{folder / name}` is of an earlier run: it was there before the last training in this folder began, and "
-            f"that has not saved its own weights. {_hint(folder)} For the earlier weights, copy them, the config "
-            "and the tokenizer to another folder and export that."
-        )
 
 
 def _hint(folder: Path) -> str:

@@ -35,12 +35,10 @@ from hf_hybrid.records.profiler import MemoryProfilerCallback
 from hf_hybrid.records.readings import PHASES
 from hf_hybrid.records.redaction import clean
 from hf_hybrid.records.summary import format_bytes, format_number, format_seconds
-from hf_hybrid.run.typing import TrainerLike
+from hf_hybrid.run.trainer_view import TrainerLike
 
 # The template and what it writes values with.
 
-WIDTH = 88
-"""Columns of a line of a command."""
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$!&])")
 
 
@@ -64,31 +62,13 @@ def link(name: str, address: str) -> Markdown:
     return Markdown(f"[{text(name)}]({urllib.parse.quote(address, safe=':/?&=#%+,;@~._-')})")
 
 
-def folded(command: str) -> str:
-    """A command of a shell over several lines, each with whole options, so that a page shows all of it."""
-    words = re.findall(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""", command)
-    options: list[str] = []
-    for word in words:
-        if options and not word.startswith("-"):
-            options[-1] += f" {word}"
-        else:
-            options.append(word)
-    lines = options[:1]
-    for option in options[1:]:
-        if len(lines[-1]) + len(option) < WIDTH:
-            lines[-1] += f" {option}"
-        else:
-            lines.append(f"  {option}")
-    return " \\\n".join(lines)
-
-
 def render(facts: dict[str, Any]) -> str:
     """The whole card from [`card_facts`], of which `metadata` becomes the YAML block at the top."""
     environment = jinja2.Environment(
         trim_blocks=True, lstrip_blocks=True, finalize=text, undefined=jinja2.StrictUndefined
     )
     environment.filters |= {
-        **{"text": text, "code": code, "link": link, "raw": Markdown, "folded": folded},
+        **{"text": text, "code": code, "link": link, "raw": Markdown},
         "model_link": lambda name: link(name, f"https://huggingface.co/{name}"),
         "data_link": lambda name: link(name, f"https://huggingface.co/datasets/{name}"),
         **{"number": format_number, "bytes": format_bytes, "time": format_seconds},
@@ -103,11 +83,11 @@ def render(facts: dict[str, Any]) -> str:
 # Facts.
 
 
-def card_facts(trainer: TrainerLike, given: dict[str, Any], baseline: dict[str, Any] | None = None) -> dict[str, Any]:
+def card_facts(trainer: TrainerLike, given: dict[str, Any]) -> dict[str, Any]:
     """
     Everything that the card says about the run of a `HybridTrainer` so far, by the names that the template uses.
 
-    `given` holds the arguments of [`PublishingMixin.create_model_card`], checked; `baseline` is what to compare with.
+    `given` holds the arguments of [`PublishingMixin.create_model_card`].
     """
     args, state, summary = trainer.args, trainer.state, trainer.hybrid_summary()
     model = origins.model_facts(trainer, given["finetuned_from"], given["tasks"])
@@ -119,7 +99,6 @@ def card_facts(trainer: TrainerLike, given: dict[str, Any], baseline: dict[str, 
     logged, starts = load_log(trainer.log_file.folder).wall_time()
     known = logged is not None or not summary.get("resumed")  # `train_runtime` covers one start of a resumed run
     seconds = None if finished is None or not known else logged or finished
-    own = {"eval_loss": final.get("loss"), "backward_passes": summary["backward_passes"], "seconds": seconds}
     secrets, hybrid, probes = [args.hub_token], hybrid_values(trainer.hybrid_args), trainer.probe_dataset
     settings = {name: clean(value, secrets) for name, value in settings_of(args).items()}
     summary["failed_savings"] = [clean(why, secrets) for why in summary["failed_savings"]]
@@ -134,10 +113,6 @@ def card_facts(trainer: TrainerLike, given: dict[str, Any], baseline: dict[str, 
         "data": data,
         "held_out": len(probes) if hasattr(probes, "__len__") and summary["leaps"] else None,
         "evaluation": evaluation,
-        "baseline": baseline,
-        "compared": {
-            key: (value, baseline[key]) for key, value in own.items() if value and baseline and key in baseline
-        },
         "location": json.dumps(one_line(clean(trainer.hub_model_id or args.hub_model_id or args.output_dir))),
         "settings": {name: value for name, value in settings.items() if name not in hybrid},
         "hybrid_options": {name: value for name, value in settings.items() if name in hybrid},
@@ -243,31 +218,22 @@ def memory_of(trainer: TrainerLike, summary: dict) -> dict[str, Any]:
     """`peaks` of every phase where a profiler ran, on the `device` or of the process; the bytes `held` at the end."""
     profilers = [call for call in trainer.callback_handler.callbacks if isinstance(call, MemoryProfilerCallback)]
     phases = profilers[0].summary()["phases"] if profilers else {}
-    if not summary.get("leaps_made"):
-        phases = _in_one(phases)
-    on_device = any("peak_allocated" in found for found in phases.values())
+    on_device = any("peak_allocated" in readings for readings in phases.values())
     reading = "peak_allocated" if on_device else "peak_rss"
+    peaks = [(phase, found["records"], found[reading]) for phase, found in phases.items() if reading in found]
+    if trained := [peak for peak in peaks if peak[0] in PHASES and not summary.get("leaps_made")]:
+        # Without leaps all steps of the training are of one kind.
+        count = sum(records for _, records, _ in trained)
+        mean = sum(records * peak["mean"] for _, records, peak in trained) / count
+        one = ("train", count, {"mean": mean, "max": max(peak["max"] for *_, peak in trained)})
+        peaks = [one, *(peak for peak in peaks if peak not in trained)]
     held, names = summary["memory"]["held"] or {}, {"states": "optimizer states", "drift": "prediction"}
     return {
-        "peaks": [(phase, found["records"], found[reading]) for phase, found in phases.items() if reading in found],
+        "peaks": peaks,
         "on_device": on_device,
         "held": {names.get(name, name): places for name, places in held.items() if any(places.values())},
         "on_cpu": trainer.args.device.type == "cpu",
     }
-
-
-def _in_one(phases: dict[str, dict]) -> dict[str, dict]:
-    """The peaks of all phases of hybrid training as those of one, for a run without leaps."""
-    found = [phases[name] for name in PHASES if name in phases]
-    rest = {name: values for name, values in phases.items() if name not in PHASES}
-    if not found:
-        return rest
-    records, joined = sum(values["records"] for values in found), {}
-    for name in [name for name, value in found[0].items() if isinstance(value, dict) and "mean" in value]:
-        of_all = [(values["records"], values[name]) for values in found if name in values]
-        mean = sum(count * values["mean"] for count, values in of_all) / sum(count for count, _ in of_all)
-        joined[name] = {"mean": mean, "max": max(values["max"] for _, values in of_all)}
-    return {"train": {"records": records, **joined}, **rest}
 
 
 # Metadata.

@@ -21,44 +21,23 @@ from hf_hybrid.hub.provenance import listed, unique
 from hf_hybrid.leaps.directions import DIRECTIONS, Direction, Orthogonal
 from hf_hybrid.leaps.directions.base import direction_class
 from hf_hybrid.optimizers import optimizer_name
-from hf_hybrid.records.readings import evenly
-from hf_hybrid.run.typing import TrainerLike
+from hf_hybrid.run.trainer_view import TrainerLike
 
 logger = logging.getLogger(__name__)
-
-_SAMPLED_ROWS = 64
-"""Rows of a data set whose length is read for a card."""
 
 
 def is_repo_id(name: object) -> TypeGuard[str]:
     """Whether a name can be that of a repository on the Hub."""
-    if not isinstance(name, str):
-        return False
     try:
         validate_repo_id(name)
     except HFValidationError:
         return False
-    return True
-
-
-_BUILDERS = {
-    "arrow", "audiofolder", "csv", "generator", "imagefolder", "json", "pandas", "parquet", "sql", "text",
-    "videofolder", "webdataset", "xml",
-}  # fmt: skip
-"""Names under which `datasets` reads local files. They are no data sets."""
-_DATA_FILES = re.compile(r"\.(jsonl?|csv|tsv|parquet|arrow|txt|xml|zip|tar|gz|zst|ya?ml|bin|npy|pt|py)$", re.IGNORECASE)
+    return isinstance(name, str)
 
 
 def is_local(name: str) -> bool:
     """Whether a name is a path on this machine and not one on the Hub."""
     return os.path.isabs(name) or name.startswith((".", "~")) or os.path.exists(name)
-
-
-def is_dataset_id(name: object) -> TypeGuard[str]:
-    """Whether a name can be that of a data set on the Hub: no file, no folder, and no builder of `datasets`."""
-    if not is_repo_id(name) or is_local(name):
-        return False
-    return name not in _BUILDERS and not _DATA_FILES.search(name)
 
 
 def model_facts(trainer: TrainerLike, finetuned_from: str | None, tasks: list[str]) -> dict[str, Any]:
@@ -76,7 +55,10 @@ def model_facts(trainer: TrainerLike, finetuned_from: str | None, tasks: list[st
     # `from_pretrained` leaves this mark; a model built from another's configuration has only the other's name.
     loaded = finetuned_from is not None or hasattr(inner, "_weight_conversions")
     class_name, parameters = type(inner).__name__, list(model.parameters())
-    task = tasks[0] if tasks else _task_of(class_name)
+    known = (
+        task for task, classes in TASK_MAPPING.items() if any(class_name in listed(names) for names in classes.values())
+    )
+    task = tasks[0] if tasks else next(known, None)
     auto = {"text-generation": "AutoModelForCausalLM", "text-classification": "AutoModelForSequenceClassification"}
     tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     return {
@@ -111,21 +93,11 @@ def adapter_of(trainer: TrainerLike) -> dict[str, Any]:
         default = field.default_factory() if callable(field.default_factory) else field.default
         if field.name not in (*_OF_NO_INTEREST, *_OF_LORA) and value != default and value is not None:
             shown[field.name] = value
-    return {name: _plain_setting(value) for name, value in shown.items()}
-
-
-def _plain_setting(value: Any) -> Any:
-    """A value of a configuration as people write it; a set has no order of its own."""
-    if isinstance(value, (set, frozenset, list, tuple)):
-        return ", ".join(sorted(map(str, value)) if isinstance(value, (set, frozenset)) else map(str, value))
-    return getattr(value, "value", value)
-
-
-def _task_of(class_name: str) -> str | None:
-    for task, classes in TASK_MAPPING.items():
-        if any(class_name in listed(names) for names in classes.values()):
-            return task
-    return None
+    for name, value in shown.items():
+        if isinstance(value, (set, frozenset)):
+            value = sorted(map(str, value))  # a set has no order of its own
+        shown[name] = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else getattr(value, "value", value)
+    return shown
 
 
 def count_parameters(parameters: Iterable) -> int:
@@ -150,28 +122,7 @@ def data_of(trainer: TrainerLike) -> list[dict[str, Any]]:
     """The training set and the evaluation sets: `role`, `name` within the run, and their [`data_facts`]."""
     sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
     found = [("Training", "", trainer.train_dataset), *(("Evaluation", name, data) for name, data in sets.items())]
-    return [
-        {"role": role, "name": name, "tokens": sequence_length(trainer, data), **data_facts(data)}
-        for role, name, data in found
-        if data is not None
-    ]
-
-
-def sequence_length(trainer: TrainerLike, dataset) -> str | None:
-    """
-    The tokens of a sequence in words: of a sample of the rows if they are tokenized, else the limit that TRL cuts at.
-    """
-    limit = getattr(trainer.args, "max_length", None)  # of TRL's SFT and DPO
-    try:
-        rows = [dataset[index]["input_ids"] for index in evenly(range(len(dataset)), _SAMPLED_ROWS)]
-        lengths = {len(row) for row in rows}
-    except Exception:  # a stream, or rows of another form: a card does without
-        lengths = set()
-    if len(lengths) == 1:
-        return f"{lengths.pop():,}"
-    if limit:
-        return f"at most {limit:,}"
-    return f"{min(lengths):,} to {max(lengths):,} (in a sample of {len(rows)})" if lengths else None
+    return [{"role": role, "name": name, **data_facts(data)} for role, name, data in found if data is not None]
 
 
 def data_facts(dataset) -> dict[str, Any]:

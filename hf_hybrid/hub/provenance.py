@@ -44,10 +44,9 @@ def listed(value: str | Iterable | None) -> list:
 
 _OWN_MODULES = {
     "hf_hybrid": "hf-hybrid",
-    "hf_hybrid.cli.run": "hf-hybrid train",
     "hf_hybrid.cli.trial": "hf-hybrid train",
 }
-"""What to type instead of `python -m` with a module of ours; `hf-hybrid train` starts its processes with the second."""
+"""What to type instead of `python -m` with a module of ours; `hf-hybrid train` starts its processes with the first."""
 
 
 def command(secrets: Iterable[str | None] = (), argv: Sequence[str] | None = None) -> str | None:
@@ -58,11 +57,15 @@ def command(secrets: Iterable[str | None] = (), argv: Sequence[str] | None = Non
     script, *arguments = sys.argv if argv is None else argv
     if script in ("", "-", "-c") or "ipykernel" in script or "colab_kernel" in script:
         return None
-    module = _module_of(getattr(sys, "orig_argv", [])[1:]) if argv is None and Path(script).is_absolute() else None
-    if module is not None:
-        parts = _OWN_MODULES[module].split() if module in _OWN_MODULES else ["python", "-m", module]
-    elif _is_installed(script):
-        parts = [Path(script).name.removesuffix(".exe")]
+    path, started = Path(script), getattr(sys, "orig_argv", [])[1:] if argv is None else []
+    started = started[: len(started) - len(arguments)]  # what the interpreter was given: its options, and what to run
+    if len(started) > 1 and started[-2] == "-m":
+        parts = _OWN_MODULES.get(started[-1], f"python -m {started[-1]}").split()
+    elif path.suffix in ("", ".exe") and script in (
+        shutil.which(path.name),
+        str(Path(sys.executable).parent / path.name),
+    ):
+        parts = [path.name.removesuffix(".exe")]
     else:
         parts = ["python", clean(script)]
     for before, argument in zip(["", *arguments], arguments):
@@ -73,34 +76,10 @@ def command(secrets: Iterable[str | None] = (), argv: Sequence[str] | None = Non
             parts.append(REMOVED)
         else:
             parts.append(clean(argument, secrets))
-    return one_line(" ".join(map(_quoted, parts)))
-
-
-def _module_of(arguments: Sequence[str]) -> str | None:
-    """The module that the interpreter was to run, from its arguments; those of the program come after it."""
-    options = iter(arguments)
-    for option in options:
-        if option == "-m":
-            return next(options, None)
-        if option in ("-X", "-W"):
-            next(options, None)
-        elif not option.startswith("-"):
-            return None
-    return None
-
-
-def _is_installed(script: str) -> bool:
-    """Whether a script is a command that pip installed, beside the interpreter or on the path."""
-    path = Path(script)
-    if path.suffix not in ("", ".exe"):
-        return False
-    found = shutil.which(path.name)
-    return path.parent == Path(sys.executable).parent or (found is not None and os.path.samefile(found, script))
-
-
-def _quoted(part: str) -> str:
-    """A part of a command as a shell takes it. A quoted `~` would not be the home folder."""
-    return f"~/{shlex.quote(part[2:])}" if part.startswith("~/") and len(part) > 2 else shlex.quote(part)
+    # A quoted `~` would not be the home folder.
+    homes = (part.startswith("~/") and len(part) > 2 for part in parts)
+    quoted = (f"~/{shlex.quote(part[2:])}" if home else shlex.quote(part) for part, home in zip(parts, homes))
+    return one_line(" ".join(quoted))
 
 
 def hardware(device: str, processes: int, devices: int) -> dict[str, str]:

@@ -22,6 +22,7 @@ import torch
 from transformers import GenerationConfig, TrainerCallback
 
 from hf_hybrid.machine import RandomStates, sharding_of
+from hf_hybrid.optimizers import text_config
 from hf_hybrid.records.log import append_line
 from hf_hybrid.report.samples import SAMPLES_NAME, checked_prompts, read_prompts
 
@@ -161,9 +162,7 @@ def install(trainer: Any) -> None:
 
 def positions_of(model: Any) -> int | None:
     """Return the number of positions of a model; `None` if its config does not tell."""
-    config = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(config, "max_position_embeddings", None)
+    return getattr(text_config(model), "max_position_embeddings", None)
 
 
 def tokens_of(prompt: str, processing_class: Any) -> torch.Tensor:

@@ -24,24 +24,21 @@ and then undone. Few leaps need a probe: a budget bounds what probes cost. Every
 divergence monitor (run/monitor.py) compares the training loss with the trend before the leap, and the snapshot is there
 until then. Where Correct could not tell, because there are too few losses for a trend, every leap is probed.
 
-The run learns from refused leaps (`Trust`): later leaps are not longer than the length that a probe accepted, and are
+The run learns from refused leaps (trust.py): later leaps are not longer than the length that a probe accepted, and are
 probed until one is accepted at its full length. A run in which leaps do not help uses up a small budget and then makes
 none.
 
 Leaps did not pay on pretrained models and with adapters (docs/results.md). No probe can find that out, because even in
 runs that leaps improve they do not lower the loss at once, on average. So, unless a direction is named, none are made
-there, nor with optimizers and losses that they were not measured with (setup.py, `why_no_leaps`). The first training
-loss shows whether a language model is pretrained. Until then the run has [`FirstLoss`] in place of the leaps. A run
-without leaps has no part of this module.
+there, nor with losses that they were not measured with (automatic.py). A run without leaps has no part of this module.
 
 [`Leaps`] is a part of the run (part.py). All its decisions follow from state that is saved, so that a resumed run takes
-the same ones, and from numbers that are equal on all processes. From the top of this file: the phases, what holds the
-next leap back, the leaps, and the two parts that take their place.
+the same ones, and from numbers that are equal on all processes. From the top of this file: the phases, and the leaps.
+trust.py says how far a leap goes.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
 import time
@@ -51,10 +48,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hf_hybrid.leaps.directions.base import Clock, Direction, DirectionContext, DirectionFactory
 from hf_hybrid.leaps.probe import MIN_SEQUENCES, Losses, Probe, costs_accuracy, is_clearly_worse, paired_decrease
 from hf_hybrid.leaps.trajectory import Trajectory
-from hf_hybrid.part import Part, Phase, RealStep, Step
+from hf_hybrid.leaps.trust import GainPlanner, Trust
+from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.run.monitor import (
     FORECAST_WINDOW,
     MIN_FORECAST,
@@ -66,67 +63,9 @@ from hf_hybrid.run.monitor import (
     robust_trend,
 )
 from hf_hybrid.run.record import Leap
-from hf_hybrid.run.run import NO_LEAPS
-from hf_hybrid.run.weights import TrainedWeights
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
-
-logger = logging.getLogger(__name__)
-
-# How far leaps go, and how many steps they are worth. The schedule learns nothing. Planners of world_model/ subclass
-# it and learn from the run; they did not beat it (docs/results.md), and are loaded only if `planner` names them.
-# `gain(progress)` is how far a leap made now goes, in units of what the real steps since the last leap moved.
-
-
-def scheduled_gain(peak: float, progress: float, power: float) -> float:
-    """
-    Gain of a leap within the schedule: `peak * progress ** power`.
-
-    With `power` 2 early leaps are small: along long memories early directions are soon obsolete and early leaps hurt,
-    late ones last. With `power` 0 the gain is constant. A leap's displacement is also proportional to the learning
-    rate, so that it fades as the rate decays.
-
-    Args:
-        peak (`float`): Gain at the end of the run.
-        progress (`float`): Share of the run that is done.
-        power (`float`): Power of the progress.
-    """
-    return peak * progress**power if power else peak
-
-
-class GainPlanner:
-    """
-    The schedule, and the base class of the other planners.
-
-    Args:
-        peak (`float`), power (`float`): See [`scheduled_gain`].
-        worth (`float`): Skipped steps granted per real step when leaps run at the peak of the schedule.
-    """
-
-    def __init__(self, peak: float, power: float, worth: float):
-        self.peak, self.power, self.worth = peak, power, worth
-
-    def gain(self, progress: float) -> float:
-        """Return the gain of a leap made now."""
-        return scheduled_gain(self.peak, progress, self.power)
-
-    def worth_of(self, gain: float, real_steps: int) -> float:
-        """Return the steps that a kept leap is worth, in proportion to its gain and at most the worth at the peak."""
-        share = min(max(gain / self.peak, 0.0), 1.0) if self.peak > 0 else 0.0
-        return self.worth * real_steps * share
-
-    def summary(self) -> dict:
-        """Return the choices as plain values, for the summary of the run."""
-        return {}
-
-    def state_dict(self) -> dict:
-        """Return plain values, and dictionaries of tensors."""
-        return {}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Restore what `state_dict` returned."""
-
 
 # The phases.
 
@@ -239,131 +178,6 @@ class PhaseController:
 
     def load_state_dict(self, state: dict) -> None:
         vars(self).update(state, phase=Phase(state["phase"]), lengths=self.lengths)  # which the new options give
-
-
-# What holds the next leap back.
-
-
-@dataclass
-class Trust:
-    """
-    Decides whether to leap, how far, and whether to probe, from the results of earlier leaps. It handles plain numbers
-    only.
-
-    1. Length. A leap's length is counted in real steps at the peak of the learning rate. A probe that accepts a shorter
-       leap than was asked for limits later leaps to that length (`proven`), one that refuses every length to a quarter,
-       and a roll-back to a half of what was undone. Later probes ask for `RAISE` times as much: at once as long as that
-       is below the length that was refused last, and then after 4, 8, 16, ... kept leaps.
-    2. Probation. No leap goes unprobed after one that was refused, shortened or rolled back, until a probe accepts a
-       leap as it was asked for.
-    3. Back-off. After a rejection no leap is made for 1, 2, 4, ... blocks of real steps.
-    4. Level, a factor on every gain. A caution of the divergence monitor and a lasting rise of the loss halve it, and
-       each kept leap raises it by a tenth, up to 1.
-
-    What probes cost is bounded in two ways. The probes of a run in which leaps do well are spread over it and cost
-    `probe_budget` at most. Where every leap needs one, those that are kept pay for theirs out of what they are worth,
-    and those that are refused may cost `REFUSALS` times the budget, a tenth of which each kept leap forgives. After
-    that no leap is made that needs a probe.
-
-    Args:
-        probe_budget (`float`): Share of the run's compute for probes.
-        max_steps (`int`): Length of the run.
-    """
-
-    probe_budget: float
-    max_steps: int
-    rejections_in_a_row: int = 0
-    blocks_to_skip: int = 0
-    probes_made: int = 0
-    level: float = 1.0
-    proven: float = math.inf
-    """The longest leap that a probe accepted since one was refused; infinite if none was."""
-    refused: float = math.inf
-    """Length of the leap that was refused last."""
-    refusals: int = 0
-    kept_since: int = 0
-    """Leaps that were kept since the last refusal."""
-    on_probation: bool = False
-    refused_cost: float = 0.0
-    """What probes cost that refused or shortened a leap, in real steps, as far as kept leaps have not forgiven it."""
-
-    RAISE = 2.0
-    REFUSALS, FORGIVES = 2.0, 0.9
-    LOWEST_LEVEL = 1.0 / 64.0
-
-    def allows_leap(self, step: int, probe: Probe | None = None, *, must_probe: bool) -> bool:
-        """Return whether a leap may be made, and count down the blocks of the back-off. Call this once per block."""
-        if self.blocks_to_skip > 0:
-            self.blocks_to_skip -= 1
-            return False
-        return not must_probe or (probe is not None and self.probe_is_due(probe, step, must_probe=True))
-
-    def probe_is_due(self, probe: Probe, step: int, *, must_probe: bool) -> bool:
-        """Whether to probe the next leap: the first in any case, and later ones as far as the budgets go."""
-        whole = self.probe_budget * self.max_steps
-        if self.probes_made == 0:
-            return True
-        if must_probe:
-            return self.refused_cost + 2 * probe.price <= self.REFUSALS * whole
-        return probe.cost_steps + 3 * probe.price <= whole * min(step / self.max_steps + 0.1, 1.0)
-
-    def wants_more(self, length: float) -> bool:
-        """Whether it is time to try a leap of this length, which is longer than what was proven."""
-        if self.on_probation or length <= self.proven:
-            return False
-        return self.RAISE * self.proven < self.refused or self.kept_since >= 2 ** (self.refusals + 1)
-
-    def longest(self, *, probed: bool) -> float:
-        """Return the length of the longest leap that may be made now."""
-        return self.proven * (self.RAISE if probed and self.wants_more(math.inf) else 1.0)
-
-    def leap_was_probed(self, asked: float, accepted: float, cost: float) -> None:
-        """
-        Learn from a probe.
-
-        Args:
-            asked (`float`), accepted (`float`): Length of the leap, and the one that the probe accepted: the same, a
-                lower one, or 0.
-            cost (`float`): Of the probe, in real steps.
-        """
-        self.probes_made += 1
-        self.on_probation = accepted < asked
-        if self.on_probation:
-            self.refused_cost += cost
-            self._refuse(asked, allowed=accepted or asked / 4)
-        else:
-            self.proven = max(accepted, self.proven)
-
-    def leap_was_kept(self, *, probed: bool) -> None:
-        if probed:
-            self.rejections_in_a_row = 0
-        self.kept_since += 1
-        self.refused_cost *= self.FORGIVES
-        self.level = min(1.0, self.level * 1.1)
-
-    def leap_was_rejected(self) -> None:
-        self.rejections_in_a_row += 1
-        self.blocks_to_skip = 2 ** min(self.rejections_in_a_row - 1, 10)
-        self.on_probation = True
-
-    def leap_was_rolled_back(self, length: float) -> None:
-        """Learn that a leap of this length did harm which no probe saw."""
-        self.leap_was_rejected()
-        self._refuse(length, allowed=length / 2)
-
-    def _refuse(self, length: float, *, allowed: float) -> None:
-        self.refused, self.proven = length, min(allowed, self.proven)
-        self.refusals, self.kept_since = self.refusals + 1, 0
-
-    def shorten(self) -> None:
-        """Halve later leaps, until kept leaps raise the level again."""
-        self.level = max(self.level / 2, self.LOWEST_LEVEL)
-
-    def state_dict(self) -> dict:
-        return {name: value for name, value in vars(self).items() if name not in ("probe_budget", "max_steps")}
-
-    def load_state_dict(self, state: dict) -> None:
-        vars(self).update(state, proven=float(state["proven"]), refused=float(state["refused"]))
 
 
 # The leaps.
@@ -769,95 +583,3 @@ class Leaps(Part):
         self.credit, self.leap_cost = state["credit"], state["leap_cost"]
         leap = None if state["open_leap"] is None else self.record.leaps[state["open_leap"]]
         self.trajectory.load_state_dict(state["tensors"], state["trajectory"], leap)
-
-
-# In the place of leaps.
-
-
-class FirstLoss(Part):
-    """
-    Waits for the first training loss, which tells whether the model is pretrained, and then leaves the run.
-
-    A model that is not gets the parts of leaps in this place, before the first gradient is shown to anybody.
-
-    Args:
-        pretrained_below (`float`): The model counts as pretrained below this loss.
-        build_leaps (`Callable[[], Sequence[Part]]`): Makes the parts of leaps.
-        build_others (`Callable[[], Sequence[Part]]`): Makes the parts of a run without leaps.
-    """
-
-    name = "first_loss"
-
-    def __init__(
-        self,
-        pretrained_below: float,
-        build_leaps: Callable[[], Sequence[Part]],
-        build_others: Callable[[], Sequence[Part]],
-    ):
-        self.pretrained_below, self.build_leaps, self.build_others = pretrained_below, build_leaps, build_others
-
-    def begin(self, run: Run) -> None:
-        self.run = run
-
-    def before_update(self, step: RealStep) -> None:
-        if not math.isfinite(step.loss):
-            return
-        if step.loss < self.pretrained_below:
-            self.run.no_leaps = f"the model is pretrained (first training loss {step.loss:.3g})"
-            logger.warning(NO_LEAPS, self.run.no_leaps)
-        for part in self._make_room():
-            part.before_update(step)
-
-    def resume(self, state: dict[str, Any]) -> None:
-        if Leaps.name in state or state.get("run", {}).get("no_leaps") is not None:
-            self.run.no_leaps = state["run"]["no_leaps"]
-            self._make_room()
-
-    def _make_room(self) -> Sequence[Part]:
-        parts = self.build_leaps() if self.run.no_leaps is None else self.build_others()
-        self.run.replace(self, parts)
-        return parts
-
-
-class GradientAverage(Part):
-    """
-    The average gradient of a run without leaps, if the search of the learning rate asks for it.
-
-    Args:
-        weights (`TrainedWeights`), direction (`Callable[[DirectionContext], Direction]`), memory_steps (`int`), host
-            (`bool`): As [`Trajectory`] takes them.
-    """
-
-    name = "gradient_average"
-
-    def __init__(self, weights: TrainedWeights, direction: DirectionFactory, *, memory_steps: int, host: bool):
-        self.weights, self.clock = weights, Clock()
-        self.direction: Direction = direction(
-            DirectionContext(weights, self.clock, memory_steps=memory_steps, host=host)
-        )
-
-    def before_update(self, step: Step) -> None:
-        if not step.withheld:
-            self.clock.steps_seen += 1
-            self.direction.observe_gradients()
-
-    def react(self, step: Step, verdict: Verdict) -> None:
-        if verdict.action is Action.RESET_PREDICTOR:
-            self.direction.reset()
-            self.clock.steps_seen = 0
-
-    def tensors_held(self) -> Sequence[Tensor]:
-        return [tensor for tensors in self.direction.buffers.values() for tensor in tensors]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "direction": self.direction.name,
-            "direction_state": self.direction.state_dict(),
-            "steps_seen": self.clock.steps_seen,
-            "tensors": self.weights.whole(self.direction.buffers),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.clock.steps_seen = state["steps_seen"]
-        if state["direction"] == self.direction.name:
-            self.direction.load_state_dict(self.weights.in_order(state["tensors"]), state["direction_state"])

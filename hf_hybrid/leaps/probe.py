@@ -26,7 +26,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid.run.typing import TrainerLike
+from hf_hybrid.optimizers import text_config
+from hf_hybrid.run.trainer_view import TrainerLike
 
 
 @dataclass(frozen=True)
@@ -306,9 +307,7 @@ class SequenceLosses:
 
     @functools.cached_property
     def _vocabulary(self) -> int:
-        config = getattr(self.trainer.model, "config", None)
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        return getattr(config, "vocab_size", 0)
+        return getattr(text_config(self.trainer.model), "vocab_size", 0)
 
     def _on_all(self, holds: bool) -> bool:
         """Whether something holds on all processes: they must make the same forward passes, as FSDP2 joins them."""
@@ -358,3 +357,32 @@ def check_probe_set(dataset: Any) -> None:
             f"`probe_dataset` has {count} sample{'s' if count != 1 else ''}; at least {MIN_SEQUENCES} are needed to "
             "compare losses in pairs. Pass more, or leave it out: leaps are then verified on the next training batches."
         )
+
+
+def held_out_batches(losses: SequenceLosses, dataset: Any, per_step: int, processes: int) -> list[ProbeBatch]:
+    """
+    Return the batches of `probe_dataset`.
+
+    Args:
+        per_step (`int`): Sequences of a step, of all processes.
+
+    Raises:
+        ValueError: If it gives fewer than `MIN_SEQUENCES` sequences, or no label.
+    """
+    batches = losses.held_out()
+    sizes = [losses.size(batch) * processes for batch in batches]
+    if processes > 1 and hasattr(dataset, "__len__"):
+        # Processes fill up the last batch with the first sequences, which must not count twice.
+        sizes[-1] -= max(sum(sizes) - len(dataset), 0)
+    if sum(sizes) < MIN_SEQUENCES:
+        raise ValueError(
+            f"`probe_dataset` gave {sum(sizes)} sequences; at least {MIN_SEQUENCES} are needed to verify a leap. Pass "
+            "more, lower `per_device_eval_batch_size` if `dataloader_drop_last` dropped them, or leave it out."
+        )
+    labels = [batch.get("labels") for batch in batches if hasattr(batch, "get")]
+    if labels and all(torch.is_tensor(label) and not label.ne(-100).any() for label in labels):
+        raise ValueError(
+            "Every label of `probe_dataset` is -100, so that no loss could tell whether a leap helps. Pass sequences "
+            "with labels, or leave it out: leaps are then verified on the next training batches."
+        )
+    return [ProbeBatch(batch, size, size / (3.0 * per_step)) for batch, size in zip(batches, sizes)]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.optimizers import elements_at_once
+from hf_hybrid.optimizers import elements_at_once, text_config
 from hf_hybrid.streaming.layers import ask, rounded_by_autocast
 
 Storage = tuple[torch.device, int]  # and its address there
@@ -236,8 +236,7 @@ class ModelShape:
             raise ValueError("`layer_names` is empty. Name the decoder layers, for example `model.layers.0`.")
         ends = [ask(model, question) for question in ("get_input_embeddings", "get_output_embeddings")]
         weights = [getattr(end, "weight", None) for end in ends]
-        config = getattr(model, "config", None)
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        config = text_config(model)
         vocab, hidden = weights[0].shape if weights[0] is not None else (None, None)
         hidden, vocab = getattr(config, "hidden_size", hidden), getattr(config, "vocab_size", vocab)
         if hidden is None or vocab is None:

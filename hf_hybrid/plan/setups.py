@@ -2,7 +2,7 @@
 A setup: how a model is trained and within which limits. An estimate answers it.
 
 The trainer makes one `Setup` from its options. `hf-hybrid plan` makes about twenty, one for each usual way to train
-(cli/ways.py), and compares them. Both pass plain values. `Setup` knows no config class and no direction of leaps by
+(plan/ways.py), and compares them. Both pass plain values. `Setup` knows no config class and no direction of leaps by
 name. The module imports only the standard library, so the command line can import it at once.
 """
 

@@ -123,81 +123,63 @@ class RunLog:
     Writes one process's part of a profile folder; docs/profiling.md describes its files.
 
     A new run moves what lies there to a folder of the same name with `-previous` behind it; a resumed one appends, and
-    marks its first lines. Other processes than the first write only their own `steps-rankN.jsonl` and `oom-STEP-rankN`.
+    marks its first line. Other processes than the first write only their own `steps-rankN.jsonl` and `oom-STEP-rankN`.
     """
 
     def __init__(self, folder: str | Path, *, rank: int = 0, resumed: bool = False):
         self.folder, self.rank, self.resumed = Path(folder).absolute(), rank, resumed  # scripts may change their folder
-        self.steps_name = "steps.jsonl" if rank == 0 else f"steps-rank{rank}.jsonl"
+        self.steps = self.folder / ("steps.jsonl" if rank == 0 else f"steps-rank{rank}.jsonl")
         if rank == 0 and not resumed and self.folder.is_dir() and os.listdir(self.folder):
             previous = self.folder.with_name(self.folder.name + "-previous")
             shutil.rmtree(previous, ignore_errors=True)
             self.folder.rename(previous)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._begun: set[str] = set()
+        self._is_first = True
         self.broken = False
 
     def write(self, name: str, values: dict) -> None:
         """Replace `run.json` or `summary.json`."""
         if self.rank == 0:
-            self._try(name, lambda: write_json(self.folder / name, shareable(plain(values))))
+            self._try(write_json, self.folder / name, shareable(plain(values)))
 
     def add_step(self, record: dict) -> None:
         """Add a line to `steps.jsonl`."""
-        self._append(self.steps_name, record)
-
-    def add_log(self, entry: dict) -> None:
-        """Add a line to `logs.jsonl`."""
-        if self.rank == 0:
-            self._append("logs.jsonl", entry)
+        if self._is_first and self.rank and not self.resumed:  # the first process has moved the folder, if it had one
+            self._try(Path.unlink, self.steps, True)
+        self._try(append_line, self.steps, {**record, "resumed": True} if self._is_first and self.resumed else record)
+        self._is_first = False
 
     def records(self) -> Iterator[dict]:
         """What this process wrote to its steps so far, without a line that a kill cut short."""
-        return read_lines(self.folder / self.steps_name, [])
+        return read_lines(self.steps, [])
 
     def out_of_memory_folder(self, step: int) -> Path:
         """The folder of an out-of-memory error in step `step`."""
         return self.folder / (f"oom-{step}" if self.rank == 0 else f"oom-{step}-rank{self.rank}")
 
-    def write_out_of_memory(self, step: int, values: dict, dump: Callable[[str], None] | None = None) -> Path | None:
+    def write_out_of_memory(self, step: int, values: dict, dump: Callable[[str], None] | None = None) -> bool:
         """
         Write `records.json` of an error, and the `cuda_snapshot.pickle` of the first error in a step by calling `dump`
-        with its path. Returns the snapshot, if it was written now.
+        with its path. Returns whether a snapshot is there by this call.
         """
-        folder = self.out_of_memory_folder(step)
-        snapshot = folder / "cuda_snapshot.pickle"
+        records = self.out_of_memory_folder(step) / "records.json"
+        snapshot = records.with_name("cuda_snapshot.pickle")
+        self._try(Path.mkdir, records.parent, 0o777, True, True)
+        self._try(write_json, records, shareable(plain(values)))
+        if dump is None or snapshot.exists():
+            return False
+        self._try(lambda path: dump(str(path)), snapshot)
+        return snapshot.exists()
 
-        def write() -> Path | None:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / "records.json", shareable(plain(values)))
-            if dump is None or snapshot.exists():
-                return None
-            dump(str(snapshot))
-            return snapshot
-
-        return self._try(folder.name, write)
-
-    def _append(self, name: str, entry: dict) -> None:
-        path, is_first = self.folder / name, name not in self._begun
-        self._begun.add(name)
-
-        def write() -> None:
-            if is_first and self.rank and not self.resumed:
-                path.unlink(missing_ok=True)  # the first process has moved the older folder away, unless it had none
-            append_line(path, {**entry, "resumed": True} if is_first and self.resumed else entry)
-
-        self._try(name, write)
-
-    def _try(self, name: str, write: Callable[[], Path | None]) -> Path | None:
+    def _try(self, write: Callable[..., Any], path: Path, *values: Any) -> None:
         """Write, and after the first error write nothing more, because a full disk must not end a training."""
         if self.broken:
-            return None
+            return
         try:
-            return write()
+            write(path, *values)
         except OSError as error:
             self.broken = True
-            logger.warning("`%s` cannot be written. The training goes on without it: %s", self.folder / name, error)
-            return None
+            logger.warning("`%s` cannot be written. The training goes on without it: %s", path, error)
 
 
 # Reading.
@@ -205,12 +187,11 @@ class RunLog:
 
 @dataclass
 class Log:
-    """What a log has of its newest run, and how many earlier runs it has."""
+    """What a log has of the run of its folder."""
 
     lines: list[dict] = field(default_factory=list)
     starts: list[float | None] = field(default_factory=list)
     """Seconds of each start, up to the last line of one that was killed; `None` if it left no time."""
-    earlier_runs: int = 0
 
     def wall_time(self) -> tuple[float | None, int]:
         """
@@ -222,16 +203,19 @@ class Log:
 
 
 def load_log(folder: str | Path, notes: list[str] | None = None, only: Iterable[str] | None = None) -> Log:
-    """Read `hybrid_log.jsonl` of an output folder; arguments as in [`read_log`]."""
+    """
+    Read `hybrid_log.jsonl`: the lines that hold, which means without those that a later training superseded.
+
+    Args:
+        folder (`str` or `Path`): The output folder of the run.
+        notes (`list[str]`, *optional*): Gets a sentence on lines that could not be read; they are left out.
+        only (`Iterable[str]`, *optional*): Keys to keep; `rewards/` keeps all that begin so. Default: all.
+    """
     log, ended, names = Log(), False, None if only is None else frozenset(only)
     under = tuple(name for name in names or () if name.endswith("/"))
     for line in read_lines(_log_in(Path(folder)), [] if notes is None else notes):
         if "begun" in line:
-            if line["step"]:
-                log.lines = up_to(log.lines, line["step"])
-            else:
-                log = Log(earlier_runs=log.earlier_runs + any("begun" not in earlier for earlier in log.lines))
-            log.starts.append(0.0)
+            log = Log(up_to(log.lines, line["step"]), [*log.starts, 0.0]) if line["step"] else Log(starts=[0.0])
             ended = False
         elif log.starts and not ended:  # an evaluation that follows the training is none of it
             runtime = number(line.get("train_runtime"))
@@ -241,18 +225,6 @@ def load_log(folder: str | Path, notes: list[str] | None = None, only: Iterable[
             line = {key: value for key, value in line.items() if key in names or key.startswith(under)}
         log.lines.append(line)
     return log
-
-
-def read_log(folder: str | Path, notes: list[str] | None = None, only: Iterable[str] | None = None) -> list[dict]:
-    """
-    Return the lines of `hybrid_log.jsonl` that hold, which means without those that a later training superseded.
-
-    Args:
-        folder (`str` or `Path`): The output folder of the run.
-        notes (`list[str]`, *optional*): Gets a sentence on lines that could not be read; they are left out.
-        only (`Iterable[str]`, *optional*): Keys to keep; `rewards/` keeps all that begin so. Default: all.
-    """
-    return load_log(folder, notes, only).lines
 
 
 def up_to(lines: Iterable[dict], step: int) -> list[dict]:

@@ -20,15 +20,14 @@ docs/profiling.md describes the files that a profile consists of; `RunLog` in lo
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import os
 import platform
-import statistics
 import time
 import weakref
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +43,8 @@ from hf_hybrid import machine
 from hf_hybrid.machine import DeviceMemory, DriverMemory
 from hf_hybrid.plan.accounting import ByteTable, measure_held, storage_address
 from hf_hybrid.records.log import PROFILE, RunLog
-from hf_hybrid.records.readings import peak_of, reading
-from hf_hybrid.records.summary import format_bytes
+from hf_hybrid.records.readings import peak_of
+from hf_hybrid.records.totals import Totals
 
 logger = logging.getLogger(__name__)
 
@@ -132,175 +131,6 @@ def held_bytes(trainer: Any, model: nn.Module, optimizer: torch.optim.Optimizer 
     return measure_held(model, optimizer, extra=extra, host_storages=host)
 
 
-# Sums over the records.
-
-READINGS = {
-    "step_seconds": "step_seconds",
-    "measured": "measured",
-    "allocated": "device.allocated",
-    "peak_allocated": "device.peak_allocated",
-    "reserved": "device.reserved",
-    "peak_reserved": "device.peak_reserved",
-    "nvml_used": "nvml.used",
-    "rss": "host.rss",
-    "peak_rss": "host.peak_rss",
-    "pinned": "host.pinned",
-}
-"""Where a record has them. Mean, max and min of each are kept by phase."""
-
-
-class PhaseTotals:
-    """
-    Statistics of the records of one phase, and the spikes in them.
-
-    A spike is a record whose peak is `threshold`, as a fraction, above the median of the last `WINDOW` of its phase
-    (`LEAST` at least). Several high records in a row are one spike.
-    """
-
-    WINDOW, LEAST = 20, 5
-
-    def __init__(self, threshold: float = 0.1):
-        self.threshold = threshold
-        self.records = self.accounted = 0
-        self._values: dict[str, tuple[int, float, float, float]] = {}
-        """By reading: count, sum, greatest, least."""
-        self._held: dict[str, Counter] = {}
-        self._unexplained = self._measured = 0
-        self._peaks: deque[float] = deque(maxlen=self.WINDOW)
-        self._is_high = False
-
-    def rises(self, peak: float | None) -> bool:
-        """Whether this peak would begin a spike."""
-        return not self._is_high and self._stands_out(peak)
-
-    def _stands_out(self, peak: float | None) -> bool:
-        enough = len(self._peaks) >= self.LEAST
-        return enough and peak is not None and peak > (1 + self.threshold) * statistics.median(self._peaks)
-
-    def add(self, record: dict) -> dict | None:
-        """Count one more record, and return the spike that it begins, if it does."""
-        self.records += 1
-        for name, place in READINGS.items():
-            if (value := reading(record, place)) is not None:
-                count, total, most, least = self._values.get(name, (0, 0.0, value, value))
-                self._values[name] = (count + 1, total + value, max(most, value), min(least, value))
-        spike, (peak, where) = None, peak_of(record)
-        if self.rises(peak):
-            usual = statistics.median(self._peaks)
-            spike = {"step": record["step"], "phase": record["phase"], "where": where, "bytes": peak, "usual": usual}
-        self._is_high = self._stands_out(peak)
-        if peak is not None:
-            self._peaks.append(peak)
-        if record.get("held") is not None:
-            self.accounted += 1
-            self._unexplained += record["unexplained"]
-            self._measured += record["measured"]
-            for category, places in record["held"].items():
-                self._held.setdefault(category, Counter()).update(places)
-        return spike
-
-    def to_dict(self) -> dict:
-        """Plain values for JSON."""
-        spreads = {
-            name: {"mean": total / count, "max": most, "min": least}
-            for name, (count, total, most, least) in self._values.items()
-        }
-        accounted = None
-        if n := self.accounted:
-            held = {name: {place: count / n for place, count in sums.items()} for name, sums in self._held.items()}
-            accounted = {"records": n, "measured": self._measured / n, "held": held}
-            accounted["unexplained"] = self._unexplained / n
-        return {"records": self.records, **spreads, "accounted": accounted}
-
-
-class RunTotals:
-    """All records of a run: by phase, their highest peak, and their spikes."""
-
-    SPIKES_KEPT = 1000
-
-    def __init__(self, threshold: float = 0.1):
-        self.threshold = threshold
-        self.phases: dict[str, PhaseTotals] = {}
-        self.peak: dict | None = None
-        self.most_measured = 0
-        self.spikes: list[dict] = []
-
-    def phase(self, name: str) -> PhaseTotals:
-        """The totals of one phase."""
-        return self.phases.setdefault(name, PhaseTotals(self.threshold))
-
-    def add(self, record: dict) -> None:
-        """Count one more record."""
-        spike = self.phase(record["phase"]).add(record)
-        if spike is not None and len(self.spikes) < self.SPIKES_KEPT:
-            self.spikes.append(spike)
-        peak, where = peak_of(record)
-        if peak is not None and (self.peak is None or peak > self.peak["bytes"]):
-            self.peak = {"bytes": peak, "where": where, "step": record["step"], "phase": record["phase"]}
-        self.most_measured = max(self.most_measured, record["measured"])
-
-    def add_all(self, records: Iterable[dict]) -> None:
-        """Count what an earlier part of the run wrote. Lines that are not such records are skipped."""
-        for record in records:
-            if isinstance(record, dict) and {"step", "phase", "host", "measured"} <= record.keys():
-                self.add(record)
-
-
-def table(summary: dict) -> str:
-    """A summary of [`MemoryProfilerCallback`] as text: peaks by phase, and what they consist of."""
-    peak = summary["peak"]
-    if peak is None:
-        return "Nothing was profiled yet."
-    on_device = peak["where"] == "device"
-    owner = "torch's allocator" if on_device else "resident memory of the process"
-    lines = [f"highest {format_bytes(peak['bytes'])} ({owner}) in step {peak['step']}, {peak['phase']}"]
-    if summary["achieved_over_floor"] is not None:
-        floor = format_bytes(summary["floor"]["bytes"])
-        lines[0] += f"; {summary['achieved_over_floor']:.2f} x the floor of {floor}"
-    lines += ["", *_columns(_peak_rows(summary["phases"], "peak_allocated" if on_device else "peak_rss"))]
-    parts = list(_part_rows(summary["phases"], ("device",) if on_device else PLACES))
-    if len(parts) > 1:
-        whose = "of the device" if on_device else "of the process, less what it held before the run"
-        lines += [
-            "",
-            f"What the peak of a step consists of ({whose}), mean of the counted steps:",
-            "",
-            *_columns(parts),
-        ]
-    for spike in summary["spikes"][-5:]:
-        bytes_, usual = format_bytes(spike["bytes"]), format_bytes(spike["usual"])
-        lines.append(f"spike in step {spike['step']}, {spike['phase']}: {bytes_}, usually {usual}")
-    for event in summary["out_of_memory"]:
-        lines.append(f"out of memory in step {event['step']}, {event['phase']}: {event['folder']}")
-    return "\n".join(lines)
-
-
-def _peak_rows(phases: dict[str, dict], name: str) -> Iterator[list[str]]:
-    others = [other for other in ("reserved", "nvml_used", "rss", "pinned") if other != name]
-    others = [other for other in others if any(phase.get(other, {"max": 0})["max"] for phase in phases.values())]
-    yield ["phase", "records", "seconds", "peak: mean", "max", "min", *others]
-    for phase, found in phases.items():
-        cells = [format_bytes(found[name][key]) if name in found else "-" for key in ("mean", "max", "min")]
-        cells += [format_bytes(found[other]["mean"]) if other in found else "-" for other in others]
-        yield [phase, str(found["records"]), f"{found['step_seconds']['mean']:.3f}", *cells]
-
-
-def _part_rows(phases: dict[str, dict], places: tuple[str, ...]) -> Iterator[list[str]]:
-    accounted = {phase: found["accounted"] for phase, found in phases.items() if found["accounted"]}
-    names = dict.fromkeys(name for found in accounted.values() for name in found["held"])
-    names = [name for name in names if any(found["held"][name][at] for found in accounted.values() for at in places)]
-    yield ["phase", "counted", *names, "unexplained", "measured"]
-    for phase, found in accounted.items():
-        parts = [sum(found["held"][name][place] for place in places) for name in names]
-        yield [phase, str(found["records"]), *map(format_bytes, (*parts, found["unexplained"], found["measured"]))]
-
-
-def _columns(rows: Iterable[list[str]]) -> list[str]:
-    rows = list(rows)
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-
-
 # The callback.
 
 
@@ -348,7 +178,7 @@ class MemoryProfilerCallback(TrainerCallback):
     profiler = MemoryProfilerCallback()
     trainer = Trainer(model, args, train_dataset=dataset, callbacks=[profiler])
     trainer.train()
-    print(profiler)
+    profiler.summary()["peak"]
     ```
     """
 
@@ -360,7 +190,6 @@ class MemoryProfilerCallback(TrainerCallback):
     """Out-of-memory errors that the summary lists."""
     SNAPSHOTS_KEPT = 3
     """CUDA snapshots of one run: they are large, and a trainer that retries may run out of memory often."""
-    """Allocations and frees that a snapshot goes back."""
 
     def __init__(self, *, account_every: int | None = None, memory_history: bool = False, spike_threshold: float = 0.1):
         is_count = isinstance(account_every, int) and not isinstance(account_every, bool) and account_every >= 1
@@ -377,7 +206,7 @@ class MemoryProfilerCallback(TrainerCallback):
         self._trainer: weakref.ref | None = None
         self._log: RunLog
         self._running = False
-        self._totals = RunTotals(self.spike_threshold)
+        self._totals = Totals(self.spike_threshold)
         self._floor: dict | None = None
         self._events: list[dict] = []
 
@@ -412,9 +241,9 @@ class MemoryProfilerCallback(TrainerCallback):
         folder = getattr(self.trainer, "run_folder", args.output_dir)  # of the trial in a hyperparameter search
         self._log = RunLog(Path(folder) / PROFILE, rank=args.process_index, resumed=resumed)
         self._probes = MemoryProbes(args.device)
-        self._totals = RunTotals(self.spike_threshold)
-        if resumed:
-            self._totals.add_all(self._log.records())
+        self._totals = Totals(self.spike_threshold)
+        for record in self._log.records() if resumed else ():  # of the earlier parts of the run
+            self._totals.add(record)
         self._recent: deque[dict] = deque(maxlen=self.RECORDS_KEPT)
         self._floor, self._events, self._snapshots = None, [], 0
         self._evaluating, self._steps, self._step = False, 0, state.global_step
@@ -537,7 +366,7 @@ class MemoryProfilerCallback(TrainerCallback):
 
     def _accounting_is_due(self, readings: dict) -> bool:
         last = self._accounted_at.get(self._phase)
-        if last is None or self._totals.phase(self._phase).rises(peak_of(readings)[0]):
+        if last is None or self._totals.rises(self._phase, peak_of(readings)[0]):
             return True
         if self.account_every is not None:
             return self._steps - last >= self.account_every
@@ -575,44 +404,36 @@ class MemoryProfilerCallback(TrainerCallback):
             logs.update(values)
             if state.log_history and state.log_history[-1].get("step") == state.global_step:
                 state.log_history[-1].update(values)
-        phase = "evaluate" if self._evaluating else self._phase
-        seconds = time.perf_counter() - self._begun
-        entry = {"step": state.global_step, "phase": phase, "seconds": seconds, "time": time.time()}
-        self._log.add_log({**entry, "logs": dict(logs)})
 
     def _log_values(self) -> dict[str, float]:
         """For `Trainer.log`, in GiB: the last record, and the peaks since the last log."""
         last, peaks = self._recent[-1], self._logged_peaks
-        found = {"memory/rss_gib": last["host"]["rss"], "memory/peak_rss_gib": peaks["peak_rss"]}
+        values = {"rss": last["host"]["rss"], "peak_rss": peaks["peak_rss"]}
         if last["device"] is not None:
-            found["memory/allocated_gib"] = last["device"]["allocated"]
-            found["memory/reserved_gib"] = last["device"]["reserved"]
-            found["memory/peak_device_gib"] = peaks["peak_allocated"]
+            values |= {name: last["device"][name] for name in ("allocated", "reserved")}
+            values["peak_device"] = peaks["peak_allocated"]
         if last["nvml"] is not None:
-            found["memory/device_used_gib"] = last["nvml"]["used"]
+            values["device_used"] = last["nvml"]["used"]
         self._logged_peaks = {}
-        return {name: count / 2**30 for name, count in found.items()}
+        return {f"memory/{name}_gib": count / 2**30 for name, count in values.items()}
 
     def summary(self) -> dict:
         """
-        The run so far as plain values: `peak` (bytes, step, phase), `phases` (mean, max and min of every reading, and
-        mean bytes by category), `spikes`, `out_of_memory`, `floor` and `achieved_over_floor`, `own_seconds` (of the
-        profiler) and `seconds`.
+        Return the run so far as plain values: `peak` (bytes, step, phase), `phases` (mean, max and min of every
+        reading, and mean bytes by category), `spikes`, `out_of_memory`, `floor` and `achieved_over_floor`,
+        `own_seconds` (of the profiler) and `seconds`.
         """
-        found, floor = self._totals, self._floor
+        totals, floor = self._totals, self._floor
         return {
-            "peak": found.peak,
+            "peak": totals.peak,
             "floor": floor,
-            "achieved_over_floor": None if not floor or not floor["bytes"] else found.most_measured / floor["bytes"],
-            "phases": {phase: totals.to_dict() for phase, totals in found.phases.items() if totals.records},
-            "spikes": found.spikes,
+            "achieved_over_floor": None if not floor or not floor["bytes"] else totals.most_measured / floor["bytes"],
+            "phases": copy.deepcopy(totals.phases),
+            "spikes": totals.spikes,
             "out_of_memory": self._events,
             "seconds": self._elapsed,
             "own_seconds": self.own_seconds,
         }
-
-    def __str__(self) -> str:
-        return table(self.summary())
 
     # Out of memory.
 
@@ -647,6 +468,6 @@ class MemoryProfilerCallback(TrainerCallback):
         values = {**event, **self._probes.read(), "records": list(self._recent)}
         with_snapshot = self.memory_history and self._probes.device is not None
         dump = machine.dump_allocations if with_snapshot and self._snapshots < self.SNAPSHOTS_KEPT else None
-        self._snapshots += self._log.write_out_of_memory(self._step, values, dump) is not None
+        self._snapshots += self._log.write_out_of_memory(self._step, values, dump)
         self._log.write("summary.json", self.summary())
         return folder

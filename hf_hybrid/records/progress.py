@@ -1,20 +1,18 @@
-"""Progress of a run: Trainer's progress bar, or its table in a notebook, with the phases."""
+"""Progress of a run: Trainer's progress bar with the phases."""
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import psutil
 import torch
 from tqdm.auto import tqdm
-from transformers import ProgressCallback, TrainerCallback
+from transformers import ProgressCallback
 
 from hf_hybrid.part import Phase
-from hf_hybrid.records.summary import RunPosition, format_number
-from hf_hybrid.run.typing import TrainerLike
+from hf_hybrid.records.summary import RunPosition
+from hf_hybrid.run.trainer_view import TrainerLike
 
 
 def memory_in_use(device: torch.device) -> int:
@@ -70,57 +68,8 @@ class HybridProgressCallback(ProgressCallback):
 
 
 def install_progress(trainer: TrainerLike) -> None:
-    """Replace Trainer's bar or table. A user's own callbacks stay."""
-    choices: dict[type, Callable[[], Any]] = {ProgressCallback: lambda: HybridProgressCallback}
-    # Looked up, not imported: the module needs IPython, and Trainer has imported it where it chose the table.
-    of_notebooks = sys.modules.get("transformers.utils.notebook")
-    if of_notebooks is not None:
-        choices[of_notebooks.NotebookProgressCallback] = lambda: notebook_callback(of_notebooks)
+    """Replace Trainer's bar. A user's own callbacks stay, and so does Trainer's table in notebooks."""
     for callback in list(trainer.callback_handler.callbacks):
-        if type(callback) in choices:
+        if type(callback) is ProgressCallback:
             trainer.remove_callback(callback)
-            trainer.add_callback(choices[type(callback)]()(trainer))
-
-
-@functools.cache
-def notebook_callback(notebook) -> type[TrainerCallback]:
-    """
-    Trainer's table in notebooks with the position of the run beside the bar and, where leaps are made, two more
-    columns: `Phase` and `Skipped` (backward passes avoided so far). The classes are made here, because their bases need
-    IPython.
-    """
-
-    class PhaseTracker(notebook.NotebookTrainingTracker):
-        def __init__(self, num_steps: int, columns: list[str], position_of_run: Callable[[], RunPosition | None]):
-            super().__init__(num_steps, columns)  # a line adds those that it has
-            self._position_of_run = position_of_run
-            self._position: RunPosition | None = None
-
-        def _read_position(self) -> RunPosition | None:
-            self._position = self._position_of_run() or self._position  # drawn once more after the end of the run
-            return self._position
-
-        def update_bar(self, value, comment=None):
-            epoch, position = self.comment, self._read_position()
-            self.comment = ", ".join(str(part) for part in (epoch, position) if part)
-            super().update_bar(value, comment)
-            self.comment = epoch
-
-        def write_line(self, values):
-            position = self._read_position()
-            if position is not None and position.phase is not None:
-                skipped = format_number(position.backward_passes_avoided)
-                values = {**values, "Phase": position.phase.capitalize(), "Skipped": skipped}
-            super().write_line(values)
-
-    class HybridNotebookProgressCallback(notebook.NotebookProgressCallback):
-        def __init__(self, trainer: TrainerLike):
-            super().__init__()
-            self.trainer = trainer
-
-        def on_train_begin(self, args, state, control, **kwargs):
-            super().on_train_begin(args, state, control, **kwargs)
-            columns = self.training_tracker.inner_table[0]  # Trainer draws nothing before the first step
-            self.training_tracker = PhaseTracker(state.max_steps, columns, self.trainer.run_position)
-
-    return HybridNotebookProgressCallback
+            trainer.add_callback(HybridProgressCallback(trainer))

@@ -19,8 +19,6 @@ T = TypeVar("T")
 
 PHASES = tuple(phase.value for phase in Phase)
 """Names of the phases in records, in the order of `Phase.index`."""
-_DEEPEST = 32
-"""Levels of nesting in a file that are read; a run writes fewer than ten."""
 
 # Files.
 
@@ -30,8 +28,8 @@ def read_json(path: Path, notes: list[str]) -> object:
     if not path.is_file():
         return None
     try:
-        return _parsed(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         notes.append(f"`{path.name}` in `{path.parent.name}` cannot be read and was left out.")
         return None
 
@@ -46,11 +44,11 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[dict]:
             for line in filter(str.strip, file):
                 lines += 1
                 try:
-                    found = with_steps([_parsed(line)])
-                except ValueError:
-                    found = []
-                broken += not found
-                yield from found
+                    entries = with_steps([json.loads(line)])
+                except (ValueError, RecursionError):
+                    entries = []
+                broken += not entries
+                yield from entries
     except OSError as error:
         notes.append(f"`{path.name}` cannot be read: {error.strerror}.")
     if broken:
@@ -61,27 +59,6 @@ def numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
     """Return the entries of a folder whose whole name matches, in the order of the number that is the first group."""
     matches = ((re.fullmatch(pattern, path.name), path) for path in folder.glob("*"))
     return sorted((int(match[1]), path) for match, path in matches if match)
-
-
-def _parsed(text: str) -> object:
-    """
-    The value of a JSON text.
-
-    Raises:
-        ValueError: If it is broken, or nested deeper than a run writes.
-    """
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError("too deep") from None
-    if text.count("{") + text.count("[") > _DEEPEST and _is_deeper(value, _DEEPEST):
-        raise ValueError("too deep")
-    return value
-
-
-def _is_deeper(value: object, levels: int) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels < 0 or any(_is_deeper(item, levels - 1) for item in inner)
 
 
 # Values.

@@ -122,36 +122,40 @@ class HybridSummary(dict):
             if any(steps.values())
         ]
 
+    _REASONS = {
+        "rows were padded": "plain_rows_because",
+        "completions were left to TRL": "plain_rollouts_because",
+        "no leaps": "no_leaps",
+    }
+
     def _rows(self) -> list[tuple[str, str]]:
         """Everything that fits on a line, by name."""
+        leaps_made = self.get("leaps_made")
         keys = {label: label.replace(" ", "_").replace("-", "_") for label in self._TOTALS}
-        if not self.get("leaps_made"):
-            keys = {label: key for label, key in keys.items() if label not in self._OF_LEAPS or self.get(key)}
-        rows = [(label, format_number(self[key])) for label, key in keys.items() if key in self]
-        verdicts = self.get("leaps_by_verdict") or {}
-        if self.get("leaps_made"):
+        rows = [
+            (label, format_number(self[key]))
+            for label, key in keys.items()
+            if key in self and (leaps_made or label not in self._OF_LEAPS or self[key])
+        ]
+        if leaps_made:
+            verdicts = self.get("leaps_by_verdict") or {}
             by_verdict = ", ".join(f"{count} {verdict.replace('_', ' ')}" for verdict, count in verdicts.items())
-            rows.append(("leaps", f"{self['leaps_made']}" + (f" ({by_verdict})" if by_verdict else "")))
+            rows.append(("leaps", f"{leaps_made}" + (f" ({by_verdict})" if by_verdict else "")))
+        if leaps_made and "direction" in self and not self.get("no_leaps"):
+            rows.append(("direction", str(self["direction"])))
         if "divergence_events_seen" in self:
             rows.append(("divergence events", str(self["divergence_events_seen"])))
         if self.get("out_of_memory"):
             rows.append(("recovered from out of memory", f"{len(self['out_of_memory'])} x"))
-        if self.get("plain_rows_because"):
-            rows.append(("rows were padded", self["plain_rows_because"]))
-        if self.get("plain_rollouts_because"):
-            rows.append(("completions were left to TRL", self["plain_rollouts_because"]))
         if self.get("failed_savings"):
             rows.append(("savings that did not work", "; ".join(self["failed_savings"])))
-        if self.get("no_leaps"):
-            rows.append(("no leaps", self["no_leaps"]))
-        elif "direction" in self and self.get("leaps_made"):
-            rows.append(("direction", str(self["direction"])))
-        training = self.get("forecast") or {}
-        for name, forecast in (("final loss", training), ("final held-out loss", training.get("held_out"))):
-            if forecast:
-                ends = " to ".join(format_number(forecast[key]) for key in ("low", "high"))
-                told = f"{format_number(forecast['loss'])} ({ends}) after step {forecast['step']:,}"
-                rows.append((f"forecast of the {name}", told))
+        rows += [(label, self[key]) for label, key in self._REASONS.items() if self.get(key)]
+        forecast = self.get("forecast") or {}
+        for name, end in (("final loss", forecast), ("final eval loss", forecast.get("held_out"))):
+            if end:
+                low, high = format_number(end["low"]), format_number(end["high"])
+                value = f"{format_number(end['loss'])} ({low} to {high}) after step {end['step']:,}"
+                rows.append((f"forecast of the {name}", value))
         if self.get("learning_rate_scale", 1.0) != 1.0:
             rows.append(("learning-rate scale", format_number(self["learning_rate_scale"])))
         held = ((self.get("memory") or {}).get("held") or {}).get("total")

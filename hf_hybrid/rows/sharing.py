@@ -20,7 +20,7 @@ are those of plain `Trainer`; the micro-batches that are left over compute nothi
 exchange gradients in the last backward pass of a window.
 
 **Is it the same?** The gradient is, up to rounding: about 1e-6 in fp32. Three things guard it. What is known not to
-work is not tried ([`why_not`], and what setup.py knows of the trainer). The first batch of every model is computed in
+work is not tried ([`why_not`], and `reason_not_shared` in windows.py). The first batch of every model is computed in
 both ways, and hidden states and loss are compared; so is the first batch with rows longer than the model's sliding
 window. And a layer that asks for an attention that a tree does not have raises an error in that comparison. After a
 mismatch the padded rows are computed, and the log says why.
@@ -41,6 +41,7 @@ import contextlib
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,6 +70,8 @@ WORTH = 0.95
 TOLERANCES = {False: 1e-3, True: 0.1}
 """Most difference of the first batch, see [`apart`], in fp32 and in half precision."""
 
+
+COUNTS = ("tokens", "tokens_padding", "tokens_shared", "micro_batches_saved")
 
 # What a model is, and what it costs.
 
@@ -327,7 +330,7 @@ class SharedRows(Part):
     """
     Lets models compute batches as trees.
 
-    As a part of the run it counts `tokens` (of all rows, without padding, on this process), and what was not computed:
+    It counts `tokens` (of all rows, without padding, on this process), and what was not computed:
     `tokens_padding`, and `tokens_shared`, to which tokens without influence on a label belong. `plain_rows_because` in
     the summary says why the last batch that was computed as it is was.
 
@@ -352,16 +355,15 @@ class SharedRows(Part):
         self.may_compare = may_compare
         self.fallbacks = Fallbacks("Rows are computed padded, each for itself (`share_rows`)")
         self.shares_nothing = Fallbacks("Padding is left out, but no shared prefix (`share_rows`)")
-        self.tokens = self.tokens_padding = self.tokens_shared = self.micro_batches_saved = 0
-        self._counts_before: dict[str, int] | None = None
-        """The counters before the step under way."""
+        self.counts: Counter[str] = Counter()
+        """Those of the run, once it begins."""
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
         self._copied: list[tuple[weakref.ref[Tensor], Batch, Tree | None]] = []
         self._computed: Tensor | None = None
         self._opened: list[tuple[nn.Module, contextlib.ExitStack]] = []
         self._backward_follows = False
         self._under_way = _UnderWay()
-        self._counts, self._said_drawn = True, False
+        self._is_counting, self._said_drawn = True, False
 
     @property
     def plain_because(self) -> str | None:
@@ -423,26 +425,13 @@ class SharedRows(Part):
     # A run.
 
     def begin(self, run: Run) -> None:
-        self.count_from(dict.fromkeys(self.counts(), 0))
+        self.counts = run.counts
         for known in self._known.values():
             known.drawn.clear()  # rates may have changed since the last training
         self._said_drawn = False
 
-    def begin_step(self, step: Step) -> None:
-        self._counts_before = self.counts()
-
     def end_step(self, step: Step) -> None:
-        self._counts_before, self._copied = None, []
-
-    def counts(self) -> dict[str, int]:
-        """Return the counters."""
-        names = ("tokens", "tokens_padding", "tokens_shared", "micro_batches_saved")
-        return {name: getattr(self, name) for name in names}
-
-    def count_from(self, counts: dict[str, int]) -> None:
-        """Go on counting from what [`counts`] returned."""
-        for name, count in counts.items():
-            setattr(self, name, count)
+        self._copied = []
 
     @contextlib.contextmanager
     def evaluating(self, model: nn.Module) -> Generator[None]:
@@ -453,25 +442,19 @@ class SharedRows(Part):
     @contextlib.contextmanager
     def uncounted(self) -> Generator[None]:
         """Context for passes that do not belong to the training."""
-        before, self._counts = self._counts, False
+        before, self._is_counting = self._is_counting, False
         try:
             yield
         finally:
-            self._counts = before
+            self._is_counting = before
 
     def summary(self) -> dict[str, Any]:
-        return {**self.counts(), "plain_rows_because": self.plain_because}
+        return {**{name: self.counts[name] for name in COUNTS}, "plain_rows_because": self.plain_because}
 
     def state_dict(self) -> dict[str, Any]:
-        counts = self.counts() if self._counts_before is None else self._counts_before
-        return (
-            {"counts": counts, "plain_because": self.plain_because}
-            if any(counts.values()) or self.plain_because
-            else {}
-        )
+        return {"plain_because": self.plain_because} if self.plain_because else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count_from(state["counts"])
         self.fallbacks.because = state["plain_because"]
 
     # Batches on the host.
@@ -559,12 +542,12 @@ class SharedRows(Part):
         return type(output)(**{name: row.read(values) for name, values in output.items() if values.dim() == 2})
 
     def _count(self, batch: Batch, tree: Tree | None) -> None:
-        if not self._counts or self._under_way.comparing:
+        if not self._is_counting or self._under_way.comparing:
             return
-        self.tokens += batch.tokens
+        self.counts["tokens"] += batch.tokens
         if tree is not None:
-            self.tokens_padding += batch.ids.numel() - batch.tokens
-            self.tokens_shared += batch.tokens - len(tree.ids)
+            self.counts["tokens_padding"] += batch.ids.numel() - batch.tokens
+            self.counts["tokens_shared"] += batch.tokens - len(tree.ids)
 
     # Whether.
 

@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_hybrid.machine import mixed_precision_of
+from hf_hybrid.machine import mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.sharing import (
+    COUNTS,
     HOLE,
     WORTH,
     SharedRows,
@@ -34,10 +35,10 @@ from hf_hybrid.rows.sharing import (
     why_no_rows,
 )
 from hf_hybrid.rows.tree import IGNORED, LEAST, Batch, Row, Tree, divide, on_host, padded
+from hf_hybrid.run.trainer_view import TrainerLike, own_losses
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
-    from hf_hybrid.run.typing import TrainerLike
 
 logger = logging.getLogger(__name__)
 
@@ -131,8 +132,6 @@ class SharedWindows(SharedRows):
         self.may_compare = trainer.accelerator.num_processes == 1 and not trainer.memory.streams
         self._laid_out, self._alone = False, trainer.accelerator.num_processes == 1
         self._first = _Remembered()
-        self._counted: tuple[Step, dict[str, int]] | None = None
-        """The counts of the step under way."""
 
     @property
     def model(self) -> torch.nn.Module:
@@ -156,45 +155,38 @@ class SharedWindows(SharedRows):
 
     def begin(self, run: Run) -> None:
         super().begin(run)
-        self.run, self._first, self._counted = run, _Remembered(), None
+        self._first = _Remembered()
 
     def end(self) -> None:
-        self._count_last_step()
-        if self.tokens:
-            logger.info("%s", self._told_in_words())
+        if self.counts["tokens"]:
+            logger.info("%s", self._savings_in_words())
 
     def summary(self) -> dict[str, Any]:
-        self._count_last_step()
         return {**super().summary(), "shared_if_together": self._first.shared}
 
-    def state_dict(self) -> dict[str, int]:
-        self._count_last_step()
-        return super().state_dict()
-
-    def _told_in_words(self) -> str:
+    def _savings_in_words(self) -> str:
         """Return what was saved, as a line for the log."""
-        if not self.micro_batches_saved + self.tokens_shared + self.tokens_padding:
+        tokens, padding, shared, micro_batches = (self.counts[name] for name in COUNTS)
+        if not micro_batches + shared + padding:
             return f"Rows were computed as they are: {self.plain_because}."
-        together, padding = self._first.shared or 0.0, self.tokens_padding
-        told = (
-            f"{self.tokens_shared:,} of {self.tokens:,} tokens ({self.tokens_shared / self.tokens:.0%}) were shared or "
-            f"had no influence on a label, and {padding:,} of padding were not computed; "
-            f"{self.micro_batches_saved:,} micro-batches were left over."
+        together, share = self._first.shared or 0.0, shared / tokens
+        sentence = (
+            f"{shared:,} of {tokens:,} tokens ({share:.0%}) were shared or had no influence on a label, and "
+            f"{padding:,} of padding were not computed; {micro_batches:,} micro-batches were left over."
         )
-        if together > self.tokens_shared / self.tokens + 0.05:
-            told += f" If rows that begin alike stood together in the data, {together:.0%} would be shared."
-        return told
+        if together > share + 0.05:
+            sentence += f" If rows that begin alike stood together in the data, {together:.0%} would be shared."
+        return sentence
 
     # A step.
 
     def begin_step(self, step: Step) -> None:
-        self._count_last_step()
         self._laid_out, self._copied = False, []
         if step.phase is Phase.PREDICT or not step.batches:
             return
         if self.why_plain is None and self._alone and step.items is not None and not may_save(step.on_host):
             self.fallbacks.because = self.fallbacks.because or LITTLE
-            self._counted = step, {"tokens": sum(batch["input_ids"].numel() for batch in step.batches)}
+            self.counts["tokens"] += sum(batch["input_ids"].numel() for batch in step.batches)
             return
         why = self._why_not_laid_out(step) if self.why_plain is None else self.why_plain
         if why is not None:
@@ -222,9 +214,12 @@ class SharedWindows(SharedRows):
     def _find_drawn(self) -> None:
         """Find out what the model draws in training: on all processes in the same step, as FSDP2 joins their passes."""
         model, trainer = self.model, self.trainer
-        if self.why_plain is not None or self._know(model).why is not None:
+        known = self._know(model)
+        if self.why_plain is not None or known.why is not None:
             return
         model.train()  # as `training_step` does
+        if model.training in known.drawn:
+            return
         try:
             with trainer.memory.running(), trainer.compute_loss_context_manager():
                 self._drawn(model, trainer.args.device)
@@ -239,7 +234,7 @@ class SharedWindows(SharedRows):
         known = self._know(model)
         drawn, costs = known.drawn[True], known.costs
         # The fused heads of TRL and of the chunked loss.
-        compact = self.trainer.loss_in_chunks and self.trainer.args.device.type == "cuda"
+        compact = self.trainer.args.device.type == "cuda" and self.trainer.loss_in_chunks
         price = sum(costs.padded(batch, compact=compact) for batch in batches)
         rows: list[Row] = []
         for number, batch in enumerate(batches):
@@ -324,21 +319,14 @@ class SharedWindows(SharedRows):
         return window
 
     def _count_window(self, step: Step, batches: list[Batch], trees: Sequence[Tree]) -> None:
-        """Count a window, once its step is over: until then a checkpoint holds the state before it."""
         if self.trainer.state.epoch < 1:  # later ones hold the same rows again
             self._first.add([tree for tree in trees if tree.shares])
-        counts = {"tokens": sum(batch.tokens for batch in batches)}
+        tokens = sum(batch.tokens for batch in batches)
+        self.counts["tokens"] += tokens
         if step.window is not None:
-            counts["tokens_padding"] = sum(batch.ids.numel() for batch in batches) - counts["tokens"]
-            counts["tokens_shared"] = counts["tokens"] - sum(len(tree.ids) for tree in trees)
-            counts["micro_batches_saved"] = step.window.count(None)
-        self._counted = step, counts
-
-    def _count_last_step(self) -> None:
-        if self._counted is not None and self.run.step is not self._counted[0]:
-            for name, count in self._counted[1].items():
-                setattr(self, name, getattr(self, name) + count)
-            self._counted = None
+            self.counts["tokens_padding"] += sum(batch.ids.numel() for batch in batches) - tokens
+            self.counts["tokens_shared"] += tokens - sum(len(tree.ids) for tree in trees)
+            self.counts["micro_batches_saved"] += step.window.count(None)
 
 
 def _nothing(batches: list[Batch]) -> tuple[Batch, Tree]:
@@ -348,3 +336,23 @@ def _nothing(batches: list[Batch]) -> tuple[Batch, Tree]:
         ids = ids.repeat(1, 2)
     batch = Batch(ids, torch.ones_like(ids), torch.full_like(ids, IGNORED))
     return batch, Tree.of([Row(0, ids[0].tolist(), 0, 0, 0, 0)])
+
+
+def reason_not_shared(trainer: TrainerLike) -> str | None:
+    """Return why windows stay as Trainer makes them, as far as that is known of the trainer and its options."""
+    args = trainer.args
+    if trainer.compute_loss_func is not None:
+        return "`compute_loss_func` reads logits of padded rows"
+    if args.label_smoothing_factor:
+        return f"`label_smoothing_factor={args.label_smoothing_factor}` reads logits of padded rows"
+    if own := own_losses(trainer):
+        return f"`{own[0]}.compute_loss` may read more than the loss"
+    if args.torch_compile:
+        return "`torch_compile=True` would compile anew for each tree"
+    if (sharding := sharding_of(args)) is not None and not shards_by_fsdp2(args):
+        return f"`{sharding}` is not known to take windows in which processes agree on micro-batches"
+    if args.n_gpu > 1:
+        return "`DataParallel` divides each batch over several GPUs"
+    if args.neftune_noise_alpha is not None:
+        return f"`neftune_noise_alpha={args.neftune_noise_alpha}` scales its noise by the length of a padded row"
+    return None

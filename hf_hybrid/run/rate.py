@@ -10,7 +10,7 @@ held. A learning rate that is good already shows no clear cosine in the first st
 Adapters need another rule. Their best rate is about ten times that of full fine-tuning. While the rate grows slowly,
 the cosine falls to zero far below it: few directions of the small factors are steep and oscillate, which makes the
 cosine negative, while all others still gain. But which rate is best is known from their shape alone, as
-[`~hf_hybrid.integrations.adapters.adapter_rate`] explains. [`AdapterRate`] holds the factor that leads to it.
+[`~hf_hybrid.run.adapters.adapter_rate`] explains.
 
 A preference loss can fall while fewer pairs are ranked right, so the search looks at the accuracy of the training
 batches too, where the trainer has it ([`AccuracyWatch`]).
@@ -22,7 +22,7 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -327,14 +327,8 @@ class LearningRateRescue(RateScale):
         vars(self.watch).update(state["watch"])
 
 
-class GradientAverage(Protocol):
-    """What [`StepCosine`] asks for the average gradient of a parameter: a direction of leaps, for example."""
-
-    def predicted_gradient(self, index: int) -> Tensor | None: ...
-
-
 def last_step(state: Mapping[str, Any], out: Tensor) -> Tensor | None:
-    """Direction of Adam's last step (uphill), `exp_avg / (sqrt(exp_avg_sq) + eps)`; `None` for other optimizers."""
+    """Direction of Adam's last step (uphill), `exp_avg / (sqrt(exp_avg_sq) + eps)`; `None` before the first."""
     first, second = state.get("exp_avg"), state.get("exp_avg_sq")
     if not (torch.is_tensor(first) and torch.is_tensor(second) and first.shape == second.shape):
         return None
@@ -360,17 +354,14 @@ def in_parts(gradient: Tensor, state: Mapping[str, Any], out: Tensor) -> Iterato
 
 class StepCosine:
     """
-    The cosine of a fresh gradient with the direction of the optimizer's last step.
-
-    Adam keeps that direction in its state. Other optimizers do not, and an average of the gradients takes its place.
+    The cosine of a fresh gradient with the direction of the last step of Adam, which keeps it in its state.
 
     Args:
-        weights (`TrainedWeights`): With their gradients and the optimizer's states.
-        average (`GradientAverage`, *optional*): Asked for parameters of which the optimizer keeps no last direction.
+        weights (`TrainedWeights`): With their gradients and the states of torch's Adam or AdamW.
     """
 
-    def __init__(self, weights: TrainedWeights, average: GradientAverage | None = None):
-        self.weights, self.average = weights, average
+    def __init__(self, weights: TrainedWeights):
+        self.weights = weights
 
     @torch.no_grad()
     def measure(self) -> float | None:
@@ -385,10 +376,7 @@ class StepCosine:
                 continue
             out = weights.scratch(parameter, parameter.device)
             for gradient, state, part in in_parts(parameter.grad, weights.state(index), out):
-                followed = last_step(state, part)
-                if followed is None and self.average is not None:
-                    followed = self.average.predicted_gradient(index)
-                if followed is not None:
+                if (followed := last_step(state, part)) is not None:
                     gradient = gradient.to(followed.device, torch.float32)
                     dots.append(inner_product(gradient, followed))
                     squares.append(sum_of_squares(followed))
@@ -397,30 +385,3 @@ class StepCosine:
             return None
         dot, square, gradient = weights.shards.totals([dots, squares, gradients]).tolist()
         return dot / math.sqrt(square * gradient) if square > 0 and gradient > 0 else None
-
-
-class AdapterRate(RateScale):
-    """
-    The rate of adapters: a factor on the scheduled learning rate that is known before the first step.
-
-    After training went badly wrong it is reduced to a quarter. Preferences are the exception: where nearly all pairs
-    are ranked right, a batch with one that is not has a loss far above the trend, at any rate.
-
-    Args:
-        scale (`float`): The factor; it is never reduced below 1.
-        backs_off (`bool`): Whether a loss far above the trend is a sign of a rate that is too high.
-    """
-
-    def __init__(self, scale: float, *, backs_off: bool):
-        self.scale, self.backs_off = scale, backs_off
-
-    def back_off(self) -> None:
-        """Reduce the scale to a quarter, after training went badly wrong."""
-        if self.backs_off:
-            self.scale = max(1.0, self.scale / 4)
-
-    def state_dict(self) -> dict:
-        return {"scale": self.scale}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.scale = state["scale"]

@@ -20,6 +20,7 @@ import logging
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -80,6 +81,7 @@ class Run:
 
     Attributes:
         step (`Step`): The step under way; an empty one between steps.
+        counts (`Counter[str]`): What parts count, on this process.
         no_leaps (`str`, *optional*): Why no leaps are made; `None` if they are.
         later (`list[Callable]`): Work that can wait until the device is busy with the next micro-batch.
     """
@@ -102,6 +104,9 @@ class Run:
         self.warmup, self.model, self.optimizer, self.weights, self.feed = warmup, model, optimizer, weights, feed
         self.rate, self.max_steps, self.no_leaps, self.survive, self.write = rate, max_steps, no_leaps, survive, write
         self.record = RunRecord()
+        self.counts: Counter[str] = Counter()
+        self._counts_before: Counter[str] | None = None
+        """Before the step under way."""
         self.logged, self.trained = LoggedSteps(), LoggedSteps()
         self.step = Step(0)
         self.has_phases = warmup is not None
@@ -131,6 +136,7 @@ class Run:
         self.parts = list(parts)
         hooks = [name for name, value in vars(Part).items() if callable(value) and not name.startswith("_")]
         self._hooks = {hook: listening(self.parts, hook) for hook in hooks}
+        self._with_state = [(name_of(part), part) for part in self.parts if listening([part], "state_dict")]
 
     def replace(self, part: Part, others: Sequence[Part]) -> None:
         """Put other parts in the place of one, and begin them."""
@@ -179,7 +185,7 @@ class Run:
         on_host: Sequence[Any] | None = None,
     ) -> Step:
         """Begin step `index` (0-based), with its batches and its scheduled learning rate, and return it."""
-        self._began_at = time.perf_counter()
+        self._began_at, self._counts_before = time.perf_counter(), self.counts.copy()
         self.step = step = Step(index, learning_rate=learning_rate, batches=batches, items=items)
         step.on_host = batches if on_host is None else on_host
         self.learning_rate = learning_rate
@@ -247,7 +253,7 @@ class Run:
 
     def end_step(self) -> Step:
         """Close the step, and let the parts decide what comes next. Return the step that ended."""
-        step = self.step
+        step, self._counts_before = self.step, None
         if self.feed is not None:
             self.feed.close()
         for method in self._hooks["end_step"]:
@@ -316,17 +322,20 @@ class Run:
         Return what a resumed run goes on from, bit for bit: JSON values and dictionaries of tensors. All processes must
         call this. Empty if no part has a state and there are no phases.
         """
-        found = {name_of(part): state for part in self.parts if (state := part.state_dict())}
+        states = {name: state for name, part in self._with_state if (state := part.state_dict())}
         if self.has_phases:
-            found["run"] = {
+            states["run"] = {
                 "announced": self._announced.value,
                 "no_leaps": self.no_leaps,
                 "last_loss": self.last_loss,
                 "record": self.record.state_dict(),
             }
+        counts = self.counts if self._counts_before is None else self._counts_before
+        if any(counts.values()):
+            states["run_counts"] = {"own": dict(counts)}
         if self.feed is not None:
-            found["feed"] = self.feed.state_dict()
-        return found
+            states["feed"] = self.feed.state_dict()
+        return states
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what [`state_dict`] returned. A part that is not in it starts anew."""
@@ -334,6 +343,7 @@ class Run:
         if own is not None and self.has_phases:
             self._announced, self.last_loss = Phase(own["announced"]), own["last_loss"]
             self.record.load_state_dict(own["record"])
+        dict.update(self.counts, state.get("run_counts", {}).get("own", {}))
         if self.feed is not None and "feed" in state:
             self.feed.load_state_dict(state["feed"])
         self.call("resume", state)

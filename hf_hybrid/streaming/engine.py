@@ -37,6 +37,10 @@ class Resident:
     streams = False
     plan: Any = None
     """The memory plan in use, if there is one."""
+    window: Window | None = None
+    """How streamed layers compute the micro-batches of an accumulation window."""
+    optimizer: LazyOptimizer | None = None
+    """The one that has the gradients of streamed layers."""
 
     def __init__(self, buffers_on_host: bool = False):
         self.buffers_on_host = buffers_on_host
@@ -69,20 +73,9 @@ class Resident:
 
     # A step.
 
-    def begin_window(self, parts: list) -> None:
-        """Begin an accumulation window of these micro-batches, or parts of them."""
-
-    def compute(self, step: Callable[[Any], Tensor], inputs: Any) -> Tensor:
-        """Run forward and backward of one micro-batch or a part of one, and return its loss."""
-        return step(inputs)
-
     def walk_by_micro_batch(self) -> bool:
         """Compute micro-batches one by one to save memory, and return whether this changes anything."""
         return False
-
-    def gradient_norm(self, model: nn.Module) -> Tensor | None:
-        """Return the global norm of the gradients, or `None` if Trainer computes it itself."""
-        return None
 
     def discard_gradients(self) -> None:
         """Drop gradients that the optimizer has not used."""
@@ -139,6 +132,7 @@ class Streamed(Resident):
     """
 
     streams = True
+    window: Window  # ty: ignore[incompatible-mutable-override]  # nobody takes it away
 
     def __init__(
         self,
@@ -153,7 +147,6 @@ class Streamed(Resident):
         super().__init__(plan.buffers_on_host)
         self.model, self.streamer, self.window, self.plan = model, streamer, window, plan
         self.steps_on_device, self.host_memory = steps_on_device, host_memory
-        self.optimizer: LazyOptimizer | None = None
         self._updating: Unit | None = None
 
     def is_for(self, model: nn.Module) -> bool:
@@ -219,33 +212,15 @@ class Streamed(Resident):
     def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         return self.streamer.counterpart(parameter)
 
-    def begin_window(self, parts: list) -> None:
-        self.window.begin(parts)
-
-    def compute(self, step: Callable[[Any], Tensor], inputs: Any) -> Tensor:
-        """Compute a micro-batch. If the window is walked layer by layer, the first call computes all of it."""
-        return self.window.next(step, inputs)
-
     def walk_by_micro_batch(self) -> bool:
         changes = self.window.order != "micro_batch"
         self.window.order = "micro_batch"
         return changes
 
-    def clip(self, model: nn.Module, max_norm: float, *, now: bool) -> Tensor:
-        """Clip the gradients by their global norm and return it; `now` if leaps read them before the optimizer."""
-        return self._lazy_optimizer().clip(model.parameters(), max_norm, now=now)
-
-    def gradient_norm(self, model: nn.Module) -> Tensor:
-        return self._lazy_optimizer().total_norm(model.parameters())
-
     def discard_gradients(self) -> None:
         self.streamer.gradients_arrived()
-        self._lazy_optimizer().drop_gradients()
-
-    def _lazy_optimizer(self) -> LazyOptimizer:
-        if self.optimizer is None:
-            raise RuntimeError("No run has begun: `wrap` makes the optimizer that has the streamed gradients.")
-        return self.optimizer
+        if self.optimizer is not None:
+            self.optimizer.drop_gradients()
 
     def holds(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self.streamer.masters

@@ -42,7 +42,7 @@ from hf_hybrid.machine import RandomStates
 from hf_hybrid.streaming.layers import ask, base_model
 
 if TYPE_CHECKING:
-    from hf_hybrid.run.typing import TrainerLike
+    from hf_hybrid.run.trainer_view import TrainerLike
 
 logger = logging.getLogger(__name__)
 

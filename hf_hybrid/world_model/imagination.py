@@ -39,7 +39,7 @@ class ImaginedGain(LearningPlanner):
     Chooses the multiple of the schedule whose imagined loss is lowest, after every stretch.
 
     `rate_at` gives the learning rate at a progress of the run, over its peak; `stretch_share` is the length of a
-    stretch as a share of the run. See [`~hf_hybrid.leaps.leap.GainPlanner`] for the others.
+    stretch as a share of the run. See [`~hf_hybrid.leaps.trust.GainPlanner`] for the others.
     """
 
     MULTIPLES = (0.0, 0.5, 1.0, 1.5, 2.0)
@@ -173,7 +173,7 @@ def imagined_gain(
     """
     Make the planner of a run, whose world model begins with the weights that the package ships.
 
-    `values` are `peak`, `power` and `worth` of [`~hf_hybrid.leaps.leap.GainPlanner`]; `stride` is the length of a
+    `values` are `peak`, `power` and `worth` of [`~hf_hybrid.leaps.trust.GainPlanner`]; `stride` is the length of a
     stretch. `factor_at` gives the factor of the learning rate in a step; `None` is taken for a linear decay to zero.
 
     Raises:

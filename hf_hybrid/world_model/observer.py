@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_hybrid.leaps.leap import GainPlanner, LeapObserver, Leaps
+from hf_hybrid.leaps.leap import LeapObserver, Leaps
 from hf_hybrid.leaps.trajectory import Trajectory
+from hf_hybrid.leaps.trust import GainPlanner
 from hf_hybrid.part import Step
 from hf_hybrid.run.monitor import NORMAL, Action, Level, Verdict
 from hf_hybrid.run.record import Leap

@@ -13,7 +13,7 @@ The chaos suite: whatever is done to a training, nothing is lost, nothing differ
 | `collisions.py` | two processes that train in one folder |
 | `faults.py` | other interruptions: signals, a full disk, a clock set back, old checkpoints |
 | `ranks.py` | signals on the processes of one training, up to a second apart |
-| `flips.py` | a bit that flips on one of two processes, and the replay of the steps |
+| `flips.py` | a bit that flips on one of two processes |
 | `damages.py` | damaged and swapped files of a checkpoint |
 | `folders.py` | `hf-hybrid report` and `hf-hybrid export` on damaged run folders |
 | `sweeps.py` | `hf-hybrid sweep` that is killed or damaged, and started again |

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 
 from chaos import Result, generator, kills, trainings
 from chaos.children import Ended, Moment, begin, run
-from hf_hybrid.checkpoints import lock, manifest
+from hf_hybrid.saving import lock, manifest
 
 SEEDS = (0, 1)
 """Of two different runs."""
@@ -124,7 +124,8 @@ def _judge(ended: Ended, alone: Ended, resume: bool | str, moment: Moment | None
     if ended.how != "raised":
         return kills.compare(ended, alone)
     came_first = resume is True and ended.value.startswith("CheckpointError: No valid checkpoint found in output")
-    if came_first or TOLD.fullmatch(ended.value):
+    came_second = not resume and "holds checkpoints of another run" in ended.value
+    if came_first or came_second or TOLD.fullmatch(ended.value):
         return "refused", ""
     return "deep error", f"{ended.value}\n{ended.trace}"
 
@@ -137,7 +138,7 @@ def _left(
         if (out / name).exists():
             return "left over", name
     owners = {}
-    for path in sorted([*out.glob("checkpoint-*"), *out.glob(f"{manifest.EARLIER_NAME}/*")]):
+    for path in sorted(out.glob("checkpoint-*")):
         try:
             known = manifest.read_manifest(path)
             damages = ["it has no manifest"] if known is None else manifest.damages(path, known)
@@ -151,9 +152,9 @@ def _left(
         owners[path] = set(SEEDS).intersection(*of.values())
         if not known.in_step and not owners[path]:
             return ("mixed" if all(of.values()) else "other bits"), f"{path.name}: files are of the runs {of}"
-    path = chance.choice(sorted(path for path in owners if path.parent == out))
+    path = chance.choice(sorted(owners))
     seed = min(owners[path] or kind.seeds)
-    ended = run(trainings.train, mode, out, str(path), log=folder / "resumed.log", seed=seed)
+    ended = run(trainings.train, mode, folder / "resumed", str(path), log=folder / "resumed.log", seed=seed)
     outcome, detail = kills.compare(ended, alone[seed])
     return None if outcome == "same bits" else (outcome, f"resumed from {path.name} of run {seed}: {detail}")
 

@@ -14,10 +14,9 @@ from pathlib import Path
 
 from chaos import Result, generator, kills, trainings
 from chaos.children import Ended, Moment, run
+from hf_hybrid.saving import manifest
 
 DAY = 86_400
-BEGUN = 8
-"""Changes of files after which a run has certainly begun: before, it leaves no trace."""
 
 
 def interrupted_by_signal(case: str, seed: int, folder: Path, expected: Ended) -> Result:
@@ -127,18 +126,24 @@ def _train_keeping_two(mode: str, out: Path, resume: bool) -> dict:
 
 
 def anew_over_old_checkpoints(case: str, seed: int, folder: Path, expected: Ended) -> Result:
-    """A run begins anew where another was killed, is killed too and resumes: it must not continue the other."""
+    """A run begins anew where another was killed: it is refused if that has saved, and changes nothing of it."""
     mode, chance = case.split("/")[1], generator(seed, case)
     out, log = folder / "out", folder / "log"
     run(trainings.train, mode, out, log=log, seed=1, stop_after=chance.randint(4, 17))
-    moment = Moment(changes=chance.randint(BEGUN, expected.changes))
-    begun = run(trainings.train, mode, out, log=log, watched=out, moment=moment)
-    if begun.how == "returned":
-        return Result(case, *kills.compare(begun, expected))
-    ended = kills.attempt(mode, out, log)
-    if ended.how == "raised" and "checkpoint-" in ended.value:
-        return Result(case, "refused", ended.value, 1)
-    return Result(case, *kills.compare(ended, expected), 1)
+    manifest.finish_interrupted_saves(out)
+    before = _bytes_of_checkpoints(out)
+    begun = run(trainings.train, mode, out, log=log)
+    if not before:
+        return Result(case, *kills.compare(begun, expected), 1)
+    if _bytes_of_checkpoints(out) != before:
+        return Result(case, "mixed", f"checkpoints of the other run were changed: {begun}", 1)
+    if begun.how == "raised" and "holds checkpoints of another run" in begun.value:
+        return Result(case, "refused", begun.value, 1)
+    return Result(case, "not refused", f"{begun}", 1)
+
+
+def _bytes_of_checkpoints(out: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in out.glob("checkpoint-*/**/*") if path.is_file()}
 
 
 def finished_already(case: str, seed: int, folder: Path, expected: Ended) -> Result:

@@ -22,7 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from chaos import Result, damages, fuzz, generator
 from chaos.children import run
+from hf_hybrid.cli.data import NOTE_NAME, Reader
 from hf_hybrid.cli.main import main
+from hf_hybrid.cli.options import TextDataOptions
 
 PATIENCE = 60.0
 
@@ -82,8 +84,8 @@ def prepare_exports(folder: Path) -> None:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(out))
         model.save_pretrained(out, max_shard_size=size)
         (out / "text.txt").write_text("\n\n".join(f"{number}. {'To be or not to be. ' * 8}" for number in range(9)))
-        note = {"dataset": str(out / "text.txt"), "sequence_length": 32, "eval_share": 0.2, "seed": 3}
-        (out / "_hybrid_data.json").write_text(json.dumps(note))
+        data = TextDataOptions(dataset=[str(out / "text.txt")], sequence_length=32, eval_share=0.2)
+        (out / NOTE_NAME).write_text(json.dumps(Reader("train", data, seed=3).to_dict()))
         (out / "README.md").write_text("---\ntags: [a]\nlicense: mit\n---\n\n# run\n\n*Written by `hf_hybrid`*\n")
 
 

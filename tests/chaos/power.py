@@ -17,8 +17,7 @@ survives too, or a part of it. Then a deletion may be on the disk and an earlier
 as in every file system with a journal: what was moved is not lost at both places.
 
 Right is an outcome with the bits of a training that was left alone. And a save that has come to its end must survive:
-otherwise the outcome is "not durable", even if the run computes the lost steps again. Some runs begin anew over the
-checkpoints of an earlier one. These must survive too, in their place or where they were moved.
+otherwise the outcome is "not durable", even if the run computes the lost steps again.
 """
 
 from __future__ import annotations
@@ -31,21 +30,18 @@ import shutil
 import signal
 import stat
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from chaos import Result, generator, kills, trainings
 from chaos.children import Ended, run
-from hf_hybrid.checkpoints import manifest
+from hf_hybrid.saving import manifest
 
 STRICT = 0.5
 """How likely nothing survives but what was flushed."""
 AUTO = 0.5
 """How likely a run is resumed by `"auto"`, as a job that is always started in the same way."""
-EARLIER = 0.3
-"""How likely a run begins anew in a folder with checkpoints of another one."""
 SAVED_NAME = "saved"
 """File in the record, with a byte for each step of the last save that has come to its end."""
 
@@ -109,15 +105,14 @@ def train(mode: str, out: Path, resume: bool | str, record: Path, **values) -> d
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     os.fsync = Disk(out.parent, record).fsync
-    seal = manifest.seal
+    commit = manifest.commit
 
-    def noted(folder: Path, step: int, *arguments, **options) -> dict[str, dict]:
-        files = seal(folder, step, *arguments, **options)
+    def noted(folder: Path, step: int, *arguments, **options) -> None:
+        commit(folder, step, *arguments, **options)
         (record / f"_{SAVED_NAME}").write_bytes(bytes(step))
         os.replace(record / f"_{SAVED_NAME}", record / SAVED_NAME)  # in one stroke: the process may die at any moment
-        return files
 
-    manifest.seal = noted
+    manifest.commit = noted
     return trainings.train(mode, out, resume, **values)
 
 
@@ -188,27 +183,18 @@ def loss(case: str, seed: int, folder: Path, expected: Ended) -> Result:
     mode, chance = case.split("/")[1], generator(seed, case)
     out, log, losses = folder / "machine" / "out", folder / "log", 0
     saved, resumes_itself = 0, chance.random() < AUTO
-    earlier: dict[str, list[int]] = {}
-    if chance.random() < EARLIER:
-        run(trainings.train, mode, out, log=log, seed=1)
-        earlier = whole(out)
     for number in range(kills.ATTEMPTS):
         out.parent.mkdir(exist_ok=True)
         record = folder / f"durable-{number}"
         moment = kills.moment(chance, expected) if losses == 0 or chance.random() < kills.AGAIN else None
         resume = "auto" if resumes_itself else trainings.has_checkpoint(out)
-        if earlier and not saved:
-            resume = False  # anything else would go on with the earlier run
         ended = run(train, mode, out, resume, record, log=log, watched=out.parent, moment=moment)
         if ended.how == "died" and ended.interrupted:
             losses += 1
             lose(out.parent, record, None if chance.random() < STRICT else chance)
-            saved, newest = max(saved, saved_step(record)), newest_step(out, earlier)
+            saved, newest = max(saved, saved_step(record)), newest_step(out)
             if newest < saved:
                 return Result(case, "not durable", f"step {saved} was saved, and {newest} is left", losses)
-            left = whole(out)
-            if lost := [run for run, steps in earlier.items() if not set(steps) <= set(left.get(run, []))]:
-                return Result(case, "not durable", f"of the earlier run {lost}: {earlier}; left are {left}", losses)
         elif losses > 0 or ended.how != "returned":
             return Result(case, *kills.compare(ended, expected), losses)
         else:
@@ -222,22 +208,22 @@ def saved_step(record: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
-def newest_step(out: Path, others: Iterable[str] = ()) -> int:
-    """Return the step of the newest whole checkpoint that is of no other run; 0 without one."""
-    return max((step for run, steps in whole(out).items() if run not in others for step in steps), default=0)
+def newest_step(out: Path) -> int:
+    """Return the step of the newest whole checkpoint; 0 without one."""
+    return max(whole(out), default=0)
 
 
-def whole(out: Path) -> dict[str, list[int]]:
-    """Return the steps of whole checkpoints by run, also of those that were moved."""
-    found: dict[str, list[int]] = {}
-    for path in (*out.glob("checkpoint-*"), *(out / manifest.EARLIER_NAME).glob("*")):
+def whole(out: Path) -> list[int]:
+    """Return the steps of whole checkpoints."""
+    steps = []
+    for path in out.glob("checkpoint-*"):
         try:
-            sealed = manifest.read_manifest(path)
+            known = manifest.read_manifest(path)
         except manifest.CheckpointError:
             continue
-        if sealed is not None and not manifest.damages(path, sealed):
-            found.setdefault(str(sealed.run[0][0]), []).append(sealed.step)
-    return found
+        if known is not None and not manifest.damages(path, known):
+            steps.append(known.step)
+    return steps
 
 
 class Worst(random.Random):
@@ -247,20 +233,15 @@ class Worst(random.Random):
         return None if None in options else options[0]
 
 
-def seal_twice(out: Path, record: Path, of_another_run: bool) -> None:
-    """
-    Seal two checkpoints of one step on a simulated disk. The second is of another run, before which the first makes
-    way, or of the same, and then the process is killed before it has its name.
-    """
+def commit(out: Path, record: Path, times: int) -> None:
+    """Commit a checkpoint on a simulated disk; the second time the process is killed before it has its name."""
     os.fsync = Disk(out.parent, record).fsync
-    folder, start = out / "checkpoint-3", manifest.new_run(None)
-    for number in (1, 2):
-        if number == 2 and of_another_run:
-            start = manifest.new_run(None)
-        elif number == 2:
+    folder = out / "checkpoint-3"
+    for number in range(times):
+        if number == 1:
             kill = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
             manifest.os = SimpleNamespace(**{**vars(os), "replace": kill})
         with manifest.saving(folder):
             for name in (manifest.TRAINER_STATE_NAME, "model.safetensors"):
                 (manifest.temporary(folder) / name).write_text(f"{number}")
-            manifest.seal(folder, 3, start, in_step=False)
+            manifest.commit(folder, 3, "", in_step=False)

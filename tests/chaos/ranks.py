@@ -24,8 +24,8 @@ from transformers import TrainerCallback
 
 from chaos import Result, generator, power, trainings
 from chaos.children import Ended, run
-from hf_hybrid.checkpoints.manifest import is_sealed
 from hf_hybrid.part import Part
+from hf_hybrid.saving.manifest import is_committed
 
 PAUSE = 0.05
 """Seconds that each step takes at least, so that a run lasts as long as signals are apart."""
@@ -82,8 +82,9 @@ class InsideSaves(Part):
     def __init__(self, trainer, signals: Signals):
         self.trainer, self.signals = trainer, signals
 
-    def before_save(self) -> None:
+    def state_dict(self):
         self.signals.reached("save", self.trainer.state.global_step)
+        return {}
 
 
 def train(kind: str, out: Path, resume: bool | str, plan: Plan, moment: tuple[str, int] = ("begin", 0)) -> list[int]:
@@ -158,7 +159,7 @@ def told_to_end(case: str, seed: int, folder: Path, expected: Ended) -> Result:
     if len(steps) != 1 or 0 in silent:  # others were killed by a late signal when they had trained
         return Result(case, "lost", f"{said}; they ended at {told}", sent)
     step = steps.pop()[0]
-    if not is_sealed(out / f"checkpoint-{step}"):
+    if not is_committed(out / f"checkpoint-{step}"):
         return Result(case, "lost", f"{said}; no checkpoint of step {step}: {sorted(os.listdir(out))}", sent)
     again = run(partial(train, kind, out, True, []), log=log, patience=PATIENCE)
     if again.how != "returned" or any(again.value):

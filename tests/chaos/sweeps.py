@@ -44,7 +44,7 @@ with (folder / "hybrid_log.jsonl").open("a") as log:
 (folder / "model.safetensors").write_text(f"weights of {rate}")
 (folder / "eval_results.json").write_text(json.dumps({"eval_loss": end}))
 """
-DAMAGED = ("sweep.db", "outcome.json", "eval_results.json", "trial.yaml", "hybrid_log.jsonl")
+DAMAGED = ("outcome.json", "eval_results.json", "trial.yaml", "hybrid_log.jsonl")
 
 
 def prepare(folder: Path) -> None:
@@ -107,9 +107,8 @@ def _start(folder: Path, killed: float) -> int:
 
 
 def _chosen(folder: Path, chance: random.Random) -> list[Path]:
-    files = sorted(path for name in DAMAGED for path in (*folder.glob(name), *folder.glob(f"trial-*/{name}")))
-    database = [folder / "sweep.db"] if chance.random() < 0.5 else []
-    return [*database, *chance.sample([path for path in files if path not in database], k=1)]
+    files = sorted(path for name in DAMAGED for path in folder.glob(f"trial-*/{name}"))
+    return chance.sample(files, k=chance.choice((1, 2)))
 
 
 def _damage(path: Path, chance: random.Random) -> str:
@@ -126,8 +125,6 @@ def _names(folder: Path) -> set[str]:
 
 def _judge(folder: Path, ended: Ended, before: set[str]) -> tuple[str, str]:
     """Compare what the sweep came to with the losses that its trainings have."""
-    import optuna
-
     out, said = folder / "out-sweep", (folder / "log").read_text(errors="replace")
     if ended.how != "returned" or "Traceback" in said:
         return ("hang" if ended.how == "hang" else "traceback"), f"{ended.value}\n{ended.trace}\n{said[-3000:]}"
@@ -136,10 +133,10 @@ def _judge(folder: Path, ended: Ended, before: set[str]) -> tuple[str, str]:
     if ended.value != 0:
         refused = said.splitlines()[-1].startswith("hf-hybrid sweep: error: ")
         return ("refused" if ended.value == 2 and refused else "not ended"), said[-2000:]
-    study = optuna.load_study(study_name="sweep", storage=f"sqlite:///{out}/sweep.db")
-    losses = {trial.params.get("learning_rate"): trial.value for trial in study.trials}
+    outcomes = [json.loads(path.read_text()) for path in out.glob("trial-*/outcome.json")]
+    losses = {outcome["parameters"].get("learning_rate"): outcome["eval_loss"] for outcome in outcomes}
     expected = {rate: 2 + math.log10(rate / 1.5e-3) ** 2 for rate in RATES}
-    if losses != expected or len(study.trials) != len(RATES):
+    if losses != expected or len(outcomes) != len(RATES):
         return "other losses", f"{losses}\n{said[-2000:]}"
     best = yaml.safe_load((out / "best.yaml").read_text())["learning_rate"]
     weights = {path.read_text() for path in out.glob("trial-*/model.safetensors")}

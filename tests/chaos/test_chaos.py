@@ -6,13 +6,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from checkpoints.test_manifest import renames_no_folders
 from conftest import mostly_slow
+from saving.test_manifest import renames_no_folders
 
 from chaos import children, power, run
 from hf_hybrid import files
-from hf_hybrid.checkpoints import manifest
-from hf_hybrid.checkpoints.lock import FolderLock
+from hf_hybrid.saving import manifest
+from hf_hybrid.saving.lock import FolderLock
 
 pytestmark = pytest.mark.processes
 PARTS = (
@@ -54,9 +54,8 @@ def without_flushes_of(folder, what):
         "a checkpoint's entries": lambda path: path.name.startswith("checkpoint-"),
         "the name of a checkpoint": lambda path: path == folder / "machine" / "out",
         "the name of a new output folder": lambda path: path == folder / "machine",
-        "what is moved": lambda path: path.name == manifest.EARLIER_NAME,
-        "what is copied": lambda path: manifest.EARLIER_NAME in path.parts[:-1],
-        "what is sealed": lambda path: path.name == manifest.SAVING_NAME,
+        "what is copied": lambda path: path.parent == folder / "machine" / "out" / "checkpoint-3",
+        "what is committed": lambda path: path.name == manifest.SAVING_NAME,
     }[what]
     return lambda path: None if left_out(path) else flush(path)
 
@@ -80,37 +79,33 @@ def test_what_was_saved_survives_a_loss_of_power_only_with_every_flush(tmp_path,
     assert (power.newest_step(out) >= power.saved_step(record)) == (left_out is None)
 
 
-@pytest.mark.parametrize(
-    "left_out, renames", [(None, True), ("what is moved", True), (None, False), ("what is copied", False)]
-)
-def test_a_checkpoint_that_makes_way_survives_only_with_its_flush(tmp_path, monkeypatch, left_out, renames):
-    if not renames:
-        monkeypatch.setattr(os, "replace", renames_no_folders(os.replace))
-    assert sealed_twice(tmp_path, monkeypatch, left_out, of_another_run=True) == ([1, 1] if left_out is None else [1])
+@pytest.mark.parametrize("left_out", [None, "what is copied"])
+def test_a_checkpoint_that_is_copied_to_its_place_survives_only_with_its_flush(tmp_path, monkeypatch, left_out):
+    monkeypatch.setattr(os, "replace", renames_no_folders(os.replace))
+    assert committed(tmp_path, monkeypatch, left_out, times=1) == ([3] if left_out is None else [])
 
 
-@pytest.mark.parametrize("left_out", [None, "what is sealed", FLUSHES[3]])
+@pytest.mark.parametrize("left_out", [None, "what is committed", FLUSHES[3]])
 def test_a_checkpoint_that_is_saved_once_more_survives_only_with_its_flushes(tmp_path, monkeypatch, left_out):
     """The power is lost between the deletion of the old one and the name of the new one."""
-    found = sealed_twice(tmp_path, monkeypatch, left_out, of_another_run=False)
-    assert found == ([1] if left_out is None else [])
+    assert committed(tmp_path, monkeypatch, left_out, times=2) == ([3] if left_out is None else [])
 
 
-def sealed_twice(folder, monkeypatch, left_out, *, of_another_run):
-    """Return how many whole checkpoints each run has after a loss of power."""
+def committed(folder, monkeypatch, left_out, *, times):
+    """Return the steps of the whole checkpoints after a loss of power."""
     if left_out is not None:
         monkeypatch.setattr(manifest, "_flush", without_flushes_of(folder, left_out))
     out, record = folder / "machine" / "out", folder / "durable"
     out.mkdir(parents=True)
-    ended = children.run(power.seal_twice, out, record, of_another_run, log=folder / "log")
-    assert ended.how == ("returned" if of_another_run else "died"), ended
-    power.lose(out.parent, record, None if of_another_run else power.Worst())
-    manifest.settle(out)
-    return [len(steps) for steps in power.whole(out).values()]
+    ended = children.run(power.commit, out, record, times, log=folder / "log")
+    assert ended.how == ("returned" if times == 1 else "died"), ended
+    power.lose(out.parent, record, None if times == 1 else power.Worst())
+    manifest.finish_interrupted_saves(out)
+    return power.whole(out)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("left_out", ["files", "what is moved"])
+@pytest.mark.parametrize("left_out", ["files", "folders"])
 def test_the_part_reports_a_flush_that_is_left_out(tmp_path, monkeypatch, capfd, left_out):
     monkeypatch.setattr(manifest, "_flush", without_flushes_of(tmp_path, left_out))
     monkeypatch.setattr(sys, "argv", ["run.py", *options(tmp_path, {"power": 8}), "--modes", "plain"])

@@ -259,7 +259,7 @@ def build(
     for callback in callbacks:
         callback.trainer = trainer
     if wait is not None:
-        trainer.folder_lock.wait = wait
+        trainer.saver.lock.wait = wait
     return trainer
 
 

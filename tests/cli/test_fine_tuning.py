@@ -15,11 +15,12 @@ from conftest import config_values, tiny_model
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from hf_hybrid.cli import chat, formats, rewards, screen
-from hf_hybrid.cli.data import mixed, read_rows, shares
+from hf_hybrid.cli.data import Reader, mixed, shares
+from hf_hybrid.cli.export import held_out_rows, read_note
 from hf_hybrid.cli.formats import FormatError, recognise
 from hf_hybrid.cli.main import main
-from hf_hybrid.cli.options import CommandLine
-from hf_hybrid.cli.tasks import FINE_TUNING, GRPO, SFT, FineTunedModel
+from hf_hybrid.cli.options import GRPO, SFT, TRAINING, AdapterOptions, CommandLine, DataOptions, ModelOptions
+from hf_hybrid.cli.tokens import Answers
 
 trl = pytest.importorskip("trl")
 
@@ -159,12 +160,13 @@ def test_prompts_of_ultrafeedback_are_taken_from_the_pairs():
 
 def test_other_names_of_columns_streams_and_limits(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    given = {"split": "train", "config": None, "template": True, "system": None}
-    renamed = {"question": "prompt", "answer": "completion"}
+    columns = ["prompt=question", "completion=answer"]
     for streaming in (False, True):
-        rows = read_rows("sft", "dataset", "questions.jsonl", streaming=streaming, limit=3, renamed=renamed, **given)
-        assert list(rows.data)[2] == {"prompt": "What is 2 + 1?", "completion": "So it is #### 3"}
-        assert len(list(rows.data)) == 3
+        data = DataOptions(dataset=["questions.jsonl"], columns=columns, limit=3, streaming=streaming, eval_share=0)
+        (source,) = Reader("sft", data, 0).sources("dataset", tokenizer_of(TEMPLATE), print)
+        rows = list(source.rows)
+        assert rows[2] == {"prompt": "What is 2 + 1?", "completion": "So it is #### 3"}
+        assert len(rows) == 3
 
 
 def test_shares_of_a_mixture_repeat_no_row():
@@ -180,18 +182,18 @@ def test_shares_of_a_mixture_repeat_no_row():
 # Which tokens are learned.
 
 
-def tokens_of(name, template=TEMPLATE, answers_only=True):
-    """The tokens and labels of a format, and the tokenizer."""
-    from hf_hybrid.cli.answers import Answers
-
+def tokenizer_of(template):
     tokenizer = byte_tokenizer(eos_token="<|end|>", pad_token="<|end|>")
     tokenizer.chat_template = template
-    made = Answers(tokenizer, answers_only=answers_only, completions_only=True)
-    rows = read_rows(
-        "sft", "dataset", name, split="train", config=None, streaming=False, limit=None, renamed={}, template=True,
-        system=None,
-    )  # fmt: skip
-    return made.tokenise(rows, "dataset"), tokenizer, made.way
+    return tokenizer
+
+
+def tokens_of(name, template=TEMPLATE, answers_only=True):
+    """The tokens and labels of a format, and the tokenizer."""
+    tokenizer = tokenizer_of(template)
+    (source,) = Reader("sft", DataOptions(dataset=[name]), 0).sources("dataset", tokenizer, print)
+    answers = Answers(tokenizer, answers_only, completions_only=True)
+    return answers.tokenise(source), tokenizer, answers.way
 
 
 def learned(row, tokenizer):
@@ -281,9 +283,9 @@ def test_sft_says_what_it_does_and_what_comes_next(run, tmp_path):
     assert status == 0, err
     for told in (
         "chats.jsonl: chats (`messages`), 9 rows",
-        "held out   1 row, 8 to train on",
-        "the answers of the assistant, found by rendering",
-        "8 rows of 8 cut at --max_length 50 (the longest has",
+        "eval       1 of 9 rows, which are not trained on",
+        "loss on    assistant turns, found by rendering",
+        "8 of 8 rows cut at --max_length 50 (the longest has",
         "in adapters",
         "steps      2, 2 rows each",
         "lr_rescue",
@@ -340,7 +342,7 @@ def test_export_measures_on_the_rows_that_sft_held_out(run, tmp_path, capsys, mo
     monkeypatch.setenv("COLUMNS", "60")
     assert main(["export", "out", "--format", "merged"]) == 0
     shown = capsys.readouterr()
-    assert "held-out loss" in shown.out and max(map(len, shown.out.splitlines())) <= 60
+    assert "eval loss" in shown.out and max(map(len, shown.out.splitlines())) <= 60
     # Nothing comes before: no bars, and no warnings of dependencies.
     assert shown.err.splitlines() == ["Written: out-merged", "To try it: hf-hybrid chat out-merged"]
     note = tmp_path / "out" / "_hybrid_data.json"
@@ -359,24 +361,18 @@ def test_export_measures_on_the_rows_that_sft_held_out(run, tmp_path, capsys, mo
     assert "it lacks `seed`" in capsys.readouterr().err
 
 
-def test_held_out_pairs_are_measured_by_their_chosen_side(run, folder, tmp_path):
-    from hf_hybrid.cli.export import _read_note
-    from hf_hybrid.cli.fine_tune import DataNote, held_out_rows
-    from hf_hybrid.cli.tasks import FineTuningData
-
-    tokenizer = byte_tokenizer(eos_token="<|end|>", pad_token="<|end|>")
-    tokenizer.chat_template = TEMPLATE
-    values = {"seed": 1, "answers_only": True, "completions_only": True, "max_length": None, "keep_end": False}
+def test_held_out_pairs_are_measured_by_their_chosen_side(folder, tmp_path):
+    tokenizer = tokenizer_of(TEMPLATE)
     for file, read in (("pairs.jsonl", "Say {}: "), ("chat_pairs.jsonl", "user: Say {}<|end|>assistant: ")):
-        note, data = DataNote("dpo", **values), FineTuningData(dataset=[str(folder / file)])
-        (row,) = held_out_rows(note, data, tokenizer, 9)
+        note = Reader("dpo", DataOptions(dataset=[str(folder / file)]), seed=1)
+        (row,) = held_out_rows(note, tokenizer, 9)
         whole, answer = tokenizer.decode(row["input_ids"]), learned(row, tokenizer)
         number = re.search(r"Say (\d+)", whole)[1]
         assert answer == ("yes" if file.startswith("chat") else number) + "<|end|>"
         assert whole == read.format(number) + answer
-    (tmp_path / "note.json").write_text(json.dumps({**vars(data), **vars(DataNote("grpo", **values))}))
-    assert _read_note(tmp_path / "note.json")["command"] == "grpo"
-    assert held_out_rows(DataNote("grpo", **values), data, tokenizer, 9) == []
+    (tmp_path / "note.json").write_text(json.dumps(dataclasses.replace(note, command="grpo").to_dict()))
+    note = read_note(tmp_path / "note.json")
+    assert note.command == "grpo" and not note.evaluates
 
 
 def test_dpo_ranks_pairs(run):
@@ -460,25 +456,25 @@ def talk(monkeypatch, capsys, *words, lines):
     return status, capsys.readouterr()
 
 
-def test_chat_answers_each_line_of_a_pipe(folder, monkeypatch, capsys):
+def test_chat_answers_each_line(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     status, written = talk(monkeypatch, capsys, "model", "--temperature", "0", lines="hi\n\n/reset\nhi\n/exit\nhi\n")
-    half = len(written.out) // 2
-    assert status == 0 and written.out[:half] == written.out[half:] != "\n"  # the conversation was forgotten
+    first, second = re.findall(r"> (?:> )*([^>]+)\n", written.out)
+    assert status == 0 and first == second != "" and written.out.endswith("> "), "the conversation was forgotten"
     status, written = talk(monkeypatch, capsys, "base", lines="hi\n")
     assert status == 2 and "has no chat template" in written.err
 
 
-def test_chat_keeps_the_conversation_and_the_system_message(folder, monkeypatch):
+def test_chat_keeps_the_conversation_and_the_system_message(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     given = {"model": "model", "dtype": "auto", "cpu": True, "trust_remote_code": False, "seed": 0}
     args = argparse.Namespace(**given, system="Be brief.", max_new_tokens=2, temperature=None, top_p=0.9)
-    conversation, written = chat.Chat(*chat.load(args), args), []
-    conversation.take("one", written.append)
-    conversation.take("two", written.append)
+    conversation = chat.Chat(*chat.load(args), args)
+    conversation.take("one")
+    conversation.take("two")
     assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
-    assert conversation.messages[2] == user("two") and written
-    conversation.take("/system Be long.", written.append)
+    assert conversation.messages[2] == user("two") and conversation.messages[1]["content"] in capsys.readouterr().out
+    conversation.take("/system Be long.")
     assert conversation.messages == [] and conversation.system == "Be long."
 
 
@@ -509,7 +505,7 @@ WRONG = [
     ("sft", ["--dataset", "broken.jsonl"], "`--dataset broken.jsonl` cannot be read as json"),
     ("sft", ["--dataset", "latin.csv"], "`--dataset latin.csv` cannot be read as csv"),
     ("sft", ["--dataset", "broken.parquet"], "`--dataset broken.parquet` cannot be read as parquet"),
-    ("sft", ["--dataset", "numbers.jsonl"], "its first row is `1`, not an object with columns"),
+    ("sft", ["--dataset", "numbers.jsonl"], "`--dataset numbers.jsonl` cannot be read as json"),
     ("sft", ["--dataset", "odd.jsonl"], "it has `que`, `ans`, and `hf-hybrid sft` takes `messages` (chats)"),
     ("sft", ["--dataset", "pairs.jsonl"], "That is what `hf-hybrid dpo` takes"),
     ("dpo", ["--dataset", "chats.jsonl"], "That is what `hf-hybrid sft` takes"),
@@ -584,10 +580,6 @@ def wrong_files(folder):
     (folder / "adapters" / "adapter_config.json").write_text("{}")
 
 
-def test_there_are_enough_wrong_inputs():
-    assert len(WRONG) >= 40
-
-
 @pytest.mark.parametrize("command, words, message", WRONG, ids=lambda value: str(value)[:50])
 def test_wrong_inputs_are_one_sentence_and_status_2(run, wrong_files, monkeypatch, command, words, message):
     import transformers
@@ -605,7 +597,7 @@ def test_wrong_inputs_are_one_sentence_and_status_2(run, wrong_files, monkeypatc
 
 
 def test_without_trl_the_command_says_how_to_install_it(run, monkeypatch):
-    monkeypatch.delitem(sys.modules, "hf_hybrid.integrations.trl", raising=False)
+    monkeypatch.delitem(sys.modules, "hf_hybrid.trl.sft_dpo", raising=False)
     monkeypatch.setitem(sys.modules, "trl", None)
     status, _, err = run("sft", "--dataset", "chats.jsonl")
     assert status == 2 and 'pip install "hf-hybrid[trl]"' in err and "Traceback" not in err
@@ -616,7 +608,7 @@ def test_a_misspelt_file_is_refused_without_torch(folder):
     code = (
         "import sys\nfrom hf_hybrid.cli.main import main\n"
         "assert main(['sft', '--model', 'model', '--dataset', 'chat.jsonl']) == 2\n"
-        "assert main(['dpo', '--model', 'model', '--dataset', 'chats.jsonl']) == 2\n"
+        "assert main(['grpo', '--model', 'model', '--dataset', 'chats.jsonl', '--reward', 'gone.py:f']) == 2\n"
         "assert main(['grpo', '--help']) == 0\n"
         "assert not {'torch', 'transformers', 'datasets', 'trl'} & set(sys.modules)\n"
     )
@@ -632,12 +624,14 @@ def test_a_misspelt_file_is_refused_without_torch(folder):
 
 
 def test_the_options_of_the_model_are_trls():
-    ours = {field.name for field in dataclasses.fields(FineTunedModel)}
+    ours = {field.name for owner in (ModelOptions, AdapterOptions) for field in dataclasses.fields(owner)}
     theirs = {field.name for field in dataclasses.fields(trl.ModelConfig)}
     assert theirs - ours == {"model_name_or_path"}  # `model`; both names are taken
 
 
-@pytest.mark.parametrize("command", FINE_TUNING.values(), ids=lambda command: command.name)
+@pytest.mark.parametrize(
+    "command", [TRAINING[name] for name in ("sft", "dpo", "grpo")], ids=lambda command: command.name
+)
 def test_every_option_of_trl_is_taken(command, tmp_path):
     config = getattr(trl, command.kind.removeprefix("trl."))
     line = CommandLine(["--model_name_or_path", "m", "--dataset_name", "d", "--dataset-train-split", "t"], command)
@@ -651,8 +645,8 @@ def test_every_option_of_trl_is_taken(command, tmp_path):
 
 
 def test_what_was_not_given_is_decided_by_the_command():
-    assert CommandLine([], SFT).undecided == {"logging_steps", "assistant_only_loss"}
-    assert CommandLine(["--logging_steps", "7"], GRPO).undecided == set()
+    assert CommandLine([], SFT).defaulted == {"logging_steps", "assistant_only_loss"}
+    assert CommandLine(["--logging_steps", "7"], GRPO).defaulted == set()
     assert [screen.logging_steps(steps) for steps in (1, 10, 100, 400, 10**5)] == [1, 1, 5, 20, 50]
 
 

@@ -79,7 +79,7 @@ def test_messages_name_extras_that_exist():
 
 def test_tests_have_every_extra():
     dev = {str(requirement) for requirement in EXTRAS["dev"]}
-    for name in EXTRAS.keys() - {"eval"}:  # lm-eval brings a dozen packages, and its test is skipped without it
+    for name in EXTRAS:
         assert {str(requirement) for requirement in EXTRAS[name]} <= dev, name
 
 

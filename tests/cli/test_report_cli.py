@@ -15,7 +15,7 @@ def test_command(tmp_path, capsys, caplog, monkeypatch):
     hybrid_run(tmp_path / "run")
     assert main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "there")]) == 0
     told = capsys.readouterr()
-    assert told.out.splitlines()[0] == str(tmp_path / "there" / "report.html") and "leaps.csv" in told.out
+    assert told.out.splitlines()[0] == str(tmp_path / "there" / "report.html") and "report.json" in told.out
     assert "hf-hybrid[report]" in caplog.text
     assert main(["report", str(tmp_path / "run"), str(tmp_path / "run")]) == 0
     assert "comparison.html" in capsys.readouterr().out

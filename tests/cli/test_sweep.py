@@ -5,23 +5,19 @@ Most tests put a process in the place of `hf-hybrid train` that writes a log as 
 rate of this made-up training is 1.5e-3.
 """
 
-import contextlib
 import hashlib
 import json
 import math
 import os
-import random
 import re
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import optuna
 import psutil
 import pytest
 import yaml
@@ -104,8 +100,21 @@ def start(config, *words):
     return main(["sweep", "--config", str(config), *words])
 
 
-def study_in(folder):
-    return optuna.load_study(study_name="sweep", storage=f"sqlite:///{folder}/sweep.db")
+def trials_in(folder):
+    """The trials of a sweep, by what their folders say."""
+    return [trial_in(path) for path in sorted(folder.glob("trial-???"))]
+
+
+def trial_in(folder):
+    values = yaml.safe_load((folder / "trial.yaml").read_text())
+    outcome = study.read_outcome(folder) or study.Outcome(TrialState.RUNNING)
+    return SimpleNamespace(state=outcome.state, value=outcome.loss, params=outcome.parameters, values=values)
+
+
+def interrupt(folder):
+    """Leave a third trial as a process does that is killed in it."""
+    (folder / "trial-002").mkdir()
+    shutil.copy(folder / "trial-001" / "trial.yaml", folder / "trial-002")
 
 
 # What is tried.
@@ -189,7 +198,7 @@ def test_values_are_read_as_train_reads_them(config):
 def test_a_sweep_finds_the_best_rate_and_ends_the_others_early(config, made_up, capsys):
     assert start(config, "--learning_rate", "1e-5..10", "--trials", "7") == 0
     folder, said = config.parent / "out-sweep", capsys.readouterr().out
-    states = {trial.params["learning_rate"]: trial.state for trial in study_in(folder).trials}
+    states = {trial.params["learning_rate"]: trial.state for trial in trials_in(folder)}
     assert states == {0.01: TrialState.COMPLETE, 1.0: TrialState.PRUNED, 1e-4: TrialState.PRUNED,
                       1e-3: TrialState.COMPLETE}  # fmt: skip
     assert re.search(r"^ *\d +0.001  20/20  held-out loss 2.0310  <- best$", said, flags=re.M)
@@ -206,7 +215,7 @@ def test_a_sweep_finds_the_best_rate_and_ends_the_others_early(config, made_up, 
 def test_several_parameters_are_tried_together_and_more_trials_go_on(config, made_up, capsys):
     words = ["--learning_rate", "9e-4..1.1e-3", "--param", "lora_r=4,8", "--trials"]
     assert start(config, *words, "2") == 0 and start(config, *words, "3") == 0
-    found = [trial.params for trial in study_in(config.parent / "out-sweep").trials]
+    found = [trial.params for trial in trials_in(config.parent / "out-sweep")]
     assert len(found) == 3 and all(9e-4 <= p["learning_rate"] <= 1.1e-3 and p["lora_r"] in (4, 8) for p in found)
     assert len({params["learning_rate"] for params in found}) == 3
     written = yaml.safe_load((config.parent / "out-sweep" / "best.yaml").read_text())
@@ -217,12 +226,12 @@ def test_several_parameters_are_tried_together_and_more_trials_go_on(config, mad
 def test_the_same_command_goes_on_and_another_one_is_refused(config, made_up, capsys):
     words = ["--learning_rate", "1e-3,1.5e-3", "--trials"]
     assert start(config, *words, "2") == 0
-    before = [trial.datetime_complete for trial in study_in(config.parent / "out-sweep").trials]
+    before = files_of(config.parent / "out-sweep")
     assert start(config, *words, "2") == 0
-    assert [trial.datetime_complete for trial in study_in(config.parent / "out-sweep").trials] == before
+    assert files_of(config.parent / "out-sweep") == before
     capsys.readouterr()
     assert start(config, "--learning_rate", "1e-3,2e-3") == 2
-    assert "holds a sweep with other options or other values" in capsys.readouterr().err
+    assert "holds a trial with other options or other values" in capsys.readouterr().err
 
 
 @pytest.mark.processes
@@ -230,14 +239,12 @@ def test_an_interrupted_trial_goes_on_as_the_same_trial(config, made_up, capsys,
     words = ["--learning_rate", "1e-3,1.5e-3", "--trials", "2"]
     assert start(config, *words) == 0
     folder = config.parent / "out-sweep"
-    # As a process leaves it that is killed in the second trial.
-    begun = study_in(folder).ask({"learning_rate": optuna.distributions.CategoricalDistribution((1e-3, 1.5e-3))})
-    (folder / "trial-002").mkdir()
+    interrupt(folder)
     monkeypatch.setattr(trials, "last_checkpoint", lambda folder: "checkpoint-5" if "002" in str(folder) else None)
     capsys.readouterr()
     assert start(config, *words) == 0
-    assert f"trial {begun.number} was interrupted and goes on" in capsys.readouterr().out
-    assert [trial.state for trial in study_in(folder).trials] == [TrialState.COMPLETE] * 3
+    assert "trial 2 was interrupted and goes on" in capsys.readouterr().out
+    assert [trial.state for trial in trials_in(folder)] == [TrialState.COMPLETE] * 3
     assert "'--resume_from_checkpoint', 'true'" in (folder / "trial-002" / "output.txt").read_text()
     assert "--resume_from_checkpoint" not in (folder / "trial-001" / "output.txt").read_text()
 
@@ -247,16 +254,16 @@ def test_a_trial_that_somebody_works_on_is_left_alone(config, made_up):
     words = ["--learning_rate", "1e-3,1.5e-3", "--trials", "2"]
     folder = config.parent / "out-sweep"
     assert start(config, *words) == 0
-    begun = study_in(folder).ask()
-    with trials.FileLock(folder / f"trial-{begun.number:03d}.lock"):
+    interrupt(folder)
+    with trials.FileLock(folder / "trial-002.lock"):
         assert start(config, *words) == 0
-    assert study_in(folder).trials[begun.number].state == TrialState.RUNNING
+    assert trials_in(folder)[2].state == TrialState.RUNNING
 
 
 @pytest.mark.processes
 def test_trials_at_a_time_make_each_trial_once(config, made_up, capsys):
     assert start(config, "--learning_rate", "1e-3,1.1e-3,1.2e-3,1.3e-3", "--trials", "4", "--processes", "2") == 0
-    found = study_in(config.parent / "out-sweep").trials
+    found = trials_in(config.parent / "out-sweep")
     assert sorted(trial.params["learning_rate"] for trial in found) == [1e-3, 1.1e-3, 1.2e-3, 1.3e-3]
     assert {trial.state for trial in found} == {TrialState.COMPLETE}
     assert "OMP_NUM_THREADS" in (config.parent / "out-sweep" / "trial-000" / "output.txt").read_text()
@@ -267,7 +274,7 @@ def test_a_sweep_whose_trials_cannot_begin_ends_at_once(config, made_up, capsys)
     assert start(config, "--learning_rate", "666,667", "--trials", "2") == 1
     said = capsys.readouterr()
     assert "failed: it does not work" in said.out and "no trial finished" in said.err
-    assert len([t for t in study_in(config.parent / "out-sweep").trials if t.state == TrialState.FAIL]) == 1
+    assert [trial.state for trial in trials_in(config.parent / "out-sweep")] == [TrialState.FAIL]
 
 
 # Secrets.
@@ -332,7 +339,7 @@ def test_a_trial_that_was_killed_goes_on_as_the_same_trial(config, made_up, caps
     assert start(config, "--learning_rate", "7e-4,1.5e-3", "--trials", "2") == 0
     folder, said = config.parent / "out-sweep", capsys.readouterr().out
     assert f"trial 0 was killed by {number.name} after `checkpoint-5`\ntrial 0 was interrupted and goes on" in said
-    assert [trial.state for trial in study_in(folder).trials] == [TrialState.COMPLETE] * 2
+    assert [trial.state for trial in trials_in(folder)] == [TrialState.COMPLETE] * 2
     assert (folder / "trial-000" / "output.txt").read_text().count("'--resume_from_checkpoint', 'true'") == 1
 
 
@@ -340,7 +347,7 @@ def test_a_trial_that_was_killed_goes_on_as_the_same_trial(config, made_up, caps
 def test_a_trial_that_is_killed_again_and_again_has_failed(config, made_up, capsys):
     assert start(config, "--learning_rate", "8e-4,1.5e-3", "--trials", "2") == 0
     assert "failed: killed by SIGKILL 3 times without a checkpoint; is memory short?" in capsys.readouterr().out
-    states = [trial.state for trial in study_in(config.parent / "out-sweep").trials]
+    states = [trial.state for trial in trials_in(config.parent / "out-sweep")]
     assert states == [TrialState.FAIL, TrialState.COMPLETE]
 
 
@@ -355,11 +362,10 @@ def test_a_signal_from_outside_is_told_from_an_error(status, name):
 def test_results_that_were_cut_short_are_made_again(config, made_up, capsys, text):
     words, folder = ["--learning_rate", "1e-3,1.5e-3", "--trials", "2"], config.parent / "out-sweep"
     assert start(config, *words) == 0
-    study_in(folder).ask({"learning_rate": optuna.distributions.CategoricalDistribution((1e-3, 1.5e-3))})
-    (folder / "trial-002").mkdir()
+    interrupt(folder)
     (folder / "trial-002" / "eval_results.json").write_text(text)  # killed while Trainer wrote it
     assert start(config, *words) == 0
-    assert [trial.state for trial in study_in(folder).trials] == [TrialState.COMPLETE] * 3
+    assert [trial.state for trial in trials_in(folder)] == [TrialState.COMPLETE] * 3
 
 
 def test_a_training_that_was_told_to_end_early_has_no_result(tmp_path):
@@ -380,13 +386,13 @@ def test_a_sweep_on_a_full_disk_ends_with_a_sentence(config, made_up, capsys, mo
     def full(self):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trials.Trials, "_take", full)
+    monkeypatch.setattr(trials.Trials, "_choose", full)
     assert start(config, "--learning_rate", "1e-3,1.5e-3") == 1
     said = capsys.readouterr().err
     assert "hf-hybrid sweep: error: [Errno 28] No space left on device The same command goes on" in said
 
 
-# Databases that are damaged.
+# Folders, which are all that a sweep knows.
 
 WORDS = ("--learning_rate", "1e-5..10", "--trials", "7")
 
@@ -401,59 +407,39 @@ def finished(tmp_path_factory):
     return made / "out-sweep"
 
 
-def _no_tables(database):
-    database.unlink()
-    sqlite3.connect(database).close()
-    with contextlib.closing(sqlite3.connect(database)) as connection:
-        connection.execute("create table another (x)")
-
-
-def _changed(statement):
-    def change(database):
-        with contextlib.closing(sqlite3.connect(database)) as connection:
-            connection.execute(statement)
-            connection.commit()
-
-    return change
-
-
-DAMAGES = {
-    "deleted": (lambda path: path.unlink(), "is missing"),
-    "emptied": (lambda path: path.write_bytes(b""), "is empty"),
-    "of random bytes": (lambda path: path.write_bytes(random.Random(0).randbytes(20_000)), "is damaged"),
-    "cut short": (lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]), "is damaged"),
-    "garbage inside": (lambda path: path.write_bytes(path.read_bytes()[:8192] + bytes(range(256)) * 200), "is damaged"),
-    "of another program": (_no_tables, "knows nothing of `trial-000`"),
-    "an older copy": (_changed("delete from trials where number = 3"), "knows nothing of `trial-003`"),
-    "a wrong value": (_changed("update trial_values set value = value - 1"), "contradicts `trial-000/outcome.json`"),
-    "a wrong state": (_changed("update trials set state = 'FAIL'"), "contradicts `trial-000/outcome.json`"),
-    "no state at all": (_changed("update trials set state = 'x'"), "is damaged"),
-    "a note that is no JSON": (_changed("update study_user_attributes set value_json = '{'"), "is damaged"),
-}
+def files_of(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.glob("trial-*/*")}
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", mostly_slow(DAMAGES, ["deleted", "of random bytes", "a wrong value"]))
-def test_a_damaged_database_is_made_again_from_the_folders(config, finished, made_up, capsys, kind):
+def test_nothing_else_is_needed_to_go_on(config, finished, made_up, capsys):
     folder = config.parent / "out-sweep"
     shutil.copytree(finished, folder)
-    before = facts(folder)
-    damage, wrong = DAMAGES[kind]
-    damage(folder / "sweep.db")
+    before = files_of(folder)
+    for path in folder.glob("*"):
+        if path.is_file():
+            path.unlink()
+    (folder / "sweep.db").write_text("of an older version")
+    (folder / "trial-004").mkdir()  # as a sweep leaves it that dies while it begins a trial
     assert start(config, *WORDS) == 0
+    assert files_of(folder) == before, "nothing was trained again, and nothing deleted"
     said = capsys.readouterr()
-    assert f"`sweep.db` {wrong}: it was made again from the folders of 4 trials." in said.out and not said.err
-    assert facts(folder) == before, "nothing was trained again, and nothing deleted"
-    assert (folder / "sweep.db.damaged-1").exists() == (kind != "deleted")
-    assert start(config, *WORDS) == 0 and "made again" not in capsys.readouterr().out
+    assert re.search(r"0.001  20/20  held-out loss 2.0310  <- best$", said.out, flags=re.M) and not said.err
+    assert (folder / "best.yaml").exists() and (folder / "sweep.db").read_text() == "of an older version"
 
 
-def facts(folder):
-    """What a sweep knows of its trials, and what is in their folders."""
-    known = [(t.number, t.state, t.value if t.state == TrialState.COMPLETE else None, t.params, t.user_attrs,
-              t.intermediate_values) for t in study_in(folder).trials]  # fmt: skip
-    files = {path: path.stat().st_mtime_ns for path in folder.glob("trial-*/*")}
-    return repr(known), files
+@pytest.mark.processes
+@pytest.mark.parametrize("content", ["[", '{"state": "complete", "eval_loss": 0.1}', "changed"])
+def test_a_trial_whose_outcome_is_damaged_goes_on(config, finished, made_up, capsys, content):
+    folder = config.parent / "out-sweep"
+    shutil.copytree(finished, folder)
+    [best] = [path.parent for path in folder.glob("trial-*/model.safetensors")]
+    outcome = best / "outcome.json"
+    whole = outcome.read_text()
+    outcome.write_text(content if content != "changed" else whole.replace("2.03", "1.03"))
+    assert start(config, *WORDS) == 0
+    assert f"trial {int(best.name[-3:])} was interrupted and goes on" in capsys.readouterr().out
+    assert outcome.read_text() == whole
 
 
 @pytest.mark.processes
@@ -461,48 +447,35 @@ def test_folders_of_an_older_version_tell_what_they_can(config, finished, made_u
     """Without `outcome.json`: a finished trial is one with results, and any other goes on."""
     folder = config.parent / "out-sweep"
     shutil.copytree(finished, folder)
-    best = min(study_in(folder).trials, key=lambda trial: trial.value if trial.state == TrialState.COMPLETE else 99)
-    weights = folder / f"trial-{best.number:03d}" / "model.safetensors"
+    [weights] = folder.glob("trial-*/model.safetensors")
     saved = weights.stat().st_mtime_ns
     for path in folder.glob("trial-*/outcome.json"):
         path.unlink()
-    (folder / "sweep.db").unlink()
     assert start(config, *WORDS) == 0
     assert "<- best" in capsys.readouterr().out and weights.stat().st_mtime_ns == saved
 
 
 @pytest.mark.processes
-def test_what_cannot_be_made_again_is_refused_and_nothing_is_deleted(config, finished, made_up, capsys):
-    folder, database = config.parent / "out-sweep", config.parent / "out-sweep" / "sweep.db"
+def test_what_cannot_be_told_is_refused_and_nothing_is_deleted(config, finished, made_up, capsys):
+    folder = config.parent / "out-sweep"
     shutil.copytree(finished, folder)
-    files = {path.name for path in folder.rglob("*")}
 
     def refused(*words):
+        before = files_of(folder)
         assert start(config, *words) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and said.startswith("hf-hybrid sweep: error: ")
-        assert {path.name for path in folder.rglob("*")} >= files - {"sweep.db"}
+        assert files_of(folder) == before
         return said
 
-    precious = config.parent / "precious"
-    database.rename(precious)
-    database.symlink_to(precious)
-    assert "is a link or a folder, and must be a file" in refused(*WORDS)
-    database.unlink()
-    database.mkdir()
-    assert "is a link or a folder, and must be a file" in refused(*WORDS)
-    database.rmdir()
-    with trials.FileLock(folder / "trial-002.lock"):
-        assert "and another sweep works in this folder" in refused(*WORDS)
-    assert "is of a sweep with other options or other values" in refused("--learning_rate", "1e-6..1e-5")
+    assert "holds a trial with other options or other values" in refused("--learning_rate", "1e-6..1e-5")
     config.write_text(config.read_text() + "weight_decay: 0.5\n")
-    assert "is of a sweep with other options or other values" in refused(*WORDS)
+    assert "holds a trial with other options or other values" in refused(*WORDS)
     config.write_text(config.read_text().replace("weight_decay: 0.5\n", ""))
     for name in ("trial.yaml", "outcome.json"):
         (folder / "trial-001" / name).write_text("[")
     assert "nothing says which values the trial had" in refused(*WORDS)
     shutil.rmtree(folder / "trial-001")
-    files = {path.name for path in folder.rglob("*")}
     assert start(config, *WORDS) == 0
     assert "failed: its folder is missing" in capsys.readouterr().out
 
@@ -526,13 +499,12 @@ def test_a_sweep_writes_through_no_link(config, made_up, capsys):
     assert {path.read_text() for path in precious.iterdir()} == {"of another user"}
     assert not any((folder / name).is_symlink() for name in (*files, "trial-000"))
     # A trial that goes on finds links where its own files are.
-    study_in(folder).ask({"learning_rate": optuna.distributions.CategoricalDistribution((1e-3, 1.5e-3))})
-    (folder / "trial-002").mkdir()
-    for name in ("trial.yaml", "output.txt", "outcome.json"):
+    interrupt(folder)
+    for name in ("output.txt", "outcome.json"):
         (folder / "trial-002" / name).symlink_to(precious / "file")
     assert start(config, *words) == 0
     assert (precious / "file").read_text() == "of another user"
-    assert study_in(folder).trials[2].state == TrialState.COMPLETE
+    assert trials_in(folder)[2].state == TrialState.COMPLETE
 
 
 def test_what_lies_in_the_place_of_a_new_trial_gets_another_name(tmp_path):
@@ -586,7 +558,7 @@ def test_a_killed_sweep_leaves_no_process_and_goes_on(tmp_path):
         "trial 1 was interrupted and goes on" in done.stdout
         and "2 trials made 400 steps, 100% of those of 2 whole trials" in done.stdout
     )
-    assert [trial.state for trial in study_in(folder).trials] == [TrialState.COMPLETE] * 2
+    assert [trial.state for trial in trials_in(folder)] == [TrialState.COMPLETE] * 2
     log = [json.loads(line) for line in (folder / "trial-001" / "hybrid_log.jsonl").read_text().splitlines()]
     assert [line["step"] > 0 for line in log if "begun" in line] == [False, True]  # from its checkpoint
     best = CommandLine(["--config", str(folder / "best.yaml")]).options().config

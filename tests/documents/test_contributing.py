@@ -3,7 +3,6 @@
 import ast
 import os
 import re
-import runpy
 import shlex
 from functools import cache
 from pathlib import Path
@@ -99,15 +98,6 @@ def test_floors_are_those_of_the_test():
     assert said.group(1) == NUMBERS[len(architecture.FLOORS)]
     for pair in re.findall(r"`(\w+)`\s+and\s+`(\w+)`\s+never import each other", HOUSE):
         assert set(pair) in architecture.STRANGERS, pair
-
-
-def test_limits_of_the_walks_are_those_of_the_script():
-    walks = runpy.run_path(str(ROOT / "benchmarks" / "walks.py"))
-    limits = {}
-    for walk, *cells in table(" | ".join(["", *walks["FIGURES"]]).strip()):
-        brackets = {name: re.search(r"\((\d+)\)", cell) for name, cell in zip(walks["FIGURES"], cells)}
-        limits[walk] = {name: int(found.group(1)) for name, found in brackets.items() if found}
-    assert limits == walks["LIMITS"]
 
 
 # Files, names and commands.

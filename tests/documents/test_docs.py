@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from hf_hybrid import HybridArguments, HybridConfig, HybridTrainer, __version__
 from hf_hybrid.cli import options
 from hf_hybrid.cli.main import COMMANDS, build_parser
-from hf_hybrid.cli.tasks import FINE_TUNING
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -223,14 +222,14 @@ def check_pip(words: list[str]) -> None:
 def check_hf_hybrid(words: list[str], folder: Path) -> None:
     command, *rest = words
     assert command in COMMANDS, f"hf-hybrid has no command `{command}`"
-    if command != "train" and command not in FINE_TUNING:
+    if command not in options.TRAINING:
         return build_parser(command).parse_args([command, *rest])
     (folder / "run.yaml").write_text("max_steps: 3\n")
     (folder / "hybrid_config.json").write_text('{"max_steps": 3}')
     stand_in = {"run.yaml": "run.yaml", "out/gpt2-sweep/best.yaml": "run.yaml"}
     stand_in["out/gpt2/hybrid_config.json"] = "hybrid_config.json"
     rest = [str(folder / stand_in[word]) if word in stand_in else word for word in rest]
-    line = options.CommandLine(rest, FINE_TUNING.get(command, options.TRAIN))
+    line = options.CommandLine(rest, options.TRAINING[command])
     assert line.values
 
 
@@ -433,7 +432,7 @@ def test_symbols_of_the_api_pages_exist_and_are_documented():
         try:
             found = getattr(importlib.import_module(module), name)
         except ImportError as error:
-            assert module.startswith("hf_hybrid.integrations."), error
+            assert module.startswith(("hf_hybrid.trl.", "hf_hybrid.integrations.")), error
             continue
         assert found.__doc__, symbol
 

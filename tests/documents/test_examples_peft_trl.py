@@ -145,8 +145,10 @@ def start_trl(name, base, monkeypatch, folder, *arguments) -> dict:
     (folder / "rows" / "train.jsonl").write_text("".join(json.dumps(ROWS[name](n)) + "\n" for n in range(32)))
     (folder / "rewards_of_script.py").write_text(REWARD)
     words = f"--model_name_or_path {base} --dataset_name rows --use_peft --output_dir out --max_steps 2 --use_cpu"
-    trainers, end = [], Trainer.end
-    monkeypatch.setattr(Trainer, "end", lambda trainer: (trainers.append(trainer), end(trainer)))
+    trainers, train = [], Trainer.train
+    monkeypatch.setattr(
+        Trainer, "train", lambda trainer, *more, **named: trainers.append(trainer) or train(trainer, *more, **named)
+    )
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *words.split(), "--report_to", "none", *arguments])

@@ -9,8 +9,7 @@ import pytest
 
 from hf_hybrid.cli import formats
 from hf_hybrid.cli.main import build_parser
-from hf_hybrid.cli.options import CommandLine
-from hf_hybrid.cli.tasks import FINE_TUNING
+from hf_hybrid.cli.options import TRAINING, CommandLine
 
 ROOT = Path(__file__).parents[2]
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -55,7 +54,7 @@ def test_the_image_installs_and_starts_what_there_is(instructions):
     assert f"Python :: {python}" in PROJECT
     example = (ROOT / "Dockerfile").read_text().replace("#", "").replace("\\\n", " ")
     words = shlex.split(re.search(r"hf-hybrid\s+(sft .*)", example)[1])
-    assert CommandLine(words[1:], FINE_TUNING["sft"]).values.peft == "lora"
+    assert CommandLine(words[1:], TRAINING["sft"]).values.peft == "lora"
 
 
 # The notebook.
@@ -77,8 +76,8 @@ def test_cells_of_the_notebook_name_extras_commands_and_options(notebook):
     ]
     assert [words[0] for words in commands] == ["sft", "chat", "export", "export"]
     for command, *words in commands:
-        if command in FINE_TUNING:
-            assert CommandLine(words, FINE_TUNING[command]).values.output_dir == "out"
+        if command in TRAINING:
+            assert CommandLine(words, TRAINING[command]).values.output_dir == "out"
         else:
             build_parser(command).parse_args([command, *words])
     for cell in cells:

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.cli.exports import exported_bytes
 from hf_hybrid.cli.main import main
 from hf_hybrid.export import exporter, measure
 from hf_hybrid.export.bitnet import to_bitnet, trains_bitnet
 from hf_hybrid.export.formats import ExportError
 from hf_hybrid.leaps.trajectory import Trajectory
+from hf_hybrid.plan.exports import exported_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -24,15 +24,16 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
-    TrainerCallback,
 )
 from transformers.utils.logging import is_progress_bar_enabled
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.cli.exports import exported_bytes
+from hf_hybrid.cli.data import NOTE_NAME, Reader
 from hf_hybrid.cli.main import main
+from hf_hybrid.cli.options import TextDataOptions
 from hf_hybrid.export import exporter, formats, measure, source
 from hf_hybrid.export.formats import FORMATS, ExportError
+from hf_hybrid.plan.exports import exported_bytes
 
 PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes", **{name: "gguf" for name in FORMATS if name.startswith("gguf")}}
 WRITTEN = sorted(PACKAGES)
@@ -230,7 +231,7 @@ def test_the_card_has_the_costs_in_place_of_the_results(exports):
     folder, result = given(exports, "int8")
     card = (folder / "README.md").read_text()
     assert "# small" in card and "## Low-bit export" in card and "### Phases" in card and "## Results" not in card
-    assert f"| held-out loss | {result['original']['loss']:.4f} | {result['exported']['loss']:.4f} (" in card
+    assert f"| eval loss | {result['original']['loss']:.4f} | {result['exported']['loss']:.4f} (" in card
     assert "model-index" not in card and "## Results" in (folder.parent / "out" / "README.md").read_text()
     assert card.count("AutoModelForCausalLM.from_pretrained(") == 1 and "- quantized" in card
     assert str(folder.parent) not in card + (folder / "export.json").read_text()
@@ -311,7 +312,7 @@ def test_the_command_measures_on_what_the_run_held_out(tmp_path, capsys):
     captured = capsys.readouterr()
     result = json.loads((tmp_path / "out-int8" / "export.json").read_text())
     assert result["original"]["loss"] == pytest.approx(evaluated, rel=1e-4)
-    assert f"held-out loss  {evaluated:.4f}"[:18] in " ".join(captured.out.split()).replace("loss ", "loss  ")
+    assert f"eval loss  {evaluated:.4f}"[:18] in " ".join(captured.out.split()).replace("loss ", "loss  ")
     assert "Written:" in captured.err and "out-int8" in captured.err
     # A checkpoint finds the note beside it, and other texts take its place.
     own = ["--eval-dataset", str(tmp_path / "text.txt"), "--eval_sequences", "3", "--json"]
@@ -338,42 +339,6 @@ def test_the_command_shows_no_bar_over_the_tensors_of_a_gguf_file(tmp_path, capf
     assert is_progress_bar_enabled()
     formats.load(tmp_path / "out-gguf-f16", torch.float16)  # in Python, with transformers' bars on
     assert "GGUF tensors" in capfd.readouterr().err
-
-
-def test_both_models_are_scored_on_tasks_of_lm_eval(run, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("lm_eval")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    lines = [{"question": f"{number}: the sky is", "choices": [" blue", " a hat"], "answer": 0} for number in range(6)]
-    (tmp_path / "sky.json").write_text("\n".join(map(json.dumps, lines)))
-    (tmp_path / "sky.yaml").write_text(
-        f"task: sky\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path / 'sky.json'}}}}}\n"
-        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{question}}'\ndoc_to_target: '{{answer}}'\n"
-        "doc_to_choice: '{{choices}}'\nmetric_list: [{metric: acc}, {metric: acc_norm}]\n"
-    )
-    state = torch.get_rng_state()
-    export = ["export", str(run), "--format", "gguf-q8_0", "--output", str(tmp_path / "export")]
-    assert main([*export, "--tasks", str(tmp_path / "sky.yaml"), "--limit", "4"]) == 0
-    assert torch.equal(torch.get_rng_state(), state)
-    result = json.loads((tmp_path / "export" / "export.json").read_text())
-    assert result["tasks"] == {"sky": {"examples": 4, "few_shot": 0}} and "lm_eval" in result["versions"]
-    model, tokenizer = loaded(run, "original"), bpe_tokenizer()
-    right = 0
-    for line in lines[:4]:
-        text, endings = tokenizer(line["question"])["input_ids"], tokenizer(line["choices"])["input_ids"]
-        scores = []
-        for ending in endings:
-            ids = torch.tensor([text + ending])
-            logits = model(ids).logits[0, len(text) - 1 : -1].log_softmax(-1)
-            scores.append(float(logits.gather(1, torch.tensor(ending)[:, None]).sum()))
-        right += scores[0] > scores[1]
-    assert result["original"]["tasks"]["sky"]["acc"] == right / 4
-    assert set(result["exported"]["tasks"]["sky"]) == {"acc", "acc_stderr", "acc_norm", "acc_norm_stderr"}
-    row = f"sky: acc | {right / 4:.3f} ± {result['original']['tasks']['sky']['acc_stderr']:.3f} | "
-    assert f"| {row}" in (tmp_path / "export" / "README.md").read_text()
-    shown = capsys.readouterr().out
-    assert "sky: acc_norm" in shown and "scores of lm-eval with their standard errors (sky: 4, 0-shot)" in shown
-    with pytest.raises(ExportError, match="lm-eval cannot load `no_such_task`: .*`lm-eval ls tasks` lists"):
-        exporter.export(run, tmp_path / "other", "gguf-q8_0", tasks=["no_such_task"])
 
 
 # What is refused.
@@ -457,11 +422,18 @@ def options_of(name: str, **values) -> Callable[[Path], None]:
     return damage
 
 
-NOTE, INDEX = "_hybrid_data.json", "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
+
+
+def noted(**values) -> Callable[[Path], object]:
+    """A damage: the note of a run on its data, with other values."""
+    return written(NOTE_NAME, {**Reader("train", TextDataOptions(), seed=0).to_dict(), **values})
+
+
 BROKEN = {
     "config cut short": (written("config.json", "{"), "The config of the model in"),
     "config and the texts to measure on": (
-        lambda folder: (written("config.json", "{")(folder), written(NOTE, {"dataset": "text.txt"})(folder)),
+        lambda folder: (written("config.json", "{")(folder), noted(dataset=["text.txt"])(folder)),
         "The config of the model in",
     ),
     "config is a list": (written("config.json", [1]), "The config of the model in"),
@@ -472,7 +444,7 @@ BROKEN = {
         lambda folder: (
             options_of("tokenizer_config.json", model_max_length=[1])(folder),
             (folder / "text.txt").write_text("To be or not to be."),
-            written(NOTE, {"dataset": str(folder / "text.txt"), "sequence_length": 8})(folder),
+            noted(dataset=[str(folder / "text.txt")], sequence_length=8)(folder),
         ),
         "The tokenizer",
     ),
@@ -482,15 +454,18 @@ BROKEN = {
     "index whose map is a list": (index_of({"weight_map": ["x"]}), f"{INDEX}` is damaged"),
     "index that leads out": (index_of({"weight_map": {"a": "../secret.safetensors"}}), "lies outside of its folder"),
     "index with a path from the root": (index_of({"weight_map": {"a": "/etc/passwd"}}), "lies outside of its folder"),
-    "note cut short": (written(NOTE, "{"), f"{NOTE}` does not say what the run was evaluated on: it is damaged"),
-    "note is a list": (written(NOTE, []), "it is damaged"),
-    "note is deep": (written(NOTE, "[" * 9000), "it is damaged"),
-    "note with another key": (written(NOTE, {"x": 1}), "`x` is no option of the data"),
-    "note with a word for a number": (written(NOTE, {"sequence_length": "x"}), "`sequence_length` cannot be `'x'`"),
-    "note with a list for a name": (written(NOTE, {"dataset": ["x"]}), "`dataset` cannot be `['x']`"),
-    "note with a word for the seed": (written(NOTE, {"seed": "x"}), "`seed` cannot be `'x'`"),
-    "note with a share over 1": (written(NOTE, {"eval_share": 2}), "`eval_share` must be at least 0 and less than 1"),
-    "note on a file that is gone": (written(NOTE, {"dataset": "gone.txt"}), "`--dataset gone.txt`"),
+    "note cut short": (
+        written(NOTE_NAME, "{"),
+        f"{NOTE_NAME}` does not say what the run was evaluated on: it is damaged",
+    ),
+    "note is a list": (written(NOTE_NAME, []), "it is damaged"),
+    "note is deep": (written(NOTE_NAME, "[" * 9000), "it is damaged"),
+    "note with another key": (noted(x=1), "`x` is no option of the data"),
+    "note with a word for a number": (noted(sequence_length="x"), "`sequence_length` cannot be `'x'`"),
+    "note with a list for a name": (noted(dataset=[["x"]]), "`dataset` cannot be `[['x']]`"),
+    "note with a word for the seed": (noted(seed="x"), "`seed` cannot be `'x'`"),
+    "note with a share over 1": (noted(eval_share=2), "`eval_share` must be at least 0 and less than 1"),
+    "note on a file that is gone": (noted(dataset=["gone.txt"]), "`--dataset gone.txt`"),
 }
 
 
@@ -639,52 +614,6 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
         exporter.export(folder, tmp_path / "export", "gguf-q8_0")
 
 
-def test_weights_of_an_earlier_run_are_refused_until_others_are_saved(tmp_path):
-    pytest.importorskip("gguf")
-
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 4:
-                raise KeyboardInterrupt
-
-    def refusal(folder: str = "out") -> str:
-        with pytest.raises(ExportError) as error:
-            exporter.export(tmp_path / folder, tmp_path / "export", "gguf-q8_0")
-        return str(error.value)
-
-    trained(tmp_path / "out", save_strategy="steps", save_steps=6).save_model()
-    options = {"seed": 1, "save_strategy": "steps", "save_steps": 3}
-    with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path / "out", callbacks=[Stop()], **options)
-    # The checkpoint to export is that of the new run, not the later one of the old run.
-    assert "model.safetensors` is of an earlier run" in refusal()
-    assert "checkpoint-3`" in refusal() and "copy them, the config and the tokenizer" in refusal()
-    shutil.copytree(tmp_path / "out", tmp_path / "copied")
-    assert "is of an earlier run" in refusal("copied")
-    (tmp_path / "copied" / "hybrid_run.json").write_text("{")
-    assert "`hybrid_run.json` is damaged" in refusal("copied")
-    (tmp_path / "copied" / "hybrid_run.json").unlink()
-    source.check_source(tmp_path / "copied")
-    source.check_source(tmp_path / "out" / "checkpoint-3")
-    # Weights that were saved by other means are taken, and so are those of a run that ends with the same bytes.
-    finished = trained(tmp_path / "out", **options)
-    assert "is of an earlier run" in refusal()
-    finished.model.save_pretrained(tmp_path / "out")
-    source.check_source(tmp_path / "out")
-    again = trained(tmp_path / "out", **options)
-    assert "is of an earlier run" in refusal()
-    again.save_model()
-    source.check_source(tmp_path / "out")
-
-
-@pytest.mark.parametrize("leaps", [True, False])
-def test_a_first_run_leaves_no_note_of_earlier_weights(tmp_path, leaps):
-    trainer = trained(tmp_path / "out", enable_predict=leaps)
-    trainer.save_model()
-    note = tmp_path / "out" / "hybrid_run.json"
-    assert note.exists() == leaps and (not leaps or "earlier_weights" not in json.loads(note.read_text()))
-
-
 def test_formats_that_cannot_be_written_are_refused_with_what_to_do(run, tmp_path, monkeypatch):
     pytest.importorskip("gguf")
 
@@ -705,10 +634,7 @@ def test_formats_that_cannot_be_written_are_refused_with_what_to_do(run, tmp_pat
     tiny_model(vocab_size=264, attention_bias=True).save_pretrained(tmp_path / "narrow")
     assert "`attention_bias=True` is not written" in refusal("gguf-q8_0", tmp_path / "narrow")
     tiny_model(vocab_size=264, hidden_size=64).save_pretrained(tmp_path / "silent")
-    assert "`tasks` needs the tokenizer of the run" in refusal("bitnet", tmp_path / "silent", tasks=["sky"])
-    assert "`limit` must be at least 1, got `0`" in refusal("gguf-q8_0", tasks=["sky"], limit=0)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert '`tasks` needs lm-eval. Install it: pip install "hf-hybrid[eval]"' in refusal("bitnet", tasks=["sky"])
     for name in (name for name, known in FORMATS.items() if known.package is not None):
         extra = "quantization" if name == "nf4" else "export"
         assert f'pip install "hf-hybrid[{extra}]"' in refusal(name)

@@ -15,11 +15,11 @@ from test_export import batches, bpe_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.cli.exports import exported_bytes
 from hf_hybrid.cli.main import main
 from hf_hybrid.export import exporter, measure
 from hf_hybrid.export.formats import FORMATS, ExportError
 from hf_hybrid.files import BASE_NAME
+from hf_hybrid.plan.exports import exported_bytes
 
 peft = pytest.importorskip("peft")
 IDS = torch.arange(40)[None] * 5

@@ -35,8 +35,7 @@ def test_optimizers_that_leaps_are_tested_with(tmp_path, optim):
         pytest.importorskip("bitsandbytes")
         model = tiny_model(num_hidden_layers=1, hidden_size=64, intermediate_size=128)  # smaller ones stay in fp32
     leaps = {"leap_gain": 0.05, "leap_budget": 100.0, "leap_worth": 1.0, "probe_budget": 0.0}
-    rate = 0.1 if optim == "sgd" else 1e-3
-    config = hybrid_config(tmp_path, optim=optim, max_steps=12, learning_rate=rate, **leaps)
+    config = hybrid_config(tmp_path, optim=optim, max_steps=12, learning_rate=1e-3, **leaps)
     trainer = HybridTrainer(model, config, train_dataset=ByteText(400))
     trainer.train()
     summary, losses = trainer.hybrid_summary(), [e["loss"] for e in trainer.state.log_history if "loss" in e]
@@ -82,7 +81,7 @@ class Wrapped(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
 
-class TwoSets(torch.optim.SGD):
+class TwoSets(torch.optim.AdamW):
     """As Schedule-Free optimizers look from outside."""
 
     def train(self):
@@ -101,7 +100,7 @@ class WrappedTwoSets(Wrapped):
     [
         (lambda p: TwoSets(p, lr=0.1), "TwoSets"),
         (lambda p: Wrapped(Wrapped(TwoSets(p, lr=0.1))), "TwoSets"),
-        (lambda p: Wrapped(WrappedTwoSets(torch.optim.SGD(p, lr=0.1))), "WrappedTwoSets"),
+        (lambda p: Wrapped(WrappedTwoSets(torch.optim.AdamW(p, lr=0.1))), "WrappedTwoSets"),
     ],
 )
 def test_leaps_refuse_an_optimizer_with_two_sets_of_weights(tmp_path, make, name):
@@ -140,11 +139,9 @@ def test_an_optimizer_with_two_sets_of_weights_trains_without_leaps(tmp_path):
 
 
 def test_an_optimizer_inside_two_wrappers_trains_leaps_and_resumes_as_without(tmp_path):
-    """SGD, as its rule is known by its class."""
-
     def train(folder, wrap, resume=None):
         model = tiny_model(num_hidden_layers=1)
-        optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
         config = hybrid_config(folder, max_steps=14, save_strategy="steps", save_steps=9)
         trainer = HybridTrainer(model, config, train_dataset=ByteText(400), optimizers=(optimizer, None))
         trainer.train(resume_from_checkpoint=resume)

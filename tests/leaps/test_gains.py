@@ -1,8 +1,8 @@
-"""`GainPlanner` of `hf_hybrid/leaps/leap.py`: how far leaps go, by schedule."""
+"""`GainPlanner` of `hf_hybrid/leaps/trust.py`: how far leaps go, by schedule."""
 
 import pytest
 
-from hf_hybrid.leaps.leap import GainPlanner, scheduled_gain
+from hf_hybrid.leaps.trust import GainPlanner, scheduled_gain
 
 
 def test_the_schedule_grows_with_the_run_or_is_constant():

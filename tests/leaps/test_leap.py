@@ -10,9 +10,10 @@ from conftest import weights
 
 from hf_hybrid.leaps.directions.base import Direction
 from hf_hybrid.leaps.directions.gradient_memory import GradientMemory
-from hf_hybrid.leaps.leap import GainPlanner, Leaps, PhaseController, PhaseLengths, Trust
+from hf_hybrid.leaps.leap import Leaps, PhaseController, PhaseLengths
 from hf_hybrid.leaps.probe import HeldOutBatches, Losses, Probe, ProbeBatch
 from hf_hybrid.leaps.trajectory import Trajectory
+from hf_hybrid.leaps.trust import GainPlanner, Trust
 from hf_hybrid.part import Phase
 from hf_hybrid.run.monitor import DivergenceMonitor, Level
 from hf_hybrid.run.run import Run
@@ -345,6 +346,13 @@ def test_a_level_shortens_leaps_and_recovers_with_those_that_are_kept():
 # Corrected gains.
 
 
+class Downhill(GradientMemory):
+    """Goes along the memory itself, so that every leap has the same scale."""
+
+    def _preconditioner(self, index):
+        return lambda memory, state, group, out: torch.mul(memory, -1.0, out=out)
+
+
 class Valleys:
     """Two layers of one kind on steep slopes, where leaps go too far, and a plane on which they never do."""
 
@@ -356,7 +364,7 @@ class Valleys:
         self.residuals = LeapResiduals(correct_gain)
         self.run = leap_run(
             self.named,
-            direction=GradientMemory,
+            direction=Downhill,
             gain=3.0,
             rate=self.RATE,
             max_predict=1,

@@ -22,8 +22,8 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArg
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.leaps.directions import Orthogonal
-from hf_hybrid.leaps.leap import GainPlanner
 from hf_hybrid.leaps.trajectory import Trajectory
+from hf_hybrid.leaps.trust import GainPlanner
 from hf_hybrid.part import Phase
 from hf_hybrid.run.monitor import DivergenceMonitor
 from hf_hybrid.world_model.residuals import LeapResiduals
@@ -441,10 +441,6 @@ def summary_of(model, folder, **given):
     return trainer.hybrid_summary()
 
 
-class LikeAdamW(torch.optim.AdamW):
-    """A user's optimizer, which may step in any way."""
-
-
 @pytest.mark.parametrize(
     "optim", mostly_slow(["muon", "sgd", "rmsprop", "adafactor", "adagrad"], ["muon", "adafactor"])
 )
@@ -453,8 +449,29 @@ def test_optimizers_that_leaps_were_not_measured_with_make_none(optim, tmp_path,
     assert summary["leaps_made"] == summary["predicted_steps"] == 0
     told = [record.getMessage() for record in caplog.records if "No leaps are made" in record.getMessage()]
     assert len(told) == 1 and f"the optimizer is `{'MuonAdamW' if optim == 'muon' else ''}" in told[0]
-    asked = summary_of(tiny_model(), tmp_path / "asked", options={"optim": optim, "direction": "gradient_memory"})
-    assert asked["leaps_made"] > 0 and asked["no_leaps"] is None
+    with pytest.raises(ValueError, match=f"Leaps need Adam or AdamW, and the optimizer is `optim={optim}`"):
+        hybrid_config(tmp_path / "asked", optim=optim, direction="gradient_memory")
+
+
+class LikeAdamW(torch.optim.AdamW):
+    """A user's optimizer, which may step in any way."""
+
+
+def test_leaps_that_are_asked_for_under_another_optimizer_are_refused_with_the_trainer(tmp_path):
+    model = tiny_model()
+    config = hybrid_config(tmp_path, direction="orthogonal")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for given in ({"optimizers": (sgd, None)}, {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})}):
+        with pytest.raises(ValueError, match="Leaps need Adam or AdamW, and the optimizer is `SGD`.*`direction`"):
+            HybridTrainer(model, config, train_dataset=ByteText(40), **given)
+    config = hybrid_config(tmp_path, direction="auto", optim="sgd")
+    with pytest.raises(ValueError, match="Leaps need Adam or AdamW"):
+        HybridTrainer(model, config, train_dataset=ByteText(40), direction=Orthogonal)
+    config = hybrid_config(tmp_path, direction="orthogonal", max_steps=12)
+    optimizer = LikeAdamW(model.parameters(), lr=1e-3)
+    trainer = HybridTrainer(model, config, train_dataset=ByteText(100), optimizers=(optimizer, None))
+    trainer.train()
+    assert trainer.hybrid_summary()["leaps_made"] > 0
 
 
 def test_an_optimizer_of_the_users_makes_leaps_if_it_is_adamw_itself(tmp_path):

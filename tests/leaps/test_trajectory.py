@@ -221,7 +221,7 @@ def test_support_is_read_from_the_state(optimizer, supported):
     toy.real_step()
     parameter = toy.named[0][1]
     state = toy.optimizer.state[parameter]
-    rule = preconditioner_of(toy.optimizer, state, toy.optimizer.param_groups[0], parameter.shape)
+    rule = preconditioner_of(state, toy.optimizer.param_groups[0], parameter.shape)
     assert (rule is not None) is supported
 
 

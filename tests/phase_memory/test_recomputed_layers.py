@@ -14,12 +14,12 @@ from rig.live_bytes import LiveBytes
 from transformers import Trainer
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.checkpoints.state import VALUES_NAME
+from hf_hybrid.build import estimator_for
 from hf_hybrid.cli.options import CommandLine
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.config import config_values
 from hf_hybrid.plan.setups import MARGIN
-from hf_hybrid.setup import _estimator
+from hf_hybrid.saving.state import VALUES_NAME
 
 LAYERS = 8
 ADAPTED = 4_600_000
@@ -67,7 +67,7 @@ def no_layer(tmp_path_factory):
 
 def planned(trainer, count) -> int:
     """Bytes at the peak with so many layers recomputed, as the planner has it."""
-    estimator, setup = _estimator(trainer, None)
+    estimator, setup = estimator_for(trainer, None)
     assert estimator.tracer.may_recompute_some()
     asked = {"memory": "off", "activation_checkpointing": "auto", "recomputed_layers": count}
     return estimator.resident(replace(setup, **asked)).peak_device_bytes

@@ -8,7 +8,6 @@ from conftest import tiny_model
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_hybrid.cli.rates import measure_machine
 from hf_hybrid.machine import device_memory, workspace_bytes
 from hf_hybrid.plan.accounting import (
     ByteTable,
@@ -286,8 +285,3 @@ def test_workspaces_are_those_of_torch(capability, asked, expected, monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     assert workspace_bytes() == expected
-
-
-def test_this_machine():
-    rates = measure_machine(seconds=0.01)
-    assert rates.keys() == {"dram"} and rates["dram"] > 1e8

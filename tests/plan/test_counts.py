@@ -10,13 +10,13 @@ import torch
 from conftest import ByteText, hybrid_config, tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
+from benchmarks.memory.floors import step_traffic
 from hf_hybrid import HybridTrainer, machine, setup
 from hf_hybrid.machine import SMALL, locked_bytes
 from hf_hybrid.plan.accounting import ModelShape, storage_bytes
 from hf_hybrid.plan.estimate import Estimator
 from hf_hybrid.plan.setups import CONTEXT_BYTES, Setup, with_context
 from hf_hybrid.plan.trace import Tracer
-from hf_hybrid.plan.traffic import step_traffic
 from hf_hybrid.streaming import transfers, units
 from hf_hybrid.streaming.layers import find_layers
 

@@ -11,9 +11,9 @@ from rig.live_bytes import TouchedBytes
 from rig.processes import together
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.cli.models import lora_config
-from hf_hybrid.cli.planner import plan_memory
 from hf_hybrid.part import Phase
+from hf_hybrid.plan.models import lora_config
+from hf_hybrid.plan.planner import plan_memory
 from hf_hybrid.records.profiler import held_bytes
 
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6, "vocab_size": 512, "use_cache": False}

@@ -8,14 +8,14 @@ from conftest import ByteText, hybrid_config, tiny_model
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.records.log import LOG_NAME, LogFile, read_log
+from hf_hybrid.records.log import LOG_NAME, LogFile, load_log
 from hf_hybrid.report.findings import findings
 from hf_hybrid.report.run_folder import load_run
 
 
 def steps_of(folder):
-    """Of the lines that are no digests."""
-    return [line["step"] for line in read_log(folder) if not {"begun", "digests", "sealed"} & line.keys()]
+    """Of the lines after the first."""
+    return [line["step"] for line in load_log(folder).lines if "begun" not in line]
 
 
 def log_of(folder, *, begun=0):
@@ -52,7 +52,7 @@ def test_half_a_line_costs_no_other_line(tmp_path):
     path.write_bytes(path.read_bytes() + b'{"step": 20, "lo')
     log_of(tmp_path, begun=10).add({"step": 20, "loss": float("nan")})
     notes = []
-    assert [line.get("loss") for line in read_log(tmp_path, notes)] == [None, 1.0, None, None]
+    assert [line.get("loss") for line in load_log(tmp_path, notes).lines] == [None, 1.0, None, None]
     assert "1 of 5 lines" in notes[0]
 
 
@@ -87,7 +87,7 @@ def trained(folder, *, callbacks=(), resume=None, **options):
 
 def lines_of(folder):
     """The log without what the clock says."""
-    lines = [line for line in read_log(folder) if "begun" not in line and "train_runtime" not in line]
+    lines = [line for line in load_log(folder).lines if "begun" not in line and "train_runtime" not in line]
     return sorted(json.dumps({**line, "seconds": None}, sort_keys=True) for line in lines)
 
 

@@ -156,7 +156,7 @@ def test_what_nobody_counts_is_shown_as_unexplained(tmp_path):
         assert unexplained[step] - unexplained[4] == pytest.approx(48 * MIB, rel=0.2)
 
 
-def test_the_table_of_a_hybrid_run_has_all_phases_and_adds_up(tmp_path):
+def test_the_sum_of_a_hybrid_run_has_all_phases_and_adds_up(tmp_path):
     profiler = MemoryProfilerCallback()
     config = hybrid_config(tmp_path, eval_strategy="steps", eval_steps=15)
     data = {"train_dataset": ByteText(400), "eval_dataset": ByteText(16, 400)}
@@ -177,8 +177,7 @@ def test_the_table_of_a_hybrid_run_has_all_phases_and_adds_up(tmp_path):
     assert phases["predict"]["accounted"]["held"]["gradients"] == {"device": 0, "host": 0}
     # The gradient memory, and from the first leap on the snapshot of before it.
     assert phases["correct"]["accounted"]["held"]["drift"]["host"] >= 2 * weight_bytes
-    text = str(profiler)
-    assert all(name in text for name in (*steps, "evaluate", "unexplained", "floor", "iB"))
+    assert profiler.summary()["floor"]["bytes"] > 0
 
 
 def test_streamed_layers_are_counted_where_they_would_lie(tmp_path):
@@ -254,14 +253,6 @@ def test_peaks_in_the_log_are_those_since_the_last_time(tmp_path):
     assert found == [max(r["host"]["peak_rss"] for r in part) for part in (records[:3], records[3:])]
 
 
-def test_everything_logged_is_written(tmp_path):
-    trainer = plain(tmp_path, MemoryProfilerCallback(), eval_strategy="steps", eval_steps=6)
-    trainer.train()
-    entries = lines(tmp_path, "logs.jsonl")
-    assert [{**e["logs"], "step": e["step"]} for e in entries] == trainer.state.log_history
-    assert [e["phase"] for e in entries] == ["train"] * 6 + ["evaluate", "train"]
-
-
 # Nothing is lost.
 
 
@@ -282,9 +273,6 @@ def test_epochs_saves_and_resuming_append(tmp_path):
     assert [r["step"] for r in records] == [*range(1, 11), 9, 10]
     assert [bool(r.get("resumed")) for r in records] == [False] * 10 + [True, False]
     assert records[10]["seconds"] < records[9]["seconds"], "the clock starts again"
-    assert [e["logs"]["loss"] for e in lines(tmp_path, "logs.jsonl") if e.get("resumed")] == [
-        e["logs"]["loss"] for e in lines(tmp_path, "logs.jsonl") if e["step"] == 9
-    ][1:]
     assert summary(tmp_path)["phases"]["train"]["records"] == 12, "the whole run"
     assert json.loads((tmp_path / "profile" / "run.json").read_text())["begun_at_step"] == 8
     assert not (tmp_path / "profile-previous").exists()
@@ -314,7 +302,6 @@ def test_a_killed_run_keeps_every_step(tmp_path):
     ended = forked(lambda: plain(tmp_path, MemoryProfilerCallback(), Kill(), max_steps=30).train())
     assert ended == -signal.SIGKILL
     assert [r["step"] for r in lines(tmp_path)] == list(range(1, 8))
-    assert [e["step"] for e in lines(tmp_path, "logs.jsonl")] == list(range(1, 8))
     assert json.loads((tmp_path / "profile" / "run.json").read_text())["max_steps"] == 30
 
 
@@ -337,7 +324,6 @@ def test_out_of_memory_on_a_cpu_leaves_the_last_records(tmp_path):
     assert [r["step"] for r in found["records"]] == list(range(11, 61)), "the last fifty"
     assert found["host"]["rss"] > 0 and not (folder / "cuda_snapshot.pickle").exists()
     assert summary(tmp_path)["out_of_memory"][0]["step"] == 61
-    assert "out of memory in step 61" in str(profiler)
 
 
 # Bad input.
@@ -362,7 +348,7 @@ def test_before_and_after_a_training_it_does_nothing(tmp_path):
     profiler = MemoryProfilerCallback()
     trainer = plain(tmp_path, profiler, max_steps=2)
     trainer.evaluate()
-    assert not (tmp_path / "profile").exists() and str(profiler) == "Nothing was profiled yet."
+    assert not (tmp_path / "profile").exists() and profiler.summary()["peak"] is None
     trainer.train()
     trainer.evaluate()
     assert len(lines(tmp_path)) == 2

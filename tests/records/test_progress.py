@@ -1,17 +1,12 @@
 """What a run shows while it goes on: the bar, lines on the console, the table in a notebook, and what is logged."""
 
 import ast
-import importlib
 import json
 import re
-import sys
-import types
 from pathlib import Path
 
 import psutil
-import pytest
 import torch
-import transformers.trainer
 from conftest import ByteText, config_values, hybrid_config, tiny_model
 from transformers import ProgressCallback, Trainer, TrainingArguments
 from transformers.integrations.integration_utils import rewrite_logs
@@ -151,66 +146,6 @@ def test_outside_of_a_run_there_is_no_position(tmp_path):
 
 
 # Notebooks.
-
-
-@pytest.fixture(params=["ipython", "stand_in"])
-def drawn(request, monkeypatch):
-    """
-    What a notebook shows after each drawing, with the callback that Trainer chooses there.
-
-    Trainer's module for notebooks uses two names of IPython, so that it can be run without one.
-    """
-    shown: list[str] = []
-
-    class Shown:
-        def update(self, html):
-            shown.append(html.data)
-
-    def display(html, display_id=False):
-        shown.append(html.data)
-        return Shown()
-
-    monkeypatch.delitem(sys.modules, "transformers.utils.notebook", raising=False)
-    if request.param == "ipython":
-        module = pytest.importorskip("IPython.display")
-        monkeypatch.setattr(module, "display", display)
-    else:
-        module = types.ModuleType("IPython.display")
-        module.display, module.HTML = display, lambda data: types.SimpleNamespace(data=data)
-        package = types.ModuleType("IPython")
-        package.display = module
-        monkeypatch.setitem(sys.modules, "IPython", package)
-        monkeypatch.setitem(sys.modules, "IPython.display", module)
-    monkeypatch.delattr(transformers.utils, "notebook", raising=False)
-    notebook = importlib.import_module("transformers.utils.notebook")
-    monkeypatch.setattr(transformers.trainer, "DEFAULT_PROGRESS_CALLBACK", notebook.NotebookProgressCallback)
-    yield shown
-    sys.modules.pop("transformers.utils.notebook", None)
-
-
-def table(html: str) -> list[list[str]]:
-    return [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall(r"<tr.*?</tr>", html, re.S)]
-
-
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_table_in_a_notebook(evaluates, drawn, tmp_path):
-    trainer = make(tmp_path, logging_steps=5, eval_strategy="steps" if evaluates else "no", eval_steps=5)
-    trainer.train()
-    head, *rows = table(drawn[-1])
-    assert head == ["Step", "Training Loss", *["Validation Loss"] * evaluates, "Phase", "Skipped"]
-    assert [row[0] for row in rows] == ["5", "10", "15"]
-    assert {row[-2] for row in rows} <= {"Warmup", "Full", "Predict", "Correct"}
-    logged = [entry for entry in trainer.state.log_history if "hybrid/phase" in entry]
-    assert [row[-2] for row in rows] == [["Warmup", "Full", "Predict", "Correct"][e["hybrid/phase"]] for e in logged]
-    assert rows[-1][-1] == str(trainer.hybrid_summary()["backward_passes_avoided"]) != "0"
-    beside = re.findall(rf"\[ *\d+/{STEPS} .*?\]", drawn[-1])
-    assert len(beside) == 1 and re.search(r"Epoch \d+/1, phase=\w+ loss=\d\.\d\d gib=\d+\.\d\]$", beside[0])
-    assert any("phase=warmup" in html for html in drawn) and drawn[-1].count("<progress") == 1
-
-
-def test_table_without_phases_is_trainers(drawn, tmp_path):
-    make(tmp_path, logging_steps=5, enable_predict=False).train()
-    assert table(drawn[-1])[0] == ["Step", "Training Loss"] and "phase=" not in "".join(drawn)
 
 
 def test_first_cell_installs_from_where_the_notebook_is():

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from hf_hybrid import HybridConfig, HybridDPOConfig, HybridSFTConfig
-from hf_hybrid.integrations.grpo import HybridGRPOConfig
 from hf_hybrid.records.redaction import clean, has_secret, is_secret_name, redact, shareable
+from hf_hybrid.trl.rl import HybridGRPOConfig
 
 SECRETS = """
 hub_token api-key db.password --hub-token HF_TOKEN WANDB_API_KEY WANDB_KEY AWS_SECRET_ACCESS_KEY AZURE_OPENAI_KEY

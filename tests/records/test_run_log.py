@@ -17,11 +17,10 @@ def test_other_processes_write_their_own_files_only(tmp_path):
     for log in (first, second):
         log.write("run.json", {"processes": 2})
         log.add_step({"step": 1, "rank": log.rank})
-        log.add_log({"step": 1})
         log.write("summary.json", {})
     second.write_out_of_memory(4, {})
     assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == [
-        "logs.jsonl", "oom-4-rank1", "run.json", "steps-rank1.jsonl", "steps.jsonl", "summary.json",
+        "oom-4-rank1", "run.json", "steps-rank1.jsonl", "steps.jsonl", "summary.json",
     ]  # fmt: skip
     assert lines(tmp_path, "steps-rank1.jsonl") == [{"step": 1, "rank": 1}] == list(second.records())
     again = RunLog(tmp_path / "profile", rank=1, resumed=True)
@@ -34,15 +33,15 @@ def test_other_processes_write_their_own_files_only(tmp_path):
 
 def test_what_json_cannot_hold_becomes_null(tmp_path):
     log = RunLog(tmp_path / "profile")
-    log.add_log({"step": 1, "logs": {"loss": float("nan"), "norm": torch.tensor(2.5), "other": float("inf")}})
-    text = (tmp_path / "profile" / "logs.jsonl").read_text()
-    assert json.loads(text, parse_constant=pytest.fail)["logs"] == {"loss": None, "norm": 2.5, "other": None}
+    log.add_step({"step": 1, "host": {"rss": float("nan"), "pinned": torch.tensor(2.5), "peak": float("inf")}})
+    text = (tmp_path / "profile" / "steps.jsonl").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["host"] == {"rss": None, "pinned": 2.5, "peak": None}
 
 
 def test_files_written_whole_do_not_end_it_either(tmp_path, caplog):
     log = RunLog(tmp_path / "profile")
     (tmp_path / "profile" / "oom-1").write_text("in the way")
-    assert log.write_out_of_memory(1, {}) is None
+    assert not log.write_out_of_memory(1, {})
     log.write("summary.json", {})
     log.write("run.json", {})
     assert caplog.text.count("cannot be written") == 1, "after the first, nothing is tried"
@@ -61,6 +60,6 @@ def test_half_a_line_costs_no_other_line_and_a_link_is_not_followed(tmp_path, ca
     resumed.add_step({"step": 3})
     assert [line.get("resumed") for line in log.records()] == [None, None, True, None]
     target = tmp_path / "of_another_user"
-    (tmp_path / "profile" / "logs.jsonl").symlink_to(target)
-    resumed.add_log({"step": 3})
-    assert not target.exists() and "logs.jsonl` cannot be written" in caplog.text
+    (tmp_path / "profile" / "steps-rank1.jsonl").symlink_to(target)
+    RunLog(tmp_path / "profile", rank=1, resumed=True).add_step({"step": 3})
+    assert not target.exists() and "steps-rank1.jsonl` cannot be written" in caplog.text

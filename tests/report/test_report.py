@@ -1,24 +1,24 @@
 """Reports: what is read of a run's folder, finished, killed, resumed or broken, and what is told of it."""
 
-import csv
 import dataclasses
 import json
 import math
 import sys
 
 import pytest
-from conftest import ByteText, config_values, hybrid_config, tiny_model
+from conftest import ByteText, hybrid_config, tiny_model
 from rig.run_folders import GIB, NASTY, hybrid_run, leap, log, phases, plain_run, profile, step_record, write
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
-from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid import HybridTrainer
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.records.log import load_log
 from hf_hybrid.records.profiler import MemoryProfilerCallback
+from hf_hybrid.report.comparison import compare
 from hf_hybrid.report.findings import OPTIONS_OF_LEAPS, PROFILER_HINT, findings
-from hf_hybrid.report.page import compare, write_report
-from hf_hybrid.report.run_folder import load_run, phase_stretches
-from hf_hybrid.report.scores import speed, speed_of
+from hf_hybrid.report.page import write_report
+from hf_hybrid.report.run_folder import load_run, phases_of_steps
+from hf_hybrid.report.series import speed, speed_of
 
 
 @pytest.fixture
@@ -27,13 +27,8 @@ def undrawn(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
-def phases_by_step(run):
-    return {step: phase for first, last, phase in phase_stretches(run) for step in range(first, last + 1)}
-
-
-def rows_of(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+def series_by_name(found):
+    return {(row["panel"], row["name"]): row["points"] for row in found["series"]}
 
 
 def test_a_finished_run(tmp_path):
@@ -48,7 +43,7 @@ def test_a_finished_run(tmp_path):
     assert numbers["seconds"]["value"] == pytest.approx(50.0)
     assert numbers["peak_memory"] is None and PROFILER_HINT in found["notes"]
     assert found["leaps"]["made"] == 3 and found["leaps"]["accepted"] == 2
-    assert found["memory"]["held_at_the_end"] == {"weights": {"device": 0, "host": 4096}}
+    assert found["memory"]["held_at_the_end"]["weights"] == {"device": 0, "host": 4096}
     assert found["options"]["direction"] == "gradient_memory" and found["options"]["learning_rate"] == 1e-3
 
 
@@ -67,9 +62,10 @@ def test_savings_that_did_not_work_are_in_a_note(tmp_path, undrawn):
 def test_a_killed_run_is_told_from_its_last_checkpoint_and_what_was_profiled_after_it(tmp_path):
     leaps = hybrid_run(tmp_path, steps=80, finished=False)
     so_far = phases(leaps, 93)
-    logs = [{"step": 90, "phase": "full", "logs": {"loss": 1.5, "learning_rate": 1e-4, "hybrid/backward_passes": 86.0,
-             "hybrid/predicted_steps": 4, "hybrid/leaps": 5}}]  # fmt: skip
-    profile(tmp_path, [step_record(step, so_far[step]) for step in range(1, 94)], logs)
+    profile(tmp_path, [step_record(step, so_far[step]) for step in range(1, 94)])
+    last = {"step": 90, "loss": 1.5, "learning_rate": 1e-4, "hybrid/backward_passes": 86.0, "seconds": 93.0}
+    lines = [{"step": 80, "begun": True}, {**last, "hybrid/predicted_steps": 4, "hybrid/leaps": 5}]
+    (tmp_path / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
     recovery = {"policy": {}, "events": [{"step": 7, "action": "smaller micro-batches"}]}
     state = tmp_path / "checkpoint-80" / "hybrid_state.json"
     saved = json.loads(state.read_text())
@@ -85,7 +81,7 @@ def test_a_killed_run_is_told_from_its_last_checkpoint_and_what_was_profiled_aft
     assert found["headline"]["backward_passes"] == {"done": 86.0, "avoided": None, "forward_only": None, "step": 90}
     assert found["headline"]["seconds"]["value"] == 93.0
     assert found["recoveries"] == [{"step": 7, "action": "smaller micro-batches"}]
-    assert {row["phase"]: row["steps"] for row in found["phases"]}["full"] == 75
+    assert found["memory"]["by_phase"]["full"]["records"] == 75
     notes = " ".join(found["notes"])
     assert "1 of 94 lines of `steps.jsonl`" in notes and "2 of 5 leaps left no record" in notes
     assert [entry["step"] for entry in run.logs][-1] == 90
@@ -117,7 +113,6 @@ def test_steps_that_a_resumed_run_trained_again_count_once(tmp_path):
     run = load_run(tmp_path)
     assert [entry["step"] for entry in run.profile.steps] == list(range(1, 56))
     assert run.profile.steps[40]["device"] is None and run.profile.steps[39]["device"] is not None
-    assert run.profile.seconds == 60.0 + 15.0, "the abandoned part took its time, too"
     assert run.last_step == 55
 
 
@@ -125,10 +120,9 @@ def test_plain_trainer(tmp_path):
     plain_run(tmp_path)
     found = findings(load_run(tmp_path))
     assert found["headline"]["steps"]["real"] == 100 and found["headline"]["backward_passes"]["done"] is None
-    assert found["leaps"] is None and found["phases"] == [] and found["displacement"] == []
+    assert found["leaps"] is None and found["phases"] == {}
     files = {path.name for path in write_report(tmp_path)}
-    assert "leaps.csv" not in files and {"loss.png", "rate.png", "report.html", "steps.csv"} <= files
-    assert "memory.png" not in files
+    assert files == {"loss.png", "rate.png", "report.html", "report.json"}
 
 
 @pytest.mark.parametrize("content", [None, "empty", "config", "garbage"])
@@ -162,11 +156,11 @@ def test_values_that_are_no_numbers_are_left_out(tmp_path, undrawn):
     path.write_text(json.dumps(state))
     summary = json.loads((tmp_path / "hybrid_summary.json").read_text())
     summary["leaps"] += [{"verdict": "kept"}, "leap", None]
-    write(tmp_path / "hybrid_summary.json", {**summary, "displacement_residuals": {"a": 3, "b": {"cosine": None}}})
+    write(tmp_path / "hybrid_summary.json", summary)
     files = write_report(tmp_path)
     found = json.loads(files[1].read_text())
     assert found["headline"]["final_loss"]["training"] == pytest.approx(3.0)
-    assert found["leaps"]["made"] == 2 and found["displacement"] == []
+    assert found["leaps"]["made"] == 2
 
 
 DEEP = "[" * 5000 + "]" * 5000
@@ -180,7 +174,6 @@ SUMMARY, STATE, LOG = "hybrid_summary.json", "checkpoint-100/trainer_state.json"
         (SUMMARY, {"steps_by_phase": 3, "divergence_events": 5, "leaps_by_verdict": {"kept": "x", "a": None}}),
         (SUMMARY, {"steps_by_phase": {"full": 10**400}, "leaps": [leap(10**400), leap(-1, verdict=[1])]}),
         (SUMMARY, DEEP),
-        (SUMMARY, '{"a":' * 300 + "1" + "}" * 300),
         (STATE, {"global_step": 1e300, "max_steps": 1e30, "log_history": [{"step": 1e30, "loss": 1e308}]}),
         (STATE, {"global_step": 100, "log_history": [{"step": 3, "loss": 1e308, "hybrid/phase": 2.5}]}),
         (LOG, DEEP),
@@ -218,37 +211,6 @@ def test_a_run_that_ended_and_was_resumed_with_more_steps_has_not_finished(tmp_p
     assert not found["finished"] and found["headline"]["seconds"]["value"] is None
 
 
-def test_checkpoints_and_summaries_of_an_earlier_run_in_the_folder_are_left_out(tmp_path):
-    hybrid_run(tmp_path)
-    (tmp_path / LOG).write_text('{"step": 0, "begun": true}\n{"step": 10, "loss": 9.0}\n')
-    write(tmp_path / "hybrid_run.json", {"run": [["new", 0]]})
-    for name in ("checkpoint-40", "checkpoint-80", "checkpoint-100"):
-        write(tmp_path / name / "hybrid_manifest.json", {"run": [["old", 0]]})
-    summary = json.loads((tmp_path / SUMMARY).read_text())
-    write(tmp_path / SUMMARY, {**summary, "run": [["old", 0]]})
-    run = load_run(tmp_path)
-    assert run.last_step == 10 and not run.record and not run.finished and run.series("loss") == [(10, 9.0)]
-
-
-@pytest.mark.parametrize("mode", ["leaps", "no_leaps", "plain"])
-@pytest.mark.parametrize("lengths", [pytest.param((60, 10), marks=pytest.mark.slow), (10, 30)])
-def test_of_two_runs_in_a_folder_the_newer_is_reported(tmp_path, undrawn, mode, lengths):
-    first, second = tmp_path / "both", tmp_path / "alone"
-    train_and_save_state(first, mode, lengths[0], [MemoryProfilerCallback()])
-    for folder in (first, second):
-        train_and_save_state(folder, mode, lengths[1], [])
-    both, alone = (json.loads(write_report(folder)[1].read_text()) for folder in (first, second))
-    for found in (both, alone):
-        found["headline"]["seconds"]["value"] = None
-        for row in found["phases"]:
-            del row["seconds"]
-    assert both["status"] == alone["status"] == f"Finished at step {lengths[1]} of {lengths[1]}."
-    assert both["headline"] == alone["headline"] and both["phases"] == alone["phases"]
-    assert both["leaps"] == alone["leaps"] and both["memory"] == alone["memory"]
-    told = [note for note in both["notes"] if "another, earlier run" in note]
-    assert len(told) == 1 and "`profile`" in told[0] and not any("earlier run" in note for note in alone["notes"])
-
-
 def test_a_history_with_two_losses_at_a_step_is_still_of_one_run(tmp_path):
     plain_run(tmp_path)
     path = tmp_path / "checkpoint-100" / "trainer_state.json"
@@ -256,36 +218,6 @@ def test_a_history_with_two_losses_at_a_step_is_still_of_one_run(tmp_path):
     state["log_history"].insert(1, {"step": 10, "loss": 7.0})
     path.write_text(json.dumps(state))
     assert load_run(tmp_path).last_step == 100
-
-
-def test_steps_in_the_profile_are_those_of_its_lines(tmp_path):
-    plain_run(tmp_path, steps=10)
-    logs = [{"step": step, "logs": {"step": {}, "loss": 1.0}} for step in (20, 30)]  # damaged
-    profile(tmp_path, [step_record(30, "train")], logs)
-    assert load_run(tmp_path).series("loss")[-2:] == [(20, 1.0), (30, 1.0)]
-
-
-@pytest.mark.parametrize("options", [{"enable_predict": False}, {"enable_predict": True, "leap_gain": 0.0}])
-def test_options_are_those_of_the_newer_run(tmp_path, undrawn, options):
-    train_and_save_state(tmp_path, "leaps", 12, [])
-    config = HybridConfig(**config_values(tmp_path, max_steps=12, direction="orthogonal", **options))
-    HybridTrainer(tiny_model(), config, train_dataset=ByteText(64)).train()
-    found = findings(load_run(tmp_path))
-    assert found["leaps"] is None and "leap_worth" not in found["options"]
-    assert ("leap_gain" in found["options"]) == ("leap_gain" in options)  # the file of its options is its own
-
-
-def train_and_save_state(folder, mode, steps, callbacks):
-    """As `hf-hybrid train` and the scripts of transformers do."""
-    values = {"max_steps": steps, "save_strategy": "steps", "save_steps": 10}
-    data = {"train_dataset": ByteText(400), "callbacks": callbacks}
-    if mode == "plain":
-        trainer = Trainer(tiny_model(), TrainingArguments(**config_values(folder, **values)), **data)
-    else:
-        config = hybrid_config(folder, **values, enable_predict=mode == "leaps")
-        trainer = HybridTrainer(tiny_model(), config, **data)
-    trainer.train()
-    trainer.save_state()
 
 
 def test_trials_of_a_search_are_named_where_nothing_else_is(tmp_path):
@@ -322,8 +254,9 @@ def test_the_report_of_a_long_run_is_short_and_says_what_it_leaves_out(tmp_path,
     kept = [record["step"] for record in found["leap_records"]]
     assert len(kept) == 1000 and kept[0] == leaps[0]["step"] and kept[-1] == leaps[-1]["step"]
     notes = " ".join(found["notes"])
-    assert "`leaps.csv` has 1,000 of 20,000 leaps" in notes and "`steps.csv` has 1,000 of 2,000 steps" in notes
+    assert "1,000 of 20,000 leaps" in notes and "1,000 of 10,000 points of a series" in notes
     assert "the last 1,000 of 2,000 divergence events" in notes
+    assert len(series_by_name(found)["loss (nats)", "training"]) == 1000
 
 
 # Memory.
@@ -343,39 +276,30 @@ def test_memory_of_a_profiled_run(tmp_path):
     assert memory["floor_bytes"] == 6 * GIB and memory["achieved_over_floor"] == 3.3
     assert memory["out_of_memory"][0]["error"] == "no memory" and memory["spikes"] == [{"step": 60}]
     assert any("Out of memory in step 70" in note for note in found["notes"])
-    row = {row["phase"]: row for row in memory["categories_by_phase"]}["full"]
-    assert row["categories"]["states"] == {"device": 4 * GIB, "host": GIB} and row["unexplained_place"] == "device"
-    full = next(row for row in found["phases"] if row["phase"] == "full")
-    assert full["peak"]["bytes"] == 20 * GIB and full["peak_min"] == 12 * GIB
-    assert full["peak_mean"] == pytest.approx((12 * (full["steps"] - 1) + 20) * GIB / full["steps"])
+    full = memory["by_phase"]["full"]
+    accounted, peak = full["accounted"], full["peak_allocated"]
+    assert accounted["held"]["states"] == {"device": 4 * GIB, "host": GIB} and accounted["unexplained"] == 6 * GIB
+    assert peak["max"] == 20 * GIB and peak["min"] == 12 * GIB
+    assert peak["mean"] == pytest.approx((12 * (full["records"] - 1) + 20) * GIB / full["records"])
 
 
-def test_steps_csv_has_use_total_and_categories(tmp_path, undrawn):
+def test_everything_by_step_is_in_the_json(tmp_path, undrawn):
     leaps = hybrid_run(tmp_path)
     records = [step_record(step, phase) for step, phase in phases(leaps, 100).items()]
     records[1]["nvml"] = None
     records[2] |= {"nvml": None, "device": None}
     profile(tmp_path, records)
-    write_report(tmp_path, tmp_path / "elsewhere")
-    rows = rows_of(tmp_path / "elsewhere" / "steps.csv")
-    assert len(rows) == 100
-    first, second, third, tenth = (rows[index] for index in (0, 1, 2, 9))
-    assert first["step"] == "1" and first["phase"] == "warmup" and first["used_source"] == "device (NVML)"
-    assert float(first["utilisation"]) == pytest.approx(14 / 24) and first["held_weights_device"] == ""
-    assert int(second["used"]) == 8 * GIB and int(second["total"]) == 24 * GIB
-    assert third["used_source"] == "host (RSS)" and third["total"] == third["utilisation"] == ""
-    assert int(tenth["held_states_host"]) == GIB and int(tenth["unexplained"]) == 6 * GIB
-    assert float(tenth["loss"]) == pytest.approx(4.8) and float(tenth["learning_rate"]) > 0
-    rows = rows_of(tmp_path / "elsewhere" / "leaps.csv")
-    assert [row["verdict"] for row in rows] == ["kept", "rejected", "kept"]
-    assert [row["accepted"] for row in rows] == ["True", "False", "True"]
-
-
-def test_what_comes_from_files_is_no_formula(tmp_path, undrawn):
-    hybrid_run(tmp_path, leaps=[leap(20, "=HYPERLINK(1)"), leap(50, e=-2.0)])
-    write_report(tmp_path)
-    rows = rows_of(tmp_path / "report" / "leaps.csv")
-    assert rows[0]["verdict"] == "'=HYPERLINK(1)" and rows[1]["e"] == "-2.0"
+    found = json.loads(write_report(tmp_path, tmp_path / "elsewhere")[1].read_text())
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir() if path.suffix == ".csv"] == []
+    series = series_by_name(found)
+    assert series["device", "peak allocated"][:3] == [[1, 12 * GIB], [2, 12 * GIB], [4, 12 * GIB]]
+    assert series["device", "whole device (NVML)"][:2] == [[1, 14 * GIB], [4, 14 * GIB]]
+    assert len(series["host", "process (RSS)"]) == 100 and ("host", "pinned") not in series
+    assert dict(series["loss (nats)", "training"])[10] == pytest.approx(4.8)
+    assert series["learning rate", "learning rate"][0][1] > 0
+    assert found["phases_of_steps"][:2] == [[1, "warmup"], [2, "warmup"]] and len(found["phases_of_steps"]) == 100
+    assert [record["verdict"] for record in found["leap_records"]] == ["kept", "rejected", "kept"]
+    assert [step for step, _ in series["gain of each leap", "accepted"]] == [20, 50]
 
 
 # Phases and forecasts.
@@ -384,22 +308,26 @@ def test_what_comes_from_files_is_no_formula(tmp_path, undrawn):
 def test_phases_of_steps_come_from_the_best_source(tmp_path):
     leaps = hybrid_run(tmp_path)
     known = phases(leaps, 100)
-    from_record = phases_by_step(load_run(tmp_path))
-    real = {step: "real" if phase in ("full", "correct") else phase for step, phase in known.items()}
-    assert from_record == real
+    assert phases_of_steps(load_run(tmp_path)) == [], "neither profiled nor logged"
+    (tmp_path / LOG).write_text(
+        "".join(json.dumps(line) + "\n" for line in (
+            {"step": 0, "begun": True}, {"step": 5, "loss": 1.0, "hybrid/phase": 0}, {"step": 21, "hybrid/phase": 2},
+        ))
+    )  # fmt: skip
+    assert phases_of_steps(load_run(tmp_path)) == [(5, "warmup"), (21, "predict")]
     profile(tmp_path, [step_record(step, phase) for step, phase in known.items()] + [step_record(100, "evaluate")])
-    assert phases_by_step(load_run(tmp_path)) == known
+    assert dict(phases_of_steps(load_run(tmp_path))) == known
 
 
 def test_a_run_without_leaps_has_no_phases(tmp_path):
     hybrid_run(tmp_path, leaps=[])
     found = findings(load_run(tmp_path))
-    assert phases_by_step(load_run(tmp_path)) == {} and found["phases"] == [] and found["leaps"] is None
+    assert phases_of_steps(load_run(tmp_path)) == [] and found["phases"] == {} and found["leaps"] is None
     assert found["headline"]["steps"] == {"total": 100, "real": 100, "predicted": 0, "planned": 100}
     profile(tmp_path, [step_record(step, "warmup" if step < 10 else "full") for step in range(1, 101)])
     found = findings(load_run(tmp_path))
-    assert [(row["phase"], row["steps"]) for row in found["phases"]] == [("train", 100)]
-    assert [row["phase"] for row in found["memory"]["categories_by_phase"]] == ["train"]
+    assert found["phases"] == {} and found["memory"]["by_phase"].keys() == {"train"}
+    assert found["memory"]["by_phase"]["train"]["records"] == 100
 
 
 def test_options_of_leaps_are_shown_where_they_did_something_or_were_set(tmp_path):
@@ -416,19 +344,6 @@ def test_options_of_leaps_are_shown_where_they_did_something_or_were_set(tmp_pat
     assert findings(load_run(tmp_path))["options"]["direction"] == "none"
 
 
-def test_forecasts_are_scored_by_kind_of_parameter_and_windows_ahead(tmp_path):
-    hybrid_run(tmp_path)
-    found = findings(load_run(tmp_path))
-    assert (
-        found["displacement"] == [{"group": "model.norm.weight", "leaps": 3, "cosine": 0.5, "norm_ratio": 1.1}]
-        and found["forecast_errors"] == {}
-    )
-    summary = json.loads((tmp_path / "hybrid_summary.json").read_text())
-    errors = {"1": {"model": 0.1, "persistence": 0.2, "power_law": 0.15}}
-    write(tmp_path / "hybrid_summary.json", {**summary, "planner": {"errors": errors}})
-    assert findings(load_run(tmp_path))["forecast_errors"] == errors
-
-
 # Accuracy, reward and speed.
 
 
@@ -442,7 +357,7 @@ def logged(folder, lines):
 
 @pytest.mark.parametrize(
     ("key", "name"),
-    [("mean_token_accuracy", "Token accuracy"), ("rewards/accuracies", "Preference accuracy"), ("reward", "Reward")],
+    [("mean_token_accuracy", "Token acc"), ("rewards/accuracies", "Preference acc"), ("reward", "Reward")],
 )
 def test_accuracy_or_reward_is_what_the_trainer_logs(tmp_path, key, name):
     lines = [{"step": step, "loss": 1.0, key: value} for step, value in ((1, 0.2), (5, 0.9), (10, 0.6))]
@@ -453,12 +368,11 @@ def test_accuracy_or_reward_is_what_the_trainer_logs(tmp_path, key, name):
     assert found == {key: {"name": name, "training": training, "held_out": held_out}}
 
 
-def test_a_run_that_logged_none_of_it_has_none_of_it(tmp_path, undrawn):
+def test_a_run_that_logged_none_of_it_has_none_of_it(tmp_path):
     run = logged(tmp_path, [{"step": 10, "loss": 1.0}])
     found = findings(run)
-    assert found["scores"] == {} and found["gradient_norm"] is None and found["samples"] == []
-    assert found["headline"]["tokens_per_second"] is None
-    assert "tokens_per_second" not in rows_of(write_report(tmp_path)[2])[0]
+    assert found["scores"] == {} and found["samples"] == [] and found["headline"]["tokens_per_second"] is None
+    assert {row["figure"] for row in found["series"]} == {"loss"}
 
 
 def test_tokens_per_second_are_of_the_time_between_entries_of_a_start(tmp_path):
@@ -482,10 +396,10 @@ def test_without_times_tokens_per_second_are_as_they_were_logged(tmp_path):
     assert found == {"value": 12.5, "tokens": 900, "source": "logged by the trainer"}
 
 
-def test_gradient_norms(tmp_path):
-    lines = [{"step": step, "loss": 1.0, "grad_norm": norm} for step, norm in ((1, 1.0), (2, 9.0), (3, 2.0))]
-    found = findings(logged(tmp_path, lines))["gradient_norm"]
-    assert found == {"median": 2.0, "highest": 9.0, "highest_step": 2, "last": 2.0}
+def test_gradient_norms_are_those_that_a_logarithmic_axis_can_show(tmp_path):
+    lines = [{"step": step, "loss": 1.0, "grad_norm": norm} for step, norm in ((1, 1.0), (2, 9.0), (3, 0.0), (4, 2.0))]
+    found = findings(logged(tmp_path, lines))
+    assert series_by_name(found)["gradient norm", "training"] == [(1, 1.0), (2, 9.0), (4, 2.0)]
 
 
 # Several runs.
@@ -496,21 +410,24 @@ def test_comparison_of_three_runs(tmp_path):
     runs.append(logged(tmp_path / "c", [{"step": 9, "loss": 3.0}]))
     found = compare(*runs)
     table = {row[0]: row[1:] for row in found["table"]}
-    assert table["reward, training, last"] == ["1.000", "2.000", "–"]
-    assert table["training loss, last logged"] == ["2.000", "2.000", "3.000"]
+    assert table["Reward"] == ["1.000", "2.000", "–"]
+    assert table["Training loss"] == ["2.000", "2.000", "3.000"]
     assert list(found["runs"]) == ["A", "B", "C"] and "C did not finish" in found["notes"][0]
 
 
 def test_comparison_of_two_runs(tmp_path):
     hybrid_run(tmp_path / "a")
     plain_run(tmp_path / "b")
+    path = tmp_path / "b" / STATE
+    state = json.loads(path.read_text())
+    write(path, {**state, "log_history": [*state["log_history"], {"step": 100, "train_runtime": 9.0}]})
     profile(tmp_path / "b", [step_record(step, "train") for step in range(1, 101)])
     found = compare(load_run(tmp_path / "a"), load_run(tmp_path / "b"))
     table = {row[0]: row[1:] for row in found["table"]}
-    assert table["training loss, last logged"] == ["3.000", "4.000", "+1.000", "1.33"]
-    assert table["real steps"] == ["96", "100", "+4", "1.04"]
-    assert table["backward passes"] == ["96", "–", "–", "–"]
-    assert table["peak memory"][1] == "12.0 GiB"
+    assert table["Training loss"] == ["3.000", "4.000", "+1.000", "1.33"]
+    assert table["Predicted steps"] == ["4", "0", "−4", "0"]
+    assert table["Backward passes"] == ["96", "–", "–", "–"]
+    assert table["Peak memory"][1] == "12.0 GiB"
     assert ["direction", "gradient_memory", "not recorded"] in found["different_options"]
     assert all(row[0] != "output_dir" for row in found["different_options"])
     assert any("Wall times are of different kinds" in note for note in found["notes"])
@@ -535,17 +452,17 @@ def test_a_real_run_that_was_cut_short(tmp_path):
     path = tmp_path / "profile" / "steps.jsonl"
     path.write_bytes(path.read_bytes()[:-20])  # as a kill leaves it
     files = {path.name for path in write_report(tmp_path)}
-    assert {"memory.png", "loss.png", "rate.png", "leaps.csv"} <= files
+    assert {"memory.png", "loss.png", "rate.png"} <= files
     found = json.loads((tmp_path / "report" / "report.json").read_text())
     assert not found["finished"] and found["headline"]["steps"]["planned"] == 30
     assert found["headline"]["steps"]["total"] >= 25 and found["headline"]["peak_memory"]["where"] == "host"
-    assert {"warmup", "full", "predict", "correct"} == {row["phase"] for row in found["phases"]}
-    assert found["memory"]["categories_by_phase"][0]["categories"]["weights"]["host"] > 0
-    phases_logged = {row["step"]: row["phase"] for row in rows_of(tmp_path / "report" / "steps.csv")}
-    assert phases_logged["1"] == "warmup" and "predict" in phases_logged.values()
+    assert {"warmup", "full", "predict", "correct"} == found["phases"].keys() == found["memory"]["by_phase"].keys()
+    assert found["memory"]["by_phase"]["warmup"]["accounted"]["held"]["weights"]["host"] > 0
+    phases_logged = dict(found["phases_of_steps"])
+    assert phases_logged[1] == "warmup" and "predict" in phases_logged.values()
 
 
-def test_a_checkpoint_that_is_sealed_late_takes_no_steps_away(tmp_path):
+def test_a_checkpoint_that_is_committed_late_takes_no_steps_away(tmp_path):
     """It is written behind the steps, so its line stands behind theirs."""
     losses = [{"step": step, "loss": 3 - step / 100, "seconds": step / 10} for step in range(1, 25)]
     late = {"step": 20, "sealed": {"model.safetensors": "0" * 32}, "seconds": 2.5}

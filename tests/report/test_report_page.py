@@ -1,6 +1,5 @@
 """`hf_hybrid/report/page.py` and its plots: pages are whole, load nothing, and show what is in files as text."""
 
-import csv
 import json
 import re
 import shutil
@@ -11,9 +10,11 @@ import pytest
 from rig.pages import Page
 from rig.run_folders import GIB, NASTY, hybrid_run, leap, phases, plain_run, profile, step_record, write
 
-from hf_hybrid.report.page import letters, write_comparison, write_report
-from hf_hybrid.report.plots import PALETTE, paint_loss, running_mean, thinned
+from hf_hybrid.report.comparison import letters, write_comparison
+from hf_hybrid.report.page import write_report
+from hf_hybrid.report.plots import PALETTE, paint, running_mean, thinned
 from hf_hybrid.report.run_folder import load_run
+from hf_hybrid.report.series import series_of
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +27,7 @@ def reported(tmp_path_factory):
     write(folder / "profile" / "summary.json", {"spikes": [spike], "achieved_over_floor": 2.0})
     write(folder / "profile" / "oom-70" / "records.json", {"error": NASTY, "stage": "update", "requested": GIB})
     summary = json.loads((folder / "hybrid_summary.json").read_text())
-    summary["displacement_residuals"][NASTY] = {"leaps": 3, "cosine": 0.2, "norm_ratio": 1.0}
-    summary["planner"]["errors"] = {"1": {"model": 0.1, "persistence": 0.2, "power_law": 0.15}}
+    summary |= {"tokens": 5000, "tokens_shared": 900}
     summary["divergence_events"] = [{"step": 3, "phase": "full", "level": "warning", "reason": NASTY, "action": "none"}]
     done = {"step": 9, "phase": "full", "action": "smaller micro-batches", "from_size": 8, "to_size": 4}
     summary["out_of_memory"] = [{**done, "error": NASTY}]
@@ -38,11 +38,20 @@ def reported(tmp_path_factory):
 def test_the_page_has_the_five_numbers_all_plots_and_tables(reported):
     page = Page(reported["report.html"].read_text())
     assert page.open == [], "every element is closed"
-    for text in ("Final loss", "3.100", "Steps", "real", "Backward passes", "Wall time", "Peak memory", "12.0 GiB"):
+    for text in (
+        "Eval loss",
+        "3.100",
+        "Steps",
+        "planned 100",
+        "Predicted steps",
+        "Backward passes",
+        "Wall time",
+        "Peak memory",
+        "12.0 GiB",
+    ):
         assert text in page.text
     headings = (
-        "Memory over time", "Loss and leaps", "Learning rate and gain", "Phases", "Leaps", "Memory",
-        "Displacement by kind", "Forecasts of the world model",
+        "Loss", "Learning rate and leaps", "Savings", "Steps", "Leaps", "Memory",
         "Recovered from out of memory", "smaller micro-batches", "Divergence events", "Options",
     )  # fmt: skip
     assert all(heading in page.text for heading in headings)
@@ -58,7 +67,6 @@ def test_a_report_without_leaps_has_no_word_about_them(tmp_path, why):
     folder = tmp_path / "run"
     hybrid_run(folder, leaps=[])
     summary = json.loads((folder / "hybrid_summary.json").read_text())
-    summary["displacement_residuals"] = {}
     write(folder / "hybrid_summary.json", {**summary, "no_leaps": why, "learning_rate_scale": 40.0})
     write(folder / "hybrid_config.json", {"learning_rate": 1e-3})
     for path in folder.glob("checkpoint-*/hybrid_state.json"):
@@ -66,13 +74,10 @@ def test_a_report_without_leaps_has_no_word_about_them(tmp_path, why):
     phases = ["warmup"] * 10 + ["full"] * 90
     profile(folder, [step_record(step, phase) for step, phase in enumerate(phases, start=1)])
     files = {path.name: path for path in write_report(folder)}
-    assert "leaps.csv" not in files
     page = files["report.html"].read_text()
     words = re.sub(r"<style.*?</style>|var\(--\w+\)", "", page, flags=re.DOTALL).lower()
     assert re.findall(r"leap|predict|phase|warmup|\bfull\b|correct|\broll", words) == []
-    assert "The rescue made it 40 times the scheduled rate." in page and "of 100 planned" in page and "Steps" in page
-    with files["steps.csv"].open(newline="") as file:
-        assert {row["phase"] for row in csv.DictReader(file)} == {"train"}
+    assert "it ended at 40 times the scheduled rate." in page and "planned 100" in page and "Steps" in page
 
 
 def test_the_page_loads_nothing(reported):
@@ -109,7 +114,7 @@ def test_without_matplotlib_everything_but_the_plots_is_written(tmp_path, monkey
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     hybrid_run(tmp_path)
     files = {path.name for path in write_report(tmp_path)}
-    assert files == {"report.html", "report.json", "steps.csv", "leaps.csv"}
+    assert files == {"report.html", "report.json"}
     assert 'pip install "hf-hybrid[report]"' in caplog.text
     assert 'pip install "hf-hybrid[report]"' in Page((tmp_path / "report" / "report.html").read_text()).text
 
@@ -168,14 +173,14 @@ def test_reward_speed_gradient_norm_and_samples(tmp_path):
     text = files["report.html"].read_text()
     page = Page(text)
     assert page.open == [] and "script" not in page.tags and "b" not in page.tags
-    assert "0.4000" in page.text and "held out, step 5; training 1.000, at first 0.1000" in page.text
-    assert "Tokens per second" in page.text and "1,000 tokens; log, with evaluation and saving" in page.text
+    assert "Eval: Reward0.4000best 0.400" in page.text and "Reward1.000at first 0.100" in page.text
+    assert "Tokens/s50.0log, with evaluation and saving" in page.text
     assert page.text.count(NASTY) == 3 and "second line …" in page.text
     assert text.index("done") < text.index("second line") < text.index("also at step 5"), "the newest step first"
-    with files["steps.csv"].open(newline="") as file:
-        row = list(csv.DictReader(file))[4]
-    assert (row["reward"], row["eval_reward"], row["tokens_per_second"]) == ("0.5", "0.4", "50.0")
-    assert row["rewards/<b>f</b>/mean"] == "0.25"
+    series = json.loads(files["report.json"].read_text())["series"]
+    at_five = {(row["panel"], row["name"]): dict(row["points"])[5] for row in series if row["figure"] != "rate"}
+    assert at_five["reward", "training"] == 0.5 and at_five["reward", "eval"] == 0.4
+    assert at_five["tokens/s", "training"] == 50.0 and at_five["rewards", "<b>f</b>"] == 0.25
     write_comparison(tmp_path / "run", tmp_path / "run", output=tmp_path / "both")
     names = {path.name for path in (tmp_path / "both").iterdir()}
     assert {"loss.png", "scores.png", "gradient.png", "speed.png"} <= names
@@ -197,7 +202,8 @@ def test_the_loss_has_one_fan_and_a_legend_outside_of_it(tmp_path):
         (tmp_path / name / "hybrid_log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         figure = Figure(figsize=(9, 3), layout="constrained")
         FigureCanvasAgg(figure)
-        paint_loss(figure, load_run(tmp_path / name))
+        run = load_run(tmp_path / name)
+        paint(figure, [row for row in series_of(run) if row.figure == "loss"], run)
         figure.canvas.draw()
         axis = figure.axes[0]
         names = [text.get_text() for text in axis.get_legend().get_texts()]
@@ -207,8 +213,8 @@ def test_the_loss_has_one_fan_and_a_legend_outside_of_it(tmp_path):
 
     kinds = ("loss", "low", "high")
     held_out = [f"eval_{kind}" for kind in kinds]
-    assert painted("a", *kinds) == (["end, forecast (90 %)", "end, as it came", "training", "held out"], 1)
-    both = ["held-out end, forecast (90 %)", "held-out end, as it came", "training", "held out"]
+    assert painted("a", *kinds) == (["end, forecast (90 %)", "end, as it came", "training", "eval"], 1)
+    both = ["eval end, forecast (90 %)", "eval end, as it came", "training", "eval"]
     assert painted("b", *kinds, *held_out) == (both, 1)
 
 
@@ -243,7 +249,7 @@ def test_long_runs_are_drawn(tmp_path):
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
-@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("width", [1280, 390])
 def test_a_browser_has_nothing_to_complain_about(reported, tmp_path, width):
     shot = tmp_path / "page.png"
     flags = [
@@ -273,16 +279,5 @@ def test_links_in_the_folder_of_a_report_are_replaced(tmp_path):
     write_report(run)
     write_comparison(run, run)
     assert precious.read_text() == "of another user"
-    assert {"report.html", "report.json", "steps.csv", "leaps.csv", "loss.png"} <= set(names)
+    assert {"report.html", "report.json", "loss.png"} <= set(names)
     assert all(path.stat().st_size and not path.is_symlink() for path in links)
-
-
-def test_a_link_in_the_place_of_the_folder_of_a_report_is_refused_unless_it_is_named(tmp_path):
-    hybrid_run(tmp_path / "run")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "run" / "report").symlink_to(tmp_path / "elsewhere")
-    for make in (write_report, lambda folder: write_comparison(folder, folder)):
-        with pytest.raises(ValueError, match="report` is a link, and a report is not written through one"):
-            make(tmp_path / "run")
-    assert not list((tmp_path / "elsewhere").iterdir())
-    assert write_report(tmp_path / "run", tmp_path / "run" / "report")[0].is_file()

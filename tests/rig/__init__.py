@@ -6,7 +6,7 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 | file | what it gives |
 |---|---|
 | `bit_flips.py` | bits that change in memory, behind torch's back |
-| `core_alone.py` | a run of the package without its optional rooms |
+| `circles.py` | which files of the package import each other |
 | `fake_device.py` | a device with a limit of bytes, or of sequences, that raises what a GPU's allocator raises |
 | `fresh_process.py` | a process that imports every module, trains, and looks what that did |
 | `fsdp2_on_cpu.py` | accelerate's way to FSDP2 for processes on the CPU |

@@ -151,7 +151,7 @@ def unseen(folder: Path):
 
 
 def muon(folder: Path):
-    trainer = build(folder / "muon", max_steps=16, optim="muon")
+    trainer = build(folder / "muon", max_steps=16, optim="muon", direction="auto")
     trainer.train()
     return trainer
 

@@ -23,9 +23,9 @@ from safetensors.torch import save_file
 from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.checkpoints.manifest import last_checkpoint
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.run.weights import canonical
+from hf_hybrid.saving.manifest import last_checkpoint
 from hf_hybrid.world_model.residuals import LeapResiduals
 from rig import fsdp2_on_cpu
 
@@ -42,20 +42,22 @@ BASE = {
 EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "architectures": None}
 SHORT = {"max_steps": 18}
 """Two leaps and more."""
+MUON = {"optim": "muon", "in_fp32": True, "direction": "auto"}
+"""Without leaps, which need AdamW."""
 HARMFUL = {"direction": "gradient_memory", "leap_worth": 0.5, "corrects": False}
 RUNS = {
     "base": {**SHORT},
     "accumulated": {**SHORT, "gradient_accumulation_steps": 2, "fsdp_config": {"activation_checkpointing": True}},
     "offloaded": {**SHORT, "fsdp_config": {"cpu_offload": True, "reshard_after_forward": False}},
     "memory": {"direction": "gradient_memory", "learning_rate": 5e-4, "model": {"tie_word_embeddings": False}},
-    "sampled": {"direction": "gradient_memory", "optim": "rmsprop", "learning_rate": 1e-4},
+    "sampled": {"direction": "gradient_memory", "own_optimizer": True, "learning_rate": 1e-2},
     "rescued": {"lr_rescue": "on", "learning_rate": 2e-4, "max_steps": 24},
-    "muon": {**SHORT, "optim": "muon", "in_fp32": True},
-    "muon_lora": {"optim": "muon", "in_fp32": True, "lora": True},
+    "muon": {**SHORT, **MUON},
+    "muon_lora": {**MUON, "lora": True},
     "plain_muon": {"optim": "muon", "in_fp32": True, "enable_predict": False, "max_steps": 12},
     # One gradient of an expert is so small that AdamW divides its rounding by itself, unless epsilon is larger.
     "experts": {"experts": True, "adam_epsilon": 1e-6},
-    "muon_experts": {"optim": "muon", "in_fp32": True, "experts": True},
+    "muon_experts": {**MUON, "experts": True},
     "lora": {**SHORT, "lora": True, "learning_rate": 1e-2},
     "bf16": {**SHORT, "bf16": True},
     "looked": {"hurts_at": 12, "poisoned_at": 6, "probe_budget": 1.0, "max_steps": 24},
@@ -73,7 +75,7 @@ SAVED = {"samples": 156, "max_steps": 28, "save_strategy": "steps", "save_steps"
 """Over several epochs of whole batches, with checkpoints."""
 SAVED_RUNS = {
     "adamw": {},
-    "muon": {"optim": "muon", "in_fp32": True},
+    "muon": MUON,
     "lora": {"lora": True, "learning_rate": 1e-2},
     "plain": {"enable_predict": False},
     "plain_muon": {"optim": "muon", "in_fp32": True, "enable_predict": False},
@@ -154,6 +156,17 @@ def muon_in_fp32():
         torch.Tensor.bfloat16 = bfloat16
 
 
+class OwnSteps(torch.optim.AdamW):
+    """Steps as SGD does. It keeps no second moments, so that the length of leaps is sampled."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
 def train(folder: Path, name: str, resume: Path | None = None) -> HybridTrainer:
     """Train the run of this name as one of the processes; `resume` is a checkpoint or a run's folder."""
     options, processes = {**BASE, **RUNS[name]}, int(os.environ.get("WORLD_SIZE", 1))
@@ -169,6 +182,7 @@ def train(folder: Path, name: str, resume: Path | None = None) -> HybridTrainer:
         sharding = {}
     hurts_at, poisoned_at = options.pop("hurts_at", None), options.pop("poisoned_at", None)
     in_fp32 = options.pop("in_fp32", False)
+    optimizer = (OwnSteps, {"lr": options["learning_rate"]}) if options.pop("own_optimizer", False) else None
     ends = Ends(options.pop("dies_at", None), options.pop("stops_at", None))
     data = ByteText(options.pop("samples", 1000))
     if options.pop("iterable", False):
@@ -183,7 +197,7 @@ def train(folder: Path, name: str, resume: Path | None = None) -> HybridTrainer:
     parts = [LeapResiduals(correct_gain=True)] if options.pop("corrects") else []
     config = hybrid_config(place, per_device_train_batch_size=batch, **options, **sharding)
     kind = HybridTrainer if poisoned_at is None else PoisonedTrainer
-    trainer = kind(model, config, train_dataset=data, callbacks=[ends], parts=parts)
+    trainer = kind(model, config, train_dataset=data, callbacks=[ends], parts=parts, optimizer_cls_and_kwargs=optimizer)
     trainer.poisoned_at = poisoned_at
     trainer.probe_sequences = BATCH  # with fewer, each process would take the first of its own batch
     with (

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from hf_hybrid.checkpoints import manifest
+from hf_hybrid.saving import manifest
 
 GIB = 1 << 30
 NASTY = '<script>alert("1")</script> & $x_1$'
@@ -100,7 +100,7 @@ def hybrid_run(folder: Path, *, steps: int = 100, finished: bool = True, leaps: 
 
 
 def log(folder: Path, leaps: list[dict]) -> None:
-    """The log of a [`hybrid_run`] that ended, was resumed once at step 40, and is the newest run of its folder."""
+    """The log of a [`hybrid_run`] that ended, and was resumed once at step 40."""
     history = json.loads((folder / "checkpoint-100" / "trainer_state.json").read_text())["log_history"]
     lines = [*history, *({"step": made["step"] + 4, "leap": made} for made in leaps)]
     lines.append({"step": 33, "event": {"step": 32, "level": "caution", "reason": "risen", "action": "shorten"}})
@@ -108,8 +108,6 @@ def log(folder: Path, leaps: list[dict]) -> None:
     resumed = next(index for index, line in enumerate(lines) if line["step"] > 40)
     lines = [{"step": 0, "begun": True}, *lines[: resumed + 3], {"step": 40, "begun": True}, *lines[resumed:]]
     (folder / "hybrid_log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for name in ("hybrid_run.json", "checkpoint-100/hybrid_manifest.json"):
-        write(folder / name, {"run": [["a", 0], ["b", 40]]})
 
 
 def plain_run(folder: Path, steps: int = 100) -> None:
@@ -153,5 +151,5 @@ def reseal(checkpoint):
     path = checkpoint / manifest.MANIFEST_NAME
     values = json.loads(path.read_text())
     del values["xxh3_128"]
-    values["files"] = manifest._facts(checkpoint, [checkpoint / name for name in values["files"]])
-    path.write_text(json.dumps({**values, "xxh3_128": manifest._digest_of(values)}))
+    values["files"] = manifest.sizes_and_checksums(checkpoint, [checkpoint / name for name in values["files"]])
+    path.write_text(json.dumps({**values, "xxh3_128": manifest.digest_of(values)}))

@@ -12,8 +12,8 @@ from peft import IA3Config, LoraConfig, OFTConfig, get_peft_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer, machine
-from hf_hybrid.integrations.adapters import MAX_ADAPTER_RATE
-from hf_hybrid.run.rate import AccuracyWatch, AdapterRate, LearningRateRescue, StepCosine
+from hf_hybrid.run.adapters import MAX_ADAPTER_RATE, AdapterRate
+from hf_hybrid.run.rate import AccuracyWatch, LearningRateRescue, StepCosine
 from hf_hybrid.run.weights import TrainedWeights
 
 
@@ -296,3 +296,12 @@ def test_the_cosine_in_parts_is_that_of_the_whole(monkeypatch):
     for part in (10**6, 4):
         monkeypatch.setattr(machine, "PART", part)
         assert cosine.measure() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"optim": "sgd"}, {"optim": "muon"}, {"optimizer_states": "8bit"}], ids=str)
+def test_the_rate_stays_under_optimizers_whose_last_step_is_not_known(options, tmp_path, caplog):
+    config = HybridConfig(**config_values(tmp_path, max_steps=6, learning_rate=1e-5, lr_rescue="on", **options))
+    trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(40))
+    trainer.train()
+    assert trainer.hybrid_summary()["learning_rate_scale"] == 1.0
+    assert caplog.text.count("The run keeps `learning_rate=1e-05`: a better one is searched under torch's Adam") == 1

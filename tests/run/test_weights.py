@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hf_hybrid.checkpoints.manifest import last_checkpoint
-from hf_hybrid.integrations.adapters import MAX_ADAPTER_RATE
 from hf_hybrid.optimizers import split_parameters
+from hf_hybrid.run.adapters import MAX_ADAPTER_RATE
 from hf_hybrid.run.weights import SAMPLE, Shards, Whole, shards_of
+from hf_hybrid.saving.manifest import last_checkpoint
 
 TESTS = Path(__file__).parents[1]
 RUNS = ("base", "accumulated", "muon", "lora", "bf16", "looked", "unseen", "adamw_whole", "rescued_lora")
@@ -168,7 +168,7 @@ def test_a_launcher_says_how_to_shard(tmp_path, alone):
 def test_the_runs_had_something_to_decide(two):
     base, looked, unseen = (two.decisions(name) for name in ("base", "looked", "unseen"))
     assert all(base["steps_by_phase"].values()) and base["forward_only_passes"] > 0
-    assert all(two.decisions(name)["leaps_made"] >= 2 for name in ("base", "muon", "lora", "bf16"))
+    assert all(two.decisions(name)["leaps_made"] >= 2 for name in ("base", "lora", "bf16"))
     assert looked["leaps_by_verdict"]["rejected"] >= 1 and unseen["leaps_by_verdict"]["rolled_back"] >= 1
     assert looked["skipped_batches"] == 1
 
@@ -176,7 +176,7 @@ def test_the_runs_had_something_to_decide(two):
 @pytest.mark.processes
 @pytest.mark.slow
 def test_the_slow_runs_had_something_to_decide(slow_two):
-    assert slow_two.decisions("memory")["leaps_made"] >= 2
+    assert all(slow_two.decisions(name)["leaps_made"] >= 2 for name in ("memory", "sampled"))
     assert slow_two.decisions("rescued")["learning_rate_scale"] > 1.5
 
 

@@ -7,6 +7,4 @@ A CUDA device that is not there, and what the package does on it.
 - `test_device.py` shows that the simulator finds planted errors.
 - `test_on_a_gpu.py` runs the scenarios on a real GPU (`real.py`), by `pytest -m gpu`.
 - `test_commands.py` runs that command and the benchmarks for a GPU on the simulated one (`run_module.py`).
-- `clock.py` gives the device a clock: how long a step takes by the data sheets of a card and a host (`cards.py`), what
-  it waits for, and how far it is from the floor. `resources.py` has what copies and threads share.
 """

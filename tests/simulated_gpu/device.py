@@ -47,7 +47,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Unavailable(RuntimeError):
@@ -131,8 +131,6 @@ fault: Callable[[int], bool] | None = None
 _observers: list[Callable] = []
 refuse_registration = False
 """Let the driver refuse to page-lock host memory."""
-clock: Any = None
-"""Told of everything that takes time, where a run is timed: a `Clock` of clock.py."""
 _lock = threading.RLock()
 _thread = threading.local()
 
@@ -224,8 +222,6 @@ class Stream:
                 _join(self.clock, event.clock)
                 other, count = event.place
                 self.enqueue(lambda: other.run(count))
-                if clock is not None:
-                    clock.waits(self, event)
 
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
@@ -288,8 +284,6 @@ class Event:
             trace.EventRecordCallbacks.fire_callbacks(id(self), stream.cuda_stream)
             _join(stream.clock, _host)
             self.clock, self.place = dict(stream.clock), (stream, stream.enqueued)
-            if clock is not None:
-                clock.recorded(event=self, stream=stream)
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or current_stream()).wait_event(self)
@@ -299,8 +293,6 @@ class Event:
             if self.clock is None:
                 return True
             stream, count = self.place
-            if clock is not None and clock.is_over(self):
-                stream.run(count)
             over = stream.at_once or stream._done >= count
             if over:
                 _join(_host, self.clock)
@@ -348,8 +340,6 @@ def _stop(kind: str, stream: Stream | None = None, event: Event | None = None) -
         else:
             stream = stream or default_stream
             _finish(stream)
-    if clock is not None:
-        clock.stopped(f"{_owner()}: {kind}", stream, event)
 
 
 def _finish(stream: Stream) -> None:
@@ -368,9 +358,6 @@ def synchronize(device=None) -> None:
         for stream in Stream.all:
             stream.run()
             _join(_host, stream.clock)
-    if clock is not None:
-        for stream in Stream.all:
-            clock.stopped(f"{_owner()}: device.synchronize", stream, None)
 
 
 # Memory, and who touched it.
@@ -469,8 +456,6 @@ def _execute(operation: str, stream: Stream, reads: list[Tensor], writes: list[T
         for tensors, write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 _touch(tensor, stream.name, stream.clock, write, operation)
-    if clock is not None:
-        clock.enqueued(operation, stream, reads, writes)
 
 
 def _execute_on_host(operation: str, reads: list[Tensor], writes: list[Tensor]) -> None:
@@ -836,10 +821,7 @@ class HostMode(TorchDispatchMode):
             if tensors and not leaves and not any(is_on_device(tensor) for tensor in tensors):
                 reads, writes = _reads_and_writes(op, args, kwargs, lambda value: isinstance(value, Tensor))
                 _execute_on_host(str(op), reads, writes)
-        result = op(*args, **kwargs)
-        if clock is not None and not getattr(_thread, "inside", 0) and not _is_view(op):
-            clock.computed_on_host(op, args, kwargs, result)
-        return result
+        return op(*args, **kwargs)
 
 
 @functools.cache

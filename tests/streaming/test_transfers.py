@@ -83,7 +83,7 @@ def test_pages_that_cannot_be_locked_are_ordinary_memory(monkeypatch, caplog):
 
 
 def test_devices_without_streams_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_hybrid.setup.copies_beside", lambda device: False)
+    monkeypatch.setattr("hf_hybrid.plan.of_trainer.copies_beside", lambda device: False)
     config = hybrid_config(tmp_path, **STREAMED)
     monkeypatch.setattr(type(config), "device", torch.device("mps"), raising=False)
     with pytest.raises(ValueError, match="`memory=stream` cannot be used here: `mps` has no streams"):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from hf_hybrid.leaps.leap import GainPlanner
+from hf_hybrid.leaps.trust import GainPlanner
 from hf_hybrid.world_model.bandit import BanditGain
 from hf_hybrid.world_model.observer import Stretch
 

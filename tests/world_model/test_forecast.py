@@ -10,9 +10,9 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 
 from hf_hybrid import ForecastCallback, HybridTrainer
 from hf_hybrid.records.summary import RunPosition
-from hf_hybrid.report.findings import findings
-from hf_hybrid.report.plots import forecasts_of, run_plots
+from hf_hybrid.report.plots import run_plots
 from hf_hybrid.report.run_folder import load_run
+from hf_hybrid.report.series import series_of
 from hf_hybrid.run.monitor import TrainingDivergedError
 from hf_hybrid.world_model.forecast import MOST_STEPS, RunForecast, schedule_of
 
@@ -167,12 +167,14 @@ def test_hybrid_trainer_forecasts_unless_told_otherwise(tmp_path, train_set, opt
     assert summary["forecast"]["low"] < summary["forecast"]["loss"] < summary["forecast"]["high"]
     assert "forecast of the final loss: " in str(summary)
     assert summary["forecast"]["held_out"]["low"] < summary["forecast"]["held_out"]["high"]
-    assert "forecast of the final held-out loss: " in str(summary)
+    assert "forecast of the final eval loss: " in str(summary)
     run = load_run(tmp_path)
-    assert len(forecasts_of(run)) > 15
+    fan = next(row for row in series_of(run) if row.band)
+    assert fan.name == "eval end, forecast (90 %)" and len(fan.points) == len(fan.band) > 0
+    assert len(run.series("hybrid/forecast_loss")) > 15
     pytest.importorskip("matplotlib")
-    plot = next(plot for plot in run_plots(run, findings(run), tmp_path) if plot.name == "loss")
-    assert "the end was forecast at" in plot.alt and "the held-out end was forecast at" in plot.alt
+    plot = next(plot for plot in run_plots(run, tmp_path) if plot.name == "loss")
+    assert "eval end, forecast (90 %): first" in plot.alt
 
 
 def test_a_run_of_five_steps(tmp_path, train_set):

@@ -11,8 +11,8 @@ from rig.synthetic_runs import make_run
 
 import hf_hybrid
 from hf_hybrid import HybridTrainer
-from hf_hybrid.leaps.leap import GainPlanner
-from hf_hybrid.setup import STRETCH_STEPS
+from hf_hybrid.build import STRETCH_STEPS
+from hf_hybrid.leaps.trust import GainPlanner
 from hf_hybrid.world_model import imagination
 from hf_hybrid.world_model.dynamics import DynamicsModel
 from hf_hybrid.world_model.imagination import ImaginedGain

@@ -16,36 +16,25 @@ which is what this direction does with AdamW; `gain` is AdEMAMix's `alpha`. `m2`
 `memory_steps` gradients and an exponential average from then on, so it needs no bias correction. AdEMAMix warms
 `alpha` up because an early average is soon obsolete; here the gain grows with the square of the run's progress.
 
-Optimizers differ in how they turn a gradient into a step. Adam divides each entry by the root of its second moment `v`,
-SGD takes the gradient as it is, Muon orthogonalises a matrix. That map, without the optimizer's own momentum, is its
-preconditioner. This file has Adam's, because leaps are made with Adam-type optimizers unless a direction is named;
-integrations/other_optimizers.py has those of SGD, Muon and Adafactor. A rule reads what it needs (second moments, their
-step count) from the optimizer's state without changing it. Its results are per unit of learning rate and point
-downhill. So a leap is the step that the optimizer would make if the slow average were its gradient. If the rule is
-unknown (Lion, 8-bit states, ...), only its scale can be matched: each tensor of the average is scaled to the distance
-that its weights moved in the last block, per unit of learning rate. The distance is estimated from at most 4096 evenly
-spaced weights, which are copied when the block begins, so that it costs no second copy of the model.
-
-If FSDP2 shards the weights, each process does all of this on its shards, except for orthogonalised matrices. These are
-computed when a leap is prepared, in rounds (run/weights.py), and kept until the leap is over: a leap that is shortened
-sends nothing again. Stacks of experts are sharded between experts, so the matrices that a process holds are whole.
+A leap is the step that Adam would make if the slow average were its gradient: the rule reads the second moments and
+their step count from the optimizer's state without changing it. Its result is per unit of learning rate and points
+downhill. Where the second moments are not there in full precision (8-bit states), only the scale can be matched: each
+tensor of the average is scaled to the distance that its weights moved in the last block, per unit of learning rate. The
+distance is estimated from at most 4096 evenly spaced weights, which are copied when the block begins, so that it costs
+no second copy of the model. If FSDP2 shards the weights, each process does all of this on its shards.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_hybrid.files import has_room, load_room
 from hf_hybrid.leaps.directions.base import Direction, DirectionContext
-from hf_hybrid.optimizers import is_adam, orthogonalisation_flops
-from hf_hybrid.run.weights import Shards, sum_of_squares
+from hf_hybrid.run.weights import sum_of_squares
 
 # From an average of the gradients to a step: pure functions on one parameter.
 
@@ -60,42 +49,20 @@ def adam(memory: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out
     """
     step = state["step"]
     if not torch.is_tensor(step) or step.device != out.device or out.device.type == "cpu":
-        step = as_number(step)  # fused optimizers count on the device: there it stays, and nobody waits for it
+        step = (
+            step.item() if torch.is_tensor(step) else float(step)
+        )  # fused optimizers count on the device: there it stays, and nobody waits for it
     bias = 1.0 - group["betas"][1] ** step
     second_moment = state.get("max_exp_avg_sq", state["exp_avg_sq"])
     denominator = out.copy_(second_moment).div_(bias).sqrt_().add_(group.get("eps", 1e-8))
     return torch.div(memory, denominator, out=out).neg_()
 
 
-def preconditioner_of(
-    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size
-) -> Preconditioner | None:
-    """
-    The rule of an optimizer whose state is known: Adam-type with an elementwise, unquantised second moment, and those
-    in integrations/other_optimizers.py; `None` for any other.
-    """
+def preconditioner_of(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size) -> Preconditioner | None:
+    """Adam's rule, if a parameter's state has an elementwise, unquantised second moment; `None` otherwise."""
     second_moment = state.get("exp_avg_sq")
-    if torch.is_tensor(second_moment) and "step" in state and "betas" in group:
-        return adam if second_moment.shape == shape and second_moment.is_floating_point() else None
-    others = None if is_adam(optimizer) else _other_rules()
-    return None if others is None else others.rule_of(optimizer, state, group, shape)
-
-
-def _orthogonalises(rule: Preconditioner | None) -> bool:
-    """Whether a rule orthogonalises matrices, for which it needs them whole."""
-    others = None if rule in (None, adam) else _other_rules()
-    return others is not None and rule is others.muon
-
-
-@functools.cache
-def _other_rules() -> ModuleType | None:
-    name = "integrations.other_optimizers"
-    return load_room(name, "direction") if has_room(name) else None
-
-
-def as_number(value: Any) -> float:
-    """Return a number that an optimizer may keep as a tensor."""
-    return value.item() if torch.is_tensor(value) else float(value)
+    is_adams = torch.is_tensor(second_moment) and "step" in state and "betas" in group
+    return adam if is_adams and second_moment.shape == shape and second_moment.is_floating_point() else None
 
 
 # The direction.
@@ -103,11 +70,10 @@ def as_number(value: Any) -> float:
 
 class GradientMemory(Direction):
     """
-    Leaps along a slow average of the gradients, by the optimizer's own rule (AdEMAMix, arXiv 2409.03137).
+    Leaps along a slow average of the gradients, by Adam's rule (AdEMAMix, arXiv 2409.03137).
 
-    Adam-type optimizers, SGD, Muon and Adafactor make a step of the average by their own rule
-    ([`preconditioner_of`]). For any other optimizer the average is scaled,
-    per tensor, to the distance that the weights moved in the last block.
+    Where Adam's second moments are not there in full precision, the average is scaled, per tensor, to the distance that
+    the weights moved in the last block.
     """
 
     name = "gradient_memory"
@@ -119,8 +85,6 @@ class GradientMemory(Direction):
         self.buffers["memory"] = [context.buffer(parameter, zero=True) for parameter in context.parameters]
         self.buffers["sample"] = []
         self._scales: dict[int, float] = {}
-        self._orthogonalised: dict[int, Tensor] = {}
-        """By index, displacements that were computed together with other processes."""
 
     @torch.no_grad()
     def observe_gradients(self) -> None:
@@ -148,11 +112,7 @@ class GradientMemory(Direction):
 
     def _preconditioner(self, index: int) -> Preconditioner | None:
         context = self.context
-        shape = context.parameters[index].shape
-        return preconditioner_of(context.optimizer, context.state(index), context.group(index), shape)
-
-    def _orthogonalises(self, index: int) -> bool:
-        return _orthogonalises(self._preconditioner(index))
+        return preconditioner_of(context.state(index), context.group(index), context.parameters[index].shape)
 
     def _is_sampled(self, index: int) -> bool:
         """Whether the optimizer moves this parameter by an unknown rule; some optimizers keep no states at all."""
@@ -162,11 +122,6 @@ class GradientMemory(Direction):
     @torch.no_grad()
     def prepare(self) -> None:
         self._measure_block()
-        shards, memories = self.context.shards, self.buffers["memory"]
-        if isinstance(shards, Shards) and shards.processes > 1:
-            chosen = [i for i, memory in enumerate(memories) if memory.ndim == 2 and self._orthogonalises(i)]
-            tasks = [(index, shards.shape(index), memories[index]) for index in chosen]
-            self._orthogonalised = dict(shards.in_rounds(tasks, self._displacement_of_whole))
 
     def _measure_block(self) -> None:
         """Measure how far each sampled parameter moved in the block, over the norm of its memory."""
@@ -187,35 +142,17 @@ class GradientMemory(Direction):
                     mean_square = square / count
                     self._scales[index] = -math.sqrt(mean_square * shards.shape(index).numel() / norm2) / lr_sum
 
-    def _displacement_of_whole(self, index: int, memory: Tensor) -> Tensor:
-        rule = cast("Preconditioner", self._preconditioner(index))  # one that orthogonalises
-        return rule(memory, {}, self.context.group(index), torch.empty_like(memory))
-
     def displacement(self, index: int, out: Tensor) -> Tensor | None:
-        if index in self._orthogonalised:
-            return out.copy_(self._orthogonalised[index])
         memory, rule = self.buffers["memory"][index], self._preconditioner(index)
         if rule is not None:
             return rule(memory, self.context.state(index), self.context.group(index), out)
         scale = self._scales.get(index)
         return None if scale is None else torch.mul(memory, scale, out=out)
 
-    def flops(self) -> float:
-        return sum(map(orthogonalisation_flops, self._orthogonalised_shapes())) / self.context.shards.processes
-
-    def bytes_sent(self) -> float:
-        matrices = (shape for shape in self._orthogonalised_shapes() if len(shape) == 2)
-        return self.context.shards.bytes_in_rounds(sum(shape.numel() for shape in matrices))
-
-    def _orthogonalised_shapes(self) -> list[torch.Size]:
-        shards = self.context.shards
-        return [shards.shape(index) for index in range(len(shards.originals)) if self._orthogonalises(index)]
-
     def predicted_gradient(self, index: int) -> Tensor | None:
         return self.buffers["memory"][index]
 
     def block_begins(self, *, undoable: bool) -> None:
-        self._orthogonalised = {}
         sampled = [self._is_sampled(index) for index in range(len(self.context.parameters))]
         if not any(sampled):
             self.buffers["sample"] = []

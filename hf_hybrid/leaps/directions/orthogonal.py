@@ -19,8 +19,11 @@ rule, and a longer average would only make them older. For the same reason leaps
 3 from the first leap to the last.
 
 Embeddings, the output head, biases and norms have no useful spectrum; they go along [`GradientMemory`], with the short
-average. If nothing can be orthogonalised (no hidden matrices are trained, or the optimizer's learning rates are of
-another scale than Adam's, as SGD's are), the run uses `gradient_memory` itself.
+average. If no hidden matrices are trained, the run uses `gradient_memory` itself.
+
+If FSDP2 shards the weights, matrices are orthogonalised when a leap is prepared, in rounds (run/weights.py), and kept
+until the leap is over: a leap that is shortened sends nothing again. Stacks of experts are sharded between experts, so
+the matrices that a process holds are whole.
 """
 
 from __future__ import annotations
@@ -28,19 +31,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_hybrid.leaps.directions.base import DirectionContext
 from hf_hybrid.leaps.directions.gradient_memory import GradientMemory, Preconditioner
-from hf_hybrid.optimizers import at_once, muon_scale, orthogonalise
+from hf_hybrid.optimizers import at_once, muon_scale, orthogonalisation_flops, orthogonalise
+from hf_hybrid.run.weights import Shards
 
 
 class Orthogonal(GradientMemory):
     """
-    Leaps by Muon's rule (Jordan et al., 2024), under any optimizer whose learning rates are of Adam's scale.
+    Leaps by Muon's rule (Jordan et al., 2024).
 
     Hidden matrices (`context.matrices`) go along the orthogonalised average of the gradients, everything else as
-    [`GradientMemory`] does. So do all parameters under optimizers whose learning rates are of another scale.
+    [`GradientMemory`] does.
     """
 
     name = "orthogonal"
@@ -54,17 +59,11 @@ class Orthogonal(GradientMemory):
     def __init__(self, context: DirectionContext):
         super().__init__(context)
         self._matrices = {index for index, name in enumerate(context.names) if name in context.matrices}
-
-    @staticmethod
-    def suits(group: Mapping[str, Any]) -> bool:
-        """Whether the learning rate of a parameter group is of Adam's scale."""
-        return "betas" in group or group.get("algorithm") == "muon"
-
-    def _orthogonalises(self, index: int) -> bool:
-        return self._preconditioner(index) == self._rule or super()._orthogonalises(index)
+        self._orthogonalised: dict[int, Tensor] = {}
+        """By index, displacements that were computed together with other processes."""
 
     def _preconditioner(self, index: int) -> Preconditioner | None:
-        if index in self._matrices and self.suits(self.context.group(index)):
+        if index in self._matrices:
             self._device = self.context.parameters[index].device
             return self._rule
         return super()._preconditioner(index)
@@ -76,3 +75,33 @@ class Orthogonal(GradientMemory):
             matrices = memories.to(self._device) if memories.device.type == "cpu" else memories
             displacements.copy_(orthogonalise(matrices))
         return out.mul_(-muon_scale(memory.shape, "match_rms_adamw"))
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        super().prepare()
+        shards, memories = self.context.shards, self.buffers["memory"]
+        if isinstance(shards, Shards) and shards.processes > 1:
+            matrices = sorted(index for index in self._matrices if memories[index].ndim == 2)
+            tasks = [(index, shards.shape(index), memories[index]) for index in matrices]
+            self._orthogonalised = dict(shards.in_rounds(tasks, self._displacement_of_whole))
+
+    def _displacement_of_whole(self, index: int, memory: Tensor) -> Tensor:
+        self._device = self.context.parameters[index].device
+        return self._rule(memory, {}, self.context.group(index), torch.empty_like(memory))
+
+    def displacement(self, index: int, out: Tensor) -> Tensor | None:
+        if index in self._orthogonalised:
+            return out.copy_(self._orthogonalised[index])
+        return super().displacement(index, out)
+
+    def block_begins(self, *, undoable: bool) -> None:
+        self._orthogonalised = {}
+        super().block_begins(undoable=undoable)
+
+    def flops(self) -> float:
+        shapes = map(self.context.shards.shape, sorted(self._matrices))
+        return sum(map(orthogonalisation_flops, shapes)) / self.context.shards.processes
+
+    def bytes_sent(self) -> float:
+        shapes = [self.context.shards.shape(index) for index in self._matrices]
+        return self.context.shards.bytes_in_rounds(sum(shape.numel() for shape in shapes if len(shape) == 2))

@@ -1,0 +1,78 @@
+"""
+Seconds and memory of a DPO step: TRL's trainer and HybridDPOTrainer.
+
+A step is 8 pairs in 2 micro-batches, LoRA of rank 16 on all linear layers; the reference is the model without adapters.
+
+    even    prompts of 600 tokens, answers of 300
+    mixed   prompts of 150 to 600 tokens, answers of 75 to 300
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+from typing import Any
+
+from datasets import Dataset
+from trl import DPOConfig, DPOTrainer
+
+from benchmarks.gpu.models import ADAPTERS, DEVICE, SHAPES, Clock, build, tokenizer
+from benchmarks.gpu.sft import measured_by, saved
+from hf_hybrid import HybridDPOConfig, HybridDPOTrainer
+
+PAIRS, MICRO_BATCH = 8, 4
+PROMPT, ANSWER = 600, 300
+ARMS = {"trl": (DPOTrainer, DPOConfig), "hybrid": (HybridDPOTrainer, HybridDPOConfig)}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kinds", nargs="+", choices=("even", "mixed"), default=["even", "mixed"])
+    parser.add_argument("--scale", type=float, default=1.0, help="Of all lengths.")
+
+
+def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    return [{"shape": args.shape, "kind": kind} for kind in args.kinds]
+
+
+def run(case: dict[str, Any], arm: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Train one arm on one kind of pairs. Returns what the row of the results says."""
+    trainer_class, config_class = ARMS[arm]
+    clock = Clock(args.warm_up, args.steps, args.profile)
+    draw, vocabulary = random.Random(0), SHAPES[args.shape]["vocab_size"]
+
+    def text(tokens: int) -> str:
+        most = max(4, int(args.scale * tokens))
+        length = draw.randint(most // 4, most) if case["kind"] == "mixed" else most
+        return " ".join(f"w{draw.randrange(2, vocabulary)}" for _ in range(length))
+
+    pairs = [
+        {"prompt": text(PROMPT) + " ", "chosen": text(ANSWER), "rejected": text(ANSWER)}
+        for _ in range(PAIRS * clock.max_steps)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_class(
+            folder,
+            per_device_train_batch_size=MICRO_BATCH,
+            gradient_accumulation_steps=PAIRS // MICRO_BATCH,
+            max_steps=clock.max_steps,
+            learning_rate=1e-6,
+            max_length=None,
+            bf16=True,
+            gradient_checkpointing=False,
+            save_strategy="no",
+            logging_steps=1000,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=DEVICE == "cpu",
+        )
+        trainer = trainer_class(
+            build(args.shape, lora=False),
+            args=config,
+            train_dataset=Dataset.from_list(pairs),
+            processing_class=tokenizer(args.shape),
+            peft_config=ADAPTERS,
+            callbacks=[clock],
+        )
+        trainer.train()
+    return {**measured_by(clock), **saved(trainer, "tokens", "tokens_padding", "tokens_shared", "plain_rows_because")}

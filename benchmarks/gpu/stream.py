@@ -1,0 +1,108 @@
+"""
+Seconds and memory of a step in which all weights train and layers are streamed, beside the resident model.
+
+Sequences of 2,048 tokens, bf16 weights. `--budget` GiB of the device are for the streamed arms.
+
+    resident       `Trainer` with recomputation and 8-bit AdamW of bitsandbytes
+    stream_8bit    streamed layers, 8-bit states
+    stream         streamed layers, exact states on the host
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from benchmarks.gpu.models import DEVICE, GIB, SHAPES, build, forget, peak_gib, synchronize
+from hf_hybrid import HybridConfig, HybridTrainer
+
+ARMS: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "resident": (Trainer, TrainingArguments, {"gradient_checkpointing": True, "optim": "adamw_bnb_8bit"}),
+    "stream_8bit": (HybridTrainer, HybridConfig, {"memory": "stream", "optimizer_states": "8bit"}),
+    "stream": (HybridTrainer, HybridConfig, {"memory": "stream"}),
+}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 16384], help="Of a step.")
+    parser.add_argument("--length", type=int, default=2048, help="Of a sequence.")
+    parser.add_argument("--budget", type=float, default=8.0, help="GiB of the device.")
+
+
+def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    return [{"shape": args.shape, "kind": tokens, "budget": args.budget} for tokens in args.tokens]
+
+
+class Sequences(torch.utils.data.Dataset):
+    """Random tokens."""
+
+    def __init__(self, vocabulary: int, length: int):
+        self.vocabulary, self.length = vocabulary, length
+
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, index):
+        tokens = torch.randint(self.vocabulary, (self.length,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Steps(TrainerCallback):
+    """When each step ended on the device."""
+
+    def __init__(self):
+        self.ends: list[float] = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.ends.append(time.perf_counter())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        synchronize()
+        self.ends.append(time.perf_counter())
+
+
+def run(case: dict[str, Any], arm: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Train one arm. Returns what the row of the results says."""
+    trainer_class, config_class, more = ARMS[arm]
+    streamed = more.get("memory") == "stream"
+    model = build(args.shape, lora=False)  # on the device, where 8B random numbers take no time
+    if streamed:
+        model.to("cpu")
+        forget()
+        more = {**more, "vram_budget_gib": args.budget, "offload_activations": True, "enable_predict": False}
+    steps = Steps()
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_class(
+            folder,
+            max_steps=1 + args.steps,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=max(1, case["kind"] // args.length),
+            learning_rate=1e-5,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            dataloader_num_workers=2,
+            use_cpu=DEVICE == "cpu",
+            **more,
+        )
+        data = Sequences(SHAPES[args.shape]["vocab_size"], args.length)
+        trainer = trainer_class(model, config, train_dataset=data, callbacks=[steps])
+        if DEVICE == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        trainer.train()
+    seconds = [end - begin for begin, end in zip(steps.ends, steps.ends[1:])]
+    return {
+        "seconds": statistics.median(seconds[1:]),
+        "first_seconds": seconds[0],
+        "steps": [round(value, 3) for value in seconds],
+        "peak_gib": peak_gib(),
+        "reserved_gib": torch.cuda.max_memory_reserved() / GIB if DEVICE == "cuda" else 0.0,
+    }

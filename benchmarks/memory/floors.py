@@ -1,0 +1,168 @@
+"""
+The floor of a step's time: what moves in a step, and what this machine copies and multiplies per second.
+
+A step of a streamed model moves its weights to the device and its gradients back, and the host reads and writes memory
+while it updates. No step is faster than the slowest of these ways at its rate, nor than its products.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hf_hybrid.machine import copies_beside
+from hf_hybrid.plan.accounting import WeightCount
+from hf_hybrid.plan.estimate import Plan
+from hf_hybrid.plan.step_memory import WeightBytes
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes to the device, back to the host, and those that the host moves by itself."""
+
+    into: float = 0
+    back: float = 0
+    host: float = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.into + other.into, self.back + other.back, self.host + other.host)
+
+
+def step_traffic(plan: Plan) -> dict[str, float]:
+    """Return the least bytes of a step: `"h2d"` to the device, `"d2h"` back, `"dram"` moved in host memory."""
+    if plan.mode == "resident":
+        moved = _parked(plan)
+    elif plan.mode == "shared":
+        moved = _shared(plan)
+    else:
+        streamed = StreamedTraffic(plan)
+        moved = _parked(plan) + streamed.weights() + streamed.gradients() + streamed.update()
+    # What is copied passes through the host's memory too.
+    return {"h2d": moved.into, "d2h": moved.back, "dram": moved.into + moved.back + moved.host}
+
+
+def _parked(plan: Plan) -> Traffic:
+    """Activations that wait on the host, once each way in every pass."""
+    away = plan.parked * (plan.setup.gradient_accumulation_steps // plan.setup.micro_batches_in_flight)
+    return Traffic(away, away)
+
+
+def _shared(plan: Plan) -> Traffic:
+    """With `cpu_offload` the rows of a process. What processes send each other is not counted."""
+    setup, per = plan.setup, WeightBytes(plan.shape, plan.setup)
+    if not setup.cpu_offload:
+        return Traffic()
+    rows, stored = plan.shape.part(setup.processes).total, per.stored.trainable
+    into = 2 * setup.gradient_accumulation_steps * rows.bytes(per.stored)
+    updated = rows.trainable * 3 * stored + 2 * per.states(rows)
+    return Traffic(into, rows.trainable * stored, updated)
+
+
+class StreamedTraffic:
+    """The traffic of a streamed step, by what travels."""
+
+    def __init__(self, plan: Plan):
+        self.per = WeightBytes(plan.shape, plan.setup)
+        self.setup, self.tied = plan.setup, plan.shape.tied
+        self.micro_batches = plan.setup.gradient_accumulation_steps
+        self.passes = self.micro_batches // plan.setup.micro_batches_in_flight
+        self.placement = plan.shape.place(plan.stream_embeddings, plan.resident_layers)
+        self.embedding, self.head = self.placement.ends
+        self.layers = sorted(self.placement.layers, key=lambda layer: self.per.packed(layer, int8=True))
+        """Layers that travel, the smallest first. Of frozen ones the largest stay on the device after use."""
+        self.leaving_count = max(len(self.layers) - self.placement.kept, 0)
+        self.travelling = functools.reduce(WeightCount.join, [*self.layers, self.embedding, self.head])
+
+    def weights(self) -> Traffic:
+        """Layers come for forward and backward of each pass; embeddings and head are called by each micro-batch."""
+        per = self.per
+        # Unless the loss is chunked, the head is recomputed. Then it stays for the next micro-batch of its pass.
+        heads = self.micro_batches + (0 if self.setup.chunked_loss else self.passes)
+        into = self.micro_batches * per.packed(self.embedding)
+        into += heads * per.packed(self.embedding if self.tied else self.head)
+        into += self.passes * 2 * sum(per.packed(layer, int8=True) for layer in self.layers[: self.leaving_count])
+        return Traffic(into)
+
+    def gradients(self) -> Traffic:
+        """Gradients leave after each pass (those of embeddings and head: after each micro-batch)."""
+        together = self.setup.micro_batches_in_flight > 1
+        moved = [self._gradients_of(layer, self.passes, summed=together) for layer in self.layers]
+        moved += [self._gradients_of(end, self.micro_batches, summed=False) for end in (self.embedding, self.head)]
+        return sum(moved, Traffic())
+
+    def _gradients_of(self, unit: WeightCount, times: int, *, summed: bool) -> Traffic:
+        """
+        Gradients of a unit that leave so many times.
+
+        They leave as they are. If there is one, the host converts it to the precision of the master. Else they are
+        added up on the device, and the sum leaves in that precision; it comes back for the next ones to be added to.
+        `summed` gradients are sums of several micro-batches already.
+        """
+        per, stored = self.per, self.per.stored.trainable
+        first, whole = stored * unit.trainable if summed else per.gradients(unit), stored * unit.trainable
+        if times > 1:
+            return Traffic(first + whole * (times - 2), first + whole * (times - 1))
+        converted = 0 if summed else (per.computed.trainable + stored) * per.rounded_weights(unit)
+        return Traffic(0, first, converted)
+
+    def update(self) -> Traffic:
+        """The optimizer's step of everything that travels."""
+        per, stored, rounded = self.per, self.per.stored.trainable, self.per.computed.trainable
+        travelling = self.travelling
+        rounding = per.rounded_weights(travelling)
+        if per.eight_bit:
+            # On the device. Gradients and states come, states and weights go; the masters come too where the slot
+            # holds a rounded copy.
+            moved = travelling.trainable * (stored + per.state)
+            return Traffic(moved + stored * rounding, moved + rounded * rounding)
+        return Traffic(host=travelling.trainable * 3 * stored + rounded * rounding + 2 * per.states(travelling))
+
+
+def measure_machine(seconds: float = 0.1, size: int = 8192) -> dict[str, float]:
+    """
+    Measure rates of this machine, each for a number of seconds.
+
+    Bytes per second: `"dram"`, read and written by a copy in host memory, and on a GPU `"h2d"` and `"d2h"` (pinned).
+    bf16 operations per second: `"flops"` of products of `size`-square matrices, which training does not exceed.
+    """
+    source, target = torch.ones(2**27, dtype=torch.uint8), torch.zeros(2**27, dtype=torch.uint8)  # beyond most caches
+    rates = {"dram": 2 * source.nbytes * _per_second(lambda: target.copy_(source), seconds)}
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None and copies_beside(device):
+        pinned, there = source.pin_memory(), source.to(device)
+        rates["h2d"] = pinned.nbytes * _per_second(lambda: there.copy_(pinned, non_blocking=True), seconds)
+        rates["d2h"] = pinned.nbytes * _per_second(lambda: pinned.copy_(there, non_blocking=True), seconds)
+        left = torch.randn(size, size, dtype=torch.bfloat16, device=device)
+        result = left @ left
+        rates["flops"] = 2 * size**3 * _per_second(lambda: torch.mm(left, left, out=result), seconds)
+    return rates
+
+
+def _per_second(work: Callable[[], object], seconds: float) -> float:
+    wait = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
+    work()
+    wait()
+    count, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        work()
+        wait()
+        count += 1
+    return count / (time.perf_counter() - start)
+
+
+def step_floor_seconds(plan: Plan, tokens_per_step: int, rates: dict[str, float]) -> float:
+    """
+    Return the least seconds of an optimizer step: the longest of computing (without attention) and copying.
+
+    `tokens_per_step` counts all micro-batches; `rates` are those of `measure_machine`, some of which may be missing.
+    """
+    recomputed = 1.0 if plan.mode == "streamed" else plan.recomputed_layers / max(len(plan.shape.layers), 1)
+    # A lookup multiplies nothing, unless the head is made of the same weights.
+    lookup, total = WeightCount() if plan.shape.tied else plan.shape.embedding, plan.shape.total
+    products, trained = total.weights - lookup.weights, total.trainable - lookup.trainable
+    seconds = tokens_per_step * ((4 + 2 * recomputed) * products + 2 * trained) / rates["flops"]
+    return max([seconds, *(count / rates[name] for name, count in step_traffic(plan).items() if rates.get(name))])

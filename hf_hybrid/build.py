@@ -1,0 +1,545 @@
+"""
+Build the parts of a run from its options.
+
+`build_memory` decides where weights are kept, `build_optimizer` makes the optimizer, and `build_run` the run: the list
+of its parts, in order. Most parts take plain values. Those that compute windows in another way or compare runs
+(recovery, shared rows, rollouts, digests, the fingerprint) take the trainer. Optional folders are imported inside
+functions, when an option needs them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from accelerate.hooks import remove_hook_from_submodules
+from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from hf_hybrid.arguments import HybridArguments
+from hf_hybrid.config import check_leap_optimizer, was_given
+from hf_hybrid.leaps.automatic import (
+    FirstLoss,
+    leaps_are_automatic,
+    pretrained_below,
+    reason_no_leaps,
+)
+from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, Orthogonal
+from hf_hybrid.leaps.directions.base import DirectionFactory, direction_class
+from hf_hybrid.leaps.leap import LeapObserver, Leaps, PhaseController, PhaseLengths
+from hf_hybrid.leaps.probe import MIN_SEQUENCES, HeldOutBatches, NextBatches, Probe, held_out_batches
+from hf_hybrid.leaps.trajectory import Trajectory
+from hf_hybrid.leaps.trust import GainPlanner, Trust
+from hf_hybrid.optimizers import (
+    MuonAdamW,
+    has_adapters,
+    muon_groups,
+    optimizer_name,
+    split_parameters,
+    text_config,
+)
+from hf_hybrid.part import Part
+from hf_hybrid.plan.accounting import host_memory
+from hf_hybrid.plan.estimate import Estimator, Plan, refuse
+from hf_hybrid.plan.of_trainer import (
+    LeapBuffers,
+    checkpointing,
+    estimator_of,
+    fewest_recomputed_layers,
+    shape_of,
+    streamed_layers,
+)
+from hf_hybrid.plan.setups import Setup
+from hf_hybrid.recovery import UnrecoveredMemoryError, first_part
+from hf_hybrid.run.adapters import adapter_rate_scale
+from hf_hybrid.run.monitor import DivergenceMonitor
+from hf_hybrid.run.rate import LearningRateRescue, RateScale, StepCosine, rate_at
+from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
+from hf_hybrid.run.trainer_view import (
+    TrainerLike,
+    made_optimizer,
+    trains_adapters,
+    unwrapped_optimizer,
+)
+from hf_hybrid.run.weights import Gathered, Shards, TrainedWeights, canonical, shards_of
+from hf_hybrid.streaming.engine import Resident, Streamed
+from hf_hybrid.streaming.layers import embeddings_and_head, find_layers, layers_on_host, rounded_by_autocast
+from hf_hybrid.streaming.optimizer import UnsupportedOptimizerError, check_separable
+from hf_hybrid.streaming.streamer import LayerStreamer
+from hf_hybrid.streaming.walk import Window
+
+logger = logging.getLogger(__name__)
+
+STRETCH_STEPS, MOST_STRETCHES = 10, 300
+"""Real steps that planners learn from at a time, and about how many such stretches a run has at most."""
+SKIP_FROM = 50
+"""
+The first step that may be skipped where nobody named a direction. From scratch the loss falls so fast before that a
+step is worth more than the leap that replaces it: four runs of 40 steps ended 0.2 to 0.9 % lower without skipping any
+(docs/evaluation/leaps.md).
+"""
+MAX_RATE_SCALE = 512.0
+"""Largest factor of the search on the learning rate, which raises 5e-5 to 2.5e-2."""
+PROBE_SEQUENCES = 8
+"""Sequences of a probe, where its budget affords as many: fewer tell too little of a leap, more cost too much."""
+
+
+# The run.
+
+
+def build_run(trainer: TrainerLike) -> Run:
+    """
+    Build the run that `trainer` is about to start: the list of its parts, in the order in which they are called.
+
+    The parts that every training of this trainer has (`trainer.parts`) come last. Without phases there are no others.
+
+    Raises:
+        LeapObstacleError: If leaps cannot work with the optimizer, or with how the weights are sharded.
+        ValueError: If `probe_dataset` gives fewer than two sequences, or no label.
+        UnrecoveredMemoryError: If buffers do not fit on the host either.
+    """
+    options, max_steps = trainer.hybrid_args, trainer.state.max_steps
+    common: dict[str, Any] = {"model": trainer.model_wrapped, "max_steps": max_steps}
+    common |= {"survive": trainer.recovery.survive, "write": trainer.log_file.add}
+    if not trainer.has_phases:
+        return Run(trainer.parts, optimizer=trainer.optimizer, no_leaps=trainer.obstacle, **common)
+    weights, feed, no_leaps = _weights(trainer), BatchFeed(), reason_no_leaps(trainer)
+    monitor = DivergenceMonitor(options.preset_value("divergence_threshold"))
+    rate, first = _rate(trainer, weights), pretrained_below(trainer)
+    following: list[Part] = []
+    if no_leaps is None:
+        build = functools.partial(_leap_parts, trainer, weights, monitor, _probe(trainer, feed))
+        leaps = functools.partial(_on_host_if_out_of_memory, trainer, build)
+        following = [FirstLoss(first, leaps)] if first > 0 else leaps()
+    forecast = _forecast(trainer)
+    return Run(
+        [monitor, *([] if rate is None else [rate]), *following, *forecast, *trainer.parts],
+        warmup=phase_lengths(options, max_steps).warmup,
+        optimizer=weights.optimizer,
+        weights=weights,
+        feed=feed,
+        rate=rate,
+        no_leaps=no_leaps,
+        **common,
+    )
+
+
+def _forecast(trainer: TrainerLike) -> list[Part]:
+    """Return the forecast of the final loss."""
+    if not trainer.hybrid_args.forecast:
+        return []
+    from hf_hybrid.world_model.forecast import Forecast
+
+    return [Forecast(trainer.lr_scheduler, trainer.state.log_history)]
+
+
+def _weights(trainer: TrainerLike) -> TrainedWeights:
+    memory, model = trainer.memory, trainer.accelerator.unwrap_model(trainer.model)
+    named = [(canonical(name), memory.parameter(p)) for name, p in model.named_parameters() if p.requires_grad]
+    store = Gathered(model) if trainer.is_fsdp_enabled else memory if memory.streams else None
+    return TrainedWeights(named, unwrapped_optimizer(trainer), store)
+
+
+def _on_host_if_out_of_memory(trainer: TrainerLike, build: Callable[[bool], list[Part]]) -> list[Part]:
+    """
+    Build parts that have buffers of the size of the weights: on the host (`build(True)`), if the plan says so or if
+    they do not fit on the device.
+    """
+    recovery, plan_values = trainer.recovery, trainer.hybrid_args.plan_values
+    on_host = trainer.memory.buffers_on_host or plan_values.get("buffers_device") == "cpu"
+    try:
+        return build(on_host)
+    except Exception as error:
+        recovery.catch(error)
+    if not on_host:
+        recovery.note("buffers on the host")
+        try:
+            return build(True)
+        except Exception as error:
+            recovery.catch(error)
+    raise UnrecoveredMemoryError(
+        f"{recovery.where()}: the buffers of leaps do not fit: {recovery.reason} Set `enable_predict=False`."
+    )
+
+
+def _leap_parts(
+    trainer: TrainerLike, weights: TrainedWeights, monitor: DivergenceMonitor, probe: Probe, on_host: bool
+) -> list[Part]:
+    """Build the parts of a run with leaps: the leaps, and whatever observes them."""
+    options, max_steps = trainer.hybrid_args, trainer.state.max_steps
+    matrices = frozenset(map(canonical, split_parameters(trainer.model)[0]))
+    direction = direction_of(trainer, matrices)
+    trajectory = Trajectory(
+        weights,
+        direction=direction,
+        matrices=matrices,
+        memory_steps=direction_class(direction).memory_steps or memory_steps(max_steps),
+        host=on_host,
+    )
+    trainer.memory.overlay(trajectory.displaced)
+    gains, after = _planner(trainer, trajectory)
+    observers = [part for part in (*after, *trainer.parts) if isinstance(part, LeapObserver)]
+    leaps = Leaps(
+        controller=PhaseController(phase_lengths(options, max_steps)),
+        trajectory=trajectory,
+        gains=gains,
+        trust=Trust(options.probe_budget, max_steps),
+        monitor=monitor,
+        probe=probe,
+        leap_budget=options.leap_budget,
+        cost_of_step=functools.partial(_cost_of_step, trainer),
+        skip_from=SKIP_FROM if leaps_are_automatic(trainer) else 0,
+        observers=observers,
+    )
+    return [leaps, *after]
+
+
+def _planner(trainer: TrainerLike, trajectory: Trajectory) -> tuple[GainPlanner, list[Part]]:
+    """Return the planner of the gain, and the part that shows it the run, if it learns."""
+    options, max_steps, direction = trainer.hybrid_args, trainer.state.max_steps, trajectory.direction
+    values = (options.final_gain(direction.gain), direction.gain_power, options.preset_value("leap_worth"))
+    if options.planner == "schedule":
+        return GainPlanner(*values), []
+    stride = max(STRETCH_STEPS, max_steps // MOST_STRETCHES)
+    if options.planner == "bandit":
+        from hf_hybrid.world_model.bandit import BanditGain
+
+        planner = BanditGain(*values)
+    else:
+        from hf_hybrid.world_model.imagination import imagined_gain
+
+        planner = imagined_gain(
+            values,
+            device=trainer.args.device,
+            seed=trainer.args.seed,
+            factor_at=rate_at(trainer.lr_scheduler),
+            max_steps=max_steps,
+            stride=stride,
+        )
+    from hf_hybrid.world_model.observer import PlannerObserver
+
+    return planner, [PlannerObserver(planner, stride=stride, max_grad_norm=trainer.args.max_grad_norm)]
+
+
+def _cost_of_step(trainer: TrainerLike, tokens: int) -> tuple[float, float]:
+    """
+    Return the floating-point operations of a step with so many tokens on this process, as the mean over all processes,
+    because every process must decide alike; and the bytes that all processes together send at most under FSDP2: the
+    weights before each forward and each backward pass, and the gradients once.
+    """
+    accelerator, count = trainer.accelerator, torch.tensor(float(tokens))
+    if accelerator.num_processes > 1:
+        count = accelerator.reduce(count.to(trainer.args.device), reduction="mean")
+    parameters = list(trainer.model.parameters())
+    flops = count.item() * sum(4 * p.numel() + 2 * p.numel() * p.requires_grad for p in parameters)
+    if not trainer.is_fsdp_enabled:
+        return flops, 0.0
+    low, passes = accelerator.mixed_precision == "bf16", 2 * trainer.current_gradient_accumulation_steps
+    sizes = ((p.numel() * (2 if low else p.element_size()), p.requires_grad) for p in parameters)
+    return flops, (accelerator.num_processes - 1) * sum(size * (passes + trained) for size, trained in sizes)
+
+
+def tell_of_no_leaps(trainer: TrainerLike) -> None:
+    """Say why no leaps are made, if nobody chose that, and the trainer has not said it when it was built."""
+    why = trainer.run.no_leaps
+    if why is not None and trainer.leap_obstacle is None and trainer.hybrid_args.final_gain(1.0) > 0:
+        logger.warning(NO_LEAPS, why)
+
+
+def phase_lengths(options: HybridArguments, max_steps: int) -> PhaseLengths:
+    """Return the phase lengths for a run of `max_steps`: as given, or else by the run's length and the preset."""
+
+    def pick(name: str, default: int) -> int:
+        given = getattr(options, name)
+        return default if given is None else given
+
+    short = max(max_steps // 10, 1)  # so that short runs too go through the phases several times
+    return PhaseLengths(
+        warmup=pick("warmup_phase_steps", min(max(round(0.05 * max_steps), 2), 100)),
+        full=pick("full_phase_steps", min(options.preset_value("full_phase_steps"), short)),
+        correct=pick("correct_phase_steps", min(options.preset_value("correct_phase_steps"), short)),
+        max_predict=pick("max_predict_steps", min(max(round(0.05 * max_steps), 1), 10)),
+    )
+
+
+def memory_steps(max_steps: int) -> int:
+    """Return the length of the slow averages of a direction that has no length of its own."""
+    return min(max(max_steps // 6, 5), 1000)
+
+
+def rescue_is_on(args: TrainingArguments, options: HybridArguments) -> bool:
+    """Whether to rescue the learning rate. `auto`: only if the user is known to have written no `learning_rate`."""
+    if options.lr_rescue != "auto":
+        return options.lr_rescue == "on"
+    return was_given(args, "learning_rate") is False
+
+
+def tell_of_kept_defaults(trainer: TrainerLike) -> None:
+    """Say which defaults would be replaced if it were known that the user did not write them."""
+    args, options = trainer.args, trainer.hybrid_args
+    told = []
+    if trainer.has_phases and options.lr_rescue == "auto" and was_given(args, "learning_rate") is None:
+        told.append(f"`learning_rate={args.learning_rate:g}` (`lr_rescue=on` raises it where that helps)")
+    if options.preset == "fast" and was_given(args, "optim") is None and not has_adapters(trainer.model):
+        told.append(f"`optim={optimizer_name(args)}` (`preset=fast` wants `optim=muon`)")
+    if told:
+        logger.warning(
+            "%s: kept as it is, because the arguments do not tell whether you wrote this default. Parsers write every "
+            "option, and plain `TrainingArguments` take no note.",
+            " and ".join(told),
+        )
+
+
+def _rate(trainer: TrainerLike, weights: TrainedWeights) -> RateScale | None:
+    """Return the part that raises the learning rate: by a rule for adapters, else by a search under torch's Adam."""
+    if not rescue_is_on(trainer.args, trainer.hybrid_args):
+        return None
+    if trains_adapters(trainer):
+        return adapter_rate_scale(trainer)
+    optimizer = made_optimizer(trainer)
+    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+        cosine = StepCosine(weights)
+        return LearningRateRescue(max_scale=MAX_RATE_SCALE, max_steps=trainer.state.max_steps, cosine=cosine)
+    logger.warning(
+        "The run keeps `learning_rate=%g`: a better one is searched under torch's Adam and AdamW alone, and the "
+        "optimizer is `%s`.",
+        trainer.args.learning_rate,
+        type(optimizer).__name__,
+    )
+    return None
+
+
+def chosen_direction(trainer: TrainerLike) -> DirectionFactory:
+    """Return the user's own direction, or else the direction that the options name."""
+    name = trainer.hybrid_args.direction
+    return trainer.custom_direction or DIRECTIONS["orthogonal" if name == "auto" else name]
+
+
+def direction_of(trainer: TrainerLike, matrices: Collection[str]) -> DirectionFactory:
+    """
+    Return the chosen direction. `gradient_memory` takes the place of `orthogonal` where no hidden matrices are trained.
+    """
+    chosen = chosen_direction(trainer)
+    return GradientMemory if chosen is Orthogonal and not matrices else chosen
+
+
+def refuse_other_optimizers(trainer: TrainerLike) -> None:
+    """
+    Refuse leaps that were asked for under an optimizer other than Adam or AdamW.
+
+    Raises:
+        LeapObstacleError: It names the optimizer.
+    """
+    if leaps_are_automatic(trainer) or trainer.hybrid_args.final_gain(1.0) == 0:
+        return
+    if trainer.optimizer is not None:
+        check_leap_optimizer(trainer.optimizer)
+    elif trainer.optimizer_cls_and_kwargs is not None:
+        check_leap_optimizer(trainer.optimizer_cls_and_kwargs[0])
+    else:
+        check_leap_optimizer(optimizer_name(trainer.args))
+
+
+def _probe(trainer: TrainerLike, feed: BatchFeed) -> Probe:
+    args, options, processes = trainer.args, trainer.hybrid_args, trainer.accelerator.num_processes
+    losses = trainer.sequence_losses(trainer)
+    per_step = trainer._train_batch_size * args.gradient_accumulation_steps * processes
+    # Four evaluations must fit the budget of the whole run, or a short run could not probe twice.
+    affordable = int(3 * per_step * options.probe_budget * trainer.state.max_steps / 4)
+    wanted = trainer.probe_sequences or max(min(PROBE_SEQUENCES, affordable), MIN_SEQUENCES)
+    if trainer.probe_dataset is not None:
+        source = HeldOutBatches(held_out_batches(losses, trainer.probe_dataset, per_step, processes), wanted=wanted)
+        wanted = max(source.wanted, max(batch.sequences for batch in source.batches))
+    else:
+        source = NextBatches(
+            feed.peek,
+            wanted=wanted,
+            size=losses.size,
+            cut=functools.partial(first_part, blocks=trainer.recovery.blocks),
+            accumulation=args.gradient_accumulation_steps,
+            processes=processes,
+        )
+    evaluate = losses
+    for part in trainer.parts:
+        evaluate = part.probe_losses(evaluate)
+    return Probe(source, evaluate, price=wanted / (3.0 * per_step))
+
+
+# The optimizer.
+
+
+def makes_muon(trainer: TrainerLike) -> bool:
+    """Whether `optim=muon` is used and no optimizer was passed."""
+    given = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
+    return trainer.args.optim == "muon" and not given
+
+
+def leave_adapters_to_adamw(trainer: TrainerLike) -> None:
+    """
+    Undo the choice of Muon by `preset="fast"` where adapters are trained, unless the user wrote an option of Muon.
+
+    Muon ends no lower than AdamW there, and its best learning rate is not a fixed multiple of AdamW's
+    (docs/evaluation/rates.md, "`fast` with adapters").
+    """
+    options = trainer.hybrid_args
+    if options.preset != "fast" or not makes_muon(trainer) or not has_adapters(trainer.model):
+        return
+    if not any(was_given(trainer.args, name) for name in ("optim", "muon_momentum")):
+        trainer.args.optim = OptimizerNames(optimizer_name(TrainingArguments))
+        logger.warning("`preset=fast` trains adapters by AdamW: Muon gains nothing there. For Muon, set `optim=muon`.")
+
+
+def build_optimizer(trainer: TrainerLike, model: torch.nn.Module) -> None:
+    """Make the optimizers that Trainer cannot make: Muon, and AdamW with 8-bit states."""
+    args, options = trainer.args, trainer.hybrid_args
+    betas = (args.adam_beta1, args.adam_beta2)
+    if options.optimizer_states == "8bit" and trainer.optimizer is None:
+        from hf_hybrid.streaming.low_bit import AdamW8bit
+
+        values = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "seed": args.seed}
+        trainer.optimizer_cls_and_kwargs = (AdamW8bit, values)
+    if makes_muon(trainer):
+        common = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
+        decay_names = trainer.get_decay_parameter_names(model)
+        groups = muon_groups(model, decay_names, **common)
+        momentum = options.preset_value("muon_momentum")
+        trainer.optimizer = MuonAdamW(groups, **common, betas=betas, eps=args.adam_epsilon, momentum=momentum)
+
+
+def share_optimizer(trainer: TrainerLike) -> None:
+    """Let Muon orthogonalise matrices together with other processes where FSDP2 has spread the weights over them."""
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside accelerate's wrapper
+    if trainer.is_fsdp_enabled and isinstance(optimizer, MuonAdamW):
+        matrices = [p for group in optimizer.param_groups if group["algorithm"] == "muon" for p in group["params"]]
+        shards = shards_of(matrices)
+        if isinstance(shards, Shards) and shards.processes > 1:
+            optimizer.share(shards.in_rounds)
+
+
+# Where weights live.
+
+
+def leap_buffers(trainer: TrainerLike) -> LeapBuffers:
+    """Return what leaps hold beside the model, as far as it is known before a run begins."""
+    direction, makes_leaps = direction_class(chosen_direction(trainer)), reason_no_leaps(trainer) is None
+    return LeapBuffers(direction.values_per_weight if makes_leaps else None, issubclass(direction, Orthogonal))
+
+
+def estimator_for(trainer: TrainerLike, device_map: dict | None) -> tuple[Estimator, Setup]:
+    """Return the estimator for a trainer's model, and the setup that its options ask for."""
+    return estimator_of(trainer, device_map, leap_buffers(trainer))
+
+
+def make_plan(trainer: TrainerLike, device_map: dict | None) -> Plan:
+    """
+    Plan which parts of the trainer's model are streamed, within its budgets.
+
+    Raises:
+        PlanError: If nothing fits. The message has the bytes and the nearest plan that works.
+    """
+    estimator, setup = estimator_for(trainer, device_map)
+    return estimator.plan(setup)
+
+
+def build_memory(trainer: TrainerLike, device_map: dict | None) -> Resident:
+    """Decide where the weights live. They are streamed if they do not fit or if the options ask for it."""
+    options, model = trainer.hybrid_args, trainer.model
+    if device_map is None:
+        device_map = _map_with_host_layers(model)
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        remove_hook_from_submodules(model)  # accelerate's hooks of an offloaded model train nothing
+        model.tie_weights()  # ty: ignore[not-callable]  # they come back as one copy each
+    if trainer.optimizer is not None:
+        try:
+            check_separable(trainer.optimizer)
+        except UnsupportedOptimizerError as error:
+            nearest = "Nearest plan that works: no `optimizers`, and `optim=adamw_torch_fused`."
+            raise refuse(str(error), shape_of(model, device_map), nearest) from None
+    plan = make_plan(trainer, device_map)
+    logger.info("Memory plan: %s", plan.describe())
+    if plan.mode == "resident":
+        return Resident(plan.buffers_on_host)
+    streamer = LayerStreamer(
+        model,
+        streamed_layers(model, device_map),
+        embeddings_and_head(model) if plan.stream_embeddings else (),
+        device=trainer.args.device,
+        ahead=plan.setup.prefetch_layers,
+        resident=plan.resident_layers,
+        dtype_of=_working_dtypes(model, trainer.args.bf16),
+        int8=plan.setup.base_precision == "int8",
+    )
+    obstacle = _obstacle_to_walking(model)
+    window = Window(streamer, options.accumulation_walk, park=options.offload_activations, obstacle=obstacle)
+    on_device = plan.setup.optimizer_states == "8bit"
+    return Streamed(model, streamer, window, plan, steps_on_device=on_device, host_memory=host_memory)
+
+
+def _map_with_host_layers(model: torch.nn.Module) -> dict | None:
+    """Return the device map that a model was loaded with, if it keeps layers on the host."""
+    device_map = getattr(model, "hf_device_map", None)
+    return device_map if device_map is not None and layers_on_host(find_layers(model), device_map) else None
+
+
+def _obstacle_to_walking(model: torch.nn.Module) -> str | None:
+    if getattr(text_config(model), "output_router_logits", False):
+        # They are read by hooks inside the layers, past the layers' outputs, and have to carry gradients.
+        return "`output_router_logits=True` takes router logits out of the layers for the loss."
+    return None
+
+
+def _working_dtypes(model: torch.nn.Module, bf16: bool) -> Callable[[torch.nn.Parameter], torch.dtype]:
+    """Under bf16 autocast a linear layer rounds its fp32 weights anyway: they travel rounded, at half the bytes."""
+    rounded = rounded_by_autocast(model) if bf16 else ()
+    return lambda parameter: torch.bfloat16 if id(parameter) in rounded else parameter.dtype
+
+
+def adapter_parts(trainer: TrainerLike) -> list[Part]:
+    """Return the parts that leave out casts of adapters and of the weights below them, idle under bf16 autocast."""
+    idle = trainer.hybrid_args.enable_predict and trainer.accelerator.mixed_precision == "bf16"
+    if not idle or not has_adapters(trainer.model):
+        return []
+    from hf_hybrid.phase_memory.adapter_casts import cast_parts
+
+    return cast_parts(trainer)
+
+
+def rows_part(trainer: TrainerLike) -> Part | None:
+    """Return the part that computes windows as trees, if the options ask for it."""
+    options = trainer.hybrid_args
+    if options.share_rows == "off" or (options.share_rows == "auto" and not options.enable_predict):
+        return None
+    from hf_hybrid.rows.windows import SharedWindows, reason_not_shared
+
+    return SharedWindows(trainer, reason_not_shared(trainer))
+
+
+def phase_memory_parts(trainer: TrainerLike) -> list[Part]:
+    """Build the parts that change memory by phase, for models that are not streamed."""
+    options, parts = trainer.hybrid_args, []
+    if trainer.memory.streams:
+        return parts
+    automatic = checkpointing(trainer.args) == "auto" and trainer.train_dataset is not None
+    if options.checkpoint_phases is not None or options.offload_activations or automatic:
+        phases = (options.checkpoint_phases or "warmup,full,correct").replace(" ", "").split(",")
+        from hf_hybrid.phase_memory.activations import ActivationCheckpointing
+
+        layers = None
+        if automatic:
+            leaps = leap_buffers(trainer)
+            if leaps_are_automatic(trainer) and getattr(trainer.model, "name_or_path", ""):
+                leaps = leaps._replace(values_per_weight=None)  # a pretrained model makes none
+            layers = fewest_recomputed_layers(trainer, leaps)
+        if layers is not None or options.checkpoint_phases is not None or options.offload_activations:
+            parts.append(ActivationCheckpointing(phases, offload=options.offload_activations, layers=layers))
+    if options.weight_precision is not None or options.predict_states != "stay":
+        from hf_hybrid.phase_memory.precision import PhaseMemory
+
+        autocast = {"bf16": "bf16", "fp16": "fp16"}.get(trainer.accelerator.mixed_precision)
+        part = PhaseMemory(options.weight_precision or "auto", options.predict_states, autocast=autocast)
+        part.check(trainer.model)
+        parts.append(part)
+    return parts

@@ -1,0 +1,254 @@
+"""What a training loads before its data are there: the tokenizer, the model's config and weights, and adapters."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from hf_hybrid.cli.options import AdapterOptions, ModelOptions, OptionError, Options
+
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{{ 'Assistant: ' }}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ message['role'].capitalize() + ': ' + message['content'] + '\\n\\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
+)
+"""`--chat_template_path plain`: for a base model without a template. It needs no tokens of its own."""
+
+# Before torch is imported.
+
+
+def check_model(name: str) -> None:
+    """Refuse a path that holds no model. What may be an id on the Hub is not looked at."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+            raise OptionError(
+                f"`--model {name}` holds adapters. Merge them first, `hf-hybrid export {name} --format merged`, or set "
+                "`--model` to their base."
+            )
+        if not (path / "config.json").is_file():
+            raise OptionError(f"`--model {name}` holds no `config.json`, so it is not the folder of a model.")
+    elif not path.exists() and (name.startswith((".", "/", "~")) or path.suffix == ".json" or name.count("/") > 1):
+        raise OptionError(f"`--model {name}`: there is no such file or folder.")
+
+
+# Small files.
+
+
+def load_tokenizer(options: ModelOptions, trust_remote_code: bool = False, config: Any = None) -> Any:
+    """Load the tokenizer that the options name, or else the model's, with the template of the trainer's config."""
+    from transformers import AutoTokenizer
+
+    model = str(options.model)
+    name = options.tokenizer or (str(Path(model).parent) if Path(model).suffix == ".json" else model)
+    revision = "main" if options.tokenizer else options.model_revision or "main"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever a broken file leads to
+        raise OptionError(
+            f"No tokenizer can be loaded from `{name}`: {reason_of(error)} Name one with `--tokenizer`."
+        ) from error
+    _set_template(tokenizer, config)
+    return tokenizer
+
+
+def _set_template(tokenizer: Any, config: Any) -> None:
+    """
+    Give a tokenizer the end-of-text token and the chat template that the options name, as TRL does.
+
+    Raises:
+        OptionError: If the token or the file does not exist.
+    """
+    if getattr(config, "eos_token", None) is not None:
+        if config.eos_token not in tokenizer.get_vocab():
+            raise OptionError(f"`--eos_token {config.eos_token}` is not in the vocabulary of the tokenizer.")
+        tokenizer.eos_token = config.eos_token
+    path = getattr(config, "chat_template_path", None)
+    if path is None:
+        return
+    if path == "plain":
+        if tokenizer.eos_token is None:
+            raise OptionError("`--chat_template_path plain` ends answers by an end-of-text token, and there is none.")
+        tokenizer.chat_template = PLAIN_TEMPLATE
+    elif os.path.isfile(path):
+        with open(path, encoding="utf-8") as file:
+            tokenizer.chat_template = file.read()
+    else:
+        raise OptionError(
+            f"`--chat_template_path {path}` is neither a file nor `plain`. To copy the template and the tokens of "
+            "another model, call `trl.clone_chat_template` once and save the result."
+        )
+    config.chat_template_path = None  # done
+
+
+def read_config(options: ModelOptions, trust_remote_code: bool = False) -> Any:
+    """Return the config of the model. Raises [`OptionError`] if it cannot be read."""
+    from transformers import AutoConfig
+
+    name, revision = str(options.model), options.model_revision or "main"
+    try:
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever a broken file leads to
+        raise OptionError(
+            f"`--model {name}` cannot be loaded: {reason_of(error)} It must be a folder, a config.json, or an id on "
+            "the Hub, which needs the network (HF_HUB_OFFLINE=1 forbids it) unless it is cached."
+        ) from error
+    return config
+
+
+def check_sizes(config: Any, name: str, vocabulary: int, sequence_length: int) -> None:
+    """Refuse an absurd depth, more tokens of the tokenizer than are embedded, and sequences longer than positions."""
+    from hf_hybrid.plan.models import MOST_LAYERS
+
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MOST_LAYERS:  # they would take minutes and more to build
+        raise OptionError(f"`--model {name}`: `num_hidden_layers={layers}` is over {MOST_LAYERS}. Correct the config.")
+    embedded = config.get_text_config().vocab_size
+    if embedded is not None and vocabulary > embedded:
+        raise OptionError(
+            f"The tokenizer has {vocabulary} tokens, and the model `{name}` embeds {embedded}. Set "
+            "`--tokenizer` to the one that belongs to the model."
+        )
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    if 0 < positions < sequence_length:
+        raise OptionError(
+            f"`sequence_length={sequence_length}` is over the {positions} positions of the model "
+            "(`max_position_embeddings`). Lower it, or raise that number in the config of the model."
+        )
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error says, or else the error that it hides: `datasets` wraps what went wrong in a file."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if text.endswith(".") else f"{text}."
+
+
+# Weights.
+
+
+def load_model(options: Options, config: Any) -> Any:
+    """
+    Load the model of a config without adapters. The caller has set the seed that random weights are drawn with.
+
+    A base in 4 bits computes in bf16 if training does. While layers are streamed, a packed base lies in host memory.
+
+    Raises:
+        OptionError: If the model cannot be loaded.
+        ImportError: If quantisation needs a package that is not installed; with the command that installs it.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, adapters, args, name = options.model, options.adapters, options.config, str(options.model.model)
+    if model.qat == "bitnet" and adapters.use_peft:
+        raise OptionError("`--qat bitnet` trains all weights, and `--peft` freezes them. Leave one out.")
+    dtype = model.dtype or ("auto" if adapters.use_peft else "float32")
+    common: dict[str, Any] = {"trust_remote_code": options.trust_remote_code, "dtype": dtype}
+    if model.attn_implementation is not None:
+        common["attn_implementation"] = model.attn_implementation
+    path = Path(name)
+    _check_shards(path)
+    without_weights = path.is_dir() and not any(any(path.glob(f"*.{kind}")) for kind in ("safetensors", "bin"))
+    if model.from_scratch or path.suffix == ".json" or without_weights:
+        if adapters.use_peft:
+            raise OptionError(f"`--peft lora` adapts trained weights, and `{name}` has none.")
+        common["dtype"] = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+        try:
+            loaded = AutoModelForCausalLM.from_config(config, **common)
+        except Exception as error:  # whatever absurd sizes lead to
+            raise OptionError(f"`--model {name}` cannot be built: {reason_of(error)}") from error
+        # DeepSpeed's `ds_id` marks parameters that lie on other processes, and are empty on this one.
+        weights = loaded.named_parameters()
+        empty = [key for key, weight in weights if not weight.numel() and not hasattr(weight, "ds_id")]
+        if empty:
+            raise OptionError(f"`--model {name}`: `{empty[0]}` has no elements. Correct the sizes in the config.")
+    else:
+        common |= {"revision": model.model_revision or "main", **_quantization(adapters, args)}
+        common |= getattr(args, "model_init_kwargs", None) or {}
+        try:
+            loaded = AutoModelForCausalLM.from_pretrained(name, config=config, **common)
+        except Exception as error:  # whatever a broken file leads to
+            raise OptionError(f"`--model {name}` cannot be loaded: {reason_of(error)}") from error
+    if model.qat == "bitnet":
+        from hf_hybrid.export.bitnet import to_bitnet
+
+        return to_bitnet(loaded)
+    return loaded
+
+
+def _check_shards(path: Path) -> None:
+    """Refuse an index of weights that leads out of the folder of the model."""
+    from hf_hybrid.export.source import shard_names
+
+    for index in path.glob("*.index.json") if path.is_dir() else ():
+        try:
+            shard_names(index)
+        except ValueError as error:
+            raise OptionError(f"`--model {path}` cannot be loaded: `{index.name}` {error}.") from None
+
+
+def _quantization(adapters: AdapterOptions, args: Any) -> dict[str, Any]:
+    """How `from_pretrained` packs a base, and where."""
+    if not (adapters.load_in_4bit or adapters.load_in_8bit):
+        return {}
+    import torch
+    from accelerate import PartialState
+    from transformers import BitsAndBytesConfig
+
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError:
+        raise ImportError(
+            '`--peft qlora` needs bitsandbytes. Install it: pip install "hf-hybrid[peft,quantization]"'
+        ) from None
+    if adapters.load_in_8bit:
+        config = BitsAndBytesConfig(load_in_8bit=True)
+    else:
+        storage = adapters.bnb_4bit_quant_storage
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=adapters.bnb_4bit_quant_type,
+            bnb_4bit_use_double_quant=adapters.use_bnb_nested_quant,
+            bnb_4bit_compute_dtype=torch.bfloat16 if args.bf16 else torch.float32,
+            **({} if storage is None else {"bnb_4bit_quant_storage": storage}),
+        )
+    return {
+        "quantization_config": config,
+        "device_map": {"": PartialState().device if args.memory == "off" else "cpu"},
+    }
+
+
+# Adapters.
+
+
+def adapters_config(options: AdapterOptions) -> Any:
+    """Return the `peft.LoraConfig` of the options, `None` without adapters. Raises `ImportError` without peft."""
+    if not options.use_peft:
+        return None
+    from hf_hybrid.plan.models import lora_config
+
+    more = {"target_parameters": options.lora_target_parameters} if options.lora_target_parameters else {}
+    targets = options.lora_target_modules or (None if options.lora_target_parameters else "all-linear")
+    if isinstance(targets, list) and len(targets) == 1:
+        targets = targets[0]  # a regular expression, or `all-linear`
+    return lora_config(
+        options.lora_r, targets, lora_alpha=options.lora_alpha, lora_dropout=options.lora_dropout,
+        use_rslora=options.use_rslora, use_dora=options.use_dora, modules_to_save=options.lora_modules_to_save,
+        task_type=options.lora_task_type, **more,
+    )  # fmt: skip
+
+
+def add_adapters(model: Any, config: Any, options: AdapterOptions) -> Any:
+    """Put adapters on a model for `HybridTrainer`; TRL's trainers do it themselves."""
+    from peft import get_peft_model, prepare_model_for_kbit_training
+
+    if options.load_in_4bit or options.load_in_8bit:
+        # Activation checkpointing is an option of TrainingArguments and stays one.
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    return get_peft_model(model, config)

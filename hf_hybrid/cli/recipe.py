@@ -1,0 +1,364 @@
+"""
+From a command (`hf-hybrid train | sft | dpo | grpo`) to a trained model, in the order of events.
+
+1. [`run`] reads the words and the YAML file, and sets the environment variables under `env`.
+2. [`check_early`] refuses what can be seen to be wrong before torch is imported, which takes seconds.
+3. Several processes are launched if there are several GPUs ([`launch`]). Each of them begins here again at 1.
+4. [`train`] begins in each process that trains.
+5. [`make_trainer`] builds the options and checks them together ([`check_options`]); then come the tokenizer, every row
+   of the data ([`load_data`]), and last the weights, because they take longest. The trainer puts adapters on them.
+6. The trainer trains.
+7. [`finish`] saves the model, evaluates it, writes its card and pushes it.
+
+A message says what is wrong as soon as it is known, in one sentence, with exit status 2.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_hybrid.cli import rewards, screen
+from hf_hybrid.cli.data import NOTE_NAME, Reader, check_paths, new_names
+from hf_hybrid.cli.launch import launch
+from hf_hybrid.cli.loading import (
+    adapters_config,
+    add_adapters,
+    check_model,
+    check_sizes,
+    load_model,
+    load_tokenizer,
+    read_config,
+)
+from hf_hybrid.cli.options import (
+    DPO,
+    GRPO,
+    SFT,
+    TRAIN,
+    TRAINING,
+    CommandLine,
+    OptionError,
+    Options,
+    complain,
+    help_all,
+    help_text,
+    imported,
+    required,
+)
+from hf_hybrid.files import is_disk_full, write_note
+
+logger = logging.getLogger(__name__)
+
+TRY_AGAIN = 75
+"""Exit status that asks for the same command once more (EX_TEMPFAIL of BSD's sysexits.h)."""
+
+
+def run(name: str, arguments: Sequence[str]) -> int:
+    """
+    Train, or print help.
+
+    Returns:
+        `int`: 0; 2 after a message if the options cannot work; 1 after a message if the training diverged or ran out of
+        memory for good, or if the disk is full; 75 if processes drifted apart and the same command shall go on; 130
+        after Ctrl-C; 143 if the job was asked to end before its last step; else the exit status of the process that
+        failed.
+    """
+    command = TRAINING[name]
+    if not arguments or {"-h", "--help"} & set(arguments):
+        sys.stdout.write(help_text(command))
+        return 0
+    if {"--help_all", "--help-all"} & set(arguments):
+        with screen.quiet_imports():
+            sys.stdout.write(help_all(command))
+        return 0
+    try:
+        line = CommandLine(arguments, command)
+        line.set_environment()
+        line.check_required()
+        check_early(line)
+        with screen.quiet_imports():
+            processes = line.processes  # imports what knows all options
+        # A launcher of the user's that started this process has decided on the number of processes.
+        if "LOCAL_RANK" not in os.environ:
+            if line.values.accelerate_config or processes > 1:
+                return launch(line, processes)
+            from hf_hybrid.machine import use_one_gpu
+
+            use_one_gpu()
+        from hf_hybrid.run.run import NO_LEAPS
+
+        # The message about leaps would confuse users who fine-tune.
+        with screen.speaking(unsaid=() if command is TRAIN else (NO_LEAPS,)):
+            screen.say(command.program)
+            return train(line)
+    except (OptionError, ImportError) as error:  # an ImportError: of TRL, with how to install it
+        return complain(error, command.program)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        logger.debug("The error in full:", exc_info=True)
+        reason = getattr(error, "strerror", None) or error
+        sys.stderr.write(f"{command.program}: error: {reason}\n")  # of any process
+        return 1
+
+
+def check_early(line: CommandLine) -> None:
+    """Refuse what can be seen to be wrong without torch. Raises [`OptionError`]."""
+    early = line.early("model", "dataset", "eval_dataset", "columns", "reward", "reward_pattern", "sample_prompts")
+    for path in early["sample_prompts"]:
+        from hf_hybrid.report.samples import read_prompts
+
+        try:
+            read_prompts(path)
+        except ValueError as error:
+            raise OptionError(str(error)) from None
+    check_model(early["model"][0])
+    check_paths("dataset", early["dataset"])
+    check_paths("eval_dataset", early["eval_dataset"])
+    new_names(early["columns"])
+    if line.command is GRPO:
+        for name in required("reward", early["reward"] or None, line.command.program):
+            rewards.check_name(name, next(iter(early["reward_pattern"]), None))
+
+
+def train(line: CommandLine) -> int:
+    """Train in this process, and say how it ended. Returns the exit status, as [`run`]."""
+    from transformers import TrainerCallback
+
+    from hf_hybrid.recovery import UnrecoveredMemoryError
+    from hf_hybrid.run.monitor import TrainingDivergedError
+    from hf_hybrid.saving.drift import RanksDriftedError
+
+    class FirstStep(TrainerCallback):
+        begun = False
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            self.begun = True
+
+    first_step, program = FirstStep(), line.command.program
+    trainer: Any = None
+    try:
+        options = line.options()
+        trainer = make_trainer(options)
+        screen.tell_of_trainer(trainer, options.defaulted)
+        with screen.Interrupts(alone=trainer.args.world_size == 1) as interrupts:
+            chooses_steps = "logging_steps" in options.defaulted
+            trainer.add_callback(first_step)
+            trainer.add_callback(screen.progress_callback(trainer, interrupts, chooses_steps=chooses_steps))
+            result = trainer.train(resume_from_checkpoint=_checkpoint_to_resume(trainer.args))
+    except (TrainingDivergedError, UnrecoveredMemoryError) as error:
+        complain(error, program)
+        return 1
+    except RanksDriftedError as error:
+        complain(error, program)
+        return TRY_AGAIN
+    except (ValueError, TypeError, ImportError) as error:
+        # Before the first step HybridConfig, HybridTrainer and Trainer refuse options and checkpoints with these.
+        if first_step.begun:
+            raise
+        logger.debug("The error in full:", exc_info=True)
+        return complain(error, program)
+    except KeyboardInterrupt:
+        if trainer is not None:
+            screen.tell_of_interruption(trainer)
+        return 128 + signal.SIGINT
+    if interrupts.asked and trainer.state.global_step < trainer.state.max_steps:
+        screen.tell_of_interruption(trainer)
+        return 128 + signal.SIGINT
+    if trainer.preempted:
+        screen.tell_of_interruption(trainer)
+        _end_together(trainer)
+        return 128 + signal.SIGTERM
+    finish(trainer, result.metrics, options, evaluated=_evaluated_last(trainer) if first_step.begun else {})
+    return 0
+
+
+def _checkpoint_to_resume(args: Any) -> str | bool | None:
+    """The folder to resume from; `True`: from the last checkpoint. Any word may come from the command line."""
+    words = {None: None, "": None, "none": None, "false": None, "true": True}
+    resume = args.resume_from_checkpoint
+    return words.get(resume and resume.lower(), resume)
+
+
+# Before training.
+
+
+def make_trainer(options: Options) -> Any:
+    """
+    Return the trainer of a command. Of several processes the first downloads and tokenises for all.
+
+    Raises:
+        OptionError, ValueError, TypeError, ImportError: What cannot be used, in one sentence.
+    """
+    from transformers import default_data_collator, set_seed
+
+    command, args = options.command, options.config
+    check_options(options)
+    check_output(args.output_dir)
+    adapters = adapters_config(options.adapters)
+    with args.main_process_first(desc="loading the tokenizer"):
+        config = read_config(options.model, options.trust_remote_code)
+        tokenizer = load_tokenizer(options.model, options.trust_remote_code, args)
+    check_sizes(config, str(options.model.model), len(tokenizer), getattr(options.data, "sequence_length", 0))
+    set_seed(args.seed)
+    with args.main_process_first(desc="reading the data"):
+        train_set, eval_set = load_data(options, tokenizer)
+    more: dict[str, Any] = {} if command is TRAIN else {"peft_config": adapters}
+    if options.rewards is not None:
+        more["reward_funcs"], names = rewards.load_all(options.rewards, args.reward_weights, train_set)
+        screen.fact("rewards", names)
+    set_seed(args.seed)  # as if the data had taken no random numbers
+    with args.main_process_first(desc="loading the model's files"):
+        model = load_model(options, config)
+    if command is TRAIN:
+        # Rows are of one length, so nothing is padded. Trainer's collator would pad, which takes a pad token.
+        more["data_collator"] = default_data_collator
+        model = model if adapters is None else add_adapters(model, adapters, options.adapters)
+    else:
+        args.model_init_kwargs = None  # done
+    if command is DPO and adapters is None and not args.precompute_ref_log_probs:
+        more["ref_model"] = copy.deepcopy(model)  # TRL would load the model again by its name
+    trainer = imported(command.trainer)(
+        model, args=args, train_dataset=train_set, eval_dataset=eval_set, processing_class=tokenizer, **more
+    )
+    if command is DPO:
+        _print_pairs(trainer, train_set)
+    return trainer
+
+
+def check_options(options: Options) -> None:
+    """Refuse options that cannot be combined. Raises [`OptionError`]."""
+    data, args, adapters = options.data, options.config, options.adapters
+    names, weights = data.dataset or [], data.dataset_weights
+    if weights is not None and len(weights) != len(names):
+        raise OptionError(f"`--dataset_weights` has {len(weights)} numbers, and `--dataset` names {len(names)}.")
+    if weights is not None and (min(weights) < 0 or not 0 < sum(weights) < float("inf")):
+        words = " ".join(f"{weight:g}" for weight in weights)
+        raise OptionError(f"`--dataset_weights {words}` must be at least 0, and one greater.")
+    if data.streaming and args.max_steps <= 0:
+        raise OptionError("`--streaming true` reads no more rows than it trains on, so it needs `--max_steps`.")
+    if data.streaming and data.eval_share and not data.eval_dataset:
+        raise OptionError(
+            "`--eval_share` divides a data set whose rows are known. While streaming set `--eval_dataset`."
+        )
+    if data.eval_dataset and data.eval_share:
+        raise OptionError("`--eval_share` and `--eval_dataset` both say what is evaluated on. Leave one out.")
+    if adapters.load_in_8bit and adapters.load_in_4bit:
+        raise OptionError("`--load_in_8bit` and `--load_in_4bit` cannot be combined. Leave one out.")
+    if (adapters.load_in_8bit or adapters.load_in_4bit) and not adapters.use_peft:
+        bits = 8 if adapters.load_in_8bit else 4
+        raise OptionError(
+            f"`--load_in_{bits}bit` quantises a base, which cannot be trained itself. Add `--use_peft true`."
+        )
+
+
+def check_output(folder: str) -> None:
+    """Refuse an `output_dir` that cannot be written to, before the work that would be lost with it."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = error.strerror or error
+        raise OptionError(f"`--output_dir {folder}` cannot be written to: {reason}. Choose another folder.") from None
+
+
+def load_data(options: Options, tokenizer: Any) -> tuple[Any, Any]:
+    """Return the rows to train on and to evaluate on, say what they are, and note it for `hf-hybrid export`."""
+    args, reader = options.config, Reader.of(options)
+    train_set, eval_set = reader.train_and_eval(tokenizer, screen.fact, getattr(args, "dataset_num_proc", None))
+    if eval_set is None and args.eval_strategy != "no":
+        raise OptionError(
+            f"`--eval_strategy {args.eval_strategy.value}` has nothing to evaluate on. Set `--eval_dataset` or "
+            "`--eval_share`."
+        )
+    if options.command is SFT:
+        args.assistant_only_loss = False  # done: the labels say it
+    if args.should_save:
+        write_note(Path(args.output_dir) / NOTE_NAME, reader.to_dict())
+    return train_set, eval_set
+
+
+def _print_pairs(trainer: Any, before: Any) -> None:
+    """Say how many pairs TRL cuts or leaves out."""
+    rows, length = trainer.train_dataset, trainer.args.max_length
+    if not hasattr(rows, "__len__") or "prompt_ids" not in (rows.column_names or []):
+        return
+    sides = [[len(ids) for ids in rows[name][:]] for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
+    sizes = [prompt + max(chosen, rejected) for prompt, chosen, rejected in zip(*sides, strict=True)]
+    tokens = 2 * sum(sides[0]) + sum(sides[1]) + sum(sides[2])
+    screen.fact("tokens", f"{tokens:,} in {len(rows):,} pairs, the longest row {max(sizes):,}")
+    cut, lost = sum(length is not None and size > length for size in sizes), len(before) - len(rows)
+    if cut or lost:
+        text = f"{cut:,} of {len(rows):,} pairs cut at --max_length {length:,}"
+        screen.fact("cut", text + (f"; {lost:,} with a longer prompt left out" if lost else ""))
+
+
+# After training.
+
+
+def finish(trainer: Any, trained: dict[str, Any], options: Options, evaluated: dict[str, Any]) -> None:
+    """
+    Save the model, evaluate it unless that is `evaluated`, write its card, and push what was asked for.
+
+    Raises:
+        OSError: If the disk is full; it says how to end the run.
+    """
+    try:
+        trainer.save_metrics("train", trained)
+        trainer.save_state()
+        trainer.save_model()
+        if trainer.eval_dataset is not None:
+            evaluated = evaluated or trainer.evaluate()
+            trainer.save_metrics("eval", evaluated)
+        card = _card(options)
+        if trainer.args.push_to_hub:
+            trainer.push_to_hub(**card)
+        elif trainer.is_world_process_zero():
+            trainer.create_model_card(**card)
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        raise OSError(
+            errno.ENOSPC,
+            f"The disk is full, or a limit on it is reached: the run is trained, and `{trainer.args.output_dir}` "
+            f"could not be written ({error}). Free space, then end the run with `--resume_from_checkpoint true`.",
+        ) from error
+    screen.tell_of_end(trainer, trained, evaluated)
+    _end_together(trainer)
+
+
+def _card(options: Options) -> dict[str, str]:
+    """What only the command line knows for the card: names on the Hub, no local paths."""
+    names = {"finetuned_from": str(options.model.model)}
+    if len(options.data.dataset) == 1:
+        names["dataset_tags"] = options.data.dataset[0]
+    return {key: name for key, name in names.items() if not Path(name).exists()} | {"tasks": "text-generation"}
+
+
+def _evaluated_last(trainer: Any) -> dict[str, Any]:
+    """
+    Return the metrics of the evaluation after the last step, if there was one and the model still has its weights. With
+    several data sets each has an entry of its own, and nothing is returned.
+    """
+    if trainer.args.load_best_model_at_end or isinstance(trainer.eval_dataset, dict):
+        return {}
+    logged, step = trainer.state.log_history, trainer.state.global_step
+    last = next((entry for entry in reversed(logged) if "eval_loss" in entry and entry["step"] == step), {})
+    return {name: value for name, value in last.items() if name != "step"}
+
+
+def _end_together(trainer: Any) -> None:
+    """If a process exits while another still communicates with it, the launcher reports a failure."""
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()

@@ -1,0 +1,314 @@
+"""
+Rows to tokens and labels: one row of SFT each, or for `train` all texts in blocks of one length.
+
+The tokens of SFT are those that TRL's `SFTTrainer` would make (a test compares them), and so are the labels of texts
+and of prompts with completions. What differs is which tokens of a chat are learned: the turns of the assistant, with
+any chat template. TRL needs a template that marks these turns by `{% generation %}`. Most templates do not. Here
+
+1. a template with marks is used as it is;
+2. for a template that TRL knows, TRL's copy with marks is used, as TRL does;
+3. else the turns are found by rendering. Let P be the text of the messages before an answer, with the beginning of an
+   answer (`add_generation_prompt`), and Q the text with that answer. If Q is the beginning of the whole conversation,
+   then what stands between the end of P and the end of Q is the answer, and the tokens that overlap it are learned;
+4. a template that renders an answer otherwise once other messages follow (reasoning that is left out of earlier turns)
+   is the exception: Q is not the beginning of the whole. Such a conversation is divided into one row per answer, each
+   rendered as the model would see it when it answers. Rows of one conversation begin alike, so `share_rows` computes
+   that part once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from hf_hybrid.cli.formats import messages_of
+from hf_hybrid.cli.loading import reason_of
+from hf_hybrid.cli.options import OptionError
+
+logger = logging.getLogger(__name__)
+
+
+def needs_template(source: Any, command: str, tokenizer: Any) -> None:
+    """Refuse conversations where the tokenizer has no chat template. Raises [`OptionError`]."""
+    if source.format.chats and not tokenizer.chat_template:
+        ways = " to that of an instruct model, or save a `chat_template.jinja` beside it."
+        if command == "sft":
+            ways = " to that of an instruct model, `--chat_template_path` to a .jinja file, or `--chat_template_path "
+            ways += "plain` for `User: ... Assistant: ...`."
+        raise OptionError(
+            f"{source.where} holds {source.format.title}, and the tokenizer has no chat template. Set "
+            f"`--tokenizer`{ways}"
+        )
+
+
+# Texts in blocks.
+
+
+def blocks(source: Any, tokenizer: Any, length: int) -> Any:
+    """
+    Join texts, with end-of-text tokens between, and cut them into rows of `length` tokens, all of them learned.
+
+    Conversations are formatted by the chat template. The rest of each 1,000 documents is left out.
+
+    Raises:
+        OptionError: If a row cannot be formatted, or there are too few tokens.
+    """
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    columns, where = _columns_of(source.rows), source.where
+    if not end and "text" in columns:
+        logger.warning("The tokenizer has no end-of-text token, so documents are joined without one.")
+
+    def cut(rows: dict[str, list], numbers: list[int]) -> dict[str, list]:
+        if "text" in columns:
+            # Some tokenizers end each text themselves.
+            documents = [ids if ids[-1:] == end else ids + end for ids in tokenizer(rows["text"])["input_ids"]]
+        else:
+            texts = [_formatted(where, row, number, tokenizer) for row, number in zip(_rows(rows), numbers)]
+            documents = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        ids = [token for document in documents for token in document]
+        pieces = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
+        return {"input_ids": pieces, "labels": [list(piece) for piece in pieces]}
+
+    finite = hasattr(source.rows, "__len__")
+    described = {"desc": "Tokenising"} if finite else {}
+    try:
+        rows = source.rows.map(cut, batched=True, with_indices=True, remove_columns=columns, **described)
+    except OptionError:
+        raise
+    except Exception as error:  # whatever a broken file leads to
+        raise OptionError(f"The tokenizer cannot tokenise {where}: {reason_of(error)} Save it again.") from error
+    if finite and not len(rows):
+        raise OptionError(f"{where} holds fewer than {length} tokens. Set a shorter `--sequence_length`.")
+    return rows
+
+
+def _formatted(where: str, row: dict[str, Any], number: int, tokenizer: Any) -> str:
+    try:
+        return tokenizer.apply_chat_template(messages_of(row, "messages"), tokenize=False, **template_arguments(row))
+    except Exception as error:  # whatever a template does with a conversation that it was not made for
+        raise _cannot_format(where, number, error) from error
+
+
+def _cannot_format(where: str, number: int, error: Exception) -> OptionError:
+    return OptionError(
+        f"{where}, row {number + 1}: the chat template cannot format it: {reason_of(error)} Correct or remove the row."
+    )
+
+
+def _rows(batch: dict[str, list]) -> list[dict[str, Any]]:
+    return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+
+
+def _columns_of(rows: Any) -> list[str]:
+    return list(rows.column_names or next(iter(rows)))
+
+
+def template_arguments(row: dict[str, Any]) -> dict[str, Any]:
+    """Return what the chat template reads beside the messages of a row."""
+    tools = row.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    return {"tools": tools, **(row.get("chat_template_kwargs") or {})}
+
+
+# Rows of SFT.
+
+
+class Answers:
+    """
+    Turns rows into tokens and labels.
+
+    Args:
+        tokenizer: With the chat template.
+        answers_only (`bool`): Whether only the assistant's turns of chats are learned.
+        completions_only (`bool`): Whether only the completions of prompts are learned.
+
+    Attributes:
+        way (`str`): How the answers of chats are found: `marks`, `TRL's template` or `rendering`.
+    """
+
+    def __init__(self, tokenizer: Any, answers_only: bool, completions_only: bool):
+        self.tokenizer, self.answers_only, self.completions_only = tokenizer, answers_only, completions_only
+        self.way, self.template = "rendering", None
+        if answers_only and tokenizer.chat_template:
+            self.way, self.template = _way(tokenizer)
+
+    def learned(self, source: Any) -> str:
+        """Return what of the rows is learned, in words."""
+        columns = _columns_of(source.rows)
+        if "messages" in columns:
+            return f"assistant turns, found by {self.way}" if self.answers_only else "whole conversations"
+        if "text" in columns:
+            return "all tokens of texts"
+        return "completions" if self.completions_only else "prompts and completions"
+
+    def tokenise(self, source: Any, processes: int | None = None) -> Any:
+        """
+        Return a data set or stream with `input_ids`, `labels`, and for each row `length`, `learned` and `divided`.
+
+        Raises:
+            OptionError: If the chat template cannot format a row.
+        """
+        from hf_hybrid.rows.tree import IGNORED  # imports torch
+
+        columns, where = _columns_of(source.rows), source.where
+        encode = self._chat if "messages" in columns else self._text if "text" in columns else self._completion
+
+        def of_batch(batch: dict[str, list], numbers: list[int]) -> dict[str, list]:
+            tokens: dict[str, list] = {name: [] for name in ("input_ids", "labels", *COUNTS)}
+            for row, number in zip(_rows(batch), numbers, strict=True):
+                try:
+                    pieces = encode(row)
+                except Exception as error:  # whatever a template does with a conversation that it was not made for
+                    raise _cannot_format(where, number, error) from error
+                for ids, mask in pieces:
+                    tokens["input_ids"].append(ids)
+                    tokens["labels"].append([i if learn else IGNORED for i, learn in zip(ids, mask, strict=True)])
+                    tokens["length"].append(len(ids))
+                    tokens["learned"].append(sum(mask))
+                    tokens["divided"].append(len(pieces) > 1)
+            return tokens
+
+        options: dict[str, Any] = {"batched": True, "with_indices": True, "batch_size": 100}
+        if hasattr(source.rows, "__len__"):
+            options |= {"num_proc": processes, "desc": "Tokenising"}
+        return source.rows.map(of_batch, remove_columns=columns, **options)
+
+    def _text(self, row: dict[str, Any]) -> list[tuple[list[int], list[bool]]]:
+        ids = self.tokenizer(text=self._ended(row["text"]))["input_ids"]
+        return [(ids, [True] * len(ids))]
+
+    def _ended(self, text: str) -> str:
+        end = self.tokenizer.eos_token or ""
+        return text if text.endswith(end) else text + end
+
+    def _completion(self, row: dict[str, Any]) -> list[tuple[list[int], list[bool]]]:
+        prompt, completion = row["prompt"], row["completion"]
+        if isinstance(prompt, list):
+            prompt, completion = messages_of(row, "prompt"), messages_of(row, "completion")
+            before = self._ids(self._render(prompt, row, start=True))
+            ids = self._ids(self._render(prompt + completion, row))
+        else:
+            before = self.tokenizer(text=prompt)["input_ids"]
+            ids = self.tokenizer(text=prompt + self._ended(completion))["input_ids"]
+        start = _common(before, ids) if self.completions_only else 0
+        return [(ids, [place >= start for place in range(len(ids))])]
+
+    def _chat(self, row: dict[str, Any]) -> list[tuple[list[int], list[bool]]]:
+        messages = messages_of(row, "messages")
+        if not self.answers_only:
+            ids = self._ids(self._render(messages, row))
+            return [(ids, [True] * len(ids))]
+        if self.way != "rendering":
+            encoded = self.tokenizer.apply_chat_template(
+                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
+                chat_template=self.template, **template_arguments(row),
+            )  # fmt: skip
+            return [(encoded["input_ids"], [bool(bit) for bit in encoded["assistant_masks"]])]
+        text, spans = self._render(messages, row), []
+        for place, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = self._render(messages[:place], row, start=True) if place else ""
+                spans.append((before, self._render(messages[: place + 1], row)))
+        if all(text.startswith(after) for _, after in spans):
+            return [self._marked(text, [(_common(before, after), len(after)) for before, after in spans])]
+        return [self._marked(after, [(_common(before, after), len(after))]) for before, after in spans]
+
+    def _marked(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return encoded["input_ids"], [
+            any(first < end and start < last for first, last in spans) for start, end in encoded["offset_mapping"]
+        ]
+
+    def _render(self, messages: list[dict], row: dict[str, Any], *, start: bool = False) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=start, chat_template=self.template,
+            **template_arguments(row),
+        )  # fmt: skip
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _way(tokenizer: Any) -> tuple[str, str | None]:
+    """How answers are found, and the template for it."""
+    from trl.chat_template_utils import (
+        get_training_chat_template,
+        has_generation_markers,
+        is_chat_template_stop_token_trained,
+    )
+
+    if has_generation_markers(tokenizer.chat_template):
+        return ("marks", None) if is_chat_template_stop_token_trained(tokenizer) else ("rendering", None)
+    try:
+        return "TRL's template", get_training_chat_template(tokenizer)
+    except ValueError:  # TRL does not know the template
+        if not tokenizer.is_fast:
+            raise OptionError(
+                "The tokenizer does not say which letters its tokens stand for, which finding the answers needs. Set "
+                "`--assistant_only_loss false` to learn whole conversations."
+            ) from None
+        return "rendering", None
+
+
+def _common(first: Any, second: Any) -> int:
+    """Length of the common prefix of two sequences."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
+# Counts of a training set.
+
+COUNTS = ("length", "learned", "divided")
+"""Columns that [`Answers.tokenise`] adds, for [`counted`] alone."""
+
+
+def counted(rows: Any, reader: Any, learned: str, report: Callable[[str, str], None]) -> Any:
+    """
+    Say how many tokens are learned and how many rows are cut, and return the rows without the counts.
+
+    Args:
+        rows: As [`Answers.tokenise`] returns them.
+        reader (`Reader`): Of it `max_length`, `keep_end` and `packing` are read.
+        learned (`str`): What is learned, in words.
+        report (`Callable`): Is told each fact, as its name and a text.
+
+    Raises:
+        OptionError: If there is nothing to learn.
+    """
+    from hf_hybrid.rows.tree import IGNORED
+
+    length = reader.max_length
+    if not hasattr(rows, "__len__"):
+        report("loss on", learned)
+        if length is not None:
+            report("max_length", f"rows of more than {length:,} tokens are cut; how many is not known in a stream")
+        return without_counts(rows)
+    lengths, tokens, total = rows["length"][:], sum(rows["learned"][:]), sum(rows["length"][:])
+    if not tokens:
+        raise OptionError(
+            "No row has a token to learn. If the chat template hides the answers, set `--assistant_only_loss false`."
+        )
+    report("loss on", f"{learned}: {tokens:,} of {total:,} tokens ({tokens / total:.0%})")
+    if divided := sum(rows["divided"][:]):
+        report("divided", f"{divided:,} rows are one answer each: the chat template renders answers otherwise once "
+               "others follow")  # fmt: skip
+    long = [place for place, tokens in enumerate(lengths) if length is not None and tokens > length]
+    if reader.packing:
+        how = "rows are glued and cut" if reader.packing == "wrapped" else "whole rows share a sequence"
+        report("packed", f"{how} of {length:,} tokens; longer rows: {len(long):,}")
+    elif long:
+        kept = slice(-length, None) if reader.keep_end else slice(None, length)
+        lost = sum(all(label == IGNORED for label in rows[place]["labels"][kept]) for place in long)
+        text = f"{len(long):,} of {len(rows):,} rows cut at --max_length {length:,}"
+        text += f" (the longest has {max(lengths):,} tokens)"
+        report("cut", text + (f"; {lost:,} of them keep no answer and are left out" if lost else ""))
+        if lost == len(rows):
+            raise OptionError(f"`--max_length {length}` cuts every row before its answer begins. Raise it.")
+    return without_counts(rows)
+
+
+def without_counts(rows: Any) -> Any:
+    """Return rows without the columns that are counts."""
+    return rows.remove_columns(list(COUNTS))

@@ -1,0 +1,213 @@
+"""
+The memory plan of a trainer: its options and its model as the [`~hf_hybrid.plan.setups.Setup`] of a plan, the fewest
+layers that have to be recomputed, and what streaming refuses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any, NamedTuple
+
+import torch
+from transformers import TrainingArguments
+
+from hf_hybrid.compat import checkpointing_option
+from hf_hybrid.machine import copies_beside, device_memory, mixed_precision_of, sharding_of, workspace_bytes
+from hf_hybrid.optimizers import has_adapters, optimizer_name, split_parameters
+from hf_hybrid.plan.accounting import ModelShape, host_memory
+from hf_hybrid.plan.estimate import Estimator, refuse
+from hf_hybrid.plan.setups import MARGIN, Setup, with_context
+from hf_hybrid.plan.trace import Tracer
+from hf_hybrid.run.trainer_view import TrainerLike, unknown_loss
+from hf_hybrid.streaming.layers import NoLayerListError, find_layers, layers_on_host
+from hf_hybrid.streaming.loss import BIG_VOCABULARY, ChunkedCausalLoss
+from hf_hybrid.streaming.optimizer import STATES_PER_WEIGHT
+
+logger = logging.getLogger(__name__)
+
+
+class LeapBuffers(NamedTuple):
+    """
+    What leaps hold beside the model.
+
+    Attributes:
+        values_per_weight (`float`, *optional*): See [`Direction`]; `None` if no leaps are made.
+        orthogonalises (`bool`): Whether their direction orthogonalises matrices.
+    """
+
+    values_per_weight: float | None
+    orthogonalises: bool
+
+
+HOST_SHARE = 0.9
+"""Share of the free host memory that a step on a CPU may take before layers are recomputed. Assumed, not measured."""
+
+
+SAMPLED_LENGTHS = 256
+"""Sequences of the data, evenly spread, the longest of which decides how many layers are recomputed."""
+
+
+def estimator_of(trainer: TrainerLike, device_map: dict | None, leaps: LeapBuffers) -> tuple[Estimator, Setup]:
+    """Return the estimator for a trainer's model, and the setup that its options ask for."""
+    args, options, model = trainer.args, trainer.hybrid_args, trainer.model
+    hidden, muon = split_parameters(model)[0].values(), args.optim == "muon"
+    orthogonalises = muon or leaps.orthogonalises
+    shape = shape_of(model, device_map, muon=hidden if muon else (), leaps=hidden if orthogonalises else ())
+    on_gpu = args.device.type != "cpu"  # of any kind: all are planned by the rules of CUDA
+    vram, ram = (
+        None if gib is None else int(gib * 2**30) for gib in (options.vram_budget_gib, options.host_budget_gib)
+    )
+    held = int(shape.total.bytes((shape.trainable_bytes, shape.element_bytes)))  # lies on the host already
+    pays = options.memory != "off" and shape.vocab >= BIG_VOCABULARY
+    chunks = options.chunked_loss == "on" or (options.chunked_loss == "auto" and pays)
+    chunks = chunks or bool(on_gpu and trainer.more_inputs)  # TRL's kernels hold about as much
+    most = len(shape.layers)  # more could not be kept or fetched, and each takes a buffer
+    setup = Setup(
+        sequence_length=sequence_length(trainer),
+        batch_size=args.per_device_train_batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        vram=with_context(device_memory(args.device)) if vram is None and on_gpu else vram,
+        ram=host_memory() + held if ram is None else ram,
+        accelerator="cuda" if on_gpu else "cpu",
+        workspace=workspace_bytes(args.device if on_gpu else None),
+        memory="stream" if device_map is not None else options.memory,
+        autocast=args.bf16,
+        activation_checkpointing=checkpointing(args),
+        offload_activations=options.offload_activations,
+        chunked_loss=chunks and ChunkedCausalLoss.unsupported_reason(model) is None,
+        optimizer_states=options.optimizer_states,
+        states_per_weight=STATES_PER_WEIGHT.get(optimizer_name(args), 2),
+        base_precision=options.base_precision,
+        resident_layers=None if options.resident_layers is None else min(options.resident_layers, most),
+        accumulation_walk=options.accumulation_walk,
+        enable_predict=trainer.has_phases,
+        values_per_weight=leaps.values_per_weight,
+        **options.plan_values,
+    )
+    setup = dataclasses.replace(setup, prefetch_layers=min(setup.prefetch_layers, most))
+    return Estimator(shape, Tracer.of(model, **trainer.more_inputs)), setup
+
+
+def checkpointing(args: TrainingArguments) -> bool | str:
+    """Return whether activations are checkpointed: a truth value, or `auto`."""
+    given = getattr(args, checkpointing_option())
+    return given if given == "auto" else bool(given)
+
+
+def fewest_recomputed_layers(trainer: TrainerLike, leaps: LeapBuffers) -> int | None:
+    """Return how many layers have to be recomputed so that a step fits on its device; `None`: not known, so all."""
+    args, options, model = trainer.args, trainer.hybrid_args, trainer.model
+    if (reason := _reason_all_are_recomputed(trainer)) is not None:
+        logger.info("`activation_checkpointing=auto` recomputes all layers: %s.", reason)
+        return None
+    estimator, setup = estimator_of(trainer, None, leaps)
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if t.device.type == args.device.type)
+    if options.vram_budget_gib is None:  # what is free, beside the model; on a CPU other processes want some of it
+        free = HOST_SHARE * host_memory() if setup.vram is None else setup.vram
+        setup = dataclasses.replace(setup, vram=int(free) + held)
+    buckets = (args.world_size > 1) * sum(p.nbytes for p in model.parameters() if p.requires_grad)  # of DDP
+    length = sequence_length(trainer, SAMPLED_LENGTHS)
+    vram = max((setup.vram or 0) - buckets, 1)
+    vram = vram if setup.accelerator == "cuda" else int(vram / (1 + MARGIN))  # there the plan leaves it
+    plan = estimator.lightest(dataclasses.replace(setup, memory="off", sequence_length=length, vram=vram))
+    count = torch.tensor(plan.recomputed_layers, device=args.device)
+    return int(trainer.accelerator.gather(count).max())
+
+
+def _reason_all_are_recomputed(trainer: TrainerLike) -> str | None:
+    if trainer.hybrid_args.offload_activations:
+        return "`offload_activations=True` keeps what they leave on the host"
+    if (sharding := sharding_of(trainer.args)) is not None:
+        return f"`{sharding}` divides the weights"
+    if trainer.args.n_gpu > 1:
+        return "`DataParallel` divides each batch"
+    try:
+        find_layers(trainer.model)
+    except NoLayerListError:
+        return f"`{type(trainer.model).__name__}` has no list of decoder layers"
+    return unknown_loss(trainer)
+
+
+def sequence_length(trainer: TrainerLike, most: int = 16) -> int:
+    """Return the longest of some training sequences. If they cannot be read, 1024 or the model's maximum."""
+    data: Any = trainer.train_dataset
+    try:
+        first = range(0, len(data), max(len(data) // most, 1) if most > 16 else 1)
+        return max(len(data[index]["input_ids"]) for index in first[:most])
+    except (TypeError, KeyError, IndexError, ValueError):
+        config = getattr(trainer.model, "config", None)
+        return min(getattr(config, "max_position_embeddings", None) or 1024, 1024)
+
+
+def streamed_layers(model: torch.nn.Module, device_map: dict | None) -> list[tuple[str, torch.nn.Module]]:
+    """Return the decoder layers that are streamed; with a device map those that it keeps on the host."""
+    layers = find_layers(model)
+    if device_map is None:
+        return layers
+    streamed = layers_on_host(layers, device_map)
+    if not streamed:
+        raise ValueError(
+            f"`device_map` keeps no decoder layer on `cpu` or `disk` (the layers are `{layers[0][0]}` to "
+            f"`{layers[-1][0]}`): nothing would be streamed. Put some there, or leave `device_map` out."
+        )
+    return streamed
+
+
+def shape_of(model: torch.nn.Module, device_map: dict | None, **matrices) -> ModelShape:
+    """Return the weights of a model, by layers that are streamed and the rest."""
+    return ModelShape.of(model, [name for name, _ in streamed_layers(model, device_map)], **matrices)
+
+
+def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> None:
+    """
+    Refuse options that streaming cannot be combined with, before anything is built.
+
+    Raises:
+        ValueError: The message names the option to change, or has the model's bytes and the nearest plan that works.
+    """
+    why = None
+    if args.device.type != "cpu" and not copies_beside(args.device):
+        why = (
+            f"`{args.device.type}` has no streams beside the one that computes and reads no page-locked memory, so the "
+            "device would stand still while layers travel. Use a device of CUDA, ROCm or XPU, or `use_cpu=True`"
+        )
+    elif mixed_precision_of(args) == "fp16":
+        why = "`fp16=True` scales losses, and streamed gradients leave before they are unscaled. Use `bf16=True`"
+    elif sharding_of(args):
+        why = f"`{sharding_of(args)}` places the weights itself. Drop it"
+    elif any(getattr(parameter, "device_mesh", None) is not None for parameter in model.parameters()):
+        why = "the model is spread over processes already. Load it without `tp_plan` and `distributed_config`"
+    elif args.world_size > 1:
+        why = (
+            f"there are {args.world_size} processes, and streaming is for one: each would hold all on the host. "
+            "Launch one process, or let FSDP2 spread the weights over them (`fsdp=True`, with `cpu_offload` in "
+            "`fsdp_config` if they do not fit), which keeps one copy on the host"
+        )
+    elif args.torch_compile:
+        why = "`torch_compile=True` would compile placeholders. Drop it"
+    elif args.bf16_full_eval or args.fp16_full_eval:
+        why = "`bf16_full_eval` and `fp16_full_eval` cast the whole model. Drop them"
+    if why is not None:
+        raise ValueError(f"`memory={args.memory}` cannot be used here: {why}, or set `memory=off`.")
+    optim = optimizer_name(args)
+    if optim not in STATES_PER_WEIGHT:
+        raise refuse(
+            f"`optim={optim}` is not known to step each parameter by itself, which streamed layers need.",
+            shape_of(model, device_map),
+            f"Nearest plan that works: `optim=adamw_torch_fused`; also one of {', '.join(STATES_PER_WEIGHT)}.",
+        )
+    if any(type(module).__name__ == "Linear8bitLt" for module in model.modules()):
+        raise refuse(
+            "The base is quantised by bitsandbytes to int8, whose layers keep their weights on the device.",
+            shape_of(model, device_map),
+            "Nearest plan that works: load it unquantised and set `base_precision=int8`; or load it in 4 bits.",
+        )
+    trains_quantised = getattr(model, "is_quantized", False) and not has_adapters(model)
+    trains_quantised &= not getattr(getattr(model, "hf_quantizer", None), "is_qat_trainable", False)
+    if trains_quantised:
+        raise refuse(
+            "The model is quantised and has no adapters: its weights cannot be trained.",
+            shape_of(model, device_map),
+            "Nearest that works: add LoRA adapters with peft; or load it unquantised and set `optimizer_states=8bit`.",
+        )

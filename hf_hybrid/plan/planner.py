@@ -1,0 +1,208 @@
+"""`plan_memory`: the memory that training a model needs on device and host, from its config alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from hf_hybrid.machine import workspace_bytes
+from hf_hybrid.optimizers import split_parameters
+from hf_hybrid.plan.accounting import ModelShape
+from hf_hybrid.plan.estimate import Estimator, Plan
+from hf_hybrid.plan.models import add_adapters, build, lora_config, read_config
+from hf_hybrid.plan.setups import Setup
+from hf_hybrid.plan.stand_ins import make_ternary, pack_base
+from hf_hybrid.plan.trace import Excerpt, Tracer
+from hf_hybrid.plan.ways import Way, WayPlan, loaded, parse_size, usual_ways
+from hf_hybrid.streaming.layers import find_layers
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+LARGEST_TRACE = 2**26
+"""Tokens of a micro-batch beyond which a plan is refused as absurd."""
+
+
+def plan_memory(
+    model: str | Path | PreTrainedConfig | nn.Module,
+    *,
+    sequence_length: int,
+    batch_size: int = 1,
+    dtype: str = "mixed",
+    memory: str = "auto",
+    peft: str | PeftConfig | None = None,
+    qat: str = "none",
+    vram: str | int | None = None,
+    ram: str | int | None = None,
+    gradient_accumulation_steps: int = 1,
+    activation_checkpointing: bool | str = False,
+    chunked_loss: bool = False,
+    optimizer_states: str = "exact",
+    enable_predict: bool = False,
+    accelerator: str = "cuda",
+    processes: int = 1,
+    cpu_offload: bool = False,
+) -> Plan:
+    """
+    Plan the memory of training by category, without weights, data or a GPU.
+
+    The estimator is the trainer's: `HybridTrainer` gets the same plan for the same setup.
+
+    Args:
+        model: A Hub id, a folder, a config file, a config or a model; only its config is read.
+        sequence_length (`int`), batch_size (`int`): Tokens per sequence, padding included; sequences per micro-batch.
+        dtype (`str`): `"mixed"`: fp32 weights (a frozen base: bf16) under bf16 autocast; `"float32"`, `"bfloat16"`.
+        memory (`str`): `"off"`: resident; `"stream"`: layers on the host; `"auto"`: streamed if it does not fit.
+        peft (`str` or `peft.PeftConfig`, *optional*): `"lora"`, `"qlora"` (base in nf4) or a config; all weights else.
+        qat (`str`): `"bitnet"`: layers with ternary weights, and their rounded copies beside the latent weights.
+        vram (`str` or `int`, *optional*), ram (`str` or `int`, *optional*): As `"24GiB"` or in bytes; no limit else.
+        gradient_accumulation_steps (`int`): Micro-batches per optimizer step.
+        activation_checkpointing (`bool` or `"auto"`):
+            Of a resident model; streamed layers always are. `"auto"`: of as few layers as fit.
+        chunked_loss (`bool`): Compute the loss without ever holding all logits.
+        optimizer_states (`str`): AdamW's: `"exact"` or `"8bit"`.
+        enable_predict (`bool`):
+            Count what leaps hold. A pretrained model gives this back in its first step, because no leaps are made.
+            Adapters train without them.
+        accelerator (`str`): `"cuda"`, or `"cpu"` for autocast's rules of a CPU and no CUDA context.
+        processes (`int`):
+            Processes that share weights, gradients and states by FSDP2. The plan is that of each of them: batch, `vram`
+            and `ram` are its own.
+        cpu_offload (`bool`): Their rows stay on the host (`cpu_offload` of `fsdp_config`).
+
+    Returns:
+        [`Plan`]: with `peak_device_bytes`, `peak_host_bytes`, `categories` and `fits`. The plan is returned also where
+        it does not fit.
+
+    Raises:
+        ValueError: If an argument is out of range, or the model cannot be planned.
+        ImportError: If adapters are asked for and peft is not installed.
+    """
+    if peft == "qlora" and memory == "stream":
+        raise ValueError("`memory=stream` is not planned with `peft=qlora`. Set `memory=off`, or `peft=lora`.")
+    if qat != "none" and peft is not None:
+        raise ValueError(f"`qat={qat}` trains all weights, and `peft` freezes them. Leave one of them out.")
+    not_shared = {"memory=stream": memory == "stream", "peft=qlora": peft == "qlora", "chunked_loss=True": chunked_loss}
+    not_shared["optimizer_states=8bit"] = optimizer_states == "8bit"
+    for name in (name for name, given in not_shared.items() if given and processes > 1):
+        raise ValueError(f"`{name}` does not work with FSDP2, for which `processes={processes}` asks. Leave it out.")
+    if cpu_offload and processes == 1:
+        raise ValueError("`cpu_offload=True` is of FSDP2, and `processes=1` shares nothing. Set `memory=stream`.")
+    planner = Planner(
+        model,
+        peft=peft,
+        qat=qat,
+        sequence_length=sequence_length,
+        batch_size=batch_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        vram=vram,
+        ram=ram,
+        memory="off" if peft == "qlora" else memory,
+        activation_checkpointing=activation_checkpointing,
+        chunked_loss=chunked_loss,
+        optimizer_states=optimizer_states,
+        enable_predict=enable_predict,
+        accelerator=accelerator,
+        processes=processes,
+        cpu_offload=cpu_offload,
+    )
+    trains = "all" if peft is None else "adapters"
+    weights, autocast = loaded(dtype, trains)
+    return planner.plan(Way(memory, replace(planner.setup, autocast=autocast), trains, weights, peft == "qlora"))
+
+
+class Planner:
+    """Plans for one model, batch and machine. Common parts of several plans are built and traced once."""
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedConfig | nn.Module,
+        *,
+        peft: str | PeftConfig | None = None,
+        qat: str = "none",
+        sequence_length: int | None = None,
+        **setup: Any,
+    ):
+        if isinstance(peft, str) and peft not in ("lora", "qlora"):
+            raise ValueError(f"`peft` must be lora, qlora or a `peft.PeftConfig`, got `{peft}`.")
+        if qat not in ("none", "bitnet"):
+            raise ValueError(f"`qat` must be none or bitnet, got `{qat}`.")
+        self._peft, self._ternary = peft, qat == "bitnet"
+        self.config = read_config(model)
+        longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        sequence_length = min(1024, longest or 1024) if sequence_length is None else sequence_length
+        setup |= {name: parse_size(setup[name], name) for name in ("vram", "ram") if setup.get(name) is not None}
+        self.setup = Setup(sequence_length, workspace=workspace_bytes(), **setup)
+        if self.setup.tokens > LARGEST_TRACE:
+            tokens = f"`batch_size={self.setup.batch_size}` times `sequence_length={sequence_length}`"
+            raise ValueError(f"{tokens} is over {LARGEST_TRACE} tokens at once. Lower one of them.")
+        if longest is not None and sequence_length > longest:
+            raise ValueError(
+                f"`sequence_length={sequence_length}` is over the {longest} positions of the model "
+                "(`max_position_embeddings`). Lower it, or raise that number in the config."
+            )
+        self._whole = functools.cache(lambda weights: build(self.config, getattr(torch, weights)))
+        self._estimators: dict[tuple[str, str, bool], Estimator] = {}
+
+    def plans(self, dtype: str = "mixed", *, with_adapters: bool = True) -> list[WayPlan]:
+        """All usual ways to train, the fastest first; `dtype` as in [`plan_memory`]."""
+        estimator = self._estimator(loaded(dtype, "all")[0], "all", False)
+        ways = usual_ways(dtype, self.setup, estimator.cannot_chunk is None)
+        plans = [self.plan(way) for way in ways if with_adapters or way.trains == "all"]
+        # Where "auto" recomputes all layers, the next plan says the same.
+        automatic = [plan.setup.activation_checkpointing == "auto" for plan in plans]
+        return [p for p, auto in zip(plans, automatic) if not (auto and p.recomputed_layers == len(p.shape.layers))]
+
+    def plan(self, way: Way) -> WayPlan:
+        """Plan one way to train. Raises `ValueError` if the model cannot be trained in this way."""
+        estimator = self._estimator(way.weights, way.trains, way.packed)
+        reason = estimator.cannot_chunk
+        if way.setup.chunked_loss and reason is not None:
+            raise ValueError(f"`chunked_loss=True` cannot be used: {reason}. Leave it out.")
+        setup = replace(way.setup, values_per_weight=None) if way.trains == "adapters" else way.setup
+        if setup.processes > 1 and setup.autocast:  # FSDP2 gathers all weights in bf16
+            estimator = Estimator(estimator.shape, self._estimator("bfloat16", way.trains, way.packed).tracer)
+        return WayPlan(**vars(estimator.best(setup)), way=way)
+
+    def _estimator(self, weights: str, trains: str, packed: bool) -> Estimator:
+        key = (weights, trains, packed)
+        if key not in self._estimators:
+            whole = self._whole(weights)
+            excerpt = Excerpt.of(whole)
+            change = pack_base if packed else make_ternary if self._ternary else (lambda model: model)
+            excerpt = replace(excerpt, model=change(excerpt.model))
+            if trains == "adapters":
+                peft = lora_config() if self._peft is None or isinstance(self._peft, str) else self._peft
+                excerpt = replace(excerpt, model=add_adapters(excerpt.model, peft))
+            # Leaps and counts are those of the weights that are packed.
+            shape = self._estimator(weights, trains, False).shape if packed else _shape(excerpt, whole)
+            self._estimators[key] = Estimator(shape, Tracer(excerpt))
+        return self._estimators[key]
+
+
+def _shape(excerpt: Excerpt, whole: nn.Module) -> ModelShape:
+    """Of the whole model."""
+    model, stands_for = excerpt.model, excerpt.stands_for
+    names = [name for name, _ in find_layers(model)] if stands_for else [""]
+    shape = ModelShape.of(model, names, leaps=split_parameters(model)[0].values())
+    layers = tuple(shape.layers[index] for index in stands_for) or shape.layers
+    return replace(shape, layers=layers, buffer_bytes=sum(buffer.nbytes for buffer in whole.buffers()))
+
+
+def recommended(plans: Sequence[WayPlan], peft: str | None = None) -> WayPlan | None:
+    """
+    Return the first plan that fits, with exact states and weights if there is one.
+
+    With `peft`, only plans that train adapters count: all for `"lora"`, those on a packed base for `"qlora"`.
+    """
+    trains = "all" if peft is None else "adapters"
+    usable = [plan for plan in plans if plan.way.trains == trains and plan.fits]
+    usable = [plan for plan in usable if plan.way.packed or peft != "qlora"]
+    return next((plan for plan in usable if plan.way.exact), usable[0] if usable else None)

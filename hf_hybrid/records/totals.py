@@ -1,0 +1,93 @@
+"""
+The sum over the records of a memory profile, for its summary, the report and the model card. Standard library only.
+
+A record is a line of `steps.jsonl`; docs/profiling.md has its fields.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from typing import Any
+
+from hf_hybrid.records.readings import as_dict, number, peak_of, reading
+
+READINGS = {
+    "step_seconds": "step_seconds",
+    "measured": "measured",
+    "allocated": "device.allocated",
+    "peak_allocated": "device.peak_allocated",
+    "reserved": "device.reserved",
+    "peak_reserved": "device.peak_reserved",
+    "nvml_used": "nvml.used",
+    "rss": "host.rss",
+    "peak_rss": "host.peak_rss",
+    "pinned": "host.pinned",
+}
+"""Where a record has them. Mean, max and min of each are kept by phase."""
+
+
+class Totals:
+    """
+    The sum over the records of a run, as the summary has it: by phase the spread of every reading and the mean bytes
+    by category; the highest peak; the spikes.
+
+    A spike is a record whose peak is `threshold`, as a fraction, above the median of the last `WINDOW` of its phase
+    (`LEAST` at least). Several high records in a row are one spike.
+    """
+
+    WINDOW, LEAST, SPIKES_KEPT = 20, 5, 1000
+
+    def __init__(self, threshold: float = 0.1):
+        self.threshold = threshold
+        self.phases: dict[str, dict[str, Any]] = {}
+        self.peak: dict | None = None
+        self.most_measured = 0
+        self.spikes: list[dict] = []
+        self._last_peaks: dict[str, deque[float]] = {}
+        self._high: set[str] = set()
+        """Phases whose last record stands out."""
+
+    def rises(self, phase: str, peak: float | None) -> bool:
+        """Whether this peak would begin a spike."""
+        return phase not in self._high and self._stands_out(phase, peak)
+
+    def _stands_out(self, phase: str, peak: float | None) -> bool:
+        peaks = self._last_peaks.get(phase, ())
+        return len(peaks) >= self.LEAST and peak is not None and peak > (1 + self.threshold) * statistics.median(peaks)
+
+    def add(self, record: dict) -> None:
+        """Count one more record. What is no number in a damaged one counts as absent."""
+        name, (peak, where) = str(record.get("phase")), peak_of(record)
+        phase = self.phases.setdefault(name, {"records": 0, "accounted": None})
+        phase["records"] += 1
+        for label, place in READINGS.items():
+            if (value := reading(record, place)) is not None:
+                spread = phase.setdefault(label, {"count": 0, "mean": 0.0, "max": value, "min": value})
+                spread["count"] += 1
+                spread["mean"] += (value - spread["mean"]) / spread["count"]
+                spread["max"], spread["min"] = max(spread["max"], value), min(spread["min"], value)
+        if held := as_dict(record.get("held")):
+            accounted = phase["accounted"] = phase["accounted"] or {"records": 0}
+            accounted["records"] += 1
+            values = {"held": held, **{key: record.get(key) for key in ("measured", "unexplained")}}
+            _take_in(accounted, values, accounted["records"])
+        self.most_measured = max(self.most_measured, reading(record, "measured") or 0)
+        if peak is None:
+            return
+        high = {"step": record["step"], "phase": name, "where": where, "bytes": peak}
+        if self.rises(name, peak) and len(self.spikes) < self.SPIKES_KEPT:
+            self.spikes.append({**high, "usual": statistics.median(self._last_peaks[name])})
+        (self._high.add if self._stands_out(name, peak) else self._high.discard)(name)
+        self._last_peaks.setdefault(name, deque(maxlen=self.WINDOW)).append(peak)
+        if self.peak is None or peak > self.peak["bytes"]:
+            self.peak = high
+
+
+def _take_in(means: dict, values: dict, count: int) -> None:
+    """Take values into the means over `count` records; what some of them lack counts as nothing there."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _take_in(means.setdefault(key, {}), value, count)
+        else:
+            means[key] = means.get(key, 0.0) + ((number(value) or 0) - means.get(key, 0.0)) / count

@@ -1,0 +1,173 @@
+"""
+The table of series: everything of a run that is drawn over its steps, and listed in `report.json`.
+
+A row says in which figure and panel a series stands, its name, its colour and its points. A run has the rows for which
+something was recorded: SFT logs the accuracy of tokens, DPO that of preferences, GRPO and RLOO the reward, and a
+`compute_metrics` may log an `eval_accuracy`. The painter, the comparison and the alternative texts read nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hf_hybrid.records.readings import number, reading
+from hf_hybrid.report.run_folder import Points, Run
+
+ACCEPTED = ("unprobed", "kept", "shrunk")
+"""Verdicts of leaps that stayed in the weights."""
+SCORES = (
+    ("reward", "Reward"),
+    ("rewards/accuracies", "Preference acc"),
+    ("mean_token_accuracy", "Token acc"),
+    ("accuracy", "Accuracy"),
+)
+"""Keys of the log, and what they are called. The first that a run has is its headline."""
+_TOKENS = ("num_tokens", "num_input_tokens_seen")
+_SPEEDS = ("tokens_per_second", "train_tokens_per_second")
+_MOST_PARTS = 8
+"""Reward functions, or rewards of completions, that are shown."""
+_SHORTEST = 0.1
+"""Seconds between two log entries from which a speed is computed; the log has thousandths of a second."""
+_MEMORY = (
+    ("device", "peak allocated", "ink", "device.peak_allocated"),
+    ("device", "reserved", "muted", "device.peak_reserved"),
+    ("device", "held after the step", "line", "device.allocated"),
+    ("device", "whole device (NVML)", "warmup", "nvml.used"),
+    ("host", "peak of the process", "ink", "host.peak_rss"),
+    ("host", "process (RSS)", "line", "host.rss"),
+    ("host", "pinned", "muted", "host.pinned"),
+)
+
+
+@dataclass(frozen=True)
+class Series:
+    """A row of the table. `band` has the ends of an interval around each point, and `style` says how it is drawn."""
+
+    figure: str
+    panel: str
+    name: str
+    colour: str
+    points: Points
+    style: Literal["line", "steps", "dashes", "dots", "crosses"] = "line"
+    band: tuple[tuple[float, float], ...] = ()
+
+
+def series_of(run: Run) -> list[Series]:
+    """Return the table of a run."""
+    loss = f"loss{'' if run.series('reward') else ' (nats)'}"  # that of a policy, which learns by rewards, has no unit
+    gains = [(leap, gain) for leap in run.leaps if (gain := number(leap.get("gain"))) is not None]
+    rows = [
+        *_forecast(run, loss),
+        Series("loss", loss, "training", "ink", run.series("loss")),
+        Series("loss", loss, "eval", "line", run.series("eval_loss")),
+    ]
+    for key, name in SCORES:
+        rows.append(Series("scores", name.lower(), "training", "ink", run.series(key)))
+        rows.append(Series("scores", name.lower(), "eval", "line", run.series(f"eval_{key}")))
+    colours = ("full", "predict", "correct", "bad", "line", "warmup", "evaluate", "ink")
+    rows += [
+        Series("scores", "rewards", name, colour, points) for (name, points), colour in zip(parts_of(run), colours)
+    ]
+    rows.append(Series("rate", "learning rate", "learning rate", "ink", run.series("learning_rate")))
+    for name, style, colour, stayed in (
+        ("accepted", "dots", "predict", True),
+        ("rejected or rolled back", "crosses", "bad", False),
+    ):
+        points = [(leap["step"], gain) for leap, gain in gains if (leap.get("verdict") in ACCEPTED) is stayed]
+        rows.append(Series("rate", "gain of each leap", name, colour, points, style))
+    norms = [(step, norm) for step, norm in run.series("grad_norm") if norm > 0]  # the axis is logarithmic
+    rows.append(Series("gradient", "gradient norm", "training", "ink", norms))
+    rows.append(Series("speed", "tokens/s", "training", "ink", speed_of(run)))
+    for place, name, colour, key in _MEMORY:
+        values = ((entry["step"], reading(entry, key)) for entry in run.profile.steps)
+        points = [(step, value) for step, value in values if value is not None]
+        rows.append(Series("memory", place, name, colour, points if any(value for _, value in points) else []))
+    return [row for row in rows if row.points]
+
+
+def _forecast(run: Run, panel: str) -> list[Series]:
+    """
+    One fan: at each step the 90 % interval of the final loss as it was forecast there, and a line where it came. It is
+    of the eval loss if that was forecast, else of the training loss; two over each other could not be read.
+    """
+    for prefix, name in (("eval_", "eval end"), ("", "end")):
+        median, low, high = (run.series(f"hybrid/forecast_{prefix}{end}") for end in ("loss", "low", "high"))
+        points = median[: min(len(low), len(high))]
+        if points:
+            band = tuple((low, high) for (_, low), (_, high) in zip(low, high))
+            came = _end(run, prefix)
+            ends = [] if came is None else [(points[0][0], came), (run.last_step, came)]
+            return [
+                Series("loss", panel, f"{name}, forecast (90 %)", "real", points, "steps", band),
+                Series("loss", panel, f"{name}, as it came", "bad", ends, "dashes"),
+            ]
+    return []
+
+
+def _end(run: Run, prefix: str) -> float | None:
+    """What the forecasts are of: the eval loss after the last step, or the mean of the last training losses."""
+    if not run.finished:
+        return None
+    if prefix:
+        evaluated = run.series("eval_loss")
+        return evaluated[-1][1] if evaluated and evaluated[-1][0] == run.last_step else None
+    from hf_hybrid.world_model.final_loss import final_steps  # needs numpy, which a run without forecasts does not
+
+    last = [loss for step, loss in run.series("loss") if step > run.last_step - final_steps(run.last_step)]
+    return sum(last) / len(last) if last else None
+
+
+def parts_of(run: Run) -> list[tuple[str, Points]]:
+    """Return what a reward consists of, by name: the mean of each reward function, or DPO's implicit rewards."""
+    keys = sorted({key for entry in run.logs for key in entry if key.startswith("rewards/")})
+    means = [key for key in keys if key.endswith("/mean")]
+    if len(means) == 1 and run.series("reward"):
+        return []  # a single function is the reward
+    named = [(key.removeprefix("rewards/").removesuffix("/mean"), key) for key in means]
+    named = named or [(name, f"rewards/{name}") for name in ("chosen", "rejected", "margins")]
+    return [(name, points) for name, key in named[:_MOST_PARTS] if (points := run.series(key))]
+
+
+# Speed.
+
+
+def _intervals(run: Run) -> list[tuple[int, float, float]]:
+    """
+    Return step, tokens and seconds between entries with a loss. They come from the log, which has the time of each
+    line; each start of a run has its own clock.
+    """
+    intervals: list[tuple[int, float, float]] = []
+    before: tuple[float, float] | None = None
+    for line in run.log.lines:
+        if "begun" in line:
+            before = None
+        seen = next((value for name in _TOKENS if (value := number(line.get(name))) is not None), None)
+        clock = number(line.get("seconds"))
+        if "loss" not in line or seen is None or clock is None:
+            continue
+        if before is None or seen < before[0] or clock < before[1]:
+            before = seen, clock
+        elif clock - before[1] >= _SHORTEST:
+            intervals.append((line["step"], seen - before[0], clock - before[1]))
+            before = seen, clock
+    return intervals
+
+
+def speed_of(run: Run) -> Points:
+    """Return tokens per second by step: between entries of the log, or else as the trainer logged it."""
+    intervals = [(step, tokens / seconds) for step, tokens, seconds in _intervals(run)]
+    return intervals or next(filter(None, map(run.series, _SPEEDS)), [])
+
+
+def speed(run: Run) -> dict | None:
+    """Return the tokens per second of the whole run, the tokens, and the source; `None` if no tokens were counted."""
+    intervals = _intervals(run)
+    counted = next(filter(None, map(run.series, _TOKENS)), [])
+    tokens = counted[-1][1] if counted else None
+    if intervals:
+        value = sum(tokens for _, tokens, _ in intervals) / sum(seconds for *_, seconds in intervals)
+        return {"value": value, "tokens": tokens, "source": "log, with evaluation and saving"}
+    if logged := speed_of(run):
+        return {"value": logged[-1][1], "tokens": tokens, "source": "logged by the trainer"}
+    return None if tokens is None else {"value": None, "tokens": tokens, "source": None}

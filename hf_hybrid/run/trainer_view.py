@@ -1,0 +1,124 @@
+"""
+What the rest of the package may read of a trainer ([`TrainerView`]), and what several choices ask of one: which
+optimizer steps, whether adapters are trained, and whether the loss is the plain cross-entropy over the vocabulary.
+
+A trainer has many more methods. Functions take this view of it, so that their types do not depend on trainer.py, which
+imports them. A function that reads one or two things takes these.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_hybrid.machine import LeapObstacleError
+from hf_hybrid.optimizers import has_adapters, is_adam, optimizer_name, text_config
+from hf_hybrid.streaming.optimizer import LazyOptimizer
+
+if TYPE_CHECKING:
+    from hf_hybrid.trainer import HybridTrainerMixin as TrainerLike
+else:
+    TrainerLike = object
+
+
+# The optimizer.
+
+
+def made_optimizer(trainer: TrainerLike) -> torch.optim.Optimizer | None:
+    """Return the optimizer inside the wrappers of accelerate and of streaming. Those of a user may do anything."""
+    optimizer = trainer.optimizer
+    while isinstance(optimizer, (AcceleratedOptimizer, LazyOptimizer)):
+        optimizer = optimizer.base if isinstance(optimizer, LazyOptimizer) else optimizer.optimizer
+    return optimizer
+
+
+def unwrapped_optimizer(trainer: TrainerLike) -> torch.optim.Optimizer:
+    """
+    Return the optimizer inside accelerate's wrapper and inside all wrappers of the user.
+
+    Raises:
+        LeapObstacleError: If it, or a wrapper of the user's, keeps weights for training and others for evaluation.
+    """
+    optimizer = trainer.optimizer
+    while True:
+        switches = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+        if switches and not isinstance(optimizer, AcceleratedOptimizer):  # which passes both on to what it wraps
+            raise LeapObstacleError(
+                f"`{type(optimizer).__name__}` keeps two sets of weights, which its `train` and `eval` exchange "
+                "(Schedule-Free), and a leap would move one of them without the other.",
+                "Choose another optimizer, for example `optim=adamw_torch_fused`.",
+            )
+        if getattr(optimizer, "optimizer", None) is None:
+            return optimizer
+        optimizer = optimizer.optimizer
+
+
+def optimizer_unlike_adam(trainer: TrainerLike) -> str | None:
+    """Return the name of the optimizer if it is not known to step as AdamW does. It may not be made yet."""
+    optimizer = made_optimizer(trainer)
+    if optimizer is not None:
+        return None if is_adam(optimizer) else type(optimizer).__name__
+    if trainer.optimizer_cls_and_kwargs is not None:
+        kind = trainer.optimizer_cls_and_kwargs[0]
+        return None if is_adam(kind) else kind.__name__
+    name = optimizer_name(trainer.args)
+    return None if is_adam(name) else name
+
+
+# The model and its loss.
+
+
+def trains_adapters(trainer: TrainerLike) -> bool:
+    """Whether adapters are trained, and not the weights of the model."""
+    return has_adapters(trainer.accelerator.unwrap_model(trainer.model))
+
+
+_PLAIN_LOSSES = {("transformers", "Trainer"), ("trl", "SFTTrainer"), ("axolotl", "AxolotlTrainer")}
+"""Classes whose `compute_loss` is the model's own loss, unless an option says otherwise: package and name."""
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+
+
+def own_losses(trainer: TrainerLike) -> list[str]:
+    """Return the classes of a trainer that compute a loss of their own, not the model's."""
+    owners = [owner for owner in type(trainer).__mro__ if "compute_loss" in vars(owner)]
+    packages = {owner: owner.__module__.partition(".")[0] for owner in owners}
+    own = [o for o in owners if packages[o] != "hf_hybrid" and (packages[o], o.__name__) not in _PLAIN_LOSSES]
+    return [owner.__name__ for owner in own]
+
+
+def unknown_loss(trainer: TrainerLike) -> str | None:
+    """Return that the training loss may not be the cross-entropy over the vocabulary, if so."""
+    args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside PEFT's
+    unknown = own_losses(trainer)
+    computes = next(owner.__name__ for owner in type(model).__mro__ if "forward" in vars(owner))
+    known = {name for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _as_tuple(names)}
+    if trainer.compute_loss_func is not None:
+        what = "`compute_loss_func`"
+    elif args.label_smoothing_factor > 0:
+        what = f"`label_smoothing_factor={args.label_smoothing_factor}`"
+    elif (kind := getattr(args, "loss_type", None)) not in (None, "nll", "chunked_nll"):
+        what = f"`loss_type={kind}`"
+    elif unknown:
+        what = f"`{unknown[0]}.compute_loss`"
+    elif "_loss_function" in vars(model):
+        what = "the model's `loss_function`"
+    elif computes not in known and not computes.endswith(_LANGUAGE_MODELS):
+        what = f"`{computes}`"
+    elif vocabulary_size(model) is None:
+        what = "a model whose vocabulary has no known size"
+    else:
+        return None
+    return f"the loss of {what} is not known to be the plain cross-entropy"
+
+
+def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def vocabulary_size(model: torch.nn.Module) -> int | None:
+    """Return the length of a model's vocabulary, if its config has it."""
+    return getattr(text_config(model), "vocab_size", None)

@@ -1,0 +1,267 @@
+"""
+Async saves: training continues while a checkpoint is written.
+
+A save has two parts. Its state has to be read at once, because the next step changes it. Writing, hashing, flushing to
+the disk, committing and deleting older checkpoints may take longer than many steps, and nothing of it needs the model.
+So the state is copied into host memory (*staged*), and a thread does the rest:
+
+    step    | copy | step | step | step | step ...
+    thread         | write | hash, flush | commit, rename | rotate |
+
+What is copied. Weights that train, buffers, the optimizer's states and the tensors of the run's parts. Frozen weights
+do not change and are written from where they are. Memory that was never touched is slow to write to, so the copies are
+kept from save to save: the first one of a run costs more. Small files (the scheduler, random generators, the state of
+Trainer) are written at once.
+
+What stays true. A checkpoint gets its name when it is whole (manifest.py), so a kill loses the save in flight and
+nothing else, as a kill inside of a save always did. One save is in flight at most: the next one, a load of the best
+checkpoint and the end of the training wait for it. An error of the thread (a full disk) is raised by the next step, or
+logged if there is none.
+
+When training waits instead. The last save of a run has no steps to overlap with. If other code may read the checkpoint
+as soon as `Trainer` has saved, it must be complete then: callbacks with their own `on_save`, pushes to the Hub,
+subclasses that override how Trainer saves. FSDP, DeepSpeed and streamed layers have savers of their own, which read
+weights while they write. Quantised models write more than their tensors, and so do adapters other than LoRA. And the
+copies must fit into a quarter of the host memory that is free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers import TrainerCallback
+
+from hf_hybrid.plan.accounting import host_memory
+
+if TYPE_CHECKING:
+    from hf_hybrid.run.trainer_view import TrainerLike
+
+logger = logging.getLogger(__name__)
+
+SHARE_OF_FREE = 0.25
+"""Of the host memory that is free, what copies may take."""
+
+
+class CannotStageError(RuntimeError):
+    """A state cannot be copied; the message is a clause that says why."""
+
+
+class Staging:
+    """
+    Copies of nested tensors in host memory, which the next copies of the same names reuse.
+
+    Args:
+        free (`Callable[[], int]`): Returns the bytes of host memory that are free.
+    """
+
+    def __init__(self, free: Callable[[], int] = host_memory):
+        self.free = free
+        self._copies: dict[str, dict[int, Tensor]] = {}
+
+    def copy(self, name: str, value: Any, frozen: Iterable[Tensor] = ()) -> Any:
+        """
+        Return a value whose tensors are copies. Tensors that share their memory share it in the copy too.
+
+        Args:
+            name (`str`): What the value is; copies of the same name are overwritten.
+            value (`Any`): Dictionaries, lists and tuples, nested; anything but tensors in them stays as it is.
+            frozen (`Iterable[Tensor]`): Tensors that do not change. They are not copied.
+
+        Raises:
+            CannotStageError: If a tensor is not a plain one, or the copies do not fit into the memory that is free.
+        """
+        leaves, spec = tree_flatten(value)
+        kept, reused = {tensor.data_ptr() for tensor in frozen if tensor.numel()}, self._copies.setdefault(name, {})
+        to_copy, needed = [], 0
+        for place, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            if type(leaf) not in (Tensor, nn.Parameter) or leaf.layout is not torch.strided or leaf.is_quantized:
+                raise CannotStageError(f"a tensor is a `{type(leaf).__name__}` that is not plain")
+            if leaf.data_ptr() in kept:
+                continue
+            to_copy.append(place)
+            copy = reused.get(place)
+            if copy is None or (copy.shape, copy.dtype) != (leaf.shape, leaf.dtype):
+                reused.pop(place, None)
+                needed += leaf.numel() * leaf.element_size()
+        if needed and needed > SHARE_OF_FREE * (free := self.free()):
+            raise CannotStageError(
+                f"the copies need {needed / 2**30:,.2f} GiB, more than a quarter of the {free / 2**30:,.2f} GiB of "
+                "host memory that are free"
+            )
+        by_memory: dict[tuple, Tensor] = {}
+        for place in to_copy:
+            tensor = leaves[place].detach()
+            memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (place,)
+            if memory not in by_memory:
+                if place not in reused:
+                    reused[place] = torch.empty_like(tensor, device="cpu")
+                by_memory[memory] = reused[place].copy_(tensor)
+            leaves[place] = by_memory[memory]
+        return tree_unflatten(leaves, spec)
+
+    def free_copies(self) -> None:
+        """Give the memory of all copies back."""
+        self._copies.clear()
+
+
+class AsyncSaver:
+    """
+    Writes the files of a checkpoint: at once, or on a thread beside the steps that follow.
+
+    A save begins with [`begin`]. What is written in it goes through [`write`], with tensors from [`staged`]. [`finish`]
+    ends it. [`wait`] returns when nothing is in flight.
+
+    Args:
+        staging (`Staging`, *optional*): Makes the copies.
+
+    Attributes:
+        training (`bool`): Whether a training is under way, so that steps may follow a save.
+        is_async (`bool`): Whether the save under way is written on the thread.
+        error (`Exception`, *optional*): Of an async save that failed; [`wait`] raises it.
+    """
+
+    def __init__(self, staging: Staging | None = None) -> None:
+        self.training = self.is_async = False
+        self._staging = Staging() if staging is None else staging
+        self._writes: list[Callable[[], Any]] = []
+        self._thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+        self._told: set[str] = set()
+
+    def begin(self, reason_sync: str | None) -> None:
+        """Begin a save, which is async unless there is a reason not to. Waits for the one before."""
+        self.wait()
+        self._writes, self.is_async = [], reason_sync is None
+        if reason_sync is not None and reason_sync not in self._told:
+            self._told.add(reason_sync)
+            logger.info("Checkpoints are written before training goes on: %s.", reason_sync)
+
+    def staged(self, name: str, value: Any, frozen: Iterable[Tensor] = ()) -> Any:
+        """Return a value as it is now, also after training has gone on. In a save that is written at once, itself."""
+        if not self.is_async:
+            return value
+        try:
+            return self._staging.copy(name, value, frozen)
+        except CannotStageError as error:
+            self.make_sync(str(error))
+            return value
+
+    def make_sync(self, reason: str) -> None:
+        """Write the save under way before training goes on after all: what was put off, now."""
+        self.is_async = False
+        logger.info("A checkpoint is written before training goes on: %s.", reason)
+        writes, self._writes = self._writes, []
+        for write in writes:
+            write()
+
+    def write(self, function: Callable[[], Any]) -> None:
+        """Call a function that writes files, now or on the thread."""
+        if self.is_async:
+            self._writes.append(function)
+        else:
+            function()
+
+    def finish(self, commit: Callable[[], Any], around: Callable[[], contextlib.AbstractContextManager]) -> None:
+        """
+        End the save.
+
+        Args:
+            commit (`Callable[[], Any]`): Makes the checkpoint whole when its files are written.
+            around (`Callable`): Returns the context that writing on the thread needs; it deletes a save that fails.
+        """
+        if not self.is_async:
+            return commit()
+        writes = [*self._writes, commit]
+        self.abandon()
+
+        def work() -> None:
+            try:
+                with around():
+                    for write in writes:
+                        write()
+            except Exception as error:  # raised where the run trains
+                self.error = error
+
+        self._thread = threading.Thread(target=work, name="hf_hybrid-save")
+        self._thread.start()
+
+    def abandon(self) -> None:
+        """Forget the save under way, if an error ended it."""
+        self._writes, self.is_async = [], False
+
+    def join(self) -> None:
+        """Wait for the save in flight."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def wait(self) -> None:
+        """
+        Wait for the save in flight.
+
+        Raises:
+            OSError: If it failed, because the disk is full for example.
+        """
+        self.join()
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+    def end(self) -> None:
+        """End with a training: wait, and give the memory of the copies back. A failed save is logged, not raised."""
+        self.training = False
+        self.abandon()
+        self.join()
+        if self.error is not None:
+            logger.error("A checkpoint could not be written: %s", self.error)
+            self.error = None
+        self._staging.free_copies()
+
+
+def reason_sync_save(trainer: TrainerLike) -> str | None:
+    """Return why the save that begins is written before training goes on, or `None` if it may be async."""
+    if not trainer.hybrid_args.async_save:
+        return "`async_save=False`"
+    if not trainer.args.should_save:
+        return "another process writes them"
+    state, control = trainer.state, trainer.control
+    if (
+        not trainer.saver.writer.training
+        or not control.should_save
+        or control.should_training_stop
+        or 0 < state.max_steps <= state.global_step
+    ):
+        return "no step follows at once"
+    if trainer.args.push_to_hub:
+        return "they are pushed"
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return "FSDP and DeepSpeed write them in their own way"
+    if trainer.memory.streams:
+        return "layers are streamed"
+    for name in ("_save_checkpoint", "_save", "save_model", "_save_optimizer_and_scheduler"):
+        if not getattr(type(trainer), name).__module__.startswith("hf_hybrid."):
+            return f"`{type(trainer).__name__}` has a `{name}` of its own"
+    for callback in trainer.callback_handler.callbacks:
+        kind = type(callback)
+        if kind.on_save is not TrainerCallback.on_save and not kind.__module__.startswith("hf_hybrid."):
+            return f"`{kind.__name__}` may read them as soon as they are saved"
+    return _reason_of_model(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
+
+
+def _reason_of_model(model: Any) -> str | None:
+    adapters = getattr(model, "peft_config", None)
+    if adapters is None:
+        return "a quantised model writes more than its tensors" if getattr(model, "hf_quantizer", None) else None
+    kinds = {str(getattr(config.peft_type, "value", config.peft_type)) for config in adapters.values()}
+    return (
+        None if kinds == {"LORA"} else f"adapters of the kind {', '.join(sorted(kinds))} write more than their tensors"
+    )

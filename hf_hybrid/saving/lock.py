@@ -1,0 +1,165 @@
+"""
+One training per folder: a lock of the operating system in the output folder.
+
+Two trainings in one folder overwrite each other's files: a checkpoint may get the weights of one and the optimizer of
+the other. So a training takes a lock before it looks at the folder, and gives it back when it ends. The system drops
+the lock of a process that dies, however it dies, so no lock is ever stale. Beside the lock stands a note on who holds
+it, for the message that another training gets.
+
+A job that is requeued may start while the one before it is still dying: schedulers send a signal and wait, usually 30
+seconds, before they kill. So a training waits [`WAIT`] seconds for the folder before it gives up.
+
+Only the first process of a training takes the lock; the others wait for what it finds. Where a file system has no locks
+(some network mounts and buckets), training goes on without one, and a warning says so. A file in place of a lock would
+be worse: if its process is killed and the job is restarted on another host, nobody could tell that it is stale.
+
+A folder that cannot be written is found here too, before the first step, and not by the first save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import re
+import socket
+import tempfile
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from hf_hybrid.files import write_note
+from hf_hybrid.saving.manifest import CheckpointError, whose
+
+logger = logging.getLogger(__name__)
+
+LOCK_NAME, HOLDER_NAME = "_hybrid_lock", "_hybrid_lock.json"
+"""Uploads leave out what begins with `_`."""
+_TEMPORARY = re.compile(r"__?hybrid_\w+\.json\.[0-9a-f]{16}")
+"""Files of this package while they are written (files.py). A kill leaves them."""
+WAIT = 60.0
+"""Seconds that a training waits for another one to leave the folder."""
+
+
+class FolderInUseError(CheckpointError):
+    """Another training writes into the folder; the message says which."""
+
+
+def check_output(folder: str | Path) -> None:
+    """
+    Check that a path can be an output folder, before Trainer makes it.
+
+    Raises:
+        ValueError: If it is a file, or a link that leads nowhere.
+    """
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        found = "a file" if os.path.exists(folder) else f"a link to `{os.readlink(folder)}`, which is not there"
+        raise ValueError(f"`output_dir={folder}` is {found}. Remove it, or set another `output_dir`.")
+
+
+class FolderLock:
+    """
+    The lock of an output folder. It is taken and released any number of times.
+
+    Args:
+        wait (`float`): Seconds to wait for another training.
+    """
+
+    def __init__(self, wait: float = WAIT):
+        self.wait = wait
+        self._folder: Path | None = None
+        self._lock: FileLock | None = None
+        self._made = False
+
+    def take(self, folder: str | Path, *, saves: bool = True) -> None:
+        """
+        Take the lock of a folder, which is made if it is not there, and delete what killed processes left beside it.
+
+        Args:
+            folder (`str` or `Path`): Of the training.
+            saves (`bool`): Whether the training saves checkpoints. If not, it may go on where nothing can be written.
+
+        Raises:
+            CheckpointError: If the training saves and the folder cannot be written.
+            FolderInUseError: If another training has it and does not end in time.
+        """
+        self.release()
+        folder = Path(folder)
+        lock = FileLock(folder / LOCK_NAME, thread_local=False, fallback_to_soft=False)
+        try:
+            self._made = not folder.exists()
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                logger.warning("%s. Waiting up to %g seconds for it to end.", _in_use(folder), self.wait)
+                lock.acquire(timeout=self.wait)
+        except Timeout:
+            raise FolderInUseError(
+                f"{_in_use(folder)}, and it has not ended in {self.wait:g} seconds. Two trainings in one folder would "
+                "mix their checkpoints. Wait for it or end it, or set another `output_dir`."
+            ) from None
+        except (OSError, NotImplementedError) as error:
+            if saves and isinstance(error, OSError):
+                _check_writable(folder)
+            logger.warning(
+                "`%s` cannot be locked (%s): nothing tells whether another training writes into it.", folder, error
+            )
+            return
+        self._folder, self._lock = folder, lock
+        for path in folder.glob("_*hybrid_*.json.*"):
+            if _TEMPORARY.fullmatch(path.name):
+                with contextlib.suppress(OSError):  # of another user
+                    path.unlink()
+        self.note(0)
+
+    def note(self, step: int) -> None:
+        """Note for others who has the lock, and at which step it is."""
+        if self._folder is not None:
+            values = {"host": socket.gethostname(), "process": os.getpid(), "step": step}
+            write_note(self._folder / HOLDER_NAME, values)
+
+    def release(self) -> None:
+        """Give the lock back, and delete its files. Whoever waits for it sees that the file is gone, and makes one."""
+        folder, lock = self._folder, self._lock
+        self._folder = self._lock = None
+        if folder is None or lock is None:
+            return
+        with contextlib.suppress(OSError):
+            (folder / HOLDER_NAME).unlink(missing_ok=True)
+        if os.name != "nt":  # where an open file cannot be deleted
+            with contextlib.suppress(OSError):
+                (folder / LOCK_NAME).unlink(missing_ok=True)
+        lock.release()
+        if self._made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # if nothing was written into it
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise [`CheckpointError`] if no file can be made in a folder, unless its disk is full: a resume makes room."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            return
+        there = folder.absolute()
+        while not there.exists():
+            there = there.parent
+        raise CheckpointError(
+            f"`output_dir={folder}` cannot be written ({error.strerror}): `{there}` {whose(there)}. The run would fail "
+            'at its first save. Make it writable, set another `output_dir`, or set `save_strategy="no"`.'
+        ) from None
+
+
+def _in_use(folder: Path) -> str:
+    """Return the beginning of a sentence about who has the lock."""
+    try:
+        known = json.loads((folder / HOLDER_NAME).read_text(encoding="utf-8"))
+        who = f"process {known['process']} on `{known['host']}`, which was at step {known['step']} when it saved last"
+    except (OSError, ValueError, KeyError, TypeError):
+        who = "another process"
+    return f"A training writes into `{folder}`: {who}"

@@ -1,0 +1,440 @@
+"""
+Checkpoints that are whole or refused: how they are written, deleted and checked.
+
+Trainer writes a checkpoint file by file, takes the folder with the highest number for the newest, and loads what it
+finds there. A file that is missing, cut short, changed or of another run goes unnoticed, or fails deep inside. Here a
+checkpoint gets its name only when it is whole, and is checked against its manifest before anything is loaded.
+
+A save. Trainer writes into a temporary folder, `_hybrid_saving/checkpoint-N`. All files are hashed and flushed to the
+disk in parallel threads: hashing takes the processor while flushing waits for the disk. Then the manifest is written:
+it commits the checkpoint. Last, one rename gives the folder its name. Only then older checkpoints are deleted, in the
+order of their steps.
+
+A kill at any moment. The next save or start deletes a save without a manifest. A save with one is whole, and the next
+save or start gives it its name. A checkpoint of the same name is emptied only when its successor is committed, and then
+the successor replaces the empty folder. So at any moment a whole checkpoint exists, and a folder of its name. A
+checkpoint that `save_total_limit` gives up is moved into `_hybrid_saving` by a rename, and is deleted there: the next
+save or start ends a deletion that was killed.
+
+A check. Every file must be there with its size and checksum. A file that would be loaded by its name, and that the
+manifest does not list, is damage too. start.py says which checkpoint a training takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import xxhash
+
+from hf_hybrid.files import is_disk_full, write_json
+
+MANIFEST_NAME = "hybrid_manifest.json"
+SAVING_NAME = "_hybrid_saving"
+"""
+Folder beside the checkpoints in which the next one is written and old ones are deleted. Uploads leave out what begins
+with `_`.
+"""
+DELETED = "deleted-"
+"""How the name of a checkpoint begins that is being deleted."""
+TRAINER_STATE_NAME = "trainer_state.json"
+DELETABLE = "hybrid_state.json"
+"""
+The file that a user may delete from a checkpoint, as the refusal of another version's says. What is left is whole: a
+run goes on with weights, optimizer and schedule.
+"""
+SCHEMA_VERSION = 1
+THREADS, BLOCK = 8, 1 << 26
+"""That flush and hash, and the bytes that one hashes at a time: a multiple of the buffer that it reads into."""
+_LOADED = re.compile(
+    r"[^/]+\.safetensors(\.index\.json)?|pytorch_model[^/]*\.bin(\.index\.json)?|([^/]+/)?adapter_(model|config)\.[^/]+"
+    r"|(optimizer|scheduler|scaler)(_\d+)?\.(pt|bin)|rank\d+-of-\d+-optimizer\.pt|(training_args|user_content)\.(bin|pt)"
+    r"|rng_state(_\d+)?\.pth|(random_states|custom_checkpoint)_\d+\.pkl|(config|trainer_state|out_of_memory)\.json|latest"
+    r"|hybrid_state[^/]*|(pytorch_model_fsdp[^/]*|optimizer_\d+|global_step\d+)(/.+)?"
+)
+"""Paths in a checkpoint from which transformers, accelerate, peft, DeepSpeed or this package (in any version) loads."""
+
+
+class CheckpointError(ValueError):
+    """There is no checkpoint to resume from, or the one that was named is damaged; the message names the files."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of: `files` has the bytes and the checksum of each, by its path in the folder."""
+
+    step: int
+    in_step: bool
+    model: str
+    files: dict[str, dict]
+
+
+# Saving.
+
+
+@contextlib.contextmanager
+def saving(folder: Path) -> Generator[None]:
+    """
+    Context in which the checkpoint `folder` is written, into [`SAVING_NAME`] beside it, and [`commit`] is called.
+
+    If the save fails, no part of it is left.
+
+    Raises:
+        OSError: If the disk is full, with what to do; other errors pass.
+    """
+    with explaining_a_full_disk(folder):
+        try:
+            temporary(folder).mkdir(parents=True, exist_ok=True)
+            yield
+        except Exception:
+            finish_interrupted_saves(folder.parent)
+            raise
+
+
+@contextlib.contextmanager
+def explaining_a_full_disk(folder: Path) -> Generator[None]:
+    """
+    Context in which a process writes its files of the checkpoint `folder`.
+
+    Raises:
+        OSError: If the disk is full, with what to do; other errors pass.
+    """
+    output_dir = folder.parent
+    try:
+        yield
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        last = last_checkpoint(output_dir)
+        resume = f"Then resume from `{last}`" if last else "No checkpoint was saved yet, so start anew then"
+        raise OSError(
+            errno.ENOSPC,
+            f"The disk is full, or a limit on it is reached: `{folder}` could not be written, and "
+            f"{shutil.disk_usage(output_dir).free / 2**20:,.1f} MiB are free in `{output_dir}`. Free space there, keep "
+            f"fewer checkpoints with `save_total_limit`, or save only weights with `save_only_model=True`. {resume}.",
+        ) from error
+
+
+def commit(folder: Path, step: int, model: str, *, in_step: bool) -> None:
+    """
+    Flush all files of a checkpoint to the disk, write the manifest that makes it whole, and give it its name.
+
+    Args:
+        folder (`Path`): The checkpoint, as it will be called.
+        step (`int`): Steps that the run has made.
+        model (`str`): From [`names_digest`].
+        in_step (`bool`): Whether the next step was under way, with its batches fetched.
+    """
+    written = temporary(folder)
+    (written / MANIFEST_NAME).unlink(missing_ok=True)  # of a trainer that copied another checkpoint into it
+    paths = sorted(written.rglob("*"))  # with folders in it, which are flushed too
+    with ThreadPoolExecutor(THREADS) as pool:
+        flushes = [pool.submit(_flush, path) for path in paths]
+        files = sizes_and_checksums(written, [path for path in paths if path.is_file()])
+        for flush in flushes:
+            flush.result()
+    values: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "step": step, "in_step": in_step}
+    _write_manifest(written, values | {"model": model, "files": files})
+    finish_interrupted_saves(folder.parent)
+
+
+def _write_manifest(folder: Path, values: dict[str, Any]) -> None:
+    write_json(folder / MANIFEST_NAME, {**values, "xxh3_128": digest_of(values)})
+
+
+def add_what_callbacks_saved(folder: Path) -> None:
+    """Add to a manifest what callbacks wrote into the checkpoint in `on_save` and a resume would load."""
+    values = read_json(folder / MANIFEST_NAME) if is_committed(folder) else {"files": {}}
+    if values.pop("xxh3_128", None) and (added := _unlisted(folder, values["files"])):
+        values["files"] |= sizes_and_checksums(folder, [folder / name for name in added if (folder / name).is_file()])
+        _write_manifest(folder, values)
+
+
+def finish_interrupted_saves(output_dir: Path) -> list[Path]:
+    """
+    End the saves and deletions of a folder, also those of a process that was killed: a committed save gets its name,
+    and the rest is deleted. Return the saves that were cut short.
+    """
+    folder, cut_short = output_dir / SAVING_NAME, []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.name.startswith(DELETED):
+            _delete(path)
+        elif is_committed(path):
+            put_in_place(path, output_dir / path.name)
+        else:
+            _delete(path)
+            cut_short.append(path)
+    with contextlib.suppress(OSError):  # there is none
+        folder.rmdir()
+    return cut_short
+
+
+def temporary(folder: Path) -> Path:
+    """Return where a checkpoint is written."""
+    return folder.parent / SAVING_NAME / folder.name
+
+
+def put_in_place(committed: Path, folder: Path) -> None:
+    """
+    Give a committed checkpoint its name. One of the same run that has this name already is deleted.
+
+    A folder of this name is there at every moment: a job that is restarted after a kill looks for one, and begins anew
+    if it sees none.
+    """
+    _flush(committed)
+    if folder.is_symlink():  # what it leads to stays
+        folder.unlink()
+    if folder.is_dir():
+        _flush(committed.parent)
+        _flush(folder.parent)
+        # Delete the manifest and the trainer state first: a half-deleted folder is then neither valid nor mistaken for
+        # that of another trainer.
+        for path in (folder / TRAINER_STATE_NAME, folder / MANIFEST_NAME, *folder.iterdir()):
+            _delete(path)
+    try:
+        os.replace(committed, folder)  # an empty folder is replaced in one stroke
+    except OSError:  # not on Windows, and some mounted buckets rename no folders
+        shutil.copytree(committed, folder, symlinks=True, dirs_exist_ok=True)
+        for path in (*folder.rglob("*"), folder):
+            if not path.is_symlink():
+                _flush(path)
+        _delete(committed)
+    _flush(folder.parent)
+    if len(checkpoints_of(folder.parent)) == 1:  # the folder of the run may be new too, and those above it
+        for above in folder.parent.absolute().parents:
+            with contextlib.suppress(OSError):  # it may not be readable
+                _flush(above)
+
+
+def _delete(path: Path) -> None:
+    """Delete a file or a folder: its manifest first, so that nothing takes the rest for whole."""
+    if path.is_dir() and not path.is_symlink():
+        (path / MANIFEST_NAME).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def rotate(output_dir: Path, limit: int | None, *, newest: Path, best: str | None) -> None:
+    """
+    Delete checkpoints until `limit` are left, as Trainer does, but by step and not by the clock.
+
+    The newest and the best (`best`) stay, whatever the limit. Links, and what has no manifest, are neither counted nor
+    deleted.
+    """
+    if not limit or limit <= 0:
+        return
+    kept = {newest.resolve(), *([Path(best).resolve()] if best else [])}
+    own = [folder for folder in checkpoints_of(output_dir) if is_committed(folder) and not folder.is_symlink()]
+    surplus = max(len(own) - max(limit, len(kept)), 0)
+    given_up = [folder for folder in own if folder.resolve() not in kept][:surplus]
+    for folder in given_up:
+        _give_up(folder)
+    if given_up:
+        with contextlib.suppress(OSError):  # not all could be deleted: the next save tries again
+            (output_dir / SAVING_NAME).rmdir()
+
+
+def _give_up(folder: Path) -> None:
+    """
+    Delete a checkpoint. After a kill at any moment the rest of it is found: where it was moved by the next save or
+    start, and where folders cannot be renamed by the next rotation, because its manifest goes last.
+    """
+    moved = folder.parent / SAVING_NAME / f"{DELETED}{step_of(folder)}"
+    try:
+        moved.parent.mkdir(exist_ok=True)
+        os.replace(folder, moved)
+    except OSError:  # some mounted buckets rename no folders, and a full disk may have no room for a new one
+        for path in folder.iterdir():
+            if path.name != MANIFEST_NAME:
+                _delete(path)
+        moved = folder
+    _delete(moved)
+
+
+def sizes_and_checksums(folder: Path, paths: list[Path]) -> dict[str, dict]:
+    """Return bytes and checksum of files, by their path in the folder. Threads share a big file by its blocks."""
+    sizes = [path.stat().st_size for path in paths]
+    with ThreadPoolExecutor(THREADS) as pool:
+        starts = [range(0, size, BLOCK) for size in sizes]
+        blocks = [[pool.submit(_digest_of_block, path, at) for at in of_file] for path, of_file in zip(paths, starts)]
+        digests = [digest_of([block.result() for block in of_file]) for of_file in blocks]
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    return {name: {"bytes": size, "xxh3_128": digest} for name, size, digest in zip(names, sizes, digests)}
+
+
+def _digest_of_block(path: Path, start: int) -> str:
+    digest, buffer, left = xxhash.xxh3_128(), memoryview(bytearray(1 << 18)), BLOCK
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        while left > 0 and (count := file.readinto(buffer)):
+            digest.update(buffer[:count])
+            left -= count
+    return digest.hexdigest()
+
+
+def digest_of(values: dict | list) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())
+
+
+def _flush(path: Path) -> None:
+    """Make sure that a file or the entries of a folder are on the disk."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows flushes no folders
+    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
+            raise
+    finally:
+        os.close(handle)
+
+
+# Checking.
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """
+    Return the manifest of a checkpoint, or `None` if it has none.
+
+    Raises:
+        CheckpointError: If the manifest itself is damaged or may not be read, or another version wrote it.
+    """
+    if not is_committed(folder):
+        if reason := no_access(folder):
+            raise CheckpointError(reason)
+        return None
+    values = read_json(folder / MANIFEST_NAME)
+    digest = values.pop("xxh3_128", None)
+    if values.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
+        raise CheckpointError(f"`{MANIFEST_NAME}` was written by another version of hf_hybrid")
+    if digest != digest_of(values):
+        raise CheckpointError(f"`{MANIFEST_NAME}` is damaged")
+    return Manifest(**{name: values[name] for name in ("step", "in_step", "model", "files")})
+
+
+def is_committed(folder: str | Path) -> bool:
+    """Whether the save of a checkpoint came to its end; says nothing of what happened to the files since."""
+    return os.path.isfile(Path(folder) / MANIFEST_NAME)  # not of `Path`, which raises where the folder is closed
+
+
+def damages(folder: Path, manifest: Manifest) -> list[str]:
+    """Return what is wrong with the files of a checkpoint, a phrase for each; checksums only if all sizes agree."""
+    wrong = [
+        f"`{name}` was not saved with it and would be loaded (delete it, or move it elsewhere)"
+        for name in _unlisted(folder, manifest.files)
+    ]
+    for name, known in manifest.files.items():
+        path = folder / name
+        if name == DELETABLE and not path.exists():
+            continue
+        if not path.is_file():
+            wrong.append(f"`{name}` is missing")
+        elif path.stat().st_size != known["bytes"]:
+            wrong.append(f"`{name}` has {path.stat().st_size:,} bytes instead of {known['bytes']:,}")
+    if wrong:
+        return wrong
+    current = sizes_and_checksums(folder, [path for name in manifest.files if (path := folder / name).exists()])
+    changed = [name for name, values in current.items() if values != manifest.files[name]]
+    return [f"`{name}` is not what was saved (its checksum differs)" for name in changed]
+
+
+def _unlisted(folder: Path, files: dict[str, dict]) -> list[str]:
+    """Return what lies in a checkpoint, is not among the files of its manifest, and would be loaded all the same."""
+    listed = {MANIFEST_NAME, *files, *(str(parent) for name in files for parent in PurePosixPath(name).parents)}
+    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*"))]
+    return [name for name in names if name not in listed and _LOADED.fullmatch(name)]
+
+
+def check(folder: Path) -> Manifest | None:
+    """Return the manifest of a checkpoint. Raise [`CheckpointError`] with the reason if no run can resume from it."""
+    if reason := _unreadable(folder):
+        raise CheckpointError(reason)
+    manifest = read_manifest(folder)
+    if manifest is None:
+        read_json(folder / TRAINER_STATE_NAME)
+    elif step_of(folder) not in (-1, manifest.step):
+        raise CheckpointError(f"`{MANIFEST_NAME}` says that it is of step {manifest.step}")
+    else:
+        try:
+            wrong = damages(folder, manifest)
+        except OSError as error:
+            raise CheckpointError(f"not all of its files can be read ({error})") from None
+        if wrong:
+            raise CheckpointError("; ".join(wrong))
+    return manifest
+
+
+def _unreadable(folder: Path) -> str | None:
+    """Return a phrase on the first file of a checkpoint that this user may not read, or on the folder."""
+    return next(filter(None, map(no_access, (folder, *sorted(folder.rglob("*"))))), None)
+
+
+def no_access(path: Path) -> str | None:
+    """Return a phrase if a file or folder is there and this user may not read it: whose it is, and what to do."""
+    try:
+        mode = os.stat(path).st_mode
+    except PermissionError:
+        return f"a folder above `{path}` may not be entered by this user"
+    except OSError:  # there is none
+        return None
+    if os.access(path, os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)):
+        return None
+    folder = path if stat.S_ISDIR(mode) else path.parent
+    return f"`{path.name}` may not be read: it {whose(path)}. Its owner can allow it: `chmod -R a+rX {folder}`"
+
+
+def whose(path: Path) -> str:
+    """Return owner and mode of a file or folder, for messages: "belongs to `alice` and has mode 600"."""
+    values = os.stat(path)
+    try:
+        owner = path.owner()
+    except (KeyError, NotImplementedError):  # no name, or Windows
+        owner = str(values.st_uid)
+    return f"belongs to `{owner}` and has mode {stat.S_IMODE(values.st_mode):o}"
+
+
+def read_json(path: Path) -> dict:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"`{path.name}` is missing") from None
+    except OSError as error:
+        raise CheckpointError(no_access(path) or f"`{path.name}` cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"`{path.name}` is damaged") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"`{path.name}` is damaged")
+    return values
+
+
+# The checkpoints of a folder.
+
+
+def last_checkpoint(output_dir: str | Path) -> str | None:
+    """Return the last checkpoint of a folder whose save came to its end, for messages."""
+    committed = [folder for folder in checkpoints_of(Path(output_dir)) if is_committed(folder)]
+    return str(committed[-1]) if committed else None
+
+
+def checkpoints_of(output_dir: Path) -> list[Path]:
+    """Return the folders that have the name of a checkpoint, by step."""
+    folders = [folder for folder in output_dir.glob("checkpoint-*") if folder.is_dir() and step_of(folder) >= 0]
+    return sorted(folders, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """Return the step in the name of a checkpoint; -1 if it is the name of none."""
+    match = re.fullmatch(r"checkpoint-([0-9]+)", folder.name)
+    return -1 if match is None else int(match[1])

@@ -1,0 +1,477 @@
+"""
+The identity of a run: a resume compares it, so that no other run silently continues from a checkpoint.
+
+A checkpoint holds weights, optimizer states and a position in the data. They are valid only together with things that
+are not in it: the data itself, the options, the class of the optimizer, and the frozen weights below adapters. So every
+checkpoint has the identity of its run, which is made of these, and a resume compares it with that of the new run.
+
+Another class of optimizer and other trained parameters are refused: one would silently load the states of the other.
+What else differs is a question of what the user asked for (docs/resume.md has the table):
+
+- `resume_from_checkpoint="auto"` promises the same run. So it refuses other data in the middle of an epoch, to which
+  the position does not apply, and other frozen weights, because adapters fit one base.
+- A checkpoint that is named, or `True`, is the user's will. These differences are reported like all others (a longer
+  run, another learning rate, more processes), and training goes on as `Trainer` does.
+
+A fingerprint has the length of the data, and a hash of at most `ROWS` evenly spaced rows. No code of the user runs:
+rows of a `datasets.Dataset` are read from its table, below transforms and decoders, and those of other classes from the
+tensors, arrays and lists that they hold. Reading them through `__getitem__` could draw random numbers, count, or take
+long. So a fingerprint does not cover rows that a class computes, and a stream has no rows at all. If only the
+attributes of an unknown class differ, this is reported and not refused. Of the frozen weights it keeps a few values of
+at most `PARAMETERS` parameters, so a base of any size takes milliseconds. They are compared by value if the base is
+loaded in another precision. Packed values (4 and 8 bits) differ by machine, so a difference is only reported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import transformers
+import xxhash
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from transformers import TrainingArguments
+
+from hf_hybrid.arguments import HybridArguments, hybrid_values
+from hf_hybrid.files import plain
+from hf_hybrid.machine import describe_device
+from hf_hybrid.records.redaction import is_secret_name, shareable
+from hf_hybrid.run.trainer_view import TrainerLike
+from hf_hybrid.run.weights import canonical
+from hf_hybrid.saving.manifest import CheckpointError
+from hf_hybrid.saving.state import SCHEMA_VERSION, VALUES_NAME
+
+ROWS, BLOCK, LONGEST = 16, 64, 1 << 16
+"""Rows of the data that are hashed; elements of each where an array has one dimension; bytes or elements of a row."""
+MOST_OBJECTS = 256
+"""That are looked into for rows."""
+PARAMETERS, VALUES = 64, 4
+"""Frozen parameters of which values are kept, and how many of each."""
+SAME_BASE = 0.02
+"""
+Relative distance of the kept values up to which two bases in different precisions are the same. Rounding to bf16 moves
+them by 0.002.
+"""
+
+# Of `TrainingArguments`: what decides about the bits of a training. The optimizer keeps its own in its state, and so
+# does the scheduler with the learning rate: `Trainer` takes those from the checkpoint.
+_NEW_HOLD = (
+    "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "optim",
+    "optim_args", "optim_target_modules", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_grad_norm",
+    "label_smoothing_factor", "neftune_noise_alpha", "bf16", "fp16", "tf32", "torch_compile", "use_liger_kernel",
+    "seed", "data_seed", "train_sampling_strategy", "dataloader_drop_last", "average_tokens_across_devices",
+)  # fmt: skip
+_PER_STEP = ("gradient_accumulation_steps", "dataloader_drop_last")
+"""Options among them that decide which batches a step takes, beside their size."""
+_OLD_HOLD = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+
+
+def check_identity(trainer: TrainerLike, folder: str) -> Differences:
+    """
+    Compare a trainer that is about to resume with the run that a checkpoint is of.
+
+    Raises:
+        CheckpointError: On all processes, if the run cannot go on from it.
+    """
+    epoch = trainer.state.epoch or 0.0
+    differences = compare(
+        _saved(folder),
+        identity_of(trainer),
+        inside_epoch=epoch != int(epoch) and not trainer.args.ignore_data_skip,
+        has_optimizer=any(Path(folder).glob("optimizer*")) or any(Path(folder).glob("global_step*")),
+        same_run=trainer.saver.start.is_same,
+    )
+    refused = differences.refused
+    if trainer.accelerator.num_processes > 1:
+        refused = list(dict.fromkeys(gather_object(refused)))  # all processes refuse it, or none
+        differences.other_batches = any(gather_object([differences.other_batches]))
+    if refused:
+        raise CheckpointError(f"The run cannot go on from `{folder}`: {' '.join(refused)}")
+    return differences
+
+
+def _saved(folder: str) -> dict[str, Any]:
+    """Return the identity of the run in a checkpoint: nothing if it has none, or one of another version."""
+    try:
+        about = json.loads(Path(folder, VALUES_NAME).read_text(encoding="utf-8"))
+        return about if about["schema_version"] == SCHEMA_VERSION else {}
+    except (OSError, ValueError, KeyError):  # none, or damaged, which is found when it is restored
+        return {}
+
+
+# Comparing.
+
+
+@dataclass
+class Differences:
+    """
+    What a run differs in from the one that a checkpoint is of.
+
+    Attributes:
+        refused (`list[str]`): Why it cannot be the same run, and what to do, a text for each reason.
+        changed (`dict[str, list]`): Options whose new values hold, as `[then, now]`.
+        told (`list[str]`): What else the user has to know, a sentence each.
+        other_batches (`bool`): Whether the position in the data, as a number of batches, means nothing any more.
+    """
+
+    refused: list[str] = field(default_factory=list)
+    changed: dict[str, list] = field(default_factory=dict)
+    told: list[str] = field(default_factory=list)
+    other_batches: bool = False
+
+
+def compare(
+    then: dict, now: dict, *, inside_epoch: bool = False, has_optimizer: bool = True, same_run: bool = True
+) -> Differences:
+    """
+    Compare the fingerprint of a checkpoint with that of the run that goes on from it; see the table in docs/resume.md.
+
+    Args:
+        then (`dict`), now (`dict`): From [`identity_of`]. What either lacks is not compared.
+        inside_epoch (`bool`): Whether the run goes on behind some batches of an epoch.
+        has_optimizer (`bool`): Whether the checkpoint has states of the optimizer.
+        same_run (`bool`): Whether the user asked for the same run. If not, less is refused.
+    """
+    differences = Differences()
+    for group in ("options", "config"):
+        for name, value in now[group].items():
+            was = then.get(group, {}).get(name, value)
+            if was == value:
+                continue
+            if name in _OLD_HOLD:
+                differences.told.append(
+                    f"`{name}={value}` is not taken up: optimizer and schedule go on with the checkpoint's `{was}`."
+                )
+            else:
+                differences.changed[name] = [was, value]
+    if has_optimizer:
+        _compare_optimizers(then, now, differences)
+    differences.other_batches = _batches(then, then) != _batches(now, then)
+    _compare_data(then.get("data") or {}, now.get("data") or {}, inside_epoch, same_run, differences)
+    _compare_frozen(then, now, same_run, differences)
+    if then.get("dropout", now["dropout"]) != now["dropout"]:
+        differences.told.append(f"Dropout of the model was `{then['dropout']}` and is `{now['dropout']}`.")
+    was, has = then.get("environment", {}), now.get("environment", {})
+    if others := [f"`{name}` was `{was[name]}` and is `{has[name]}`" for name in was if was[name] != has.get(name)]:
+        differences.told.append(f"The machine computes other bits than that of the checkpoint: {'; '.join(others)}.")
+    if then.get("processes", now["processes"]) != now["processes"]:
+        differences.told.append(
+            f"The run was on {then['processes']} processes and is on {now['processes']}: random generators start anew, "
+            "and batches are those of the saved run only if all processes together have as large ones as before."
+        )
+    return differences
+
+
+def _batches(of: dict, then: dict) -> list:
+    """
+    Return what decides about the batches of all processes together, and how many a step takes: of those values that a
+    checkpoint has.
+    """
+    config, known = of.get("config", {}), then.get("config", {})
+    processes = of["processes"] if "processes" in then else 1
+    size = config["per_device_train_batch_size"] * processes if "per_device_train_batch_size" in known else None
+    return [size, *(config[name] for name in _PER_STEP if name in known)]
+
+
+def _compare_optimizers(then: dict, now: dict, differences: Differences) -> None:
+    weights_only = (
+        "To train on with its weights alone, load them (`from_pretrained` with the folder of the checkpoint, or of its "
+        "adapters) and begin a new run."
+    )
+    if (was := then.get("optimizer")) not in (None, now["optimizer"]):
+        differences.refused.append(
+            f"its optimizer was `{was}`, and `{now['optimizer']}` cannot go on with the states of that. Set `optim` as "
+            f"it was. {weights_only}"
+        )
+    elif None not in (then.get("trained"), now["trained"]) and then["trained"] != now["trained"]:
+        differences.refused.append(
+            "it trained other parameters, by their names, and states of the optimizer are kept by their place. Train "
+            f"the same ones. {weights_only}"
+        )
+
+
+def _compare_data(then: dict, now: dict, inside_epoch: bool, same_run: bool, differences: Differences) -> None:
+    for name, what in {"collator": "The data collator", "sampler": "The sampler"}.items():
+        if then.get(name, now.get(name)) != now.get(name):
+            differences.told.append(f"{what} was `{then[name]}` and is `{now[name]}`.")
+    if not then or not now or then["fingerprint"] is not None and then["fingerprint"] == now["fingerprint"]:
+        return
+    if then["class"] != now["class"]:
+        differences.told.append(
+            f"`train_dataset` was a `{then['class']}` and is a `{now['class']}`, so nothing tells whether it has the "
+            "same rows."
+        )
+    if then["length"] != now["length"]:
+        what = f"had {_rows(then['length'])} and has {_rows(now['length'])}"
+    elif then["class"] == now["class"] and None not in (then["rows"], now["rows"]) and then["rows"] != now["rows"]:
+        what = "has other rows"
+    else:
+        return
+    same_kind = then["length"] != now["length"] or (then["is_known"] and now["is_known"])
+    is_lost = inside_epoch and same_kind and None not in (then["length"], now["length"])
+    if is_lost and same_run:
+        differences.refused.append(
+            f"`train_dataset` {what}, and the checkpoint is in the middle of an epoch, so nothing tells which rows are "
+            "left of it. Pass the data of the run, resume from a checkpoint at the end of an epoch, or set "
+            "`ignore_data_skip=True` to begin the epoch with the new data. To go on with other data all the same, name "
+            "the checkpoint."
+        )
+    else:
+        seems = "" if same_kind else ", as far as its attributes tell"
+        place = ", at the place where `Trainer` finds as many steps done" if is_lost else ""
+        differences.told.append(f"`train_dataset` {what}{seems}: the run goes on with other data{place}.")
+        differences.other_batches |= is_lost
+
+
+def _rows(length: int | None) -> str:
+    return "no length" if length is None else f"{length:,} rows"
+
+
+def _compare_frozen(then: dict, now: dict, same_run: bool, differences: Differences) -> None:
+    """Compare the kept values of those frozen parameters that both have in the same parts."""
+    was, has = then.get("frozen") or {}, now.get("frozen") or {}
+    if was.get("parts") != has.get("parts"):
+        return
+    shared = [(was["values"][name], value) for name, value in has["values"].items() if name in was["values"]]
+    others = [(old, new) for old, new in shared if old != new]
+    if not others:
+        return
+    if any("packed" in pair for old, new in others for pair in (old, new)):
+        differences.told.append(
+            "The frozen weights are quantised, and are not those of the checkpoint to the bit: it was trained on "
+            "another base, another quantisation, or another machine."
+        )
+    elif any(old["dtype"] == new["dtype"] for old, new in others) or _distance(shared) > SAME_BASE:
+        if same_run:
+            differences.refused.append(
+                "the frozen weights are not those it was trained over, and adapters fit one base. Load the base of the "
+                "run. To train its adapters on over this base all the same, name the checkpoint."
+            )
+        else:
+            differences.told.append("The frozen weights are not those that the checkpoint was trained over.")
+    else:
+        old, new = others[0]
+        differences.told.append(f"The frozen weights were loaded in `{old['dtype']}` and are in `{new['dtype']}` now.")
+
+
+def _distance(pairs: Iterable[tuple[dict, dict]]) -> float:
+    """Return the distance of the values, over their norm."""
+    old = [value for first, _ in pairs for value in first["values"]]
+    new = [value for _, second in pairs for value in second["values"]]
+    if len(old) != len(new):
+        return float("inf")
+    return float(numpy.linalg.norm(numpy.subtract(old, new)) / max(numpy.linalg.norm(old), 1e-30))
+
+
+# Making.
+
+
+def identity_of(trainer: TrainerLike) -> dict[str, Any]:
+    """
+    Return the identity of a run whose model and optimizer are ready, as JSON values.
+
+    It takes milliseconds, draws no random numbers and calls no method of the data but `len`.
+    """
+    args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    optimizer = type(inner_optimizer(trainer.optimizer))
+    values = {
+        "options": hybrid_values(trainer.hybrid_args),
+        "environment": environment(trainer),
+        "config": _config(args),
+        "dropout": _dropout(model),
+        "optimizer": f"{optimizer.__module__.split('.')[0]}.{optimizer.__qualname__}",
+        "trained": None if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2 else _trained(model),
+        "frozen": _frozen(trainer, model),
+        "data": _data(trainer),
+        "processes": trainer.accelerator.num_processes,
+    }
+    return json.loads(json.dumps(plain(values, infinity_as_text=True)))  # as a checkpoint gives it back
+
+
+def environment(trainer: TrainerLike) -> dict[str, Any]:
+    """Return what changes the last bits of a computation: versions, the device and its number of threads."""
+    place = trainer.args.device
+    found: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
+    if place.type == "cpu":
+        return {**found, "device": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
+    return {**found, "device": describe_device(place).get("name", place.type)}
+
+
+def _config(args: TrainingArguments) -> dict[str, Any]:
+    """Return what decides about the bits: options of `Trainer` by name, and all that another trainer adds."""
+    of_both = {field.name for kind in (TrainingArguments, HybridArguments) for field in dataclasses.fields(kind)}
+    added = [field.name for field in dataclasses.fields(args) if field.name not in of_both]
+    found = {}
+    for name in (*_NEW_HOLD, *_OLD_HOLD, *added):
+        value = getattr(args, name, None)
+        value = getattr(value, "value", value)
+        if isinstance(value, (bool, int, float, str, dict, list, tuple, type(None))) and not is_secret_name(name):
+            found[name] = value
+    return shareable(json.loads(json.dumps(plain(found, infinity_as_text=True), default=str)))
+
+
+def _dropout(model: nn.Module) -> list[float]:
+    """Return the rates of dropout, as modules and in the model's config."""
+    config = getattr(model, "config", None)
+    named = config.to_dict() if hasattr(config, "to_dict") else {}
+    rates = {value for name, value in named.items() if "drop" in name and isinstance(value, (int, float))}
+    return sorted({float(rate) for rate in rates} | {m.p for m in model.modules() if isinstance(m, nn.Dropout)})
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside the wrappers of accelerate and of streaming."""
+    while isinstance(inner := getattr(optimizer, "optimizer", getattr(optimizer, "base", None)), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def _trained(model: nn.Module) -> str:
+    names = [canonical(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return xxhash.xxh3_128_hexdigest(json.dumps(names).encode())
+
+
+@torch.no_grad()
+def _frozen(trainer: TrainerLike, model: nn.Module) -> dict[str, Any] | None:
+    """
+    Return some values of frozen parameters, spread over all of them.
+
+    Where processes share them, a process sees its own part, so `parts` says whose values these are. FSDP1 joins the
+    parameters of a layer into one, which is compared with nothing.
+    """
+    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+        return None
+    named = {canonical(name): parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    names, found, is_shared = sorted(named), {}, False
+    for name in names[:: max(1, -(-len(names) // PARAMETERS))]:
+        here: Any = trainer.memory.parameter(named[name]).detach()
+        if getattr(here, "device_mesh", None) is not None:
+            is_shared, here = True, here.to_local()
+        if here.device.type == "meta" or not here.numel():
+            continue  # it is on the disk, or on other processes
+        places = torch.tensor(_places(here.numel(), VALUES), device=here.device)
+        values = (here.reshape(-1) if here.is_contiguous() else here.flatten())[places].cpu()
+        if not here.is_floating_point():
+            found[name] = {"packed": values.tolist()}
+        elif torch.isfinite(values).all():  # not a place that a streamed layer fills when it computes
+            found[name] = {"dtype": str(here.dtype).removeprefix("torch."), "values": values.double().tolist()}
+    return {"parts": [trainer.args.process_index, trainer.args.world_size] if is_shared else [], "values": found}
+
+
+def _places(length: int, most: int) -> list[int]:
+    """Return at most so many places in a sequence, spread evenly: the first and the last are among them."""
+    count = min(length, most)
+    return [index * (length - 1) // max(count - 1, 1) for index in range(count)]
+
+
+# The data.
+
+
+def _data(trainer: TrainerLike) -> dict[str, Any] | None:
+    data: Any = trainer.train_dataset
+    if data is None:
+        return None
+    length = _length(data)
+    collator = trainer.data_collator
+    rows = xxhash.xxh3_128()
+    try:
+        knows_rows = _add(rows, data, length, seen=set())
+    except Exception:  # of a class that may do anything: then less is compared
+        knows_rows = False
+    return {
+        "class": type(data).__qualname__,
+        "length": length,
+        "is_known": _is_known(data),
+        "fingerprint": data._fingerprint if _is_table(data) else None,
+        "rows": rows.hexdigest() if knows_rows else None,
+        "collator": getattr(collator, "__qualname__", type(collator).__qualname__),
+        "sampler": getattr(type(trainer)._get_train_sampler, "__qualname__", None),
+    }
+
+
+def _length(value: Any) -> int | None:
+    try:
+        return len(value)
+    except Exception:  # a stream has none
+        return None
+
+
+def _is_table(data: Any) -> bool:
+    """Whether this is a `datasets.Dataset`, without an import of the library where nobody has imported it."""
+    return type(data).__module__.startswith("datasets.") and hasattr(data, "_data") and hasattr(data, "with_format")
+
+
+def _is_known(data: Any) -> bool:
+    """Whether the rows of a class are what lies in it."""
+    if isinstance(data, torch.utils.data.Subset):
+        return _is_known(data.dataset)
+    if isinstance(data, torch.utils.data.ConcatDataset):
+        return all(map(_is_known, data.datasets))
+    return _is_table(data) or isinstance(data, (list, tuple, torch.utils.data.TensorDataset))
+
+
+def _add(to: Any, value: Any, length: int | None, seen: set[int]) -> bool:
+    """
+    Add what lies in a data set to a hash, and return whether anything did.
+
+    `length` is that of the data set. A list of another length is no column: it may be what a class notes of its use.
+    `seen` has what was visited, and bounds how much is.
+    """
+    if id(value) in seen or len(seen) >= MOST_OBJECTS:
+        return False
+    seen.add(id(value))
+    if _is_table(value):
+        table = value.with_format("arrow")
+        for place in _places(len(value), ROWS):
+            _add_value(to, table[place].to_pydict())
+        return True
+    if isinstance(value, (Tensor, numpy.ndarray)):
+        to.update(f"{tuple(value.shape)}{value.dtype}".encode())
+        for place in _places(len(value), ROWS) if value.ndim else ():
+            _add_value(to, value[place : place + (BLOCK if value.ndim == 1 else 1)])
+        return True
+    if isinstance(value, (list, tuple)):
+        if any(_is_table(item) or isinstance(item, (torch.utils.data.Dataset, Tensor)) for item in value[:1]):
+            return any([_add(to, item, _length(item), seen) for item in value[:MOST_OBJECTS]])
+        for place in _places(len(value), ROWS) if len(value) == length else ():
+            _add_value(to, value[place])
+        return len(value) == length
+    if isinstance(value, Mapping):
+        return any([_add(to, value[key], length, seen) for key in sorted(value, key=str)[:MOST_OBJECTS]])
+    held = getattr(value, "__dict__", None)
+    if not isinstance(held, dict) or callable(value):
+        return False
+    own = _length(value)
+    return any([_add(to, held[name], length if own is None else own, seen) for name in sorted(held)])
+
+
+def _add_value(to: Any, value: Any) -> None:
+    """Add a row, or what lies in one. Of objects that are neither numbers, text nor collections the class is added."""
+    if isinstance(value, Tensor):
+        flat = value.detach().reshape(-1)[:LONGEST].cpu()
+        to.update(flat.clone().view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    elif isinstance(value, numpy.ndarray):
+        flat = value.reshape(-1)[:LONGEST]
+        to.update(repr(flat.tolist()).encode() if flat.dtype == object else flat.tobytes())
+    elif isinstance(value, (bytes, bytearray)):
+        to.update(value[:LONGEST])
+    elif isinstance(value, (str, int, float, bool, type(None), numpy.generic)):
+        to.update(f"{value!r:.{LONGEST}}".encode(errors="replace"))
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            to.update(str(key).encode(errors="replace"))
+            _add_value(to, value[key])
+    elif isinstance(value, (list, tuple)):
+        if all(type(item) in (int, float, bool) for item in value[:LONGEST]):
+            to.update(repr(value[:LONGEST]).encode())
+        else:
+            for item in value[:LONGEST]:
+                _add_value(to, item)
+    else:
+        to.update(type(value).__qualname__.encode())

@@ -1,0 +1,278 @@
+"""
+Where a training starts: anew, from the newest checkpoint of its folder, or from one that the user named.
+
+A folder has the checkpoints of one run. So a run that begins anew where others are is refused, and so is one that goes
+on from a checkpoint while later ones are there: it would overwrite them. `resume_from_checkpoint=True` takes the newest
+checkpoint that agrees with its manifest (manifest.py), and says why newer ones are passed over. `"auto"` does the same
+where a checkpoint was saved, and begins anew where none was. A checkpoint that is named is taken or refused.
+Checkpoints without a manifest (of another trainer) resume if no checkpoint beside them has one, or if they are named; a
+warning says that nothing could be checked. A run that was interrupted in its first save starts again, with a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import nn
+from transformers import TrainerState
+
+from hf_hybrid.run.weights import canonical
+from hf_hybrid.saving.manifest import (
+    DELETABLE,
+    MANIFEST_NAME,
+    SAVING_NAME,
+    TRAINER_STATE_NAME,
+    CheckpointError,
+    Manifest,
+    check,
+    checkpoints_of,
+    digest_of,
+    finish_interrupted_saves,
+    is_committed,
+    no_access,
+    put_in_place,
+    read_json,
+    read_manifest,
+    step_of,
+    temporary,
+)
+
+
+@dataclass
+class Start:
+    """
+    Where a training starts: the checked folder (`None` for a new run), its model, whether it was saved inside a step,
+    what the user has to know, and whether the user asked for the same run (`"auto"`), wherever it starts.
+    """
+
+    folder: str | None
+    model: str
+    in_step: bool = False
+    warnings: list[str] = field(default_factory=list)
+    is_same: bool = False
+
+
+def new_start(model: nn.Module | None) -> Start:
+    """Return the start of a run that begins anew. Between the trials of a search there is no model."""
+    return Start(None, "" if model is None else names_digest(model))
+
+
+def names_digest(model: nn.Module) -> str:
+    """Return what tells models apart: a digest of the names of all parameters, wherever they are."""
+    return digest_of([canonical(name) for name, _ in model.named_parameters()])
+
+
+def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model: nn.Module | None) -> Start:
+    """
+    Return where a training starts.
+
+    Args:
+        resume (`str`, `PathLike` or `bool`, *optional*): As `resume_from_checkpoint` of `Trainer.train`; with `"auto"`
+            a run goes on where it has saved a checkpoint, and begins anew where it has not.
+        output_dir (`str` or `Path`): Folder of the run.
+        model (`nn.Module`, *optional*): The model to train, before anything wraps it; `None` if it is made later.
+
+    Raises:
+        CheckpointError: If there is nothing to resume from, `resume` names a checkpoint that is damaged, or the run
+            would overwrite checkpoints.
+    """
+    start, output_dir = new_start(model), Path(output_dir)
+    if reason := no_access(output_dir) or no_access(output_dir / SAVING_NAME):
+        raise CheckpointError(f"`output_dir={output_dir}` cannot be used: {reason}.")
+    for path in output_dir.glob("checkpoint-*"):
+        if step_of(path) >= 0 and not path.is_dir():
+            raise CheckpointError(f"`{path}` has the name of a checkpoint and is no folder. Move it elsewhere.")
+    cut_short = finish_interrupted_saves(output_dir)
+    if resume == "auto":
+        resume, start.is_same = bool(_saved_checkpoints(output_dir)), True
+    if not resume:
+        check_no_other_run(output_dir)
+        return start
+    if resume is True:
+        folder, start.warnings = _newest(output_dir, cut_short)
+    else:
+        folder = _named(Path(resume), output_dir)
+    if folder is None:
+        return start
+    start.folder, manifest = str(folder), read_manifest(folder)
+    if manifest is None:
+        start.warnings.append(
+            f"`{folder}` has no `{MANIFEST_NAME}` (another trainer wrote it, or its save was cut short), so nothing "
+            "tells whether its files are whole."
+        )
+    else:
+        if model is not None and manifest.model != start.model:
+            start.warnings.append(f"`{folder}` is of another model: the names of its parameters differ.")
+        if DELETABLE in manifest.files and not (folder / DELETABLE).exists():
+            start.warnings.append(
+                f"`{DELETABLE}` is gone from `{folder}`, so that this run is not compared with the saved one, and the "
+                "order of the data is the one that `Trainer` finds. Weights, optimizer and schedule are whole."
+            )
+        start.in_step = manifest.in_step
+    _check_values(folder, manifest)
+    start.warnings += _not_saved(folder)
+    return start
+
+
+def check_no_other_run(output_dir: Path, behind: int = -1) -> None:
+    """
+    Refuse to train where a run would overwrite checkpoints, or mix its own with them.
+
+    Args:
+        output_dir (`Path`): Folder of the run.
+        behind (`int`, *optional*): The step that the run goes on from, if it is one of this folder.
+
+    Raises:
+        CheckpointError: If there are checkpoints of later steps.
+    """
+    steps = [step for folder in _saved_checkpoints(output_dir) if (step := step_of(folder)) > behind]
+    if steps and behind < 0:
+        raise CheckpointError(
+            f"`output_dir={output_dir}` holds checkpoints of another run, up to step {max(steps):,}, and a folder has "
+            'one run. Go on with that run by `resume_from_checkpoint="auto"`, set another `output_dir`, or move its '
+            "checkpoints elsewhere."
+        )
+    if steps:
+        raise CheckpointError(
+            f"A run that goes on from step {behind:,} would overwrite what was trained after it: `{output_dir}` holds "
+            f"checkpoints up to step {max(steps):,}. Set another `output_dir`, or move the later ones elsewhere."
+        )
+
+
+def _saved_checkpoints(output_dir: Path) -> list[Path]:
+    """Return the checkpoints that were saved to their end, also by other trainers, and those that may not be read."""
+    return [
+        folder
+        for folder in checkpoints_of(output_dir)
+        if is_committed(folder) or os.path.isfile(folder / TRAINER_STATE_NAME) or no_access(folder)
+    ]
+
+
+def _named(folder: Path, output_dir: Path) -> Path:
+    """Return a checkpoint that the user named, if a run in `output_dir` can go on from it."""
+    if is_committed(temporary(folder)):  # the save was killed right before the rename
+        put_in_place(temporary(folder), folder)
+    if not os.path.isdir(folder) and not no_access(folder):
+        raise CheckpointError(f"Can't find a valid checkpoint at `{folder}`: there is no such folder.")
+    try:
+        check(folder)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"Can't find a valid checkpoint at `{folder}`: {error}. Name another one, or set "
+            "`resume_from_checkpoint=True` for the newest that is whole. To load what is left of this one, delete its "
+            f"`{MANIFEST_NAME}`."
+        ) from None
+    check_no_other_run(output_dir, step_of(folder) if folder.resolve().parent == output_dir.resolve() else -1)
+    return folder
+
+
+def _newest(output_dir: Path, cut_short: list[Path]) -> tuple[Path | None, list[str]]:
+    """
+    Return the newest whole checkpoint of a folder, and why newer ones are passed over.
+
+    Return `None` for a run that was interrupted in its first save. It has saved nothing that could be lost, and a job
+    that is restarted may always resume. `cut_short` is what [`finish_interrupted_saves`] deleted.
+    """
+    folders, passed_over = checkpoints_of(output_dir)[::-1], {}
+    ours = any(is_committed(folder) for folder in folders)
+    for folder in folders:
+        try:
+            manifest = check(folder)
+        except CheckpointError as error:
+            passed_over[folder] = str(error)
+            continue
+        if manifest is None and ours:
+            raise CheckpointError(
+                f"`{folder}` has no `{MANIFEST_NAME}`, so another trainer wrote it, and a run that goes on from an "
+                "earlier one would overwrite it. Name it to go on from it, or move it elsewhere."
+            )
+        return folder, [f"`{path}` is passed over: {reason}." for path, reason in passed_over.items()]
+    # Trainer writes its own state last, and its just-in-time checkpoints begin with a folder of their own.
+    begun = [folder for folder in folders if folder not in _saved_checkpoints(output_dir)]
+    if folders == begun and len(folders) <= 1 and (begun or cut_short):
+        first = (begun or cut_short)[0]
+        return None, [f"`{first}` is the first save of a run, and was cut short: the run begins anew."]
+    raise CheckpointError(_nothing(output_dir, passed_over))
+
+
+def _nothing(output_dir: Path, passed_over: dict[Path, str]) -> str:
+    text = f"No valid checkpoint found in output directory ({output_dir})"
+    if not passed_over:
+        return f"{text}. Start anew without `resume_from_checkpoint`, or set it to the folder of a checkpoint."
+    reasons = "; ".join(f"`{folder.name}`: {reason}" for folder, reason in passed_over.items())
+    return (
+        f"{text}. Passed over: {reasons}. Start anew in another `output_dir`, or set `resume_from_checkpoint` to the "
+        "folder of one of them that you want to continue."
+    )
+
+
+def _check_values(folder: Path, manifest: Manifest | None) -> None:
+    """
+    Raise [`CheckpointError`] if Trainer cannot go on from its state in a checkpoint: if it is of another version of
+    transformers, or was changed together with the manifest.
+    """
+    values = read_json(folder / TRAINER_STATE_NAME)
+    number, log = (int, float), values.get("log_history")
+    types: dict[str, type | tuple[type, ...]] = {"log_history": list, "stateful_callbacks": dict}
+    types |= dict.fromkeys(("global_step", "max_steps", "best_global_step", "train_batch_size"), int)
+    types |= dict.fromkeys(("epoch", "best_metric", "total_flos", "num_input_tokens_seen", "num_train_epochs"), number)
+    types |= dict.fromkeys(("logging_steps", "eval_steps", "save_steps"), number) | {"best_model_checkpoint": str}
+    wrong = [name for name in values if name not in {field.name for field in dataclasses.fields(TrainerState)}]
+    wrong += [
+        name
+        for name, expected in types.items()
+        if values.get(name) is not None and (not isinstance(values[name], expected) or values[name] is True)
+    ]
+    if isinstance(log, list) and not all(isinstance(entry, dict) for entry in log):
+        wrong.append("log_history")
+    step = values.get("global_step")
+    if not isinstance(step, int) or step < 0 or (manifest is not None and step != manifest.step):
+        wrong.append("global_step")
+    if wrong:
+        names = ", ".join(f"`{name}={str(values.get(name))[:40]}`" for name in dict.fromkeys(wrong))
+        raise CheckpointError(
+            f"The run cannot go on from `{folder}`: `{TRAINER_STATE_NAME}` holds what this version of transformers "
+            f"does not write ({names}). Set `resume_from_checkpoint` to another checkpoint."
+        )
+
+
+@contextlib.contextmanager
+def restoring(folder: str | Path | None) -> Generator[None]:
+    """
+    Context in which a part of a checkpoint is restored.
+
+    Raises:
+        CheckpointError: If the part is of another kind than what is restored from it.
+    """
+    try:
+        yield
+    except (TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        if folder is None:
+            raise
+        raise CheckpointError(
+            f"The run cannot go on from `{folder}`: its files are of another kind than those of this run "
+            f"({type(error).__name__}: {error}). Set `resume_from_checkpoint` to another checkpoint."
+        ) from error
+
+
+def _not_saved(folder: Path) -> list[str]:
+    """Return what Trainer will not find in a checkpoint, a sentence for each; it starts anew without a word."""
+    sentences = []
+    if not any(folder.glob("global_step*")):  # of DeepSpeed, which holds both
+        names = {"optimizer.pt": any(folder.glob("optimizer*")), "scheduler.pt": (folder / "scheduler.pt").is_file()}
+        absent = [f"no `{name}`" for name, there in names.items() if not there]
+        if absent:
+            sentences.append(
+                f"Optimizer and schedule are not restored, as there is {' and '.join(absent)}: both start anew."
+            )
+    if not any(folder.glob("rng_state*.pth")):
+        sentences.append(
+            "Random generators are not restored, as there is no `rng_state.pth`: dropout and the order of later epochs "
+            "differ."
+        )
+    return sentences

@@ -1,0 +1,572 @@
+"""
+The completions of TRL's GRPO and RLOO without repeated work: token by token those of transformers' `generate`.
+
+What `generate` repeats. TRL samples several completions of each prompt and gives `generate` as many copies of the
+prompt. `generate` computes every copy, and pads short prompts to the longest of the batch. Then it computes one token
+of each row per pass until the last row has ended. It also computes rows that have ended, and discards the result.
+
+What is computed instead, here for two prompts with three completions each:
+
+    prompts        p p p p p p p p          each once, those of similar length together; then their keys and values
+                   q q q q                  are repeated for the completions
+    completions    p: a a a .  .            a row that has ended leaves the batch, as soon as a quarter of the rows in
+                   p: b b b b  b b          it have. The columns that are padding for all rows that are left go too
+                   p: c .  .
+                   q: ...
+
+Why the completions are the same. A row of a transformer does not depend on other rows. Positions and masks of a row are
+those that it has in TRL's batch, so its logits are the same too, up to the rounding of a batch of another shape.
+`torch.multinomial` draws tokens from the probabilities of the *whole* batch, in which those of removed rows are stale.
+So each row gets the random numbers that it gets in TRL, and the generator is left in the same state. Rounding changes a
+sampled token only if two tokens are closer than the rounding. It is coarser in bf16, where TRL's own completions depend
+on the shape of the batch too.
+
+Logits processors, stopping criteria, configs and models stay those of transformers. `generate` itself prepares them,
+and then calls [`Decoding`] in place of its own loop: it takes a loop as `custom_generate`. TRL calls `generate` of the
+model without this argument. So [`Decoding.completing`] puts a function in front of it, on this one model and until TRL
+has its completions.
+
+If the result is not known to be exact, transformers generates the whole batch; [`why_plain_model`] and [`_why_plain`]
+list these cases. The decision is made before the model computes anything: [`PlainRolloutsError`] ends the call, and
+`generate` is called as TRL calls it. It is called too if the loop raises an error that nobody foresaw, from then on for
+the rest of the run. The random generators are set back first, so the completions are still TRL's.
+
+**On a CPU alone.** There a token costs what the rows in the batch cost. On a GPU it costs what the host needs to start
+the kernels, so rows that leave save nothing, and each new shape of the batch costs more: without a mask
+`scaled_dot_product_attention` plans anew for each length of the keys. On an H200 this loop took 1.5 to 2.4 times the
+seconds of `generate`. So there, and on every other accelerator, TRL's call stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import (
+    DynamicCache,
+    EosTokenCriteria,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    GenerationConfig,
+    GenerationMixin,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    StoppingCriteriaList,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hf_hybrid.compat import cache_name
+from hf_hybrid.machine import RandomStates
+from hf_hybrid.part import Part
+from hf_hybrid.recovery import is_out_of_memory
+from hf_hybrid.run.fallbacks import Fallbacks
+
+if TYPE_CHECKING:
+    from hf_hybrid.run.run import Run
+
+CACHE = cache_name()
+"""Argument and output of a model that holds keys and values."""
+ROWWISE = frozenset({
+    EpsilonLogitsWarper, EtaLogitsWarper, ExponentialDecayLengthPenalty, ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor, InfNanRemoveLogitsProcessor, LogitNormalization, MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor, MinPLogitsWarper, NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor, SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor, TemperatureLogitsWarper, TopHLogitsWarper, TopKLogitsWarper, TopPLogitsWarper,
+    TypicalLogitsWarper,
+})  # fmt: skip
+"""Logits processors that compute a row from this row alone. One of them is told of its rows, see [`_processors_of`]."""
+KNOWN = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"}
+"""What `generate` may give the model beside tokens."""
+COUNTS = ("rows_decoded", "rows_decoded_saved", "prompt_tokens_shared")
+KEEP = 0.75
+"""Rows leave when at most this share of the rows in the batch goes on: to leave costs a copy of the cache."""
+
+# Arithmetic.
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """
+    The prompts of a batch, of which many are the same.
+
+    Attributes:
+        owner (`list[int]`): The prompt of each row.
+        first (`list[int]`): The first row of each prompt.
+        lengths (`list[int]`): Tokens of each prompt.
+    """
+
+    owner: list[int]
+    first: list[int]
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> Prompts:
+        """Tell the prompts of a batch apart by their tokens."""
+        known: dict[tuple[int, ...], int] = {}
+        owner, first = [], []
+        for row, tokens in enumerate(rows):
+            number = known.setdefault(tuple(tokens), len(known))
+            owner.append(number)
+            if number == len(first):
+                first.append(row)
+        return cls(owner, first, [len(tokens) for tokens in known])
+
+    @property
+    def tokens_shared(self) -> int:
+        """Tokens of the prompts that are copies."""
+        return sum(self.lengths[number] for number in self.owner) - sum(self.lengths)
+
+
+def chunks_of_similar_length(lengths: Sequence[int]) -> list[list[int]]:
+    """
+    Return indices of prompts in groups that are computed together, short ones first.
+
+    The longest of a group has at most a quarter and 16 tokens more than its shortest. So little is padding, and there
+    are few groups: lengths between 50 and 500 make eight.
+    """
+    chunks: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if not chunks or lengths[index] > 1.25 * lengths[chunks[-1][0]] + 16:
+            chunks.append([])
+        chunks[-1].append(index)
+    return chunks
+
+
+def drawn(probabilities: Tensor, whole: Tensor | None, places: Tensor | None) -> Tensor:
+    """
+    Draw a token of each row with the random numbers that the row gets in the whole batch.
+
+    Args:
+        probabilities (`Tensor`): Of the rows that are left, shape [rows left, vocabulary].
+        whole (`Tensor`, *optional*): Probabilities of the whole batch, shape [rows, vocabulary]; those of rows that
+            have left are any. The others are written into it. `None` if no row has left.
+        places (`Tensor`, *optional*): Where the rows that are left are in the whole batch, shape [rows left].
+
+    Returns:
+        `Tensor`: Of shape [rows left].
+    """
+    if whole is None or places is None:
+        return torch.multinomial(probabilities, 1)[:, 0]
+    return torch.multinomial(whole.index_copy_(0, places, probabilities), 1)[places, 0]
+
+
+def indices(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Return indices on a device, for which the host does not wait."""
+    return torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)
+
+
+# What is left to transformers.
+
+
+class PlainRolloutsError(Exception):
+    """Completions are left to transformers; the message says why. Raised before anything is computed."""
+
+
+class _LoopError(Exception):
+    """The loop raised an error that nobody foresaw."""
+
+    def __init__(self, error: Exception):
+        self.error = error.with_traceback(None)  # which holds the tensors of the loop
+
+
+def why_plain_model(model: Any) -> str | None:
+    """Return why completions of this model, which may have adapters, are left to transformers; `None` if not."""
+    for adapter in getattr(model, "peft_config", {}).values():
+        if adapter.is_prompt_learning:
+            return f"`{adapter.peft_type.value}` puts learned tokens before the prompt"
+        if getattr(adapter, "alora_invocation_tokens", None):
+            return "activated LoRA looks for the place in each row where it begins"
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if base.config.is_encoder_decoder:
+        return "the model has an encoder"
+    if "generate" in vars(base) or type(base).generate is not GenerationMixin.generate:
+        return f"`{type(base).__name__}` has a `generate` of its own"
+    if getattr(base, "is_loaded_in_8bit", False):
+        return "matrix products in 8 bits look at all rows at once"
+    if base.device.type != "cpu":
+        return "on a GPU fewer rows are not faster than TRL's batch, whose shape stays"
+    return None
+
+
+def why_plain_cache(cache: Any, longest: int) -> str | None:
+    """
+    Return why rows cannot be taken out of this cache; `None` if they can.
+
+    Args:
+        cache: What `generate` has prepared, still empty.
+        longest (`int`): Tokens of a row at the end, with its padding.
+    """
+    if type(cache) is not DynamicCache or cache.offloading:
+        kind = "an offloaded cache" if getattr(cache, "offloading", False) else f"`{type(cache).__name__}`"
+        return f"keys and values are in {kind}, not in a plain `DynamicCache`"
+    for layer in cache.layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            return f"the cache has a layer of another kind, `{type(layer).__name__}`"
+        if isinstance(layer, DynamicSlidingWindowLayer) and longest > layer.sliding_window:
+            return f"a row of {longest} tokens does not fit into the window of {layer.sliding_window} tokens"
+    return None
+
+
+def why_plain_positions(config: Any, longest: int) -> str | None:
+    """Return why positions of a row depend on other rows; `None` if they do not."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for found in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        kind = found.get("rope_type") or ""
+        trained = [found.get("original_max_position_embeddings"), getattr(config, "max_position_embeddings", None)]
+        if ("dynamic" in kind or kind == "longrope") and longest > min([n for n in trained if n], default=0):
+            return f"the frequencies of `{kind}` positions depend on the longest row of the batch"
+    return None
+
+
+def _why_plain(
+    model: Any,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    prompts: Prompts,
+    given: dict[str, Any],
+) -> str | None:
+    """Return why a call is left to transformers, of what `generate` has prepared; `None` if it is not."""
+    if (mode := config.get_generation_mode()) not in ("greedy_search", "sample"):
+        return f"the generation config asks for `{mode.value}`"
+    for name in ("return_dict_in_generate", "prefill_chunk_size", "token_healing"):
+        if getattr(config, name, None):
+            return f"the generation config has `{name}={getattr(config, name)}`"
+    if len(input_ids) != len(prompts.owner):
+        return f"{len(input_ids)} rows are asked for, and there are {len(prompts.owner)} prompts"
+    if min(prompts.lengths) == 0:
+        return "a prompt has no tokens"
+    if others := sorted(name for name, value in given.items() if value is not None and name not in KNOWN):
+        return f"the model gets `{others[0]}` beside tokens"
+    for processor in processors:
+        if type(processor) not in ROWWISE:
+            return f"`{type(processor).__name__}` is not known to look at one row at a time"
+    kinds = {type(criterion) for criterion in criteria}
+    if others := sorted(kind.__name__ for kind in kinds - {MaxLengthCriteria, EosTokenCriteria}):
+        return f"`{others[0]}` is not known to look at one row at a time"
+    if MaxLengthCriteria not in kinds or (EosTokenCriteria in kinds and config.pad_token_id is None):
+        return "there is no length at which rows end, or no padding token"
+    positions = given.get("position_ids")
+    if positions is not None and positions.shape != input_ids.shape:
+        return "positions have another shape than tokens"
+    if not given.get("use_cache") or given.get(CACHE) is None:
+        return "there is no cache of keys and values (`use_cache=False`, or a model with a state of its own)"
+    longest = config.max_length
+    return why_plain_cache(given[CACHE], longest) or why_plain_positions(
+        model.config.get_text_config(decoder=True), longest
+    )
+
+
+# The loop.
+
+
+def _prefill(model: Any, input_ids: Tensor, prompts: Prompts, given: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """
+    Compute each prompt once.
+
+    Returns:
+        Logits of the first token of each row, and what `generate` has prepared with the cache of all rows. Both have
+        the width of the longest prompt.
+    """
+    device, positions = input_ids.device, given.get("position_ids")
+    lengths, empty = prompts.lengths, given[CACHE]
+    # A model that is not told positions may count padding: then rows keep theirs.
+    chunks = [list(range(len(lengths)))] if positions is None else chunks_of_similar_length(lengths)
+    width = input_ids.shape[1] if positions is None else max(lengths)
+    logits, caches = [], []
+    for chunk in chunks:
+        longest = width if positions is None else max(lengths[prompt] for prompt in chunk)
+        rows = indices([prompts.first[prompt] for prompt in chunk], device)
+        padded = positions is None or any(lengths[prompt] < longest for prompt in chunk)
+        part = _cut({**given, CACHE: copy.deepcopy(empty)}, rows, longest, padded)
+        tokens = input_ids[:, -longest:].index_select(0, rows)
+        inputs = model.prepare_inputs_for_generation(tokens, is_first_iteration=True, **part)
+        outputs = model(**inputs, return_dict=True)
+        logits.append(outputs.logits[:, -1])
+        caches.append(outputs[CACHE])
+        del outputs
+    computed_at = {prompt: place for place, prompt in enumerate(prompt for chunk in chunks for prompt in chunk)}
+    places = indices([computed_at[prompt] for prompt in prompts.owner], device)
+    _repeat(caches, places, width)
+    padded = positions is None or min(lengths) < width
+    return torch.cat(logits).index_select(0, places), _cut({**given, CACHE: caches[0]}, None, width, padded)
+
+
+def _cut(given: dict[str, Any], rows: Tensor | None, width: int, padded: bool) -> dict[str, Any]:
+    """Take rows (`None`: all) and the last columns of the mask and the positions. Without padding there is no mask."""
+    found = dict(given)
+    for name in ("attention_mask", "position_ids"):
+        if (tensor := given.get(name)) is not None:
+            found[name] = tensor[:, -width:] if rows is None else tensor[:, -width:].index_select(0, rows)
+    if not padded:
+        found["attention_mask"] = None
+    return found
+
+
+def _repeat(caches: list[DynamicCache], places: Tensor, width: int) -> None:
+    """
+    Put the rows of all caches into the first, padded at the left.
+
+    Args:
+        places (`Tensor`): Which of them, counted through all caches, shape [rows].
+        width (`int`): Tokens of a row.
+    """
+    for of_caches in zip(*(cache.layers for cache in caches)):
+        first: Any = of_caches[0]
+        for name in ("keys", "values"):
+            states = [getattr(layer, name) for layer in of_caches]
+            states = [pad(part, (0, 0, width - part.shape[2], 0)) if part.shape[2] < width else part for part in states]
+            setattr(first, name, (torch.cat(states) if len(states) > 1 else states[0]).index_select(0, places))
+        if isinstance(first, DynamicSlidingWindowLayer):
+            first.cumulative_length = width
+        for layer in of_caches[1:]:
+            layer.keys = layer.values = None
+
+
+def _keep(cache: DynamicCache, rows: Tensor, cut: int) -> None:
+    """Take rows out of a cache, and its first columns. Layers one after the other, so that little memory is taken."""
+    for layer in cache.layers:
+        states: Any = layer  # of a model that has computed something
+        states.keys = states.keys[:, :, cut:].index_select(0, rows)
+        states.values = states.values[:, :, cut:].index_select(0, rows)
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length -= cut
+
+
+def _processors_of(processors: LogitsProcessorList, rows: Tensor) -> LogitsProcessorList:
+    """Return logits processors for some of their rows. The penalty of repetitions knows how far each row is padded."""
+    found = LogitsProcessorList()
+    for processor in processors:
+        if isinstance(processor, RepetitionPenaltyLogitsProcessor):
+            ignored = processor.prompt_ignore_length
+            if isinstance(ignored, Tensor):
+                ignored = ignored.to(rows.device).index_select(0, rows)
+                processor = RepetitionPenaltyLogitsProcessor(processor.penalty, ignored)
+        found.append(processor)
+    return found
+
+
+class Decoding(Part):
+    """
+    Samples the completions of a run.
+
+    It counts, on this process and in training: `rows_decoded`, rows of the forward passes that
+    computed one token of each; `rows_decoded_saved`, those that transformers would compute beside them; and
+    `prompt_tokens_shared`, tokens of prompts that it would compute once more. `plain_rollouts_because` in the summary
+    says why the last completions that were left to transformers were.
+
+    Args:
+        off (`bool`): Leave everything to transformers, without a word.
+        tells (`Callable[[], bool]`): Whether this process writes to the log.
+    """
+
+    name = "decoding"
+
+    def __init__(self, off: bool, tells: Callable[[], bool] = lambda: True):
+        self.off = off
+        self.fallbacks = Fallbacks("Completions are generated as TRL does it (`rollouts`)", tells)
+        self.counts: Counter[str] = Counter()
+        """Those of the run, once it begins."""
+
+    @property
+    def plain_because(self) -> str | None:
+        """Why the last completions that were left to transformers were, or another engine's."""
+        return self.fallbacks.because
+
+    @property
+    def failed(self) -> Sequence[str]:
+        return self.fallbacks.failed
+
+    # Completions.
+
+    @contextlib.contextmanager
+    def completing(self, model: Any, prompts: Sequence[Sequence[int]], counts: bool) -> Generator[None]:
+        """
+        Inside, `model.generate` completes these prompts.
+
+        Args:
+            model: Without what processes or a compiler wrap around it.
+            prompts: Tokens of the prompt of each row.
+            counts (`bool`): Whether the completions are those of the training.
+        """
+        plain = model.generate
+
+        def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **given):
+            try:
+                return self._decode(
+                    model, input_ids, logits_processor, stopping_criteria, generation_config, known, counts, given
+                )
+            except Exception as error:
+                if isinstance(error, PlainRolloutsError) or is_out_of_memory(error):
+                    raise
+                raise _LoopError(error) from None
+
+        def generate(*args, **kwargs):
+            others = sorted(kwargs.keys() - {"input_ids", "attention_mask", "generation_config"})
+            if args or others:
+                self.tell(f"`generate` is given `{others[0] if others else 'inputs'}` beside tokens")
+                return plain(*args, **kwargs)
+            if self.failed:
+                return plain(**kwargs)
+            before = RandomStates.now(model.device)
+            try:
+                return plain(**kwargs, custom_generate=loop)
+            except PlainRolloutsError as why:
+                self.tell(str(why))
+                return plain(**kwargs)
+            except _LoopError as failure:
+                error = failure.error
+            before.restore()
+            completions = plain(**kwargs)  # raises the error again if it is the model's own
+            self.fallbacks.did_not_work(error, "the loop that leaves ended rows out does not run")
+            return completions
+
+        known = Prompts.of(prompts)
+        model.generate = generate
+        try:
+            yield
+        finally:
+            del model.generate
+
+    def _decode(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        prompts: Prompts,
+        counts: bool,
+        given: dict[str, Any],
+    ) -> Tensor:
+        """
+        Complete the rows of `input_ids`, shape [rows, width]: the loop of `generate`.
+
+        Args:
+            given: What the model gets beside tokens, as `generate` has prepared it.
+
+        Returns:
+            `Tensor`: Prompts and completions, shape [rows, width and tokens of the longest completion].
+
+        Raises:
+            PlainRolloutsError: If transformers should do it.
+        """
+        why = _why_plain(model, input_ids, processors, criteria, config, prompts, given)
+        if why is not None:
+            raise PlainRolloutsError(why)
+        device, (rows, width) = input_ids.device, input_ids.shape
+        ends = any(isinstance(criterion, EosTokenCriteria) for criterion in criteria)
+        padding = config.pad_token_id if ends else 0
+        completions = input_ids.new_full((rows, config.max_length - width), padding)
+        logits, given = _prefill(model, input_ids, prompts, given)
+        given = model._update_model_kwargs_for_generation(CausalLMOutputWithPast(**{CACHE: given[CACHE]}), given)
+        # Of the rows in the batch: their lengths and places, whether they go on, and their tokens at full width.
+        lengths = [prompts.lengths[prompt] for prompt in prompts.owner]
+        places: Tensor | None = None
+        whole: Tensor | None = None
+        going = torch.ones(rows, dtype=torch.bool, device=device)
+        seen, length, passes, computed = input_ids, 0, 0, 0
+        with model._optimize_model_for_decode():
+            while True:
+                logits = logits.to(dtype=torch.float32, device=device, copy=True)
+                scores = processors(seen, logits)  # ty: ignore[invalid-argument-type]
+                if config.do_sample:
+                    tokens = drawn(scores.softmax(dim=-1), whole, places)
+                else:
+                    tokens = scores.argmax(dim=-1)
+                if ends:
+                    tokens = tokens.masked_fill(~going, padding)
+                completions[slice(None) if places is None else places, length] = tokens
+                seen, length = torch.cat([seen, tokens[:, None]], dim=1), length + 1
+                if width + length >= config.max_length:
+                    break
+                if ends:
+                    going = going & ~criteria(seen, None)
+                    goes_on = going.tolist()  # the host waits for the device
+                    left = sum(goes_on)
+                    if left == 0:
+                        break
+                    if left <= KEEP * len(goes_on):
+                        stay = going.int().argsort(descending=True, stable=True)[:left]
+                        lengths = [n for n, goes in zip(lengths, goes_on) if goes]
+                        given = self._leave(given, stay, lengths, length)
+                        processors, seen = _processors_of(processors, stay), seen.index_select(0, stay)
+                        places = stay if places is None else places.index_select(0, stay)
+                        going = torch.ones(left, dtype=torch.bool, device=device)
+                        if config.do_sample and whole is None:
+                            whole = scores.new_ones((rows, scores.shape[1]))
+                inputs = model.prepare_inputs_for_generation(seen, next_sequence_length=1, **given)
+                outputs = model(**inputs, return_dict=True)
+                given, logits = model._update_model_kwargs_for_generation(outputs, given), outputs.logits[:, -1]
+                passes, computed = passes + 1, computed + len(seen)
+                del outputs
+        if counts:
+            self.counts["rows_decoded"] += computed
+            self.counts["rows_decoded_saved"] += rows * passes - computed
+            self.counts["prompt_tokens_shared"] += prompts.tokens_shared
+        return torch.cat([input_ids, completions[:, :length]], dim=1)
+
+    @staticmethod
+    def _leave(given: dict[str, Any], stay: Tensor, lengths: list[int], length: int) -> dict[str, Any]:
+        """
+        Take the rows that stay, without columns that are padding for all of them.
+
+        Args:
+            stay (`Tensor`): Of the rows in the batch, shape [rows left].
+            lengths (`list[int]`): Tokens of the prompts of the rows that stay.
+            length (`int`): Tokens of their completions, of which the last is not computed yet.
+        """
+        cache, positions = given[CACHE], given.get("position_ids")
+        held = cache.get_seq_length()
+        cut = 0 if positions is None else held - (max(lengths) + length - 1)
+        _keep(cache, stay, cut)
+        # Mask and positions have a column for the token that is computed next.
+        return _cut(given, stay, held + 1 - cut, padded=positions is None or min(lengths) < max(lengths))
+
+    def tell(self, why: str) -> None:
+        """Note, and log once, why completions are left to transformers, or to whom else."""
+        self.fallbacks.cannot_be_exact(why)
+
+    # A run.
+
+    def begin(self, run: Run) -> None:
+        self.counts = run.counts
+        self.fallbacks.because = None
+        self.fallbacks.failed.clear()
+
+    def summary(self) -> dict[str, Any]:
+        return {**{name: self.counts[name] for name in COUNTS}, "plain_rollouts_because": self.plain_because}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"plain_because": self.plain_because} if self.plain_because else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.fallbacks.because = state.get("plain_because")

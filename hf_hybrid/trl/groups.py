@@ -1,0 +1,308 @@
+"""
+TRL's GRPO and RLOO without the rows whose gradient is zero. This needs `pip install "hf-hybrid[trl]"`.
+
+Why a row can be left out. GRPO samples several completions per prompt, a row each. The advantage of a row says how much
+better its reward is than the mean of its group. If a prompt is so easy or so hard that all completions get the same
+reward, every advantage of the group is zero. The loss of a row is a sum over its tokens of
+
+    advantage * f(log-probabilities, sign of the advantage)
+
+so its value and its gradient are exactly zero. TRL computes forward and backward of such rows anyway. In TRL the
+advantage is the reward minus a rounded mean: in fp32 the mean of eight rewards of 0.1 is not 0.1. TRL divides the
+remainder by a standard deviation of almost zero, and AdamW makes steps of full size from it. So if all rewards of a
+group are the same number, the advantage is set to zero here (`equal_rewards`). A row without a token in the loss (a
+truncated completion with `mask_truncated_completions=True`) has no gradient either.
+
+What is computed instead. TRL divides a generation batch into micro-batches and collects the gradients of one
+accumulation window for each optimizer step. Here the rows with an advantage are taken out of the micro-batches of a
+window and packed into as few new ones as they fill. Rows of the same prompt are put together, so the prompt can be
+computed once (rows/sharing.py). The other calls of `training_step` return a loss of zero and compute nothing. A row
+never leaves its window, so each row contributes to the same optimizer step as in TRL, also with several
+`num_iterations` or a `steps_per_generation` of its own. A window may need completions that are not generated before its
+first micro-batch is over; then each part of the window that shares a generation batch is planned by itself.
+
+    TRL's window             advantages: ( 0 0 a b ) ( 0 0 0 0 ) ( c 0 0 0 ) ( 0 d e 0 )      4 backward passes
+    this one                 zero loss   zero loss   ( a b c ) ( d e )                       2 backward passes
+
+Why the gradient stays the same. TRL averages over the rows or the tokens of a micro-batch, or divides by a number that
+belongs to the generation batch. Let `R` be the rows and `T` the tokens of the micro-batch that a row comes from, and
+`r`, `t` those of the new one:
+
+| `loss_type` | divided by | factor |
+|---|---|---|
+| `dapo`, `cispo`, `vespo` | tokens of the generation batch | 1 |
+| `grpo`, `dr_grpo`, `luspo`, `sapo`, and RLOO | rows of the micro-batch | r / R |
+| `bnpo` | tokens of the micro-batch | t / T |
+
+The advantage of each row is multiplied by the factor. Every loss above scales with the advantage (`f` depends on its
+sign alone, and the minimum of two products with it scales too), so each row gets the weight that it has in TRL.
+
+A window without rows that count still makes its step, with gradients of zero: momentum, weight decay and the schedule
+go on as in TRL. Parameters that a left-out row would have reached get a zero gradient in place of none.
+
+Rewards first. TRL needs log-probabilities of the sampling policy if completions are trained on in several steps or come
+from vLLM. It computes them for all rows before it calls the reward functions. Here the reward functions are called when
+TRL starts to compute the log-probabilities, once and with TRL's arguments, and TRL gets the rewards when it asks for
+them ([`Scoring`]). So rows of groups with equal rewards are left out of this pass too. Their places hold zeros, or with
+vLLM its own log-probabilities, so that no importance ratio departs from 1. No computation with a gradient reads them.
+
+Several processes exchange gradients and metrics in each micro-batch. They agree on the number of rows, and a process
+with fewer rows adds rows without advantage.
+
+Dropout. A row draws its own masks, whatever rows are beside it. So rows are left out under dropout too: the update has
+the distribution of TRL's, but its random numbers are others. A prompt that is computed once for several completions
+would have one mask for all of them. So no prompt is shared then, neither in the update nor in generation. Where a
+number belongs to several rows (LayerDrop), every row is computed; randomness.py finds out.
+
+Where the result would not be exact, every row is computed, and the log says why; see `_why_every_row`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hf_hybrid.rows.tree import IGNORED, Rows
+
+Batch = dict[str, Any]
+"""A micro-batch of TRL: tensors with one row per completion, and scalars of the generation batch."""
+
+# Arithmetic.
+
+Mean = Literal["items", "rows", "tokens"]
+"""What a loss is divided by: a number of the generation batch, or the rows or tokens of the micro-batch."""
+
+MEAN_OF_LOSS: dict[str, Mean] = {
+    "dapo": "items",
+    "cispo": "items",
+    "vespo": "items",
+    "grpo": "rows",
+    "dr_grpo": "rows",
+    "luspo": "rows",
+    "sapo": "rows",
+    "bnpo": "tokens",
+}
+
+
+def tokens_in_loss(batch: Batch) -> Tensor:
+    """Return the mask of the tokens that the loss reads, shape [rows, completion length]."""
+    mask = batch["completion_mask"]
+    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
+
+
+def rows_that_count(batch: Batch) -> Tensor:
+    """Return which rows have an advantage on a token in the loss, as booleans of shape [rows]."""
+    advantages = batch["advantages"]
+    if advantages.dim() == 1:
+        advantages = advantages.unsqueeze(1)
+    return (advantages * tokens_in_loss(batch)).ne(0).any(dim=1)
+
+
+def total_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of the rewards of each row, shape [rows]; NaN where no function gave one."""
+    return (rewards * weights).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), float("nan"))
+
+
+def rewarded_alike(rewards: Tensor, group: int) -> Tensor:
+    """
+    Return which rows belong to a group all of whose rewards are the same number, as booleans of shape [rows].
+
+    Args:
+        rewards (`Tensor`): Of all rows, shape [rows], those of a prompt one after the other; NaN for none.
+        group (`int`): Rows of a prompt.
+    """
+    groups = rewards.view(-1, group)
+    least, most = (groups.where(~groups.isnan(), float(missing)) for missing in ("inf", "-inf"))
+    return (least.amin(dim=1) >= most.amax(dim=1)).repeat_interleave(group)  # also where there is none
+
+
+def log_probs_of_sampler(
+    given: list[list[float | None]] | None, shape: tuple[int, int], device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return log-probabilities that vLLM gave, padded at the right; zeros where there are none."""
+    if given is None:
+        return torch.zeros(shape, device=device)
+    found = torch.zeros(shape)
+    for row, values in zip(found, given):
+        row[: len(values)] = torch.tensor([0.0 if value is None else value for value in values])
+    return found.nan_to_num(nan=0.0).to(device)
+
+
+def take_rows(batches: list[Batch], rows: Tensor) -> Batch:
+    """Return the rows of several micro-batches of one generation batch; `rows` counts through all of them."""
+
+    def taken(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value  # the same for the whole generation batch
+        return torch.cat([batch[name] for batch in batches])[rows]
+
+    return {name: taken(name, value) for name, value in batches[0].items()}
+
+
+def rows_of_completions(batch: Batch) -> Rows:
+    """Return what TRL gives a model for a batch of prompts with a sampled completion each."""
+    prompt, completion = batch["prompt_ids"], batch["completion_ids"]
+    labels = completion.masked_fill(batch["completion_mask"] == 0, IGNORED)
+    return (
+        torch.cat([prompt, completion], dim=1),
+        torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+        torch.cat([torch.full_like(prompt, IGNORED), labels], dim=1),
+    )
+
+
+def prompt_numbers(prompt_ids: Tensor) -> Tensor:
+    """Return a number for the prompt of each row, shape [rows]: the same where prompts of shape [rows, width] are."""
+    return prompt_ids.unique(dim=0, return_inverse=True)[1]
+
+
+def rebin(batches: list[Batch], rows: Tensor, count: int, mean: Mean) -> list[Batch]:
+    """
+    Put rows of several micro-batches into others, each with the weight that it had.
+
+    Args:
+        batches (`list[Batch]`): Micro-batches of one generation batch, with equally many rows.
+        rows (`Tensor`): Indices of the rows to keep, counted through all micro-batches, shape [rows].
+        count (`int`): Number of new micro-batches, at most `len(rows)`.
+        mean (`str`): What the loss is divided by.
+    """
+    size = len(batches[0]["advantages"])
+    tokens_before = torch.stack([tokens_in_loss(batch).sum().clamp(min=1) for batch in batches])
+    made = []
+    for part in rows.tensor_split(count):
+        batch = take_rows(batches, part)
+        if mean == "rows":
+            weight = torch.full_like(part, len(part)) / size
+        elif mean == "tokens":
+            weight = tokens_in_loss(batch).sum() / tokens_before[part // size]
+        else:
+            weight = torch.ones_like(part)
+        advantages = batch["advantages"]
+        batch["advantages"] = advantages * weight.to(advantages.dtype).view(-1, *[1] * (advantages.dim() - 1))
+        made.append(batch)
+    return made
+
+
+# State.
+
+
+class ExactSkips:
+    """
+    Plans the micro-batches of each accumulation window.
+
+    Args:
+        mean (`str`): What the loss is divided by.
+        counts (`Callable[[Batch], Tensor]`): Says which rows of a micro-batch count, see [`rows_that_count`].
+        agree (`Callable[[int], int]`): Returns the largest of the numbers that all processes pass.
+    """
+
+    def __init__(self, mean: Mean, counts: Callable[[Batch], Tensor], agree: Callable[[int], int]):
+        self.mean, self.counts, self.agree = mean, counts, agree
+        self._planned: deque[Batch | None] = deque()
+        self._reached: set[torch.nn.Parameter] = set()
+
+    def begin_window(self) -> None:
+        """Forget what an exception left of the window before."""
+        self._planned.clear()
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the next micro-batch is planned."""
+        return bool(self._planned)
+
+    def plan(
+        self, batches: list[Batch], *, ends_window: bool, processes: int, leave_out: bool, by_prompt: bool
+    ) -> dict[str, int]:
+        """
+        Plan the next micro-batches.
+
+        The computed ones come last: processes exchange gradients in the last backward pass of a window, so with
+        several of them that one is always made. One process makes it once if nothing else shows which parameters
+        get gradients.
+
+        Args:
+            batches (`list[Batch]`): TRL's micro-batches, of one generation batch and one window.
+            ends_window (`bool`): Whether the window ends with them.
+            processes (`int`): Number of processes.
+            leave_out (`bool`): Whether rows that do not count are left out.
+            by_prompt (`bool`): Whether rows of the same prompt are put together.
+
+        Returns:
+            `dict[str, int]`: What the run counts: rows, those not computed, and micro-batches without any.
+        """
+        on_device = torch.cat([self.counts(batch) for batch in batches]).long()
+        found = on_device.unsqueeze(1)
+        if by_prompt:
+            found = torch.cat([found, torch.cat([batch["prompt_ids"] for batch in batches])], dim=1)
+        found = found.cpu()  # the host waits for the device, once
+        counts = found[:, 0].bool() if leave_out else torch.ones(len(found), dtype=torch.bool)
+        total, size = len(counts), len(counts) // len(batches)
+        at_least = 1 if ends_window and (processes > 1 or not self._reached) else 0
+        needed = max(self.agree(int(counts.sum())), at_least)
+        planned: list[Batch | None] = list(batches)
+        if needed < total or by_prompt:
+            rows = torch.argsort(counts.logical_not().int(), stable=True)[:needed].sort().values
+            if by_prompt:
+                rows = rows[prompt_numbers(found[:, 1:])[rows].argsort(stable=True)]
+            rows, count = rows.to(on_device.device, non_blocking=True), -(-needed // size)
+            planned = [None] * (len(batches) - count) + (rebin(batches, rows, count, self.mean) if count else [])
+        self._planned = deque(planned)
+        avoided = planned.count(None)
+        return {"rows": total, "rows_skipped": total - needed, "backward_passes_avoided_exactly": avoided}
+
+    @property
+    def planned(self) -> list[Batch]:
+        """The micro-batches that are planned and not computed yet."""
+        return [batch for batch in self._planned if batch is not None]
+
+    def next(self) -> Batch | None:
+        """Return the next micro-batch, or `None` where nothing is computed."""
+        return self._planned.popleft()
+
+    def fill_gradients(self, model: torch.nn.Module) -> None:
+        """Give a zero gradient to the parameters that computing the other rows would have given one."""
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                self._reached.add(parameter)
+            elif parameter in self._reached:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+@dataclass
+class Sampled:
+    """What TRL has sampled for a generation batch: as it gives it to reward functions, and what vLLM said of it."""
+
+    prompts: list[Any]
+    completion_ids: list[list[int]]
+    completions: list[Any]
+    log_probs: list[list[float | None]] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def extend(self, inputs: list[dict[str, Any]]) -> None:
+        """Add the fields of a `rollout_func` to the rows of the dataset, as TRL does before it asks for rewards."""
+        for name, values in self.extra.items():
+            of_rows = values if isinstance(values, list) else [values] * len(inputs)
+            for row, value in zip(inputs, of_rows):
+                row[name] = value
+
+
+@dataclass
+class Scoring:
+    """
+    A generation batch between its sampling and its advantages.
+
+    Attributes:
+        inputs (`list[dict]`): Rows of the dataset on this process.
+        with_grad (`bool`): Whether gradients were on. TRL turns them off for log-probabilities, not for rewards.
+        sampled (`Sampled`, *optional*): Once there are completions.
+        rewards (`Tensor`, *optional*): Of all processes, once they were asked for, shape [rows, functions].
+    """
+
+    inputs: list[dict[str, Any]]
+    with_grad: bool
+    sampled: Sampled | None = None
+    rewards: Tensor | None = None

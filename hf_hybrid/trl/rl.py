@@ -1,0 +1,699 @@
+"""
+GRPO and RLOO: their configs, their trainers, and the part of the run that leaves rows out ([`Rollouts`]).
+
+groups.py explains which rows and why the update stays TRL's, decoding.py how completions are sampled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import ProcessorMixin
+
+from hf_hybrid.arguments import HybridArguments, as_declared, option
+from hf_hybrid.config import HybridConfigBase
+from hf_hybrid.machine import RandomStates, sharding_of
+from hf_hybrid.optimizers import optimizer_name, steps_in_backward
+from hf_hybrid.part import Part, Step
+from hf_hybrid.recovery import is_out_of_memory
+from hf_hybrid.rows.randomness import Drawn, drawn_in_training
+from hf_hybrid.rows.sharing import SharedRows
+from hf_hybrid.run.fallbacks import Fallbacks
+from hf_hybrid.saving.state import OWN
+from hf_hybrid.trl.decoding import Decoding, indices, why_plain_model
+from hf_hybrid.trl.groups import (
+    MEAN_OF_LOSS,
+    Batch,
+    ExactSkips,
+    Mean,
+    Sampled,
+    Scoring,
+    log_probs_of_sampler,
+    rewarded_alike,
+    rows_of_completions,
+    rows_that_count,
+    total_rewards,
+)
+from hf_hybrid.trl.sft_dpo import (
+    TRLTrainerMixin,
+    check_config,
+    choose_bf16,
+    default_folder,
+    options_of_rows,
+)
+
+if TYPE_CHECKING:
+    from hf_hybrid.run.run import Run
+
+try:
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+except ImportError as error:
+    raise ImportError(
+        "`HybridGRPOTrainer`, `HybridRLOOTrainer` and their configs need a TRL that has both, which cannot be imported "
+        f'here ({error}). Install it with `pip install "hf-hybrid[trl]"`; it needs Python 3.11 or newer.'
+    ) from error
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments as _Arguments
+
+    _Trainer = GRPOTrainer  # what the mixin reads is in `RLOOTrainer` too
+else:
+    _Arguments = _Trainer = object
+
+logger = logging.getLogger(__name__)
+
+
+def rows_of_rollouts(args: Any) -> SharedRows:
+    """Return the part that shares rows. `auto` is on: without leaps the trainer is not asked to be TRL's to the bit."""
+    _, why, half_precision = options_of_rows(args)
+    return SharedRows(getattr(args, "share_rows", "auto") == "off", why, half_precision)
+
+
+class RowsStay(NamedTuple):
+    """
+    Why every row is computed, and computed where TRL has it.
+
+    Attributes:
+        why (`str`): A clause.
+        change (`str`): What the user can do about it, as an imperative clause; empty if there is nothing.
+    """
+
+    why: str
+    change: str = ""
+
+    @property
+    def advice(self) -> str:
+        """What the change brings, as a sentence."""
+        if not self.change:
+            return ""
+        return f"To leave them out, {self.change}. TRL logs the share of their groups as `frac_reward_zero_std`."
+
+
+# A part of the run.
+
+COUNTS = (
+    "rows", "rows_skipped", "backward_passes_avoided_exactly", "rows_of_rounding", "log_probs_skipped",
+)  # fmt: skip
+"""
+Rows of all micro-batches, those not computed, and micro-batches without any; rows whose advantage was nothing but
+rounding, and is zero here; and rows whose log-probabilities before the update were left out.
+"""
+
+
+class Rollouts(Part):
+    """
+    What a run leaves out of its generation batches, and where it stands in them. TRL keeps the latter in memory alone,
+    and generates anew after a resume. On this process it counts [`COUNTS`].
+
+    Args:
+        trainer (`RolloutTrainerMixin`): Its options and TRL's generation batch are read; a resume writes the latter.
+
+    Attributes:
+        skips (`ExactSkips`): Plans the micro-batches of each window.
+        leaves_out (`bool`): Whether rows that do not count are left out.
+        by_prompt (`bool`): Whether rows of the same prompt are put together.
+        every_row (`Fallbacks`): Why no row is left out.
+        own_prompts (`Fallbacks`): Why completions of a prompt do not share it.
+        window_begins_at (`int`): TRL's number of the first micro-batch of the window.
+    """
+
+    name = "rollouts"
+
+    def __init__(self, trainer: RolloutTrainerMixin):
+        self.trainer, self.skips = trainer, trainer._new_skips()
+        self.leaves_out = self.by_prompt = False
+        tells = trainer.is_world_process_zero
+        self.every_row = Fallbacks("Every row is computed, also those without advantage (`exact_skips`)", tells)
+        self.own_prompts = Fallbacks("No prompt is computed once for several completions", tells)
+        self.window_begins_at = 0
+        self.counts: Counter[str] = Counter()
+        """Those of the run, once it begins."""
+        self._before: dict[str, Any] | None = None
+        """The place before the step under way."""
+
+    def begin(self, run: Run) -> None:
+        trainer = self.trainer
+        self.skips, self._before = trainer._new_skips(), None
+        self.every_row.because = self.own_prompts.because = trainer._drawn = None
+        self.counts = run.counts
+        self.leaves_out = getattr(trainer.args, "exact_skips", "auto") == "auto"
+        if self.leaves_out and (reason := trainer._why_every_row()) is not None:
+            self.leaves_out = False
+            self.every_row.cannot_be_exact(reason.why, advice=reason.advice)
+        shares = trainer.rows.may_share
+        may_move = self.leaves_out or (shares and self.skips.mean != "tokens" and trainer._why_rows_stay() is None)
+        self.by_prompt = may_move and shares and trainer._drawn_in_training() == "nothing"
+        if self.leaves_out and trainer._drawn_in_training() != "nothing":
+            self.own_prompts.cannot_be_exact(
+                "the model draws random numbers in training (dropout), each row its own",
+                advice="Rows without advantage are left out: the update has TRL's distribution, but not its random "
+                "numbers. To share prompts and to have TRL's numbers, set `lora_dropout=0`, `disable_dropout=True`, or "
+                "the rates in the model's config.",
+            )
+
+    @property
+    def failed(self) -> Sequence[str]:
+        return self.every_row.failed
+
+    def begin_step(self, step: Step) -> None:
+        self.skips.begin_window()
+        self.window_begins_at, self._before = self.trainer._step, self._place()
+
+    def end_step(self, step: Step) -> None:
+        self._before = None
+
+    def plan(self) -> list[Batch]:
+        """
+        Plan the micro-batches up to the end of the window or of the generation batch. Return those that are computed.
+        """
+        trainer, per_generation = self.trainer, self.trainer.per_generation
+        window_ends_at = self.window_begins_at + int(trainer.current_gradient_accumulation_steps)
+        generates_at = trainer._step - trainer._step % (per_generation * trainer.num_iterations)
+        generates_at += per_generation * trainer.num_iterations
+        coming = range(trainer._step, min(window_ends_at, generates_at))
+        counts = self.skips.plan(
+            [trainer.generated[step % per_generation] for step in coming],
+            ends_window=coming.stop == window_ends_at,
+            processes=trainer.accelerator.num_processes,
+            leave_out=self.leaves_out,
+            by_prompt=self.by_prompt,
+        )
+        self.counts.update(counts)
+        return self.skips.planned
+
+    def summary(self) -> dict[str, Any]:
+        return {**{name: self.counts[name] for name in COUNTS}, "every_row_because": self.every_row.because}
+
+    # Checkpoints.
+
+    def _layout(self) -> dict[str, int]:
+        """Return the options that decide which rows a micro-batch has."""
+        args = self.trainer.args
+        names = ("per_device_train_batch_size", "steps_per_generation", "num_iterations", "num_generations")
+        return {**{name: getattr(args, name) for name in names}, "processes": self.trainer.accelerator.num_processes}
+
+    def _place(self) -> dict[str, Any]:
+        """Return where the run stands in TRL's generation batches."""
+        trainer = self.trainer
+        generates = trainer._step % (trainer.per_generation * trainer.num_iterations) == 0
+        return {
+            "step": trainer._step,
+            "batches": [] if generates else [dict(batch) for batch in trainer.generated],
+            "layout": self._layout(),
+            "metrics": {name: list(values) for name, values in trainer._metrics["train"].items()},
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        found = self._place() if self._before is None else self._before
+        # Views of one generation batch, each in a tensor of its own.
+        batches = [
+            {k: v.clone() if isinstance(v, Tensor) else v for k, v in batch.items()} for batch in found["batches"]
+        ]
+        return {OWN: {**found, "batches": batches}}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        if self.name not in state:
+            self.load_state_dict({})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        trainer, found = self.trainer, state.get(OWN)
+        usable = found is not None and found["layout"] == self._layout()
+        if trainer._agree(int(not usable)) or found is None:  # on any process
+            logger.warning(
+                "The checkpoint %s: completions are generated anew, as TRL does after a resume.",
+                "lacks the completions of a process"
+                if found is None
+                else "was saved with another division of generation batches",
+            )
+            return
+        device = trainer.args.device
+        batches = [_each(batch, lambda tensor: tensor.to(device)) for batch in found["batches"]]
+        trainer._step, trainer._buffered_inputs = found["step"], batches or None
+        trainer._metrics["train"].update(found["metrics"])
+
+
+def _each(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
+    return {name: function(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+# Configs.
+
+_NEED_NO_LEAPS = {
+    "enable_predict", "preset", "muon_momentum", "optimizer_states", "out_of_memory", "guard_warn_at", "share_rows",
+    "sample_prompts",
+}  # fmt: skip
+_NO_LEAPS = "a leap is verified on batches that training has not reached, and here these are not generated yet"
+
+
+@dataclass
+class ExactSkipArguments:
+    """Options of trainers that sample completions and compare their rewards, beside those of [`HybridArguments`]."""
+
+    exact_skips: Literal["auto", "off"] = option(
+        "auto",
+        "Leave out rows whose gradient is exactly zero, because all completions of their prompt got the same reward. "
+        "auto: if the update stays TRL's, under dropout its distribution; otherwise every row is computed, and the log "
+        "says why. off: never.",
+        group="GRPO and RLOO",
+    )
+    equal_rewards: Literal["zero", "trl"] = option(
+        "zero",
+        "What the advantage is where all completions of a prompt got the same reward. zero: zero. trl: what rounding "
+        "leaves of the difference, which is often not zero if rewards are not whole numbers, and is trained on.",
+    )
+    rollouts: Literal["auto", "off"] = option(
+        "auto",
+        "How transformers' `generate` samples completions. auto: on a CPU a prompt is computed once for all of its "
+        "completions, and rows that have ended leave the batch; completions and random numbers stay TRL's. On a GPU, "
+        "where that is not faster, and where it is not known to be exact, it is left to TRL, and the log says why. "
+        "off: as TRL does it.",
+    )
+
+
+@dataclass
+class RolloutConfigBase(ExactSkipArguments, HybridConfigBase, _Arguments):
+    """The options and checks of [`HybridGRPOConfig`] and [`HybridRLOOConfig`]."""
+
+    enable_predict: bool = option(False, f"Refused: {_NO_LEAPS}.")
+
+    def __post_init__(self):
+        self.exact_skips = as_declared("exact_skips", self.exact_skips, Literal["auto", "off"])
+        self.equal_rewards = as_declared("equal_rewards", self.equal_rewards, Literal["zero", "trl"])
+        self.rollouts = as_declared("rollouts", self.rollouts, Literal["auto", "off"])
+        choose_bf16(self)
+        super().__post_init__()
+        if self.enable_predict:
+            raise ValueError(f"`enable_predict=True` does not work here: {_NO_LEAPS}. Leave it out.")
+        for name, default in ((known.name, known.default) for known in fields(HybridArguments)):
+            given = getattr(self, name)
+            works = name in _NEED_NO_LEAPS and given not in ("conservative", "aggressive")
+            if given != default and given != "off" and not works:
+                raise ValueError(
+                    f"`{name}={given}` does not work with completions that are generated in training: it belongs to "
+                    "leaps or to streamed layers. Leave it out."
+                )
+
+
+@dataclass
+class HybridGRPOConfig(RolloutConfigBase, GRPOConfig):
+    """
+    [`~trl.GRPOConfig`] with `exact_skips` and those options of [`HybridArguments`] that need no leaps: `optim="muon"`
+    and its options, `preset="fast"`, `optimizer_states`, `out_of_memory`, the guard and samples. One default of the
+    former differs, `bf16`, as in [`HybridSFTConfig`].
+
+    Raises:
+        ValueError: As [`HybridConfig`], and for options of leaps and of streamed layers.
+    """
+
+
+@dataclass
+class HybridRLOOConfig(RolloutConfigBase, RLOOConfig):
+    """[`~trl.RLOOConfig`] with the options of [`HybridGRPOConfig`], and the same checks."""
+
+
+# Trainers.
+
+
+class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible-method-override]
+    """
+    Common part of both trainers. It hands TRL's loss the planned micro-batches in place of TRL's own. `self.rollouts`
+    is the part of the run that plans them.
+    """
+
+    can_leap = False
+    cannot_repeat = (
+        "Completions of a step are not generated twice. Lower `per_device_train_batch_size` and raise "
+        "`gradient_accumulation_steps`."
+    )
+    args: GRPOConfig
+    model: torch.nn.Module
+    _buffered_inputs: list[Batch] | None
+    _drawn: Drawn | None = None
+    """Which random numbers the model draws in training, once a run has asked."""
+
+    def __init__(self, *args, **kwargs):
+        for name in ("probe_dataset", "direction"):
+            if kwargs.get(name) is not None:
+                raise ValueError(f"`{name}` is for leaps, which are not made here: {_NO_LEAPS}. Leave it out.")
+        super().__init__(*args, **kwargs)
+
+    def own_parts(self) -> list[Part]:
+        self.rollouts = Rollouts(self)
+        self.decoding = Decoding(getattr(self.args, "rollouts", "auto") == "off", self.is_world_process_zero)
+        return [*super().own_parts(), self.rollouts, self.decoding]
+
+    @property
+    def per_generation(self) -> int:
+        """Micro-batches of a generation batch."""
+        return self.args.steps_per_generation  # ty: ignore[invalid-explicit-return] - TRL's config fills it in
+
+    @property
+    def generated(self) -> list[Batch]:
+        """The micro-batches of TRL's generation batch; none before the first."""
+        return self._buffered_inputs or []
+
+    @property
+    def _mean(self) -> Mean:
+        """What the loss is divided by."""
+        raise NotImplementedError
+
+    _rows_that_count = staticmethod(rows_that_count)
+
+    # Completions.
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        decoding, completing = self.decoding, contextlib.nullcontext()
+        if not decoding.off and not self._generates_elsewhere():
+            model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
+            if (why := self._why_plain_rollouts(model)) is None:
+                completing = decoding.completing(model, prompt_ids, counts=self.model.training)
+            else:
+                decoding.tell(why)
+        with completing:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+
+    def _generates_elsewhere(self) -> bool:
+        """Whether another engine than `generate` completes prompts."""
+        engines = ("use_vllm", "use_transformers_continuous_batching")
+        using = [name for name in engines if getattr(self, name, False)]
+        if using:
+            self.decoding.tell(f"`{using[0]}=True` computes a prompt once by itself")
+        return bool(using)
+
+    def _why_plain_rollouts(self, model: Any) -> str | None:
+        """Return why completions are left to TRL, or `None` if they are not."""
+        if (sharding := sharding_of(self.args)) is not None:
+            return f"with `{sharding}` processes generate in step"
+        if (why := why_plain_model(model)) is not None:
+            return why
+        if self.model.training and self._drawn_in_training() != "nothing":
+            return "a forward pass in training is random (dropout), and completions would share the masks of a prompt"
+        return None
+
+    def _drawn_in_training(self) -> Drawn:
+        """Return which random numbers the model draws in training. Where that is not found out, it may be any."""
+        if self._drawn is None:
+            bare = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+            try:
+                self._drawn = drawn_in_training(bare, self.args.device)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                self._drawn = "by batch"
+                self.rollouts.every_row.did_not_work(error, "the model does not take ten tokens")
+        return self._drawn
+
+    # Rewards and advantages.
+
+    _scoring: Scoring | None = None
+    _rewards: Tensor
+    """Of all processes, on the host, shape [rows, functions]."""
+
+    def _sampled(self, prompts: list[Any], found: tuple) -> Sampled:
+        """Return what is needed of the tuple that TRL's `_generate` returns."""
+        raise NotImplementedError
+
+    def _total_rewards(self) -> Tensor | None:
+        """Return the rewards that are compared within a group, shape [rows]; `None` if others take part."""
+        raise NotImplementedError
+
+    def _rewarded_alike(self) -> Tensor | None:
+        """
+        Return which rows of all processes are in a group of equal rewards, on the host; `None` if their advantage is
+        not zero.
+        """
+        rewards = self._total_rewards() if getattr(self.args, "equal_rewards", "zero") == "zero" else None
+        group: Any = self.num_generations if self.model.training else self.num_generations_eval
+        return None if rewards is None else rewarded_alike(rewards, group)
+
+    def _own_rows(self, values: Tensor) -> Tensor:
+        """Return the values of this process's rows, of those of all processes."""
+        count = len(values) // self.accelerator.num_processes
+        return values[self.accelerator.process_index * count :][:count]
+
+    def _calculate_rewards(self, *args, **kwargs):
+        scoring = self._scoring
+        if scoring is not None and scoring.rewards is not None:
+            return scoring.rewards
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        self._rewards = rewards.cpu()
+        return rewards
+
+    def _generate(self, prompts):
+        found = super()._generate(prompts)
+        if self._scoring is not None:
+            self._scoring.sampled = self._sampled(prompts, found)
+        return found
+
+    def _generate_and_score_completions(self, inputs):
+        self._scoring = Scoring(inputs, torch.is_grad_enabled()) if self._asks_rewards_first() else None
+        try:
+            found: Batch = super()._generate_and_score_completions(inputs)
+        finally:
+            self._scoring = None
+        if (alike := self._rewarded_alike()) is None:
+            return found
+        advantages, own = found["advantages"], self._own_rows(alike)
+        if self.model.training:
+            self.rollouts.counts["rows_of_rounding"] += int(advantages.cpu()[own].ne(0).sum())
+        found["advantages"] = advantages.masked_fill(own.to(advantages.device, non_blocking=True), 0.0)
+        logged: Any = self._logs["advantages"]
+        for place, zero in zip(range(-1, -len(logged) - 1, -1), reversed(alike.tolist())):
+            logged[place] = 0.0 if zero else logged[place]
+        return found
+
+    def _asks_rewards_first(self) -> bool:
+        """Whether log-probabilities of rows without advantage are read by nobody."""
+        own = type(self)._generate_and_score_completions is RolloutTrainerMixin._generate_and_score_completions
+        return own and self.rollouts.leaves_out and self.model.training
+
+    def _old_rows(self, attention_mask: Tensor, kept: int) -> list[int] | None:
+        """
+        Ask for the rewards. Return the rows of this process that may have an advantage, or `None` for all of them.
+
+        Args:
+            attention_mask (`Tensor`): Of prompts and completions, shape [rows, width].
+            kept (`int`): Width of the completions.
+        """
+        scoring: Any = self._scoring
+        sampled = scoring.sampled
+        sampled.extend(scoring.inputs)
+        with torch.set_grad_enabled(scoring.with_grad):
+            scoring.rewards = self._calculate_rewards(
+                scoring.inputs, sampled.prompts, sampled.completions, sampled.completion_ids
+            )
+        if (alike := self._rewarded_alike()) is None:
+            return None
+        counts = ~self._own_rows(alike)
+        if self.mask_truncated_completions:
+            counts &= attention_mask[:, -kept:].any(dim=1).cpu()
+        return counts.nonzero()[:, 0].tolist()
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        scoring, sampled, chosen = self._scoring, None, None
+        if scoring is not None and scoring.sampled is not None and scoring.rewards is None:
+            sampled, chosen = scoring.sampled, self._old_rows(attention_mask, logits_to_keep)
+        with self.rows.on(self.accelerator.unwrap_model(model)):
+            if sampled is None or chosen is None or len(chosen) == len(input_ids):
+                return super()._get_per_token_logps_and_entropies(
+                    model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+                )
+            self.rollouts.counts["log_probs_skipped"] += len(input_ids) - len(chosen)
+            shape = (len(input_ids), logits_to_keep)
+            found = log_probs_of_sampler(sampled.log_probs, shape, input_ids.device)
+            if chosen:
+                rows = indices(chosen, input_ids.device)
+                computed, *_ = super()._get_per_token_logps_and_entropies(
+                    model, input_ids[rows], attention_mask[rows], logits_to_keep, *args, **kwargs
+                )
+                found = found.to(computed.dtype).index_copy(0, rows, computed)
+            return found, None, None
+
+    def _new_skips(self) -> ExactSkips:
+        return ExactSkips(self._mean, self._rows_that_count, self._agree)
+
+    def _agree(self, count: int) -> int:
+        if self.accelerator.num_processes == 1:
+            return count
+        return int(self.accelerator.gather(torch.tensor([count], device=self.args.device)).max())
+
+    def _why_every_row(self) -> RowsStay | None:
+        """Return why leaving rows out would change the update, or `None` if it would not."""
+        return self._why_rows_stay()
+
+    def _why_rows_stay(self) -> RowsStay | None:
+        """Return why other rows in a micro-batch would change the update, or `None` if they would not."""
+        own = type(self)._compute_loss is RolloutTrainerMixin._compute_loss
+        if not own or type(self).compute_loss is not RolloutTrainerMixin.compute_loss:
+            plain = f"Hybrid{'GRPO' if isinstance(self, GRPOTrainer) else 'RLOO'}Trainer"
+            return RowsStay(f"`{type(self).__name__}` has a loss of its own", f"train with `{plain}` itself")
+        if (sharding := sharding_of(self.args)) is not None:
+            return RowsStay(f"`{sharding}` counts the backward passes of a step")
+        if isinstance(self.processing_class, ProcessorMixin):
+            return RowsStay("tensors of images do not have one row per completion")
+        if steps_in_backward(optimizer := optimizer_name(self.args)):
+            return RowsStay(f"`optim={optimizer}` steps inside the backward pass", "set another `optim`")
+        if self.aux_loss_enabled:
+            return RowsStay(
+                "the router's loss (`router_aux_loss_coef`) counts every row", "set `router_aux_loss_coef=0.0`"
+            )
+        if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in self.model.modules()):
+            return RowsStay("batch normalisation mixes rows")
+        if self._drawn_in_training() == "by batch":
+            if failed := self.rollouts.failed:
+                return RowsStay(failed[-1])
+            why = "the model draws a random number for several rows (LayerDrop, for example)"
+            return RowsStay(why, "set that rate to 0 in its config")
+        return None
+
+    # A window.
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.rollouts.leaves_out and self.accelerator.sync_gradients:
+            self.rollouts.skips.fill_gradients(self.model)
+        return loss
+
+    def _prepare_inputs(self, inputs):
+        inputs, rollouts = super()._prepare_inputs(inputs), self.rollouts  # generates if it is time to
+        if not (rollouts.leaves_out or rollouts.by_prompt) or not self.model.training:
+            return inputs
+        if not rollouts.skips.is_planned:
+            planned = [(batch, batch) for batch in rollouts.plan()]
+            self.rows.copy_ahead(planned, rows_of_completions, known_by="completion_ids")
+        return rollouts.skips.next()
+
+    def _compute_loss(self, model, inputs):
+        if inputs is None:
+            return torch.zeros((), device=self.args.device, requires_grad=True)
+        with self.rows.computing(inputs["completion_ids"]):
+            return super()._compute_loss(model, inputs)
+
+    def log(self, logs, *args, **kwargs):
+        of_steps = "loss" in logs and self.model.training
+        if (
+            of_steps
+            and self.rollouts.leaves_out
+            and self._buffered_inputs
+            and not self._metrics["train"].get("entropy")
+        ):
+            self._measure_left_out()
+        super().log(logs, *args, **kwargs)
+
+    def _measure_left_out(self) -> None:
+        """
+        Give the log its metrics of tokens where every row since the last entry was left out: callbacks count on them.
+
+        TRL's loss measures them. One forward pass of the last micro-batch is little beside the steps that were left
+        out, and the values are those of real rows. Under dropout it draws random numbers, which training draws again.
+        """
+        inputs = dict(self.generated[(self._step - 1) % self.per_generation])
+        inputs.pop("old_per_token_logps", None)  # not computed for these rows: their ratios are taken to be 1
+        as_before = RandomStates.now(self.args.device).again()
+        with as_before, torch.no_grad(), self.compute_loss_context_manager(), self.rows.uncounted():
+            self._compute_loss(self.model_wrapped, inputs)
+
+
+class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):  # ty: ignore[incompatible-method-override]
+    """
+    Drop-in for [`~trl.GRPOTrainer`] that leaves out rows without advantage, whose gradient is exactly zero, and
+    computes a prompt once when it samples its completions.
+
+    Completions, rewards, weights, losses and schedule are those of TRL's trainer up to rounding. docs/grpo.md says
+    what is not. There are no leaps.
+
+    Args:
+        model, reward_funcs, args, positional, kwargs:
+            As [`~trl.GRPOTrainer`]; `args` is best a [`HybridGRPOConfig`].
+
+    Raises:
+        TypeError: If `args` is a hybrid config without TRL's options.
+        ValueError: As [`HybridTrainerMixin`], and for `probe_dataset` and `direction`, which are for leaps.
+
+    Example:
+
+    ```python
+    from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer
+
+    trainer = HybridGRPOTrainer("Qwen/Qwen2.5-0.5B-Instruct", reward, HybridGRPOConfig("out"), train_dataset=prompts)
+    trainer.train()
+    print(trainer.hybrid_summary()["backward_passes_avoided_exactly"])
+    ```
+    """
+
+    def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
+        check_config(args, HybridGRPOConfig, GRPOConfig)
+        args = HybridGRPOConfig(default_folder(model, "GRPO")) if args is None else args
+        self.rows = rows_of_rollouts(args)
+        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+
+    @property
+    def _mean(self) -> Mean:
+        return MEAN_OF_LOSS.get(self.loss_type, "items")
+
+    def _sampled(self, prompts: list[Any], found: tuple) -> Sampled:
+        _, completion_ids, _, completions, log_probs, extra, *_ = found
+        return Sampled(prompts, completion_ids, completions, log_probs, extra)
+
+    def _total_rewards(self) -> Tensor | None:
+        if self.multi_objective_aggregation != "sum_then_normalize":
+            return None  # the batch has a part in each advantage
+        return total_rewards(self._rewards, self.reward_weights)
+
+    def _why_every_row(self) -> RowsStay | None:
+        if self.beta != 0.0:
+            why = f"with `beta={self.beta}` every row has a loss, its distance from the reference"
+            return RowsStay(why, "set `beta=0.0`, TRL's default")
+        return super()._why_every_row()
+
+    def _why_rows_stay(self) -> RowsStay | None:
+        if self.loss_type not in MEAN_OF_LOSS:
+            return RowsStay(f"nothing is known of `loss_type={self.loss_type}`")
+        if self._entropy_bonus_enabled:
+            names = "`entropy_coef`, `use_adaptive_entropy`"
+            return RowsStay(f"the entropy bonus ({names}) counts every row", f"leave out {names}")
+        if self.top_entropy_quantile < 1.0:
+            why = f"the threshold of `top_entropy_quantile={self.top_entropy_quantile}` is taken over every row"
+            return RowsStay(why, "set `top_entropy_quantile=1.0`, TRL's default")
+        return super()._why_rows_stay()
+
+
+class HybridRLOOTrainer(RolloutTrainerMixin, RLOOTrainer):  # ty: ignore[incompatible-method-override]
+    """
+    Drop-in for [`~trl.RLOOTrainer`] that leaves out rows without advantage, see [`HybridGRPOTrainer`].
+
+    RLOO takes `beta` times the distance from the reference off the rewards, and its default `beta` is not zero. As soon
+    as the model has moved, hardly any advantage is then exactly zero, and hardly any row can be left out.
+
+    Arguments are those of [`~trl.RLOOTrainer`], with a [`HybridRLOOConfig`] as `args`.
+    """
+
+    _mean: Mean = "rows"
+
+    def _sampled(self, prompts: list[Any], found: tuple) -> Sampled:
+        _, completion_ids, completions = found
+        return Sampled(prompts, completion_ids, completions)
+
+    def _total_rewards(self) -> Tensor | None:
+        if self.beta != 0.0 or self.normalize_advantages:
+            return None  # the distance from the reference, or the batch, has a part in each advantage
+        total, limits = total_rewards(self._rewards, self.reward_weights), self.reward_clip_range
+        return total.clamp(*limits) if limits else total
+
+    def __init__(self, model, reward_funcs, args=None, *positional, **kwargs):
+        check_config(args, HybridRLOOConfig, RLOOConfig)
+        args = HybridRLOOConfig(default_folder(model, "RLOO")) if args is None else args
+        self.rows = rows_of_rollouts(args)
+        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+
+    @staticmethod
+    def _rows_that_count(batch: Batch) -> Tensor:
+        # A row without a token in the loss has no gradient either, but TRL logs its loss, which is minus its advantage.
+        return batch["advantages"].ne(0)

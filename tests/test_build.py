@@ -1,0 +1,63 @@
+"""`hf_hybrid/build.py`: from options to lengths, rates and refusals."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import config_values, tiny_model
+from transformers import TrainingArguments
+from trl import DPOConfig, SFTConfig
+
+from hf_hybrid import HybridArguments, HybridConfig
+from hf_hybrid.build import memory_steps, phase_lengths, rescue_is_on
+from hf_hybrid.plan.of_trainer import check_streamable
+
+
+@pytest.mark.parametrize("steps", [1, 10, 50, 300, 10_000])
+def test_phase_lengths_suit_the_run(steps):
+    lengths = phase_lengths(HybridArguments(), steps)
+    cycle = lengths.warmup + lengths.full + lengths.correct
+    assert cycle < steps or steps < 10
+    assert lengths.warmup <= 100 and lengths.max_predict <= 10
+    assert 5 <= memory_steps(steps) <= 1000
+    assert phase_lengths(HybridArguments(warmup_phase_steps=3), steps).warmup == 3
+
+
+def test_rescue_respects_a_learning_rate_that_was_chosen(tmp_path):
+    chosen, default = HybridConfig(**config_values(tmp_path)), HybridConfig(str(tmp_path))
+    assert rescue_is_on(default, default) and not rescue_is_on(chosen, chosen)
+    for value, expected in (("on", True), ("off", False)):
+        config = HybridConfig(str(tmp_path), lr_rescue=value)
+        assert rescue_is_on(config, config) is expected
+
+
+@pytest.mark.parametrize("config", [TrainingArguments, SFTConfig, DPOConfig])
+def test_a_plain_config_does_not_tell_whether_its_rate_was_written(tmp_path, config):
+    for given in ({}, {"learning_rate": 1e-4}):
+        assert not rescue_is_on(config(str(tmp_path), use_cpu=True, bf16=False, **given), HybridArguments())
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "`deepspeed` places the weights itself. Drop it, or set `memory=off`"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "`fp16=True` scales losses.*Use `bf16=True`, or set `memory=off`"),
+        ({"WORLD_SIZE": "2"}, "there are 2 processes, and streaming is for one: .* Launch one process"),
+    ],
+)
+def test_streaming_is_refused_with_sharding_fp16_and_several_processes(monkeypatch, environment, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    args = SimpleNamespace(
+        device=torch.device("cpu"),
+        memory="stream",
+        world_size=int(environment.get("WORLD_SIZE", 1)),
+        torch_compile=False,
+        deepspeed=None,
+        fsdp=None,
+        parallelism_config=None,
+        fp16=False,
+        bf16=False,
+    )
+    with pytest.raises(ValueError, match=f"`memory=stream` cannot be used here: .*{message}"):
+        check_streamable(args, tiny_model(), None)

@@ -1,0 +1,458 @@
+"""Completions that cost once: those of TRL's trainers, token by token, with the generator left in the same state."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from conftest import assert_same_weights, mostly_slow, weights
+
+pytest.importorskip("trl")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+from peft import LoraConfig, PromptTuningConfig, get_peft_model  # noqa: E402
+from rig.rollouts import WITH_TOOLS, build, policy  # noqa: E402
+from transformers import (  # noqa: E402
+    BloomConfig,
+    BloomForCausalLM,
+    GenerationConfig,
+    GenerationMixin,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.generation.utils import DeferredStopCheck  # noqa: E402
+from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
+
+from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
+from hf_hybrid.trl.decoding import (  # noqa: E402
+    Decoding,
+    Prompts,
+    chunks_of_similar_length,
+    drawn,
+    why_plain_model,
+)
+
+VOCABULARY, NEW, COPIES = 97, 40, 4
+ENDS = [2, 3, 4, 5, 6, 7, 8]
+ARCHITECTURES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8}),
+    "gpt2": (GPT2Config, GPT2LMHeadModel, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "mistral, a window that fits": (MistralConfig, MistralForCausalLM, {"sliding_window": 100}),
+    "bloom, which is not told positions": (BloomConfig, BloomForCausalLM, {}),
+}
+SHAPES = {"one length": [20], "similar and not": [5, 9, 30, 31], "a long one": [3, 60]}
+WAYS = {
+    "greedy": {"do_sample": False},
+    "sampled": {},
+    "top k": {"top_k": 20, "temperature": 0.7},
+    "top p": {"top_p": 0.9},
+    "min p": {"min_p": 0.05},
+    "repetitions": {"repetition_penalty": 1.3},
+    "n-grams, least length": {"no_repeat_ngram_size": 2, "min_new_tokens": 3},
+    "no end": {"eos_token_id": None, "max_new_tokens": 6},
+}
+
+
+@functools.cache
+def model(name: str, **changed):
+    config, kind, own = ARCHITECTURES[name]
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 128,
+    }  # fmt: skip
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4} if name == "gpt2" else sizes
+    sizes = {"hidden_size": 32, "n_layer": 2, "n_head": 4} if name.startswith("bloom") else sizes
+    torch.manual_seed(0)
+    made = kind(config(vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=1, **{**sizes, **own, **changed}))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.15)
+    return made.eval()
+
+
+def batch(lengths, prompts=4, copies=COPIES):
+    """Prompts of these lengths by turns, with their copies: their tokens, and what TRL gives `generate`."""
+    generator, width = torch.Generator().manual_seed(1), max(lengths)
+    rows = []
+    for prompt in range(prompts):
+        tokens = torch.randint(9, VOCABULARY, (lengths[prompt % len(lengths)],), generator=generator).tolist()
+        rows += [tokens] * copies
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return rows, {"input_ids": ids, "attention_mask": mask}
+
+
+def config(**options):
+    values = {
+        "max_new_tokens": NEW, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": ENDS, "do_sample": True,
+        "top_k": 0, "disable_compile": True,
+    }  # fmt: skip
+    return GenerationConfig(**{**values, **options})
+
+
+def completed(model, rows, inputs, generation_config, decoding=None):
+    """Completions, and the state of the generator afterwards."""
+    torch.manual_seed(7)
+    if decoding is None:
+        found = model.generate(**inputs, generation_config=generation_config)
+    else:
+        with decoding.completing(model, rows, counts=True):
+            found = model.generate(**inputs, generation_config=generation_config)
+        assert "generate" not in vars(model)
+    return found, torch.get_rng_state()
+
+
+def check_equal(model, rows, inputs, generation_config) -> Decoding:
+    decoding = Decoding(off=False)
+    (theirs, state), (ours, state_of_ours) = (
+        completed(model, rows, inputs, generation_config, how) for how in (None, decoding)
+    )
+    assert torch.equal(theirs, ours) and torch.equal(state, state_of_ours)
+    return decoding
+
+
+# Completions.
+
+QUICK = {
+    ("llama", way, shape) for way, shape in zip(("sampled", "greedy", "repetitions"), SHAPES)
+} | {(name, "sampled", "similar and not") for name in ARCHITECTURES} | {("qwen2", "no end", "a long one")}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "shape"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
+        for case in itertools.product(ARCHITECTURES, WAYS, SHAPES)
+    ],
+)
+def test_completions_are_those_of_generate(name, way, shape):
+    rows, inputs = batch(SHAPES[shape])
+    decoding = check_equal(model(name), rows, inputs, config(**WAYS[way]))
+    assert decoding.plain_because is None and decoding.counts["rows_decoded"] > 0
+    lengths = SHAPES[shape]
+    assert decoding.counts["prompt_tokens_shared"] == (COPIES - 1) * sum(lengths[n % len(lengths)] for n in range(4))
+    assert decoding.counts["rows_decoded_saved"] > 0 or way in ("greedy", "no end")
+
+
+def test_what_is_counted():
+    """Every row of every pass is one that TRL computes."""
+    rows, inputs = batch([8, 12])
+    seen = []
+    hook = model("llama").register_forward_pre_hook(
+        lambda model, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    theirs = completed(model("llama"), rows, inputs, config())[0]
+    passes = [shape for shape in seen if shape[1] == 1]
+    assert seen[0] == (16, 12) and len(passes) == theirs.shape[1] - 13
+    seen.clear()
+    decoding = check_equal(model("llama"), rows, inputs, config())
+    hook.remove()
+    ours = [shape for shape in seen[len(passes) + 1 :] if shape[1] == 1]
+    assert seen[len(passes) + 1] == (4, 12)
+    assert decoding.counts["rows_decoded"] == sum(shape[0] for shape in ours) < sum(shape[0] for shape in passes)
+    assert decoding.counts["rows_decoded"] + decoding.counts["rows_decoded_saved"] == sum(shape[0] for shape in passes)
+    with decoding.completing(model("llama"), rows, counts=False):  # an evaluation
+        model("llama").generate(**inputs, generation_config=config())
+    assert decoding.counts["rows_decoded"] == sum(shape[0] for shape in ours)
+
+
+def test_padding_to_a_multiple_and_prompts_that_differ():
+    """TRL's `pad_to_multiple_of`; and later turns with tools, where no prompt is another's."""
+    rows, inputs = batch([5, 9])
+    padded = {name: torch.nn.functional.pad(tensor, (7, 0)) for name, tensor in inputs.items()}
+    check_equal(model("llama"), rows, padded, config())
+    rows, inputs = batch([5, 9, 11], prompts=6, copies=1)
+    assert check_equal(model("qwen2"), rows, inputs, config(repetition_penalty=1.2)).counts["prompt_tokens_shared"] == 0
+
+
+def test_bf16():
+    """Rounding is coarser, and on this machine's CPU the same in batches of any shape."""
+    rows, inputs = batch([5, 9, 30, 31])
+    with torch.autocast("cpu", torch.bfloat16):
+        decoding = Decoding(off=False)
+        theirs, ours = (completed(model("llama"), rows, inputs, config(), how) for how in (None, decoding))
+    assert torch.equal(theirs[1], ours[1]) and decoding.counts["rows_decoded_saved"] > 0
+    width = min(theirs[0].shape[1], ours[0].shape[1])
+    assert (theirs[0][:, :width] == ours[0][:, :width]).all(dim=1).float().mean() >= 0.75
+
+
+def test_prompts_are_told_apart_by_their_tokens():
+    prompts = Prompts.of([[1, 2], [1, 2], [3], [1, 2], [3, 3]])
+    assert prompts == Prompts(owner=[0, 0, 1, 0, 2], first=[0, 2, 4], lengths=[2, 1, 2])
+    assert prompts.tokens_shared == 4
+
+
+def test_chunks_hold_every_prompt_once():
+    lengths = [500, 3, 60, 50, 66, 200, 19]
+    chunks = chunks_of_similar_length(lengths)
+    assert chunks == [[1, 6], [3, 2, 4], [5], [0]]
+    assert len(chunks_of_similar_length(range(50, 501))) == 8
+
+
+def test_rows_that_are_left_get_their_own_random_numbers():
+    generator = torch.Generator().manual_seed(0)
+    probabilities = torch.rand(6, 50, generator=generator).softmax(dim=-1)
+    torch.manual_seed(3)
+    whole, state = torch.multinomial(probabilities, 1)[:, 0], torch.get_rng_state()
+    places = torch.tensor([1, 2, 5])
+    torch.manual_seed(3)
+    assert torch.equal(drawn(probabilities[places], torch.ones(6, 50), places), whole[places])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_errors_leave_the_model_as_it_was():
+    rows, inputs = batch([5])
+    broken = model("llama")
+    hook = broken.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        completed(broken, rows, inputs, config(), Decoding(off=False))
+    hook.remove()
+    assert "generate" not in vars(broken)
+
+
+@pytest.mark.falls_back
+@pytest.mark.parametrize("passes", [0, 3])
+def test_an_unforeseen_error_is_told_and_changes_no_completion(passes, monkeypatch, caplog):
+    """Before the first random number and after some: `generate` begins anew, with the same numbers."""
+    rows, inputs = batch([5, 9, 30, 31])
+    theirs, state = completed(model("llama"), rows, inputs, config())
+    calls, keep = [], Decoding._leave
+
+    def leave(given, stay, lengths, length):
+        calls.append(length)
+        if len(calls) > passes:
+            raise IndexError("of a new version")
+        return keep(given, stay, lengths, length)
+
+    monkeypatch.setattr(Decoding, "_leave", staticmethod(leave))
+    decoding = Decoding(off=False)
+    for _ in range(2):
+        ours, state_of_ours = completed(model("llama"), rows, inputs, config(), decoding)
+        assert torch.equal(theirs, ours) and torch.equal(state, state_of_ours)
+    assert len(calls) == passes + 1  # it was not tried again
+    (reason,) = decoding.failed
+    assert "IndexError: of a new version" in reason and decoding.plain_because == reason
+    assert decoding.counts["rows_decoded"] == decoding.counts["prompt_tokens_shared"] == 0
+    assert [record.levelname for record in caplog.records if "did not work" in record.message] == ["WARNING"]
+
+
+def test_a_lack_of_memory_is_no_fault_of_the_loop(monkeypatch):
+    def ends(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    rows, inputs = batch([5, 9])
+    monkeypatch.setattr(Decoding, "_leave", staticmethod(ends))
+    decoding = Decoding(off=False)
+    with pytest.raises(torch.OutOfMemoryError):
+        completed(model("llama"), rows, inputs, config(), decoding)
+    assert not decoding.failed
+
+
+# What is left to transformers.
+
+LEFT = {
+    "beams": ("llama", {"num_beams": 2, "do_sample": False}, "`beam_search`"),
+    "scores": ("llama", {"return_dict_in_generate": True, "output_scores": True}, "`return_dict_in_generate=True`"),
+    "several": ("llama", {"num_return_sequences": 2}, "32 rows are asked for"),
+    "chunks of a prompt": ("llama", {"prefill_chunk_size": 8}, "`prefill_chunk_size=8`"),
+    "no cache": ("llama", {"use_cache": False}, "no cache of keys and values"),
+    "a static cache": ("llama", {"cache_implementation": "static"}, "`StaticCache`"),
+    "a window": ("mistral, a window that fits", {"max_new_tokens": 81}, "does not fit into the window of 100 tokens"),
+    "guidance": ("llama", {"guidance_scale": 1.5}, "`UnbatchedClassifierFreeGuidanceLogitsProcessor`"),
+    "the prompt's tokens": ("llama", {"encoder_repetition_penalty": 1.2}, "`EncoderRepetitionPenaltyLogitsProcessor`"),
+    "a clock": ("llama", {"max_time": 1000.0}, "`MaxTimeCriteria`"),
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow(LEFT, ("beams", "a window", "a clock")))
+def test_left_to_transformers(name, caplog):
+    caplog.set_level("INFO", logger="hf_hybrid")
+    architecture, options, reason = LEFT[name]
+    rows, inputs = batch([20])
+    decoding = Decoding(off=False)
+    for _ in range(2):
+        theirs, ours = (
+            completed(model(architecture), rows, inputs, config(**options), how) for how in (None, decoding)
+        )
+        sequences = [getattr(found, "sequences", found) for found, _ in (theirs, ours)]
+        assert torch.equal(*sequences) and torch.equal(theirs[1], ours[1])
+    assert reason in decoding.plain_because and decoding.counts["rows_decoded"] == 0
+    assert sum(reason in record.message for record in caplog.records) == 1
+
+
+def test_images_and_others_are_left_to_transformers():
+    rows, inputs = batch([5])
+    decoding = Decoding(off=False)
+    with decoding.completing(model("llama"), rows, counts=True):
+        model("llama").generate(**inputs, generation_config=config(), streamer=None)
+        assert "`streamer`" in decoding.plain_because
+        model("llama").generate(inputs["input_ids"], generation_config=config())
+        assert "`inputs`" in decoding.plain_because
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_depend_on_the_longest_row(kind):
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 24}
+    changed = model.__wrapped__("llama", rope_parameters=rope, max_position_embeddings=24)
+    rows, inputs = batch([5, 9])
+    assert f"`{kind}` positions" in check_equal(changed, rows, inputs, config()).plain_because
+    assert check_equal(changed, rows, inputs, config(max_new_tokens=15)).plain_because is None
+
+
+class Own(LlamaForCausalLM):
+    def generate(self, *args, **kwargs):
+        return super().generate(*args, **kwargs)
+
+
+def test_models_that_are_left_to_transformers():
+    llama = model("llama")
+    assert why_plain_model(llama) is None
+    encoder = T5ForConditionalGeneration(T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
+    assert "encoder" in why_plain_model(encoder)
+    assert "`Own` has a `generate` of its own" in why_plain_model(Own(llama.config))
+    tuned = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    assert "before the prompt" in why_plain_model(get_peft_model(model.__wrapped__("llama"), tuned))
+    adapters = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    assert why_plain_model(get_peft_model(model.__wrapped__("llama"), adapters)) is None
+    activated = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[9])
+    assert "activated" in why_plain_model(get_peft_model(model.__wrapped__("llama"), activated))
+    eight_bit = model.__wrapped__("llama")
+    eight_bit.is_loaded_in_8bit = True
+    assert "8 bits" in why_plain_model(eight_bit)
+    assert "on a GPU fewer rows are not faster" in why_plain_model(model.__wrapped__("llama").to("meta"))
+
+
+def test_what_is_used_of_transformers_is_there():
+    """CONTRIBUTING.md lists it: read the new `_sample` of transformers before this test is changed."""
+    assert callable(GenerationMixin._update_model_kwargs_for_generation)
+    assert callable(GenerationMixin._optimize_model_for_decode)
+    # Where the check for the end is deferred, a token more is drawn.
+    assert not DeferredStopCheck.is_supported(torch.device("cuda"), None, False, is_assistant=False)
+
+
+# A run.
+
+
+def train(trainer_class, folder, share=0.5, **options):
+    """Train, and keep the completions of each generation."""
+    trainer = build(trainer_class, folder, share, **options)
+    trainer.seen, generates = [], trainer._generate_single_turn
+
+    def generate(*args, **kwargs):
+        found = generates(*args, **kwargs)
+        trainer.seen.append(found[0] if isinstance(found, tuple) else found)
+        return found
+
+    trainer._generate_single_turn = generate
+    trainer.train()
+    return trainer
+
+
+RUNS = {
+    "grpo": (GRPOTrainer, HybridGRPOTrainer, {}),
+    "rloo": (RLOOTrainer, HybridRLOOTrainer, {}),
+    "evaluation": (
+        GRPOTrainer, HybridGRPOTrainer, {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2},
+    ),
+    "options of the user": (
+        GRPOTrainer, HybridGRPOTrainer, {"generation_kwargs": {"min_new_tokens": 2}, "repetition_penalty": 1.1},
+    ),
+    "padded": (GRPOTrainer, HybridGRPOTrainer, {"pad_to_multiple_of": 8, "temperature": 0.8, "top_p": 0.9}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", mostly_slow(RUNS, ("grpo", "rloo", "evaluation")))
+def test_a_run_is_that_of_trl(name, tmp_path):
+    theirs, ours, options = RUNS[name]
+    theirs, ours = (train(kind, tmp_path / kind.__name__, max_steps=4, **options) for kind in (theirs, ours))
+    assert theirs.seen == ours.seen and len(ours.seen) >= (6 if name == "evaluation" else 4)
+    assert all(
+        torch.allclose(weight, other, rtol=0, atol=1e-6)
+        for weight, other in zip(weights(theirs.model).values(), weights(ours.model).values())
+    )
+    found = ours.hybrid_summary()
+    assert found["plain_rollouts_because"] is None
+    assert min(found[key] for key in ("rows_decoded", "rows_decoded_saved", "prompt_tokens_shared")) > 0
+    assert f"rows decoded: {found['rows_decoded']}\n" in str(found) and "left to TRL" not in str(found)
+
+
+def test_adapters(tmp_path):
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    options = {"peft_config": adapters, "max_steps": 3}
+    theirs, ours = (train(kind, tmp_path / kind.__name__, **options) for kind in (GRPOTrainer, HybridGRPOTrainer))
+    assert theirs.seen == ours.seen and ours.hybrid_summary()["prompt_tokens_shared"] > 0
+
+
+@pytest.mark.parametrize("steps_per_generation", mostly_slow((2, 4), (4,)))
+def test_tools(steps_per_generation, tmp_path):
+    """Later turns complete other prompts, each longer. With more steps per generation rewards are asked for first."""
+    options = {"max_steps": 4, "max_completion_length": 60, "steps_per_generation": steps_per_generation, **WITH_TOOLS}
+    theirs, ours = (train(kind, tmp_path / kind.__name__, **options) for kind in (GRPOTrainer, HybridGRPOTrainer))
+    assert theirs.seen == ours.seen and len(ours.seen) > 8 // steps_per_generation
+    assert all(
+        torch.allclose(weight, other, rtol=0, atol=1e-6)
+        for weight, other in zip(weights(theirs.model).values(), weights(ours.model).values())
+    )
+    found = ours.hybrid_summary()
+    assert found["plain_rollouts_because"] is None and found["prompt_tokens_shared"] > 0
+    assert (found["log_probs_skipped"] > 0) is (steps_per_generation == 4)
+
+
+@pytest.mark.parametrize("reason", ["off", "dropout"])
+def test_a_run_that_is_left_to_trl(reason, tmp_path, caplog):
+    caplog.set_level("INFO", logger="hf_hybrid")
+    changed = {"attention_dropout": 0.1} if reason == "dropout" else {}
+    options = {"max_steps": 2, "gradient_accumulation_steps": 1}
+    theirs = train(GRPOTrainer, tmp_path, model=policy(**changed), **options)
+    ours = train(
+        HybridGRPOTrainer, tmp_path, model=policy(**changed), rollouts="off" if reason == "off" else "auto", **options
+    )
+    found = ours.hybrid_summary()
+    assert theirs.seen == ours.seen and found["rows_decoded"] == found["prompt_tokens_shared"] == 0
+    told = [record.message for record in caplog.records if "`rollouts`" in record.message]
+    assert ("left to TRL: a forward pass in training is random" in str(found)) is (reason == "dropout")
+    assert len(told) == (reason == "dropout") and (found["plain_rollouts_because"] is None) is (reason == "off")
+    assert_same_weights(weights(theirs.model), weights(ours.model))
+
+
+def test_other_engines_are_left_alone(tmp_path, caplog):
+    caplog.set_level("INFO", logger="hf_hybrid")
+    trainer = build(HybridGRPOTrainer, tmp_path)
+    for name in ("use_vllm", "use_transformers_continuous_batching"):
+        setattr(trainer, name, True)
+        assert trainer._generates_elsewhere()
+        assert f"`{name}=True`" in trainer.decoding.plain_because
+        setattr(trainer, name, False)
+    assert not trainer._generates_elsewhere()
+    assert {record.levelname for record in caplog.records if "`rollouts`" in record.message} == {"INFO"}
+
+
+def test_the_option_is_checked(tmp_path):
+    with pytest.raises(ValueError, match="`rollouts` must be one of auto, off"):
+        HybridGRPOConfig(str(tmp_path), use_cpu=True, rollouts="on")
+
+
+def test_counts_go_on_after_a_resume(tmp_path):
+    options = {"steps_per_generation": 4, "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    whole = train(HybridGRPOTrainer, tmp_path, **options)
+    resumed = build(HybridGRPOTrainer, tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    counts = ("rows_decoded", "rows_decoded_saved", "prompt_tokens_shared")
+    assert [whole.hybrid_summary()[key] for key in counts] == [resumed.hybrid_summary()[key] for key in counts]
+    assert_same_weights(weights(whole.model), weights(resumed.model))

@@ -1,0 +1,130 @@
+"""TRL's trainers on two processes, under DDP and FSDP2: one process with all batches, or TRL's own on two processes."""
+
+import functools
+import json
+import os
+
+import pytest
+import torch
+from peft import LoraConfig
+from rig import fsdp2_on_cpu
+from rig.processes import together
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("trl")
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+from rig import rollouts  # noqa: E402
+from test_sft_dpo import PHASES, dpo, sft  # noqa: E402
+from trl import DPOConfig, DPOTrainer, GRPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer  # noqa: E402
+
+from hf_hybrid import (  # noqa: E402
+    HybridDPOConfig,
+    HybridDPOTrainer,
+    HybridGRPOTrainer,
+    HybridRLOOTrainer,
+    HybridSFTConfig,
+    HybridSFTTrainer,
+)
+
+ADAPTERS = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+LEAPS = {**PHASES, "max_steps": 16, "leap_worth": 1.0}
+PLAIN = {"enable_predict": False, "max_steps": 6}
+TRAINERS = {
+    "plain_sft": functools.partial(sft, HybridSFTTrainer, HybridSFTConfig, **PLAIN),
+    "plain_dpo": functools.partial(dpo, HybridDPOTrainer, HybridDPOConfig, **PLAIN),
+    "sft": functools.partial(sft, HybridSFTTrainer, HybridSFTConfig, **LEAPS),
+    "dpo": functools.partial(dpo, HybridDPOTrainer, HybridDPOConfig, **LEAPS),
+    "packed_sft": functools.partial(sft, HybridSFTTrainer, HybridSFTConfig, packing=True, **LEAPS),
+    "dpo_of_adapters": functools.partial(dpo, HybridDPOTrainer, HybridDPOConfig, peft_config=ADAPTERS, **LEAPS),
+}
+SHARED = {"optim": "sgd", "learning_rate": 0.3, "max_steps": 8, "leap_gain": 0, "share_rows": "on"}
+SHARING = {
+    "shared_sft": (functools.partial(sft, HybridSFTTrainer, HybridSFTConfig), sft, SFTTrainer, SFTConfig),
+    "shared_dpo": (functools.partial(dpo, HybridDPOTrainer, HybridDPOConfig), dpo, DPOTrainer, DPOConfig),
+}
+ROLLOUTS = {"grpo": HybridGRPOTrainer, "plain_grpo": GRPOTrainer, "rloo": HybridRLOOTrainer, "plain_rloo": RLOOTrainer}
+SHARDING = {"ddp": {}, "fsdp2": {"fsdp": True}}
+DECISIONS = ("steps_by_phase", "leaps_by_verdict", "forward_only_passes", "roll_backs")
+
+
+def build(name, folder, **options):
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if name in ROLLOUTS:
+        loss = {"loss_type": "grpo"} if "grpo" in name else {}
+        return rollouts.build(ROLLOUTS[name], folder, share=0.6, max_steps=4, **loss, **options)
+    options["per_device_train_batch_size"] = 4 // processes
+    return SHARING[name][0](folder, **SHARED, **options) if name in SHARING else TRAINERS[name](folder, **options)
+
+
+def train(name, folder, **options):
+    trainer = build(name, folder / name, **options)
+    trainer.probe_sequences = 4
+    trainer.train()
+    summary = trainer.hybrid_summary() if hasattr(trainer, "hybrid_summary") else {}
+    found = {key: value for key, value in summary.items() if key not in ("seconds_by_phase", "memory", "planner")}
+    found["losses"] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    return found, {key: tensor.clone() for key, tensor in state.items()}
+
+
+def run(folder, sharding):
+    fsdp2_on_cpu.enable()
+    for name in (*TRAINERS, *SHARING, *ROLLOUTS):
+        found, weights = train(name, folder, **SHARDING[sharding])
+        rank = int(os.environ["RANK"])
+        (folder / f"{name}{rank}.json").write_text(json.dumps(found))
+        if rank == 0:
+            save_file(weights, folder / f"{name}.safetensors")
+    torch.distributed.barrier()
+
+
+@pytest.fixture(scope="module", params=SHARDING)
+def launched(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    assert together(2, lambda: run(folder, request.param)) == [0, 0]
+    return request.param, folder
+
+
+def of(folder, name):
+    return [json.loads((folder / f"{name}{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_two_processes_are_one_with_their_batches_together(launched, tmp_path, name):
+    sharding, folder = launched
+    first, second = of(folder, name)
+    alone, expected = train(name, tmp_path)
+    assert first["leaps"] == second["leaps"] and first["losses"] == second["losses"]
+    assert first["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert {key: first[key] for key in DECISIONS} == {key: alone[key] for key in DECISIONS}
+    assert len(first["leaps"]) >= 2 or name.startswith("plain")
+    found = load_file(folder / f"{name}.safetensors")
+    assert all(torch.allclose(found[key], expected[key], rtol=0, atol=1e-5) for key in expected)
+    if name.startswith("dpo"):  # the plain one is TRL's, with `enable_predict=False`
+        assert (first["tokens_shared"] > 0) is (sharding == "ddp")
+        assert ("fsdp" in (first["plain_rows_because"] or "")) is (sharding == "fsdp2")
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_shared_rows_on_two_processes_are_trls_on_one(launched, tmp_path, name):
+    sharding, folder = launched
+    _, build_plain, trainer, config = SHARING[name]
+    options = {option: value for option, value in SHARED.items() if option not in ("leap_gain", "share_rows")}
+    plain = build_plain(trainer, config, tmp_path, per_device_train_batch_size=4, **options)
+    plain.train()
+    found, expected = load_file(folder / f"{name}.safetensors"), plain.accelerator.get_state_dict(plain.model)
+    assert all((found[key] - expected[key]).norm() <= 1e-6 * expected[key].norm() for key in expected)
+    shares = sharding == "ddp" or name == "shared_sft"
+    assert all((process["tokens_shared"] > 0) is shares for process in of(folder, name))
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_rows_without_advantage(launched, name):
+    """Processes have different numbers of rows that count. Under FSDP2 every row is computed."""
+    sharding, folder = launched
+    found, plain = (load_file(folder / f"{run}.safetensors") for run in (name, f"plain_{name}"))
+    assert all(torch.allclose(found[key], plain[key], rtol=0, atol=1e-7) for key in plain)
+    for process in of(folder, name):
+        assert (process["rows_skipped"] > 0) is (sharding == "ddp")
+        assert ("fsdp" in (process["every_row_because"] or "")) is (sharding == "fsdp2")

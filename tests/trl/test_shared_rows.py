@@ -1,0 +1,532 @@
+"""Rows of preferences and of sampled completions share, and nothing that TRL computes from them changes."""
+
+import logging
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import assert_same_weights, config_values, weights
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+pytest.importorskip("trl")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+from datasets import Dataset  # noqa: E402
+from rig import rollouts  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from trl import DPOConfig, DPOTrainer, GRPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer  # noqa: E402
+
+from hf_hybrid import (  # noqa: E402
+    HybridDPOConfig,
+    HybridDPOTrainer,
+    HybridGRPOTrainer,
+    HybridRLOOTrainer,
+    HybridSFTConfig,
+    HybridSFTTrainer,
+)
+from hf_hybrid.compat import checkpointing_option  # noqa: E402
+from hf_hybrid.machine import RandomStates  # noqa: E402
+from hf_hybrid.trl.sft_dpo import options_of_rows  # noqa: E402
+
+WORDS = 61
+
+
+def tokenizer():
+    vocabulary = {"<pad>": 0, "<eos>": 1, **{f"w{number}": number for number in range(2, WORDS)}}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+
+
+TOKENIZER = tokenizer()
+
+
+def preferences(rows=24, seed=0):
+    """Pairs with prompts and completions of different lengths, prompts twice as long as completions."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def words(least, most):
+        count = int(torch.randint(least, most, (), generator=generator))
+        return " ".join(f"w{word}" for word in torch.randint(2, WORDS, (count,), generator=generator).tolist())
+
+    return Dataset.from_list(
+        [{"prompt": words(8, 20), "chosen": " " + words(3, 10), "rejected": " " + words(3, 10)} for _ in range(rows)]
+    )
+
+
+PAIRS = preferences()
+SIZES = {
+    "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
+}  # fmt: skip
+GPT2 = {
+    "vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0, "attn_pdrop": 0.0, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
+}  # fmt: skip
+ARCHITECTURES = {
+    "llama": lambda **o: LlamaForCausalLM(LlamaConfig(**SIZES, **o)),
+    "qwen2": lambda **o: Qwen2ForCausalLM(Qwen2Config(**SIZES, **o)),
+    "mistral": lambda **o: MistralForCausalLM(MistralConfig(**SIZES, **o)),
+    "gemma": lambda **o: GemmaForCausalLM(GemmaConfig(**SIZES, head_dim=8, **o)),
+    "gpt2": lambda **o: GPT2LMHeadModel(GPT2Config(**GPT2, **o)),
+    "phi": lambda **o: PhiForCausalLM(PhiConfig(**SIZES, **o)),
+    "opt": lambda **o: OPTForCausalLM(OPTConfig(**SIZES, ffn_dim=48, dropout=0.0, word_embed_proj_dim=32, **o)),
+}
+
+
+def build(architecture, seed=0, **options):
+    torch.manual_seed(seed)
+    return ARCHITECTURES[architecture](**options)
+
+
+def dpo(trainer, config, folder, model=None, reference=True, **options):
+    arguments = {"max_length": None, "bf16": False, "max_steps": 4, "optim": "sgd", "learning_rate": 0.3, **options}
+    extra = {name: arguments.pop(name) for name in ("peft_config", "eval_dataset") if name in arguments}
+    model = model or build("llama")
+    if config is HybridDPOConfig:
+        arguments.setdefault("enable_predict", False)
+        arguments.setdefault("share_rows", "on")
+    return trainer(
+        model,
+        build("llama", seed=1) if reference is True else reference,
+        config(**config_values(folder, **arguments)),
+        train_dataset=PAIRS,
+        processing_class=TOKENIZER,
+        **extra,
+    )
+
+
+def gradients(trainer, batch):
+    trainer.model.train()
+    trainer.model.zero_grad()
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+def apart(first, second):
+    """The largest relative difference. What is zero up to rounding (a bias of keys) is left out."""
+    assert first.keys() == second.keys()
+    least = 1e-6 * max(tensor.norm() for tensor in first.values())
+    return max(((first[n] - second[n]).norm() / first[n].norm()).item() for n in first if first[n].norm() > least)
+
+
+def warnings_of(caplog):
+    return [r.getMessage() for r in caplog.records if r.name.endswith("fallbacks") and r.levelno == logging.WARNING]
+
+
+# Models.
+
+
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_gradients_are_those_of_trl(architecture, attention, tmp_path):
+    found = []
+    for trainer, config in ((DPOTrainer, DPOConfig), (HybridDPOTrainer, HybridDPOConfig)):
+        model = build(architecture, attn_implementation=attention)
+        reference = build(architecture, seed=1, attn_implementation=attention)
+        built = dpo(trainer, config, tmp_path, model=model, reference=reference)
+        batch = built.data_collator([built.train_dataset[index] for index in range(4)])
+        found.append(gradients(built, batch))
+    (plain_loss, plain), (loss, shared) = found
+    assert loss == pytest.approx(plain_loss, rel=1e-6) and apart(plain, shared) < 1e-5
+    summary = built.hybrid_summary()
+    assert summary["plain_rows_because"] is None
+    # Two passes, of policy and reference; a prompt is two thirds of a row, and half of them are shared.
+    assert summary["tokens"] == 2 * batch["attention_mask"].sum()
+    assert 0.25 < summary["tokens_shared"] / summary["tokens"] < 0.5
+
+
+def lora(**options):
+    peft = pytest.importorskip("peft")
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
+
+
+CASES = {
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "adapters": {"peft_config": lora, "reference": None},
+    "reference beforehand": {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 4},
+    "checkpointing": {checkpointing_option(): True},
+    "truncated": {"max_length": 18},
+    "truncated at the beginning": {"max_length": 18, "truncation_mode": "keep_end"},
+    "multiple": {"pad_to_multiple_of": 16},
+}
+
+
+def history(trainer):
+    left_out = ("runtime", "per_second", "hybrid/", "step_time")
+    return [
+        {key: value for key, value in entry.items() if not any(word in key for word in left_out)}
+        for entry in trainer.state.log_history
+    ]
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_generators_of_dpo_are_left_as_by_trl(draws, tmp_path):
+    """Also where the rows of the first batch are compared, and it was found out what is drawn."""
+    states = []
+    for trainer, config in ((DPOTrainer, DPOConfig), (HybridDPOTrainer, HybridDPOConfig)):
+        model = build("llama")
+        if draws:  # ten numbers per pass, in each layout; ten tokens show that there is one for each
+            model.get_input_embeddings().register_forward_hook(
+                lambda module, args, hidden: hidden + 0 * torch.rand(2, 5).sum() if module.training else hidden
+            )
+        built = dpo(trainer, config, tmp_path, model=model, max_steps=2)
+        built.train()
+        states.append(RandomStates.now(torch.device("cpu")))
+    assert states[0].same_as(states[1])
+    summary = built.hybrid_summary()
+    assert summary["tokens_padding"] > 0 and (summary["plain_rows_because"] is None) is not draws
+
+
+@pytest.mark.parametrize("case", [c if c == "adapters" else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+def test_training_is_that_of_trl(case, tmp_path):
+    options = {"eval_dataset": PAIRS.select(range(4)), "eval_strategy": "steps", "eval_steps": 4, "max_steps": 8}
+    options |= CASES[case]
+    trained = []
+    for trainer, config in ((DPOTrainer, DPOConfig), (HybridDPOTrainer, HybridDPOConfig)):
+        made = {name: value() if callable(value) else value for name, value in options.items()}
+        trained.append(dpo(trainer, config, tmp_path / trainer.__name__, **made))
+        trained[-1].train()
+    plain, shared = trained
+    assert shared.rows.counts["tokens_shared"] > (0 if "beginning" in case else 0.2 * shared.rows.counts["tokens"])
+    assert apart(weights(plain.model), weights(shared.model)) < 1e-6
+    for theirs, ours in zip(history(plain), history(shared), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+
+
+LOSSES = [
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+]  # fmt: skip
+
+
+def test_every_loss_is_that_of_trl(tmp_path):
+    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, label_smoothing=0.1)
+    batch = trainer.data_collator([trainer.train_dataset[index] for index in range(4)])
+
+    def compare():
+        trainer.rows.off = True
+        plain_loss, plain = gradients(trainer, batch)
+        trainer.rows.off = False
+        loss, shared = gradients(trainer, batch)
+        assert loss == pytest.approx(plain_loss, rel=1e-5) and apart(plain, shared) < 1e-5
+
+    for loss in LOSSES:
+        trainer.loss_types = [loss]
+        compare()
+    trainer.loss_types, trainer.loss_weights, trainer.ld_alpha = ["sigmoid", "sft"], [0.8, 0.2], 0.5
+    compare()
+    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, use_weighting=True, f_divergence_type="js_divergence")
+    compare()
+    assert trainer.rows.counts["tokens_shared"] > 0
+
+
+@pytest.mark.parametrize("options", [{"bf16": True}, {"dtype": torch.bfloat16}], ids=["autocast", "weights"])
+def test_in_half_precision_prompts_are_shared(options, tmp_path):
+    model = build("llama").to(options.get("dtype", torch.float32))
+    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, model=model, bf16=options.get("bf16", False))
+    trainer.train()
+    assert trainer.hybrid_summary()["tokens_shared"] > 0.25 * trainer.hybrid_summary()["tokens"]
+
+
+PHASES = {
+    "max_steps": 14, "warmup_phase_steps": 3, "full_phase_steps": 2, "correct_phase_steps": 1, "max_predict_steps": 2,
+    "leap_worth": 0.5, "leap_budget": 10.0, "probe_budget": 1.0, "direction": "orthogonal", "enable_predict": True,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_leaps_and_probes_share_prompts(tmp_path):
+    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, optim="adamw_torch", **PHASES)
+    trainer.train()
+    summary = trainer.hybrid_summary()
+    assert summary["forward_only_passes"] > 0 and summary["tokens_shared"] > 0.25 * summary["tokens"]
+
+
+# Completions that are generated.
+
+REWARDED = {
+    "dapo": {},
+    "window of several steps": {"num_iterations": 2, "steps_per_generation": 4},
+    "adapters and reference": {"beta": 0.1, "peft_config": lora},
+    "reference": {"beta": 0.1, "loss_type": "grpo"},
+    "tokens": {"loss_type": "bnpo"},
+    "tokens and reference": {"loss_type": "bnpo", "beta": 0.1},
+    "every row": {"exact_skips": "off"},
+    "entropy": {"entropy_coef": 0.1},
+}
+
+
+def compare_rollouts(theirs, ours, folder, share, **options):
+    made = {name: value() if callable(value) else value for name, value in options.items()}
+    hybrid = {name: made.pop(name) for name in ("exact_skips",) if name in made}
+    rollouts.policy().save_pretrained(folder / "base")  # from where TRL takes the reference
+    trained = []
+    for trainer, extra in ((theirs, {}), (ours, {"share_rows": "on", **hybrid})):
+        model = LlamaForCausalLM.from_pretrained(folder / "base")
+        trained.append(rollouts.build(trainer, folder / trainer.__name__, share, model=model, **made, **extra))
+        trained[-1].train()
+    plain, shared = trained
+    assert shared.state.global_step == 8 and apart(weights(plain.model), weights(shared.model)) < 1e-6
+    return shared
+
+
+@pytest.mark.parametrize(
+    "case",
+    [c if c in ("dapo", "adapters and reference") else pytest.param(c, marks=pytest.mark.slow) for c in REWARDED],
+)
+def test_updates_by_rewards_are_those_of_trl(case, tmp_path):
+    """Prompts are shared among the rows that exact skips leave, in passes of policy, old policy and reference."""
+    shared = compare_rollouts(GRPOTrainer, HybridGRPOTrainer, tmp_path, 0.5, **REWARDED[case])
+    summary = shared.hybrid_summary()
+    together = case not in ("tokens and reference", "entropy")  # there the rows of a prompt stay where TRL put them
+    assert summary["plain_rows_because"] is None
+    assert summary["tokens_shared"] > (0.3 if together else 0.05) * summary["tokens"]
+
+
+@pytest.mark.slow
+def test_rloo_shares_prompts(tmp_path):
+    shared = compare_rollouts(RLOOTrainer, HybridRLOOTrainer, tmp_path, 0.5, beta=0.05)
+    assert shared.hybrid_summary()["tokens_shared"] > 0.3 * shared.hybrid_summary()["tokens"]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_with_rewards_goes_on_counting_and_ends_at_the_same_weights(tmp_path):
+    options = {"share_rows": "on", "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "num_iterations": 2}
+    whole = rollouts.build(HybridGRPOTrainer, tmp_path, **options)
+    whole.train()
+    resumed = rollouts.build(HybridGRPOTrainer, tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert apart(weights(whole.model), weights(resumed.model)) == 0.0
+    for name in ("tokens", "tokens_shared", "rows", "rows_skipped"):
+        assert whole.hybrid_summary()[name] == resumed.hybrid_summary()[name] > 0
+
+
+# What is not shared.
+
+
+def gemma3(**options):
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8, **options))
+
+
+def mamba():
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "pad_token_id")}
+    return MambaForCausalLM(MambaConfig(**sizes, eos_token_id=1, bos_token_id=None))
+
+
+def bloom():
+    sizes = {"vocab_size": WORDS, "hidden_size": 32, "n_layer": 2, "n_head": 4, "pad_token_id": 0, "eos_token_id": 1}
+    return BloomForCausalLM(BloomConfig(**sizes, hidden_dropout=0.0, attention_dropout=0.0))
+
+
+def mixtral():
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2, output_router_logits=True))
+
+
+class Counted(LlamaForCausalLM):
+    """A model whose layers know the place of a token in its row, which is found only by looking."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers[0].register_forward_hook(self._count)
+
+    @staticmethod
+    def _count(layer, args, output):
+        return output + torch.linspace(0, 1, output.shape[1])[:, None]
+
+
+PLAIN = {
+    "state-space layers": (mamba, "layers with a state that runs along the row"),
+    "ALiBi": (bloom, "the attention of `BloomForCausalLM` is its own"),
+    "router": (mixtral, "the router loss counts every token"),
+    "first batch": (lambda: Counted(LlamaConfig(**SIZES)), "hidden states of the first batch are .* away"),
+}
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_where_a_prompt_cannot_be_shared_training_is_trls_to_the_last_bit(case, tmp_path, caplog):
+    caplog.set_level("INFO")
+    build_model, why = PLAIN[case]
+    trained = []
+    for trainer, config in ((DPOTrainer, DPOConfig), (HybridDPOTrainer, HybridDPOConfig)):
+        torch.manual_seed(0)
+        models = {"model": build_model(), "reference": build_model()}
+        trained.append(dpo(trainer, config, tmp_path / trainer.__name__, max_steps=2, **models))
+        trained[-1].train()
+    plain, shared = trained
+    assert apart(weights(plain.model), weights(shared.model)) == 0.0
+    assert shared.hybrid_summary()["tokens_shared"] == 0
+    (told,) = (record.getMessage() for record in caplog.records if "computed padded" in record.getMessage())
+    assert re.search(why, told) and re.search(why, shared.hybrid_summary()["plain_rows_because"])
+
+
+@pytest.mark.parametrize("window", [8, 40])
+def test_windows_of_attention_go_along_paths(window, tmp_path):
+    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, model=gemma3(sliding_window=window))
+    batch = trainer.data_collator([trainer.train_dataset[index] for index in range(4)])
+    _, shared = gradients(trainer, batch)
+    assert trainer.rows.counts["tokens_shared"] > 0
+    trainer.rows.off = True
+    assert apart(gradients(trainer, batch)[1], shared) < 1e-5
+
+
+def test_off_is_trl_to_the_last_bit(tmp_path):
+    plain = dpo(DPOTrainer, DPOConfig, tmp_path / "plain")
+    plain.train()
+    off = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path / "off", share_rows="off")
+    off.train()
+    assert apart(weights(plain.model), weights(off.model)) == 0.0
+    assert off.hybrid_summary()["tokens"] == 0
+
+
+def test_the_option_is_checked(tmp_path):
+    with pytest.raises(ValueError, match="`share_rows` must be one of auto, on, off, got `yes`"):
+        HybridDPOConfig(**config_values(tmp_path, bf16=False), share_rows="yes")
+
+
+def test_compiled_and_sharded_runs_compute_trls_rows():
+    names = ("torch_compile", "fsdp", "deepspeed", "parallelism_config", "fp16", "bf16")
+    for option in ("torch_compile", "fsdp"):
+        _, why, _ = options_of_rows(SimpleNamespace(**{name: name == option for name in names}))
+        assert f"`{option}" in why
+
+
+def test_noise_of_the_length_of_a_row_is_that_of_trl(tmp_path):
+    trained = []
+    for trainer, config in ((DPOTrainer, DPOConfig), (HybridDPOTrainer, HybridDPOConfig)):
+        trained.append(dpo(trainer, config, tmp_path, max_steps=2, neftune_noise_alpha=5.0))
+        trained[-1].train()  # each begins with its seed when it is built
+    assert_same_weights(*(weights(built.model) for built in trained))
+    assert "`neftune_noise_alpha=5.0`" in trained[1].hybrid_summary()["plain_rows_because"]
+
+
+# Counters.
+
+
+@pytest.mark.parametrize("phases", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "leaps"])
+def test_a_resumed_run_goes_on_counting_and_ends_at_the_same_weights(phases, tmp_path):
+    options = {"max_steps": 6, "save_strategy": "steps", "optim": "adamw_torch", **(PHASES if phases else {})}
+    options["save_steps"] = options["max_steps"] // 2
+    whole = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **options)
+    whole.train()
+    resumed = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{options['save_steps']}"))
+    assert apart(weights(whole.model), weights(resumed.model)) == 0.0
+    first, second = whole.hybrid_summary(), resumed.hybrid_summary()
+    assert [first[name] for name in ("tokens", "tokens_shared")] == [
+        second[name] for name in ("tokens", "tokens_shared")
+    ]
+    whole.args.max_steps = 1
+    whole.train()
+    assert whole.hybrid_summary()["tokens"] < first["tokens"] / 3
+
+
+# Supervised fine-tuning.
+
+
+def conversations(count=24, seed=0):
+    """Questions and answers under one system prompt, as TRL's data sets of prompts and completions have them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def words(least, most):
+        number = int(torch.randint(least, most, (), generator=generator))
+        return " ".join(f"w{word}" for word in torch.randint(2, WORDS, (number,), generator=generator).tolist())
+
+    system = words(12, 13)
+    return Dataset.from_list(
+        [{"prompt": f"{system} {words(2, 8)}", "completion": " " + words(3, 9)} for _ in range(count)]
+    )
+
+
+TALKS = conversations()
+
+
+def sft(trainer, config, folder, data=TALKS, model=None, **options):
+    values = {
+        "max_length": None, "bf16": False, "max_steps": 8, "optim": "sgd", "learning_rate": 0.2,
+        "gradient_accumulation_steps": 3, "eval_strategy": "steps", "eval_steps": 3, **options,
+    }  # fmt: skip
+    extra = {name: values.pop(name) for name in ("peft_config",) if name in values}
+    built = trainer(
+        model or build("llama"),
+        config(**config_values(folder, **values)),
+        train_dataset=data,
+        eval_dataset=data.select(range(6)),
+        processing_class=TOKENIZER,
+        **extra,
+    )
+    built.train()
+    return built
+
+
+SFT = {
+    "completions": {},
+    "every token": {"completion_only_loss": False},
+    "dft": {"loss_type": "dft"},
+    "adapters": {"peft_config": lora},
+    "checkpointing": {checkpointing_option(): True},
+    "no accumulation": {"gradient_accumulation_steps": 1},
+    "multiple": {"pad_to_multiple_of": 16},
+}
+
+
+@pytest.mark.parametrize("case", SFT)
+def test_fine_tuning_is_that_of_trl(case, tmp_path):
+    options = {"max_grad_norm": 0.0, **SFT[case]}
+    trained = []
+    for trainer, config in ((SFTTrainer, SFTConfig), (HybridSFTTrainer, HybridSFTConfig)):
+        made = {name: value() if callable(value) else value for name, value in options.items()}
+        hybrid = {"leap_gain": 0} if config is HybridSFTConfig else {}
+        trained.append(sft(trainer, config, tmp_path / trainer.__name__, **made, **hybrid))
+    plain, shared = trained
+    summary = shared.hybrid_summary()
+    assert summary["plain_rows_because"] is None and summary["tokens_shared"] > 0.3 * summary["tokens"]
+    assert apart(weights(plain.model), weights(shared.model)) < 1e-6
+    for theirs, ours in zip(history(plain), history(shared), strict=True):
+        theirs.pop("entropy", None), theirs.pop("mean_token_accuracy", None)  # means over micro-batches
+        assert {name: ours[name] for name in theirs} == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    tokens = [[e["num_tokens"] for e in t.state.log_history if "num_tokens" in e] for t in trained]
+    assert tokens[0] == tokens[1]
+
+
+def test_metrics_of_one_micro_batch_are_those_of_trl(tmp_path):
+    """Entropy and accuracy are means over micro-batches: with one of them per window they are TRL's."""
+    plain = sft(SFTTrainer, SFTConfig, tmp_path / "trl", gradient_accumulation_steps=1)
+    ours = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path / "ours", gradient_accumulation_steps=1, leap_gain=0)
+    for theirs, mine in zip(history(plain), history(ours), strict=True):
+        assert {name: mine[name] for name in theirs} == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"packing": True, "max_length": 32}, {"padding_free": True}], ids=str)
+def test_packed_rows_stay_trls_to_the_last_bit(options, tmp_path):
+    options = {**options, "eval_strategy": "no"}
+    plain = sft(SFTTrainer, SFTConfig, tmp_path / "trl", **options)
+    ours = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path / "ours", leap_gain=0, **options)
+    assert apart(weights(plain.model), weights(ours.model)) == 0.0
+    assert "beside tokens" in ours.hybrid_summary()["plain_rows_because"]
