@@ -20,7 +20,7 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hf_hybrid.arguments import HybridArguments
-from hf_hybrid.config import check_leap_optimizer, was_given
+from hf_hybrid.config import check_leap_optimizer, check_leaps, check_training_arguments, phase_options, was_given
 from hf_hybrid.leaps.automatic import (
     FirstLoss,
     leaps_are_automatic,
@@ -30,9 +30,10 @@ from hf_hybrid.leaps.automatic import (
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, Orthogonal
 from hf_hybrid.leaps.directions.base import DirectionFactory, direction_class
 from hf_hybrid.leaps.leap import LeapObserver, Leaps, PhaseController, PhaseLengths
-from hf_hybrid.leaps.probe import MIN_SEQUENCES, HeldOutBatches, NextBatches, Probe, held_out_batches
+from hf_hybrid.leaps.probe import MIN_SEQUENCES, HeldOutBatches, NextBatches, Probe, check_probe_set, held_out_batches
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.leaps.trust import GainPlanner, Trust
+from hf_hybrid.machine import LeapObstacleError, check_whole_parameters
 from hf_hybrid.optimizers import (
     MuonAdamW,
     has_adapters,
@@ -53,6 +54,7 @@ from hf_hybrid.plan.of_trainer import (
     streamed_layers,
 )
 from hf_hybrid.plan.setups import Setup
+from hf_hybrid.records.progress import install_progress
 from hf_hybrid.recovery import UnrecoveredMemoryError, first_part
 from hf_hybrid.run.adapters import adapter_rate_scale
 from hf_hybrid.run.monitor import DivergenceMonitor
@@ -85,6 +87,62 @@ MAX_RATE_SCALE = 512.0
 """Largest factor of the search on the learning rate, which raises 5e-5 to 2.5e-2."""
 PROBE_SEQUENCES = 8
 """Sequences of a probe, where its budget affords as many: fewer tell too little of a leap, more cost too much."""
+
+
+# Leaps, as far as is known when the trainer is made.
+
+
+def prepare_leaps(trainer: TrainerLike) -> None:
+    """Refuse what leaps cannot work with, if they were asked for. Else leave them out."""
+    options, direction = trainer.hybrid_args, trainer.custom_direction
+    check_training_arguments(trainer.args, options)
+    if direction is not None and not callable(direction):
+        raise ValueError(
+            f"`direction` must be a subclass of `Direction` or a callable that makes one, got `{direction!r}`. "
+            "Directions of the package go by name: set the option `direction` of `HybridConfig`."
+        )
+    try:
+        check_leaps(trainer.args)
+        refuse_other_optimizers(trainer)
+        if trainer.train_dataset is not None:  # otherwise the trainer may only evaluate
+            check_trainable(trainer)
+    except LeapObstacleError as error:
+        leave_out_leaps(trainer, error)
+    if trainer.probe_dataset is not None and trainer.leap_obstacle is None and trainer.has_phases:
+        check_probe_set(trainer.probe_dataset)
+    if trainer.has_phases:
+        install_progress(trainer)
+
+
+def leave_out_leaps(trainer: TrainerLike, error: LeapObstacleError) -> None:
+    """
+    Make no leaps, and say why. If nothing else of a run works either, train as plain `Trainer` does. Raise `error`
+    if leaps, or phases, were asked for by name.
+    """
+    if not leaps_are_automatic(trainer) or phase_options(trainer.hybrid_args):
+        raise error
+    if error.leaps_alone:
+        trainer.leap_obstacle = error.reason
+        logger.warning("%s So this run makes no leaps.", error.reason)
+        return
+    trainer.obstacle = error.reason
+    trainer.run = Run(no_leaps=error.reason)
+    logger.warning(
+        "%s So this run makes no leaps and trains as plain `Trainer` does: without the divergence monitor, the "
+        "rescue of the learning rate and the forecast.",
+        error.reason,
+    )
+
+
+def check_trainable(trainer: TrainerLike) -> None:
+    """Refuse a model that has nothing to train, or none of whose parameters is whole on this process."""
+    if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
+        raise ValueError(
+            "`model` has no trainable parameters: every `requires_grad` is False. Unfreeze some, or add adapters "
+            "(for example with peft) before creating the trainer."
+        )
+    if not trainer.is_fsdp_enabled:
+        check_whole_parameters(trainer.model)
 
 
 # The run.

@@ -1,13 +1,13 @@
 """
 `HybridTrainer`: transformers.Trainer in four phases, for models that may not fit.
 
-This module orders what a step, a save, an evaluation and a resume do, so that a checkpoint holds a whole step. It
-forwards Trainer's hooks to three objects:
+This module holds Trainer's hooks and no algorithm. They call four objects:
 
 - `self.run`: the list of the run's parts (run/run.py), which build.py makes when a training begins. The monitor, leaps,
   the learning rate, the forecast and the memory guard are parts. Between trainings the list is empty;
 - `self.memory`: where weights are kept (streaming/engine.py): `Resident` or `Streamed`;
-- `self.recovery`: the part that computes a window again when memory runs out (recovery.py).
+- `self.recovery`: the part that computes a window again when memory runs out (recovery.py);
+- `self.saver`: saves and resumes (saving/saver.py).
 
 A step, from top to bottom: `get_batch_samples` begins it (a leap that is due is made; a skipped step trains on no
 batch), `training_step` computes one micro-batch, `_before_update` and `_after_update` run around the optimizer's step,
@@ -20,8 +20,6 @@ import contextlib
 import functools
 import logging
 import math
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,6 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import send_to_device
 from transformers import DataCollator, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
-from transformers.trainer_utils import has_length
 
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.build import (
@@ -39,27 +36,27 @@ from hf_hybrid.build import (
     build_memory,
     build_optimizer,
     build_run,
+    check_trainable,
     leave_adapters_to_adamw,
+    leave_out_leaps,
     makes_muon,
     phase_memory_parts,
-    refuse_other_optimizers,
+    prepare_leaps,
     rows_part,
     share_optimizer,
     tell_of_kept_defaults,
     tell_of_no_leaps,
 )
 from hf_hybrid.compat import warn_of_untested_versions
-from hf_hybrid.config import CONFIG_NAME, check_leaps, check_training_arguments, config_values, phase_options
+from hf_hybrid.config import CONFIG_NAME, config_values
 from hf_hybrid.files import write_note
 from hf_hybrid.hub.publishing import PublishingMixin
-from hf_hybrid.leaps.automatic import leaps_are_automatic
 from hf_hybrid.leaps.directions.base import DirectionFactory
-from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set
+from hf_hybrid.leaps.probe import SequenceLosses
 from hf_hybrid.machine import (
     LeapObstacleError,
     RandomStates,
     check_kernels,
-    check_whole_parameters,
     keep_differentiable,
     warn_of_lone_process,
 )
@@ -68,13 +65,13 @@ from hf_hybrid.part import Part, Phase, check_parts
 from hf_hybrid.plan.accounting import ByteTable
 from hf_hybrid.plan.of_trainer import check_streamable
 from hf_hybrid.records.log import LogFile
+from hf_hybrid.records.of_trainer import ReportingMixin
 from hf_hybrid.records.profiler import MemoryProfilerCallback, held_bytes
-from hf_hybrid.records.progress import install_progress, memory_in_use
 from hf_hybrid.records.redaction import shareable
-from hf_hybrid.records.summary import HybridSummary, RunPosition
 from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, SmallerProbes, device_probe
+from hf_hybrid.run.epochs import Epochs
 from hf_hybrid.run.monitor import TrainingDivergedError
-from hf_hybrid.run.run import DataOrder, Run
+from hf_hybrid.run.run import DataOrder, Run, loss_and_norm, overflowed
 from hf_hybrid.saving.lock import check_output
 from hf_hybrid.saving.manifest import last_checkpoint
 from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
@@ -110,7 +107,7 @@ class HookRouter(CallbackHandler):
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         control = super().on_epoch_begin(args, state, control, **kwargs)
-        self.trainer._begin_epoch()  # last, because callbacks may draw random numbers
+        self.trainer.epochs.begin()  # last, because callbacks may draw random numbers
         return control
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -155,7 +152,7 @@ class HookRouter(CallbackHandler):
         return control
 
 
-class HybridTrainerMixin(PublishingMixin):
+class HybridTrainerMixin(ReportingMixin, PublishingMixin):
     """
     Phase-aware training for any `Trainer` subclass: `class MyTrainer(HybridTrainerMixin, SFTTrainer)`.
 
@@ -216,8 +213,7 @@ class HybridTrainerMixin(PublishingMixin):
         self.saver, self.trial = Saver(self), None
         self._ignored_in_evaluations = None
         self._scheduled_rates: list[float] = []
-        self._next_epoch, self._is_at_epoch, self._around_forward = 0, False, False
-        self._epochs_began_at: list[int] = []
+        self.epochs, self._around_forward = Epochs(self), False
         super().__init__(*args, **kwargs)
         check_kernels(self.args)
         self.hybrid_args = (
@@ -254,7 +250,7 @@ class HybridTrainerMixin(PublishingMixin):
 
             samples.install(self)
         if options.enable_predict:
-            self._prepare_leaps()
+            prepare_leaps(self)
 
     def own_parts(self) -> list[Part]:
         """Return the parts that trainers of this kind add to every run."""
@@ -264,155 +260,6 @@ class HybridTrainerMixin(PublishingMixin):
     def has_phases(self) -> bool:
         """Whether training goes in phases, with or without leaps. If not, it is plain `Trainer`'s."""
         return self.hybrid_args.enable_predict and self.obstacle is None
-
-    def _prepare_leaps(self) -> None:
-        """Refuse what leaps cannot work with, if they were asked for. Else leave them out."""
-        options, direction = self.hybrid_args, self.custom_direction
-        check_training_arguments(self.args, options)
-        if direction is not None and not callable(direction):
-            raise ValueError(
-                f"`direction` must be a subclass of `Direction` or a callable that makes one, got `{direction!r}`. "
-                "Directions of the package go by name: set the option `direction` of `HybridConfig`."
-            )
-        try:
-            check_leaps(self.args)
-            refuse_other_optimizers(self)
-            if self.train_dataset is not None:  # otherwise the trainer may only evaluate
-                self._check_trainable()
-        except LeapObstacleError as error:
-            self._leave_out_leaps(error)
-        if self.probe_dataset is not None and self.leap_obstacle is None and self.has_phases:
-            check_probe_set(self.probe_dataset)
-        if self.has_phases:
-            install_progress(self)
-
-    def _leave_out_leaps(self, error: LeapObstacleError) -> None:
-        """
-        Make no leaps, and say why. If nothing else of a run works either, train as plain `Trainer` does. Raise `error`
-        if leaps, or phases, were asked for by name.
-        """
-        if not leaps_are_automatic(self) or phase_options(self.hybrid_args):
-            raise error
-        if error.leaps_alone:
-            self.leap_obstacle = error.reason
-            logger.warning("%s So this run makes no leaps.", error.reason)
-            return
-        self.obstacle = error.reason
-        self.run = Run(no_leaps=error.reason)
-        logger.warning(
-            "%s So this run makes no leaps and trains as plain `Trainer` does: without the divergence monitor, the "
-            "rescue of the learning rate and the forecast.",
-            error.reason,
-        )
-
-    def _check_trainable(self) -> None:
-        if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            raise ValueError(
-                "`model` has no trainable parameters: every `requires_grad` is False. Unfreeze some, or add adapters "
-                "(for example with peft) before creating the trainer."
-            )
-        if not self.is_fsdp_enabled:
-            check_whole_parameters(self.model)
-
-    # Reports for users.
-
-    def hybrid_summary(self) -> HybridSummary:
-        """
-        Return the run so far as plain values: `steps_by_phase`, `real_steps`, `predicted_steps`, `backward_passes`,
-        `forward_only_passes`, `leaps_made`, `leaps_by_verdict`, `seconds_by_phase` and more; all zero with
-        `enable_predict=False`, which counts nothing because it does nothing. `leaps`, `divergence_events` and
-        `learning_rate_scales` have the last entries, and `hybrid_log.jsonl` has all. `no_leaps` says why no leaps are
-        made, and is `None` where they are. `memory` is [`memory_summary`]; `out_of_memory` lists what was done each
-        time that memory ran out; `forecast` is the last forecast of the final loss (`step`, `loss`, `low`, `high`, and
-        the same of the held-out loss in `held_out`), or `None`; `recomputed_layers` counts those that
-        `activation_checkpointing="auto"` chose; `resumed` says what a checkpoint brought back and what not, or `None`;
-        `failed_savings` lists savings that are off because of an exception, each with it.
-        """
-        failed = list(dict.fromkeys(why for part in self.parts for why in part.failed))
-        found = {"memory": self.memory_summary(), "resumed": self.saver.report, "failed_savings": failed}
-        for part in self.parts:  # as they are now; the run's own summary ends with it
-            found.update(part.summary())
-        return HybridSummary({**self.run.summary(), **found})
-
-    def memory_summary(self) -> dict:
-        """
-        `held`: bytes by category on device and host at the end of the last training, exact for what is held between
-        steps (activations and temporary memory are not); `plan` and `statistics` (loads, bytes moved, seconds waited)
-        of streamed layers, `None` where nothing is streamed.
-        """
-        plan = self.memory.plan
-        return {
-            "held": None if self._held is None else self._held.to_dict(),
-            "plan": None if plan is None else plan.to_dict(),
-            "statistics": self.memory.statistics(),
-        }
-
-    @property
-    def phase_name(self) -> str | None:
-        """Phase of the step under way; `None` without leaps."""
-        return None if self.run.phase is None else self.run.phase.value
-
-    def run_position(self) -> RunPosition | None:
-        """Return the values that progress bars and notebooks show; `None` outside a run, and without leaps."""
-        run = self.run
-        if not run.has_phases:
-            return None
-        avoided = run.record.backward_passes_avoided
-        used = memory_in_use(self.args.device)
-        phase = run.last_phase.value if run.no_leaps is None and run.last_phase is not None else None
-        return RunPosition(phase, run.last_loss, avoided, used, run.forecast)
-
-    def export(
-        self,
-        format: str,
-        folder: str | os.PathLike | None = None,
-        *,
-        eval_dataset: Any = None,
-        dtype: str = "auto",
-        max_shard_size: str = "50GB",
-    ) -> dict[str, Any]:
-        """
-        Write the model in 16 bits or in a low-bit format, and measure held-out loss, bytes and speed beside those of
-        the original.
-
-        Both are loaded from their files, so that memory must have room for them beside the trainer. Adapters are merged
-        into their base, which is loaded anew.
-
-        Args:
-            format (`str`):
-                `merged`, `int8`, `int4`, `nf4`, `bitnet`, or `gguf-` and one of `f16`, `q8_0`, `q5_1`, `q4_m`, `q4_1`,
-                `q4_0`.
-            folder (`str` or `PathLike`, *optional*):
-                Folder to write, which must not exist or be empty. Default: `output_dir` with `-FORMAT` after it.
-            eval_dataset (*optional*): Held-out sequences with labels. Default: the trainer's `eval_dataset`.
-            dtype (`str`, *optional*):
-                Of weights that are not quantised; `auto`: as they are; in `merged` 16 bits (docs/export.md).
-            max_shard_size (`str`, *optional*): Of a file of weights. A GGUF file is not split.
-
-        Returns:
-            `dict`: What was measured, as in `export.json`; see [`~hf_hybrid.export.exporter.export`].
-
-        Raises:
-            ValueError: If the format cannot be written here, with what to install; if `folder` is not empty; if several
-                processes train.
-        """
-        if self.accelerator.num_processes > 1:
-            raise ValueError(
-                f"`export` runs on one process, got `{self.accelerator.num_processes}`. Save the model, and run "
-                f"`hf-hybrid export {self.args.output_dir} --format {format}` afterwards."
-            )
-        from hf_hybrid.export import exporter
-
-        folder = Path(folder or f"{os.path.abspath(str(self.args.output_dir))}-{format}")
-        exporter.check_output(folder)
-        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-        held_out: Any = self.eval_dataset if eval_dataset is None else eval_dataset
-        batches = None if held_out is None else self.get_eval_dataloader(held_out)
-        card = Path(str(self.args.output_dir), "README.md")
-        with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f"_{folder.name}.") as saved:
-            self.save_model(saved, _internal_call=True)  # else it would push
-            options = {"dtype": dtype, "max_shard_size": max_shard_size}
-            return exporter.export(saved, folder, format, batches=batches, card=card, **options)
 
     # A run begins and ends.
 
@@ -440,7 +287,7 @@ class HybridTrainerMixin(PublishingMixin):
         self.run, self._around_forward = Run(no_leaps=self.obstacle), False  # an error may have ended the last one
         self._held = None
         self._ignored_in_evaluations = args[0] if args else kwargs.get("ignore_keys_for_eval")
-        self._epochs_began_at = []
+        self.epochs.forget()
         self.recovery.reset()
         profilers = [call for call in self.callback_handler.callbacks if isinstance(call, MemoryProfilerCallback)]
         if self.hybrid_args.profile_memory and not profilers:
@@ -480,77 +327,31 @@ class HybridTrainerMixin(PublishingMixin):
         share_optimizer(self)
         try:
             if self.has_phases:
-                self._check_trainable()
+                check_trainable(self)
             self.run = build_run(self)
         except LeapObstacleError as error:
-            self._leave_out_leaps(error)
+            leave_out_leaps(self, error)
             self.run = build_run(self)
-        self._keep_batches_on_host()
+        loader = self.callback_handler.train_dataloader
+        if self.rows is not None and isinstance(loader, DataLoaderShard):
+            loader.device = None  # rows are laid out on the host, and `get_batch_samples` moves the batches of a step
         self.log_file.begin(self.state.global_step, self.state.max_steps, folder, phases=self.has_phases)
         if self.has_phases:
             tell_of_no_leaps(self)
         tell_of_kept_defaults(self)
-        self._next_epoch, self._scheduled_rates = self._place_in_data()[0], []
+        self.epochs.find_place()
+        self._scheduled_rates = []
         self._around_forward = self.run.listens("before_forward", "after_backward")
         self.run.begin()
         self.saver.restore()
         if self.has_phases and self.args.should_save:
             write_note(folder / CONFIG_NAME, shareable(config_values(self.args)))
 
-    def _keep_batches_on_host(self) -> None:
-        """
-        Let the loader of this training leave batches on the host where rows may be laid out anew.
-
-        `get_batch_samples` moves those of a step. Before, the layout looks at them without waiting for the device.
-        """
-        loader = self.callback_handler.train_dataloader
-        if self.rows is not None and isinstance(loader, DataLoaderShard):
-            loader.device = None
-
     def _load_rng_state(self, checkpoint):
         with restoring(checkpoint):
             super()._load_rng_state(checkpoint)
         self.saver.restore_random_states()
-        if self._is_at_epoch:
-            self.order.enter(self._next_epoch - 1, self.callback_handler.train_dataloader)
-
-    def _place_in_data(self) -> tuple[int, int]:
-        """Return the epoch that Trainer enters next, and how many of its batches a resume skips."""
-        loader, accumulation = self.callback_handler.train_dataloader, self.args.gradient_accumulation_steps
-        if not has_length(loader):
-            return int(self.state.epoch or 0), 0
-        epoch, steps = divmod(self.state.global_step, max(-(-len(loader) // accumulation), 1))
-        return epoch, 0 if self.args.ignore_data_skip else steps * accumulation
-
-    def _begin_epoch(self) -> None:
-        self._epochs_began_at = [*self._epochs_began_at, self.state.global_step][-3:]
-        if len(self._epochs_began_at) == 3 and len(set(self._epochs_began_at)) == 1:  # a resumed pass may be at its end
-            raise ValueError(
-                f"Two passes through `train_dataset` made no step: it gives fewer batches than "
-                f"`gradient_accumulation_steps={self.args.gradient_accumulation_steps}`. Lower that or "
-                "`per_device_train_batch_size`, or pass more data."
-            )
-        feed, loader = self.run.feed, self.callback_handler.train_dataloader
-        epoch, self._next_epoch, self._is_at_epoch = self._next_epoch, self._next_epoch + 1, True
-        self.order.enter(epoch, loader)
-        if feed is None:
-            return
-        if has_length(loader) and len(loader) == 0:
-            raise ValueError(
-                f"`train_dataset` gives no batch: `dataloader_drop_last={self.args.dataloader_drop_last}` drops one "
-                f"with fewer rows than `per_device_train_batch_size={self.args.per_device_train_batch_size}`. Lower "
-                "the batch size, or pass more data."
-            )
-        feed.enter(epoch)
-        if self.saver.resumed_from is not None:
-            ours, self.saver.resumed_from = feed.begun, None
-            if not ours:
-                feed.trained = self._place_in_data()[1]
-        else:  # Trainer does not know how often a resumed run has gone through a stream, which may differ by epoch
-            ours = self.saver.report is not None and not has_length(loader)
-        if ours:
-            feed.read(loader)
-            self._is_at_epoch = False
+        self.epochs.restore_order()
 
     def _end_run(self) -> None:
         had_phases, self._around_forward = self.run.has_phases, False
@@ -570,7 +371,7 @@ class HybridTrainerMixin(PublishingMixin):
             return [], None
         if self.saver.evaluation_is_due and self.control.should_training_stop:  # which a callback decided in it
             return [], None
-        self.saver.evaluation_is_due = self._is_at_epoch = False
+        self.saver.evaluation_is_due = self.epochs.is_at_start = False
         in_step, feed = self.saver.in_step, self.run.feed
         in_step.is_changing = True
         with self.order.reading():
@@ -619,15 +420,15 @@ class HybridTrainerMixin(PublishingMixin):
         """Run forward and backward of a micro-batch, or of a part of one after memory ran out."""
         laid_out, in_step = self.run.step.window is not None, self.saver.in_step
         in_step.is_changing = True
-        try:
-            with self.rows.around() if laid_out else contextlib.nullcontext():
+        with self.rows.around() if laid_out else contextlib.nullcontext():
+            try:
                 if self._around_forward:
                     self.run.call("before_forward", self.run.phase)
                 return step(inputs)
-        finally:
-            in_step.is_changing = False
-            if self._around_forward:
-                self.run.call("after_backward", self.run.phase)
+            finally:
+                in_step.is_changing = False
+                if self._around_forward:
+                    self.run.call("after_backward", self.run.phase)
 
     def _skip_step(self, model) -> torch.Tensor:
         model.train()  # as a real step does: TRL tells by it which metrics it logs
@@ -670,9 +471,9 @@ class HybridTrainerMixin(PublishingMixin):
         self.recovery.stepping = True
         if not run.has_phases:
             return
-        loss, norm = self._loss_and_norm()
+        loss, norm = loss_and_norm(run.step, self._gradient_norm, self.accelerator)
         try:
-            if loss is not None and math.isfinite(loss) and self._overflowed(norm):
+            if loss is not None and math.isfinite(loss) and overflowed(norm, self.accelerator.scaler):
                 run.step.counts = False  # the scaler leaves the update out, and the parts are shown nothing
             elif not run.before_update(loss, norm, self.accuracy_of_step()):
                 self._withhold_update()
@@ -685,48 +486,6 @@ class HybridTrainerMixin(PublishingMixin):
         self._scheduled_rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * scale
-
-    def _loss_and_norm(self) -> tuple[float | None, float]:
-        """
-        Return loss and gradient norm of the step. The loss is the mean over all processes, `None` if no token has a
-        label. The host waits once for the device, and once more if the loss is not finite.
-        """
-
-        def mean(numbers: torch.Tensor) -> torch.Tensor:
-            several = self.accelerator.num_processes > 1
-            return self.accelerator.reduce(numbers, reduction="mean") if several else numbers
-
-        losses, norm = torch.stack(self.run.step.losses), self._gradient_norm
-        total = mean(losses.sum())
-        if type(norm) is torch.Tensor and norm.device == total.device:  # FSDP2 has another class
-            loss, norm = torch.stack([total.double(), norm.double()]).tolist()
-        else:
-            loss, norm = total.item(), float(norm)
-        if math.isfinite(loss):
-            return loss, norm
-        labelled = self._labelled().to(losses.device)  # all processes come here, or none
-        total = torch.stack([losses.where(labelled, 0).sum(), labelled.sum().to(losses.dtype)])
-        loss, count = mean(total).tolist()
-        return loss if count else None, norm
-
-    def _overflowed(self, gradient_norm: float) -> bool:
-        """
-        Whether gradients are infinite because the gradient scaler of fp16 multiplied the loss by too much. It finds its
-        factor that way, and lowers it now. Gradients that overflow below a factor of 1 are the training's fault.
-        """
-        scaler = self.accelerator.scaler
-        return scaler is not None and not math.isfinite(gradient_norm) and scaler.get_scale() >= 1
-
-    def _labelled(self) -> torch.Tensor:
-        """Return which micro-batches of a step have labels, as far as that is known. The others gave 0 / 0."""
-        step = self.run.step
-        found = torch.ones(len(step.losses), dtype=torch.bool)
-        if step.items is not None:
-            return found & torch.as_tensor(step.items).bool().any().cpu()
-        labels = [batch["labels"] for batch in step.batches if isinstance(batch, Mapping) and "labels" in batch]
-        if len(labels) != len(step.losses) or not all(map(torch.is_tensor, labels)):
-            return found
-        return torch.stack([label[..., label.dim() > 1 :].ne(-100).any().cpu() for label in labels])
 
     def _after_update(self) -> None:
         self.recovery.stepping = False

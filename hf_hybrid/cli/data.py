@@ -292,6 +292,10 @@ class Reader:
                 f"`--assistant_only_loss true` needs chats, and {sources[0].where} holds {sources[0].format.title}."
             )
         parts = [self._tokenised(source, tokenizer, processes) for source in sources]
+        if self.command == "sft" and not data.streaming:
+            if more := sum(map(len, parts)) - sum(len(source.rows) for source in sources):
+                report("divided", f"{more:,} more rows: chats whose template renders an answer otherwise once others "
+                       "follow have one for each answer")  # fmt: skip
         if data.dataset_weights is not None:
             report("mixture", self._mixture(parts))
         train_set, eval_set = mixed(parts, data.dataset_weights, self.seed), None
@@ -307,8 +311,7 @@ class Reader:
         elif self.command == "sft":
             answers = self._answers(tokenizer)
             learned = " and ".join(sorted({answers.learned(source) for source in sources}))
-            train_set = tokens.counted(train_set, self, learned, report)
-            eval_set = None if eval_set is None else tokens.without_counts(eval_set)
+            tokens.report_lengths(train_set, self, learned, report)
         return train_set, eval_set
 
     def eval_set(

@@ -343,17 +343,10 @@ def recognise(
 
 def converted(row: Row, number: int, row_format: Format, system: str | None, where: str) -> dict[str, Any]:
     """
-    Return a row in TRL's form, with the columns that go with it.
-
-    Args:
-        row (`Mapping`): Of the data set.
-        number (`int`): Of the row, from 0.
-        row_format (`Format`): Of the data set.
-        system (`str`, *optional*): System message of conversations that have none.
-        where (`str`): The data set, as messages begin.
+    Return a row in TRL's form, with the columns that go with it; `system` is the message of chats that have none.
 
     Raises:
-        OptionError: If the row has another form.
+        OptionError: If the row has another form. It names the data set (`where`) and the number of the row.
     """
     try:
         values = row_format.convert(row)

@@ -28,11 +28,13 @@ logger = logging.getLogger(__name__)
 
 def is_repo_id(name: object) -> TypeGuard[str]:
     """Whether a name can be that of a repository on the Hub."""
+    if not isinstance(name, str):
+        return False
     try:
         validate_repo_id(name)
     except HFValidationError:
         return False
-    return isinstance(name, str)
+    return True
 
 
 def is_local(name: str) -> bool:
@@ -121,8 +123,8 @@ def license_of(base: str) -> dict[str, str]:
 def data_of(trainer: TrainerLike) -> list[dict[str, Any]]:
     """The training set and the evaluation sets: `role`, `name` within the run, and their [`data_facts`]."""
     sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
-    found = [("Training", "", trainer.train_dataset), *(("Evaluation", name, data) for name, data in sets.items())]
-    return [{"role": role, "name": name, **data_facts(data)} for role, name, data in found if data is not None]
+    roles = [("Training", "", trainer.train_dataset), *(("Evaluation", name, data) for name, data in sets.items())]
+    return [{"role": role, "name": name, **data_facts(data)} for role, name, data in roles if data is not None]
 
 
 def data_facts(dataset) -> dict[str, Any]:

@@ -339,8 +339,7 @@ class Saver:
         good = trainer.run.weights is not None and trainer.run.weights.are_finite()
         held = "are those of the last good step" if good else "hold NaN or infinite values too and cannot be used"
         return TrainingDivergedError(
-            f"{error} The weights in memory {held}. {where}. Check the data of these steps, lower `learning_rate`, or "
-            "raise `max_bad_steps`."
+            f"{error} The weights in memory {held}. {where}. Check the data of these steps, or lower `learning_rate`."
         )
 
     # A resume.

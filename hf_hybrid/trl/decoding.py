@@ -141,7 +141,7 @@ class Prompts:
     @property
     def tokens_shared(self) -> int:
         """Tokens of the prompts that are copies."""
-        return sum(self.lengths[number] for number in self.owner) - sum(self.lengths)
+        return sum(map(self.lengths.__getitem__, self.owner)) - sum(self.lengths)
 
 
 def chunks_of_similar_length(lengths: Sequence[int]) -> list[list[int]]:
@@ -303,9 +303,9 @@ def _prefill(model: Any, input_ids: Tensor, prompts: Prompts, given: dict[str, A
     width = input_ids.shape[1] if positions is None else max(lengths)
     logits, caches = [], []
     for chunk in chunks:
-        longest = width if positions is None else max(lengths[prompt] for prompt in chunk)
+        longest = width if positions is None else lengths[chunk[-1]]
         rows = indices([prompts.first[prompt] for prompt in chunk], device)
-        padded = positions is None or any(lengths[prompt] < longest for prompt in chunk)
+        padded = positions is None or lengths[chunk[0]] < longest
         part = _cut({**given, CACHE: copy.deepcopy(empty)}, rows, longest, padded)
         tokens = input_ids[:, -longest:].index_select(0, rows)
         inputs = model.prepare_inputs_for_generation(tokens, is_first_iteration=True, **part)
@@ -342,13 +342,20 @@ def _repeat(caches: list[DynamicCache], places: Tensor, width: int) -> None:
     for of_caches in zip(*(cache.layers for cache in caches)):
         first: Any = of_caches[0]
         for name in ("keys", "values"):
-            states = [getattr(layer, name) for layer in of_caches]
-            states = [pad(part, (0, 0, width - part.shape[2], 0)) if part.shape[2] < width else part for part in states]
-            setattr(first, name, (torch.cat(states) if len(states) > 1 else states[0]).index_select(0, places))
+            states: Tensor = getattr(first, name)
+            if len(caches) > 1:
+                states = torch.cat([_widened(getattr(layer, name), width) for layer in of_caches])
+            setattr(first, name, states.index_select(0, places))
         if isinstance(first, DynamicSlidingWindowLayer):
             first.cumulative_length = width
         for layer in of_caches[1:]:
             layer.keys = layer.values = None
+
+
+def _widened(states: Tensor, width: int) -> Tensor:
+    """Pad keys or values at the left."""
+    missing = width - states.shape[2]
+    return pad(states, (0, 0, missing, 0)) if missing else states
 
 
 def _keep(cache: DynamicCache, rows: Tensor, cut: int) -> None:

@@ -7,6 +7,7 @@ groups.py explains which rows and why the update stays TRL's, decoding.py how co
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -206,7 +207,6 @@ class Rollouts(Part):
         return {
             "step": trainer._step,
             "batches": [] if generates else [dict(batch) for batch in trainer.generated],
-            "layout": self._layout(),
             "metrics": {name: list(values) for name, values in trainer._metrics["train"].items()},
         }
 
@@ -216,7 +216,7 @@ class Rollouts(Part):
         batches = [
             {k: v.clone() if isinstance(v, Tensor) else v for k, v in batch.items()} for batch in found["batches"]
         ]
-        return {OWN: {**found, "batches": batches}}
+        return {OWN: {**found, "batches": batches, "layout": self._layout()}}
 
     def resume(self, state: dict[str, Any]) -> None:
         if self.name not in state:
@@ -379,6 +379,10 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         with completing:
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
 
+    @functools.cached_property
+    def _sharding(self) -> str | None:
+        return sharding_of(self.args)
+
     def _generates_elsewhere(self) -> bool:
         """Whether another engine than `generate` completes prompts."""
         engines = ("use_vllm", "use_transformers_continuous_batching")
@@ -389,8 +393,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
 
     def _why_plain_rollouts(self, model: Any) -> str | None:
         """Return why completions are left to TRL, or `None` if they are not."""
-        if (sharding := sharding_of(self.args)) is not None:
-            return f"with `{sharding}` processes generate in step"
+        if self._sharding is not None:
+            return f"with `{self._sharding}` processes generate in step"
         if (why := why_plain_model(model)) is not None:
             return why
         if self.model.training and self._drawn_in_training() != "nothing":
@@ -534,8 +538,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         if not own or type(self).compute_loss is not RolloutTrainerMixin.compute_loss:
             plain = f"Hybrid{'GRPO' if isinstance(self, GRPOTrainer) else 'RLOO'}Trainer"
             return RowsStay(f"`{type(self).__name__}` has a loss of its own", f"train with `{plain}` itself")
-        if (sharding := sharding_of(self.args)) is not None:
-            return RowsStay(f"`{sharding}` counts the backward passes of a step")
+        if self._sharding is not None:
+            return RowsStay(f"`{self._sharding}` counts the backward passes of a step")
         if isinstance(self.processing_class, ProcessorMixin):
             return RowsStay("tensors of images do not have one row per completion")
         if steps_in_backward(optimizer := optimizer_name(self.args)):

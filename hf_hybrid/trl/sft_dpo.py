@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArgume
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from hf_hybrid.arguments import HybridArguments
+from hf_hybrid.build import leave_out_leaps
 from hf_hybrid.config import HybridConfigBase
 from hf_hybrid.leaps.probe import Losses, SequenceLosses, check_probe_set
 from hf_hybrid.machine import LeapObstacleError, mixed_precision_of, native_bf16, sharding_of
@@ -249,11 +250,12 @@ class TRLTrainerMixin(HybridTrainerMixin):
         super().__init__(*args, probe_dataset=probe_dataset, **kwargs)
         self._chunked_loss = _HeadOfTRL()
         if self.has_phases and self._is_vision_dataset:
-            self._leave_out_leaps(
+            leave_out_leaps(
+                self,
                 LeapObstacleError(
                     "`train_dataset` holds images, and leaps are verified on text alone.",
                     "Train on text, or leave `direction` out.",
-                )
+                ),
             )
         if not self.has_phases:
             return

@@ -451,7 +451,7 @@ def test_the_option_is_checked(tmp_path):
 def test_counts_go_on_after_a_resume(tmp_path):
     options = {"steps_per_generation": 4, "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
     whole = train(HybridGRPOTrainer, tmp_path, **options)
-    resumed = build(HybridGRPOTrainer, tmp_path, **options)
+    resumed = build(HybridGRPOTrainer, tmp_path / "resumed", **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     counts = ("rows_decoded", "rows_decoded_saved", "prompt_tokens_shared")
     assert [whole.hybrid_summary()[key] for key in counts] == [resumed.hybrid_summary()[key] for key in counts]

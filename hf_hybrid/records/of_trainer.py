@@ -1,0 +1,126 @@
+"""
+What a trainer says of itself: its summary, the memory that it holds, its position for progress bars, and its model as a
+file in another format.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+
+from hf_hybrid.plan.accounting import ByteTable
+from hf_hybrid.records.progress import memory_in_use
+from hf_hybrid.records.summary import HybridSummary, RunPosition
+
+
+class ReportingMixin(Trainer):
+    """The methods of a trainer that report."""
+
+    run: Any
+    parts: Any
+    memory: Any
+    saver: Any
+    _held: ByteTable | None
+    """Bytes that were held at the end of the last training."""
+
+    def hybrid_summary(self) -> HybridSummary:
+        """
+        Return the run so far as plain values: `steps_by_phase`, `real_steps`, `predicted_steps`, `backward_passes`,
+        `forward_only_passes`, `leaps_made`, `leaps_by_verdict`, `seconds_by_phase` and more; all zero with
+        `enable_predict=False`, which counts nothing because it does nothing. `leaps`, `divergence_events` and
+        `learning_rate_scales` have the last entries, and `hybrid_log.jsonl` has all. `no_leaps` says why no leaps are
+        made, and is `None` where they are. `memory` is [`memory_summary`]; `out_of_memory` lists what was done each
+        time that memory ran out; `forecast` is the last forecast of the final loss (`step`, `loss`, `low`, `high`, and
+        the same of the held-out loss in `held_out`), or `None`; `recomputed_layers` counts those that
+        `activation_checkpointing="auto"` chose; `resumed` says what a checkpoint brought back and what not, or `None`;
+        `failed_savings` lists savings that are off because of an exception, each with it.
+        """
+        failed = list(dict.fromkeys(why for part in self.parts for why in part.failed))
+        found = {"memory": self.memory_summary(), "resumed": self.saver.report, "failed_savings": failed}
+        for part in self.parts:  # as they are now; the run's own summary ends with it
+            found.update(part.summary())
+        return HybridSummary({**self.run.summary(), **found})
+
+    def memory_summary(self) -> dict:
+        """
+        `held`: bytes by category on device and host at the end of the last training, exact for what is held between
+        steps (activations and temporary memory are not); `plan` and `statistics` (loads, bytes moved, seconds waited)
+        of streamed layers, `None` where nothing is streamed.
+        """
+        plan = self.memory.plan
+        return {
+            "held": None if self._held is None else self._held.to_dict(),
+            "plan": None if plan is None else plan.to_dict(),
+            "statistics": self.memory.statistics(),
+        }
+
+    @property
+    def phase_name(self) -> str | None:
+        """Phase of the step under way; `None` without leaps."""
+        return None if self.run.phase is None else self.run.phase.value
+
+    def run_position(self) -> RunPosition | None:
+        """Return the values that progress bars and notebooks show; `None` outside a run, and without leaps."""
+        run = self.run
+        if not run.has_phases:
+            return None
+        avoided = run.record.backward_passes_avoided
+        used = memory_in_use(self.args.device)
+        phase = run.last_phase.value if run.no_leaps is None and run.last_phase is not None else None
+        return RunPosition(phase, run.last_loss, avoided, used, run.forecast)
+
+    def export(
+        self,
+        format: str,
+        folder: str | os.PathLike | None = None,
+        *,
+        eval_dataset: Any = None,
+        dtype: str = "auto",
+        max_shard_size: str = "50GB",
+    ) -> dict[str, Any]:
+        """
+        Write the model in 16 bits or in a low-bit format, and measure held-out loss, bytes and speed beside those of
+        the original.
+
+        Both are loaded from their files, so that memory must have room for them beside the trainer. Adapters are merged
+        into their base, which is loaded anew.
+
+        Args:
+            format (`str`):
+                `merged`, `int8`, `int4`, `nf4`, `bitnet`, or `gguf-` and one of `f16`, `q8_0`, `q5_1`, `q4_m`, `q4_1`,
+                `q4_0`.
+            folder (`str` or `PathLike`, *optional*):
+                Folder to write, which must not exist or be empty. Default: `output_dir` with `-FORMAT` after it.
+            eval_dataset (*optional*): Held-out sequences with labels. Default: the trainer's `eval_dataset`.
+            dtype (`str`, *optional*):
+                Of weights that are not quantised; `auto`: as they are; in `merged` 16 bits (docs/export.md).
+            max_shard_size (`str`, *optional*): Of a file of weights. A GGUF file is not split.
+
+        Returns:
+            `dict`: What was measured, as in `export.json`; see [`~hf_hybrid.export.exporter.export`].
+
+        Raises:
+            ValueError: If the format cannot be written here, with what to install; if `folder` is not empty; if several
+                processes train.
+        """
+        if self.accelerator.num_processes > 1:
+            raise ValueError(
+                f"`export` runs on one process, got `{self.accelerator.num_processes}`. Save the model, and run "
+                f"`hf-hybrid export {self.args.output_dir} --format {format}` afterwards."
+            )
+        from hf_hybrid.export import exporter
+
+        folder = Path(folder or f"{os.path.abspath(str(self.args.output_dir))}-{format}")
+        exporter.check_output(folder)
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+        held_out: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        batches = None if held_out is None else self.get_eval_dataloader(held_out)
+        card = Path(str(self.args.output_dir), "README.md")
+        with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f"_{folder.name}.") as saved:
+            self.save_model(saved, _internal_call=True)  # else it would push
+            options = {"dtype": dtype, "max_shard_size": max_shard_size}
+            return exporter.export(saved, folder, format, batches=batches, card=card, **options)
