@@ -406,28 +406,16 @@ def chosen_direction(trainer: BuiltTrainer) -> DirectionFactory:
 
 
 def direction_of(trainer: BuiltTrainer, matrices: Collection[str]) -> DirectionFactory:
-    """
-    Return the chosen direction. `gradient_memory` takes the place of `orthogonal` where no hidden matrices are trained.
-    """
+    """Return the chosen direction; `gradient_memory` in place of `orthogonal` if no hidden matrices are trained."""
     chosen = chosen_direction(trainer)
     return GradientMemory if chosen is Orthogonal and not matrices else chosen
 
 
 def refuse_other_optimizers(trainer: BuiltTrainer) -> None:
-    """
-    Refuse leaps that were asked for under an optimizer other than Adam or AdamW.
-
-    Raises:
-        LeapObstacleError: It names the optimizer.
-    """
-    if leaps_are_automatic(trainer) or trainer.hybrid_args.final_gain(1.0) == 0:
-        return
-    if trainer.optimizer is not None:
-        check_leap_optimizer(trainer.optimizer)
-    elif trainer.optimizer_cls_and_kwargs is not None:
-        check_leap_optimizer(trainer.optimizer_cls_and_kwargs[0])
-    else:
-        check_leap_optimizer(optimizer_name(trainer.args))
+    """Refuse leaps that were asked for under an optimizer other than Adam or AdamW."""
+    if not leaps_are_automatic(trainer) and trainer.hybrid_args.final_gain(1.0) > 0:
+        passed = trainer.optimizer_cls_and_kwargs
+        check_leap_optimizer(trainer.optimizer or (passed[0] if passed else optimizer_name(trainer.args)))
 
 
 def _probe(trainer: BuiltTrainer, feed: BatchFeed) -> Probe:
