@@ -591,13 +591,11 @@ def phase_memory_parts(trainer: BuiltTrainer) -> list[Part]:
             layers = fewest_recomputed_layers(trainer, leaps)
         if layers is not None or options.checkpoint_phases is not None or options.offload_activations:
             parts.append(ActivationCheckpointing(phases, offload=options.offload_activations, layers=layers))
-    if options.weight_precision is not None:
+    if options.weight_precision is not None or options.predict_states != "stay":
+        from hf_hybrid.phase_memory.precision import PhaseMemory
+
         autocast = {"bf16": "bf16", "fp16": "fp16"}.get(trainer.accelerator.mixed_precision)
-        from hf_hybrid.phase_memory.precision import precision_parts
-
-        parts += precision_parts(options.weight_precision, trainer.model, autocast=autocast)
-    if options.predict_states != "stay":
-        from hf_hybrid.phase_memory.states import OptimizerStatePlacement
-
-        parts.append(OptimizerStatePlacement(options.predict_states))
+        part = PhaseMemory(options.weight_precision or "auto", options.predict_states, autocast=autocast)
+        part.check(trainer.model)
+        parts.append(part)
     return parts
