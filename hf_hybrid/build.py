@@ -3,7 +3,7 @@ Build the parts of a run from its options.
 
 `build_memory` decides where weights are kept, `build_optimizer` makes the optimizer, and `build_run` the run: the list
 of its parts, in order. Most parts take plain values. Those that compute windows in another way or compare runs
-(recovery, shared rows, rollouts, digests, the fingerprint) take the trainer. Optional folders are imported inside
+(recovery, shared rows, rollouts) take the trainer. Optional folders are imported inside
 functions, when an option needs them.
 """
 
