@@ -7,15 +7,30 @@ leaps, the forecast, the memory guard, shared prefixes and exact skips are parts
 event. It also collects their summaries, and their states for a checkpoint. The list has only the parts that the run
 needs.
 
-A step, and the hooks that are called:
+The hooks, each with the parts that implement it:
 
-    begin_step      the batches of the step are there; a part may leap, plan, or look at them
-    before_forward, after_backward      around the computation of each micro-batch
-    before_update   gradients are there and clipped; the monitor judges them first, and may withhold the update
-    after_update    the optimizer has stepped
-    end_step        learn from the finished step
-    react           only if the monitor found something: answer its verdict
-    decide          choose what the next step will be
+| hook | when it is called | who listens |
+|---|---|---|
+| `begin` | before the first step | nearly all |
+| `resume` | before states are restored, with those of all parts | the choice of leaps, rollouts |
+| `load_state_dict` | a checkpoint is restored | all that keep a state |
+| `begin_step` | the batches are there | leaps, shared rows, rollouts, recovery |
+| `on_phase_change` | a step begins another phase | phase memory, the guard |
+| `before_forward`, `after_backward` | around each micro-batch | shared rows, phase memory, adapters |
+| `before_update` | gradients are clipped; the monitor may withhold the update | monitor, rate, leaps, planner |
+| `after_update` | the optimizer has stepped | leaps |
+| `end_step` | the step is over | monitor, rate, planner, shared rows, rollouts, recovery, the guard |
+| `react` | the monitor found something, or a leap is undone | monitor, rate, leaps, planner |
+| `decide` | last in a step: what the next one will be | leaps, planner |
+| `log` | an entry of the log is written | rate, leaps, forecast, planner |
+| `before_probe`, `after_probe`, `probe_losses` | around the losses of a probe | phase memory, recovery |
+| `spare_memory` | memory ran out, before the pass is computed again | recomputed layers |
+| `before_export` | weights are evaluated, saved or pushed | optimizer states by phase |
+| `state_dict` | a checkpoint is written | all that keep a state |
+| `summary` | `hybrid_summary()` is asked for | most |
+| `tensors_held` | memory is measured | leaps |
+| `end` | after the last step | leaps, shared rows, phase memory, recovery |
+| `clean_up` | `train()` is left, also by an error | phase memory |
 
 A new capability is a new part: subclass [`Part`], override the hooks that it needs, and add it to the list in build.py.
 Standard library only.
@@ -211,14 +226,6 @@ class Part:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. Called after `begin`."""
-
-    def check_checkpoint(self, folder: str) -> dict[str, Any]:
-        """
-        Called before optimizer and schedule are restored from a checkpoint. Refuse it by an exception, or return what
-        the user is told: `changed_options` (`[then, now]` by name) and `warnings` (sentences). `other_batches` says
-        that the place in the data is no number of batches any more.
-        """
-        return {}
 
     def resume(self, state: dict[str, Any]) -> None:
         """Called before that with the states of all parts: a part may put others in its place."""

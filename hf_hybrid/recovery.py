@@ -28,7 +28,7 @@ import logging
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ from hf_hybrid.machine import RandomStates
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.run.run import Run
-from hf_hybrid.run.trainer_view import TrainerLike
+from hf_hybrid.run.trainer_view import LossView
 from hf_hybrid.saving.manifest import last_checkpoint
 
 if TYPE_CHECKING:
@@ -268,9 +268,6 @@ def first_part(batch: Any, most: int, blocks: int = 1) -> Any:
 
 # Recovery.
 
-PAIRED = ("DPOTrainer", "RewardTrainer")
-"""TRL's trainers whose batches hold all chosen completions and then all rejected ones."""
-
 
 class UnrecoveredMemoryError(torch.OutOfMemoryError):
     """Memory ran out and no measure helped or is allowed. The message says what was tried and what to change."""
@@ -286,6 +283,21 @@ class MemoryPolicy:
     walk_by_micro_batch: bool = False
 
 
+class RecoveringTrainer(LossView, Protocol):
+    """A trainer whose windows can be computed again."""
+
+    model_wrapped: Any
+    current_gradient_accumulation_steps: float
+    blocks_of_rows: int
+    cannot_repeat: str | None
+    _train_batch_size: int
+
+    @property
+    def phase_name(self) -> str | None: ...
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None: ...
+
+
 class OutOfMemoryRecovery(Part):
     """
     Computes the micro-batches of every window, in parts no larger than what fits.
@@ -297,7 +309,7 @@ class OutOfMemoryRecovery(Part):
 
     name = "out_of_memory"
 
-    def __init__(self, trainer: TrainerLike):
+    def __init__(self, trainer: RecoveringTrainer):
         self.trainer = trainer
         self.reset()
         self.reason = ""
@@ -332,7 +344,7 @@ class OutOfMemoryRecovery(Part):
     @property
     def blocks(self) -> int:
         """Blocks of rows in a batch: 2 where chosen completions are followed by rejected ones, as in TRL."""
-        return 2 if any(base.__name__ in PAIRED for base in type(self.trainer).__mro__) else 1
+        return self.trainer.blocks_of_rows
 
     # A window.
 

@@ -31,7 +31,7 @@ sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent)]
 from huggingface_hub import ModelCard  # noqa: E402
 from rig.hub_server import card_errors  # noqa: E402
 
-from hf_hybrid.cli import screen  # noqa: E402
+from hf_hybrid.cli import console  # noqa: E402
 from hf_hybrid.cli.options import TRAINING, CommandLine, imported  # noqa: E402
 from hf_hybrid.export.exporter import export_card  # noqa: E402
 from hf_hybrid.files import plain  # noqa: E402
@@ -90,7 +90,7 @@ def record_of(words: list[str]) -> dict[str, Any]:
 
     command = TRAINING[words[0]]
     imported(command.config)
-    with screen.speaking():
+    with console.speaking():
         trainer = make_trainer(CommandLine(words[1:], command).options())
         trainer.train()
         trainer.save_model()

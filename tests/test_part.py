@@ -1,12 +1,13 @@
 """`hf_hybrid/part.py`: parts are called in order, and their state is saved."""
 
 import json
+import re
 
 import pytest
 from conftest import ByteText, hybrid_config, tiny_model
 from rig.trainers import build, train
 
-from hf_hybrid import HybridTrainer, Part
+from hf_hybrid import HybridTrainer, Part, part
 from hf_hybrid.part import Phase
 
 
@@ -59,3 +60,10 @@ def test_a_part_that_has_the_name_of_one_of_the_packages_is_refused(tmp_path):
     trainer = build(tmp_path, samples=40, parts=[Monitor()])
     with pytest.raises(ValueError, match="Two parts are named `monitor`. Give each its own `name`"):
         trainer.train()
+
+
+def test_the_table_has_every_hook_and_there_are_few():
+    hooks = {name for name, value in vars(Part).items() if callable(value) and not name.startswith("_")}
+    rows = [row.split("|")[1] for row in part.__doc__.splitlines() if row.startswith("| `")]
+    listed = re.findall(r"`(\w+)`", " ".join(rows))
+    assert sorted(listed) == sorted(hooks) and len(hooks) <= 23

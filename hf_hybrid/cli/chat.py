@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_hybrid.cli import screen
+from hf_hybrid.cli import console
 from hf_hybrid.cli.options import OptionError
 
 HELP = "/reset forgets the conversation, /system TEXT sets a system message, /exit or Ctrl-D ends."
@@ -43,10 +43,10 @@ def run(args: argparse.Namespace) -> int:
     """Chat. Returns 0; 2 after a message if the model or an option cannot be used; 130 after Ctrl-C."""
     try:
         _check(args)
-        with screen.speaking():
-            with screen.quiet_imports():
+        with console.speaking():
+            with console.quiet_imports():
                 chat = Chat(*load(args), args)
-            screen.say(f"{args.model}. {HELP}")
+            console.print_line(f"{args.model}. {HELP}")
             while (line := input("> ").strip()) not in ("/exit", "/quit"):
                 if line:
                     chat.take(line)
@@ -152,7 +152,7 @@ class Chat:
         elif word == "/system":
             self.messages, self.system = [], rest.strip() or None
         elif word.startswith("/") and word[1:].isalpha():
-            screen.say(HELP)
+            console.print_line(HELP)
         else:
             self.messages.append({"role": "user", "content": line})
             self.messages.append({"role": "assistant", "content": self._answer()})
@@ -185,8 +185,8 @@ class Chat:
         if own_end is not None:  # what the template ends an answer with
             known = ends if isinstance(ends, list) else [] if ends is None else [ends]
             options["eos_token_id"] = sorted({*known, own_end})
-        given = {name: getattr(self.args, name) for name in ("temperature", "top_p")}
-        if given["temperature"] == 0:
+        asked = {name: getattr(self.args, name) for name in ("temperature", "top_p")}
+        if asked["temperature"] == 0:
             return options | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        given = {name: value for name, value in given.items() if value is not None}
-        return options | given | ({"do_sample": True} if given else {})
+        asked = {name: value for name, value in asked.items() if value is not None}
+        return options | asked | ({"do_sample": True} if asked else {})

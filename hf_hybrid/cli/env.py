@@ -42,7 +42,7 @@ def report() -> str:
 
     facts = {"hf_hybrid": hf_hybrid.__version__, "Python": platform.python_version(), "Platform": platform.platform()}
     facts |= {name: _version(name) for name in PACKAGES}
-    facts |= {name: _found(find) for name, find in {"CPU": cpu, "RAM": _ram, "CUDA": _cuda, "GPUs": _gpus}.items()}
+    facts |= {name: _or_unknown(find) for name, find in {"CPU": cpu, "RAM": _ram, "CUDA": _cuda, "GPUs": _gpus}.items()}
     facts |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
     return "".join(f"- {name}: {fact}\n" for name, fact in facts.items())
 
@@ -54,7 +54,7 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _found(find: Callable[[], str]) -> str:
+def _or_unknown(find: Callable[[], str]) -> str:
     try:
         return find()
     except Exception as error:  # a report on a broken machine must not break

@@ -55,15 +55,15 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Export and print the table. Returns 0; 2 after a message if the run, the format or the data cannot be used."""
-    from hf_hybrid.cli import screen
+    from hf_hybrid.cli import console
 
-    with screen.quiet_imports():
+    with console.quiet_imports():
         from hf_hybrid.export import exporter, source
 
     folder = Path(args.folder)
     output = Path(args.output or f"{folder.resolve()}-{args.format}")
     try:
-        with screen.quiet_dependencies():
+        with console.quiet_dependencies():
             exporter.check_output(output)
             source.check_source(folder)
             source.read_config(folder)
@@ -73,13 +73,13 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, ImportError, OSError) as error:
         sys.stderr.write(f"hf-hybrid export: error: {error}\n")
         return 2
-    width = screen.terminal_width()
+    width = console.terminal_width()
     sys.stdout.write(json.dumps(result, indent=1) + "\n" if args.json else exporter.as_text(result, width))
     whole = output.resolve()
     written = whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else whole
     sys.stderr.write(f"Written: {written}\n")
     if (output / "chat_template.jinja").is_file():
-        sys.stderr.write(f"To try it: hf-hybrid chat {screen.folder_name(written)}\n")
+        sys.stderr.write(f"To try it: hf-hybrid chat {console.folder_name(written)}\n")
     return 0
 
 
@@ -173,29 +173,29 @@ def read_note(path: Path) -> Any:
         OptionError: If the file is damaged, or holds something else.
     """
     from hf_hybrid.cli.data import Reader
-    from hf_hybrid.cli.options import TRAINING, OptionError
+    from hf_hybrid.cli.options import TRAIN, TRAINING, OptionError
 
     values = read_json(path, [])
     wrong = None if isinstance(values, dict) else "it is damaged"
     values = as_dict(values)
-    command = TRAINING.get(str(values.get("command", "train")))
-    note_hints = get_type_hints(Reader)
-    del note_hints["data"]
-    data_hints = {} if command is None else get_type_hints(command.data)
+    options = TRAINING.get(str(values.get("command")), TRAIN).data
+    own = get_type_hints(Reader)
+    del own["data"]
+    hints = own | get_type_hints(options)
     for name, value in values.items():
-        if command is None and name == "command" or not _is_of({**data_hints, **note_hints}.get(name, object), value):
-            wrong = f"`{name}` cannot be `{value!r:.80}`"
-        elif command is not None and name not in {**data_hints, **note_hints}:
+        if name not in hints:
             wrong = f"`{name}` is no option of the data"
-    if missing := note_hints.keys() - values.keys():
+        elif not _is_of(hints[name], value) or name == "command" and value not in TRAINING:
+            wrong = f"`{name}` cannot be `{value!r:.80}`"
+    if missing := own.keys() - values.keys():
         wrong = wrong or f"it lacks `{min(missing)}`"
     if wrong is not None:
         raise OptionError(
             f"`{path}` does not say what the run was evaluated on: {wrong}. Delete the file, and name texts with "
             "`--eval_dataset` if a loss is wanted."
         )
-    reader = {name: values.pop(name) for name in note_hints}
-    return Reader(data=TRAINING[reader["command"]].data(**values), **reader)
+    reader = {name: values.pop(name) for name in own}
+    return Reader(data=options(**values), **reader)
 
 
 def _is_of(hint: Any, value: Any) -> bool:

@@ -26,18 +26,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_hybrid.cli import rewards, screen
+from hf_hybrid.cli import console, loading, rewards
 from hf_hybrid.cli.data import NOTE_NAME, Reader, check_paths, new_names
 from hf_hybrid.cli.launch import launch
-from hf_hybrid.cli.loading import (
-    adapters_config,
-    add_adapters,
-    check_model,
-    check_sizes,
-    load_model,
-    load_tokenizer,
-    read_config,
-)
 from hf_hybrid.cli.options import (
     DPO,
     GRPO,
@@ -76,7 +67,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
         sys.stdout.write(help_text(command))
         return 0
     if {"--help_all", "--help-all"} & set(arguments):
-        with screen.quiet_imports():
+        with console.quiet_imports():
             sys.stdout.write(help_all(command))
         return 0
     try:
@@ -84,7 +75,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
         line.set_environment()
         line.check_required()
         check_early(line)
-        with screen.quiet_imports():
+        with console.quiet_imports():
             processes = line.processes  # imports what knows all options
         # A launcher of the user's that started this process has decided on the number of processes.
         if "LOCAL_RANK" not in os.environ:
@@ -96,8 +87,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
         from hf_hybrid.run.run import NO_LEAPS
 
         # The message about leaps would confuse users who fine-tune.
-        with screen.speaking(unsaid=() if command is TRAIN else (NO_LEAPS,)):
-            screen.say(command.program)
+        with console.speaking(unsaid=() if command is TRAIN else (NO_LEAPS,)):
+            console.print_line(command.program)
             return train(line)
     except (OptionError, ImportError) as error:  # an ImportError: of TRL, with how to install it
         return complain(error, command.program)
@@ -122,7 +113,7 @@ def check_early(line: CommandLine) -> None:
             read_prompts(path)
         except ValueError as error:
             raise OptionError(str(error)) from None
-    check_model(early["model"][0])
+    loading.check_model(early["model"][0])
     check_paths("dataset", early["dataset"])
     check_paths("eval_dataset", early["eval_dataset"])
     new_names(early["columns"])
@@ -135,6 +126,7 @@ def train(line: CommandLine) -> int:
     """Train in this process, and say how it ended. Returns the exit status, as [`run`]."""
     from transformers import TrainerCallback
 
+    from hf_hybrid.cli.progress import Interrupts, Progress
     from hf_hybrid.recovery import UnrecoveredMemoryError
     from hf_hybrid.run.monitor import TrainingDivergedError
     from hf_hybrid.saving.drift import RanksDriftedError
@@ -150,11 +142,11 @@ def train(line: CommandLine) -> int:
     try:
         options = line.options()
         trainer = make_trainer(options)
-        screen.tell_of_trainer(trainer, options.defaulted)
-        with screen.Interrupts(alone=trainer.args.world_size == 1) as interrupts:
+        console.print_trainer(trainer)
+        with Interrupts(alone=trainer.args.world_size == 1) as interrupts:
             chooses_steps = "logging_steps" in options.defaulted
             trainer.add_callback(first_step)
-            trainer.add_callback(screen.progress_callback(trainer, interrupts, chooses_steps=chooses_steps))
+            trainer.add_callback(Progress(trainer, interrupts, chooses_steps=chooses_steps))
             result = trainer.train(resume_from_checkpoint=_checkpoint_to_resume(trainer.args))
     except (TrainingDivergedError, UnrecoveredMemoryError) as error:
         complain(error, program)
@@ -170,13 +162,13 @@ def train(line: CommandLine) -> int:
         return complain(error, program)
     except KeyboardInterrupt:
         if trainer is not None:
-            screen.tell_of_interruption(trainer)
+            console.print_interruption(trainer)
         return 128 + signal.SIGINT
     if interrupts.asked and trainer.state.global_step < trainer.state.max_steps:
-        screen.tell_of_interruption(trainer)
+        console.print_interruption(trainer)
         return 128 + signal.SIGINT
     if trainer.preempted:
-        screen.tell_of_interruption(trainer)
+        console.print_interruption(trainer)
         _end_together(trainer)
         return 128 + signal.SIGTERM
     finish(trainer, result.metrics, options, evaluated=_evaluated_last(trainer) if first_step.begun else {})
@@ -205,25 +197,25 @@ def make_trainer(options: Options) -> Any:
     command, args = options.command, options.config
     check_options(options)
     check_output(args.output_dir)
-    adapters = adapters_config(options.adapters)
+    adapters = loading.adapters_config(options.adapters)
     with args.main_process_first(desc="loading the tokenizer"):
-        config = read_config(options.model, options.trust_remote_code)
-        tokenizer = load_tokenizer(options.model, options.trust_remote_code, args)
-    check_sizes(config, str(options.model.model), len(tokenizer), getattr(options.data, "sequence_length", 0))
+        config = loading.read_config(options.model, options.trust_remote_code)
+        tokenizer = loading.load_tokenizer(options.model, options.trust_remote_code, args)
+    loading.check_sizes(config, str(options.model.model), len(tokenizer), getattr(options.data, "sequence_length", 0))
     set_seed(args.seed)
     with args.main_process_first(desc="reading the data"):
         train_set, eval_set = load_data(options, tokenizer)
     more: dict[str, Any] = {} if command is TRAIN else {"peft_config": adapters}
     if options.rewards is not None:
         more["reward_funcs"], names = rewards.load_all(options.rewards, args.reward_weights, train_set)
-        screen.fact("rewards", names)
+        console.print_fact("rewards", names)
     set_seed(args.seed)  # as if the data had taken no random numbers
     with args.main_process_first(desc="loading the model's files"):
-        model = load_model(options, config)
+        model = loading.load_model(options, config)
     if command is TRAIN:
         # Rows are of one length, so nothing is padded. Trainer's collator would pad, which takes a pad token.
         more["data_collator"] = default_data_collator
-        model = model if adapters is None else add_adapters(model, adapters, options.adapters)
+        model = model if adapters is None else loading.add_adapters(model, adapters, options.adapters)
     else:
         args.model_init_kwargs = None  # done
     if command is DPO and adapters is None and not args.precompute_ref_log_probs:
@@ -276,7 +268,7 @@ def check_output(folder: str) -> None:
 def load_data(options: Options, tokenizer: Any) -> tuple[Any, Any]:
     """Return the rows to train on and to evaluate on, say what they are, and note it for `hf-hybrid export`."""
     args, reader = options.config, Reader.of(options)
-    train_set, eval_set = reader.train_and_eval(tokenizer, screen.fact, getattr(args, "dataset_num_proc", None))
+    train_set, eval_set = reader.train_and_eval(tokenizer, console.print_fact, getattr(args, "dataset_num_proc", None))
     if eval_set is None and args.eval_strategy != "no":
         raise OptionError(
             f"`--eval_strategy {args.eval_strategy.value}` has nothing to evaluate on. Set `--eval_dataset` or "
@@ -297,11 +289,11 @@ def _print_pairs(trainer: Any, before: Any) -> None:
     sides = [[len(ids) for ids in rows[name][:]] for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
     sizes = [prompt + max(chosen, rejected) for prompt, chosen, rejected in zip(*sides, strict=True)]
     tokens = 2 * sum(sides[0]) + sum(sides[1]) + sum(sides[2])
-    screen.fact("tokens", f"{tokens:,} in {len(rows):,} pairs, the longest row {max(sizes):,}")
+    console.print_fact("tokens", f"{tokens:,} in {len(rows):,} pairs, the longest row {max(sizes):,}")
     cut, lost = sum(length is not None and size > length for size in sizes), len(before) - len(rows)
     if cut or lost:
         text = f"{cut:,} of {len(rows):,} pairs cut at --max_length {length:,}"
-        screen.fact("cut", text + (f"; {lost:,} with a longer prompt left out" if lost else ""))
+        console.print_fact("cut", text + (f"; {lost:,} with a longer prompt left out" if lost else ""))
 
 
 # After training.
@@ -334,7 +326,7 @@ def finish(trainer: Any, trained: dict[str, Any], options: Options, evaluated: d
             f"The disk is full, or a limit on it is reached: the run is trained, and `{trainer.args.output_dir}` "
             f"could not be written ({error}). Free space, then end the run with `--resume_from_checkpoint true`.",
         ) from error
-    screen.tell_of_end(trainer, trained, evaluated)
+    console.print_end(trainer, trained, evaluated)
     _end_together(trainer)
 
 

@@ -184,27 +184,27 @@ def read_parameter(name: str, values: str, config: str) -> Choices | Range:
     Raises:
         OptionError: If `train` has no such option, or refuses a value; if the range is empty or reversed.
     """
-    name, told = name.replace("-", "_"), f"`{values}` for `{name}`"
+    name, shown = name.replace("-", "_"), f"`{values}` for `{name}`"
     if name in RESERVED or is_secret_name(name):
         raise OptionError(f"`{name}` cannot be swept. Set it in the file of `--config`, or leave it out.")
     words = values.split("..") if ".." in values else values.split(",")
     read = [_value(name, word.strip(), config) for word in words]
     if len(read) < 2 or len(read) > 2 and ".." in values:
         raise OptionError(
-            f"{told} is no range and no list. Write `lo..hi`, for example `1e-5..1e-2`, or two values or more with "
+            f"{shown} is no range and no list. Write `lo..hi`, for example `1e-5..1e-2`, or two values or more with "
             "commas. A single value belongs into the file of `--config`."
         )
     if ".." not in values:
         if len(set(read)) < len(read):
-            raise OptionError(f"{told} names a value twice.")
+            raise OptionError(f"{shown} names a value twice.")
         return Choices(name, tuple(read))
     low, high = read
     if any(isinstance(end, bool) or not isinstance(end, (int, float)) for end in read):
-        raise OptionError(f"{told} is a range, and the option takes words. List them with commas.")
+        raise OptionError(f"{shown} is a range, and the option takes words. List them with commas.")
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise OptionError(f"{told} must go from a number to a larger one, as in `1e-5..1e-2`.")
+        raise OptionError(f"{shown} must go from a number to a larger one, as in `1e-5..1e-2`.")
     if name == "learning_rate" and low <= 0:
-        raise OptionError(f"{told} must begin above 0: learning rates are tried on a logarithmic scale.")
+        raise OptionError(f"{shown} must begin above 0: learning rates are tried on a logarithmic scale.")
     return Range(name, low, high)
 
 
@@ -258,13 +258,13 @@ class _Sweep:
             if not equals:
                 raise OptionError(f"`--param {word}` must be `NAME=VALUES`, for example `lora_r=8,32`.")
             pairs.append((name, values))
-        found = [read_parameter(name, values, args.config) for name, values in pairs]
-        names = [parameter.name for parameter in found]
+        parameters = [read_parameter(name, values, args.config) for name, values in pairs]
+        names = [parameter.name for parameter in parameters]
         if not names:
             raise OptionError("Nothing is tried. Give `--learning_rate 1e-5..1e-2`, or `--param NAME=VALUES`.")
         if len(set(names)) < len(names):
             raise OptionError(f"A parameter is given twice: {', '.join(names)}.")
-        return found
+        return parameters
 
     def _propose(self, study: optuna.Study) -> dict[str, Any] | None:
         """Return the values of the next trial; `None` where no other can be the best."""

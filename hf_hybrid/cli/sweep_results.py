@@ -33,14 +33,14 @@ def table(study: optuna.Study, pruner: ForecastPruner, count: int) -> str:
     names = sorted({name for trial in trials for name in trial.params})
     rows = [(HEADINGS[0], *names, *HEADINGS[1:])]
     for trial in _best_first(study, pruner, trials):
-        made, whole = trial_steps(trial)
+        step, max_steps = trial_steps(trial)
         values = [_number(trial.params.get(name, "-")) for name in names]
         outcome = outcome_text(study, pruner, trial) + ("  <- best" if trial is best else "")
-        rows.append((str(trial.number), *values, f"{made:,}/{whole:,}", outcome))
+        rows.append((str(trial.number), *values, f"{step:,}/{max_steps:,}", outcome))
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join([*(cell.rjust(width) for cell, width in zip(row, widths[:-1])), row[-1]]) for row in rows]
-    made, whole = (sum(column) for column in zip(*map(trial_steps, trials)))
-    share = f", {made / (whole * count / len(trials)):.0%} of those of {count} whole trials" if whole else ""
+    made, planned = (sum(column) for column in zip(*map(trial_steps, trials)))
+    share = f", {made / (planned * count / len(trials)):.0%} of those of {count} whole trials" if planned else ""
     return "\n".join(lines) + f"\n\n{len(trials)} trials made {made:,} steps{share}.\n"
 
 
@@ -91,16 +91,16 @@ def _paint(figure: Figure, study: optuna.Study, pruner: ForecastPruner, best: Fr
 
 
 def _paint_ends(axis: Axes, study: optuna.Study, pruner: ForecastPruner, best: FrozenTrial, name: str) -> None:
-    whole = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     if best.value is not None:
         axis.plot(best.params[name], best.value, "o", color=KEPT, markersize=8, fillstyle="none", label="best")
-    values = [(trial.params[name], trial.value) for trial in whole]
+    values = [(trial.params[name], trial.value) for trial in finished]
     axis.plot(*zip(*values), "o", color=PALETTE["real"], markersize=4, label="held-out loss at the end")
     ended = study.get_trials(deepcopy=False, states=(TrialState.PRUNED,))
-    found = [(trial.params[name], end) for trial in ended if (end := pruner.expected_end(study, trial)) is not None]
-    if found:
-        values, middles = [value for value, _ in found], [median for _, (_, median, _) in found]
-        spans = [[mid - low for _, (low, mid, _) in found], [high - mid for _, (_, mid, high) in found]]
+    forecasts = [(trial.params[name], end) for trial in ended if (end := pruner.expected_end(study, trial)) is not None]
+    if forecasts:
+        values, middles = [value for value, _ in forecasts], [median for _, (_, median, _) in forecasts]
+        spans = [[mid - low for _, (low, mid, _) in forecasts], [high - mid for _, (_, mid, high) in forecasts]]
         label = "ended early: forecast of the training loss"
         axis.errorbar(values, middles, yerr=spans, fmt="x", color=LOST, markersize=4, elinewidth=0.7, label=label)
     kind = best.distributions[name]

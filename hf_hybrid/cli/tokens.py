@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hf_hybrid.cli.formats import messages_of
@@ -56,7 +56,8 @@ def blocks(source: Any, tokenizer: Any, length: int) -> Any:
         OptionError: If a row cannot be formatted, or there are too few tokens.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    columns, where = _columns_of(source.rows), source.where
+    columns, where = list(_columns_of(source.rows)), source.where
+    encode = Answers(tokenizer, answers_only=False, completions_only=False).chat
     if not end and "text" in columns:
         logger.warning("The tokenizer has no end-of-text token, so documents are joined without one.")
 
@@ -65,8 +66,7 @@ def blocks(source: Any, tokenizer: Any, length: int) -> Any:
             # Some tokenizers end each text themselves.
             documents = [ids if ids[-1:] == end else ids + end for ids in tokenizer(rows["text"])["input_ids"]]
         else:
-            texts = [_formatted(where, row, number, tokenizer) for row, number in zip(_rows(rows), numbers)]
-            documents = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            documents = [ids for pieces in _encoded(encode, rows, numbers, where) for ids, _ in pieces]
         ids = [token for document in documents for token in document]
         pieces = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
         return {"input_ids": pieces, "labels": [list(piece) for piece in pieces]}
@@ -84,25 +84,26 @@ def blocks(source: Any, tokenizer: Any, length: int) -> Any:
     return rows
 
 
-def _formatted(where: str, row: dict[str, Any], number: int, tokenizer: Any) -> str:
-    try:
-        return tokenizer.apply_chat_template(messages_of(row, "messages"), tokenize=False, **template_arguments(row))
-    except Exception as error:  # whatever a template does with a conversation that it was not made for
-        raise _cannot_format(where, number, error) from error
+Piece = tuple[list[int], list[bool]]
+"""The tokens of a row, and which of them are learned."""
 
 
-def _cannot_format(where: str, number: int, error: Exception) -> OptionError:
-    return OptionError(
-        f"{where}, row {number + 1}: the chat template cannot format it: {reason_of(error)} Correct or remove the row."
-    )
-
-
-def _rows(batch: dict[str, list]) -> list[dict[str, Any]]:
-    return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+def _encoded(
+    encode: Callable[[dict[str, Any]], list[Piece]], batch: dict[str, list], numbers: list[int], where: str
+) -> Iterator[list[Piece]]:
+    """Encode the rows of a batch one by one. An error names the row."""
+    for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
+        try:
+            yield encode(dict(zip(batch, values, strict=True)))
+        except Exception as error:  # whatever a template does with a conversation that it was not made for
+            raise OptionError(
+                f"{where}, row {number + 1}: the chat template cannot format it: {reason_of(error)} Correct or remove "
+                "the row."
+            ) from error
 
 
 def _columns_of(rows: Any) -> list[str]:
-    return list(rows.column_names or next(iter(rows)))
+    return rows.column_names or list(next(iter(rows)))
 
 
 def template_arguments(row: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +146,7 @@ class Answers:
 
     def tokenise(self, source: Any, processes: int | None = None) -> Any:
         """
-        Return a data set or stream with `input_ids`, `labels`, and for each row `length`, `learned` and `divided`.
+        Return a data set or stream with `input_ids` and `labels`.
 
         Raises:
             OptionError: If the chat template cannot format a row.
@@ -153,29 +154,19 @@ class Answers:
         from hf_hybrid.rows.tree import IGNORED  # imports torch
 
         columns, where = _columns_of(source.rows), source.where
-        encode = self._chat if "messages" in columns else self._text if "text" in columns else self._completion
+        encode = self.chat if "messages" in columns else self._text if "text" in columns else self._completion
 
         def of_batch(batch: dict[str, list], numbers: list[int]) -> dict[str, list]:
-            tokens: dict[str, list] = {name: [] for name in ("input_ids", "labels", *COUNTS)}
-            for row, number in zip(_rows(batch), numbers, strict=True):
-                try:
-                    pieces = encode(row)
-                except Exception as error:  # whatever a template does with a conversation that it was not made for
-                    raise _cannot_format(where, number, error) from error
-                for ids, mask in pieces:
-                    tokens["input_ids"].append(ids)
-                    tokens["labels"].append([i if learn else IGNORED for i, learn in zip(ids, mask, strict=True)])
-                    tokens["length"].append(len(ids))
-                    tokens["learned"].append(sum(mask))
-                    tokens["divided"].append(len(pieces) > 1)
-            return tokens
+            pieces = [piece for row in _encoded(encode, batch, numbers, where) for piece in row]
+            labels = [[i if learn else IGNORED for i, learn in zip(ids, mask, strict=True)] for ids, mask in pieces]
+            return {"input_ids": [ids for ids, _ in pieces], "labels": labels}
 
         options: dict[str, Any] = {"batched": True, "with_indices": True, "batch_size": 100}
         if hasattr(source.rows, "__len__"):
             options |= {"num_proc": processes, "desc": "Tokenising"}
         return source.rows.map(of_batch, remove_columns=columns, **options)
 
-    def _text(self, row: dict[str, Any]) -> list[tuple[list[int], list[bool]]]:
+    def _text(self, row: dict[str, Any]) -> list[Piece]:
         ids = self.tokenizer(text=self._ended(row["text"]))["input_ids"]
         return [(ids, [True] * len(ids))]
 
@@ -183,7 +174,7 @@ class Answers:
         end = self.tokenizer.eos_token or ""
         return text if text.endswith(end) else text + end
 
-    def _completion(self, row: dict[str, Any]) -> list[tuple[list[int], list[bool]]]:
+    def _completion(self, row: dict[str, Any]) -> list[Piece]:
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, list):
             prompt, completion = messages_of(row, "prompt"), messages_of(row, "completion")
@@ -195,7 +186,8 @@ class Answers:
         start = _common(before, ids) if self.completions_only else 0
         return [(ids, [place >= start for place in range(len(ids))])]
 
-    def _chat(self, row: dict[str, Any]) -> list[tuple[list[int], list[bool]]]:
+    def chat(self, row: dict[str, Any]) -> list[Piece]:
+        """Return a conversation, or one piece for each of its answers."""
         messages = messages_of(row, "messages")
         if not self.answers_only:
             ids = self._ids(self._render(messages, row))
@@ -215,7 +207,7 @@ class Answers:
             return [self._marked(text, [(_common(before, after), len(after)) for before, after in spans])]
         return [self._marked(after, [(_common(before, after), len(after))]) for before, after in spans]
 
-    def _marked(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+    def _marked(self, text: str, spans: list[tuple[int, int]]) -> Piece:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return encoded["input_ids"], [
             any(first < end and start < last for first, last in spans) for start, end in encoded["offset_mapping"]
@@ -258,15 +250,9 @@ def _common(first: Any, second: Any) -> int:
     return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
-# Counts of a training set.
-
-COUNTS = ("length", "learned", "divided")
-"""Columns that [`Answers.tokenise`] adds, for [`counted`] alone."""
-
-
-def counted(rows: Any, reader: Any, learned: str, report: Callable[[str, str], None]) -> Any:
+def report_lengths(rows: Any, reader: Any, learned: str, report: Callable[[str, str], None]) -> None:
     """
-    Say how many tokens are learned and how many rows are cut, and return the rows without the counts.
+    Say how many tokens SFT learns and how many rows are cut.
 
     Args:
         rows: As [`Answers.tokenise`] returns them.
@@ -277,38 +263,31 @@ def counted(rows: Any, reader: Any, learned: str, report: Callable[[str, str], N
     Raises:
         OptionError: If there is nothing to learn.
     """
-    from hf_hybrid.rows.tree import IGNORED
-
     length = reader.max_length
     if not hasattr(rows, "__len__"):
         report("loss on", learned)
         if length is not None:
             report("max_length", f"rows of more than {length:,} tokens are cut; how many is not known in a stream")
-        return without_counts(rows)
-    lengths, tokens, total = rows["length"][:], sum(rows["learned"][:]), sum(rows["length"][:])
+        return
+    sizes, tokens = [], 0
+    for table in rows.with_format("arrow").iter(1000):
+        for labels in table["labels"].chunks:
+            sizes += labels.value_lengths().to_pylist()
+            tokens += int((labels.flatten().to_numpy() >= 0).sum())
     if not tokens:
         raise OptionError(
             "No row has a token to learn. If the chat template hides the answers, set `--assistant_only_loss false`."
         )
-    report("loss on", f"{learned}: {tokens:,} of {total:,} tokens ({tokens / total:.0%})")
-    if divided := sum(rows["divided"][:]):
-        report("divided", f"{divided:,} rows are one answer each: the chat template renders answers otherwise once "
-               "others follow")  # fmt: skip
-    long = [place for place, tokens in enumerate(lengths) if length is not None and tokens > length]
+    report("loss on", f"{learned}: {tokens:,} of {sum(sizes):,} tokens ({tokens / sum(sizes):.0%})")
+    long = [place for place, size in enumerate(sizes) if length is not None and size > length]
     if reader.packing:
         how = "rows are glued and cut" if reader.packing == "wrapped" else "whole rows share a sequence"
         report("packed", f"{how} of {length:,} tokens; longer rows: {len(long):,}")
     elif long:
         kept = slice(-length, None) if reader.keep_end else slice(None, length)
-        lost = sum(all(label == IGNORED for label in rows[place]["labels"][kept]) for place in long)
+        lost = sum(all(label < 0 for label in rows[place]["labels"][kept]) for place in long)
         text = f"{len(long):,} of {len(rows):,} rows cut at --max_length {length:,}"
-        text += f" (the longest has {max(lengths):,} tokens)"
+        text += f" (the longest has {max(sizes):,} tokens)"
         report("cut", text + (f"; {lost:,} of them keep no answer and are left out" if lost else ""))
         if lost == len(rows):
             raise OptionError(f"`--max_length {length}` cuts every row before its answer begins. Raise it.")
-    return without_counts(rows)
-
-
-def without_counts(rows: Any) -> Any:
-    """Return rows without the columns that are counts."""
-    return rows.remove_columns(list(COUNTS))

@@ -9,13 +9,9 @@ What is written may be mailed or published. So an option that holds a secret is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_hybrid.records.redaction import has_secret, is_secret_name
-
-if TYPE_CHECKING:
-    import yaml
 
 ENVIRONMENT = "env"
 """Key of a YAML file under which environment variables stand."""
@@ -31,11 +27,27 @@ def read_options(text: str) -> Any:
     """
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """Refuses a mapping that has a key twice. At the root are options, in whose names a dash is an underscore."""
+
+        depth = 0
+
+        def compose_mapping_node(self, anchor):
+            self.depth += 1
+            mapping = super().compose_mapping_node(anchor)
+            self.depth -= 1
+            lines: dict[str, tuple[str, int]] = {}
+            for key, _ in mapping.value:
+                name, line = str(key.value), key.start_mark.line + 1
+                option = name if self.depth else name.replace("-", "_")
+                if option in lines:
+                    twins = "`{}` in line {} and `{}` in line {}".format(*lines[option], name, line)
+                    raise _Twins(f"has {twins}, and only one of them can count. Delete the other")
+                lines[option] = name, line
+            return mapping
+
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if root is not None:
-            _refuse_twins(root)
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = "" if mark is None else f" in line {mark.line + 1}"
@@ -48,36 +60,6 @@ def read_options(text: str) -> Any:
 
 class _Twins(ValueError):
     """A mapping has a key twice."""
-
-
-def _refuse_twins(root: yaml.Node) -> None:
-    """Refuse a mapping that has a key twice. At the root are names of options, in which a dash is an underscore."""
-    for mapping in _mappings(root):
-        known: dict[str, tuple[str, int]] = {}
-        for key, _ in mapping.value:
-            found = str(key.value), key.start_mark.line + 1
-            name = found[0].replace("-", "_") if mapping is root else found[0]
-            if name in known:
-                told = "`{}` in line {} and `{}` in line {}".format(*known[name], *found)
-                raise _Twins(f"has {told}, and only one of them can count. Delete the other")
-            known[name] = found
-
-
-def _mappings(root: yaml.Node) -> Iterator[yaml.MappingNode]:
-    """All mappings in a file, each once: an alias leads to a node that was there before."""
-    import yaml
-
-    waiting, seen = [root], set()
-    while waiting:
-        node = waiting.pop()
-        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.MappingNode):
-            yield node
-            waiting += [part for pair in node.value for part in pair]
-        else:
-            waiting += node.value
 
 
 def holds_secret(name: str, value: Any) -> bool:

@@ -29,8 +29,8 @@ ROWS = 4
 
 def trains_bitnet(config: PreTrainedConfig) -> bool:
     """Whether a config is of a model with latent weights: one that [`to_bitnet`] made."""
-    found = getattr(config, "quantization_config", None) or {}
-    values = found if isinstance(found, dict) else found.to_dict()
+    quantization = getattr(config, "quantization_config", None) or {}
+    values = quantization if isinstance(quantization, dict) else quantization.to_dict()
     return values.get("quant_method") == "bitnet" and values.get("quantization_mode") == "online"
 
 

@@ -169,7 +169,7 @@ def _measured(plain: Path, own: torch.dtype, exported: Path, kept: torch.dtype, 
         for index, speed in enumerate(measure.generation_speeds(*models))
     )
     counts = {name: losses[0][name] if losses else 0 for name in ("sequences", "tokens")}
-    change = quantised["loss"] / original["loss"] - 1 if losses else None
+    change = losses[1]["loss"] / losses[0]["loss"] - 1 if losses else None
     return {"original": original, "exported": quantised, "loss_change": change, **counts, "device": device().type}
 
 
@@ -186,15 +186,15 @@ def rows(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         "tokens_per_second": ("tokens/s", format_number),
     }
     original, exported = result["original"], result["exported"]
-    found = [
+    lines = [
         (title, show(original[name]), show(exported[name]))
         for name, (title, show) in names.items()
         if original[name] is not None
     ]
     if result["loss_change"] is not None:
-        title, before, after = found[0]
-        found[0] = (title, before, f"{after} ({100 * result['loss_change']:+.2f} %)")
-    return found
+        title, before, after = lines[0]
+        lines[0] = (title, before, f"{after} ({100 * result['loss_change']:+.2f} %)")
+    return lines
 
 
 def measured_on(result: Mapping[str, Any]) -> str:

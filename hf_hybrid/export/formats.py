@@ -205,7 +205,7 @@ def load(folder: Path, dtype: torch.dtype, **quantization: Any) -> PreTrainedMod
     try:
         with gguf.quiet_reading():
             # With `output_loading_info` it returns two things, which its annotation does not say.
-            model, found = AutoModelForCausalLM.from_pretrained(  # ty: ignore[not-iterable]
+            model, loading = AutoModelForCausalLM.from_pretrained(  # ty: ignore[not-iterable]
                 folder,
                 dtype=dtype,
                 device_map={"": device()},
@@ -216,7 +216,7 @@ def load(folder: Path, dtype: torch.dtype, **quantization: Any) -> PreTrainedMod
             )
     except Exception as error:  # whatever a broken file leads to
         raise ExportError(f"`{folder}` cannot be loaded: {error}") from error
-    if wrong := sorted([*found["missing_keys"], *map(str, found["mismatched_keys"])]):
+    if wrong := sorted([*loading["missing_keys"], *map(str, loading["mismatched_keys"])]):
         raise ExportError(
             f"`{folder}` lacks weights of its model, or has them in another shape: `{wrong[0]}` and {len(wrong) - 1} "
             "more. Save the model again with `trainer.save_model()`, or export an earlier checkpoint."

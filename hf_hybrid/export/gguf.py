@@ -79,8 +79,8 @@ def check(config: PreTrainedConfig, tokenizer: Any) -> None:
     if rope != "default":
         raise ValueError(f"stretched positions (`rope_type={rope}`) are not written.")
     for option, wanted in USUAL.items():
-        if (found := getattr(config, option, wanted)) != wanted:
-            raise ValueError(f"`{option}={found}` is not written, only `{wanted}`.")
+        if (value := getattr(config, option, wanted)) != wanted:
+            raise ValueError(f"`{option}={value}` is not written, only `{wanted}`.")
     if tokenizer is None:
         raise ValueError("the file holds the tokenizer, and the run has none.")
     if _words(tokenizer) is None:

@@ -61,12 +61,12 @@ def generation_speeds(*models: PreTrainedModel) -> list[float]:
     """Return the tokens per second that each of the models generates, which take turns."""
     seconds: list[list[float]] = [[] for _ in models]
     for turn in range(TURNS + 1):
-        for model, found in zip(models, seconds):
+        for model, times in zip(models, seconds):
             started = time.perf_counter()
             _generate(model)
             if turn:  # the first warms up
-                found.append(time.perf_counter() - started)
-    return [GENERATED / statistics.median(found) for found in seconds]
+                times.append(time.perf_counter() - started)
+    return [GENERATED / statistics.median(times) for times in seconds]
 
 
 @torch.no_grad()

@@ -58,7 +58,7 @@ def merge(folder: Path, peft: Any, device: torch.device, as_trained: bool) -> Pr
     base = _base(folder, peft, device, as_trained)
     model = peft.PeftModel.from_pretrained(base, folder)
     shared = _give_each_its_own(base)
-    whole = _load_in_fp32(folder, peft, model)
+    trained_whole = _load_in_fp32(folder, peft, model)
     unrounded = []
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):
@@ -72,7 +72,7 @@ def merge(folder: Path, peft: Any, device: torch.device, as_trained: bool) -> Pr
         merged = model.merge_and_unload()
     if shared:
         _tie_again(merged)
-    for held in [*unrounded, whole]:
+    for held in [*unrounded, trained_whole]:
         _round(held)
     return merged
 
@@ -113,16 +113,16 @@ def _load_in_fp32(folder: Path, peft: Any, model: nn.Module) -> list[Sum]:
     """Load the layers anew that trained whole, in fp32."""
     from peft.utils.other import ModulesToSaveWrapper
 
-    whole = {}  # each once: tied ones have two layers
+    trained_whole = {}  # each once: tied ones have two layers
     for name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
             for part, parameter in module.modules_to_save.named_parameters():
                 if parameter.dtype in HALVES:
-                    whole[parameter] = Sum(f"{name}.{part}", parameter, parameter.dtype)
+                    trained_whole[parameter] = Sum(f"{name}.{part}", parameter, parameter.dtype)
                     parameter.data = parameter.data.float()
-    if whole:
+    if trained_whole:
         peft.set_peft_model_state_dict(model, peft.load_peft_weights(folder, device="cpu"))
-    return list(whole.values())
+    return list(trained_whole.values())
 
 
 @torch.no_grad()

@@ -93,16 +93,16 @@ def read_config(folder: Path) -> PreTrainedConfig:
     """
     is_adapter = (folder / ADAPTER_CONFIG).is_file()
     try:
-        found = folder
+        base = folder
         if is_adapter:
-            found = _peft().PeftConfig.from_pretrained(folder).base_model_name_or_path
-            if not found:
+            base = _peft().PeftConfig.from_pretrained(folder).base_model_name_or_path
+            if not base:
                 raise ExportError(
                     f"The adapters in `{folder}` do not say what their base is, because it was not loaded with "
                     "`from_pretrained`. Save the base, set `base_model_name_or_path` in their "
                     f"`{ADAPTER_CONFIG}` to its folder, and export again."
                 )
-        config = AutoConfig.from_pretrained(found, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         quantised = getattr(config, "quantization_config", None) is not None and not trains_bitnet(config)
         method = dict(config.quantization_config).get("quant_method") if quantised else None
     except ExportError:

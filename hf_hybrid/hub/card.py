@@ -27,7 +27,7 @@ from transformers.modelcard import METRIC_TAGS
 from hf_hybrid.arguments import hybrid_values
 from hf_hybrid.config import config_values
 from hf_hybrid.hub import origins, provenance
-from hf_hybrid.hub.origins import data_facts
+from hf_hybrid.hub.origins import PublishedTrainer, data_facts
 from hf_hybrid.hub.provenance import one_line, unique
 from hf_hybrid.optimizers import optimizer_name
 from hf_hybrid.records.log import load_log
@@ -35,7 +35,6 @@ from hf_hybrid.records.profiler import MemoryProfilerCallback
 from hf_hybrid.records.readings import PHASES
 from hf_hybrid.records.redaction import clean
 from hf_hybrid.records.summary import format_bytes, format_number, format_seconds
-from hf_hybrid.run.trainer_view import TrainerLike
 
 # The template and what it writes values with.
 
@@ -83,7 +82,7 @@ def render(facts: dict[str, Any]) -> str:
 # Facts.
 
 
-def card_facts(trainer: TrainerLike, given: dict[str, Any]) -> dict[str, Any]:
+def card_facts(trainer: PublishedTrainer, given: dict[str, Any]) -> dict[str, Any]:
     """
     Everything that the card says about the run of a `HybridTrainer` so far, by the names that the template uses.
 
@@ -138,7 +137,7 @@ def card_facts(trainer: TrainerLike, given: dict[str, Any]) -> dict[str, Any]:
 _SPEED = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "num_tokens")
 
 
-def evaluation_of(trainer: TrainerLike, task: str | None) -> dict[str, Any] | None:
+def evaluation_of(trainer: PublishedTrainer, task: str | None) -> dict[str, Any] | None:
     """
     The last evaluation in the log, without those of untrained weights: `step`, `metrics` (with `perplexity` for
     language models) and whether it is `of_final_weights`.
@@ -149,11 +148,13 @@ def evaluation_of(trainer: TrainerLike, task: str | None) -> dict[str, Any] | No
     state, log = trainer.state, trainer.state.log_history
     final_step = trainer.args.load_best_model_at_end and state.best_global_step or state.global_step
     trained = max((index for index, entry in enumerate(log) if "train_runtime" in entry), default=len(log))
-    found = [(i, e) for i, e in enumerate(log) if e.get("step", 0) > 0 and any(key.startswith("eval_") for key in e)]
-    of_final = [entry for index, entry in found if index > trained or entry["step"] == final_step]
+    evaluations = [
+        (i, e) for i, e in enumerate(log) if e.get("step", 0) > 0 and any(key.startswith("eval_") for key in e)
+    ]
+    of_final = [entry for index, entry in evaluations if index > trained or entry["step"] == final_step]
     chosen: dict[str, Any] = {}
     # Several evaluation sets are logged one after the other; a set that is evaluated again replaces its values.
-    for entry in of_final or [entry for _, entry in found[-1:]]:
+    for entry in of_final or [entry for _, entry in evaluations[-1:]]:
         chosen |= entry
     measured = {key: value for key, value in chosen.items() if key.startswith("eval_") and not key.endswith(_SPEED)}
     numbers = {k: v for k, v in measured.items() if isinstance(v, (int, float)) and math.isfinite(v)}
@@ -165,7 +166,7 @@ def evaluation_of(trainer: TrainerLike, task: str | None) -> dict[str, Any] | No
     return {**about, "metrics": metrics} if chosen else None
 
 
-def is_language_loss(trainer: TrainerLike, task: str | None) -> bool:
+def is_language_loss(trainer: PublishedTrainer, task: str | None) -> bool:
     """Whether an evaluation's loss is the mean negative log-likelihood of tokens, whose exponential is perplexity."""
     loss_type, method = getattr(trainer.args, "loss_type", "nll"), getattr(trainer, "_name", "SFT")  # of TRL's trainers
     is_plain = trainer.compute_loss_func is None and not trainer.args.label_smoothing_factor
@@ -186,7 +187,7 @@ def history_of(log: list[dict], most: int = 20) -> list[dict]:
     return rows[:: -max(1, math.ceil(len(rows) / most))][::-1]
 
 
-def rewards_of(trainer: TrainerLike) -> dict[str, Any] | None:
+def rewards_of(trainer: PublishedTrainer) -> dict[str, Any] | None:
     """Of TRL's trainers that learn by rewards: names of the functions, mean reward `first` and `last` in the log."""
     names = getattr(trainer, "reward_func_names", None)
     logged = [entry for entry in trainer.state.log_history if "reward" in entry]
@@ -206,21 +207,23 @@ _SILENT = re.compile(r"output_dir|logging_|run_name|resume|tqdm|do_|report_to|hu
 def settings_of(args) -> dict[str, Any]:
     """The options that decide a training, then all others that differ from their defaults and say something of it."""
     unused = "num_train_epochs" if args.max_steps > 0 else "max_steps"
-    found = {name: getattr(args, name) for name in _SETTINGS}
-    found |= {"optim": optimizer_name(args), "lr_scheduler_type": args.lr_scheduler_type.value}
-    found["sequences per step"] = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    settings = {name: getattr(args, name) for name in _SETTINGS}
+    settings |= {"optim": optimizer_name(args), "lr_scheduler_type": args.lr_scheduler_type.value}
+    settings["sequences per step"] = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     changed = config_values(args, written_defaults=False)
-    found |= {name: value for name, value in changed.items() if not _SILENT.search(name)}
-    return {name: value for name, value in found.items() if name != unused}
+    settings |= {name: value for name, value in changed.items() if not _SILENT.search(name)}
+    return {name: value for name, value in settings.items() if name != unused}
 
 
-def memory_of(trainer: TrainerLike, summary: dict) -> dict[str, Any]:
+def memory_of(trainer: PublishedTrainer, summary: dict) -> dict[str, Any]:
     """`peaks` of every phase where a profiler ran, on the `device` or of the process; the bytes `held` at the end."""
     profilers = [call for call in trainer.callback_handler.callbacks if isinstance(call, MemoryProfilerCallback)]
     phases = profilers[0].summary()["phases"] if profilers else {}
     on_device = any("peak_allocated" in readings for readings in phases.values())
     reading = "peak_allocated" if on_device else "peak_rss"
-    peaks = [(phase, found["records"], found[reading]) for phase, found in phases.items() if reading in found]
+    peaks = [
+        (phase, readings["records"], readings[reading]) for phase, readings in phases.items() if reading in readings
+    ]
     if trained := [peak for peak in peaks if peak[0] in PHASES and not summary.get("leaps_made")]:
         # Without leaps all steps of the training are of one kind.
         count = sum(records for _, records, _ in trained)
@@ -269,14 +272,16 @@ def _result(key: str, value: float, task: str | None, given: dict[str, Any], dat
     # With several evaluation sets a metric is logged as `NAME_metric`.
     sets = {part["name"]: part for part in data if part["role"] == "Evaluation"}
     name = max((name for name in sets if key.startswith(f"{name}_")), key=len, default="")
-    metric, found = key.removeprefix(f"{name}_" if name else ""), sets.get(name) or data_facts(None)
+    metric, source = key.removeprefix(f"{name}_" if name else ""), sets.get(name) or data_facts(None)
     return EvalResult(
         task_type=task or "other",
         # Results of the same type share an entry, so evaluation sets without an id have their name instead.
-        dataset_type=one_line(next(iter(given["datasets"]), None) or found["id"] or name or "unknown"),
-        dataset_name=one_line(name or next(iter(given["dataset"]), None) or found["id"] or "evaluation set of the run"),
-        dataset_config=found["config"],
-        dataset_split=found["split"],
+        dataset_type=one_line(next(iter(given["datasets"]), None) or source["id"] or name or "unknown"),
+        dataset_name=one_line(
+            name or next(iter(given["dataset"]), None) or source["id"] or "evaluation set of the run"
+        ),
+        dataset_config=source["config"],
+        dataset_split=source["split"],
         dataset_args={"config": one_line(given["dataset_args"][0])} if given["dataset_args"] else None,
         metric_type=one_line(metric),
         metric_name=one_line(metric.replace("_", " ").capitalize()),

@@ -88,12 +88,12 @@ def hardware(device: str, processes: int, devices: int) -> dict[str, str]:
 
     from hf_hybrid.machine import describe_device
 
-    found = {"CPU": cpu(), "RAM": format_bytes(psutil.virtual_memory().total)}
+    parts = {"CPU": cpu(), "RAM": format_bytes(psutil.virtual_memory().total)}
     if known := describe_device(torch.device(device)):
-        found = {"Accelerator": f"{devices} x {known['name']}, {format_bytes(known['total_memory'])} each", **found}
+        parts = {"Accelerator": f"{devices} x {known['name']}, {format_bytes(known['total_memory'])} each", **parts}
     elif device != "cpu":
-        found = {"Accelerator": f"{devices} x {device}", **found}
-    return {**found, **({"Processes": str(processes)} if processes > 1 else {})}
+        parts = {"Accelerator": f"{devices} x {device}", **parts}
+    return {**parts, **({"Processes": str(processes)} if processes > 1 else {})}
 
 
 def cpu() -> str:
@@ -107,23 +107,23 @@ def cpu() -> str:
 def versions(*more: str) -> dict[str, str]:
     """Versions of Python and of the packages that a run depends on, if they are installed."""
     # Of itself the package knows it also where it is not installed, as in a checkout on `PYTHONPATH`.
-    found = {"Python": platform.python_version(), "hf_hybrid": hf_hybrid.__version__}
+    known = {"Python": platform.python_version(), "hf_hybrid": hf_hybrid.__version__}
     packages = ("transformers", "torch", "accelerate", "datasets", "tokenizers", "safetensors", *more)
     for package in filter(None, packages):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            known[package] = importlib.metadata.version(package)
+    return known
 
 
 def tracker_links() -> dict[str, str]:
     """Addresses of the run in the experiment trackers that are in use: Weights & Biases, Trackio, Comet."""
     comet = sys.modules.get("comet_ml")
-    found = {
+    links = {
         "Weights & Biases": getattr(getattr(sys.modules.get("wandb"), "run", None), "url", None),
         "Trackio": trackio_url(),
         "Comet": getattr(comet.get_running_experiment() if comet is not None else None, "url", None),
     }
-    return {name: redact(address) for name, address in found.items() if address}
+    return {name: redact(address) for name, address in links.items() if address}
 
 
 def trackio_url() -> str | None:

@@ -104,7 +104,7 @@ class PublishingMixin(Trainer):
 
         `hf_hybrid.hub.card.render` makes the card of them. The arguments are those of [`create_model_card`].
         """
-        values = {**dict.fromkeys(("language", "license", "model_name", "finetuned_from")), **arguments}
+        values: dict[str, Any] = dict.fromkeys(("language", "license", "model_name", "finetuned_from")) | arguments
         datasets = unique(listed(values.pop("dataset_tags", None)) + listed(values.pop("dataset_name", None)))
         values["datasets"] = [name for name in datasets if is_repo_id(name) and not is_local(name)]
         values |= {name: listed(values.get(name)) for name in ("tags", "tasks", "dataset", "dataset_args")}

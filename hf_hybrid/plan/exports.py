@@ -38,8 +38,8 @@ def exported_bytes(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) 
             return count * dtype.itemsize
         return count + 5 * rows if name == "int8" else math.ceil(count / 4) + 4
 
-    found = {"merged": sum(parameter.numel() for parameter in parameters) * dtype.itemsize}
-    found |= {
+    sizes = {"merged": sum(parameter.numel() for parameter in parameters) * dtype.itemsize}
+    sizes |= {
         name: kept + sum(of_matrix(name, weight, layer) for weight, layer in linear.items())
         for name in ("int8", "nf4", "bitnet")
     }
@@ -57,6 +57,6 @@ def exported_bytes(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) 
         return parameter.numel() // 32 * GGUF_BLOCKS[kind]
 
     kinds = ("f16", *GGUF_BLOCKS, "q4_m")
-    return found | {
+    return sizes | {
         f"gguf-{kind}": sum(of_tensor(kind, *named) for named in model.named_parameters()) for kind in kinds
     }

@@ -91,7 +91,7 @@ def plan_memory(
         raise ValueError(f"`qat={qat}` trains all weights, and `peft` freezes them. Leave one of them out.")
     not_shared = {"memory=stream": memory == "stream", "peft=qlora": peft == "qlora", "chunked_loss=True": chunked_loss}
     not_shared["optimizer_states=8bit"] = optimizer_states == "8bit"
-    for name in (name for name, given in not_shared.items() if given and processes > 1):
+    for name in (name for name, asked in not_shared.items() if asked and processes > 1):
         raise ValueError(f"`{name}` does not work with FSDP2, for which `processes={processes}` asks. Leave it out.")
     if cpu_offload and processes == 1:
         raise ValueError("`cpu_offload=True` is of FSDP2, and `processes=1` shares nothing. Set `memory=stream`.")
@@ -148,11 +148,11 @@ class Planner:
                 f"`sequence_length={sequence_length}` is over the {longest} positions of the model "
                 "(`max_position_embeddings`). Lower it, or raise that number in the config."
             )
-        self._whole = functools.cache(lambda weights: build(self.config, getattr(torch, weights)))
+        self._full_model = functools.cache(lambda weights: build(self.config, getattr(torch, weights)))
         self._estimators: dict[tuple[str, str, bool], Estimator] = {}
 
     def plans(self, dtype: str = "mixed", *, with_adapters: bool = True) -> list[WayPlan]:
-        """All usual ways to train, the fastest first; `dtype` as in [`plan_memory`]."""
+        """All usual ways to train, the cheapest first; `dtype` as in [`plan_memory`]."""
         estimator = self._estimator(loaded(dtype, "all")[0], "all", False)
         ways = usual_ways(dtype, self.setup, estimator.cannot_chunk is None)
         plans = [self.plan(way) for way in ways if with_adapters or way.trains == "all"]
@@ -174,26 +174,26 @@ class Planner:
     def _estimator(self, weights: str, trains: str, packed: bool) -> Estimator:
         key = (weights, trains, packed)
         if key not in self._estimators:
-            whole = self._whole(weights)
-            excerpt = Excerpt.of(whole)
+            full_model = self._full_model(weights)
+            excerpt = Excerpt.of(full_model)
             change = pack_base if packed else make_ternary if self._ternary else (lambda model: model)
             excerpt = replace(excerpt, model=change(excerpt.model))
             if trains == "adapters":
                 peft = lora_config() if self._peft is None or isinstance(self._peft, str) else self._peft
                 excerpt = replace(excerpt, model=add_adapters(excerpt.model, peft))
             # Leaps and counts are those of the weights that are packed.
-            shape = self._estimator(weights, trains, False).shape if packed else _shape(excerpt, whole)
+            shape = self._estimator(weights, trains, False).shape if packed else _shape(excerpt, full_model)
             self._estimators[key] = Estimator(shape, Tracer(excerpt))
         return self._estimators[key]
 
 
-def _shape(excerpt: Excerpt, whole: nn.Module) -> ModelShape:
-    """Of the whole model."""
+def _shape(excerpt: Excerpt, full_model: nn.Module) -> ModelShape:
+    """The shape of the full model, of whose layers an excerpt has one of each kind."""
     model, stands_for = excerpt.model, excerpt.stands_for
     names = [name for name, _ in find_layers(model)] if stands_for else [""]
     shape = ModelShape.of(model, names, leaps=split_parameters(model)[0].values())
     layers = tuple(shape.layers[index] for index in stands_for) or shape.layers
-    return replace(shape, layers=layers, buffer_bytes=sum(buffer.nbytes for buffer in whole.buffers()))
+    return replace(shape, layers=layers, buffer_bytes=sum(buffer.nbytes for buffer in full_model.buffers()))
 
 
 def recommended(plans: Sequence[WayPlan], peft: str | None = None) -> WayPlan | None:

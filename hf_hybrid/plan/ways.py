@@ -60,15 +60,15 @@ def loaded(dtype: str, trains: str) -> tuple[str, bool]:
 
 def usual_ways(dtype: str, setup: Setup, can_chunk: bool) -> list[Way]:
     """
-    The ways that a table of plans compares, the fastest first; `setup` holds batch, limits and machine. Several
+    The ways that a table of plans compares, the cheapest first; `setup` holds batch, limits and machine. Several
     processes share the weights by FSDP2, which takes neither streaming nor chunked losses nor 8-bit states.
     """
-    found: list[Way] = []
+    ways: list[Way] = []
 
     def add(title: str, trains: str = "all", dtype: str = dtype, packed: bool = False, **changes: Any) -> None:
         weights, autocast = loaded(dtype, trains)
         changes = {"memory": "off", "autocast": autocast, **changes}
-        found.append(Way(title, replace(setup, **changes), trains, weights, packed))
+        ways.append(Way(title, replace(setup, **changes), trains, weights, packed))
 
     precision = {"mixed": "bf16 autocast", "float32": "fp32", "bfloat16": "bf16 weights"}[dtype]
     chunks: dict[str, Any] = {"chunked_loss": can_chunk}
@@ -83,7 +83,7 @@ def usual_ways(dtype: str, setup: Setup, can_chunk: bool) -> list[Way]:
         add("FSDP2, LoRA", "adapters")
         add("FSDP2, LoRA, checkpointing", "adapters", **spared)
         add("FSDP2, LoRA, checkpointing, CPU offload", "adapters", **spared, cpu_offload=True)
-        return found
+        return ways
     less: dict[str, Any] = {**chunks, "activation_checkpointing": True}
     streamed: dict[str, Any] = {**chunks, "memory": "stream"}
     low: dict[str, Any] = {"optimizer_states": "8bit"}
@@ -111,7 +111,7 @@ def usual_ways(dtype: str, setup: Setup, can_chunk: bool) -> list[Way]:
         add(f"QLoRA{chunked}, checkpointing auto", "adapters", packed=True, **fewest)
     add(f"QLoRA{chunked}, checkpointing", "adapters", packed=True, **less)
     add("LoRA, streamed int8 base", "adapters", **streamed, base_precision="int8")
-    return found
+    return ways
 
 
 def parse_size(text: str | int | float, name: str) -> int:

@@ -339,14 +339,14 @@ class MemoryProfilerCallback(TrainerCallback):
 
     def _close(self, phase: str) -> dict:
         """Close the record since the last one."""
-        now, readings = time.perf_counter(), self._probes.read()
-        self._elapsed = now - self._begun
+        ended, readings = time.perf_counter(), self._probes.read()
+        self._elapsed = ended - self._begun
         device, host = readings["device"], readings["host"]
         record: dict[str, Any] = {
             "step": self._step,
             "phase": phase,
             "seconds": self._elapsed,
-            "step_seconds": now - self._section_begun,
+            "step_seconds": ended - self._section_begun,
             **readings,
             "measured": host["peak_rss"] - self._baseline if device is None else device["peak_allocated"],
             "held": None,
@@ -361,7 +361,7 @@ class MemoryProfilerCallback(TrainerCallback):
                 self._logged_peaks[key] = max(self._logged_peaks.get(key, 0), record[place][key])
         self._held = None
         self._probes.reset_peaks()
-        self._section_begun = now
+        self._section_begun = ended
         return record
 
     def _accounting_is_due(self, readings: dict) -> bool:

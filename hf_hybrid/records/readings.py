@@ -73,8 +73,8 @@ def number(value: object) -> float | None:
 
 def count_of(value: object) -> int | None:
     """`value` as a number of steps, leaps or passes; `None` if it cannot be one."""
-    found = number(value)
-    return int(found) if found is not None and 0 <= found < 2**53 else None
+    count = number(value)
+    return int(count) if count is not None and 0 <= count < 2**53 else None
 
 
 def as_dict(value: object) -> dict[str, Any]:

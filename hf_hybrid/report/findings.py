@@ -104,9 +104,9 @@ def _notes(run: Run) -> list[str]:
     ]
     if len(run.events) > MOST_RECORDS:
         notes.append(f"`report.json` has the last {MOST_RECORDS:,} of {len(run.events):,} divergence events.")
-    made = leaps_made(run)
-    if lost := max(made - len(run.leaps), 0):
-        notes.append(f"{lost:,} of {made:,} leaps left no record: `hybrid_log.jsonl` does not have them.")
+    leaps = leaps_made(run)
+    if lost := max(leaps - len(run.leaps), 0):
+        notes.append(f"{lost:,} of {leaps:,} leaps left no record: `hybrid_log.jsonl` does not have them.")
     if not run.record:
         notes.append("No record of `HybridTrainer` was found. The page shows loss, learning rate and the profile.")
     return notes
@@ -114,11 +114,11 @@ def _notes(run: Run) -> list[str]:
 
 def _status(run: Run) -> str:
     """One sentence: whether the run ended, and where the numbers come from."""
-    of = f" of {run.max_steps:,}" if run.max_steps else ""
+    planned = f" of {run.max_steps:,}" if run.max_steps else ""
     if run.finished:
-        return f"Finished at step {run.last_step:,}{of}."
+        return f"Finished at step {run.last_step:,}{planned}."
     source = f" Counters and leaps are from {run.record_source}." if run.record_source else ""
-    return f"Did not finish: the last record is of step {run.last_step:,}{of}.{source}"
+    return f"Did not finish: the last record is of step {run.last_step:,}{planned}.{source}"
 
 
 # The headline: the five most important numbers.
@@ -243,18 +243,19 @@ def _phases(run: Run) -> dict[str, dict]:
 
 
 def _leap_summary(run: Run) -> dict | None:
-    """Counts by verdict and what leaps gained; `None` for runs that made none."""
+    """Counts by verdict and what leaps gained and cost; `None` for runs that made none."""
     if not run.record or not leaps_made(run):
         return None
     verdicts = verdicts_of(run)
     stayed = [leap for leap in run.leaps if leap.get("verdict") in ACCEPTED]
     gains = [value for leap in stayed if (value := number(leap.get("e"))) is not None]
-    totals = ("probe_cost_steps", "leap_cost_steps", "roll_backs")
     return {
         "made": leaps_made(run),
         "accepted": sum(verdicts[verdict] for verdict in ACCEPTED),
         "by_verdict": dict(verdicts),
-        "mean_e": sum(gains) / len(gains) if gains else None,
-        "with_e": len(gains),
-        **{name: number(run.record.get(name)) for name in totals},
+        "in_real_steps": {
+            f"immediate gain, mean of {len(gains):,} that were probed and stayed": sum(gains) / max(len(gains), 1),
+            "compute of probes": number(run.record.get("probe_cost_steps")),
+            "compute of leaps": number(run.record.get("leap_cost_steps")),
+        },
     }

@@ -158,7 +158,6 @@ class DivergenceMonitor(Part):
         if verdict.level >= Level.WARNING:
             logger.warning("Step %d: %s; %s.", step.index, verdict.reason, verdict.action.value.replace("_", " "))
         if verdict.action is Action.ABORT:
-            self.run.call("diverged", step.index)
             raise TrainingDivergedError(f"Training diverged at step {step.index}: {verdict.reason}.")
         if verdict.action is Action.ROLL_BACK:
             self.errors.clear()

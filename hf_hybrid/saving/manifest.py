@@ -284,6 +284,7 @@ def _digest_of_block(path: Path, start: int) -> str:
 
 
 def digest_of(values: dict | list) -> str:
+    """Return the checksum of JSON values."""
     return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())
 
 
@@ -406,6 +407,7 @@ def whose(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict:
+    """Read a JSON file of a checkpoint. Raises [`CheckpointError`] with a phrase if it cannot be read."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

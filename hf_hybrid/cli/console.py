@@ -1,0 +1,342 @@
+"""
+What a command says on the terminal: lines, facts before a training, a summary after it.
+
+Only the first process speaks. Facts and lines go to stdout, the bar (`cli/progress.py`) and errors to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import shutil
+import sys
+import textwrap
+import warnings
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+INDENT, NAME = 2, 10
+"""Columns before a fact, and of its name."""
+
+
+@contextlib.contextmanager
+def quiet_imports() -> Generator[None]:
+    """Context in which dependencies warn of nothing, for their import: they speak before the first line of ours."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextlib.contextmanager
+def quiet_dependencies() -> Generator[None]:
+    """
+    Context in which dependencies show no bars and speak of errors alone, unless the user asked for more
+    (`TRANSFORMERS_VERBOSITY`).
+    """
+    with quiet_imports():
+        import datasets
+        import transformers
+    others = [logging.getLogger(name) for name in ("trl", "accelerate", "peft", "bitsandbytes", "torchao")]
+    before = transformers.logging.get_verbosity(), [other.level for other in others]
+    bars = transformers.logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()
+    try:
+        with warnings.catch_warnings():
+            datasets.disable_progress_bars()
+            if "TRANSFORMERS_VERBOSITY" not in os.environ:
+                transformers.logging.set_verbosity_error()
+                transformers.logging.disable_progress_bar()
+                for other in others:
+                    other.setLevel(logging.ERROR)
+                warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(before[0])
+        for other, level in zip(others, before[1], strict=True):
+            other.setLevel(level)
+        if bars[0]:
+            transformers.logging.enable_progress_bar()
+        if not bars[1]:
+            datasets.enable_progress_bars()
+
+
+@contextlib.contextmanager
+def speaking(unsaid: tuple[str, ...] = ()) -> Generator[None]:
+    """
+    Context in which dependencies are quiet, and warnings of the package are lines on the terminal.
+
+    Args:
+        unsaid (`tuple[str, ...]`): Messages of the package, without their values, that are left out.
+    """
+    said, own = Said(unsaid), logging.getLogger("hf_hybrid")
+    with quiet_dependencies():
+        own.addHandler(said)
+        try:
+            yield
+        finally:
+            own.removeHandler(said)
+
+
+class Said(logging.Handler):
+    """Writes warnings of the package as lines of their own, past the bar, but those of `unsaid`."""
+
+    def __init__(self, unsaid: tuple[str, ...]):
+        super().__init__(logging.WARNING)
+        self.unsaid = unsaid
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.msg not in self.unsaid and first_process():
+            from tqdm import tqdm
+
+            tqdm.write(
+                textwrap.fill(record.getMessage(), terminal_width(), subsequent_indent=" " * INDENT), file=sys.stdout
+            )
+
+
+def first_process() -> bool:
+    """Whether this is the process that speaks, of those that a launcher started."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def print_line(text: str = "") -> None:
+    """Write a line, wrapped to the terminal."""
+    if first_process():
+        sys.stdout.write(textwrap.fill(text, terminal_width(), subsequent_indent=" " * INDENT) + "\n")
+        sys.stdout.flush()
+
+
+def print_fact(name: str, text: str, *, unwrapped: bool = False) -> None:
+    """Write a fact: its name, and behind it the text, wrapped; `unwrapped`: in one line, for commands to copy."""
+    if first_process():
+        before = f"{'':{INDENT}}{name:<{NAME}} "
+        room = terminal_width() - len(before)
+        lines = [text] if unwrapped else textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
+        sys.stdout.write(before + f"\n{'':{len(before)}}".join(lines) + "\n")
+        sys.stdout.flush()
+
+
+def terminal_width() -> int:
+    """Return the columns that lines are wrapped to: those of the terminal, between 40 and 100."""
+    return min(max(shutil.get_terminal_size((80, 24)).columns, 40), 100)
+
+
+# Words.
+
+
+def count(number: float) -> str:
+    """Return a number of parameters or tokens in three digits: 134.5M."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if abs(number) >= size:
+            return f"{number / (1e3 if letter == 'k' else size):.3g}{letter}"
+    return f"{number:,.0f}"
+
+
+def plural(number: float, name: str) -> str:
+    """Return a number of things, with an s where there is not one."""
+    return f"{number:,} {name}" + ("" if number == 1 else "s")
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as people write them: 0:12, 1:05:00."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def folder_name(folder: str | Path) -> str:
+    """Return a folder as a command takes it."""
+    text = str(folder)
+    return f"'{text}'" if any(letter.isspace() for letter in text) else text
+
+
+def is_number(value: Any) -> bool:
+    """Whether an entry of a log can be shown as a number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def outcome(metrics: dict[str, Any], prefix: str = "eval_") -> str:
+    """Return loss and perplexity, or accuracy, or reward of an evaluation, in words."""
+    parts: list[str] = []
+    loss: Any = metrics.get(f"{prefix}loss")
+    accuracy, reward = metrics.get(f"{prefix}rewards/accuracies"), metrics.get(f"{prefix}reward")
+    if is_number(reward):
+        parts.append(f"reward {reward:.3g}")
+    elif is_number(loss):
+        parts.append(f"loss {loss:.4g}")
+    if is_number(accuracy):
+        parts.append(f"{accuracy:.0%} of the pairs ranked right")
+    elif is_number(loss) and not is_number(reward) and loss < 20:
+        parts.append(f"perplexity {math.exp(loss):.4g}")
+    return ", ".join(parts)
+
+
+# Before and after.
+
+
+def print_trainer(trainer: Any) -> None:
+    """Say what is trained, how long, at which rate, in how much memory, and where it is saved."""
+    from hf_hybrid.machine import describe_device
+
+    args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    parameters = list(model.parameters())
+    total = sum(_size(parameter) for parameter in parameters)
+    trained = sum(_size(parameter) for parameter in parameters if parameter.requires_grad)
+    name = Path(getattr(model, "name_or_path", "") or type(model).__name__).name
+    dtype = str(next(iter(parameters)).dtype).removeprefix("torch.")
+    device = describe_device(args.device).get("name", args.device)
+    print_fact("model", f"{name}: {count(total)} parameters in {dtype}, on {device}")
+    if trained < total:
+        share = trained / total
+        print_fact("trained", f"{count(trained)} ({share:{'.1%' if share >= 0.001 else '.2g'}}) in adapters")
+    else:
+        print_fact("trained", "all of them")
+    print_fact("steps", _steps(trainer))
+    print_fact("rate", _rate(trainer))
+    if (memory := _memory(trainer)) is not None:
+        print_fact("memory", memory)
+    print_fact("output", f"{args.output_dir}{_saving(trainer)}", unwrapped=True)
+    print_line()
+
+
+def _size(parameter: Any) -> int:
+    """Number of weights, of a packed parameter those that are in it."""
+    state = getattr(parameter, "quant_state", None)
+    if state is not None and getattr(state, "shape", None) is not None:
+        return math.prod(state.shape)
+    return getattr(parameter, "ds_numel", None) or parameter.numel()
+
+
+def _steps(trainer: Any) -> str:
+    args = trainer.args
+    rows, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    product = " x ".join(str(n) for n in (rows, accumulated, args.world_size) if n > 1) or "1"
+    each = rows * accumulated * args.world_size
+    what = "completions" if hasattr(trainer, "num_generations") else "pairs" if trainer.trains_preferences else "rows"
+    text = f"{each} {what} each" + (f" ({product})" if " x " in product else "")
+    if what == "completions":
+        text += f", {trainer.num_generations} for each prompt, of at most {args.max_completion_length} tokens"
+    if args.max_steps > 0:
+        return f"{args.max_steps:,}, {text}"
+    try:
+        per_epoch = max(math.ceil(len(trainer.get_train_dataloader()) / accumulated), 1)
+    except TypeError:
+        return text
+    steps = math.ceil(args.num_train_epochs * per_epoch)
+    return f"{steps:,} ({plural(args.num_train_epochs, 'epoch').replace('.0 ', ' ')}), {text}"
+
+
+def _rate(trainer: Any) -> str:
+    from hf_hybrid.build import rescue_is_on
+    from hf_hybrid.config import was_given
+
+    args, options = trainer.args, trainer.hybrid_args
+    given = was_given(args, "learning_rate")
+    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)).replace("_", " ")
+    text = f"{args.learning_rate:g} ({'as given' if given else 'the default'}), {schedule}"
+    adapters = any(not parameter.requires_grad for parameter in trainer.model.parameters())
+    if not trainer.has_phases and adapters and not given:
+        return f"{text} of training all weights; adapters often need ten times as much: set --learning_rate"
+    if not trainer.has_phases or not rescue_is_on(args, options):
+        return text
+    if adapters:
+        return f"{text}, times a factor that lr_rescue knows for adapters; --learning_rate turns that off"
+    return f"{text}; lr_rescue raises it in the first steps while that helps; --learning_rate turns that off"
+
+
+def _memory(trainer: Any) -> str | None:
+    """What the plan says, in words; `None` where no plan can be made."""
+    from hf_hybrid.build import make_plan
+    from hf_hybrid.plan.estimate import PlanError
+    from hf_hybrid.records.summary import format_bytes
+
+    try:
+        plan = trainer.memory.plan if trainer.memory.streams else make_plan(trainer, None)
+    except (PlanError, ValueError, TypeError, AttributeError):
+        return None
+    if plan is None:
+        return None
+    where = "host" if trainer.args.device.type == "cpu" else "device"
+    text = f"{format_bytes(plan.peak_device_bytes)} planned on the {where} (an estimate)"
+    if trainer.memory.streams:
+        text += f", {format_bytes(plan.peak_host_bytes)} on the host, from where layers are streamed"
+    return text
+
+
+def _saving(trainer: Any) -> str:
+    args = trainer.args
+    strategy = getattr(args.save_strategy, "value", args.save_strategy)
+    if strategy == "steps":
+        every = f"{int(args.save_steps):,} steps" if args.save_steps >= 1 else f"{args.save_steps:.0%} of the run"
+        return f"; a checkpoint every {every}"
+    return "; a checkpoint every epoch" if strategy == "epoch" else "; no checkpoints on the way"
+
+
+def print_interruption(trainer: Any) -> None:
+    """Say what an interrupted run has saved, and how to go on."""
+    from hf_hybrid.saving import manifest
+
+    if not first_process():
+        return
+    step, folder = trainer.state.global_step, trainer.args.output_dir
+    last = manifest.last_checkpoint(Path(folder))
+    print_line()
+    if last is None:
+        print_line(f"Stopped at step {step:,}. No checkpoint was saved, so the same command begins anew.")
+        return
+    behind = step - int(Path(last).name.rpartition("-")[2])
+    lost = f", {plural(behind, 'step')} before" if behind > 0 else ""
+    print_line(f"Stopped at step {step:,} of {trainer.state.max_steps:,}. Saved: {last}{lost}.")
+    print_line("To go on, run the same command with --resume_from_checkpoint true")
+
+
+def print_end(trainer: Any, trained: dict[str, Any], metrics: dict[str, Any]) -> None:
+    """Say how a run ended, where the model is, and what can be done with it."""
+    if not first_process():
+        return
+    state, folder = trainer.state, folder_name(trainer.args.output_dir)
+    summary = trainer.hybrid_summary()
+    print_line()
+    print_line(f"Done: {plural(state.global_step, 'step')} in {duration(trained.get('train_runtime', 0))}.")
+    logged = [entry for entry in state.log_history if "loss" in entry]
+    if logged and "reward" in logged[-1]:
+        print_fact("reward", f"{logged[-1]['reward']:.3g} at the end ({logged[0]['reward']:.3g} at first)")
+    elif logged:
+        print_fact("loss", f"{logged[-1]['loss']:.4g} at the end ({logged[0]['loss']:.4g} at first)")
+        if (accuracy := logged[-1].get("rewards/accuracies")) is not None:
+            print_fact("accuracy", f"{accuracy:.0%} of the pairs ranked right at the end")
+    if text := outcome(metrics):
+        print_fact("eval", text)
+    if (scale := summary.get("learning_rate_scale", 1.0)) != 1.0:
+        print_fact("rate", f"lr_rescue multiplied the scheduled rate by {scale:.3g} at the end")
+    if text := _saved_work(summary):
+        print_fact("saved", text)
+    if summary.get("leaps_made"):
+        print_fact("leaps", f"{summary['leaps_made']}, which replaced {plural(summary['predicted_steps'], 'step')}")
+    adapters = (Path(trainer.args.output_dir) / "adapter_config.json").is_file()
+    print_fact("model", folder + (" (adapters)" if adapters else ""), unwrapped=True)
+    chats = bool(getattr(trainer.processing_class, "chat_template", None))
+    commands = [f"chat {folder}"] if chats else []
+    commands += [f"report {folder}", f"export {folder} --format {'merged' if adapters else 'gguf-q8_0'}"]
+    for number, command in enumerate(commands):
+        print_fact("" if number else "next", f"hf-hybrid {command}", unwrapped=True)
+
+
+def _saved_work(summary: dict[str, Any]) -> str:
+    """What was not computed, in words."""
+    tokens, shared, padding = (summary.get(name) or 0 for name in ("tokens", "tokens_shared", "tokens_padding"))
+    parts = []
+    if tokens and (shared or padding):
+        parts.append(
+            f"{(shared + padding) / (tokens + padding):.0%} of the tokens were not computed: {count(shared)} in shared "
+            f"prefixes or after the last label, {count(padding)} padding"
+        )
+    if summary.get("rows_skipped"):
+        parts.append(f"{summary['rows_skipped']:,} of {summary['rows']:,} rows had no advantage")
+    return "; ".join(parts)

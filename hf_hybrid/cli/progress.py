@@ -1,0 +1,165 @@
+"""What a training says on the terminal while it runs: a line per log entry, a bar, and what Ctrl-C does."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+
+from hf_hybrid.cli.console import duration, is_number, outcome, plural, print_line, terminal_width
+from hf_hybrid.records.progress import HybridProgressCallback, PositionBar
+
+LINES = 20
+"""Lines of losses that a run of any length shows, about, if `logging_steps` is not given."""
+MOST_STEPS = 50
+"""Steps between two lines at most then."""
+FORMATS = {
+    "loss": "loss {:.4f}",
+    "reward": "reward {:.3f}",
+    "rewards/accuracies": "accuracy {:>4.0%}",
+    "rewards/margins": "margin {:.2f}",
+    "mean_token_accuracy": "token acc {:>3.0%}",
+    "completions/mean_length": "length {:.0f}",
+    "frac_reward_zero_std": "zero-std groups {:>4.0%}",
+    "grad_norm": "grad {:.2f}",
+}
+"""Of a log entry, what a line shows and how, in this order."""
+LEAST_IMPORTANT = ("grad ", "token acc ", " tokens/s", "zero-std groups ", "margin ")
+"""What a narrow terminal has no room for, the least important first."""
+
+
+class Interrupts:
+    """
+    Ctrl-C in a training on one process: the first lets the step end, saves a checkpoint and stops, the second stops at
+    once.
+
+    Attributes:
+        asked (`bool`): Whether Ctrl-C was pressed.
+    """
+
+    def __init__(self, alone: bool):
+        self.asked = False
+        self._works = alone and threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> Interrupts:
+        if self._works:
+            self._before = signal.signal(signal.SIGINT, self._first)
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self._works:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _first(self, number: int, frame: Any) -> None:
+        self.asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.stderr.write("\nCtrl-C: the step ends, then a checkpoint is saved. Ctrl-C again stops at once.\n")
+
+
+class Progress(TrainerCallback):
+    """
+    Writes the lines and, on a terminal, the bar, in place of Trainer's own.
+
+    Args:
+        trainer: Whose run it is. Its own callbacks of this kind are removed.
+        interrupts (`Interrupts`): Of Ctrl-C.
+        chooses_steps (`bool`): Whether `logging_steps` follows from the length of the run.
+    """
+
+    def __init__(self, trainer: Any, interrupts: Interrupts, *, chooses_steps: bool):
+        for kind in (HybridProgressCallback, ProgressCallback, PrinterCallback):
+            trainer.remove_callback(kind)
+        self.trainer, self.interrupts, self.chooses_steps = trainer, interrupts, chooses_steps
+        self.bar: PositionBar | None = None
+        self.begun: float | None = None
+        self.scale: float | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self.chooses_steps:
+            args.logging_steps = state.logging_steps = logging_steps(state.max_steps)
+        self.begun = self.logged = time.monotonic()
+        self.first_step, self.tokens = state.global_step, 0
+        if state.is_world_process_zero and sys.stderr.isatty() and not args.disable_tqdm:
+            options = {"total": state.max_steps, "initial": state.global_step, "dynamic_ncols": True}
+            self.bar = PositionBar(position_of_run=self.trainer.run_position, leave=False, **options)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+        if self.interrupts.asked:
+            control.should_save = control.should_training_stop = True
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero or not logs or "train_runtime" in logs or self.begun is None:
+            return  # without a beginning it is an evaluation without a training
+        now, done = time.monotonic(), state.global_step - self.first_step
+        seconds = (now - self.begun) / max(done, 1) * (state.max_steps - state.global_step)
+        left = duration(seconds) if seconds >= 1 else ""
+        tokens = logs.get("num_tokens") or 0
+        rate = (tokens - self.tokens) / max(now - self.logged, 1e-9) if tokens > self.tokens else None
+        scale = logs.get("hybrid/learning_rate_scale")
+        if scale == self.scale:  # said before
+            logs = {name: value for name, value in logs.items() if name != "hybrid/learning_rate_scale"}
+        self.scale = scale or self.scale
+        text = log_line(state.global_step, state.max_steps, logs, rate=rate, left=left, width=terminal_width())
+        if "loss" in logs:
+            self.tokens, self.logged = tokens, now
+        if text and self.bar is not None:
+            self.bar.write(text)
+        elif text:
+            print_line(text)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+
+def logging_steps(max_steps: int) -> int:
+    """Return the steps between two lines for a run of a length: about `LINES` lines, at most `MOST_STEPS` apart."""
+    return min(max(max_steps // LINES, 1), MOST_STEPS)
+
+
+def log_line(
+    step: int, steps: int, logs: dict[str, Any], *, rate: float | None = None, left: str = "", width: int = 80
+) -> str:
+    """
+    Return the line for a log entry; empty if it has nothing to show.
+
+    Args:
+        step, steps (`int`): Where the run is, and its length.
+        logs (`dict`): The entry.
+        rate (`float`, *optional*): Tokens per second.
+        left (`str`): Time that is left.
+        width (`int`): Columns that it may take.
+    """
+    place = f"step {step:>{len(str(steps))}}/{steps}"
+    if any(name.startswith("eval_") for name in logs):
+        text = outcome(logs)
+        return f"{place}  eval: {text}" if text else ""
+    names = [name for name in FORMATS if is_number(logs.get(name))]
+    if "rewards/accuracies" in names:
+        names = [name for name in names if name != "mean_token_accuracy"]
+    if "reward" in names:
+        names = [name for name in names if name != "loss"]  # of GRPO: it says nothing, and is about zero
+    if not names:
+        return ""
+    parts = [FORMATS[name].format(logs[name]) for name in names]
+    if is_number(logs.get("learning_rate")):
+        scale = logs.get("hybrid/learning_rate_scale", 1.0)  # is in the rate
+        parts.append(f"rate {logs['learning_rate']:.1e}" + (f" ({scale:.3g}x)" if scale != 1 else ""))
+    if logs.get("hybrid/leaps"):
+        leaps, skipped = logs["hybrid/leaps"], logs.get("hybrid/predicted_steps", 0)
+        parts.append(f"{plural(leaps, 'leap')}, {plural(skipped, 'step')} skipped")
+    if rate:
+        parts.append(f"{rate:,.0f} tokens/s")
+    if left:
+        parts.append(f"{left} left")
+    for dropped in LEAST_IMPORTANT:
+        if len(place) + sum(len(part) + 2 for part in parts) > width:
+            parts = [part for part in parts if dropped not in part]
+    return "  ".join([place, *parts])
