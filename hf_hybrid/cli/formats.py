@@ -38,12 +38,10 @@ QUESTIONS = ("question", "problem", "query", "instruction")
 ANSWERS = ("answer", "solution", "ground_truth", "target", "final_answer")
 """Columns that are taken for the reference answer of a prompt, the first that is there."""
 
-ALPACA = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
-ALPACA_WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
-    "response that appropriately completes the request."
+ALPACA = (
+    "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
 )
-"""The prompts of Alpaca, for tokenizers without a chat template."""
+"""The prompt of Alpaca, for tokenizers without a chat template."""
 
 
 _OF_TEMPLATES = ("tools", "chat_template_kwargs")
@@ -195,7 +193,7 @@ def _alpaca(columns: set[str], first: Row, template: bool) -> Format | None:
             question = f"{instruction}\n\n{more}" if more else instruction
             chat = with_system({"prompt": [{"role": "user", "content": question}]}, _text_if_any(row, "system"))
             return {**chat, "completion": [{"role": "assistant", "content": answer}]}
-        start = f"{ALPACA_WITH_INPUT}\n\n" if more else f"{ALPACA}\n\n"
+        start = ALPACA.format(", paired with an input that provides further context" if more else "")
         middle = f"### Input:\n{more}\n\n" if more else ""
         return {"prompt": f"{start}### Instruction:\n{instruction}\n\n{middle}### Response:\n", "completion": answer}
 

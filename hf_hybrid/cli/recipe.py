@@ -124,29 +124,19 @@ def check_early(line: CommandLine) -> None:
 
 def train(line: CommandLine) -> int:
     """Train in this process, and say how it ended. Returns the exit status, as [`run`]."""
-    from transformers import TrainerCallback
-
     from hf_hybrid.cli.progress import Interrupts, Progress
     from hf_hybrid.recovery import UnrecoveredMemoryError
     from hf_hybrid.run.monitor import TrainingDivergedError
     from hf_hybrid.saving.drift import RanksDriftedError
 
-    class FirstStep(TrainerCallback):
-        begun = False
-
-        def on_step_begin(self, args, state, control, **kwargs):
-            self.begun = True
-
-    first_step, program = FirstStep(), line.command.program
-    trainer: Any = None
+    program, trainer, progress = line.command.program, None, None
     try:
         options = line.options()
         trainer = make_trainer(options)
         console.print_trainer(trainer)
         with Interrupts(alone=trainer.args.world_size == 1) as interrupts:
-            chooses_steps = "logging_steps" in options.defaulted
-            trainer.add_callback(first_step)
-            trainer.add_callback(Progress(trainer, interrupts, chooses_steps=chooses_steps))
+            progress = Progress(trainer, interrupts, chooses_steps="logging_steps" in options.defaulted)
+            trainer.add_callback(progress)
             result = trainer.train(resume_from_checkpoint=_checkpoint_to_resume(trainer.args))
     except (TrainingDivergedError, UnrecoveredMemoryError) as error:
         complain(error, program)
@@ -156,7 +146,7 @@ def train(line: CommandLine) -> int:
         return TRY_AGAIN
     except (ValueError, TypeError, ImportError) as error:
         # Before the first step HybridConfig, HybridTrainer and Trainer refuse options and checkpoints with these.
-        if first_step.begun:
+        if progress is not None and progress.stepped:
             raise
         logger.debug("The error in full:", exc_info=True)
         return complain(error, program)
@@ -171,7 +161,7 @@ def train(line: CommandLine) -> int:
         console.print_interruption(trainer)
         _end_together(trainer)
         return 128 + signal.SIGTERM
-    finish(trainer, result.metrics, options, evaluated=_evaluated_last(trainer) if first_step.begun else {})
+    finish(trainer, result.metrics, options, evaluated=_evaluated_last(trainer) if progress.stepped else {})
     return 0
 
 
