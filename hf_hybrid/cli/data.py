@@ -129,15 +129,10 @@ def load(option: str, name: str, split: str, config: str | None = None, streamin
         ) from error
 
 
-def columns_of(rows: Any) -> list[str]:
-    """Return the names of the columns, of the first row where a stream does not know them."""
-    return list(rows.column_names or next(iter(rows), {}))
-
-
 def _with_new_names(name: str, rows: Any, renamed: dict[str, str]) -> Any:
     if not renamed:
         return rows
-    columns = columns_of(rows)
+    columns = tokens.columns_of(rows)
     for old, new in renamed.items():
         if old not in columns:
             near = difflib.get_close_matches(old, columns, n=1)
@@ -278,11 +273,6 @@ class Reader:
         """
         Return the rows to train on, and those to evaluate on (`None` if there are none).
 
-        Args:
-            tokenizer: Of the run, with its chat template.
-            report (`Callable`): Is told each fact, as its name and a text.
-            processes (`int`, *optional*): That tokenise.
-
         Raises:
             OptionError: If the rows cannot be read, or there is nothing to learn.
         """
@@ -345,7 +335,7 @@ class Reader:
         first = next(iter(rows), None)
         if first is None:
             raise OptionError(f"{where} holds no rows.")
-        columns = columns_of(rows)
+        columns = tokens.columns_of(rows)
         row_format = formats.recognise(self.command, columns, first, bool(tokenizer.chat_template), where)
         described = {} if self.data.streaming else {"desc": "Reading rows"}
         fixed = {"row_format": row_format, "system": self.data.system_prompt, "where": where}

@@ -137,7 +137,10 @@ def train(line: CommandLine) -> int:
         with Interrupts(alone=trainer.args.world_size == 1) as interrupts:
             progress = Progress(trainer, interrupts, chooses_steps="logging_steps" in options.defaulted)
             trainer.add_callback(progress)
-            result = trainer.train(resume_from_checkpoint=_checkpoint_to_resume(trainer.args))
+            # `true` resumes from the last checkpoint, `false` from none.
+            words = {None: None, "": None, "none": None, "false": None, "true": True}
+            resume = trainer.args.resume_from_checkpoint
+            result = trainer.train(resume_from_checkpoint=words.get(resume and resume.lower(), resume))
     except (TrainingDivergedError, UnrecoveredMemoryError) as error:
         complain(error, program)
         return 1
@@ -163,13 +166,6 @@ def train(line: CommandLine) -> int:
         return 128 + signal.SIGTERM
     finish(trainer, result.metrics, options, evaluated=_evaluated_last(trainer) if progress.stepped else {})
     return 0
-
-
-def _checkpoint_to_resume(args: Any) -> str | bool | None:
-    """The folder to resume from; `True`: from the last checkpoint. Any word may come from the command line."""
-    words = {None: None, "": None, "none": None, "false": None, "true": True}
-    resume = args.resume_from_checkpoint
-    return words.get(resume and resume.lower(), resume)
 
 
 # Before training.

@@ -68,13 +68,8 @@ def load_all(options: RewardOptions, weights: Sequence[float] | None, rows: Any)
     """
     Return the reward functions that the options name, and their names and weights in words.
 
-    Args:
-        options (`RewardOptions`): Of the command.
-        weights (`Sequence[float]`, *optional*): TRL's option.
-        rows: To train on.
-
     Raises:
-        OptionError: If a function does not exist, or needs what the data lacks.
+        OptionError: If a function does not exist, or needs what the rows lack.
     """
     names, pattern = required("reward", options.reward, "hf-hybrid grpo"), options.reward_pattern
     if weights is not None and len(weights) != len(names):

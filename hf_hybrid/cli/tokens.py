@@ -56,7 +56,7 @@ def blocks(source: Any, tokenizer: Any, length: int) -> Any:
         OptionError: If a row cannot be formatted, or there are too few tokens.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    columns, where = list(_columns_of(source.rows)), source.where
+    columns, where = columns_of(source.rows), source.where
     encode = Answers(tokenizer, answers_only=False, completions_only=False).chat
     if not end and "text" in columns:
         logger.warning("The tokenizer has no end-of-text token, so documents are joined without one.")
@@ -102,8 +102,9 @@ def _encoded(
             ) from error
 
 
-def _columns_of(rows: Any) -> list[str]:
-    return rows.column_names or list(next(iter(rows)))
+def columns_of(rows: Any) -> list[str]:
+    """Return the names of the columns, of the first row where a stream does not know them."""
+    return rows.column_names or list(next(iter(rows), {}))
 
 
 def template_arguments(row: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +138,7 @@ class Answers:
 
     def learned(self, source: Any) -> str:
         """Return what of the rows is learned, in words."""
-        columns = _columns_of(source.rows)
+        columns = columns_of(source.rows)
         if "messages" in columns:
             return f"assistant turns, found by {self.way}" if self.answers_only else "whole conversations"
         if "text" in columns:
@@ -153,7 +154,7 @@ class Answers:
         """
         from hf_hybrid.rows.tree import IGNORED  # imports torch
 
-        columns, where = _columns_of(source.rows), source.where
+        columns, where = columns_of(source.rows), source.where
         encode = self.chat if "messages" in columns else self._text if "text" in columns else self._completion
 
         def of_batch(batch: dict[str, list], numbers: list[int]) -> dict[str, list]:
@@ -252,13 +253,7 @@ def _common(first: Any, second: Any) -> int:
 
 def report_lengths(rows: Any, reader: Any, learned: str, report: Callable[[str, str], None]) -> None:
     """
-    Say how many tokens SFT learns and how many rows are cut.
-
-    Args:
-        rows: As [`Answers.tokenise`] returns them.
-        reader (`Reader`): Of it `max_length`, `keep_end` and `packing` are read.
-        learned (`str`): What is learned, in words.
-        report (`Callable`): Is told each fact, as its name and a text.
+    Say how many tokens of the rows from [`Answers.tokenise`] SFT learns, in which words, and how many rows are cut.
 
     Raises:
         OptionError: If there is nothing to learn.

@@ -122,7 +122,7 @@ def run(folder, tmp_path, monkeypatch, capsys):
         ("dpo", "chat_pairs", "preference pairs, prompt inside (messages)", ROWS["chat_pairs"][0]),
         ("grpo", "questions", "`question` with `answer`",
          {"prompt": [user("What is 0 + 1?")], "answer": "So it is #### 1"}),
-        ("grpo", "chats", "their last answer is the reference",
+        ("grpo", "chats", "chats (`messages`); their last answer is the reference",
          {"prompt": ROWS["chats"][0]["messages"][:-1], "answer": "0 0"}),
     ],
 )  # fmt: skip
