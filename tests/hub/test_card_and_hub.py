@@ -674,3 +674,9 @@ def test_example_pushes_a_card(scenario):
     card = scenario["example"]["card"]
     assert card_errors(card) == [] and scenario["example"]["usage"] == "LlamaForCausalLM"
     assert "09_push_to_hub.py --repo_id tester/example" in section(card, "Command")
+
+
+def test_the_trainers_own_methods_come_before_those_of_the_trainer_that_they_extend():
+    order = HybridTrainer.__mro__
+    own = [cls for cls in order if cls.__module__.startswith("hf_hybrid.")]
+    assert order[: len(own)] == tuple(own) and HybridTrainer.create_model_card is not Trainer.create_model_card
