@@ -143,7 +143,7 @@ def _chosen(pairs: list[dict[str, Any]], reader: Any, tokenizer: Any) -> list[di
 
     sides = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in map(maybe_extract_prompt, pairs)]
     chosen = recognise("sft", list(sides[0]), sides[0])
-    source = Source("The chosen answers", chosen, Dataset.from_list(sides))
+    source = Source("The chosen answers", chosen, list(sides[0]), Dataset.from_list(sides))
     return list(Answers(tokenizer, True, True).tokenise(source))
 
 
