@@ -15,13 +15,14 @@ from cli.test_cli import byte_tokenizer
 from conftest import config_values, tiny_model
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from hf_hybrid.cli import chat, formats, progress, rewards
+from hf_hybrid.cli import chat, formats, progress
 from hf_hybrid.cli.data import Reader, mixed, shares
 from hf_hybrid.cli.export import held_out_rows, read_note
 from hf_hybrid.cli.formats import FormatError, recognise
 from hf_hybrid.cli.main import main
 from hf_hybrid.cli.options import GRPO, SFT, TRAINING, AdapterOptions, CommandLine, DataOptions, ModelOptions
 from hf_hybrid.cli.tokens import Answers
+from hf_hybrid.trl import rewards
 from hf_hybrid.trl.rewards import exact_match, last_number, numeric_answer
 
 trl = pytest.importorskip("trl")
@@ -122,7 +123,7 @@ def run(folder, tmp_path, monkeypatch, capsys):
         ("dpo", "chat_pairs", "preference pairs, prompt inside (messages)", ROWS["chat_pairs"][0]),
         ("grpo", "questions", "`question` with `answer`",
          {"prompt": [user("What is 0 + 1?")], "answer": "So it is #### 1"}),
-        ("grpo", "chats", "their last answer is the reference",
+        ("grpo", "chats", "chats (`messages`); their last answer is the reference",
          {"prompt": ROWS["chats"][0]["messages"][:-1], "answer": "0 0"}),
     ],
 )  # fmt: skip
