@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import os
+import shlex
 import shutil
 import sys
 import textwrap
@@ -147,12 +148,6 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def folder_name(folder: str | Path) -> str:
-    """Return a folder as a command takes it."""
-    text = str(folder)
-    return f"'{text}'" if any(letter.isspace() for letter in text) else text
-
-
 def is_number(value: Any) -> bool:
     """Whether an entry of a log can be shown as a number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -288,7 +283,7 @@ def print_end(trainer: Any, trained: dict[str, Any], metrics: dict[str, Any]) ->
     """Say how a run ended, where the model is, and what can be done with it."""
     if not first_process():
         return
-    state, folder = trainer.state, folder_name(trainer.args.output_dir)
+    state, folder = trainer.state, shlex.quote(trainer.args.output_dir)
     summary = trainer.hybrid_summary()
     print_line()
     print_line(f"Done: {plural(state.global_step, 'step')} in {duration(trained.get('train_runtime', 0))}.")
