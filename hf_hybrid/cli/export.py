@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     written = whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else whole
     sys.stderr.write(f"Written: {written}\n")
     if (output / "chat_template.jinja").is_file():
-        sys.stderr.write(f"To try it: hf-hybrid chat {console.folder_name(written)}\n")
+        sys.stderr.write(f"To try it: hf-hybrid chat {shlex.quote(str(written))}\n")
     return 0
 
 

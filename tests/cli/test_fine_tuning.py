@@ -1,6 +1,5 @@
 """`hf-hybrid sft | dpo | grpo | chat`: formats, which tokens are learned, runs, and what is refused before them."""
 
-import argparse
 import dataclasses
 import io
 import json
@@ -468,16 +467,20 @@ def test_chat_answers_each_line(folder, monkeypatch, capsys):
 
 
 def test_chat_keeps_the_conversation_and_the_system_message(folder, monkeypatch, capsys):
+    conversations = []
+
+    def answer(model, tokenizer, messages, args):
+        conversations.append([message["content"] for message in messages])
+        return f"answer {len(conversations)}"
+
     monkeypatch.chdir(folder)
-    given = {"model": "model", "dtype": "auto", "cpu": True, "trust_remote_code": False, "seed": 0}
-    args = argparse.Namespace(**given, system="Be brief.", max_new_tokens=2, temperature=None, top_p=0.9)
-    conversation = chat.Chat(*chat.load(args), args)
-    conversation.take("one")
-    conversation.take("two")
-    assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
-    assert conversation.messages[2] == user("two") and conversation.messages[1]["content"] in capsys.readouterr().out
-    conversation.take("/system Be long.")
-    assert conversation.messages == [] and conversation.system == "Be long."
+    monkeypatch.setattr(chat, "_answer", answer)
+    lines = "one\ntwo\n/what\n/system Be long.\nthree\n/reset\nfour\n"
+    status, written = talk(monkeypatch, capsys, "model", "--system", "Be brief.", lines=lines)
+    assert status == 0 and written.out.count(chat.HELP[:20]) == 2
+    assert conversations == [
+        ["Be brief.", "one"], ["Be brief.", "one", "answer 1", "two"], ["Be long.", "three"], ["Be long.", "four"],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
