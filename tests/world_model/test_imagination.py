@@ -157,9 +157,9 @@ def test_a_run_is_the_same_when_repeated(whole, tmp_path):
     assert again.hybrid_summary()["planner"]["choices"] == whole[1].hybrid_summary()["planner"]["choices"]
 
 
-def test_a_run_that_resumes_in_the_middle_ends_with_the_same_weights(whole):
+def test_a_run_that_resumes_in_the_middle_ends_with_the_same_weights(whole, tmp_path):
     folder, trainer = whole
-    resumed = build(folder)
+    resumed = build(tmp_path)
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-47"))
     assert_same_weights(weights(resumed.model), weights(trainer.model))
     assert resumed.hybrid_summary()["planner"]["choices"] == trainer.hybrid_summary()["planner"]["choices"]
