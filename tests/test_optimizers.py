@@ -493,7 +493,7 @@ def test_resuming_ends_at_the_same_weights(enable_predict, memory, tmp_path, tra
             config = HybridConfig(**config_values(folder, **options, enable_predict=False))
         return HybridTrainer(tiny_model(), config, train_dataset=train_set)
 
-    whole, again = build(tmp_path), build(tmp_path)
+    whole, again = build(tmp_path), build(tmp_path / "again")
     whole.train()
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
     assert_same_weights(weights(again.model), weights(whole.model))

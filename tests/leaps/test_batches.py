@@ -146,7 +146,7 @@ def test_a_resumed_run_goes_on_with_the_batches_that_were_not_trained_on(kind, t
     config = hybrid_config(tmp_path, **options)
     whole, _ = trained(HybridTrainer, config, data())
     for step in (6, 12):
-        again = HybridTrainer(model(), hybrid_config(tmp_path, **options), train_dataset=data())
+        again = HybridTrainer(model(), hybrid_config(tmp_path / f"{step}", **options), train_dataset=data())
         again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert_same_weights(weights(whole.model), weights(again.model))
 

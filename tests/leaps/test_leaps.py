@@ -118,7 +118,7 @@ def test_a_run_resumes_bit_for_bit(options, tmp_path):
     assert losses[-1] < losses[0] - 0.5 and len(summary["leaps"]) > 5
     for step in (19, 38):
         checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
-        resumed = train(tmp_path / "again", resume=checkpoint, parts=parts(), **options)
+        resumed = train(tmp_path / f"again-{step}", resume=checkpoint, parts=parts(), **options)
         assert_same_weights(weights(resumed.model), weights(whole.model))
         for name in ("leaps", *(["displacement_residuals"] if corrects else [])):
             assert resumed.hybrid_summary()[name] == summary[name]

@@ -169,7 +169,7 @@ def test_after_an_out_of_memory_more_layers_are_recomputed(every_layer, tmp_path
     assert_same_weights(trainer, every_layer[0])
     saved = json.loads((tmp_path / "checkpoint-3" / VALUES_NAME).read_text())["parts"]
     assert saved["activation_checkpointing"] == {"layers": 4}
-    resumed = build(tmp_path / "again", **saves)
+    resumed = build(tmp_path / "resumed", **saves)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert recomputed(resumed) == 4
     assert_same_weights(resumed, every_layer[0])

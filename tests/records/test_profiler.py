@@ -4,6 +4,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -266,6 +267,7 @@ def test_epochs_saves_and_resuming_append(tmp_path):
     with (tmp_path / "profile" / "steps.jsonl").open("a") as file:
         file.write('{"step": 11, "pha')  # as a kill may leave it
     again = MemoryProfilerCallback()
+    shutil.rmtree(tmp_path / "checkpoint-10")
     plain(tmp_path, again, samples=20, **values).train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
     text = (tmp_path / "profile" / "steps.jsonl").read_text().splitlines()
     assert text.pop(10) == '{"step": 11, "pha'

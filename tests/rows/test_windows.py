@@ -283,7 +283,7 @@ def test_adapters_train_as_in_trainer(tmp_path):
 def test_a_resumed_run_ends_at_the_same_weights_and_goes_on_counting(tmp_path):
     rows, options = KINDS["unrolled"](), {"save_strategy": "steps", "save_steps": 5}
     whole = shared(tmp_path, rows, **options)
-    resumed = shared(tmp_path, rows, resume=str(tmp_path / "checkpoint-5"), **options)
+    resumed = shared(tmp_path / "resumed", rows, resume=str(tmp_path / "checkpoint-5"), **options)
     assert_same_weights(weights(whole.model), weights(resumed.model))
     for name in ("tokens", "tokens_padding", "tokens_shared", "micro_batches_saved"):
         assert whole.hybrid_summary()[name] == resumed.hybrid_summary()[name] > 0

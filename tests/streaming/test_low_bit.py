@@ -295,7 +295,7 @@ def test_trainer_resumes_to_the_last_bit(tmp_path):
     losses = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0]
     assert any(state["exp_avg_8bit"].dtype == torch.uint8 for state in whole.optimizer.state.values() if len(state) > 4)
-    resumed = trainer(tmp_path)
+    resumed = trainer(tmp_path / "resumed")
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert_same_weights(weights(resumed.model), weights(whole.model))
 

@@ -119,7 +119,7 @@ def test_counts_go_on_after_a_resume(tmp_path):
     options = {**NEEDED, "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
     whole = build(HybridGRPOTrainer, tmp_path, 0.7, **options)
     whole.train()
-    resumed = build(HybridGRPOTrainer, tmp_path, 0.7, **options)
+    resumed = build(HybridGRPOTrainer, tmp_path / "resumed", 0.7, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert_same_weights(weights(whole.model), weights(resumed.model))
     assert whole.hybrid_summary()["log_probs_skipped"] == resumed.hybrid_summary()["log_probs_skipped"] > 0

@@ -473,10 +473,10 @@ def test_router_loss_is_trained_through_all_phases(tmp_path):
 def test_resume_ends_at_the_same_weights(case, tmp_path):
     options = {**PHASES, "max_steps": 16, "save_strategy": "steps", "save_steps": 1}
 
-    def build(**more):
+    def build(folder=tmp_path, **more):
         if case == "packing":
-            return sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, packing=True, max_length=64, **options | more)
-        return dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, peft_config=lora(), **options | more)
+            return sft(HybridSFTTrainer, HybridSFTConfig, folder, packing=True, max_length=64, **options | more)
+        return dpo(HybridDPOTrainer, HybridDPOConfig, folder, peft_config=lora(), **options | more)
 
     trainer = build()
     trainer.train()
@@ -484,7 +484,7 @@ def test_resume_ends_at_the_same_weights(case, tmp_path):
     inside = [step for step, phase in steps.items() if phase == 2]
     assert inside, trainer.hybrid_summary()["leaps_by_verdict"]
     for step in (inside[0], 14):
-        resumed = build(save_strategy="no")
+        resumed = build(tmp_path / f"{step}", save_strategy="no")
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert_same_weights(weights(resumed.model), weights(trainer.model))
 

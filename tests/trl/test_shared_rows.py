@@ -321,7 +321,7 @@ def test_a_resumed_run_with_rewards_goes_on_counting_and_ends_at_the_same_weight
     options = {"share_rows": "on", "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "num_iterations": 2}
     whole = rollouts.build(HybridGRPOTrainer, tmp_path, **options)
     whole.train()
-    resumed = rollouts.build(HybridGRPOTrainer, tmp_path, **options)
+    resumed = rollouts.build(HybridGRPOTrainer, tmp_path / "resumed", **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert apart(weights(whole.model), weights(resumed.model)) == 0.0
     for name in ("tokens", "tokens_shared", "rows", "rows_skipped"):
@@ -435,7 +435,7 @@ def test_a_resumed_run_goes_on_counting_and_ends_at_the_same_weights(phases, tmp
     options["save_steps"] = options["max_steps"] // 2
     whole = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **options)
     whole.train()
-    resumed = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **options)
+    resumed = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path / "resumed", **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{options['save_steps']}"))
     assert apart(weights(whole.model), weights(resumed.model)) == 0.0
     first, second = whole.hybrid_summary(), resumed.hybrid_summary()
