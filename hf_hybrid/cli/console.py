@@ -233,7 +233,7 @@ def _steps(trainer: Any) -> str:
 
 
 def _rate(trainer: Any) -> str:
-    from hf_hybrid.build import rescue_is_on
+    from hf_hybrid.build import chooses_rate
     from hf_hybrid.config import was_given
 
     args, options = trainer.args, trainer.hybrid_args
@@ -243,11 +243,11 @@ def _rate(trainer: Any) -> str:
     adapters = any(not parameter.requires_grad for parameter in trainer.model.parameters())
     if not trainer.has_phases and adapters and not given:
         return f"{text} of training all weights; adapters often need ten times as much: set --learning_rate"
-    if not trainer.has_phases or not rescue_is_on(args, options):
+    if not trainer.has_phases or not chooses_rate(args, options):
         return text
     if adapters:
-        return f"{text}, times a factor that lr_rescue knows for adapters; --learning_rate turns that off"
-    return f"{text}; lr_rescue raises it in the first steps while that helps; --learning_rate turns that off"
+        return f"{text}, times a factor that auto_lr knows for adapters; --learning_rate turns that off"
+    return f"{text}; auto_lr raises it in the first steps while that helps; --learning_rate turns that off"
 
 
 def _memory(trainer: Any) -> str | None:
@@ -314,7 +314,7 @@ def print_end(trainer: Any, trained: dict[str, Any], metrics: dict[str, Any]) ->
     if text := outcome(metrics):
         print_fact("eval", text)
     if (scale := summary.get("learning_rate_scale", 1.0)) != 1.0:
-        print_fact("rate", f"lr_rescue multiplied the scheduled rate by {scale:.3g} at the end")
+        print_fact("rate", f"auto_lr multiplied the scheduled rate by {scale:.3g} at the end")
     if text := _saved_work(summary):
         print_fact("saved", text)
     if summary.get("leaps_made"):
