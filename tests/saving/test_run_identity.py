@@ -117,7 +117,7 @@ def test_other_dropout_is_said(saved, go_on, mode):
 @pytest.mark.parametrize("optim", ["sgd", "adafactor"])
 def test_another_optimizer_is_refused_and_not_a_key_error(saved, go_on, mode, optim):
     with pytest.raises(CheckpointError, match="its optimizer was `torch.AdamW`, and `.*` cannot go on with .*Set `opt"):
-        go_on(saved(mode), mode, optim=optim)
+        go_on(saved(mode), mode, optim=optim, direction="auto")
 
 
 def test_another_implementation_of_the_same_optimizer_is_taken(saved, go_on):
