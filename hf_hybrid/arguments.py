@@ -239,12 +239,12 @@ class HybridArguments:
     weight_precision: Optional[str] = option(
         None,
         "Precision in which resident weights compute, by phase: 'bf16' or 'full=bf16,predict=int8'. Masters are kept. "
-        "auto chooses. predict=int8_bitsandbytes: int8 probes on bitsandbytes' engine. Default: unchanged.",
+        "auto: unchanged. predict=int8_bitsandbytes: int8 probes on bitsandbytes' engine. Default: unchanged.",
     )
-    predict_states: Literal["stay", "host", "pinned", "8bit", "drop"] = option(
+    predict_states: Literal["stay", "host", "8bit"] = option(
         "stay",
         "Where optimizer states are kept during Predict. This lowers the memory held then, not the peak of the run. "
-        "8bit is lossy. drop: the optimizer starts with new states after Predict.",
+        "8bit is lossy.",
     )
 
     out_of_memory: Literal["retry", "raise"] = option(

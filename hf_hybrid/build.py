@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate.hooks import remove_hook_from_submodules
@@ -23,6 +23,7 @@ from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.config import check_leap_optimizer, check_leaps, check_training_arguments, phase_options, was_given
 from hf_hybrid.leaps.automatic import (
     FirstLoss,
+    LeapView,
     leaps_are_automatic,
     pretrained_below,
     reason_no_leaps,
@@ -30,7 +31,16 @@ from hf_hybrid.leaps.automatic import (
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, Orthogonal
 from hf_hybrid.leaps.directions.base import DirectionFactory, direction_class
 from hf_hybrid.leaps.leap import LeapObserver, Leaps, PhaseController, PhaseLengths
-from hf_hybrid.leaps.probe import MIN_SEQUENCES, HeldOutBatches, NextBatches, Probe, check_probe_set, held_out_batches
+from hf_hybrid.leaps.probe import (
+    MIN_SEQUENCES,
+    HeldOutBatches,
+    NextBatches,
+    Probe,
+    ProbedTrainer,
+    SequenceLosses,
+    check_probe_set,
+    held_out_batches,
+)
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.leaps.trust import GainPlanner, Trust
 from hf_hybrid.machine import LeapObstacleError, check_whole_parameters
@@ -47,6 +57,7 @@ from hf_hybrid.plan.accounting import host_memory
 from hf_hybrid.plan.estimate import Estimator, Plan, refuse
 from hf_hybrid.plan.of_trainer import (
     LeapBuffers,
+    PlannedTrainer,
     checkpointing,
     estimator_of,
     fewest_recomputed_layers,
@@ -54,14 +65,14 @@ from hf_hybrid.plan.of_trainer import (
     streamed_layers,
 )
 from hf_hybrid.plan.setups import Setup
+from hf_hybrid.records.log import LogFile
 from hf_hybrid.records.progress import install_progress
-from hf_hybrid.recovery import UnrecoveredMemoryError, first_part
+from hf_hybrid.recovery import OutOfMemoryRecovery, RecoveringTrainer, UnrecoveredMemoryError, first_part
 from hf_hybrid.run.adapters import adapter_rate_scale
 from hf_hybrid.run.monitor import DivergenceMonitor
 from hf_hybrid.run.rate import LearningRateRescue, RateScale, StepCosine, rate_at
 from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
 from hf_hybrid.run.trainer_view import (
-    TrainerLike,
     made_optimizer,
     trains_adapters,
     unwrapped_optimizer,
@@ -74,6 +85,20 @@ from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.walk import Window
 
 logger = logging.getLogger(__name__)
+
+
+class BuiltTrainer(LeapView, ProbedTrainer, RecoveringTrainer, PlannedTrainer, Protocol):
+    """The trainer whose parts are built."""
+
+    recovery: OutOfMemoryRecovery
+    log_file: LogFile
+    sequence_losses: type[SequenceLosses]
+    probe_sequences: int | None
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]: ...
+
+    def run_position(self) -> Any: ...
+
 
 STRETCH_STEPS, MOST_STRETCHES = 10, 300
 """Real steps that planners learn from at a time, and about how many such stretches a run has at most."""
@@ -92,7 +117,7 @@ PROBE_SEQUENCES = 8
 # Leaps, as far as is known when the trainer is made.
 
 
-def prepare_leaps(trainer: TrainerLike) -> None:
+def prepare_leaps(trainer: BuiltTrainer) -> None:
     """Refuse what leaps cannot work with, if they were asked for. Else leave them out."""
     options, direction = trainer.hybrid_args, trainer.custom_direction
     check_training_arguments(trainer.args, options)
@@ -111,10 +136,10 @@ def prepare_leaps(trainer: TrainerLike) -> None:
     if trainer.probe_dataset is not None and trainer.leap_obstacle is None and trainer.has_phases:
         check_probe_set(trainer.probe_dataset)
     if trainer.has_phases:
-        install_progress(trainer)
+        install_progress(trainer.callback_handler, trainer.run_position)
 
 
-def leave_out_leaps(trainer: TrainerLike, error: LeapObstacleError) -> None:
+def leave_out_leaps(trainer: BuiltTrainer, error: LeapObstacleError) -> None:
     """
     Make no leaps, and say why. If nothing else of a run works either, train as plain `Trainer` does. Raise `error`
     if leaps, or phases, were asked for by name.
@@ -134,7 +159,7 @@ def leave_out_leaps(trainer: TrainerLike, error: LeapObstacleError) -> None:
     )
 
 
-def check_trainable(trainer: TrainerLike) -> None:
+def check_trainable(trainer: BuiltTrainer) -> None:
     """Refuse a model that has nothing to train, or none of whose parameters is whole on this process."""
     if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
         raise ValueError(
@@ -148,7 +173,7 @@ def check_trainable(trainer: TrainerLike) -> None:
 # The run.
 
 
-def build_run(trainer: TrainerLike) -> Run:
+def build_run(trainer: BuiltTrainer) -> Run:
     """
     Build the run that `trainer` is about to start: the list of its parts, in the order in which they are called.
 
@@ -185,7 +210,7 @@ def build_run(trainer: TrainerLike) -> Run:
     )
 
 
-def _forecast(trainer: TrainerLike) -> list[Part]:
+def _forecast(trainer: BuiltTrainer) -> list[Part]:
     """Return the forecast of the final loss."""
     if not trainer.hybrid_args.forecast:
         return []
@@ -194,14 +219,14 @@ def _forecast(trainer: TrainerLike) -> list[Part]:
     return [Forecast(trainer.lr_scheduler, trainer.state.log_history)]
 
 
-def _weights(trainer: TrainerLike) -> TrainedWeights:
+def _weights(trainer: BuiltTrainer) -> TrainedWeights:
     memory, model = trainer.memory, trainer.accelerator.unwrap_model(trainer.model)
     named = [(canonical(name), memory.parameter(p)) for name, p in model.named_parameters() if p.requires_grad]
     store = Gathered(model) if trainer.is_fsdp_enabled else memory if memory.streams else None
     return TrainedWeights(named, unwrapped_optimizer(trainer), store)
 
 
-def _on_host_if_out_of_memory(trainer: TrainerLike, build: Callable[[bool], list[Part]]) -> list[Part]:
+def _on_host_if_out_of_memory(trainer: BuiltTrainer, build: Callable[[bool], list[Part]]) -> list[Part]:
     """
     Build parts that have buffers of the size of the weights: on the host (`build(True)`), if the plan says so or if
     they do not fit on the device.
@@ -224,7 +249,7 @@ def _on_host_if_out_of_memory(trainer: TrainerLike, build: Callable[[bool], list
 
 
 def _leap_parts(
-    trainer: TrainerLike, weights: TrainedWeights, monitor: DivergenceMonitor, probe: Probe, on_host: bool
+    trainer: BuiltTrainer, weights: TrainedWeights, monitor: DivergenceMonitor, probe: Probe, on_host: bool
 ) -> list[Part]:
     """Build the parts of a run with leaps: the leaps, and whatever observes them."""
     options, max_steps = trainer.hybrid_args, trainer.state.max_steps
@@ -255,7 +280,7 @@ def _leap_parts(
     return [leaps, *after]
 
 
-def _planner(trainer: TrainerLike, trajectory: Trajectory) -> tuple[GainPlanner, list[Part]]:
+def _planner(trainer: BuiltTrainer, trajectory: Trajectory) -> tuple[GainPlanner, list[Part]]:
     """Return the planner of the gain, and the part that shows it the run, if it learns."""
     options, max_steps, direction = trainer.hybrid_args, trainer.state.max_steps, trajectory.direction
     values = (options.final_gain(direction.gain), direction.gain_power, options.preset_value("leap_worth"))
@@ -282,7 +307,7 @@ def _planner(trainer: TrainerLike, trajectory: Trajectory) -> tuple[GainPlanner,
     return planner, [PlannerObserver(planner, stride=stride, max_grad_norm=trainer.args.max_grad_norm)]
 
 
-def _cost_of_step(trainer: TrainerLike, tokens: int) -> tuple[float, float]:
+def _cost_of_step(trainer: BuiltTrainer, tokens: int) -> tuple[float, float]:
     """
     Return the floating-point operations of a step with so many tokens on this process, as the mean over all processes,
     because every process must decide alike; and the bytes that all processes together send at most under FSDP2: the
@@ -300,7 +325,7 @@ def _cost_of_step(trainer: TrainerLike, tokens: int) -> tuple[float, float]:
     return flops, (accelerator.num_processes - 1) * sum(size * (passes + trained) for size, trained in sizes)
 
 
-def tell_of_no_leaps(trainer: TrainerLike) -> None:
+def tell_of_no_leaps(trainer: BuiltTrainer) -> None:
     """Say why no leaps are made, if nobody chose that, and the trainer has not said it when it was built."""
     why = trainer.run.no_leaps
     if why is not None and trainer.leap_obstacle is None and trainer.hybrid_args.final_gain(1.0) > 0:
@@ -335,7 +360,7 @@ def rescue_is_on(args: TrainingArguments, options: HybridArguments) -> bool:
     return was_given(args, "learning_rate") is False
 
 
-def tell_of_kept_defaults(trainer: TrainerLike) -> None:
+def tell_of_kept_defaults(trainer: BuiltTrainer) -> None:
     """Say which defaults would be replaced if it were known that the user did not write them."""
     args, options = trainer.args, trainer.hybrid_args
     told = []
@@ -351,7 +376,7 @@ def tell_of_kept_defaults(trainer: TrainerLike) -> None:
         )
 
 
-def _rate(trainer: TrainerLike, weights: TrainedWeights) -> RateScale | None:
+def _rate(trainer: BuiltTrainer, weights: TrainedWeights) -> RateScale | None:
     """Return the part that raises the learning rate: by a rule for adapters, else by a search under torch's Adam."""
     if not rescue_is_on(trainer.args, trainer.hybrid_args):
         return None
@@ -370,13 +395,13 @@ def _rate(trainer: TrainerLike, weights: TrainedWeights) -> RateScale | None:
     return None
 
 
-def chosen_direction(trainer: TrainerLike) -> DirectionFactory:
+def chosen_direction(trainer: BuiltTrainer) -> DirectionFactory:
     """Return the user's own direction, or else the direction that the options name."""
     name = trainer.hybrid_args.direction
     return trainer.custom_direction or DIRECTIONS["orthogonal" if name == "auto" else name]
 
 
-def direction_of(trainer: TrainerLike, matrices: Collection[str]) -> DirectionFactory:
+def direction_of(trainer: BuiltTrainer, matrices: Collection[str]) -> DirectionFactory:
     """
     Return the chosen direction. `gradient_memory` takes the place of `orthogonal` where no hidden matrices are trained.
     """
@@ -384,7 +409,7 @@ def direction_of(trainer: TrainerLike, matrices: Collection[str]) -> DirectionFa
     return GradientMemory if chosen is Orthogonal and not matrices else chosen
 
 
-def refuse_other_optimizers(trainer: TrainerLike) -> None:
+def refuse_other_optimizers(trainer: BuiltTrainer) -> None:
     """
     Refuse leaps that were asked for under an optimizer other than Adam or AdamW.
 
@@ -401,7 +426,7 @@ def refuse_other_optimizers(trainer: TrainerLike) -> None:
         check_leap_optimizer(optimizer_name(trainer.args))
 
 
-def _probe(trainer: TrainerLike, feed: BatchFeed) -> Probe:
+def _probe(trainer: BuiltTrainer, feed: BatchFeed) -> Probe:
     args, options, processes = trainer.args, trainer.hybrid_args, trainer.accelerator.num_processes
     losses = trainer.sequence_losses(trainer)
     per_step = trainer._train_batch_size * args.gradient_accumulation_steps * processes
@@ -429,13 +454,13 @@ def _probe(trainer: TrainerLike, feed: BatchFeed) -> Probe:
 # The optimizer.
 
 
-def makes_muon(trainer: TrainerLike) -> bool:
+def makes_muon(trainer: BuiltTrainer) -> bool:
     """Whether `optim=muon` is used and no optimizer was passed."""
     given = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
     return trainer.args.optim == "muon" and not given
 
 
-def leave_adapters_to_adamw(trainer: TrainerLike) -> None:
+def leave_adapters_to_adamw(trainer: BuiltTrainer) -> None:
     """
     Undo the choice of Muon by `preset="fast"` where adapters are trained, unless the user wrote an option of Muon.
 
@@ -450,7 +475,7 @@ def leave_adapters_to_adamw(trainer: TrainerLike) -> None:
         logger.warning("`preset=fast` trains adapters by AdamW: Muon gains nothing there. For Muon, set `optim=muon`.")
 
 
-def build_optimizer(trainer: TrainerLike, model: torch.nn.Module) -> None:
+def build_optimizer(trainer: BuiltTrainer, model: torch.nn.Module) -> None:
     """Make the optimizers that Trainer cannot make: Muon, and AdamW with 8-bit states."""
     args, options = trainer.args, trainer.hybrid_args
     betas = (args.adam_beta1, args.adam_beta2)
@@ -467,7 +492,7 @@ def build_optimizer(trainer: TrainerLike, model: torch.nn.Module) -> None:
         trainer.optimizer = MuonAdamW(groups, **common, betas=betas, eps=args.adam_epsilon, momentum=momentum)
 
 
-def share_optimizer(trainer: TrainerLike) -> None:
+def share_optimizer(trainer: BuiltTrainer) -> None:
     """Let Muon orthogonalise matrices together with other processes where FSDP2 has spread the weights over them."""
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside accelerate's wrapper
     if trainer.is_fsdp_enabled and isinstance(optimizer, MuonAdamW):
@@ -480,18 +505,18 @@ def share_optimizer(trainer: TrainerLike) -> None:
 # Where weights live.
 
 
-def leap_buffers(trainer: TrainerLike) -> LeapBuffers:
+def leap_buffers(trainer: BuiltTrainer) -> LeapBuffers:
     """Return what leaps hold beside the model, as far as it is known before a run begins."""
     direction, makes_leaps = direction_class(chosen_direction(trainer)), reason_no_leaps(trainer) is None
     return LeapBuffers(direction.values_per_weight if makes_leaps else None, issubclass(direction, Orthogonal))
 
 
-def estimator_for(trainer: TrainerLike, device_map: dict | None) -> tuple[Estimator, Setup]:
+def estimator_for(trainer: BuiltTrainer, device_map: dict | None) -> tuple[Estimator, Setup]:
     """Return the estimator for a trainer's model, and the setup that its options ask for."""
     return estimator_of(trainer, device_map, leap_buffers(trainer))
 
 
-def make_plan(trainer: TrainerLike, device_map: dict | None) -> Plan:
+def make_plan(trainer: BuiltTrainer, device_map: dict | None) -> Plan:
     """
     Plan which parts of the trainer's model are streamed, within its budgets.
 
@@ -502,14 +527,14 @@ def make_plan(trainer: TrainerLike, device_map: dict | None) -> Plan:
     return estimator.plan(setup)
 
 
-def build_memory(trainer: TrainerLike, device_map: dict | None) -> Resident:
+def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
     """Decide where the weights live. They are streamed if they do not fit or if the options ask for it."""
     options, model = trainer.hybrid_args, trainer.model
     if device_map is None:
         device_map = _map_with_host_layers(model)
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         remove_hook_from_submodules(model)  # accelerate's hooks of an offloaded model train nothing
-        model.tie_weights()  # ty: ignore[not-callable]  # they come back as one copy each
+        model.tie_weights()  # they come back as one copy each
     if trainer.optimizer is not None:
         try:
             check_separable(trainer.optimizer)
@@ -555,7 +580,7 @@ def _working_dtypes(model: torch.nn.Module, bf16: bool) -> Callable[[torch.nn.Pa
     return lambda parameter: torch.bfloat16 if id(parameter) in rounded else parameter.dtype
 
 
-def adapter_parts(trainer: TrainerLike) -> list[Part]:
+def adapter_parts(trainer: BuiltTrainer) -> list[Part]:
     """Return the parts that leave out casts of adapters and of the weights below them, idle under bf16 autocast."""
     idle = trainer.hybrid_args.enable_predict and trainer.accelerator.mixed_precision == "bf16"
     if not idle or not has_adapters(trainer.model):
@@ -565,7 +590,7 @@ def adapter_parts(trainer: TrainerLike) -> list[Part]:
     return cast_parts(trainer)
 
 
-def rows_part(trainer: TrainerLike) -> Part | None:
+def rows_part(trainer: BuiltTrainer) -> Part | None:
     """Return the part that computes windows as trees, if the options ask for it."""
     options = trainer.hybrid_args
     if options.share_rows == "off" or (options.share_rows == "auto" and not options.enable_predict):
@@ -575,7 +600,7 @@ def rows_part(trainer: TrainerLike) -> Part | None:
     return SharedWindows(trainer, reason_not_shared(trainer))
 
 
-def phase_memory_parts(trainer: TrainerLike) -> list[Part]:
+def phase_memory_parts(trainer: BuiltTrainer) -> list[Part]:
     """Build the parts that change memory by phase, for models that are not streamed."""
     options, parts = trainer.hybrid_args, []
     if trainer.memory.streams:
@@ -593,13 +618,11 @@ def phase_memory_parts(trainer: TrainerLike) -> list[Part]:
             layers = fewest_recomputed_layers(trainer, leaps)
         if layers is not None or options.checkpoint_phases is not None or options.offload_activations:
             parts.append(ActivationCheckpointing(phases, offload=options.offload_activations, layers=layers))
-    if options.weight_precision is not None:
+    if options.weight_precision is not None or options.predict_states != "stay":
+        from hf_hybrid.phase_memory.precision import PhaseMemory
+
         autocast = {"bf16": "bf16", "fp16": "fp16"}.get(trainer.accelerator.mixed_precision)
-        from hf_hybrid.phase_memory.precision import precision_parts
-
-        parts += precision_parts(options.weight_precision, trainer.model, autocast=autocast)
-    if options.predict_states != "stay":
-        from hf_hybrid.phase_memory.states import OptimizerStatePlacement
-
-        parts.append(OptimizerStatePlacement(options.predict_states))
+        part = PhaseMemory(options.weight_precision or "auto", options.predict_states, autocast=autocast)
+        part.check(trainer.model)
+        parts.append(part)
     return parts

@@ -28,7 +28,7 @@ import logging
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -41,8 +41,11 @@ from hf_hybrid.machine import RandomStates
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.run.run import Run
-from hf_hybrid.run.trainer_view import TrainerLike
+from hf_hybrid.run.trainer_view import LossView
 from hf_hybrid.saving.manifest import last_checkpoint
+
+if TYPE_CHECKING:
+    from hf_hybrid.streaming.walk import Window
 
 logger = logging.getLogger(__name__)
 
@@ -265,9 +268,6 @@ def first_part(batch: Any, most: int, blocks: int = 1) -> Any:
 
 # Recovery.
 
-PAIRED = ("DPOTrainer", "RewardTrainer")
-"""TRL's trainers whose batches hold all chosen completions and then all rejected ones."""
-
 
 class UnrecoveredMemoryError(torch.OutOfMemoryError):
     """Memory ran out and no measure helped or is allowed. The message says what was tried and what to change."""
@@ -283,6 +283,21 @@ class MemoryPolicy:
     walk_by_micro_batch: bool = False
 
 
+class RecoveringTrainer(LossView, Protocol):
+    """A trainer whose windows can be computed again."""
+
+    model_wrapped: Any
+    current_gradient_accumulation_steps: float
+    blocks_of_rows: int
+    cannot_repeat: str | None
+    _train_batch_size: int
+
+    @property
+    def phase_name(self) -> str | None: ...
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None: ...
+
+
 class OutOfMemoryRecovery(Part):
     """
     Computes the micro-batches of every window, in parts no larger than what fits.
@@ -294,7 +309,7 @@ class OutOfMemoryRecovery(Part):
 
     name = "out_of_memory"
 
-    def __init__(self, trainer: TrainerLike):
+    def __init__(self, trainer: RecoveringTrainer):
         self.trainer = trainer
         self.reset()
         self.reason = ""
@@ -329,7 +344,7 @@ class OutOfMemoryRecovery(Part):
     @property
     def blocks(self) -> int:
         """Blocks of rows in a batch: 2 where chosen completions are followed by rejected ones, as in TRL."""
-        return 2 if any(base.__name__ in PAIRED for base in type(self.trainer).__mro__) else 1
+        return self.trainer.blocks_of_rows
 
     # A window.
 
@@ -337,7 +352,8 @@ class OutOfMemoryRecovery(Part):
         """An accumulation window begins; `batches` are its micro-batches, `items` see [`compute`]."""
         self._batches, self._items = list(batches), items
         self._returned, self._random = [], None
-        self._tell_memory()
+        if (window := self.trainer.memory.window) is not None:
+            self._begin_walk(window)
 
     def compute(self, inputs: Any, run: Callable[[Any], Tensor], items: Any) -> Tensor:
         """
@@ -396,10 +412,8 @@ class OutOfMemoryRecovery(Part):
         count = sequences_in(batch, self.blocks)
         return [(part, sequences_in(part, self.blocks) / count) for part in parts]
 
-    def _tell_memory(self) -> None:
+    def _begin_walk(self, window: Window) -> None:
         """Streamed layers walk a window in one go: losses that are means must count alike, or each part goes alone."""
-        if (window := self.trainer.memory.window) is None:
-            return
         parts = [part for batch in self._batches for part in self._parts(batch)]
         alike = self._items is not None or len({share for _, share in parts}) <= 1
         window.begin([part for part, _ in parts] if alike else [])
@@ -489,7 +503,8 @@ class OutOfMemoryRecovery(Part):
             parameter.grad = None
         if self._random is not None:
             self._random.restore()
-        self._tell_memory()
+        if (window := self.trainer.memory.window) is not None:
+            self._begin_walk(window)
 
     def _escalate(self) -> None:
         """Take one measure: ask the parts; halve the sequences at a time; trade time for memory; give up."""

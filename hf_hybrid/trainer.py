@@ -184,7 +184,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
     lr_scheduler: Any
     current_gradient_accumulation_steps: float
     _tag_names = ["hf-hybrid"]
-    sequence_losses = SequenceLosses
+    sequence_losses: type[SequenceLosses] = SequenceLosses
     """Class that evaluates the sequences of probes. Trainers with other batches set their own."""
     can_leap = True
     """Whether leaps can be verified. If not, a config without hybrid options trains without leaps."""
@@ -198,6 +198,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
     """Whether the loss is that of preference pairs, for which adapters have a lower learning rate by default."""
     rows: Any = None
     """The part that computes batches as trees (rows/), if there is one."""
+    blocks_of_rows: int = 1
+    """Blocks of rows in a batch: 2 where all chosen completions are followed by all rejected ones, as in TRL."""
     cannot_repeat: str | None = None
     """Why a step of this trainer cannot be computed again after an out-of-memory error, as a sentence."""
 

@@ -617,22 +617,24 @@ def test_pairs_stay_together():
     assert [part["ref_chosen_logps"].tolist() for part in parts] == [[0.0, 1.0], [2.0]]
 
 
-class DPOTrainer(HybridTrainer):
-    """Of this name, as TRL's; its loss compares the first half of the rows with the second."""
+class PairTrainer(HybridTrainer):
+    """Its loss compares the first half of the rows with the second, as TRL's DPO does."""
+
+    blocks_of_rows = 2
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         chosen, rejected = model(input_ids=inputs["input_ids"]).logits.float().mean(dim=(1, 2)).chunk(2)
         return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
 
 
-@pytest.mark.parametrize("kind", [DPOTrainer, HybridTrainer])
+@pytest.mark.parametrize("kind", [PairTrainer, HybridTrainer])
 def test_pairs_are_split_as_pairs_or_not_at_all(tmp_path, kind):
     gradients, batch = [], {"input_ids": torch.stack([TEXT[i]["input_ids"] for i in range(8)])}
     for most in (8, 4):
         config = hybrid_config(tmp_path / f"{most}", per_device_train_batch_size=4, enable_predict=False)
         trainer = kind(tiny_model(), config, train_dataset=TEXT)
         trainer.current_gradient_accumulation_steps = 1
-        trainer.compute_loss = functools.partial(DPOTrainer.compute_loss, trainer)
+        trainer.compute_loss = functools.partial(PairTrainer.compute_loss, trainer)
         with RowLimit(trainer, most).active():
             if kind is HybridTrainer and most == 4:
                 with pytest.raises(UnrecoveredMemoryError, match="8 rows for 4 examples"):

@@ -28,8 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.results import Results, command_line, provenance
 from hf_hybrid.phase_memory.activations import BoundaryOffload
-from hf_hybrid.phase_memory.int8 import Int8Predict, layer_linears
-from hf_hybrid.run.run import Run
+from hf_hybrid.phase_memory.precision import layer_linears
 from hf_hybrid.streaming.loss import linear_cross_entropy
 
 
@@ -85,9 +84,7 @@ def activations(hidden: int = 128, layers: int = 8, rows: int = 2, tokens: int =
 def int8(hidden: int = 256) -> dict:
     """Count the stored bytes of int8 probes."""
     model = llama(hidden, 4)
-    plugin = Int8Predict("on")
-    plugin.begin(Run(model=model, optimizer=None, max_steps=1))
-    matrices = {id(module.weight): module.weight for module in plugin._linears}.values()
+    matrices = {id(module.weight): module.weight for module in layer_linears(model)}.values()
     stored = sum(weight.numel() + 4 * weight.shape[0] for weight in matrices)
     bf16 = sum(2 * weight.numel() for weight in matrices)
     return {"hidden": hidden, "modules": len(layer_linears(model)), "stored_bytes": stored, "bf16_bytes": bf16,

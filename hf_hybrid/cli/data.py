@@ -27,8 +27,6 @@ NOTE_NAME = "_hybrid_data.json"
 KINDS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json"}
 KINDS |= {f".{kind}": kind for kind in ("json", "csv", "parquet")}
 """By the ending of a file: the loader of `datasets`."""
-SAVED = ("state.json", "dataset_dict.json")
-"""Of which one is in a folder that `save_to_disk` wrote."""
 EVAL_SHARE = 0.05
 
 
@@ -108,7 +106,7 @@ def load(option: str, name: str, split: str, config: str | None = None, streamin
             # By paragraph: as one document, a whole book would be tokenised in one piece.
             by: dict[str, Any] = {"sample_by": "paragraph"} if kind == "text" else {}
             return load_dataset(kind, data_files=str(path), split="train", streaming=streaming, **by)
-        if any((path / saved).is_file() for saved in SAVED):
+        if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):  # of `save_to_disk`
             saved: Any = load_from_disk(str(path))
             if isinstance(saved, dict):
                 if split not in saved:
@@ -203,6 +201,13 @@ def held_out(rows: Any, share: float, seed: int) -> tuple[Any, Any]:
 
 # All data of a run.
 
+Report = Callable[[str, str], None]
+"""Is told a fact: its name and a text."""
+
+
+def silent(name: str, text: str) -> None:
+    """Tell nobody."""
+
 
 @dataclass(frozen=True)
 class Reader:
@@ -269,12 +274,7 @@ class Reader:
         """Whether there are rows to evaluate on."""
         return bool(self.data.eval_dataset or self.data.eval_split or self.eval_share)
 
-    def train_and_eval(
-        self,
-        tokenizer: Any,
-        report: Callable[[str, str], None] = lambda name, text: None,
-        processes: int | None = None,
-    ) -> tuple[Any, Any]:
+    def train_and_eval(self, tokenizer: Any, report: Report = silent, processes: int | None = None) -> tuple[Any, Any]:
         """
         Return the rows to train on, and those to evaluate on (`None` if there are none).
 
@@ -314,19 +314,14 @@ class Reader:
             tokens.report_lengths(train_set, self, learned, report)
         return train_set, eval_set
 
-    def eval_set(
-        self,
-        tokenizer: Any,
-        report: Callable[[str, str], None] = lambda name, text: None,
-        processes: int | None = None,
-    ) -> Any:
+    def eval_set(self, tokenizer: Any, report: Report = silent, processes: int | None = None) -> Any:
         """Return the rows to evaluate on alone; those to train on are not read where they do not decide."""
         if self.eval_share:
             return self.train_and_eval(tokenizer, report, processes)[1]
         sources = list(self.sources("eval_dataset", tokenizer, report))
         return mixed([self._tokenised(source, tokenizer, processes) for source in sources], None, self.seed)
 
-    def sources(self, option: str, tokenizer: Any, report: Callable[[str, str], None]) -> Iterator[Source]:
+    def sources(self, option: str, tokenizer: Any, report: Report) -> Iterator[Source]:
         """
         Yield the data sets of `dataset` or `eval_dataset` in TRL's form; without `eval_dataset` a split of `dataset`.
 

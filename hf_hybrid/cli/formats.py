@@ -26,21 +26,13 @@ from hf_hybrid.cli.options import OptionError
 
 Row = Mapping[str, Any]
 
-SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
+_ROLES = {
+    "user": "human user",
+    "assistant": "gpt chatgpt bing bard model assistant function_call",
     "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "function_call": "assistant",
+    "tool": "tool observation function_response",
 }
+SHAREGPT_ROLES = {name: role for role, names in _ROLES.items() for name in names.split()}
 QUESTIONS = ("question", "problem", "query", "instruction")
 """Columns that are taken for the user's question where there is no `prompt`."""
 ANSWERS = ("answer", "solution", "ground_truth", "target", "final_answer")
@@ -67,14 +59,12 @@ class Format(NamedTuple):
     A format of rows.
 
     Attributes:
-        name (`str`): Of the format.
         title (`str`): For people, with the columns.
         convert (`Callable`): From a row to the columns that TRL takes. Raises `FormatError` for a row of another form.
         chats (`bool`): Whether the chat template is applied.
         kept (`tuple[str, ...]`): Columns that go with the row as they are.
     """
 
-    name: str
     title: str
     convert: Callable[[Row], dict[str, Any]]
     chats: bool
@@ -135,12 +125,7 @@ def _text(row: Row, column: str, *, may_be_empty: bool = False) -> str:
 
 
 def _text_if_any(row: Row, column: str) -> str:
-    return "" if row.get(column) in (None, "") else _text(row, column)
-
-
-def _user(text: str, system: str = "") -> list[dict[str, str]]:
-    before = [{"role": "system", "content": system}] if system else []
-    return [*before, {"role": "user", "content": text}]
+    return _text(row, column) if row.get(column) else ""
 
 
 def _side(row: Row, column: str) -> Any:
@@ -167,10 +152,9 @@ def _chats(
 ) -> Format | None:  # fmt: skip
     for column in [name for name in names if name in columns]:
         if _is_sharegpt(first.get(column)):
-            title = f"ShareGPT (`{column}` with `from` and `value`)"
-            name, read = "sharegpt", _from_sharegpt
+            title, read = f"ShareGPT (`{column}` with `from` and `value`)", _from_sharegpt
         elif is_chat(first.get(column)) or column == "messages":
-            name, title, read = "messages", f"chats (`{column}`)", messages_of
+            title, read = f"chats (`{column}`)", messages_of
         else:
             continue
 
@@ -180,7 +164,7 @@ def _chats(
                 raise FormatError(f"`{column}` has no message of `assistant`, so there is no answer to learn")
             return {"messages": messages}
 
-        return Format(name, title, convert, True, _OF_TEMPLATES)
+        return Format(title, convert, True, _OF_TEMPLATES)
     return None
 
 
@@ -188,7 +172,7 @@ def _texts(columns: set[str], first: Row, template: bool, *, may_be_empty: bool 
     if "text" not in columns:
         return None
     convert = lambda row: {"text": _text(row, "text", may_be_empty=may_be_empty)}  # noqa: E731
-    return Format("text", "plain text (`text`)", convert, False)
+    return Format("plain text (`text`)", convert, False)
 
 
 def _completions(columns: set[str], first: Row, template: bool) -> Format | None:
@@ -198,7 +182,7 @@ def _completions(columns: set[str], first: Row, template: bool) -> Format | None
     chats = is_chat(first.get("completion"))
     title = f"prompt and completion ({'messages' if chats else 'text'})"
     convert = lambda row: _same_kind({name: _side(row, name) for name in names})  # noqa: E731
-    return Format("prompt-completion", title, convert, chats, _OF_TEMPLATES)
+    return Format(title, convert, chats, _OF_TEMPLATES)
 
 
 def _alpaca(columns: set[str], first: Row, template: bool) -> Format | None:
@@ -209,14 +193,14 @@ def _alpaca(columns: set[str], first: Row, template: bool) -> Format | None:
         instruction, more, answer = _text(row, "instruction"), _text_if_any(row, "input"), _text(row, "output")
         if template:
             question = f"{instruction}\n\n{more}" if more else instruction
-            system = _text_if_any(row, "system")
-            return {"prompt": _user(question, system), "completion": [{"role": "assistant", "content": answer}]}
+            chat = with_system({"prompt": [{"role": "user", "content": question}]}, _text_if_any(row, "system"))
+            return {**chat, "completion": [{"role": "assistant", "content": answer}]}
         start = f"{ALPACA_WITH_INPUT}\n\n" if more else f"{ALPACA}\n\n"
         middle = f"### Input:\n{more}\n\n" if more else ""
         return {"prompt": f"{start}### Instruction:\n{instruction}\n\n{middle}### Response:\n", "completion": answer}
 
     how = "through the chat template" if template else "with Alpaca's prompt, as there is no chat template"
-    return Format("alpaca", f"Alpaca (instruction, output; {how})", convert, template)
+    return Format(f"Alpaca (instruction, output; {how})", convert, template)
 
 
 def _pairs(columns: set[str], first: Row, template: bool) -> Format | None:
@@ -234,7 +218,7 @@ def _pairs(columns: set[str], first: Row, template: bool) -> Format | None:
         return sides
 
     title = f"preference pairs{' with prompt' if apart else ', prompt inside'} ({'messages' if chats else 'text'})"
-    return Format("preference", title, convert, chats, _OF_TEMPLATES)
+    return Format(title, convert, chats, _OF_TEMPLATES)
 
 
 def _prompts(columns: set[str], first: Row, template: bool) -> Format | None:
@@ -243,7 +227,7 @@ def _prompts(columns: set[str], first: Row, template: bool) -> Format | None:
     answer, words, kept = _answers(columns)
     chats = is_chat(first.get("prompt"))
     convert = lambda row: {"prompt": _side(row, "prompt"), **_reference(row, answer)}  # noqa: E731
-    return Format("prompt", f"prompts ({'messages' if chats else 'text'}){words}", convert, chats, kept)
+    return Format(f"prompts ({'messages' if chats else 'text'}){words}", convert, chats, kept)
 
 
 def _answered_chats(columns: set[str], first: Row, template: bool) -> Format | None:
@@ -261,7 +245,7 @@ def _answered_chats(columns: set[str], first: Row, template: bool) -> Format | N
         return {"prompt": messages[:-1], "answer": last.get("content", ""), **_reference(row, answer)}
 
     title = "chats (`messages`; their last answer is the reference)" if answer is None else f"chats{words}"
-    return Format("messages", title, convert, True, kept)
+    return Format(title, convert, True, kept)
 
 
 def _questions(columns: set[str], first: Row, template: bool) -> Format | None:
@@ -272,9 +256,10 @@ def _questions(columns: set[str], first: Row, template: bool) -> Format | None:
 
     def convert(row: Row) -> dict[str, Any]:
         text = _text(row, column)
-        return {"prompt": _user(text) if template else text, **_reference(row, answer)}
+        prompt = [{"role": "user", "content": text}] if template else text
+        return {"prompt": prompt, **_reference(row, answer)}
 
-    return Format("question", f"`{column}`{words}", convert, template, kept)
+    return Format(f"`{column}`{words}", convert, template, kept)
 
 
 def _answers(columns: set[str]) -> tuple[str | None, str, tuple[str, ...]]:
@@ -353,11 +338,13 @@ def converted(row: Row, number: int, row_format: Format, system: str | None, whe
     except FormatError as error:
         raise OptionError(f"{where}, row {number + 1}: {error}. Correct or remove the row.") from None
     kept = {column: row[column] for column in row_format.kept if column in row}
-    return {**kept, **(with_system(values, system) if system else values)}
+    return {**kept, **with_system(values, system)}
 
 
-def with_system(row: dict[str, Any], system: str) -> dict[str, Any]:
-    """Put a system message in front of the conversation of a converted row that has none."""
+def with_system(row: dict[str, Any], system: str | None) -> dict[str, Any]:
+    """Put a system message, if there is one, in front of the conversation of a converted row that has none."""
+    if not system:
+        return row
     for name in ("messages", "prompt"):
         messages = row.get(name)
         if isinstance(messages, list) and messages[0]["role"] != "system":

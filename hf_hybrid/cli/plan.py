@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
-import logging
 import sys
 import tempfile
-from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_hybrid.cli.console import quiet_imports
 from hf_hybrid.files import write_text
 
 if TYPE_CHECKING:
@@ -72,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.output is not None:
             _check_output(args.output)
-        with _quiet():
+        with quiet_imports():  # of a model that is never trained nothing is told
             report = _Report(args)
     except (ImportError, ValueError) as error:
         sys.stderr.write(f"hf-hybrid plan: error: {error}\n")
@@ -95,30 +93,12 @@ def run(args: argparse.Namespace) -> int:
 def _check_output(name: str) -> None:
     """Refuse a file that cannot be written, before the work that would be lost with it."""
     try:
-        output = Path(name)
-        if output.is_symlink() or output.exists() and not output.is_file():
-            raise ValueError("it is a link, a folder or a device")  # which a file would replace
-        with tempfile.TemporaryFile(dir=output.parent):
+        if Path(name).is_dir():
+            raise ValueError("it is a folder")
+        with tempfile.TemporaryFile(dir=Path(name).parent):
             pass
     except (OSError, ValueError) as error:  # a ValueError: of a NUL, too
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"`--output {name}` cannot be written: {reason}.") from None
-
-
-@contextlib.contextmanager
-def _quiet() -> Generator[None]:
-    """Silence what transformers and others log about a model that is never trained."""
-    import transformers
-
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(disabled)
-        transformers.logging.set_verbosity(before)
+        raise ValueError(f"`--output {name}` cannot be written: {getattr(error, 'strerror', error)}.") from None
 
 
 class _Report:

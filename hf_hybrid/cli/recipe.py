@@ -26,18 +26,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_hybrid.cli import console, rewards
+from hf_hybrid.cli import console, loading, rewards
 from hf_hybrid.cli.data import NOTE_NAME, Reader, check_paths, new_names
 from hf_hybrid.cli.launch import launch
-from hf_hybrid.cli.loading import (
-    adapters_config,
-    add_adapters,
-    check_model,
-    check_sizes,
-    load_model,
-    load_tokenizer,
-    read_config,
-)
 from hf_hybrid.cli.options import (
     DPO,
     GRPO,
@@ -122,7 +113,7 @@ def check_early(line: CommandLine) -> None:
             read_prompts(path)
         except ValueError as error:
             raise OptionError(str(error)) from None
-    check_model(early["model"][0])
+    loading.check_model(early["model"][0])
     check_paths("dataset", early["dataset"])
     check_paths("eval_dataset", early["eval_dataset"])
     new_names(early["columns"])
@@ -206,11 +197,11 @@ def make_trainer(options: Options) -> Any:
     command, args = options.command, options.config
     check_options(options)
     check_output(args.output_dir)
-    adapters = adapters_config(options.adapters)
+    adapters = loading.adapters_config(options.adapters)
     with args.main_process_first(desc="loading the tokenizer"):
-        config = read_config(options.model, options.trust_remote_code)
-        tokenizer = load_tokenizer(options.model, options.trust_remote_code, args)
-    check_sizes(config, str(options.model.model), len(tokenizer), getattr(options.data, "sequence_length", 0))
+        config = loading.read_config(options.model, options.trust_remote_code)
+        tokenizer = loading.load_tokenizer(options.model, options.trust_remote_code, args)
+    loading.check_sizes(config, str(options.model.model), len(tokenizer), getattr(options.data, "sequence_length", 0))
     set_seed(args.seed)
     with args.main_process_first(desc="reading the data"):
         train_set, eval_set = load_data(options, tokenizer)
@@ -220,11 +211,11 @@ def make_trainer(options: Options) -> Any:
         console.print_fact("rewards", names)
     set_seed(args.seed)  # as if the data had taken no random numbers
     with args.main_process_first(desc="loading the model's files"):
-        model = load_model(options, config)
+        model = loading.load_model(options, config)
     if command is TRAIN:
         # Rows are of one length, so nothing is padded. Trainer's collator would pad, which takes a pad token.
         more["data_collator"] = default_data_collator
-        model = model if adapters is None else add_adapters(model, adapters, options.adapters)
+        model = model if adapters is None else loading.add_adapters(model, adapters, options.adapters)
     else:
         args.model_init_kwargs = None  # done
     if command is DPO and adapters is None and not args.precompute_ref_log_probs:

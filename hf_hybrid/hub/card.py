@@ -27,7 +27,7 @@ from transformers.modelcard import METRIC_TAGS
 from hf_hybrid.arguments import hybrid_values
 from hf_hybrid.config import config_values
 from hf_hybrid.hub import origins, provenance
-from hf_hybrid.hub.origins import data_facts
+from hf_hybrid.hub.origins import PublishedTrainer, data_facts
 from hf_hybrid.hub.provenance import one_line, unique
 from hf_hybrid.optimizers import optimizer_name
 from hf_hybrid.records.log import load_log
@@ -35,7 +35,6 @@ from hf_hybrid.records.profiler import MemoryProfilerCallback
 from hf_hybrid.records.readings import PHASES
 from hf_hybrid.records.redaction import clean
 from hf_hybrid.records.summary import format_bytes, format_number, format_seconds
-from hf_hybrid.run.trainer_view import TrainerLike
 
 # The template and what it writes values with.
 
@@ -83,7 +82,7 @@ def render(facts: dict[str, Any]) -> str:
 # Facts.
 
 
-def card_facts(trainer: TrainerLike, given: dict[str, Any]) -> dict[str, Any]:
+def card_facts(trainer: PublishedTrainer, given: dict[str, Any]) -> dict[str, Any]:
     """
     Everything that the card says about the run of a `HybridTrainer` so far, by the names that the template uses.
 
@@ -138,7 +137,7 @@ def card_facts(trainer: TrainerLike, given: dict[str, Any]) -> dict[str, Any]:
 _SPEED = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "num_tokens")
 
 
-def evaluation_of(trainer: TrainerLike, task: str | None) -> dict[str, Any] | None:
+def evaluation_of(trainer: PublishedTrainer, task: str | None) -> dict[str, Any] | None:
     """
     The last evaluation in the log, without those of untrained weights: `step`, `metrics` (with `perplexity` for
     language models) and whether it is `of_final_weights`.
@@ -167,7 +166,7 @@ def evaluation_of(trainer: TrainerLike, task: str | None) -> dict[str, Any] | No
     return {**about, "metrics": metrics} if chosen else None
 
 
-def is_language_loss(trainer: TrainerLike, task: str | None) -> bool:
+def is_language_loss(trainer: PublishedTrainer, task: str | None) -> bool:
     """Whether an evaluation's loss is the mean negative log-likelihood of tokens, whose exponential is perplexity."""
     loss_type, method = getattr(trainer.args, "loss_type", "nll"), getattr(trainer, "_name", "SFT")  # of TRL's trainers
     is_plain = trainer.compute_loss_func is None and not trainer.args.label_smoothing_factor
@@ -188,7 +187,7 @@ def history_of(log: list[dict], most: int = 20) -> list[dict]:
     return rows[:: -max(1, math.ceil(len(rows) / most))][::-1]
 
 
-def rewards_of(trainer: TrainerLike) -> dict[str, Any] | None:
+def rewards_of(trainer: PublishedTrainer) -> dict[str, Any] | None:
     """Of TRL's trainers that learn by rewards: names of the functions, mean reward `first` and `last` in the log."""
     names = getattr(trainer, "reward_func_names", None)
     logged = [entry for entry in trainer.state.log_history if "reward" in entry]
@@ -216,7 +215,7 @@ def settings_of(args) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name != unused}
 
 
-def memory_of(trainer: TrainerLike, summary: dict) -> dict[str, Any]:
+def memory_of(trainer: PublishedTrainer, summary: dict) -> dict[str, Any]:
     """`peaks` of every phase where a profiler ran, on the `device` or of the process; the bytes `held` at the end."""
     profilers = [call for call in trainer.callback_handler.callbacks if isinstance(call, MemoryProfilerCallback)]
     phases = profilers[0].summary()["phases"] if profilers else {}

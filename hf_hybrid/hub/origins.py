@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 from huggingface_hub import constants, model_info
 from huggingface_hub.errors import HFValidationError
@@ -21,9 +21,22 @@ from hf_hybrid.hub.provenance import listed, unique
 from hf_hybrid.leaps.directions import DIRECTIONS, Direction, Orthogonal
 from hf_hybrid.leaps.directions.base import direction_class
 from hf_hybrid.optimizers import optimizer_name
-from hf_hybrid.run.trainer_view import TrainerLike
+from hf_hybrid.run.trainer_view import TrainerView
 
 logger = logging.getLogger(__name__)
+
+
+class PublishedTrainer(TrainerView, Protocol):
+    """A trainer that a model card tells of."""
+
+    custom_direction: Any
+    processing_class: Any
+    data_collator: Any
+    eval_dataset: Any
+    hub_model_id: str | None
+    log_file: Any
+
+    def hybrid_summary(self) -> Any: ...
 
 
 def is_repo_id(name: object) -> TypeGuard[str]:
@@ -42,7 +55,7 @@ def is_local(name: str) -> bool:
     return os.path.isabs(name) or name.startswith((".", "~")) or os.path.exists(name)
 
 
-def model_facts(trainer: TrainerLike, finetuned_from: str | None, tasks: list[str]) -> dict[str, Any]:
+def model_facts(trainer: PublishedTrainer, finetuned_from: str | None, tasks: list[str]) -> dict[str, Any]:
     """
     What the trained model is, and what training began with: `base` is the id on the Hub of the model whose weights were
     loaded, `base_is_local` says that they came from a folder (whose name means nothing to others), and `config_of` is
@@ -83,7 +96,7 @@ _OF_NO_INTEREST = ("peft_type", "auto_mapping", "base_model_name_or_path", "revi
 _OF_LORA = ("r", "lora_alpha", "lora_dropout", "target_modules")
 
 
-def adapter_of(trainer: TrainerLike) -> dict[str, Any]:
+def adapter_of(trainer: PublishedTrainer) -> dict[str, Any]:
     """The settings of adapters: those that everybody asks for, and others that differ from their defaults."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     config = getattr(model, "active_peft_config", None) if hasattr(model, "peft_config") else None
@@ -120,7 +133,7 @@ def license_of(base: str) -> dict[str, str]:
     return {key: value for key in keys if isinstance(value := stated.get(key), str)}
 
 
-def data_of(trainer: TrainerLike) -> list[dict[str, Any]]:
+def data_of(trainer: PublishedTrainer) -> list[dict[str, Any]]:
     """The training set and the evaluation sets: `role`, `name` within the run, and their [`data_facts`]."""
     sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
     roles = [("Training", "", trainer.train_dataset), *(("Evaluation", name, data) for name, data in sets.items())]
@@ -156,7 +169,7 @@ def _id_on_hub(owner: str, name: str) -> str | None:
     return f"{owner}/{name}" if "_" not in name and is_repo_id(f"{owner}/{name}") else None
 
 
-def papers_of(trainer: TrainerLike, summary: dict) -> list[tuple[str, str]]:
+def papers_of(trainer: PublishedTrainer, summary: dict) -> list[tuple[str, str]]:
     """Title and address of the papers behind the optimizer and the leaps of the run."""
     direction = direction_class(trainer.custom_direction or DIRECTIONS.get(summary.get("direction"), Direction))
     of_optimizer = Orthogonal.papers if optimizer_name(trainer.args) == "muon" else ()

@@ -15,20 +15,33 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_hybrid.leaps.leap import Leaps
 from hf_hybrid.part import Part, RealStep
 from hf_hybrid.run.run import NO_LEAPS, Run
 from hf_hybrid.run.trainer_view import (
-    TrainerLike,
+    TrainerView,
     optimizer_unlike_adam,
     trains_adapters,
     unknown_loss,
     vocabulary_size,
 )
 
+if TYPE_CHECKING:
+    from hf_hybrid.leaps.directions.base import DirectionFactory
+
 logger = logging.getLogger(__name__)
+
+
+class LeapView(TrainerView, Protocol):
+    """A trainer that may make leaps."""
+
+    custom_direction: DirectionFactory | None
+    obstacle: str | None
+    leap_obstacle: str | None
+    no_leaps_because: str | None
+
 
 PRETRAINED_SHARE = 0.5
 """
@@ -38,12 +51,12 @@ the logarithm of its vocabulary. Where leaps harmed the share was 0.31 to 0.38, 
 """
 
 
-def leaps_are_automatic(trainer: TrainerLike) -> bool:
+def leaps_are_automatic(trainer: LeapView) -> bool:
     """Whether nobody asked for leaps: the trainer, its loss and the optimizer then decide whether there are any."""
     return trainer.custom_direction is None and trainer.hybrid_args.direction == "auto"
 
 
-def reason_no_leaps(trainer: TrainerLike) -> str | None:
+def reason_no_leaps(trainer: LeapView) -> str | None:
     """Return why the run makes no leaps, as far as that is known before it begins."""
     options = trainer.hybrid_args
     if options.final_gain(1.0) == 0:
@@ -62,7 +75,7 @@ def reason_no_leaps(trainer: TrainerLike) -> str | None:
     return reason and f"{reason}, so it does not tell how much the model knows"
 
 
-def pretrained_below(trainer: TrainerLike) -> float:
+def pretrained_below(trainer: LeapView) -> float:
     """
     Return the first training loss below which the model counts as pretrained and no leaps are made; 0 if they are made
     in any case.

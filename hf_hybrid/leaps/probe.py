@@ -21,13 +21,13 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from hf_hybrid.optimizers import text_config
-from hf_hybrid.run.trainer_view import TrainerLike
+from hf_hybrid.run.trainer_view import LossView
 
 
 @dataclass(frozen=True)
@@ -235,6 +235,14 @@ class Probe:
 # The losses.
 
 
+class ProbedTrainer(LossView, Protocol):
+    """A trainer whose sequences are evaluated."""
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any: ...
+
+    def _prepare_inputs(self, inputs: Any) -> Any: ...
+
+
 class SequenceLosses:
     """
     Evaluates one collated batch to one loss per sequence, in evaluation mode and without gradients.
@@ -247,7 +255,7 @@ class SequenceLosses:
     TOLERANCE = 1e-2
     MOST_LOGIT_BYTES = 2**30
 
-    def __init__(self, trainer: TrainerLike):
+    def __init__(self, trainer: ProbedTrainer):
         self.trainer = trainer
         self.from_logits: bool | None = None
 

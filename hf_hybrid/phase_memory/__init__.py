@@ -1,1 +1,1 @@
-"""Plugins that change memory by phase: activations, weight precision, int8 probe weights, optimizer states."""
+"""Parts that change memory by phase: activations, precision and int8 probes, optimizer states."""

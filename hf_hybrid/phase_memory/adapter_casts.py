@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from hf_hybrid.machine import sharding_of
 from hf_hybrid.part import Part, Phase
 from hf_hybrid.run.run import Run
-from hf_hybrid.run.trainer_view import TrainerLike, unknown_loss
+from hf_hybrid.run.trainer_view import TrainerView, unknown_loss
 from hf_hybrid.streaming.layers import NoLayerListError, find_layers
 
 
-def cast_parts(trainer: TrainerLike) -> list[Part]:
+def cast_parts(trainer: TrainerView) -> list[Part]:
     """Return the parts that leave out casts under bf16 autocast, for a trainer of adapters."""
     args, model, parts = trainer.args, trainer.accelerator.unwrap_model(trainer.model), []
     if inputs := layers_with_idle_casts(model):

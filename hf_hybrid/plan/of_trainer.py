@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import TrainingArguments
@@ -19,12 +20,18 @@ from hf_hybrid.plan.accounting import ModelShape, host_memory
 from hf_hybrid.plan.estimate import Estimator, refuse
 from hf_hybrid.plan.setups import MARGIN, Setup, with_context
 from hf_hybrid.plan.trace import Tracer
-from hf_hybrid.run.trainer_view import TrainerLike, unknown_loss
+from hf_hybrid.run.trainer_view import TrainerView, unknown_loss
 from hf_hybrid.streaming.layers import NoLayerListError, find_layers, layers_on_host
 from hf_hybrid.streaming.loss import BIG_VOCABULARY, ChunkedCausalLoss
 from hf_hybrid.streaming.optimizer import STATES_PER_WEIGHT
 
 logger = logging.getLogger(__name__)
+
+
+class PlannedTrainer(TrainerView, Protocol):
+    """A trainer whose memory is planned."""
+
+    more_inputs: Mapping[str, Any]
 
 
 class LeapBuffers(NamedTuple):
@@ -48,7 +55,7 @@ SAMPLED_LENGTHS = 256
 """Sequences of the data, evenly spread, the longest of which decides how many layers are recomputed."""
 
 
-def estimator_of(trainer: TrainerLike, device_map: dict | None, leaps: LeapBuffers) -> tuple[Estimator, Setup]:
+def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBuffers) -> tuple[Estimator, Setup]:
     """Return the estimator for a trainer's model, and the setup that its options ask for."""
     args, options, model = trainer.args, trainer.hybrid_args, trainer.model
     hidden, muon = split_parameters(model)[0].values(), args.optim == "muon"
@@ -95,7 +102,7 @@ def checkpointing(args: TrainingArguments) -> bool | str:
     return given if given == "auto" else bool(given)
 
 
-def fewest_recomputed_layers(trainer: TrainerLike, leaps: LeapBuffers) -> int | None:
+def fewest_recomputed_layers(trainer: PlannedTrainer, leaps: LeapBuffers) -> int | None:
     """Return how many layers have to be recomputed so that a step fits on its device; `None`: not known, so all."""
     args, options, model = trainer.args, trainer.hybrid_args, trainer.model
     if (reason := _reason_all_are_recomputed(trainer)) is not None:
@@ -115,7 +122,7 @@ def fewest_recomputed_layers(trainer: TrainerLike, leaps: LeapBuffers) -> int | 
     return int(trainer.accelerator.gather(count).max())
 
 
-def _reason_all_are_recomputed(trainer: TrainerLike) -> str | None:
+def _reason_all_are_recomputed(trainer: TrainerView) -> str | None:
     if trainer.hybrid_args.offload_activations:
         return "`offload_activations=True` keeps what they leave on the host"
     if (sharding := sharding_of(trainer.args)) is not None:
@@ -129,7 +136,7 @@ def _reason_all_are_recomputed(trainer: TrainerLike) -> str | None:
     return unknown_loss(trainer)
 
 
-def sequence_length(trainer: TrainerLike, most: int = 16) -> int:
+def sequence_length(trainer: TrainerView, most: int = 16) -> int:
     """Return the longest of some training sequences. If they cannot be read, 1024 or the model's maximum."""
     data: Any = trainer.train_dataset
     try:

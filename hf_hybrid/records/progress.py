@@ -9,10 +9,10 @@ import psutil
 import torch
 from tqdm.auto import tqdm
 from transformers import ProgressCallback
+from transformers.trainer_callback import CallbackHandler
 
 from hf_hybrid.part import Phase
 from hf_hybrid.records.summary import RunPosition
-from hf_hybrid.run.trainer_view import TrainerLike
 
 
 def memory_in_use(device: torch.device) -> int:
@@ -52,24 +52,24 @@ class PositionBar(tqdm):  # ty: ignore[unsupported-base]
 class HybridProgressCallback(ProgressCallback):
     """Trainer's bar, followed by phase, last real loss and memory in use; log entries are printed short."""
 
-    def __init__(self, trainer: TrainerLike):
+    def __init__(self, position_of_run: Callable[[], RunPosition | None]):
         super().__init__()
-        self.trainer = trainer
+        self.position_of_run = position_of_run
 
     def on_train_begin(self, args, state, control, **kwargs):
         # Replaces Trainer's method, which makes a bar of its own.
         if state.is_world_process_zero:
             options = {"total": state.max_steps, "dynamic_ncols": True}
-            self.training_bar = PositionBar(position_of_run=self.trainer.run_position, **options)
+            self.training_bar = PositionBar(position_of_run=self.position_of_run, **options)
         self.current_step = 0
 
     def on_log(self, args, state, control, logs: Any = None, **kwargs):
         super().on_log(args, state, control, logs=short_logs(logs), **kwargs)
 
 
-def install_progress(trainer: TrainerLike) -> None:
+def install_progress(handler: CallbackHandler, position_of_run: Callable[[], RunPosition | None]) -> None:
     """Replace Trainer's bar. A user's own callbacks stay, and so does Trainer's table in notebooks."""
-    for callback in list(trainer.callback_handler.callbacks):
+    for callback in list(handler.callbacks):
         if type(callback) is ProgressCallback:
-            trainer.remove_callback(callback)
-            trainer.add_callback(HybridProgressCallback(trainer))
+            handler.remove_callback(callback)
+            handler.add_callback(HybridProgressCallback(position_of_run))

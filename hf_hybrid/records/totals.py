@@ -57,8 +57,10 @@ class Totals:
         return len(peaks) >= self.LEAST and peak is not None and peak > (1 + self.threshold) * statistics.median(peaks)
 
     def add(self, record: dict) -> None:
-        """Count one more record. What is no number in a damaged one counts as absent."""
-        name, (peak, where) = str(record.get("phase")), peak_of(record)
+        """Count one more record. A line without a phase is none; what is no number in one counts as absent."""
+        name, (peak, where) = record.get("phase"), peak_of(record)
+        if not isinstance(name, str):
+            return
         phase = self.phases.setdefault(name, {"records": 0, "accounted": None})
         phase["records"] += 1
         for label, place in READINGS.items():

@@ -243,18 +243,19 @@ def _phases(run: Run) -> dict[str, dict]:
 
 
 def _leap_summary(run: Run) -> dict | None:
-    """Counts by verdict and what leaps gained; `None` for runs that made none."""
+    """Counts by verdict and what leaps gained and cost; `None` for runs that made none."""
     if not run.record or not leaps_made(run):
         return None
     verdicts = verdicts_of(run)
     stayed = [leap for leap in run.leaps if leap.get("verdict") in ACCEPTED]
     gains = [value for leap in stayed if (value := number(leap.get("e"))) is not None]
-    totals = ("probe_cost_steps", "leap_cost_steps", "roll_backs")
     return {
         "made": leaps_made(run),
         "accepted": sum(verdicts[verdict] for verdict in ACCEPTED),
         "by_verdict": dict(verdicts),
-        "mean_e": sum(gains) / len(gains) if gains else None,
-        "with_e": len(gains),
-        **{name: number(run.record.get(name)) for name in totals},
+        "in_real_steps": {
+            f"immediate gain, mean of {len(gains):,} that were probed and stayed": sum(gains) / max(len(gains), 1),
+            "compute of probes": number(run.record.get("probe_cost_steps")),
+            "compute of leaps": number(run.record.get("leap_cost_steps")),
+        },
     }

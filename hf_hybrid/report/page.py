@@ -111,22 +111,13 @@ def _body(values: dict, plots: Sequence[Plot]) -> list[str]:
         {**one, "completion": one["completion"] + ("" if one.get("ended") else " …")} for one in values["samples"]
     ]
     tables = {**values, "samples": samples}
-    legend = "Written greedily at evaluations; … where the completion reached the most tokens of a sample."
-    introductions = {
-        "Samples": f'<p class="muted">{legend}</p>' if values["samples"] else "",
-        "Leaps": _leaps(values["leaps"]),
-        "Memory": _floor(values["memory"] or {}),
-    }
     return [
         f"<header><h1>{escape(values['name'])}</h1>",
         f'<p>{escape(values["status"])}</p><p class="muted"><code>{escape(values["folder"])}</code></p></header>',
         _headline(values),
         note_list(values["notes"]),
         *map(figure, plots),
-        *(
-            section(heading, introductions.get(heading, ""), *(_table_at(tables, *one) for one in parts))
-            for heading, parts in _SECTIONS.items()
-        ),
+        *(section(heading, *(_table_at(tables, *one) for one in parts)) for heading, parts in _SECTIONS.items()),
     ]
 
 
@@ -185,10 +176,12 @@ NUMBERS = (
     ),
     ("Steps", "headline.steps.total", format_number, "planned", "headline.steps.planned"),
     ("Predicted steps", "headline.steps.predicted", format_number, "", ""),
+    ("Leaps", "leaps.made", format_number, "accepted", "leaps.accepted"),
     ("Backward passes", "headline.backward_passes.done", format_number, "to step", "headline.backward_passes.step"),
     ("Wall time", "headline.seconds.value", format_seconds, "", "headline.seconds.source"),
     ("Tokens/s", "headline.tokens_per_second.value", format_number, "", "headline.tokens_per_second.source"),
     ("Peak memory", "headline.peak_memory.bytes", format_bytes, "", "headline.peak_memory.where"),
+    ("Needed at least", "memory.floor_bytes", format_bytes, "peak over it", "memory.achieved_over_floor"),
 )
 """The numbers of a run: label, place in the findings, how a value is shown, and a detail with its place."""
 
@@ -204,27 +197,6 @@ def _headline(values: dict) -> str:
         cards += f"<div><dt>{escape(label)}</dt><dd>{escape(show(value))}</dd>"
         cards += f'<dd class="detail">{escape(detail)}</dd></div>'
     return f'<dl class="headline">{cards}</dl>'
-
-
-def _leaps(summary: dict | None) -> str:
-    if not summary:
-        return ""
-    verdicts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in summary["by_verdict"].items())
-    text = f"{summary['made']:,} leaps, {summary['accepted']:,} stayed in the weights: {verdicts}."
-    if summary["mean_e"] is not None:
-        text += f" The immediate gain of those that stayed was {format_number(summary['mean_e'])} real steps, "
-        text += f"mean over the {summary['with_e']:,} that were probed."
-    if summary["probe_cost_steps"] is not None:
-        text += f" Probes cost {format_number(summary['probe_cost_steps'])} real steps of compute."
-    return f"<p>{escape(text)}</p>"
-
-
-def _floor(memory: dict) -> str:
-    if not memory.get("floor_bytes"):
-        return ""
-    over = memory["achieved_over_floor"]
-    peak = f" The peak was {format_number(over)} times that." if over else ""
-    return f"<p>Weights, gradients and states need {format_bytes(memory['floor_bytes'])} at least.{peak}</p>"
 
 
 # Tables of the page of a run.
@@ -247,6 +219,8 @@ _SECTIONS = {
     "Samples": [("Completions, the newest first", "samples", "step prompt completion")],
     "Steps": [("Their phases", "phases", "name steps seconds")],
     "Leaps": [
+        ("What became of them", "leaps.by_verdict", "name value"),
+        ("What they gained and cost, in real steps", "leaps.in_real_steps", "name value"),
         ("The last leaps", "leap_records",
          "step verdict gain horizon worth e loss_before loss_after cosine norm_ratio forecast_error"),
     ],

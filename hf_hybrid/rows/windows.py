@@ -35,7 +35,7 @@ from hf_hybrid.rows.sharing import (
     why_no_rows,
 )
 from hf_hybrid.rows.tree import IGNORED, LEAST, Batch, Row, Tree, divide, on_host, padded
-from hf_hybrid.run.trainer_view import TrainerLike, own_losses
+from hf_hybrid.run.trainer_view import LossView, TrainerView, own_losses
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
@@ -126,7 +126,7 @@ class SharedWindows(SharedRows):
         why_plain (`str`, *optional*): As [`SharedRows`].
     """
 
-    def __init__(self, trainer: TrainerLike, why_plain: str | None = None):
+    def __init__(self, trainer: LossView, why_plain: str | None = None):
         super().__init__(why_plain=why_plain, half_precision=mixed_precision_of(trainer.args) != "no")
         self.trainer = trainer
         self.may_compare = trainer.accelerator.num_processes == 1 and not trainer.memory.streams
@@ -338,7 +338,7 @@ def _nothing(batches: list[Batch]) -> tuple[Batch, Tree]:
     return batch, Tree.of([Row(0, ids[0].tolist(), 0, 0, 0, 0)])
 
 
-def reason_not_shared(trainer: TrainerLike) -> str | None:
+def reason_not_shared(trainer: TrainerView) -> str | None:
     """Return why windows stay as Trainer makes them, as far as that is known of the trainer and its options."""
     args = trainer.args
     if trainer.compute_loss_func is not None:

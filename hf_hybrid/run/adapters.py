@@ -15,7 +15,7 @@ import torch
 
 from hf_hybrid.optimizers import text_config
 from hf_hybrid.run.rate import RateScale
-from hf_hybrid.run.trainer_view import TrainerLike, optimizer_unlike_adam, unknown_loss, unwrapped_optimizer
+from hf_hybrid.run.trainer_view import TrainerView, optimizer_unlike_adam, unknown_loss, unwrapped_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def adapter_rate(*, alpha: float, width: int, preference: bool = False) -> float
     return rate * OF_PREFERENCES if preference else rate
 
 
-def adapter_rate_scale(trainer: TrainerLike) -> AdapterRate | None:
+def adapter_rate_scale(trainer: TrainerView) -> AdapterRate | None:
     """Return the part that raises the default rate to that of the rule, and say the rate, or why there is none."""
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     if (reason := reason_no_rate(trainer)) is not None:
@@ -74,14 +74,14 @@ def adapter_rate_scale(trainer: TrainerLike) -> AdapterRate | None:
     return rate
 
 
-def _rate_of(trainer: TrainerLike) -> float:
+def _rate_of(trainer: TrainerView) -> float:
     """Return the learning rate of the rule, for the largest `lora_alpha` if there are several."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     alpha, width = max(_lora_alphas(model)), cast(int, _width(model))  # known, or there is no rate
     return min(MAX_ADAPTER_RATE, adapter_rate(alpha=alpha, width=width, preference=trainer.trains_preferences))
 
 
-def reason_no_rate(trainer: TrainerLike) -> str | None:
+def reason_no_rate(trainer: TrainerView) -> str | None:
     """Return why the rule says nothing about these adapters, their optimizer or their loss."""
     model, rate = trainer.accelerator.unwrap_model(trainer.model), trainer.args.learning_rate
     configs = model.peft_config.values()

@@ -7,9 +7,18 @@ are no longer the same number, so the run reads its batches itself (`BatchFeed` 
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from transformers.trainer_utils import has_length
 
-from hf_hybrid.run.trainer_view import TrainerLike
+from hf_hybrid.run.run import DataOrder
+from hf_hybrid.run.trainer_view import TrainerView
+
+
+class OrderedTrainer(TrainerView, Protocol):
+    """A trainer that keeps the order of its data."""
+
+    order: DataOrder
 
 
 class Epochs:
@@ -24,7 +33,7 @@ class Epochs:
         is_at_start (`bool`): Whether an epoch has begun and none of its batches was read.
     """
 
-    def __init__(self, trainer: TrainerLike):
+    def __init__(self, trainer: OrderedTrainer):
         self._trainer = trainer
         self.forget()
 

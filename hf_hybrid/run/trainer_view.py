@@ -8,7 +8,7 @@ imports them. A function that reads one or two things takes these.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -19,15 +19,70 @@ from hf_hybrid.optimizers import has_adapters, is_adam, optimizer_name, text_con
 from hf_hybrid.streaming.optimizer import LazyOptimizer
 
 if TYPE_CHECKING:
-    from hf_hybrid.trainer import HybridTrainerMixin as TrainerLike
-else:
-    TrainerLike = object
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from accelerate import Accelerator
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import CallbackHandler
+
+    from hf_hybrid.arguments import HybridArguments
+    from hf_hybrid.part import Part
+    from hf_hybrid.run.run import Run
+    from hf_hybrid.streaming.engine import Resident
+
+
+class TrainerView(Protocol):
+    """
+    What is read of a trainer in many places. A function that reads more takes a view of its own, derived from this one.
+    """
+
+    args: TrainingArguments
+    hybrid_args: HybridArguments
+    accelerator: Accelerator
+    model: Any
+    optimizer: Any
+    optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
+    lr_scheduler: Any
+    state: TrainerState
+    control: TrainerControl
+    callback_handler: CallbackHandler
+    train_dataset: Any
+    probe_dataset: Any
+    compute_loss_func: Any
+    memory: Resident
+    run: Run
+    parts: list[Part]
+    trial: Any
+    saver: Any
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
+    trains_preferences: bool
+
+    @property
+    def has_phases(self) -> bool: ...
+
+    @property
+    def run_folder(self) -> Path: ...
+
+    def is_world_process_zero(self) -> bool: ...
+
+
+class LossView(TrainerView, Protocol):
+    """A trainer that is asked for losses outside of its steps."""
+
+    @property
+    def loss_in_chunks(self) -> bool: ...
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any: ...
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]: ...
 
 
 # The optimizer.
 
 
-def made_optimizer(trainer: TrainerLike) -> torch.optim.Optimizer | None:
+def made_optimizer(trainer: TrainerView) -> torch.optim.Optimizer | None:
     """Return the optimizer inside the wrappers of accelerate and of streaming. Those of a user may do anything."""
     optimizer = trainer.optimizer
     while isinstance(optimizer, (AcceleratedOptimizer, LazyOptimizer)):
@@ -35,7 +90,7 @@ def made_optimizer(trainer: TrainerLike) -> torch.optim.Optimizer | None:
     return optimizer
 
 
-def unwrapped_optimizer(trainer: TrainerLike) -> torch.optim.Optimizer:
+def unwrapped_optimizer(trainer: TrainerView) -> torch.optim.Optimizer:
     """
     Return the optimizer inside accelerate's wrapper and inside all wrappers of the user.
 
@@ -56,7 +111,7 @@ def unwrapped_optimizer(trainer: TrainerLike) -> torch.optim.Optimizer:
         optimizer = optimizer.optimizer
 
 
-def optimizer_unlike_adam(trainer: TrainerLike) -> str | None:
+def optimizer_unlike_adam(trainer: TrainerView) -> str | None:
     """Return the name of the optimizer if it is not known to step as AdamW does. It may not be made yet."""
     optimizer = made_optimizer(trainer)
     if optimizer is not None:
@@ -71,7 +126,7 @@ def optimizer_unlike_adam(trainer: TrainerLike) -> str | None:
 # The model and its loss.
 
 
-def trains_adapters(trainer: TrainerLike) -> bool:
+def trains_adapters(trainer: TrainerView) -> bool:
     """Whether adapters are trained, and not the weights of the model."""
     return has_adapters(trainer.accelerator.unwrap_model(trainer.model))
 
@@ -81,7 +136,7 @@ _PLAIN_LOSSES = {("transformers", "Trainer"), ("trl", "SFTTrainer"), ("axolotl",
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 
 
-def own_losses(trainer: TrainerLike) -> list[str]:
+def own_losses(trainer: TrainerView) -> list[str]:
     """Return the classes of a trainer that compute a loss of their own, not the model's."""
     owners = [owner for owner in type(trainer).__mro__ if "compute_loss" in vars(owner)]
     packages = {owner: owner.__module__.partition(".")[0] for owner in owners}
@@ -89,7 +144,7 @@ def own_losses(trainer: TrainerLike) -> list[str]:
     return [owner.__name__ for owner in own]
 
 
-def unknown_loss(trainer: TrainerLike) -> str | None:
+def unknown_loss(trainer: TrainerView) -> str | None:
     """Return that the training loss may not be the cross-entropy over the vocabulary, if so."""
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside PEFT's

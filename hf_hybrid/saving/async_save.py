@@ -41,7 +41,7 @@ from transformers import TrainerCallback
 from hf_hybrid.plan.accounting import host_memory
 
 if TYPE_CHECKING:
-    from hf_hybrid.run.trainer_view import TrainerLike
+    from hf_hybrid.run.trainer_view import TrainerView
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ class AsyncSaver:
         self._staging.free_copies()
 
 
-def reason_sync_save(trainer: TrainerLike) -> str | None:
+def reason_sync_save(trainer: TrainerView) -> str | None:
     """Return why the save that begins is written before training goes on, or `None` if it may be async."""
     if not trainer.hybrid_args.async_save:
         return "`async_save=False`"

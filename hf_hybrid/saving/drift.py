@@ -32,7 +32,7 @@ import xxhash
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from hf_hybrid.run.trainer_view import TrainerLike
+from hf_hybrid.run.trainer_view import TrainerView
 from hf_hybrid.run.weights import Gathered, canonical
 from hf_hybrid.saving.manifest import last_checkpoint
 from hf_hybrid.saving.run_identity import inner_optimizer
@@ -108,7 +108,7 @@ class DriftCheck:
         trainer: Whose processes they are.
     """
 
-    def __init__(self, trainer: TrainerLike):
+    def __init__(self, trainer: TrainerView):
         self._trainer = trainer
         self._agreed = self._told_what_is_compared = False
 

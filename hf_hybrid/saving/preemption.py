@@ -36,7 +36,7 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 if TYPE_CHECKING:
-    from hf_hybrid.run.trainer_view import TrainerLike
+    from hf_hybrid.run.trainer_view import TrainerView
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Preemption(TrainerCallback):
         leaves_out_evaluation (`bool`): Whether an evaluation at the step under way is left to the run that goes on.
     """
 
-    def __init__(self, trainer: TrainerLike):
+    def __init__(self, trainer: TrainerView):
         self.asked = self.leaves_out_evaluation = self._agreed = False
         self._trainer = trainer
         self._before: dict[signal.Signals, Any] = {}
@@ -129,7 +129,7 @@ class Preemption(TrainerCallback):
         self._sum = None  # after an error others may never send theirs: waiting for them would hide it
 
 
-def agree_on_preemption(trainer: TrainerLike) -> Preemption | None:
+def agree_on_preemption(trainer: TrainerView) -> Preemption | None:
     """
     Let the processes of a trainer with `enable_jit_checkpoint=True` agree on when they save and end.
 
@@ -137,11 +137,11 @@ def agree_on_preemption(trainer: TrainerLike) -> Preemption | None:
     """
     if not trainer.args.enable_jit_checkpoint:
         return None
-    theirs = trainer.pop_callback(JITCheckpointCallback)
+    theirs = trainer.callback_handler.pop_callback(JITCheckpointCallback)
     if theirs is not None:  # it has taken the signal already
         theirs.on_train_end(trainer.args, trainer.state, trainer.control)
     callback = Preemption(trainer)
-    trainer.add_callback(callback)
+    trainer.callback_handler.add_callback(callback)
     return callback
 
 

@@ -29,7 +29,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -43,7 +43,7 @@ from hf_hybrid.arguments import HybridArguments, hybrid_values
 from hf_hybrid.files import plain
 from hf_hybrid.machine import describe_device
 from hf_hybrid.records.redaction import is_secret_name, shareable
-from hf_hybrid.run.trainer_view import TrainerLike
+from hf_hybrid.run.trainer_view import TrainerView
 from hf_hybrid.run.weights import canonical
 from hf_hybrid.saving.manifest import CheckpointError
 from hf_hybrid.saving.state import SCHEMA_VERSION, VALUES_NAME
@@ -73,7 +73,15 @@ _PER_STEP = ("gradient_accumulation_steps", "dataloader_drop_last")
 _OLD_HOLD = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
-def check_identity(trainer: TrainerLike, folder: str) -> Differences:
+class IdentifiedTrainer(TrainerView, Protocol):
+    """A trainer whose runs are told apart."""
+
+    data_collator: Any
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any: ...
+
+
+def check_identity(trainer: IdentifiedTrainer, folder: str) -> Differences:
     """
     Compare a trainer that is about to resume with the run that a checkpoint is of.
 
@@ -277,7 +285,7 @@ def _distance(pairs: Iterable[tuple[dict, dict]]) -> float:
 # Making.
 
 
-def identity_of(trainer: TrainerLike) -> dict[str, Any]:
+def identity_of(trainer: IdentifiedTrainer) -> dict[str, Any]:
     """
     Return the identity of a run whose model and optimizer are ready, as JSON values.
 
@@ -299,7 +307,7 @@ def identity_of(trainer: TrainerLike) -> dict[str, Any]:
     return json.loads(json.dumps(plain(values, infinity_as_text=True)))  # as a checkpoint gives it back
 
 
-def environment(trainer: TrainerLike) -> dict[str, Any]:
+def environment(trainer: IdentifiedTrainer) -> dict[str, Any]:
     """Return what changes the last bits of a computation: versions, the device and its number of threads."""
     place = trainer.args.device
     found: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -342,7 +350,7 @@ def _trained(model: nn.Module) -> str:
 
 
 @torch.no_grad()
-def _frozen(trainer: TrainerLike, model: nn.Module) -> dict[str, Any] | None:
+def _frozen(trainer: IdentifiedTrainer, model: nn.Module) -> dict[str, Any] | None:
     """
     Return some values of frozen parameters, spread over all of them.
 
@@ -377,7 +385,7 @@ def _places(length: int, most: int) -> list[int]:
 # The data.
 
 
-def _data(trainer: TrainerLike) -> dict[str, Any] | None:
+def _data(trainer: IdentifiedTrainer) -> dict[str, Any] | None:
     data: Any = trainer.train_dataset
     if data is None:
         return None

@@ -24,7 +24,7 @@ import os
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -34,12 +34,11 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from hf_hybrid.files import note_base
 from hf_hybrid.machine import RandomStates
 from hf_hybrid.run.monitor import TrainingDivergedError
-from hf_hybrid.run.trainer_view import TrainerLike
 from hf_hybrid.saving import manifest, state
 from hf_hybrid.saving.async_save import AsyncSaver, reason_sync_save
 from hf_hybrid.saving.drift import DriftCheck
 from hf_hybrid.saving.lock import FolderLock
-from hf_hybrid.saving.run_identity import Differences, check_identity, identity_of
+from hf_hybrid.saving.run_identity import Differences, IdentifiedTrainer, check_identity, identity_of
 from hf_hybrid.saving.start import Start, check_no_other_run, find, new_start, restoring
 
 logger = logging.getLogger(__name__)
@@ -63,6 +62,28 @@ class InStep:
     save_is_put_off: bool = False
 
 
+class SavedTrainer(IdentifiedTrainer, Protocol):
+    """A trainer that saves and resumes."""
+
+    current_flos: float
+    preemption: Any
+
+    @property
+    def preempted(self) -> bool: ...
+
+    def _end_step(self) -> None: ...
+
+    def _show_real_weights(self) -> None: ...
+
+    def _get_output_dir(self, trial: Any) -> str: ...
+
+    def _load_rng_state(self, checkpoint: Any) -> None: ...
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any) -> dict[str, float]: ...
+
+    def _determine_best_metric(self, metrics: Any, trial: Any) -> bool: ...
+
+
 class Saver:
     """
     Saves and resumes the trainings of a trainer.
@@ -79,7 +100,7 @@ class Saver:
         in_step (`InStep`): What a save inside of a step needs.
     """
 
-    def __init__(self, trainer: TrainerLike):
+    def __init__(self, trainer: SavedTrainer):
         self._trainer = trainer
         self.writer, self.lock = AsyncSaver(), FolderLock()
         self.start = new_start(None)

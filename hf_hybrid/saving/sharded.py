@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from hf_hybrid.run.trainer_view import TrainerLike
+from hf_hybrid.run.trainer_view import TrainerView
 from hf_hybrid.run.weights import canonical
 
 _FSDP_WEIGHTS, _FSDP_OPTIMIZER = "pytorch_model_fsdp.bin", "optimizer.bin"
 
 
-def load_weights(trainer: TrainerLike, folder: str | Path, model: torch.nn.Module) -> bool:
+def load_weights(trainer: TrainerView, folder: str | Path, model: torch.nn.Module) -> bool:
     """
     Load the weights of a checkpoint whose files are not those that Trainer looks for: into one process from FSDP2's
     files, and under FSDP2 from those of one process. Return whether this was the case.
@@ -66,7 +66,7 @@ def _require_none(missing: list[str], folder: Path) -> None:
         )
 
 
-def load_optimizer(trainer: TrainerLike, folder: str | Path) -> bool:
+def load_optimizer(trainer: TrainerView, folder: str | Path) -> bool:
     """As [`load_weights`], for optimizer and schedule."""
     folder, model, optimizer = Path(folder), trainer.model, trainer.optimizer
     sharded = trainer.accelerator.is_fsdp2

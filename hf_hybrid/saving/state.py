@@ -30,7 +30,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from hf_hybrid.files import write_json
 from hf_hybrid.leaps.leap import Leaps
-from hf_hybrid.run.trainer_view import TrainerLike
+from hf_hybrid.run.trainer_view import TrainerView
 from hf_hybrid.saving.async_save import AsyncSaver
 from hf_hybrid.saving.manifest import DELETABLE, MANIFEST_NAME, CheckpointError
 
@@ -164,7 +164,7 @@ def _together(tensors: dict[str, Tensor], values: Any) -> Any:
 # Resuming.
 
 
-def save(trainer: TrainerLike, folder: str | Path, about: dict[str, Any]) -> None:
+def save(trainer: TrainerView, folder: str | Path, about: dict[str, Any]) -> None:
     """Write the state of a run, and what is known about it, into a checkpoint. All processes must call this."""
     state = trainer.run.state_dict()
     if trainer.args.should_save or trainer.is_world_process_zero() or any(OWN in values for values in state.values()):
@@ -172,12 +172,12 @@ def save(trainer: TrainerLike, folder: str | Path, about: dict[str, Any]) -> Non
         save_state(folder, state, about, process=trainer.args.process_index, writer=trainer.saver.writer)
 
 
-def _probe_sequences(trainer: TrainerLike) -> int | None:
+def _probe_sequences(trainer: TrainerView) -> int | None:
     leaps = trainer.run.part(Leaps)
     return None if leaps is None or leaps.probe is None else getattr(leaps.probe.source, "sequences", None)
 
 
-def restore(trainer: TrainerLike, checkpoint: str, differences: Differences) -> Report:
+def restore(trainer: TrainerView, checkpoint: str, differences: Differences) -> Report:
     """
     Restore the parts of a run that is about to start.
 
@@ -246,7 +246,7 @@ _OPEN_LEAP = (
 )
 
 
-def _leave_out_other_planner(trainer: TrainerLike, state: dict, about: dict, report: Report) -> None:
+def _leave_out_other_planner(trainer: TrainerView, state: dict, about: dict, report: Report) -> None:
     """Start the planner anew if the checkpoint is of another planner."""
     planner = trainer.hybrid_args.planner
     was = about["options"].get("planner", planner)
@@ -256,7 +256,7 @@ def _leave_out_other_planner(trainer: TrainerLike, state: dict, about: dict, rep
         report["warnings"].append(f"What the planner has learned is not restored: it was `{was}` and is `{planner}`.")
 
 
-def _restored(trainer: TrainerLike, state: dict) -> dict[str, Any]:
+def _restored(trainer: TrainerView, state: dict) -> dict[str, Any]:
     """Return what was restored, as plain values."""
     run, leaps = trainer.run, trainer.run.part(Leaps)
     phase = run.phase_of(trainer.state.global_step) if leaps is None else leaps.controller.phase
@@ -281,7 +281,7 @@ def _restored(trainer: TrainerLike, state: dict) -> dict[str, Any]:
     }
 
 
-def _not_restored(trainer: TrainerLike, state: dict, about: dict) -> list[str]:
+def _not_restored(trainer: TrainerView, state: dict, about: dict) -> list[str]:
     run, found, leaps = trainer.run, [], trainer.run.part(Leaps)
     if leaps is not None and "leaps" in state:
         direction, was = leaps.trajectory.direction.name, state["leaps"]["trajectory"]["direction"]

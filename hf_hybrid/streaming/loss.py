@@ -30,7 +30,7 @@ import math
 import threading
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,7 @@ from hf_hybrid.machine import RandomStates
 from hf_hybrid.streaming.layers import ask, base_model
 
 if TYPE_CHECKING:
-    from hf_hybrid.run.trainer_view import TrainerLike
+    from hf_hybrid.arguments import HybridArguments
 
 logger = logging.getLogger(__name__)
 
@@ -370,6 +370,15 @@ BIG_VOCABULARY = 32_000
 """Words from which `chunked_loss=auto` pays; below, the model's own loss is kept, to the last bit."""
 
 
+class ModelWithLoss(Protocol):
+    """What the switch reads of a trainer."""
+
+    model: Any
+    hybrid_args: HybridArguments
+    label_smoother: Any
+    compute_loss_func: Any
+
+
 class ChunkedLossSwitch:
     """Computes a trainer's loss in chunks if the options ask for it, the model allows it and both losses agree."""
 
@@ -378,7 +387,7 @@ class ChunkedLossSwitch:
         self._agreed: bool | None = None
         self._required = False
 
-    def install(self, trainer: TrainerLike) -> None:
+    def install(self, trainer: ModelWithLoss) -> None:
         """
         Prepare the trainer's model for a run.
 

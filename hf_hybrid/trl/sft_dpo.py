@@ -362,6 +362,7 @@ class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):  # ty: ignore[incompatible-
     processing_class: PreTrainedTokenizerBase | ProcessorMixin
     no_leaps_because = "preference pairs are trained on"
     trains_preferences = True
+    blocks_of_rows = 2
 
     def __init__(self, model, ref_model=None, args=None, *positional, **kwargs):
         check_config(args, HybridDPOConfig, DPOConfig)

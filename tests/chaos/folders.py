@@ -72,7 +72,7 @@ def report(case: str, seed: int, folder: Path, prepared: Path) -> Result:
     return Result(case, "refused" if told.strip() else "silent", detail)
 
 
-WRITTEN = ("report.html", "report.json", "steps.csv", "leaps.csv", "loss.png")
+WRITTEN = ("report.html", "report.json", "loss.png")
 
 
 def prepare_exports(folder: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from hf_hybrid.cli.formats import FormatError, recognise
 from hf_hybrid.cli.main import main
 from hf_hybrid.cli.options import GRPO, SFT, TRAINING, AdapterOptions, CommandLine, DataOptions, ModelOptions
 from hf_hybrid.cli.tokens import Answers
+from hf_hybrid.trl.rewards import exact_match, last_number, numeric_answer
 
 trl = pytest.importorskip("trl")
 
@@ -252,13 +254,13 @@ def test_tokens_and_labels_are_those_of_trl(folder, tmp_path, monkeypatch, name)
     ],
 )  # fmt: skip
 def test_the_number_that_a_text_answers_with(text, number):
-    assert rewards.last_number(text) == (None if number is None else rewards.Decimal(number))
+    assert last_number(text) == (None if number is None else Decimal(number))
 
 
 def test_rewards_of_our_own():
     texts = ["The answer!", [assistant("answer")], "other"]
-    assert rewards.exact_match(texts, answer=["Answer", "an answer", None]) == [1, 1, None]
-    assert rewards.numeric_answer(["4.0", "5"], answer=["#### 4", "4"]) == [1, 0]
+    assert exact_match(texts, answer=["Answer", "an answer", None]) == [1, 1, None]
+    assert numeric_answer(["4.0", "5"], answer=["#### 4", "4"]) == [1, 0]
     form = rewards.load("format", "<a>.*</a>")
     assert form(["<a>1\n2</a>\n", "x<a>1</a>"]) == [1, 0]
 
@@ -395,12 +397,12 @@ def test_every_format_trains(run, command, file):
     assert status == 0 and "Done: 2 steps" in out, err
 
 
-def test_data_sets_are_mixed_as_streams_too(run):
+def test_data_sets_are_mixed_as_streams_too(run, tmp_path):
     files = ["--dataset", "chats.jsonl", "completions.jsonl", "--dataset_weights", "2", "1"]
     status, out, err = run("sft", *files, "--dataset_streaming", "true")
     assert status == 0, err
     assert "67% chats.jsonl, 33% completions.jsonl" in out and "is not known in a stream" in " ".join(out.split())
-    status, out, err = run("sft", *files, "--max_grad_norm", "0.5")
+    status, out, err = run("sft", *files, "--max_grad_norm", "0.5", "--output_dir", str(tmp_path / "other"))
     assert status == 0 and "12 of 12 rows of chats.jsonl, 6 of 12 rows of completions.jsonl" in " ".join(out.split())
 
 

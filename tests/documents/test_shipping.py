@@ -90,6 +90,6 @@ def test_rows_of_the_notebook_are_chats(notebook, tmp_path, monkeypatch):
     exec(compile(next(cell for cell in cells if "chats.jsonl" in cell and "open(" in cell), "cell", "exec"), {})
     rows = [json.loads(line) for line in (tmp_path / "chats.jsonl").read_text().splitlines()]
     found = formats.recognise("sft", list(rows[0]), rows[0])
-    assert found.name == "messages" and len(rows) > 50
+    assert found.title == "chats (`messages`)" and len(rows) > 50
     for row in rows:
         found.convert(row)

@@ -1,8 +1,6 @@
-"""Int8 rows keep their bound; int8 probes leave the training weights alone, and are used only where noise allows it."""
+"""Int8 rows keep their bound; int8 probes leave the training weights alone."""
 
-import logging
 import math
-import sys
 
 import pytest
 import torch
@@ -10,16 +8,10 @@ from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, w
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.probe import SequenceLosses
-from hf_hybrid.part import Part, Phase
-from hf_hybrid.phase_memory.int8 import (
-    Int8Predict,
-    NoiseMeter,
-    added_noise,
-    dequantize_rows,
-    layer_linears,
-    quantize_rows,
-)
+from hf_hybrid.part import Part
+from hf_hybrid.phase_memory.precision import PhaseMemory, layer_linears
 from hf_hybrid.run.run import Run
+from hf_hybrid.streaming.low_bit import dequantize_rows, quantize_rows
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
 
@@ -77,7 +69,6 @@ def test_rows_refuse_what_they_cannot_store():
 def test_linears_of_layers_without_head_adapters_and_shared_weights():
     model = tiny_model(tie_word_embeddings=False)
     assert len(layer_linears(model)) == 14
-    assert len(layer_linears(model, min_features=64)) == 0
     shared = model.model.layers[0].self_attn.q_proj
     model.extra = torch.nn.Linear(32, 32)
     model.extra.weight = shared.weight
@@ -93,8 +84,8 @@ def test_linears_under_lora_are_those_of_the_base():
     assert len(found) == 14 and not any(module.weight.requires_grad for module in found)
 
 
-def started(model, **options) -> Int8Predict:
-    plugin = Int8Predict("on", **options)
+def started(model, word="int8") -> PhaseMemory:
+    plugin = PhaseMemory(f"predict={word}")
     plugin.begin(Run(model=model, optimizer=None, max_steps=1))
     return plugin
 
@@ -116,17 +107,17 @@ def logits(model):
         return model(input_ids=ByteText(2)[0]["input_ids"][None]).logits
 
 
-@pytest.mark.parametrize("engine", ["torch", "bitsandbytes"])
+@pytest.mark.parametrize("word", ["int8", "int8_bitsandbytes"])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_probe_computes_nearly_the_same_in_the_same_dtype(engine, autocast):
-    if engine == "bitsandbytes":
+def test_probe_computes_nearly_the_same_in_the_same_dtype(word, autocast):
+    if word == "int8_bitsandbytes":
         pytest.importorskip("bitsandbytes")
     model = tiny_model(**WIDE, attention_bias=True)
     seen = []
     model.model.layers[0].mlp.down_proj.register_forward_hook(lambda module, inputs, output: seen.append(output))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         full = logits(model)
-        plugin = started(model, engine=engine)
+        plugin = started(model, word)
         plugin.before_probe()
         int8 = logits(model)
         plugin.after_probe()
@@ -163,16 +154,6 @@ def test_masters_are_parked_and_come_back_bit_equal():
     assert not quantised(model)
 
 
-def test_without_parking_not_a_byte_of_the_weights_moves():
-    model = tiny_model(**WIDE)
-    before = {name: (id(p), p.data_ptr(), p._version) for name, p in model.named_parameters()}
-    plugin = started(model, offload_master=False)
-    plugin.before_probe()
-    assert {name: (id(p), p.data_ptr(), p._version) for name, p in model.named_parameters()} == before
-    plugin.after_probe()
-    assert {name: (id(p), p.data_ptr(), p._version) for name, p in model.named_parameters()} == before
-
-
 def test_weights_shared_between_layers_are_stored_once():
     model = tiny_model(**WIDE)
     first, second = (layer.mlp.up_proj for layer in model.model.layers)
@@ -199,7 +180,7 @@ def test_failure_half_way_restores(monkeypatch):
             raise torch.OutOfMemoryError("no")
         return quantize_rows(weight)
 
-    monkeypatch.setattr("hf_hybrid.phase_memory.int8.quantize_rows", failing)
+    monkeypatch.setattr("hf_hybrid.phase_memory.precision.quantize_rows", failing)
     with pytest.raises(torch.OutOfMemoryError):
         plugin.before_probe()
     assert_same_weights(weights(model), before)
@@ -220,7 +201,7 @@ def test_failing_probe_restores(tmp_path):
 
 
 class Witness(Part):
-    """Stands around Int8Predict: sees the weights before and after each probe."""
+    """Stands around int8 probes: sees the weights before and after each probe."""
 
     def __init__(self):
         self.probes, self.quantised = 0, 0
@@ -256,112 +237,13 @@ def run(folder, plugin, **overrides):
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_training_with_int8_probes(tmp_path, bf16):
-    plugin = Int8Predict("on")
+    plugin = PhaseMemory("predict=int8")
     trainer, witness = run(tmp_path, plugin, bf16=bf16)
     assert witness.probes >= 8 and witness.quantised == witness.probes
     assert all(torch.isfinite(p).all() and p.dtype == torch.float32 for p in trainer.model.parameters())
     assert not quantised(trainer.model) and stored_bytes(plugin) == (0, 0)
     probed = [leap for leap in trainer.hybrid_summary()["leaps"] if leap["verdict"] != "unprobed"]
     assert probed and all(math.isfinite(leap["loss_after"]) for leap in probed)
-
-
-@pytest.mark.parametrize("limit, used", [(1e9, True), (1e-9, False)])
-def test_measured_noise_decides(tmp_path, caplog, limit, used):
-    plugin, measures = Int8Predict("auto", noise_limit=limit), []
-    add = plugin.meter.add
-    plugin.meter.add = lambda *losses: measures.append(add(*losses))
-    with caplog.at_level(logging.INFO, logger="hf_hybrid.phase_memory.int8"):
-        _, witness = run(tmp_path, plugin, max_steps=60)
-    assert f"it is {'used' if used else 'not used'}" in caplog.text
-    assert plugin.meter.int8 == used
-    measured = len(measures)
-    assert measured >= 6 and witness.probes > 2 * measured
-    # While measuring, every second pass; after it all or none.
-    assert witness.quantised == (witness.probes - measured if used else measured)
-
-
-def test_auto_without_the_hook_up_never_quantises(tmp_path):
-    plugin = Int8Predict("auto")
-    plugin.begin(Run(model=tiny_model(**WIDE), optimizer=None, max_steps=1))
-    plugin.before_probe()
-    assert not any(map(quantised, plugin._linears))
-
-
-def test_added_noise_counts_what_all_sequences_share():
-    before, after = [3.0, 2.0, 4.0, 1.0], [2.9, 1.95, 3.8, 0.95]
-    assert added_noise(before, after, before, after) == 0.0
-    shifted = [loss + 0.1 for loss in after]
-    # The paired difference has standard error 0.0354: a shift of 0.1 in each is 8 times its variance.
-    assert added_noise(before, after, before, shifted) == pytest.approx(8.0)
-    assert added_noise(before, after, before, [math.nan, *after[1:]]) == math.inf
-    assert added_noise(before, before, before, before) == 0.0
-    assert added_noise(before, before, before, after) == math.inf
-    with pytest.raises(ValueError, match=r"got \[4, 4, 4, 3\]"):
-        added_noise(before, after, before, after[1:])
-
-
-def look(meter, noise=0.0, key=1):
-    before, after = [3.0, 2.0, 4.0], [2.9, 1.95, 3.8]
-    meter.add(key, before, before)
-    meter.add(key, after, [loss + noise for loss in after])
-    meter.looked = True
-    meter.close_look()
-
-
-def test_meter_holds_a_decision_then_measures_again():
-    meter = NoiseMeter(limit=0.1)
-    for _ in range(NoiseMeter.LOOKS):
-        assert meter.measuring
-        look(meter)
-    assert meter.int8 and not meter.measuring
-    for _ in range(NoiseMeter.HOLD):
-        assert not meter.measuring
-        meter.close_look()  # a real step without a probe counts for nothing
-        meter.looked = True
-        meter.close_look()
-    assert meter.measuring
-    for _ in range(NoiseMeter.LOOKS):
-        look(meter, noise=1.0)
-    assert not meter.int8 and not meter.measuring
-
-
-def test_meter_ignores_looks_that_say_nothing():
-    meter = NoiseMeter(limit=0.1)
-    meter.add(1, [1.0, 2.0], [1.0, 2.0])  # the leap was never probed
-    meter.close_look()
-    for after in ([1.0, 2.0], [math.inf, 2.0]):  # nothing changed; broken in full precision too
-        meter.add(1, [1.0, 2.0], [1.0, 2.0])
-        meter.add(1, after, after)
-        meter.close_look()
-    assert meter.noises == [] and not meter.hold
-
-
-def test_meter_survives_a_checkpoint():
-    plugin = Int8Predict("auto")
-    look(plugin.meter)
-    look(plugin.meter, noise=math.inf)
-    state = plugin.state_dict()
-    assert state["noises"] == [0.0, math.inf]
-    restored = Int8Predict("auto")
-    restored.load_state_dict({**state, "noises": [0.0, "inf"]})
-    assert restored.state_dict() == state
-    restored.before_forward(Phase.FULL)
-    look(restored.meter)
-    assert restored.meter.hold == NoiseMeter.HOLD and not restored.meter.int8
-
-
-def test_errors_name_the_argument_and_the_way_out(monkeypatch):
-    with pytest.raises(ValueError, match="`mode` must be one of auto, on, got `yes`"):
-        Int8Predict("yes")
-    with pytest.raises(ValueError, match="`engine` must be one of torch, bitsandbytes"):
-        Int8Predict(engine="numpy")
-    with pytest.raises(ValueError, match="`noise_limit` must be greater than 0, got `0`"):
-        Int8Predict(noise_limit=0)
-    with pytest.raises(ValueError, match="`min_features=256`"):
-        started(tiny_model())
-    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
-    with pytest.raises(ImportError, match=r'pip install "hf-hybrid\[quantization\]"'):
-        Int8Predict(engine="bitsandbytes")
 
 
 @pytest.mark.parametrize("word, engine", [("int8", "torch"), ("int8_bitsandbytes", "bitsandbytes")])
@@ -381,7 +263,6 @@ def test_int8_probes(tmp_path, train_set, monkeypatch, word, engine):
     options = {"weight_precision": f"predict={word}", "probe_budget": 0.3, "leap_budget": 100.0}
     trainer = HybridTrainer(model, hybrid_config(tmp_path, max_steps=24, **options), train_dataset=train_set)
     trainer.train()
-    assert [part.engine for part in trainer.parts if isinstance(part, Int8Predict)] == [engine]
     assert (products > 0) == (engine == "bitsandbytes")
     summary = trainer.hybrid_summary()
     assert any(leap["verdict"] != "unprobed" for leap in summary["leaps"])

@@ -10,14 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.probe import SequenceLosses
 from hf_hybrid.part import Part, Phase
-from hf_hybrid.phase_memory.int8 import Int8Predict, layer_linears
-from hf_hybrid.phase_memory.precision import (
-    WeightPrecision,
-    held_precision,
-    parse_precision,
-    precision_parts,
-    resolve,
-)
+from hf_hybrid.phase_memory.precision import PhaseMemory, held_precision, layer_linears, parse_precision, resolve
 from hf_hybrid.run.run import Run
 
 
@@ -65,14 +58,14 @@ def test_refuses_what_it_cannot_read(text, message):
 @pytest.mark.parametrize(
     "text, situation, expected",
     [
-        ("auto", {"weights": "fp32"}, (by_phase(*4 * ["fp32"]), "off")),
-        ("auto", {"weights": "bf16", "device": "cuda"}, (by_phase(*4 * ["bf16"]), "auto")),
-        ("auto", {"weights": "fp32", "autocast": "bf16"}, (by_phase(*4 * ["fp32"]), "off")),
-        ("bf16", {"weights": "bf16"}, (by_phase(*4 * ["bf16"]), "off")),
-        ("bf16", {"weights": "fp32", "autocast": "bf16"}, (by_phase(*4 * ["bf16"]), "off")),
-        ("predict=int8", {"weights": "fp32"}, (by_phase(*4 * ["fp32"]), "on")),
-        ("predict=int8_bitsandbytes", {"weights": "bf16"}, (by_phase(*4 * ["bf16"]), "on")),
-        ("predict=fp16", {"weights": "fp32"}, (by_phase("fp32", "fp32", "fp16", "fp32"), "off")),
+        ("auto", {"weights": "fp32"}, by_phase(*4 * ["fp32"])),
+        ("auto", {"weights": "bf16"}, by_phase(*4 * ["bf16"])),
+        ("auto", {"weights": "fp32", "autocast": "bf16"}, by_phase(*4 * ["fp32"])),
+        ("bf16", {"weights": "bf16"}, by_phase(*4 * ["bf16"])),
+        ("bf16", {"weights": "fp32", "autocast": "bf16"}, by_phase(*4 * ["bf16"])),
+        ("predict=int8", {"weights": "fp32"}, by_phase("fp32", "fp32", "int8", "fp32")),
+        ("predict=int8_bitsandbytes", {"weights": "bf16"}, by_phase("bf16", "bf16", "int8_bitsandbytes", "bf16")),
+        ("predict=fp16", {"weights": "fp32"}, by_phase("fp32", "fp32", "fp16", "fp32")),
     ],
 )
 def test_resolves(text, situation, expected):
@@ -94,26 +87,30 @@ def test_refuses_what_the_run_cannot_give(text, situation, message):
 
 @pytest.mark.parametrize("word", ["int8", "int8_bitsandbytes"])
 def test_int8_needs_linear_layers(word):
+    if word == "int8_bitsandbytes":
+        pytest.importorskip("bitsandbytes")
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2, n_positions=8))
     with pytest.raises(ValueError, match=f"`weight_precision`: `predict={word}` rounds the `nn.Linear` modules"):
-        precision_parts(f"predict={word}", model)
+        PhaseMemory(f"predict={word}").check(model)
 
 
-def test_the_word_for_int8_names_the_engine(monkeypatch):
+def test_int8_needs_torch_alone_unless_it_names_bitsandbytes(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
-    (plugin,) = precision_parts("predict=int8", tiny_model())  # ours needs torch alone
-    assert plugin.engine == "torch"
+    PhaseMemory("predict=int8").check(tiny_model())
     with pytest.raises(ImportError, match=r"`predict=int8_bitsandbytes` .*pip install .* write `predict=int8`"):
-        precision_parts("predict=int8_bitsandbytes", tiny_model())
+        PhaseMemory("predict=int8_bitsandbytes")
 
 
-def test_plugins_only_where_something_changes():
-    model = tiny_model()
-    assert precision_parts("auto", model) == [] == precision_parts("fp32", model, autocast="bf16")
-    (plugin,) = precision_parts("predict=int8", model)
-    assert isinstance(plugin, Int8Predict) and plugin.mode == "on"
-    first, second = precision_parts("bf16,predict=int8", model, autocast="bf16")
-    assert isinstance(first, WeightPrecision) and isinstance(second, Int8Predict)
+def test_one_part_does_what_is_asked_for_and_none_where_nothing_is(tmp_path):
+    def parts(**options):
+        trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path, **options), train_dataset=ByteText(40))
+        return [part for part in trainer.parts if isinstance(part, PhaseMemory)]
+
+    assert parts() == []
+    (part,) = parts(weight_precision="full=bf16,predict=int8", predict_states="host", bf16=True)
+    assert part.int8 and part.predict_states == "host" and part.autocast == "bf16"
+    with pytest.raises(ValueError, match="`full=bf16` needs autocast"):
+        parts(weight_precision="full=bf16")
 
 
 def test_held_precision():
@@ -122,9 +119,9 @@ def test_held_precision():
     model.model.layers[0].to(torch.bfloat16)
     assert held_precision(model) == "bf16 and fp32"
     assert held_precision(torch.nn.Linear(2, 2)) == "none"
-    assert precision_parts("auto", model) == []
+    assert set(PhaseMemory().check(model).values()) == {"bf16 and fp32"}
     with pytest.raises(ValueError, match="found: bf16 and fp32"):
-        precision_parts("bf16", model, autocast="bf16")
+        PhaseMemory("bf16", autocast="bf16").check(model)
 
 
 class Spy(Part):
@@ -198,7 +195,7 @@ MODELS = {"lora": lora_model, "shared": shared_model, "biases": lambda: tiny_mod
 def test_bf16_copies_change_no_bit_of_a_bf16_run(case, tmp_path):
     make, spy = MODELS.get(case, tiny_model), Spy()
     plain = train(tmp_path / "plain", model=make(), **CASES[case])
-    plugin = WeightPrecision(parse_precision("bf16"), autocast="bf16")
+    plugin = PhaseMemory("bf16", autocast="bf16")
     copies = train(tmp_path / "copies", plugin, spy, model=make(), **CASES[case])
     assert losses(copies) == losses(plain) and len(losses(plain)) == 6
     assert_same_weights(weights(copies.model), weights(plain.model))
@@ -212,7 +209,7 @@ def test_bf16_copies_in_warmup_are_plain_trainer(tmp_path):
         tiny_model(), TrainingArguments(**config_values(tmp_path / "plain", **values)), train_dataset=ByteText(400)
     )
     plain.train()
-    plugin = WeightPrecision(parse_precision("bf16"), autocast="bf16")
+    plugin = PhaseMemory("bf16", autocast="bf16")
     hybrid = train(tmp_path / "hybrid", plugin, warmup_phase_steps=6)
     assert losses(hybrid) == losses(plain)
     assert_same_weights(weights(hybrid.model), weights(plain.model))
@@ -220,7 +217,7 @@ def test_bf16_copies_in_warmup_are_plain_trainer(tmp_path):
 
 def test_each_phase_has_its_own_precision(tmp_path):
     spy = Spy()
-    plugin = WeightPrecision(parse_precision("full=bf16,correct=fp32,predict=bf16"), autocast="bf16")
+    plugin = PhaseMemory("full=bf16,correct=fp32,predict=bf16", autocast="bf16")
     train(tmp_path, plugin, spy, max_steps=40, probe_budget=0.5, save_strategy="steps", save_steps=10)
     expected = by_phase({torch.float32}, {torch.bfloat16}, {torch.bfloat16}, {torch.float32})
     assert {phase for phase, _ in spy.inside} == set(Phase)
@@ -228,7 +225,7 @@ def test_each_phase_has_its_own_precision(tmp_path):
 
 
 def test_saved_and_evaluated_are_the_masters(tmp_path):
-    plugin = WeightPrecision(parse_precision("bf16"), autocast="bf16")
+    plugin = PhaseMemory("bf16", autocast="bf16")
     trainer = train(tmp_path, plugin)
     plugin.begin(Run(model=trainer.model, optimizer=None, max_steps=1))
     before = weights(trainer.model)
@@ -244,7 +241,7 @@ def test_saved_and_evaluated_are_the_masters(tmp_path):
 def test_half_precision_probes_without_autocast(tmp_path, precision):
     model = tiny_model()
     trainer = HybridTrainer(model, hybrid_config(tmp_path), train_dataset=ByteText(100))
-    plugin, spy, before = WeightPrecision(parse_precision(f"predict={precision}")), Spy(), weights(model)
+    plugin, spy, before = PhaseMemory(f"predict={precision}"), Spy(), weights(model)
     for part in (plugin, spy):
         part.begin(Run(model=model, optimizer=None, max_steps=1))
     batch = trainer.data_collator([ByteText(4)[i] for i in range(4)])
@@ -260,7 +257,7 @@ def test_half_precision_probes_without_autocast(tmp_path, precision):
 
 def test_fp16_gradients_add_up_in_fp32_on_the_masters():
     model = tiny_model()
-    plugin = WeightPrecision(parse_precision("full=fp16"), autocast="fp16")
+    plugin = PhaseMemory("full=fp16", autocast="fp16")
     plugin.begin(Run(model=model, optimizer=None, max_steps=1))
     batches = [ByteText(8)[i]["input_ids"][None] for i in range(3)]
 
@@ -284,7 +281,7 @@ def test_fp16_gradients_add_up_in_fp32_on_the_masters():
 def test_failure_half_way_restores(monkeypatch):
     model = tiny_model()
     before = dict(model.named_parameters())
-    plugin = WeightPrecision(parse_precision("bf16"), autocast="bf16")
+    plugin = PhaseMemory("bf16", autocast="bf16")
     plugin.begin(Run(model=model, optimizer=None, max_steps=1))
     calls = []
 
@@ -304,6 +301,6 @@ def test_several_processes_are_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     context = Run(model=tiny_model(), optimizer=None, max_steps=1)
-    WeightPrecision(parse_precision("predict=bf16")).begin(context)
+    PhaseMemory("predict=bf16").begin(context)
     with pytest.raises(ValueError, match="`warmup=bf16` works in one process only"):
-        WeightPrecision(parse_precision("bf16"), autocast="bf16").begin(context)
+        PhaseMemory("bf16", autocast="bf16").begin(context)

@@ -9,8 +9,8 @@ from torch import nn
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.part import Phase
-from hf_hybrid.phase_memory import states
-from hf_hybrid.phase_memory.states import OptimizerStatePlacement, QuantizedTensor
+from hf_hybrid.phase_memory import precision
+from hf_hybrid.phase_memory.precision import PhaseMemory, QuantizedTensor
 from hf_hybrid.run.run import Run
 from hf_hybrid.streaming.low_bit import AdamW8bit
 
@@ -22,7 +22,7 @@ SIZE = 64 * 80
 @pytest.fixture
 def device(monkeypatch):
     """Let the CPU pass for a device: tensors are then really copied out and back."""
-    monkeypatch.setattr(states, "in_host_memory", lambda tensor: False)
+    monkeypatch.setattr(precision, "in_host_memory", lambda tensor: False)
 
 
 def trained(folder, *plugins, resume=None, **overrides):
@@ -47,8 +47,8 @@ class Scene:
         torch.manual_seed(0)
         self.parameters = [nn.Parameter(torch.randn(64, 80)), nn.Parameter(torch.randn(80))]
         self.optimizer = make(self.parameters, lr=1e-2, **options)
-        self.plugin = OptimizerStatePlacement(placement)
-        self.plugin.begin(Run(model=None, optimizer=self.optimizer, max_steps=10))
+        self.plugin = PhaseMemory(predict_states=placement)
+        self.plugin.begin(Run(model=nn.Module(), optimizer=self.optimizer, max_steps=10))
         for _ in range(2):
             self.step()
 
@@ -68,15 +68,14 @@ class Scene:
         self.plugin.on_phase_change(Phase.FULL, Phase.PREDICT)
 
     def resident_bytes(self):
-        """Bytes of all states by place; buffers that are kept while the states are at home count as well."""
-        strategy, found = self.plugin._strategy, {"device": 0, "host": 0}
-        away = getattr(strategy, "_home", {})
-        for parameter, state in self.optimizer.state.items():
+        """Bytes of all states by place."""
+        found = {"device": 0, "host": 0}
+        away = {(id(state), key) for state, key, _ in self.plugin._away}
+        for state in self.optimizer.state.values():
             for key in state:
                 value = dict.__getitem__(state, key)  # as it is stored
                 parts = (value.codes, value.absmax) if isinstance(value, QuantizedTensor) else (value,)
-                found["host" if (parameter, key) in away else "device"] += sum(part.nbytes for part in parts)
-        found["host"] += 0 if away else sum(buffer.nbytes for buffer in getattr(strategy, "_buffers", {}).values())
+                found["host" if (id(state), key) in away else "device"] += sum(part.nbytes for part in parts)
         return found
 
     def leave(self):
@@ -84,51 +83,30 @@ class Scene:
         self.plugin.after_backward(Phase.CORRECT)
 
 
-def bytes_moved(plugin):
-    """Between device and host, both ways."""
-    return sum(way.bytes_in + way.bytes_out for way in getattr(plugin._strategy, "_transfers", {}).values())
-
-
 # By itself.
 
 
-@pytest.mark.parametrize("placement", ["host", "pinned"])
-def test_moved_states_are_readable_and_come_back_to_the_last_bit(placement, device):
-    scene = Scene(placement)
+def test_moved_states_are_readable_and_come_back_to_the_last_bit(device):
+    scene = Scene("host")
     before, tensors = scene.copy(), dict(scene.state)
     total = 8 * (SIZE + 80)
     assert scene.resident_bytes() == {"device": total + 8, "host": 0}
-    for round_trip in (1, 2):
+    for _ in range(2):
         scene.enter()
         assert scene.state["exp_avg"] is not tensors["exp_avg"] and scene.state["step"] is tensors["step"]
         assert all(torch.equal(scene.state[key], before[key]) for key in before)
         assert scene.resident_bytes() == {"device": 8, "host": total}
         scene.leave()
         assert all(torch.equal(scene.state[key], before[key]) for key in before)
-        kept = total if placement == "pinned" else 0
-        assert scene.resident_bytes() == {"device": total + 8, "host": kept}
-        assert bytes_moved(scene.plugin) == 2 * round_trip * total
+        assert scene.resident_bytes() == {"device": total + 8, "host": 0}
 
 
-def test_pinned_buffers_are_used_again_and_the_states_are_not_in_them(device):
-    scene = Scene("pinned")
-    scene.enter()
-    buffer = scene.state["exp_avg"]
-    scene.leave()
-    assert scene.state["exp_avg"].data_ptr() != buffer.data_ptr()
-    scene.step()
-    expected = scene.copy()
-    scene.enter()
-    assert scene.state["exp_avg"] is buffer and torch.equal(buffer, expected["exp_avg"])
-
-
-@pytest.mark.parametrize("placement", ["stay", "host", "pinned"])
+@pytest.mark.parametrize("placement", ["stay", "host"])
 def test_what_is_in_host_memory_stays_there(placement):
     scene = Scene(placement)
     tensors = dict(scene.state)
     scene.enter()
     assert all(scene.state[key] is tensors[key] for key in tensors)
-    assert bytes_moved(scene.plugin) == 0
 
 
 def test_eight_bit_states_of_any_optimizer_are_moved_as_they_are(device):
@@ -155,7 +133,6 @@ def test_8bit_takes_a_quarter_and_comes_back_near():
     assert 0 < first < 0.01
     second = (after["exp_avg_sq"] / before["exp_avg_sq"]).log().abs()
     assert second.median() < 0.05 and (after["exp_avg_sq"] > 0).all()
-    assert bytes_moved(scene.plugin) == 0
     scene.step()
 
 
@@ -177,53 +154,40 @@ def test_quantised_in_chunks_is_the_same(dtype, monkeypatch):
     pytest.importorskip("bitsandbytes")
     tensor = torch.randn(50, 33).to(dtype)
     whole = QuantizedTensor.of(tensor).restore()
-    monkeypatch.setattr(states, "CHUNK", 512)
+    monkeypatch.setattr(precision, "CHUNK", 512)
     parts = QuantizedTensor.of(tensor).restore()
     assert parts.dtype == dtype and torch.equal(whole, parts)
     assert (parts - tensor).abs().max() < 0.02 * tensor.abs().max()
 
 
-def test_pinned_states_are_back_after_the_backward_pass_or_before_an_export(device):
-    scene = Scene("pinned")
+def test_states_are_back_before_an_export(device):
+    scene = Scene("host")
     before = scene.copy()
-    for arrive in (lambda: scene.plugin.after_backward(Phase.CORRECT), scene.plugin.before_export, scene.enter):
-        scene.enter()
-        buffer = scene.state["exp_avg"]
-        scene.plugin.on_phase_change(Phase.PREDICT, Phase.CORRECT)
-        assert scene.state["exp_avg"] is buffer, "on their way, and readable meanwhile"
-        arrive()
-        assert torch.equal(scene.state["exp_avg"], before["exp_avg"])
-        assert (scene.state["exp_avg"] is buffer) == (scene.resident_bytes()["device"] == 8)
-        scene.plugin.before_export()
-        assert scene.state["exp_avg"] is not buffer
-
-
-def test_drop_starts_the_optimizer_anew():
-    scene = Scene("drop")
     scene.enter()
-    assert not scene.optimizer.state
-    assert scene.resident_bytes() == {"device": 0, "host": 0}
-    scene.leave()
-    scene.step()
-    assert scene.state["step"].item() == 1
+    away = scene.state["exp_avg"]
+    scene.plugin.before_export()
+    assert scene.state["exp_avg"] is not away and scene.resident_bytes()["host"] == 0
+    assert torch.equal(scene.state["exp_avg"], before["exp_avg"])
 
 
 def test_an_unknown_placement_names_the_choices():
-    with pytest.raises(ValueError, match="`placement` must be one of `stay`, `host`, `pinned`, `8bit`, `drop`, got `g"):
-        OptimizerStatePlacement("gpu")
+    with pytest.raises(ValueError, match="`predict_states` must be one of stay, host, 8bit, got `gpu`"):
+        PhaseMemory(predict_states="gpu")
 
 
 # In a run.
 
 
-@pytest.mark.parametrize("placement", ["stay", "host", "pinned"])
+@pytest.mark.parametrize("placement", ["stay", "host"])
 def test_a_run_is_the_same_to_the_last_bit(placement, plain, device, tmp_path):
-    class Counting(OptimizerStatePlacement):
-        def end(self):
-            self.moved = bytes_moved(self)
-            super().end()
+    class Counting(PhaseMemory):
+        moved = 0
 
-    plugin = Counting(placement)
+        def _send_states(self, states):
+            super()._send_states(states)
+            self.moved += len(self._away)
+
+    plugin = Counting(predict_states=placement)
     trainer = trained(tmp_path, plugin)
     assert_same_weights(weights(trainer.model), plain)
     assert (plugin.moved > 0) == (placement != "stay")
@@ -234,37 +198,25 @@ def test_checkpoints_of_predict_hold_whole_states_and_resume_exactly(placement, 
     if placement == "8bit":
         pytest.importorskip("bitsandbytes")
     saving = {"save_strategy": "steps", "save_steps": 1}
-    whole = trained(tmp_path, OptimizerStatePlacement(placement), **saving)
+    whole = trained(tmp_path, PhaseMemory(predict_states=placement), **saving)
     folder = _last_in_predict(tmp_path)
     saved = torch.load(folder / "optimizer.pt", weights_only=True)["state"]
     shapes = [parameter.shape for group in whole.optimizer.param_groups for parameter in group["params"]]
     assert [saved[index]["exp_avg_sq"].shape for index in range(len(shapes))] == shapes
     assert all(type(saved[index]["exp_avg"]) is torch.Tensor for index in range(len(shapes)))
-    resumed = trained(tmp_path / "resumed", OptimizerStatePlacement(placement), resume=str(folder))
+    resumed = trained(tmp_path / "resumed", PhaseMemory(predict_states=placement), resume=str(folder))
     assert_same_weights(weights(resumed.model), weights(whole.model))
     # Saving does not change the run.
     assert_same_weights(
-        weights(trained(tmp_path / "unsaved", OptimizerStatePlacement(placement)).model), weights(whole.model)
+        weights(trained(tmp_path / "unsaved", PhaseMemory(predict_states=placement)).model), weights(whole.model)
     )
-
-
-def test_dropped_states_start_anew_and_resume_exactly(plain, device, tmp_path):
-    saving = {"save_strategy": "steps", "save_steps": 1}
-    whole = trained(tmp_path, OptimizerStatePlacement("drop"), **saving)
-    counts = {int(state["step"]) for state in whole.optimizer.state.values()}
-    assert max(counts) < 10 < whole.hybrid_summary()["real_steps"]
-    assert any(not torch.equal(weights(whole.model)[name], plain[name]) for name in plain)
-    folder = _last_in_predict(tmp_path)
-    assert not torch.load(folder / "optimizer.pt", weights_only=True)["state"]
-    resumed = trained(tmp_path / "resumed", OptimizerStatePlacement("drop"), resume=str(folder))
-    assert_same_weights(weights(resumed.model), weights(whole.model))
 
 
 def test_8bit_ends_near_the_exact_run(tmp_path):
     pytest.importorskip("bitsandbytes")
     losses = {}
     for placement in ("stay", "8bit"):
-        trainer = trained(tmp_path / placement, OptimizerStatePlacement(placement))
+        trainer = trained(tmp_path / placement, PhaseMemory(predict_states=placement))
         losses[placement] = trainer.evaluate(ByteText(64, offset=800))["eval_loss"]
         assert all(type(state) is dict for state in trainer.optimizer.state.values())
     assert losses["8bit"] == pytest.approx(losses["stay"], rel=0.03)
@@ -284,11 +236,9 @@ def _last_in_predict(folder):
     return max(found)[1]
 
 
-@pytest.mark.parametrize("placement", ["8bit", "drop"])
-def test_lossy_placements_finish(placement, tmp_path, train_set):
-    if placement == "8bit":
-        pytest.importorskip("bitsandbytes")
-    config = hybrid_config(tmp_path, predict_states=placement)
+def test_states_in_8_bits_by_option(tmp_path, train_set):
+    pytest.importorskip("bitsandbytes")
+    config = hybrid_config(tmp_path, predict_states="8bit")
     trainer = HybridTrainer(tiny_model(num_hidden_layers=4), config, train_dataset=train_set)
     trainer.train()
     assert trainer.hybrid_summary()["predicted_steps"] > 0

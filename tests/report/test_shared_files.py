@@ -1,6 +1,7 @@
 """What a run leaves for others (options, summary, log, profile, report, card) says nothing of the machine's folders."""
 
 import json
+import shutil
 import sys
 
 from conftest import ByteText, hybrid_config, tiny_model
@@ -23,6 +24,8 @@ def test_no_shared_file_names_a_folder_of_the_machine(tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(home / "models" / "base")
     config = hybrid_config(folder, max_steps=8, save_strategy="steps", save_steps=4, run_name=str(home / "runs" / "a"))
     for resume in (None, str(folder / "checkpoint-4")):
+        if resume is not None:
+            shutil.rmtree(folder / "checkpoint-8")  # a run goes on from the last one
         trainer = HybridTrainer(model, config, train_dataset=ByteText(64), callbacks=[MemoryProfilerCallback()])
         trainer.train(resume_from_checkpoint=resume)
     assert trainer.hybrid_summary()["resumed"]["checkpoint"] == str(folder / "checkpoint-4"), "memory holds it in full"

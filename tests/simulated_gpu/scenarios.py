@@ -439,10 +439,8 @@ training("fast_streamed", **STREAM, preset="fast", expect=ORTHOGONALISED)
 training("plain")
 training("checkpointed", **LEAPS, **ALONG_GRADIENTS, checkpoint_phases="full,correct")
 training("states_on_host", **LEAPS, **ALONG_GRADIENTS, predict_states="host")
-training("states_pinned", **LEAPS, **ALONG_GRADIENTS, predict_states="pinned")
 training("states_eight_bit", **LEAPS | {"max_steps": 7}, **ALONG_GRADIENTS, predict_states="8bit",
          expect=ROUNDED_STATES | {"tolerance": 1e-3})  # fmt: skip
-training("states_dropped", **A_LEAP, direction="none", predict_states="drop", expect={"tolerance": 1e-4})
 training("bf16_copies", **LEAPS, **ALONG_GRADIENTS, bf16=True, weight_precision="full=bf16,correct=bf16",
          expect={"beside": "device"})  # fmt: skip
 
@@ -457,9 +455,9 @@ class AtHome(TrainerCallback):
 
 
 @scenario(keeps_model=True)
-def states_pinned_and_saves(place: Place) -> dict[str, Tensor]:
+def states_on_host_and_saves(place: Place) -> dict[str, Tensor]:
     """Every step is saved, also those in Predict, with the states at home."""
-    options = {**LEAPS, **ALONG_GRADIENTS, "predict_states": "pinned", "save_strategy": "steps", "save_steps": 1}
+    options = {**LEAPS, **ALONG_GRADIENTS, "predict_states": "host", "save_strategy": "steps", "save_steps": 1}
     return train(place, **options, callbacks=[AtHome()])
 
 
@@ -478,7 +476,7 @@ class Interrupts(TrainerCallback):
 
 
 def interrupted(place: Place, *, after: bool, **options) -> dict[str, Tensor]:
-    """A run is interrupted while optimizer states are away, or on their way home, and the trainer trains again."""
+    """A run is interrupted while optimizer states are away, or when they are back, and the trainer trains again."""
     interrupts = Interrupts(after=after)
     trainer = interrupts.trainer = trainer_of(place, model(), callbacks=[interrupts], **options)
     with place.watched(), contextlib.suppress(KeyboardInterrupt):
@@ -489,12 +487,9 @@ def interrupted(place: Place, *, after: bool, **options) -> dict[str, Tensor]:
     return weights_of(trainer)
 
 
-for _name, _options in {
-    "in_predict": {"after": False, "predict_states": "host"},
-    "on_the_way_home": {"after": True, "predict_states": "pinned"},
-}.items():
-    _options = {**A_LEAP, **ALONG_GRADIENTS, **_options}
-    SCENARIOS[f"interrupted_{_name}"] = Scenario(partial(interrupted, **_options), keeps_model=True)
+for _name, _after in {"in_predict": False, "after_predict": True}.items():
+    _options = {**A_LEAP, **ALONG_GRADIENTS, "predict_states": "host"}
+    SCENARIOS[f"interrupted_{_name}"] = Scenario(partial(interrupted, after=_after, **_options), keeps_model=True)
 
 
 @scenario(keeps_model=True)
@@ -1213,7 +1208,7 @@ SLOW = (
     "bf16_no_accumulation", "bf16_of_a_device_model", "by_micro_batch_more", "checkpointed", "dpo", "dropout",
     "eight_bit", "eight_bit_by_micro_batch", "eight_bit_more", "ends_streamed_tied", "fast_streamed",
     "fetched_far_ahead", "grpo_more", "grpo_rewards_first", "int8_probes_registered",
-    "interrupted_on_the_way_home", "leaps_and_saves", "leaps_bf16", "leaps_by_micro_batch", "leaps_deeper",
+    "interrupted_after_predict", "leaps_and_saves", "leaps_bf16", "leaps_by_micro_batch", "leaps_deeper",
     "leaps_eight_bit", "leaps_ends_streamed", "leaps_gradient_memory", "leaps_host_buffers", "leaps_planned",
     "leaps_probed", "leaps_probed_deeper", "lora_int8", "lora_kept_int8", "moved_by_hand", "no_accumulation",
     "no_clipping", "not_fetched_ahead", "out_of_memory_leaps", "out_of_memory_resident", "out_of_memory_streamed",
@@ -1222,7 +1217,7 @@ SLOW = (
     "resident_leaps_of_large_matrices", "resident_leaps_planned", "resident_leaps_undone", "resumed", "saves_eight_bit",
     "saves_lora_int8", "sft_streamed", "sgd", "some_resident_by_micro_batch", "some_resident_eight_bit",
     "some_resident_fetched_far_ahead", "some_resident_leaps", "some_resident_parked", "some_resident_saves",
-    "states_eight_bit", "states_on_host", "states_pinned", "states_pinned_and_saves", "trained_twice", "two_trainers",
+    "states_eight_bit", "states_on_host", "states_on_host_and_saves", "trained_twice", "two_trainers",
     "uneven_by_micro_batch",
 )  # fmt: skip
 """Run with `-m slow` alone: combinations of what other scenarios have."""

@@ -21,7 +21,7 @@ SHOWN = (
     "by_layer", "by_layer_more", "by_micro_batch", "by_micro_batch_more", "parked", "bf16", "ends_streamed",
     "eight_bit", "eight_bit_more", "eight_bit_bf16", "muon", "lora", "lora_int8", "leaps", "leaps_deeper",
     "leaps_host_buffers", "leaps_eight_bit", "leaps_probed", "leaps_probed_deeper", "resident_leaps",
-    "resident_leaps_host_buffers", "fast", "activations_offloaded", "states_pinned", "states_on_host", "int8_probes",
+    "resident_leaps_host_buffers", "fast", "activations_offloaded", "states_on_host", "int8_probes",
     "nothing_to_save", "nothing_to_save_monitored", "rows", "dpo", "grpo", "grpo_more",
 )  # fmt: skip
 
