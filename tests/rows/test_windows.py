@@ -253,7 +253,14 @@ VARIANTS = {
     "chunked loss": {"chunked_loss": "on"},
     "bf16": {"bf16": True},
     "8-bit states": {"optim": "adamw_torch_fused", "optimizer_states": "8bit", "learning_rate": 1e-3},
-    "leaps": {"leap_gain": None, "direction": "orthogonal", "warmup_phase_steps": 2, "leap_worth": 0.0},
+    "leaps": {
+        "optim": "adamw_torch",
+        "learning_rate": 3e-3,
+        "leap_gain": None,
+        "direction": "orthogonal",
+        "warmup_phase_steps": 2,
+        "leap_worth": 0.0,
+    },  # fmt: skip
     "without phases": {"enable_predict": False, "share_rows": "on"},
 }
 
