@@ -218,7 +218,7 @@ def _steps(trainer: Any) -> str:
 
 
 def _rate(trainer: Any) -> str:
-    from hf_hybrid.build import rescue_is_on
+    from hf_hybrid.build import chooses_rate
     from hf_hybrid.config import was_given
 
     args, options = trainer.args, trainer.hybrid_args
@@ -226,9 +226,9 @@ def _rate(trainer: Any) -> str:
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)).replace("_", " ")
     text = f"{args.learning_rate:g} ({'as given' if given else 'the default'}), {schedule}"
     adapters = any(not parameter.requires_grad for parameter in trainer.model.parameters())
-    if trainer.has_phases and rescue_is_on(args, options):
-        rescue = "times a factor that lr_rescue knows for adapters" if adapters else "raised by lr_rescue if that helps"
-        return f"{text}, {rescue}; --learning_rate turns that off"
+    if trainer.has_phases and chooses_rate(args, options):
+        choice = "times a factor that auto_lr knows for adapters" if adapters else "raised by auto_lr if that helps"
+        return f"{text}, {choice}; --learning_rate turns that off"
     if not trainer.has_phases and adapters and not given:
         return f"{text} of training all weights; adapters often need ten times as much: set --learning_rate"
     return text
@@ -297,7 +297,7 @@ def print_end(trainer: Any, trained: dict[str, Any], metrics: dict[str, Any]) ->
     if text := outcome(metrics):
         print_fact("eval", text)
     if (scale := summary.get("learning_rate_scale", 1.0)) != 1.0:
-        print_fact("rate", f"lr_rescue multiplied the scheduled rate by {scale:.3g} at the end")
+        print_fact("rate", f"auto_lr multiplied the scheduled rate by {scale:.3g} at the end")
     if text := _saved_work(summary):
         print_fact("saved", text)
     if summary.get("leaps_made"):

@@ -17,7 +17,7 @@ from hf_hybrid.records.summary import HybridSummary, RunPosition
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
-    Trainer = object  # one that is a Trainer at run time too would hide the methods of mixins behind it
+    Trainer = object  # a mixin that named it would put it before the mixins that extend it
 
 
 class ReportingMixin(Trainer):
