@@ -57,7 +57,7 @@ LIMITS = {
     "a step of GRPO": {"files": 9, "changes": 59, "depth": 15, "calls": 150},
     "a streamed step": {"files": 11, "changes": 275, "depth": 14, "calls": 1113},
     "a plain save": {"files": 8, "changes": 50, "depth": 10, "calls": 102},
-    "a save with leaps": {"files": 21, "changes": 91, "depth": 12, "calls": 808},
+    "a save with leaps": {"files": 21, "changes": 90, "depth": 12, "calls": 807},
     "options to parts": {"files": 16, "stays": 36},
     "a command to its trainer": {"files": 12, "stays": 28},
     "circles of files": {"circles": 0},

@@ -18,9 +18,10 @@ def build(folder, kind=HybridTrainer, config=hybrid_config, *, model=None, sampl
         config (`Callable`): From the folder and options to its arguments.
         model: Default: the tiny one.
         samples (`int`): Rows of the training data, if `train_dataset` is not given.
-        options: Options, and [`ARGUMENTS`] of the trainer.
+        options: Options, and [`ARGUMENTS`] of the trainer. A `direction` that is a name is an option.
     """
-    arguments = {name: options.pop(name) for name in ARGUMENTS if name in options}
+    own = [name for name in ARGUMENTS if name in options and not isinstance(options[name], str)]
+    arguments = {name: options.pop(name) for name in own}
     data = arguments.pop("train_dataset", None)
     data = ByteText(samples) if data is None else data
     return kind(model or tiny_model(), config(folder, **options), train_dataset=data, **arguments)
