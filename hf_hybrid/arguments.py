@@ -273,7 +273,7 @@ class HybridArguments:
 
     async_save: bool = option(
         True,
-        "Write checkpoints while training goes on: their state is copied, and a thread writes, flushes and seals them. "
+        "Write checkpoints while training goes on: their state is copied, and a thread writes and commits them. "
         "True: where nobody reads a checkpoint before the next step, and a quarter of the free host memory holds the "
         "copies. False: training waits for each checkpoint.",
         group="Checkpoints",

@@ -3,7 +3,7 @@ Build the parts of a run from its options.
 
 `build_memory` decides where weights are kept, `build_optimizer` makes the optimizer, and `build_run` the run: the list
 of its parts, in order. Most parts take plain values. Those that compute windows in another way or compare runs
-(recovery, shared rows, rollouts, digests, the fingerprint) take the trainer. Optional folders are imported inside
+(recovery, shared rows, rollouts) take the trainer. Optional folders are imported inside
 functions, when an option needs them.
 """
 
@@ -50,7 +50,6 @@ from hf_hybrid.optimizers import (
     muon_groups,
     optimizer_name,
     split_parameters,
-    text_config,
 )
 from hf_hybrid.part import Part
 from hf_hybrid.plan.accounting import host_memory
@@ -79,7 +78,12 @@ from hf_hybrid.run.trainer_view import (
 )
 from hf_hybrid.run.weights import Gathered, Shards, TrainedWeights, canonical, shards_of
 from hf_hybrid.streaming.engine import Resident, Streamed
-from hf_hybrid.streaming.layers import embeddings_and_head, find_layers, layers_on_host, rounded_by_autocast
+from hf_hybrid.streaming.layers import (
+    embeddings_and_head,
+    map_with_host_layers,
+    obstacle_to_walking,
+    working_dtypes,
+)
 from hf_hybrid.streaming.optimizer import UnsupportedOptimizerError, check_separable
 from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.walk import Window
@@ -402,28 +406,16 @@ def chosen_direction(trainer: BuiltTrainer) -> DirectionFactory:
 
 
 def direction_of(trainer: BuiltTrainer, matrices: Collection[str]) -> DirectionFactory:
-    """
-    Return the chosen direction. `gradient_memory` takes the place of `orthogonal` where no hidden matrices are trained.
-    """
+    """Return the chosen direction; `gradient_memory` in place of `orthogonal` if no hidden matrices are trained."""
     chosen = chosen_direction(trainer)
     return GradientMemory if chosen is Orthogonal and not matrices else chosen
 
 
 def refuse_other_optimizers(trainer: BuiltTrainer) -> None:
-    """
-    Refuse leaps that were asked for under an optimizer other than Adam or AdamW.
-
-    Raises:
-        LeapObstacleError: It names the optimizer.
-    """
-    if leaps_are_automatic(trainer) or trainer.hybrid_args.final_gain(1.0) == 0:
-        return
-    if trainer.optimizer is not None:
-        check_leap_optimizer(trainer.optimizer)
-    elif trainer.optimizer_cls_and_kwargs is not None:
-        check_leap_optimizer(trainer.optimizer_cls_and_kwargs[0])
-    else:
-        check_leap_optimizer(optimizer_name(trainer.args))
+    """Refuse leaps that were asked for under an optimizer other than Adam or AdamW."""
+    if not leaps_are_automatic(trainer) and trainer.hybrid_args.final_gain(1.0) > 0:
+        passed = trainer.optimizer_cls_and_kwargs
+        check_leap_optimizer(trainer.optimizer or (passed[0] if passed else optimizer_name(trainer.args)))
 
 
 def _probe(trainer: BuiltTrainer, feed: BatchFeed) -> Probe:
@@ -531,7 +523,7 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
     """Decide where the weights live. They are streamed if they do not fit or if the options ask for it."""
     options, model = trainer.hybrid_args, trainer.model
     if device_map is None:
-        device_map = _map_with_host_layers(model)
+        device_map = map_with_host_layers(model)
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         remove_hook_from_submodules(model)  # accelerate's hooks of an offloaded model train nothing
         model.tie_weights()  # they come back as one copy each
@@ -552,32 +544,13 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
         device=trainer.args.device,
         ahead=plan.setup.prefetch_layers,
         resident=plan.resident_layers,
-        dtype_of=_working_dtypes(model, trainer.args.bf16),
+        dtype_of=working_dtypes(model, trainer.args.bf16),
         int8=plan.setup.base_precision == "int8",
     )
-    obstacle = _obstacle_to_walking(model)
+    obstacle = obstacle_to_walking(model)
     window = Window(streamer, options.accumulation_walk, park=options.offload_activations, obstacle=obstacle)
     on_device = plan.setup.optimizer_states == "8bit"
     return Streamed(model, streamer, window, plan, steps_on_device=on_device, host_memory=host_memory)
-
-
-def _map_with_host_layers(model: torch.nn.Module) -> dict | None:
-    """Return the device map that a model was loaded with, if it keeps layers on the host."""
-    device_map = getattr(model, "hf_device_map", None)
-    return device_map if device_map is not None and layers_on_host(find_layers(model), device_map) else None
-
-
-def _obstacle_to_walking(model: torch.nn.Module) -> str | None:
-    if getattr(text_config(model), "output_router_logits", False):
-        # They are read by hooks inside the layers, past the layers' outputs, and have to carry gradients.
-        return "`output_router_logits=True` takes router logits out of the layers for the loss."
-    return None
-
-
-def _working_dtypes(model: torch.nn.Module, bf16: bool) -> Callable[[torch.nn.Parameter], torch.dtype]:
-    """Under bf16 autocast a linear layer rounds its fp32 weights anyway: they travel rounded, at half the bytes."""
-    rounded = rounded_by_autocast(model) if bf16 else ()
-    return lambda parameter: torch.bfloat16 if id(parameter) in rounded else parameter.dtype
 
 
 def adapter_parts(trainer: BuiltTrainer) -> list[Part]:

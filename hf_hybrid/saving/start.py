@@ -119,19 +119,19 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model:
     return start
 
 
-def check_no_other_run(output_dir: Path, behind: int = -1) -> None:
+def check_no_other_run(output_dir: Path, after: int = -1) -> None:
     """
     Refuse to train where a run would overwrite checkpoints, or mix its own with them.
 
     Args:
         output_dir (`Path`): Folder of the run.
-        behind (`int`, *optional*): The step that the run goes on from, if it is one of this folder.
+        after (`int`, *optional*): The step that the run goes on from, if it is one of this folder.
 
     Raises:
         CheckpointError: If there are checkpoints of later steps.
     """
-    steps = [step for folder in _saved_checkpoints(output_dir) if (step := step_of(folder)) > behind]
-    if steps and behind < 0:
+    steps = [step for folder in _saved_checkpoints(output_dir) if (step := step_of(folder)) > after]
+    if steps and after < 0:
         raise CheckpointError(
             f"`output_dir={output_dir}` holds checkpoints of another run, up to step {max(steps):,}, and a folder has "
             'one run. Go on with that run by `resume_from_checkpoint="auto"`, set another `output_dir`, or move its '
@@ -139,7 +139,7 @@ def check_no_other_run(output_dir: Path, behind: int = -1) -> None:
         )
     if steps:
         raise CheckpointError(
-            f"A run that goes on from step {behind:,} would overwrite what was trained after it: `{output_dir}` holds "
+            f"A run that goes on from step {after:,} would overwrite what was trained after it: `{output_dir}` holds "
             f"checkpoints up to step {max(steps):,}. Set another `output_dir`, or move the later ones elsewhere."
         )
 

@@ -231,7 +231,7 @@ def restore(trainer: TrainerView, checkpoint: str, differences: Differences) -> 
     leap_is_open = any(name.startswith("snapshot.") for name in state.get("leaps", {}).get("tensors", {}))
     trainer.run.load_state_dict(state)
     report["changed_options"].update(differences.changed)
-    report["warnings"] += differences.told
+    report["warnings"] += differences.notes
     if leap_is_open and trainer.run.part(Leaps) is None:
         report["warnings"].append(_OPEN_LEAP)
     if trainer.run.has_phases:

@@ -18,6 +18,7 @@ from conftest import (
     weights,
 )
 from peft import LoraConfig, get_peft_model
+from rig import trainers
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
@@ -36,24 +37,10 @@ def lora():
     return get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj", "up_proj"], r=4, init_lora_weights=False))
 
 
-def train(folder, model=None, resume=None, callbacks=None, parts=(), **options):
-    options = {
-        "accumulation_walk": "micro_batch",
-        "probe_budget": 0.1,
-        "leap_budget": 100.0,
-        "logging_steps": 12,
-        **options,
-    }
-    trainer = HybridTrainer(
-        model or tiny_model(),
-        hybrid_config(folder, **options),
-        train_dataset=ByteText(200),
-        probe_dataset=ByteText(16, offset=200),
-        callbacks=callbacks,
-        parts=parts,
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+def train(folder, model=None, **options):
+    values = {"accumulation_walk": "micro_batch", "probe_budget": 0.1, "leap_budget": 100.0, "logging_steps": 12}
+    probes = ByteText(16, offset=200)
+    return trainers.train(folder, model=model, samples=200, probe_dataset=probes, **{**values, **options})
 
 
 # The log.
@@ -168,17 +155,9 @@ class Recorder(TrainerCallback):
         self.counts.append(max(int(s["step"]) for s in states))
 
 
-def run(tmp_path, *, callbacks=(), **overrides):
+def run(folder, **options):
     """With the options of `hybrid_config`."""
-    trainer = HybridTrainer(
-        tiny_model(),
-        hybrid_config(tmp_path, **overrides),
-        train_dataset=ByteText(400),
-        eval_dataset=ByteText(32, offset=800),
-        callbacks=list(callbacks),
-    )
-    trainer.train()
-    return trainer
+    return trainers.train(folder, eval_dataset=ByteText(32, offset=800), **options)
 
 
 def same(a, b):
