@@ -174,7 +174,7 @@ class HybridArguments:
         at_most=1,
     )
 
-    lr_rescue: Literal["auto", "on", "off"] = option(
+    auto_lr: Literal["auto", "on", "off"] = option(
         "auto",
         "Raise a learning rate that is too small for the run, from the first step on: search for a better one, or "
         "compute that of LoRA adapters from their shape. auto: only if you set no learning_rate.",

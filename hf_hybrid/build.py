@@ -69,7 +69,7 @@ from hf_hybrid.records.progress import install_progress
 from hf_hybrid.recovery import OutOfMemoryRecovery, RecoveringTrainer, UnrecoveredMemoryError, first_part
 from hf_hybrid.run.adapters import adapter_rate_scale
 from hf_hybrid.run.monitor import DivergenceMonitor
-from hf_hybrid.run.rate import LearningRateRescue, RateScale, StepCosine, rate_at
+from hf_hybrid.run.rate import LearningRateSearch, RateScale, StepCosine, rate_at
 from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
 from hf_hybrid.run.trainer_view import (
     made_optimizer,
@@ -158,7 +158,7 @@ def leave_out_leaps(trainer: BuiltTrainer, error: LeapObstacleError) -> None:
     trainer.run = Run(no_leaps=error.reason)
     logger.warning(
         "%s So this run makes no leaps and trains as plain `Trainer` does: without the divergence monitor, the "
-        "rescue of the learning rate and the forecast.",
+        "automatic learning rate and the forecast.",
         error.reason,
     )
 
@@ -357,10 +357,10 @@ def memory_steps(max_steps: int) -> int:
     return min(max(max_steps // 6, 5), 1000)
 
 
-def rescue_is_on(args: TrainingArguments, options: HybridArguments) -> bool:
-    """Whether to rescue the learning rate. `auto`: only if the user is known to have written no `learning_rate`."""
-    if options.lr_rescue != "auto":
-        return options.lr_rescue == "on"
+def chooses_rate(args: TrainingArguments, options: HybridArguments) -> bool:
+    """Whether to choose the learning rate. `auto`: only if the user is known to have written no `learning_rate`."""
+    if options.auto_lr != "auto":
+        return options.auto_lr == "on"
     return was_given(args, "learning_rate") is False
 
 
@@ -368,8 +368,8 @@ def tell_of_kept_defaults(trainer: BuiltTrainer) -> None:
     """Say which defaults would be replaced if it were known that the user did not write them."""
     args, options = trainer.args, trainer.hybrid_args
     told = []
-    if trainer.has_phases and options.lr_rescue == "auto" and was_given(args, "learning_rate") is None:
-        told.append(f"`learning_rate={args.learning_rate:g}` (`lr_rescue=on` raises it where that helps)")
+    if trainer.has_phases and options.auto_lr == "auto" and was_given(args, "learning_rate") is None:
+        told.append(f"`learning_rate={args.learning_rate:g}` (`auto_lr=on` raises it where that helps)")
     if options.preset == "fast" and was_given(args, "optim") is None and not has_adapters(trainer.model):
         told.append(f"`optim={optimizer_name(args)}` (`preset=fast` wants `optim=muon`)")
     if told:
@@ -382,14 +382,14 @@ def tell_of_kept_defaults(trainer: BuiltTrainer) -> None:
 
 def _rate(trainer: BuiltTrainer, weights: TrainedWeights) -> RateScale | None:
     """Return the part that raises the learning rate: by a rule for adapters, else by a search under torch's Adam."""
-    if not rescue_is_on(trainer.args, trainer.hybrid_args):
+    if not chooses_rate(trainer.args, trainer.hybrid_args):
         return None
     if trains_adapters(trainer):
         return adapter_rate_scale(trainer)
     optimizer = made_optimizer(trainer)
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
         cosine = StepCosine(weights)
-        return LearningRateRescue(max_scale=MAX_RATE_SCALE, max_steps=trainer.state.max_steps, cosine=cosine)
+        return LearningRateSearch(max_scale=MAX_RATE_SCALE, max_steps=trainer.state.max_steps, cosine=cosine)
     logger.warning(
         "The run keeps `learning_rate=%g`: a better one is searched under torch's Adam and AdamW alone, and the "
         "optimizer is `%s`.",

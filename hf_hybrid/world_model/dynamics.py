@@ -177,27 +177,17 @@ class Calibration:
 
 
 class DynamicsModel:
-    """
-    A world model of one run and the state that it learns with. Actions may be anything that a tensor is made of.
-
-    Args:
-        model (`RSSM`): The ensemble, with its start weights.
-        device (`str` or `torch.device`): Device of the ensemble.
-        learn_every (`int`): Stretches from one call of [`learn`] to the next; 0: never.
-        chunk (`int`), horizon (`int`): Stretches of a chunk to observe, and stretches to imagine.
-        capacity (`int`): Stretches to keep in the replay.
-        seed (`int`): Seed of the generators.
-    """
+    """A world model of one run and the state that it learns with. Actions may be anything that a tensor is made of."""
 
     def __init__(
         self,
-        model: RSSM,
+        model: RSSM,  # with its start weights
         *,
         device: str | torch.device = "cpu",
-        learn_every: int = 5,
-        chunk: int = 8,
-        horizon: int = 20,
-        capacity: int = 2048,
+        learn_every: int = 5,  # stretches from one call of `learn` to the next; 0: never
+        chunk: int = 8,  # stretches of a chunk to observe
+        horizon: int = 20,  # stretches to imagine
+        capacity: int = 2048,  # stretches to keep in the replay
         seed: int = 0,
     ):
         self.model = model.to(device)

@@ -62,27 +62,16 @@ Parts = list[np.ndarray]
 
 @dataclass(frozen=True)
 class Prior:
-    """
-    What past runs say of a run before it begins.
+    """What past runs say of a run before it begins. Shares are of the loss level so far; spreads are deviations."""
 
-    Args:
-        fall (`float`), annealing (`float`): Mean fall of the loss from start to end of the law, and mean fall as the
-            rate goes from its peak to zero; both as shares of the loss level so far.
-        fall_spread (`float`), annealing_spread (`float`): Their standard deviations.
-        drift (`float`): Standard deviation of the drift per e-fold of the summed rate, as a share of the loss level.
-        drift_from (`float`): Share of the summed rate below which the drift is linear instead of logarithmic.
-        noise (`float`): Factor on the noise that is seen between neighbouring losses.
-        temper (`float`): Power to which the evidence is raised; below 1 the shapes stay more equal.
-    """
-
-    fall: float = 0.267
+    fall: float = 0.267  # share by which the loss falls from start to end of the law
     fall_spread: float = 0.323
-    annealing: float = 0.0728
+    annealing: float = 0.0728  # share by which it falls as the rate goes from its peak to zero
     annealing_spread: float = 0.0119
-    drift: float = 0.0749
-    drift_from: float = 0.0139
-    noise: float = 0.705
-    temper: float = 13.2
+    drift: float = 0.0749  # deviation of the drift per e-fold of the summed rate, as a share
+    drift_from: float = 0.0139  # share of the summed rate below which the drift is linear, not logarithmic
+    noise: float = 0.705  # factor on the noise that is seen between neighbouring losses
+    temper: float = 13.2  # power to which the evidence is raised; below 1 the shapes stay more equal
 
 
 PRIOR = Prior()
@@ -154,15 +143,8 @@ def forecast_held_out_loss(
     """
     Forecast the held-out loss after the last step of a run.
 
-    Args:
-        steps, losses, learning_rates, max_steps: As in [`forecast_final_loss`].
-        held_out (`float`): The held-out loss after the last of `steps`.
-
-    Returns:
-        `FinalLoss` or `None`: `None` where there is no forecast of the training loss, and if a loss is not positive.
-
-    Raises:
-        ValueError: If lengths differ, steps are out of order or beyond `max_steps`.
+    The arguments are those of [`forecast_final_loss`], and `held_out`, the held-out loss after the last of `steps`.
+    `None` where there is no forecast of the training loss, and if a loss is not positive.
     """
     seen = observed(steps, losses, learning_rates, max_steps)
     if seen is None or (found := looks(seen)) is None or not 0 < held_out < math.inf:
@@ -206,19 +188,12 @@ def final_part(seen: Observed) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Observed:
-    """
-    What a forecast is made from: a run of `max_steps` steps and its finite losses.
+    """What a forecast is made from: a run of `max_steps` steps and its finite losses."""
 
-    Attributes:
-        begins, ends (`np.ndarray`): `[logs]`; a loss is the mean of the steps `begins + 1` to `ends`.
-        losses (`np.ndarray`): `[logs]`.
-        rates (`np.ndarray`): `[max_steps]`, over their peak; all 1 if the schedule is zero throughout.
-    """
-
-    begins: np.ndarray
-    ends: np.ndarray
-    losses: np.ndarray
-    rates: np.ndarray
+    begins: np.ndarray  # [logs]
+    ends: np.ndarray  # [logs]; a loss is the mean of the steps `begins + 1` to `ends`
+    losses: np.ndarray  # [logs]
+    rates: np.ndarray  # [max_steps], over their peak; all 1 if the schedule is zero throughout
 
     @property
     def level(self) -> float:

@@ -114,12 +114,8 @@ class Confidence:
 
 class PlannerObserver(LeapObserver):
     """
-    Shows a planner the run, and adds the confidence to the log.
-
-    Args:
-        planner (`LearningPlanner`): Learns from the stretches; it is the planner of the leaps too.
-        stride (`int`): Real steps of a stretch.
-        max_grad_norm (`float`): Clipping threshold of the trainer.
+    Shows a planner, which is that of the leaps too, the run in stretches of `stride` real steps, and adds the
+    confidence to the log. `max_grad_norm` is the trainer's.
     """
 
     name = "planner_observer"
@@ -249,11 +245,9 @@ def _decrease_in_standard_errors(leap: Leap) -> float | None:
 @torch.no_grad()
 def gradient_statistics(trajectory: Trajectory) -> dict[str, float]:
     """
-    Return norms of the optimizer's state and the weights, with one host synchronisation. Gradients must be there.
-
-    Returns:
-        `dict`: `first` and `second` (root mean squares of the optimizer's moments), `weight` (of the weights),
-        `memory` (norm of the direction's average) and `alignment` (cosine of gradient and average); 0 where unknown.
+    Return numbers of the optimizer's state and the weights, with one host synchronisation: `first` and `second` (root
+    mean squares of the optimizer's moments), `weight` (of the weights), `memory` (norm of the direction's average) and
+    `alignment` (cosine of gradient and average); 0 where unknown. Gradients must be there.
     """
     states = [trajectory.context.state(index) for index in range(len(trajectory.parameters))]
     first = [s["exp_avg"] for s in states if torch.is_tensor(s.get("exp_avg"))]

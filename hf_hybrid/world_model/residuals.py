@@ -255,7 +255,7 @@ class LeapResiduals(LeapObserver):
             "slopes_before": None if self.slopes_before is None else self.slopes_before.tolist(),
             "tensors": self.weights.whole({"leap": self.leap, "start": self.start, "gradients": self.gradients}),
         }
-        return {"comparison": comparison, "correction": {"slopes": self.slopes}, "means": self.means}
+        return {"comparison": comparison, "slopes": self.slopes, "means": self.means}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.weights is None:
@@ -268,6 +268,5 @@ class LeapResiduals(LeapObserver):
         slopes = comparison["slopes_before"]
         self.slopes_before = None if slopes is None else torch.tensor(slopes)
         self.gradient_steps, self.leap_rate = comparison["gradient_steps"], comparison["leap_rate"]
-        if state["correction"] is not None:  # `None` in checkpoints of a run that only watched
-            self.slopes = {group: list(averages) for group, averages in state["correction"]["slopes"].items()}
+        self.slopes = {group: list(averages) for group, averages in state["slopes"].items()}
         self.means = {group: dict(mean) for group, mean in state["means"].items()}

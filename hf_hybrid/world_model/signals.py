@@ -25,24 +25,20 @@ class StepSignals:
     """Plain numbers of one step, as the trainer and the leap planner know them."""
 
     phase: Phase | None
-    """`None` in a run without phases, as in [`~hf_hybrid.part.Step`]."""
     progress: float
     learning_rate: float
     rate_scale: float
     max_grad_norm: float
-    loss: float | None = None
-    """Training loss; `None` in a skipped step, like the two below."""
+    loss: float | None = None  # `None` in a skipped step, like the two below
     gradient_norm: float | None = None
-    statistics: dict[str, float] | None = None
-    """Of the optimizer, see `gradient_statistics` in observer.py; `None` where it was not measured."""
+    statistics: dict[str, float] | None = None  # from `gradient_statistics`, where it was measured
     steps_in_phase: int = 0
     steps_since_leap: int = 0
     consecutive_leaps: int = 0
     rate_in_block: float = 0.0
     leap_gain: float = 0.0
     leap_credit: float = 0.0
-    leap_decrease: float | None = None
-    """Held-out decrease of a leap probed since the last step, in standard errors."""
+    leap_decrease: float | None = None  # of the held-out loss, by a probe since the last step, in standard errors
     leap_kept: bool | None = None
     leap_residual: float = 0.0
     leap_relative_norm: float = 0.0

@@ -326,7 +326,7 @@ def test_a_lora_card_has_its_settings_and_nothing_of_leaps(monkeypatch, tmp_path
     defaults = dict.fromkeys(("warmup_phase_steps", "full_phase_steps", "correct_phase_steps", "max_predict_steps"))
     options = {**defaults, "leap_worth": None, **options}
     model, profiler = peft.get_peft_model(tiny_model(), config), MemoryProfilerCallback()
-    trainer = new_trainer(tmp_path / "out", model, callbacks=[profiler], max_steps=12, lr_rescue="off", **options)
+    trainer = new_trainer(tmp_path / "out", model, callbacks=[profiler], max_steps=12, auto_lr="off", **options)
     trainer.train()
     card = card_of(trainer)
     rows = dict(re.findall(r"^\| `(\w+)` \| `(.*)` \|$", section(card, "Adapter"), re.MULTILINE))

@@ -227,7 +227,8 @@ def test_each_phase_has_its_own_precision(tmp_path):
 def test_saved_and_evaluated_are_the_masters(tmp_path):
     plugin = PhaseMemory("bf16", autocast="bf16")
     trainer = train(tmp_path, plugin)
-    plugin.begin(Run(model=trainer.model, optimizer=None, max_steps=1))
+    trainer.run = Run([plugin], model=trainer.model, optimizer=None, max_steps=1)
+    plugin.begin(trainer.run)
     before = weights(trainer.model)
     plugin.before_forward(Phase.FULL)
     assert trainer.model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16

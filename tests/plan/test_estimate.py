@@ -232,7 +232,7 @@ def test_a_direction_of_the_user_is_planned_by_its_own_number(tmp_path):
 def test_adapters_are_planned_without_leaps(rescue, tmp_path):
     torch.manual_seed(0)
     model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    options = {"direction": "auto", "lr_rescue": rescue, "learning_rate": 2e-5}
+    options = {"direction": "auto", "auto_lr": rescue, "learning_rate": 2e-5}
     trainer = HybridTrainer(model, hybrid_config(tmp_path, **options), train_dataset=ByteText(200))
     planned = make_plan(trainer, None).table
     trainer.train()

@@ -171,7 +171,7 @@ def test_the_page_lists_every_value(tmp_path):
         max_steps=20,
         eval_strategy="steps",
         eval_steps=10,
-        lr_rescue="on",
+        auto_lr="on",
         planner="bandit",
     )
     output = trainer.train()
