@@ -2,9 +2,8 @@
 Build the parts of a run from its options.
 
 `build_memory` decides where weights are kept, `build_optimizer` makes the optimizer, and `build_run` the run: the list
-of its parts, in order. Most parts take plain values. Those that compute windows in another way or compare runs
-(recovery, shared rows, rollouts) take the trainer. Optional folders are imported inside
-functions, when an option needs them.
+of its parts, in order. Most parts take plain values. Recovery, shared rows and rollouts compute windows in another way:
+they take a view of the trainer.
 """
 
 from __future__ import annotations
