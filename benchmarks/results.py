@@ -105,7 +105,7 @@ def provenance(threads: int | None = None, device: str = "cpu") -> Row:
 def command() -> str:
     """The command that started this process."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    program = f"-m {spec.name}" if spec else sys.argv[0]
+    program = f"-m {spec.name.removesuffix('.__main__')}" if spec else sys.argv[0]
     return " ".join(["python", program, *sys.argv[1:]])
 
 

@@ -12,7 +12,7 @@ Nothing is downloaded. The text is the source of Python's standard library, and 
 The same script fine-tunes a real model on your text. Every option of HybridConfig and TrainingArguments is a flag:
 
     python examples/01_quickstart.py --model_name_or_path Qwen/Qwen2.5-0.5B --text_file my.txt --block_size 512 \\
-        --learning_rate 2e-5 --lr_rescue off --num_train_epochs 1 --max_steps -1 --compare_with_trainer False
+        --learning_rate 2e-5 --auto_lr off --num_train_epochs 1 --max_steps -1 --compare_with_trainer False
     python examples/01_quickstart.py --model_name_or_path openai-community/gpt2 --dataset_name Salesforce/wikitext \\
         --dataset_config wikitext-2-raw-v1 --text_column text --compare_with_trainer False
 
@@ -168,7 +168,7 @@ def main() -> None:
         save_strategy="no",
         report_to="none",
         dataloader_pin_memory=False,
-        lr_rescue="on",  # by name, because a parser does not tell whether you gave a learning rate
+        auto_lr="on",  # by name, because a parser does not tell whether you gave a learning rate
     )
     script, args = parser.parse_args_into_dataclasses()
     set_seed(args.seed)

@@ -174,7 +174,7 @@ class HybridArguments:
         at_most=1,
     )
 
-    lr_rescue: Literal["auto", "on", "off"] = option(
+    auto_lr: Literal["auto", "on", "off"] = option(
         "auto",
         "Raise a learning rate that is too small for the run, from the first step on: search for a better one, or "
         "compute that of LoRA adapters from their shape. auto: only if you set no learning_rate.",
@@ -273,7 +273,7 @@ class HybridArguments:
 
     async_save: bool = option(
         True,
-        "Write checkpoints while training goes on: their state is copied, and a thread writes, flushes and seals them. "
+        "Write checkpoints while training goes on: their state is copied, and a thread writes and commits them. "
         "True: where nobody reads a checkpoint before the next step, and a quarter of the free host memory holds the "
         "copies. False: training waits for each checkpoint.",
         group="Checkpoints",

@@ -2,9 +2,8 @@
 Build the parts of a run from its options.
 
 `build_memory` decides where weights are kept, `build_optimizer` makes the optimizer, and `build_run` the run: the list
-of its parts, in order. Most parts take plain values. Those that compute windows in another way or compare runs
-(recovery, shared rows, rollouts, digests, the fingerprint) take the trainer. Optional folders are imported inside
-functions, when an option needs them.
+of its parts, in order. Most parts take plain values. Recovery, shared rows and rollouts compute windows in another way:
+they take a view of the trainer.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ from hf_hybrid.optimizers import (
     muon_groups,
     optimizer_name,
     split_parameters,
-    text_config,
 )
 from hf_hybrid.part import Part
 from hf_hybrid.plan.accounting import host_memory
@@ -70,7 +68,7 @@ from hf_hybrid.records.progress import install_progress
 from hf_hybrid.recovery import OutOfMemoryRecovery, RecoveringTrainer, UnrecoveredMemoryError, first_part
 from hf_hybrid.run.adapters import adapter_rate_scale
 from hf_hybrid.run.monitor import DivergenceMonitor
-from hf_hybrid.run.rate import LearningRateRescue, RateScale, StepCosine, rate_at
+from hf_hybrid.run.rate import LearningRateSearch, RateScale, StepCosine, rate_at
 from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
 from hf_hybrid.run.trainer_view import (
     made_optimizer,
@@ -79,7 +77,12 @@ from hf_hybrid.run.trainer_view import (
 )
 from hf_hybrid.run.weights import Gathered, Shards, TrainedWeights, canonical, shards_of
 from hf_hybrid.streaming.engine import Resident, Streamed
-from hf_hybrid.streaming.layers import embeddings_and_head, find_layers, layers_on_host, rounded_by_autocast
+from hf_hybrid.streaming.layers import (
+    embeddings_and_head,
+    map_with_host_layers,
+    obstacle_to_walking,
+    working_dtypes,
+)
 from hf_hybrid.streaming.optimizer import UnsupportedOptimizerError, check_separable
 from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.walk import Window
@@ -154,7 +157,7 @@ def leave_out_leaps(trainer: BuiltTrainer, error: LeapObstacleError) -> None:
     trainer.run = Run(no_leaps=error.reason)
     logger.warning(
         "%s So this run makes no leaps and trains as plain `Trainer` does: without the divergence monitor, the "
-        "rescue of the learning rate and the forecast.",
+        "automatic learning rate and the forecast.",
         error.reason,
     )
 
@@ -353,10 +356,10 @@ def memory_steps(max_steps: int) -> int:
     return min(max(max_steps // 6, 5), 1000)
 
 
-def rescue_is_on(args: TrainingArguments, options: HybridArguments) -> bool:
-    """Whether to rescue the learning rate. `auto`: only if the user is known to have written no `learning_rate`."""
-    if options.lr_rescue != "auto":
-        return options.lr_rescue == "on"
+def chooses_rate(args: TrainingArguments, options: HybridArguments) -> bool:
+    """Whether to choose the learning rate. `auto`: only if the user is known to have written no `learning_rate`."""
+    if options.auto_lr != "auto":
+        return options.auto_lr == "on"
     return was_given(args, "learning_rate") is False
 
 
@@ -364,8 +367,8 @@ def tell_of_kept_defaults(trainer: BuiltTrainer) -> None:
     """Say which defaults would be replaced if it were known that the user did not write them."""
     args, options = trainer.args, trainer.hybrid_args
     told = []
-    if trainer.has_phases and options.lr_rescue == "auto" and was_given(args, "learning_rate") is None:
-        told.append(f"`learning_rate={args.learning_rate:g}` (`lr_rescue=on` raises it where that helps)")
+    if trainer.has_phases and options.auto_lr == "auto" and was_given(args, "learning_rate") is None:
+        told.append(f"`learning_rate={args.learning_rate:g}` (`auto_lr=on` raises it where that helps)")
     if options.preset == "fast" and was_given(args, "optim") is None and not has_adapters(trainer.model):
         told.append(f"`optim={optimizer_name(args)}` (`preset=fast` wants `optim=muon`)")
     if told:
@@ -378,14 +381,14 @@ def tell_of_kept_defaults(trainer: BuiltTrainer) -> None:
 
 def _rate(trainer: BuiltTrainer, weights: TrainedWeights) -> RateScale | None:
     """Return the part that raises the learning rate: by a rule for adapters, else by a search under torch's Adam."""
-    if not rescue_is_on(trainer.args, trainer.hybrid_args):
+    if not chooses_rate(trainer.args, trainer.hybrid_args):
         return None
     if trains_adapters(trainer):
         return adapter_rate_scale(trainer)
     optimizer = made_optimizer(trainer)
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
         cosine = StepCosine(weights)
-        return LearningRateRescue(max_scale=MAX_RATE_SCALE, max_steps=trainer.state.max_steps, cosine=cosine)
+        return LearningRateSearch(max_scale=MAX_RATE_SCALE, max_steps=trainer.state.max_steps, cosine=cosine)
     logger.warning(
         "The run keeps `learning_rate=%g`: a better one is searched under torch's Adam and AdamW alone, and the "
         "optimizer is `%s`.",
@@ -402,28 +405,16 @@ def chosen_direction(trainer: BuiltTrainer) -> DirectionFactory:
 
 
 def direction_of(trainer: BuiltTrainer, matrices: Collection[str]) -> DirectionFactory:
-    """
-    Return the chosen direction. `gradient_memory` takes the place of `orthogonal` where no hidden matrices are trained.
-    """
+    """Return the chosen direction; `gradient_memory` in place of `orthogonal` if no hidden matrices are trained."""
     chosen = chosen_direction(trainer)
     return GradientMemory if chosen is Orthogonal and not matrices else chosen
 
 
 def refuse_other_optimizers(trainer: BuiltTrainer) -> None:
-    """
-    Refuse leaps that were asked for under an optimizer other than Adam or AdamW.
-
-    Raises:
-        LeapObstacleError: It names the optimizer.
-    """
-    if leaps_are_automatic(trainer) or trainer.hybrid_args.final_gain(1.0) == 0:
-        return
-    if trainer.optimizer is not None:
-        check_leap_optimizer(trainer.optimizer)
-    elif trainer.optimizer_cls_and_kwargs is not None:
-        check_leap_optimizer(trainer.optimizer_cls_and_kwargs[0])
-    else:
-        check_leap_optimizer(optimizer_name(trainer.args))
+    """Refuse leaps that were asked for under an optimizer other than Adam or AdamW."""
+    if not leaps_are_automatic(trainer) and trainer.hybrid_args.final_gain(1.0) > 0:
+        passed = trainer.optimizer_cls_and_kwargs
+        check_leap_optimizer(trainer.optimizer or (passed[0] if passed else optimizer_name(trainer.args)))
 
 
 def _probe(trainer: BuiltTrainer, feed: BatchFeed) -> Probe:
@@ -531,7 +522,7 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
     """Decide where the weights live. They are streamed if they do not fit or if the options ask for it."""
     options, model = trainer.hybrid_args, trainer.model
     if device_map is None:
-        device_map = _map_with_host_layers(model)
+        device_map = map_with_host_layers(model)
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         remove_hook_from_submodules(model)  # accelerate's hooks of an offloaded model train nothing
         model.tie_weights()  # they come back as one copy each
@@ -552,32 +543,13 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
         device=trainer.args.device,
         ahead=plan.setup.prefetch_layers,
         resident=plan.resident_layers,
-        dtype_of=_working_dtypes(model, trainer.args.bf16),
+        dtype_of=working_dtypes(model, trainer.args.bf16),
         int8=plan.setup.base_precision == "int8",
     )
-    obstacle = _obstacle_to_walking(model)
+    obstacle = obstacle_to_walking(model)
     window = Window(streamer, options.accumulation_walk, park=options.offload_activations, obstacle=obstacle)
     on_device = plan.setup.optimizer_states == "8bit"
     return Streamed(model, streamer, window, plan, steps_on_device=on_device, host_memory=host_memory)
-
-
-def _map_with_host_layers(model: torch.nn.Module) -> dict | None:
-    """Return the device map that a model was loaded with, if it keeps layers on the host."""
-    device_map = getattr(model, "hf_device_map", None)
-    return device_map if device_map is not None and layers_on_host(find_layers(model), device_map) else None
-
-
-def _obstacle_to_walking(model: torch.nn.Module) -> str | None:
-    if getattr(text_config(model), "output_router_logits", False):
-        # They are read by hooks inside the layers, past the layers' outputs, and have to carry gradients.
-        return "`output_router_logits=True` takes router logits out of the layers for the loss."
-    return None
-
-
-def _working_dtypes(model: torch.nn.Module, bf16: bool) -> Callable[[torch.nn.Parameter], torch.dtype]:
-    """Under bf16 autocast a linear layer rounds its fp32 weights anyway: they travel rounded, at half the bytes."""
-    rounded = rounded_by_autocast(model) if bf16 else ()
-    return lambda parameter: torch.bfloat16 if id(parameter) in rounded else parameter.dtype
 
 
 def adapter_parts(trainer: BuiltTrainer) -> list[Part]:

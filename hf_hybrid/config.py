@@ -22,7 +22,7 @@ from hf_hybrid.optimizers import is_adam, optimizer_name, steps_in_backward
 CONFIG_NAME = "hybrid_config.json"
 REPLACED = ("learning_rate", "optim")
 """
-Options whose default a run replaces: the rate by `lr_rescue=auto`, the optimizer by `preset=fast`. (`bf16` of TRL's
+Options whose default a run replaces: the rate by `auto_lr=auto`, the optimizer by `preset=fast`. (`bf16` of TRL's
 configs is replaced too. Its default is `None`, so that whoever wrote a value is known by it.)
 """
 

@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 from trl import DPOConfig, SFTConfig
 
 from hf_hybrid import HybridArguments, HybridConfig
-from hf_hybrid.build import memory_steps, phase_lengths, rescue_is_on
+from hf_hybrid.build import chooses_rate, memory_steps, phase_lengths
 from hf_hybrid.plan.of_trainer import check_streamable
 
 
@@ -25,16 +25,16 @@ def test_phase_lengths_suit_the_run(steps):
 
 def test_rescue_respects_a_learning_rate_that_was_chosen(tmp_path):
     chosen, default = HybridConfig(**config_values(tmp_path)), HybridConfig(str(tmp_path))
-    assert rescue_is_on(default, default) and not rescue_is_on(chosen, chosen)
+    assert chooses_rate(default, default) and not chooses_rate(chosen, chosen)
     for value, expected in (("on", True), ("off", False)):
-        config = HybridConfig(str(tmp_path), lr_rescue=value)
-        assert rescue_is_on(config, config) is expected
+        config = HybridConfig(str(tmp_path), auto_lr=value)
+        assert chooses_rate(config, config) is expected
 
 
 @pytest.mark.parametrize("config", [TrainingArguments, SFTConfig, DPOConfig])
 def test_a_plain_config_does_not_tell_whether_its_rate_was_written(tmp_path, config):
     for given in ({}, {"learning_rate": 1e-4}):
-        assert not rescue_is_on(config(str(tmp_path), use_cpu=True, bf16=False, **given), HybridArguments())
+        assert not chooses_rate(config(str(tmp_path), use_cpu=True, bf16=False, **given), HybridArguments())
 
 
 @pytest.mark.parametrize(

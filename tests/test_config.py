@@ -16,7 +16,7 @@ from trl import DPOConfig, GRPOConfig, RLOOConfig, SFTConfig, TrlParser
 
 from hf_hybrid import HybridArguments, HybridConfig, HybridDPOConfig, HybridSFTConfig, HybridTrainer
 from hf_hybrid.arguments import PRESETS
-from hf_hybrid.build import rescue_is_on
+from hf_hybrid.build import chooses_rate
 from hf_hybrid.cli.options import TRAINING, CommandLine, OptionGroup, imported
 from hf_hybrid.config import REPLACED, check_training_arguments, was_given
 from hf_hybrid.trl.rl import HybridGRPOConfig, HybridRLOOConfig
@@ -32,10 +32,10 @@ def test_defaults_of_training_arguments_are_untouched(tmp_path):
 def test_command_line_and_yaml(tmp_path):
     parser = HfArgumentParser(HybridConfig)
     (config,) = parser.parse_args_into_dataclasses(
-        ["--output_dir", str(tmp_path), "--preset", "aggressive", "--leap_gain", "3", "--lr_rescue", "off"]
+        ["--output_dir", str(tmp_path), "--preset", "aggressive", "--leap_gain", "3", "--auto_lr", "off"]
         + ["--full_phase_steps", "7", "--enable_predict", "False"]
     )
-    assert (config.preset, config.leap_gain, config.lr_rescue, config.full_phase_steps) == ("aggressive", 3.0, "off", 7)
+    assert (config.preset, config.leap_gain, config.auto_lr, config.full_phase_steps) == ("aggressive", 3.0, "off", 7)
     assert config.enable_predict is False
     file = tmp_path / "run.yaml"
     file.write_text(f"output_dir: {tmp_path}\npreset: conservative\nleap_gain: 1.5\nlearning_rate: 0.001\n")
@@ -59,7 +59,7 @@ def default_of(config_class, name):
 def is_replaced(config, name) -> bool:
     """Whether the run takes another value than the default for an option."""
     if name == "learning_rate":
-        return rescue_is_on(config, config)
+        return chooses_rate(config, config)
     return getattr(config, name) != default_of(type(config), name)
 
 
@@ -104,7 +104,7 @@ def test_a_subclass_with_arguments_of_its_own_keeps_what_it_sets(tmp_path):
             super().__init__(folder, learning_rate=rate, optim=optim, preset="fast", **ON_CPU)
 
     config = Mine(str(tmp_path), 1e-3, "sgd")
-    assert config.learning_rate == 1e-3 and config.optim == "sgd" and not rescue_is_on(config, config)
+    assert config.learning_rate == 1e-3 and config.optim == "sgd" and not chooses_rate(config, config)
 
 
 @pytest.mark.parametrize("config_class", PLAIN_CLASSES)
@@ -136,7 +136,7 @@ def test_a_kept_default_is_told_and_read_back(tmp_path, caplog):
         (line,) = [record.getMessage() for record in caplog.records if "whether you wrote" in record.getMessage()]
         assert [name for name in REPLACED if f"`{name}=" in line] == list(kept), line
         again = HybridConfig.from_json(tmp_path)
-        assert again.learning_rate == 5e-5 and not rescue_is_on(again, again) and again.optim == args.optim
+        assert again.learning_rate == 5e-5 and not chooses_rate(again, again) and again.optim == args.optim
 
 
 def test_a_written_default_stays_written_in_the_saved_config_and_on_resume(tmp_path):
@@ -200,7 +200,7 @@ def test_commands_know_their_words_and_the_keys_of_their_file(command, tmp_path)
     [
         ("preset", "bold", "`preset` must be one of conservative, balanced, aggressive, fast, got `bold`"),
         ("direction", "up", "`direction` must be one of auto, orthogonal, gradient_memory, none, got `up`"),
-        ("lr_rescue", "yes", "`lr_rescue` must be one of auto, on, off, got `yes`"),
+        ("auto_lr", "yes", "`auto_lr` must be one of auto, on, off, got `yes`"),
         ("max_predict_steps", 0, "`max_predict_steps` must be at least 1, got 0. To train without leaps set"),
         ("full_phase_steps", -1, "`full_phase_steps` must be at least 1, got -1"),
         ("learning_rate", float("nan"), "`learning_rate` must be between 0 and 1000, got nan"),
@@ -221,10 +221,10 @@ def test_values_that_cannot_work_are_refused(tmp_path, option, value, message):
 def test_yaml_files_may_say_on_off_and_numbers_as_they_are_written(tmp_path):
     """YAML 1.1 reads a bare `off` as a bool, and `1e-1` as text."""
     file = tmp_path / "run.yaml"
-    file.write_text(f"output_dir: {tmp_path}\nmemory: off\nlr_rescue: on\nchunked_loss: off\nprobe_budget: 1e-1\n")
+    file.write_text(f"output_dir: {tmp_path}\nmemory: off\nauto_lr: on\nchunked_loss: off\nprobe_budget: 1e-1\n")
     (config,) = HfArgumentParser(HybridConfig).parse_yaml_file(str(file))
-    assert (config.memory, config.lr_rescue, config.chunked_loss, config.probe_budget) == ("off", "on", "off", 0.1)
-    assert HybridConfig(str(tmp_path), **{"lr_rescue": False, "chunked_loss": True}).lr_rescue == "off"
+    assert (config.memory, config.auto_lr, config.chunked_loss, config.probe_budget) == ("off", "on", "off", 0.1)
+    assert HybridConfig(str(tmp_path), **{"auto_lr": False, "chunked_loss": True}).auto_lr == "off"
 
 
 ASKED = {"direction": "orthogonal"}

@@ -5,6 +5,7 @@ import re
 
 import pytest
 from conftest import ByteText, hybrid_config, tiny_model
+from rig.trainers import build, train
 
 from hf_hybrid import HybridTrainer, Part, part
 from hf_hybrid.part import Phase
@@ -47,13 +48,7 @@ def test_parts_are_called_in_order_and_keep_their_state(tmp_path):
     assert changes[0] == (Phase.WARMUP, Phase.FULL) and all(a != b for a, b in changes)
     assert ("first", "probe") in calls and not any(Phase.PREDICT in call for call in calls if call[1] == "before")
     resumed = Counts("first")
-    trainer = HybridTrainer(
-        tiny_model(),
-        hybrid_config(tmp_path / "resumed", max_steps=10),
-        train_dataset=ByteText(400),
-        parts=[resumed],
-    )
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
+    train(tmp_path / "resumed", parts=[resumed], resume=str(tmp_path / "checkpoint-10"), max_steps=10)
     state = json.loads((tmp_path / "checkpoint-10" / "hybrid_state.json").read_text())
     assert resumed.restored == state["parts"]["first"]["count"] > 0
 
@@ -62,7 +57,7 @@ def test_a_part_that_has_the_name_of_one_of_the_packages_is_refused(tmp_path):
     class Monitor(Part):
         name = "monitor"
 
-    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=ByteText(40), parts=[Monitor()])
+    trainer = build(tmp_path, samples=40, parts=[Monitor()])
     with pytest.raises(ValueError, match="Two parts are named `monitor`. Give each its own `name`"):
         trainer.train()
 

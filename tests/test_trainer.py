@@ -6,18 +6,11 @@ import json
 import pytest
 import torch
 from conftest import ByteText, config_values, finite, hybrid_config, tiny_model, weights
+from rig.trainers import build, train
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.part import Phase
-
-
-def run(tmp_path, *, callbacks=(), **overrides):
-    config = hybrid_config(tmp_path, **overrides)
-    trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(400), callbacks=list(callbacks))
-    trainer.train()
-    return trainer
-
 
 # What is counted and logged.
 
@@ -37,7 +30,7 @@ def test_summary_counts_what_happened(tmp_path, monkeypatch):
     forward = []
     model = tiny_model()
     model.register_forward_hook(lambda m, *_: forward.append(torch.is_grad_enabled()))
-    trainer = HybridTrainer(model, hybrid_config(tmp_path, gradient_accumulation_steps=2), train_dataset=ByteText(400))
+    trainer = build(tmp_path, model=model, gradient_accumulation_steps=2)
     original = trainer.accelerator.backward
     monkeypatch.setattr(trainer.accelerator, "backward", lambda *a, **k: backward.append(1) or original(*a, **k))
     trainer.train()
@@ -49,7 +42,7 @@ def test_summary_counts_what_happened(tmp_path, monkeypatch):
     assert summary["steps"] == 30 == sum(summary["steps_by_phase"].values())
     assert set(summary["seconds_by_phase"]) == {phase.value for phase in Phase}
     written = json.loads((tmp_path / "hybrid_summary.json").read_text())
-    assert written.pop("run") and written == json.loads(json.dumps(summary))
+    assert written == json.loads(json.dumps(summary))
     keys = {"step", "horizon", "gain", "loss_before", "loss_after", "standard_error", "verdict", "e"}
     assert summary["leaps"] and all(keys <= set(leap) for leap in summary["leaps"])
     assert sum(leap["horizon"] for leap in summary["leaps"]) == summary["predicted_steps"]
@@ -63,20 +56,14 @@ def test_predicted_steps_take_no_data(tmp_path):
             seen.append(index)
             return super().__getitem__(index)
 
-    trainer = HybridTrainer(
-        tiny_model(),
-        hybrid_config(tmp_path),
-        train_dataset=Counting(400),
-        probe_dataset=ByteText(16, offset=500),
-    )
-    trainer.train()
+    trainer = train(tmp_path, train_dataset=Counting(400), probe_dataset=ByteText(16, offset=500))
     summary = trainer.hybrid_summary()
     # accelerate fetches one batch ahead
     assert len(seen) <= 4 * (summary["real_steps"] + 1) < 4 * 30
 
 
 def test_tokens_and_flops_are_counted_for_real_steps_only(tmp_path, caplog):
-    trainer = run(tmp_path, include_num_input_tokens_seen="all")
+    trainer = train(tmp_path, include_num_input_tokens_seen="all")
     real = trainer.hybrid_summary()["real_steps"]
     assert real < 30
     assert trainer.state.num_input_tokens_seen == real * 4 * 32
@@ -86,7 +73,7 @@ def test_tokens_and_flops_are_counted_for_real_steps_only(tmp_path, caplog):
 
 def test_logged_losses_are_those_of_real_steps(tmp_path):
     seen = []
-    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path, logging_steps=4), train_dataset=ByteText(400))
+    trainer = build(tmp_path, logging_steps=4)
     original = trainer.training_step
 
     def training_step(*args, **kwargs):
@@ -115,7 +102,7 @@ def test_the_schedule_goes_on_through_predicted_steps(tmp_path):
         def on_step_begin(self, args, state, control, lr_scheduler=None, **kwargs):
             rates[state.global_step] = lr_scheduler.get_last_lr()[0]
 
-    trainer = run(tmp_path, callbacks=[Rates])
+    trainer = train(tmp_path, callbacks=[Rates])
     assert trainer.hybrid_summary()["predicted_steps"] > 0
     for step, rate in rates.items():
         assert rate == pytest.approx(3e-3 * (1 - step / 30))
@@ -198,21 +185,18 @@ def test_partly_frozen_models_leap_with_what_is_trainable(tmp_path):
     model = tiny_model()
     model.model.layers[0].requires_grad_(False)
     frozen = {name: p.clone() for name, p in model.model.layers[0].named_parameters()}
-    trainer = HybridTrainer(model, hybrid_config(tmp_path), train_dataset=ByteText(400))
-    trainer.train()
+    trainer = train(tmp_path, model=model)
     assert trainer.hybrid_summary()["leaps"]
     assert all(torch.equal(frozen[name], p) for name, p in trainer.model.model.layers[0].named_parameters())
 
 
 def test_bf16_weights(tmp_path):
-    trainer = HybridTrainer(tiny_model().bfloat16(), hybrid_config(tmp_path), train_dataset=ByteText(400))
-    trainer.train()
+    trainer = train(tmp_path, model=tiny_model().bfloat16())
     assert trainer.hybrid_summary()["leaps"] and finite(trainer.model)
 
 
 def test_train_can_be_called_again(tmp_path):
-    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=ByteText(400))
-    trainer.train()
+    trainer = train(tmp_path)
     trainer.train()
     assert trainer.hybrid_summary()["steps"] == 30
 

@@ -87,7 +87,7 @@ def run(arm: str, rate: float, seed: int) -> dict[str, Any]:
             folder, num_train_epochs=1, per_device_train_batch_size=SIBLINGS, per_device_eval_batch_size=8, bf16=True,
             learning_rate=rate, warmup_steps=4, lr_scheduler_type="cosine", seed=seed, save_strategy="no",
             report_to="none", disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False, logging_strategy="no",
-            train_sampling_strategy="sequential", lr_rescue="off", forecast=False,
+            train_sampling_strategy="sequential", auto_lr="off", forecast=False,
         )  # fmt: skip
         test = Dataset.from_list([row for group in held_out for row in group])
         trainer = HybridTrainer(

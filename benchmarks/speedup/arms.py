@@ -167,7 +167,7 @@ def train(arm: Arm, task: Task, sources, *, steps: int, rate: float, seed: int, 
             common["optimizers"] = (arm.optimizer(parameters, rate, steps), None)
         if hybrid:
             values |= arm.config
-            values.setdefault("lr_rescue", "off" if task.tuned is True else "on")
+            values.setdefault("auto_lr", "off" if task.tuned is True else "on")
             if arm.direction is not None:
                 common["direction"] = arm.direction()
             if arm.needs_nino:

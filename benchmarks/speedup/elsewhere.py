@@ -96,7 +96,7 @@ def make(run: Run) -> dict:
             **{"warmup_steps": 0.05, "use_cpu": True, **QUIET},
         }
         if hybrid:
-            values |= {"lr_rescue": "off", "enable_predict": run.arm == "hybrid"}
+            values |= {"auto_lr": "off", "enable_predict": run.arm == "hybrid"}
         trainer = (HybridTrainer if hybrid else Trainer)(
             model,
             (HybridConfig if hybrid else TrainingArguments)(**values),

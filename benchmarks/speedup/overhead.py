@@ -64,7 +64,7 @@ def build(arm: str, sources, steps: int, folder: str, clock: StepClock):
     if arm == "pretrained":
         task = TASKS["smol-full"]
         trainer, config, common = sources.trainer(task, hybrid=True)
-        values = training_arguments(task, steps=steps, rate=1e-4, seed=0, folder=folder) | {"lr_rescue": "off"}
+        values = training_arguments(task, steps=steps, rate=1e-4, seed=0, folder=folder) | {"auto_lr": "off"}
         common |= {"train_dataset": sources.split(task.text)["train"], "callbacks": [clock]}
         return trainer(sources.model(task, 0), config(**values), **common)
     data = sources.split("code")

@@ -50,7 +50,7 @@ def record(name: str, rate: float, seed: int) -> dict:
         values = training_arguments(task, steps=steps, rate=rate, seed=seed, folder=folder)
         kind, config_kind, common = sources.trainer(task, hybrid=True)
         common |= {"train_dataset": data["train"], "eval_dataset": data["test"], "callbacks": [curve]}
-        trainer = kind(model, config_kind(**values | {"logging_steps": 1, "lr_rescue": "off"}), **common)
+        trainer = kind(model, config_kind(**values | {"logging_steps": 1, "auto_lr": "off"}), **common)
         try:
             trainer.train()
             eval_loss = trainer.evaluate()["eval_loss"]

@@ -166,7 +166,7 @@ def trainer_run(kind: str, index: int) -> FollowedRun:
     trainer_kind, config_kind, more = sources.trainer(task, hybrid=True)
     with tempfile.TemporaryDirectory() as folder:
         values = training_arguments(task, steps=steps, rate=rate, seed=index, folder=folder)
-        values |= {"logging_steps": 1, "lr_scheduler_type": schedule, "planner": "dynamics", "lr_rescue": "off"}
+        values |= {"logging_steps": 1, "lr_scheduler_type": schedule, "planner": "dynamics", "auto_lr": "off"}
         values |= {"direction": "orthogonal"} if index % 2 else {"leap_gain": 0.0}
         if schedule == "warmup_stable_decay":
             values["lr_scheduler_kwargs"] = {"num_decay_steps": steps // 5}

@@ -45,11 +45,9 @@ def run(args: argparse.Namespace) -> int:
         _check(args)
         with console.speaking():
             with console.quiet_imports():
-                chat = Chat(*load(args), args)
+                model, tokenizer = load(args)
             console.print_line(f"{args.model}. {HELP}")
-            while (line := input("> ").strip()) not in ("/exit", "/quit"):
-                if line:
-                    chat.take(line)
+            _talk(model, tokenizer, args)
     except (OptionError, ImportError) as error:
         sys.stderr.write(f"hf-hybrid chat: error: {error}\n")
         return 2
@@ -128,65 +126,55 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
-class Chat:
-    """
-    A conversation.
-
-    Args:
-        model, tokenizer: Of the assistant.
-        args (`Namespace`): With `system`, `max_new_tokens`, `temperature` and `top_p`.
-
-    Attributes:
-        messages (`list[dict]`): What was said.
-    """
-
-    def __init__(self, model: Any, tokenizer: Any, args: argparse.Namespace):
-        self.model, self.tokenizer, self.args, self.system = model, tokenizer, args, args.system
-        self.messages: list[dict[str, str]] = []
-
-    def take(self, line: str) -> None:
-        """Do what a line asks for, and write the answer as it is generated."""
+def _talk(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
+    """Answer each line, until one asks for the end."""
+    system, messages = args.system, []
+    while (line := input("> ").strip()) not in ("/exit", "/quit"):
         word, _, rest = line.partition(" ")
         if word == "/reset":
-            self.messages = []
+            messages = []
         elif word == "/system":
-            self.messages, self.system = [], rest.strip() or None
+            system, messages = rest.strip(), []
         elif word.startswith("/") and word[1:].isalpha():
             console.print_line(HELP)
-        else:
-            self.messages.append({"role": "user", "content": line})
-            self.messages.append({"role": "assistant", "content": self._answer()})
+        elif line:
+            messages.append({"role": "user", "content": line})
+            first = [{"role": "system", "content": system}] if system else []
+            answer = _answer(model, tokenizer, first + messages, args)
+            messages.append({"role": "assistant", "content": answer})
 
-    def _answer(self) -> str:
-        import torch
-        from jinja2 import TemplateError
-        from transformers import TextStreamer
 
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        try:
-            inputs = self.tokenizer.apply_chat_template(
-                system + self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            ).to(self.model.device)
-        except TemplateError as error:  # some templates take no system message
-            raise OptionError(f"The chat template cannot format the conversation: {error}") from error
-        length = inputs["input_ids"].shape[1]
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        limit = min(self.args.max_new_tokens, positions - length) if positions else self.args.max_new_tokens
-        if limit < 1:
-            raise OptionError(f"The conversation fills the {positions:,} positions of the model.")
-        stream = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        with torch.inference_mode():
-            tokens = self.model.generate(**inputs, streamer=stream, max_new_tokens=limit, **self._sampling())
-        return self.tokenizer.decode(tokens[0, length:], skip_special_tokens=True).strip()
+def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], args: argparse.Namespace) -> str:
+    """Write the answer to a conversation as it is generated, and return it."""
+    import torch
+    from jinja2 import TemplateError
+    from transformers import TextStreamer
 
-    def _sampling(self) -> dict[str, Any]:
-        own_end, ends = self.tokenizer.eos_token_id, self.model.generation_config.eos_token_id
-        options: dict[str, Any] = {"pad_token_id": self.tokenizer.pad_token_id or own_end}
-        if own_end is not None:  # what the template ends an answer with
-            known = ends if isinstance(ends, list) else [] if ends is None else [ends]
-            options["eos_token_id"] = sorted({*known, own_end})
-        asked = {name: getattr(self.args, name) for name in ("temperature", "top_p")}
-        if asked["temperature"] == 0:
-            return options | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        asked = {name: value for name, value in asked.items() if value is not None}
-        return options | asked | ({"do_sample": True} if asked else {})
+    try:
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        ).to(model.device)
+    except TemplateError as error:  # some templates take no system message
+        raise OptionError(f"The chat template cannot format the conversation: {error}") from error
+    length = inputs["input_ids"].shape[1]
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = min(args.max_new_tokens, positions - length) if positions else args.max_new_tokens
+    if limit < 1:
+        raise OptionError(f"The conversation fills the {positions:,} positions of the model.")
+    stream = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    with torch.inference_mode():
+        tokens = model.generate(**inputs, streamer=stream, max_new_tokens=limit, **_sampling(model, tokenizer, args))
+    return tokenizer.decode(tokens[0, length:], skip_special_tokens=True).strip()
+
+
+def _sampling(model: Any, tokenizer: Any, args: argparse.Namespace) -> dict[str, Any]:
+    own_end, ends = tokenizer.eos_token_id, model.generation_config.eos_token_id
+    options: dict[str, Any] = {"pad_token_id": tokenizer.pad_token_id or own_end}
+    if own_end is not None:  # what the template ends an answer with
+        known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        options["eos_token_id"] = sorted({*known, own_end})
+    if args.temperature == 0:
+        return options | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    asked = {"temperature": args.temperature, "top_p": args.top_p}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    return options | asked | ({"do_sample": True} if asked else {})

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import os
+import shlex
 import shutil
 import sys
 import textwrap
@@ -44,27 +45,22 @@ def quiet_dependencies() -> Generator[None]:
     with quiet_imports():
         import datasets
         import transformers
-    others = [logging.getLogger(name) for name in ("trl", "accelerate", "peft", "bitsandbytes", "torchao")]
-    before = transformers.logging.get_verbosity(), [other.level for other in others]
-    bars = transformers.logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()
-    try:
-        with warnings.catch_warnings():
+    with contextlib.ExitStack() as undo, warnings.catch_warnings():
+        if not datasets.are_progress_bars_disabled():
             datasets.disable_progress_bars()
-            if "TRANSFORMERS_VERBOSITY" not in os.environ:
-                transformers.logging.set_verbosity_error()
+            undo.callback(datasets.enable_progress_bars)
+        if "TRANSFORMERS_VERBOSITY" not in os.environ:
+            undo.callback(transformers.logging.set_verbosity, transformers.logging.get_verbosity())
+            transformers.logging.set_verbosity_error()
+            if transformers.logging.is_progress_bar_enabled():
                 transformers.logging.disable_progress_bar()
-                for other in others:
-                    other.setLevel(logging.ERROR)
-                warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers.logging.set_verbosity(before[0])
-        for other, level in zip(others, before[1], strict=True):
-            other.setLevel(level)
-        if bars[0]:
-            transformers.logging.enable_progress_bar()
-        if not bars[1]:
-            datasets.enable_progress_bars()
+                undo.callback(transformers.logging.enable_progress_bar)
+            for name in ("trl", "accelerate", "peft", "bitsandbytes", "torchao"):
+                other = logging.getLogger(name)
+                undo.callback(other.setLevel, other.level)
+                other.setLevel(logging.ERROR)
+            warnings.simplefilter("ignore")
+        yield
 
 
 @contextlib.contextmanager
@@ -95,9 +91,7 @@ class Said(logging.Handler):
         if record.msg not in self.unsaid and first_process():
             from tqdm import tqdm
 
-            tqdm.write(
-                textwrap.fill(record.getMessage(), terminal_width(), subsequent_indent=" " * INDENT), file=sys.stdout
-            )
+            tqdm.write(_wrapped(record.getMessage()), file=sys.stdout)
 
 
 def first_process() -> bool:
@@ -108,8 +102,12 @@ def first_process() -> bool:
 def print_line(text: str = "") -> None:
     """Write a line, wrapped to the terminal."""
     if first_process():
-        sys.stdout.write(textwrap.fill(text, terminal_width(), subsequent_indent=" " * INDENT) + "\n")
+        sys.stdout.write(f"{_wrapped(text)}\n")
         sys.stdout.flush()
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, terminal_width(), subsequent_indent=" " * INDENT)
 
 
 def print_fact(name: str, text: str, *, unwrapped: bool = False) -> None:
@@ -150,12 +148,6 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def folder_name(folder: str | Path) -> str:
-    """Return a folder as a command takes it."""
-    text = str(folder)
-    return f"'{text}'" if any(letter.isspace() for letter in text) else text
-
-
 def is_number(value: Any) -> bool:
     """Whether an entry of a log can be shown as a number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -182,12 +174,13 @@ def outcome(metrics: dict[str, Any], prefix: str = "eval_") -> str:
 
 def print_trainer(trainer: Any) -> None:
     """Say what is trained, how long, at which rate, in how much memory, and where it is saved."""
+    from hf_hybrid.hub.origins import count_parameters
     from hf_hybrid.machine import describe_device
 
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     parameters = list(model.parameters())
-    total = sum(_size(parameter) for parameter in parameters)
-    trained = sum(_size(parameter) for parameter in parameters if parameter.requires_grad)
+    total = count_parameters(parameters)
+    trained = count_parameters(parameter for parameter in parameters if parameter.requires_grad)
     name = Path(getattr(model, "name_or_path", "") or type(model).__name__).name
     dtype = str(next(iter(parameters)).dtype).removeprefix("torch.")
     device = describe_device(args.device).get("name", args.device)
@@ -203,14 +196,6 @@ def print_trainer(trainer: Any) -> None:
         print_fact("memory", memory)
     print_fact("output", f"{args.output_dir}{_saving(trainer)}", unwrapped=True)
     print_line()
-
-
-def _size(parameter: Any) -> int:
-    """Number of weights, of a packed parameter those that are in it."""
-    state = getattr(parameter, "quant_state", None)
-    if state is not None and getattr(state, "shape", None) is not None:
-        return math.prod(state.shape)
-    return getattr(parameter, "ds_numel", None) or parameter.numel()
 
 
 def _steps(trainer: Any) -> str:
@@ -233,7 +218,7 @@ def _steps(trainer: Any) -> str:
 
 
 def _rate(trainer: Any) -> str:
-    from hf_hybrid.build import rescue_is_on
+    from hf_hybrid.build import chooses_rate
     from hf_hybrid.config import was_given
 
     args, options = trainer.args, trainer.hybrid_args
@@ -241,13 +226,12 @@ def _rate(trainer: Any) -> str:
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)).replace("_", " ")
     text = f"{args.learning_rate:g} ({'as given' if given else 'the default'}), {schedule}"
     adapters = any(not parameter.requires_grad for parameter in trainer.model.parameters())
+    if trainer.has_phases and chooses_rate(args, options):
+        choice = "times a factor that auto_lr knows for adapters" if adapters else "raised by auto_lr if that helps"
+        return f"{text}, {choice}; --learning_rate turns that off"
     if not trainer.has_phases and adapters and not given:
         return f"{text} of training all weights; adapters often need ten times as much: set --learning_rate"
-    if not trainer.has_phases or not rescue_is_on(args, options):
-        return text
-    if adapters:
-        return f"{text}, times a factor that lr_rescue knows for adapters; --learning_rate turns that off"
-    return f"{text}; lr_rescue raises it in the first steps while that helps; --learning_rate turns that off"
+    return text
 
 
 def _memory(trainer: Any) -> str | None:
@@ -284,8 +268,7 @@ def print_interruption(trainer: Any) -> None:
 
     if not first_process():
         return
-    step, folder = trainer.state.global_step, trainer.args.output_dir
-    last = manifest.last_checkpoint(Path(folder))
+    step, last = trainer.state.global_step, manifest.last_checkpoint(Path(trainer.args.output_dir))
     print_line()
     if last is None:
         print_line(f"Stopped at step {step:,}. No checkpoint was saved, so the same command begins anew.")
@@ -300,7 +283,7 @@ def print_end(trainer: Any, trained: dict[str, Any], metrics: dict[str, Any]) ->
     """Say how a run ended, where the model is, and what can be done with it."""
     if not first_process():
         return
-    state, folder = trainer.state, folder_name(trainer.args.output_dir)
+    state, folder = trainer.state, shlex.quote(trainer.args.output_dir)
     summary = trainer.hybrid_summary()
     print_line()
     print_line(f"Done: {plural(state.global_step, 'step')} in {duration(trained.get('train_runtime', 0))}.")
@@ -314,7 +297,7 @@ def print_end(trainer: Any, trained: dict[str, Any], metrics: dict[str, Any]) ->
     if text := outcome(metrics):
         print_fact("eval", text)
     if (scale := summary.get("learning_rate_scale", 1.0)) != 1.0:
-        print_fact("rate", f"lr_rescue multiplied the scheduled rate by {scale:.3g} at the end")
+        print_fact("rate", f"auto_lr multiplied the scheduled rate by {scale:.3g} at the end")
     if text := _saved_work(summary):
         print_fact("saved", text)
     if summary.get("leaps_made"):

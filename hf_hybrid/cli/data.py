@@ -81,11 +81,13 @@ class Source:
     Attributes:
         where (`str`): The option and the name of the data set, as messages begin.
         format (`Format`): That was recognised.
+        columns (`list[str]`): Of TRL's form.
         rows: In TRL's form: a `Dataset` or an `IterableDataset`.
     """
 
     where: str
     format: formats.Format
+    columns: list[str]
     rows: Any
 
 
@@ -129,15 +131,15 @@ def load(option: str, name: str, split: str, config: str | None = None, streamin
         ) from error
 
 
-def columns_of(rows: Any) -> list[str]:
-    """Return the names of the columns, of the first row where a stream does not know them."""
-    return list(rows.column_names or next(iter(rows), {}))
+def _columns_of(rows: Any) -> list[str]:
+    """The names of the columns, of the first row where a stream does not know them."""
+    return rows.column_names or list(next(iter(rows), {}))
 
 
 def _with_new_names(name: str, rows: Any, renamed: dict[str, str]) -> Any:
     if not renamed:
         return rows
-    columns = columns_of(rows)
+    columns = _columns_of(rows)
     for old, new in renamed.items():
         if old not in columns:
             near = difflib.get_close_matches(old, columns, n=1)
@@ -278,11 +280,6 @@ class Reader:
         """
         Return the rows to train on, and those to evaluate on (`None` if there are none).
 
-        Args:
-            tokenizer: Of the run, with its chat template.
-            report (`Callable`): Is told each fact, as its name and a text.
-            processes (`int`, *optional*): That tokenise.
-
         Raises:
             OptionError: If the rows cannot be read, or there is nothing to learn.
         """
@@ -345,8 +342,16 @@ class Reader:
         first = next(iter(rows), None)
         if first is None:
             raise OptionError(f"{where} holds no rows.")
-        columns = columns_of(rows)
+        columns = _columns_of(rows)
         row_format = formats.recognise(self.command, columns, first, bool(tokenizer.chat_template), where)
+        if row_format.chats and not tokenizer.chat_template:
+            ways = " to that of an instruct model, or save a `chat_template.jinja` beside it."
+            if self.command == "sft":
+                ways = " to that of an instruct model, `--chat_template_path` to a .jinja file, or "
+                ways += "`--chat_template_path plain` for `User: ... Assistant: ...`."
+            raise OptionError(
+                f"{where} holds {row_format.title}, and the tokenizer has no chat template. Set `--tokenizer`{ways}"
+            )
         described = {} if self.data.streaming else {"desc": "Reading rows"}
         fixed = {"row_format": row_format, "system": self.data.system_prompt, "where": where}
         try:
@@ -357,11 +362,10 @@ class Reader:
             raise OptionError(
                 f"{where}: its rows do not fit into one table: {reason_of(error)} Give each column values of one kind."
             ) from error
-        return Source(where, row_format, rows)
+        return Source(where, row_format, _columns_of(rows), rows)
 
     def _tokenised(self, source: Source, tokenizer: Any, processes: int | None) -> Any:
         """The rows of a data set as the trainer takes them."""
-        tokens.needs_template(source, self.command, tokenizer)
         if isinstance(self.data, TextDataOptions):
             return tokens.blocks(source, tokenizer, self.data.sequence_length)
         return self._answers(tokenizer).tokenise(source, processes) if self.command == "sft" else source.rows

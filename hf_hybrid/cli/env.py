@@ -41,17 +41,11 @@ def report() -> str:
     from hf_hybrid.hub.provenance import cpu
 
     facts = {"hf_hybrid": hf_hybrid.__version__, "Python": platform.python_version(), "Platform": platform.platform()}
-    facts |= {name: _version(name) for name in PACKAGES}
-    facts |= {name: _or_unknown(find) for name, find in {"CPU": cpu, "RAM": _ram, "CUDA": _cuda, "GPUs": _gpus}.items()}
+    versions = {distribution.name.replace("-", "_"): distribution.version for distribution in metadata.distributions()}
+    facts |= {name: versions.get(name, "not installed") for name in PACKAGES}
+    facts |= {name: _or_unknown(find) for name, find in {"CPU": cpu, "RAM": _ram, "GPUs": _gpus}.items()}
     facts |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
     return "".join(f"- {name}: {fact}\n" for name, fact in facts.items())
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _or_unknown(find: Callable[[], str]) -> str:
@@ -68,12 +62,6 @@ def _ram() -> str:
     return f"{total:.1f} GiB, {host_memory() / 2**30:.1f} GiB available"
 
 
-def _cuda() -> str:
-    import torch
-
-    return f"{torch.version.cuda or torch.version.hip or 'none'}, available: {torch.accelerator.is_available()}"
-
-
 def _gpus() -> str:
     import torch
 
@@ -81,6 +69,8 @@ def _gpus() -> str:
 
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
-        return "none"
-    gpus = [describe_device(torch.device(kind.type, index)) for index in range(torch.accelerator.device_count())]
-    return "; ".join(f"{gpu['name']}, {gpu['total_memory'] / 2**30:.1f} GiB" if gpu else kind.type for gpu in gpus)
+        return f"none (CUDA of torch: {torch.version.cuda or torch.version.hip or 'none'})"
+    devices = [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+    gpus = [describe_device(device) for device in devices]
+    names = [f"{gpu['name']}, {gpu['total_memory'] / 2**30:.1f} GiB" if gpu else kind.type for gpu in gpus]
+    return f"{'; '.join(names)} (CUDA of torch: {torch.version.cuda or torch.version.hip or 'none'})"

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -43,9 +44,7 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     add("--eval_dataset", help=text)
     add("--eval_split", help="split of --eval_dataset (default: as the run, else train)")
     add("--columns", nargs="+", help="other names of columns of --eval_dataset, as NEW=OLD: text=body")
-    text = (
-        "take --eval_dataset as texts in sequences of so many tokens, as `train` does (default: as the run, else 512)"
-    )
+    text = "take --eval_dataset as texts in sequences of so many tokens (default: as the run, else 512)"
     add("--sequence_length", type=int, help=text)
     add("--eval_sequences", type=int, default=256, help="at most so many sequences are evaluated (default: 256)")
     add("--json", action="store_true", help="print JSON instead of a table")
@@ -79,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     written = whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else whole
     sys.stderr.write(f"Written: {written}\n")
     if (output / "chat_template.jinja").is_file():
-        sys.stderr.write(f"To try it: hf-hybrid chat {console.folder_name(written)}\n")
+        sys.stderr.write(f"To try it: hf-hybrid chat {shlex.quote(str(written))}\n")
     return 0
 
 
@@ -145,24 +144,23 @@ def _chosen(pairs: list[dict[str, Any]], reader: Any, tokenizer: Any) -> list[di
 
     sides = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in map(maybe_extract_prompt, pairs)]
     chosen = recognise("sft", list(sides[0]), sides[0])
-    source = Source("The chosen answers", chosen, Dataset.from_list(sides))
+    source = Source("The chosen answers", chosen, list(sides[0]), Dataset.from_list(sides))
     return list(Answers(tokenizer, True, True).tokenise(source))
 
 
 def _padded(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
     """Rows as a batch, padded at their ends, of [rows, tokens of the longest]."""
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
     from hf_hybrid.rows.tree import IGNORED
 
-    longest = max(len(row["input_ids"]) for row in rows)
-    filled = {"input_ids": 0, "labels": IGNORED}
-    batch = {
-        name: torch.tensor([row[name] + [fill] * (longest - len(row[name])) for row in rows])
-        for name, fill in filled.items()
+    ids, labels = ([torch.tensor(row[name]) for row in rows] for name in ("input_ids", "labels"))
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
     }
-    lengths = torch.tensor([[len(row["input_ids"])] for row in rows])
-    return {**batch, "attention_mask": (torch.arange(longest) < lengths).long()}
 
 
 def read_note(path: Path) -> Any:
@@ -200,10 +198,10 @@ def read_note(path: Path) -> Any:
 
 def _is_of(hint: Any, value: Any) -> bool:
     """Whether a value of JSON is of a type: plain, a list, or one of several."""
-    if parts := [] if get_origin(hint) is list else get_args(hint):
-        return any(_is_of(part, value) for part in parts)
     if get_origin(hint) is list:
         return isinstance(value, list) and all(_is_of(get_args(hint)[0], entry) for entry in value)
+    if parts := get_args(hint):
+        return any(_is_of(part, value) for part in parts)
     if isinstance(value, bool):
         return hint is bool
     return isinstance(value, (int, float) if hint is float else hint)

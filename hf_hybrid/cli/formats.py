@@ -38,12 +38,10 @@ QUESTIONS = ("question", "problem", "query", "instruction")
 ANSWERS = ("answer", "solution", "ground_truth", "target", "final_answer")
 """Columns that are taken for the reference answer of a prompt, the first that is there."""
 
-ALPACA = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
-ALPACA_WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
-    "response that appropriately completes the request."
+ALPACA = (
+    "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
 )
-"""The prompts of Alpaca, for tokenizers without a chat template."""
+"""The prompt of Alpaca, for tokenizers without a chat template."""
 
 
 _OF_TEMPLATES = ("tools", "chat_template_kwargs")
@@ -74,13 +72,9 @@ class Format(NamedTuple):
 # Parts of rows.
 
 
-def is_chat(value: Any) -> bool:
-    """Whether a value is a list of messages with roles."""
-    return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) and "role" in m for m in value)
-
-
-def _is_sharegpt(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) and "from" in m for m in value)
+def is_chat(value: Any, key: str = "role") -> bool:
+    """Whether a value is a list of messages with roles; ShareGPT has them under another key."""
+    return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) and key in m for m in value)
 
 
 def messages_of(row: Row, column: str) -> list[dict[str, Any]]:
@@ -100,7 +94,7 @@ def messages_of(row: Row, column: str) -> list[dict[str, Any]]:
 def _from_sharegpt(row: Row, column: str) -> list[dict[str, Any]]:
     value: Any = row.get(column)
     messages: list[dict[str, Any]] = []
-    if not _is_sharegpt(value):
+    if not is_chat(value, "from"):
         raise FormatError(f"`{column}` is `{value!r:.80}`, not a list of messages with `from` and `value`")
     for message in value:
         role = SHAREGPT_ROLES.get(message["from"])
@@ -151,7 +145,7 @@ def _chats(
     names: tuple[str, ...] = ("messages", "conversations", "conversation"), answered: bool = True,
 ) -> Format | None:  # fmt: skip
     for column in [name for name in names if name in columns]:
-        if _is_sharegpt(first.get(column)):
+        if is_chat(first.get(column), "from"):
             title, read = f"ShareGPT (`{column}` with `from` and `value`)", _from_sharegpt
         elif is_chat(first.get(column)) or column == "messages":
             title, read = f"chats (`{column}`)", messages_of
@@ -195,7 +189,7 @@ def _alpaca(columns: set[str], first: Row, template: bool) -> Format | None:
             question = f"{instruction}\n\n{more}" if more else instruction
             chat = with_system({"prompt": [{"role": "user", "content": question}]}, _text_if_any(row, "system"))
             return {**chat, "completion": [{"role": "assistant", "content": answer}]}
-        start = f"{ALPACA_WITH_INPUT}\n\n" if more else f"{ALPACA}\n\n"
+        start = ALPACA.format(", paired with an input that provides further context" if more else "")
         middle = f"### Input:\n{more}\n\n" if more else ""
         return {"prompt": f"{start}### Instruction:\n{instruction}\n\n{middle}### Response:\n", "completion": answer}
 
@@ -224,53 +218,47 @@ def _pairs(columns: set[str], first: Row, template: bool) -> Format | None:
 def _prompts(columns: set[str], first: Row, template: bool) -> Format | None:
     if "prompt" not in columns:
         return None
-    answer, words, kept = _answers(columns)
     chats = is_chat(first.get("prompt"))
-    convert = lambda row: {"prompt": _side(row, "prompt"), **_reference(row, answer)}  # noqa: E731
-    return Format(f"prompts ({'messages' if chats else 'text'}){words}", convert, chats, kept)
+    title = f"prompts ({'messages' if chats else 'text'})"
+    return _with_answers(title, lambda row: {"prompt": _side(row, "prompt")}, chats, columns)
 
 
 def _answered_chats(columns: set[str], first: Row, template: bool) -> Format | None:
     if "messages" not in columns:
         return None
-    answer, words, kept = _answers(columns)
 
     def convert(row: Row) -> dict[str, Any]:
-        messages = messages_of(row, "messages")
-        last = messages[-1]
+        *before, last = messages_of(row, "messages")
         if last["role"] != "assistant":
-            return {"prompt": messages, **_reference(row, answer)}
-        if len(messages) == 1:
+            return {"prompt": [*before, last]}
+        if not before:
             raise FormatError("`messages` has no message before the answer")
-        return {"prompt": messages[:-1], "answer": last.get("content", ""), **_reference(row, answer)}
+        return {"prompt": before, "answer": last.get("content", "")}
 
-    title = "chats (`messages`; their last answer is the reference)" if answer is None else f"chats{words}"
-    return Format(title, convert, True, kept)
+    return _with_answers("chats (`messages`)", convert, True, columns, "; their last answer is the reference")
 
 
 def _questions(columns: set[str], first: Row, template: bool) -> Format | None:
     column = next((name for name in QUESTIONS if name in columns), None)
     if column is None:
         return None
-    answer, words, kept = _answers(columns)
 
     def convert(row: Row) -> dict[str, Any]:
         text = _text(row, column)
-        prompt = [{"role": "user", "content": text}] if template else text
-        return {"prompt": prompt, **_reference(row, answer)}
+        return {"prompt": [{"role": "user", "content": text}] if template else text}
 
-    return Format(f"`{column}`{words}", convert, template, kept)
+    return _with_answers(f"`{column}`", convert, template, columns)
 
 
-def _answers(columns: set[str]) -> tuple[str | None, str, tuple[str, ...]]:
-    """The column with reference answers, a title for it, and the columns that reward functions get as they are."""
+def _with_answers(
+    title: str, convert: Callable[[Row], dict[str, Any]], chats: bool, columns: set[str], more: str = ", no answers"
+) -> Format:  # fmt: skip
+    """A format with the column of reference answers, and all others, which reward functions get as they are."""
     answer = next((name for name in ANSWERS if name in columns), None)
     kept = tuple(sorted(columns - {"prompt", "messages"}))
-    return answer, f" with `{answer}`" if answer else ", no answers", kept
-
-
-def _reference(row: Row, answer: str | None) -> dict[str, Any]:
-    return {} if answer is None else {"answer": row.get(answer)}
+    if answer is None:
+        return Format(title + more, convert, chats, kept)
+    return Format(f"{title} with `{answer}`", lambda row: {**convert(row), "answer": row.get(answer)}, chats, kept)
 
 
 FORMATS: dict[str, dict[str, Recogniser]] = {
@@ -298,14 +286,9 @@ def recognise(
     command: str, columns: Iterable[str], first: Row, template: bool = True, where: str = "The data set"
 ) -> Format:
     """
-    Return the format of a data set.
+    Return the format of a data set (`where`) by its columns and its first row.
 
-    Args:
-        command (`str`): `train`, `sft`, `dpo` or `grpo`.
-        columns (`Iterable[str]`): Of the data set.
-        first (`Mapping`): Its first row.
-        template (`bool`): Whether the tokenizer has a chat template. Without one, Alpaca's rows and questions are text.
-        where (`str`): The data set, as messages begin.
+    Without a chat template of the tokenizer (`template`), Alpaca's rows and questions become text.
 
     Raises:
         OptionError: If the columns are of no format that the command takes.

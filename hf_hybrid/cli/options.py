@@ -337,16 +337,15 @@ def help_text(command: Command = TRAIN) -> str:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )
-    general = parser.add_argument_group("General")
+    group = parser.add_argument_group("General")
     text = "YAML file with options, for example one that `plan` wrote; environment variables are under `env`."
-    general.add_argument("--config", metavar="FILE", help=text)
-    general.add_argument("-h", "--help", action="store_true", help="Show this and exit.")
+    group.add_argument("--config", metavar="FILE", help=text)
     text = f"Show these options and all options of {command.kind}."
-    general.add_argument("--help_all", "--help-all", action="store_true", help=text)
+    group.add_argument("--help_all", "--help-all", action="store_true", help=text)
     for owner in (*command.groups, HybridArguments):
         hints = get_type_hints(owner)
-        # The first option of `HybridArguments` has a heading of its own.
-        group = general if owner is HybridArguments else parser.add_argument_group(owner._argument_group_name)
+        if owner is not HybridArguments:  # of which the first option has a heading of its own
+            group = parser.add_argument_group(owner._argument_group_name)
         for described in fields(owner):
             text = described.metadata["help"]
             if text.group:

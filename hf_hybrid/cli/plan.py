@@ -105,9 +105,12 @@ class _Report:
     """All plans for one command line."""
 
     def __init__(self, args: argparse.Namespace):
+        import torch
+
         from hf_hybrid.machine import device_memory
         from hf_hybrid.plan.accounting import host_memory
-        from hf_hybrid.plan.models import lora_config
+        from hf_hybrid.plan.exports import exported_bytes
+        from hf_hybrid.plan.models import build, lora_config
         from hf_hybrid.plan.planner import Planner, recommended
         from hf_hybrid.plan.setups import with_context
         from hf_hybrid.plan.ways import parse_size
@@ -141,33 +144,25 @@ class _Report:
             accelerator="cuda",
         )
         self.plans: list[WayPlan] = self.planner.plans(args.dtype, with_adapters=with_adapters)
+        self.exports = exported_bytes(build(self.planner.config, torch.float32))
         self.best = recommended(self.plans, None if args.peft == "none" else args.peft)
 
     def as_json(self) -> str:
         """All plans, and the recommended one, as JSON."""
         plans, setup = [self._row(plan) for plan in self.plans], self.planner.setup
         best = None if self.best is None else self.best.way.title
-        values = {"vram": setup.vram, "ram": setup.ram, "plans": plans, "recommended": best, "exports": self._exports()}
+        values = {"vram": setup.vram, "ram": setup.ram, "plans": plans, "recommended": best, "exports": self.exports}
         return json.dumps(values, indent=2) + "\n"
-
-    def _exports(self) -> dict[str, int]:
-        import torch
-
-        from hf_hybrid.plan.exports import exported_bytes
-        from hf_hybrid.plan.models import build
-
-        return exported_bytes(build(self.planner.config, torch.float32))
 
     def _row(self, plan: WayPlan) -> dict:
         names = ("peak_device_bytes", "peak_host_bytes", "margin_bytes", "categories", "stage", "traced", "fits")
         names += ("device_shortfall", "host_shortfall", "options")
-        values = {name: getattr(plan, name) for name in names}
-        values["recomputed_layers"] = plan.recomputed_layers
+        values = {name: getattr(plan, name) for name in (*names, "recomputed_layers")}
         return {"title": plan.way.title, **values, "exact": plan.way.exact}
 
     def as_text(self) -> str:
         """The table, and the recommended plan by category."""
-        sizes = ", ".join(f"{name} {count / GIB:.2f}" for name, count in self._exports().items())
+        sizes = ", ".join(f"{name} {count / GIB:.2f}" for name, count in self.exports.items())
         exports = f"GiB of weights after `hf-hybrid export --dtype bfloat16`: {sizes}\n"
         parts = [self._head(), self._table(), self._legend(), exports]
         if self.args.details:

@@ -68,6 +68,9 @@ class Progress(TrainerCallback):
         trainer: Whose run it is. Its own callbacks of this kind are removed.
         interrupts (`Interrupts`): Of Ctrl-C.
         chooses_steps (`bool`): Whether `logging_steps` follows from the length of the run.
+
+    Attributes:
+        stepped (`bool`): Whether a step has begun.
     """
 
     def __init__(self, trainer: Any, interrupts: Interrupts, *, chooses_steps: bool):
@@ -76,6 +79,7 @@ class Progress(TrainerCallback):
         self.trainer, self.interrupts, self.chooses_steps = trainer, interrupts, chooses_steps
         self.bar: PositionBar | None = None
         self.begun: float | None = None
+        self.stepped = False
         self.scale: float | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -86,6 +90,9 @@ class Progress(TrainerCallback):
         if state.is_world_process_zero and sys.stderr.isatty() and not args.disable_tqdm:
             options = {"total": state.max_steps, "initial": state.global_step, "dynamic_ncols": True}
             self.bar = PositionBar(position_of_run=self.trainer.run_position, leave=False, **options)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.stepped = True
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.bar is not None:

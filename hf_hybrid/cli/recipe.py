@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_hybrid.cli import console, loading, rewards
+from hf_hybrid.cli import console, loading
 from hf_hybrid.cli.data import NOTE_NAME, Reader, check_paths, new_names
 from hf_hybrid.cli.launch import launch
 from hf_hybrid.cli.options import (
@@ -45,6 +45,7 @@ from hf_hybrid.cli.options import (
     required,
 )
 from hf_hybrid.files import is_disk_full, write_note
+from hf_hybrid.trl import rewards
 
 logger = logging.getLogger(__name__)
 
@@ -106,48 +107,41 @@ def run(name: str, arguments: Sequence[str]) -> int:
 def check_early(line: CommandLine) -> None:
     """Refuse what can be seen to be wrong without torch. Raises [`OptionError`]."""
     early = line.early("model", "dataset", "eval_dataset", "columns", "reward", "reward_pattern", "sample_prompts")
-    for path in early["sample_prompts"]:
-        from hf_hybrid.report.samples import read_prompts
+    names = required("reward", early["reward"] or None, line.command.program) if line.command is GRPO else []
+    try:
+        for path in early["sample_prompts"]:
+            from hf_hybrid.report.samples import read_prompts
 
-        try:
             read_prompts(path)
-        except ValueError as error:
-            raise OptionError(str(error)) from None
+        for name in names:
+            rewards.check_name(name, next(iter(early["reward_pattern"]), None))
+    except ValueError as error:
+        raise OptionError(str(error)) from None
     loading.check_model(early["model"][0])
     check_paths("dataset", early["dataset"])
     check_paths("eval_dataset", early["eval_dataset"])
     new_names(early["columns"])
-    if line.command is GRPO:
-        for name in required("reward", early["reward"] or None, line.command.program):
-            rewards.check_name(name, next(iter(early["reward_pattern"]), None))
 
 
 def train(line: CommandLine) -> int:
     """Train in this process, and say how it ended. Returns the exit status, as [`run`]."""
-    from transformers import TrainerCallback
-
     from hf_hybrid.cli.progress import Interrupts, Progress
     from hf_hybrid.recovery import UnrecoveredMemoryError
     from hf_hybrid.run.monitor import TrainingDivergedError
     from hf_hybrid.saving.drift import RanksDriftedError
 
-    class FirstStep(TrainerCallback):
-        begun = False
-
-        def on_step_begin(self, args, state, control, **kwargs):
-            self.begun = True
-
-    first_step, program = FirstStep(), line.command.program
-    trainer: Any = None
+    program, trainer, progress = line.command.program, None, None
     try:
         options = line.options()
         trainer = make_trainer(options)
         console.print_trainer(trainer)
         with Interrupts(alone=trainer.args.world_size == 1) as interrupts:
-            chooses_steps = "logging_steps" in options.defaulted
-            trainer.add_callback(first_step)
-            trainer.add_callback(Progress(trainer, interrupts, chooses_steps=chooses_steps))
-            result = trainer.train(resume_from_checkpoint=_checkpoint_to_resume(trainer.args))
+            progress = Progress(trainer, interrupts, chooses_steps="logging_steps" in options.defaulted)
+            trainer.add_callback(progress)
+            # `true` resumes from the last checkpoint, `false` from none.
+            words = {None: None, "": None, "none": None, "false": None, "true": True}
+            resume = trainer.args.resume_from_checkpoint
+            result = trainer.train(resume_from_checkpoint=words.get(resume and resume.lower(), resume))
     except (TrainingDivergedError, UnrecoveredMemoryError) as error:
         complain(error, program)
         return 1
@@ -156,7 +150,7 @@ def train(line: CommandLine) -> int:
         return TRY_AGAIN
     except (ValueError, TypeError, ImportError) as error:
         # Before the first step HybridConfig, HybridTrainer and Trainer refuse options and checkpoints with these.
-        if first_step.begun:
+        if progress is not None and progress.stepped:
             raise
         logger.debug("The error in full:", exc_info=True)
         return complain(error, program)
@@ -171,15 +165,8 @@ def train(line: CommandLine) -> int:
         console.print_interruption(trainer)
         _end_together(trainer)
         return 128 + signal.SIGTERM
-    finish(trainer, result.metrics, options, evaluated=_evaluated_last(trainer) if first_step.begun else {})
+    finish(trainer, result.metrics, options, evaluated=_evaluated_last(trainer) if progress.stepped else {})
     return 0
-
-
-def _checkpoint_to_resume(args: Any) -> str | bool | None:
-    """The folder to resume from; `True`: from the last checkpoint. Any word may come from the command line."""
-    words = {None: None, "": None, "none": None, "false": None, "true": True}
-    resume = args.resume_from_checkpoint
-    return words.get(resume and resume.lower(), resume)
 
 
 # Before training.
@@ -202,12 +189,14 @@ def make_trainer(options: Options) -> Any:
         config = loading.read_config(options.model, options.trust_remote_code)
         tokenizer = loading.load_tokenizer(options.model, options.trust_remote_code, args)
     loading.check_sizes(config, str(options.model.model), len(tokenizer), getattr(options.data, "sequence_length", 0))
+    reader = Reader.of(options)
     set_seed(args.seed)
     with args.main_process_first(desc="reading the data"):
-        train_set, eval_set = load_data(options, tokenizer)
+        train_set, eval_set = load_data(options, reader, tokenizer)
     more: dict[str, Any] = {} if command is TRAIN else {"peft_config": adapters}
     if options.rewards is not None:
-        more["reward_funcs"], names = rewards.load_all(options.rewards, args.reward_weights, train_set)
+        pattern, names = options.rewards.reward_pattern, options.rewards.reward or []
+        more["reward_funcs"], names = rewards.load_all(names, pattern, args.reward_weights, train_set)
         console.print_fact("rewards", names)
     set_seed(args.seed)  # as if the data had taken no random numbers
     with args.main_process_first(desc="loading the model's files"):
@@ -225,6 +214,8 @@ def make_trainer(options: Options) -> Any:
     )
     if command is DPO:
         _print_pairs(trainer, train_set)
+    if args.should_save:
+        write_note(Path(args.output_dir) / NOTE_NAME, reader.to_dict())
     return trainer
 
 
@@ -265,9 +256,9 @@ def check_output(folder: str) -> None:
         raise OptionError(f"`--output_dir {folder}` cannot be written to: {reason}. Choose another folder.") from None
 
 
-def load_data(options: Options, tokenizer: Any) -> tuple[Any, Any]:
-    """Return the rows to train on and to evaluate on, say what they are, and note it for `hf-hybrid export`."""
-    args, reader = options.config, Reader.of(options)
+def load_data(options: Options, reader: Reader, tokenizer: Any) -> tuple[Any, Any]:
+    """Return the rows to train on and to evaluate on, and say what they are."""
+    args = options.config
     train_set, eval_set = reader.train_and_eval(tokenizer, console.print_fact, getattr(args, "dataset_num_proc", None))
     if eval_set is None and args.eval_strategy != "no":
         raise OptionError(
@@ -276,8 +267,6 @@ def load_data(options: Options, tokenizer: Any) -> tuple[Any, Any]:
         )
     if options.command is SFT:
         args.assistant_only_loss = False  # done: the labels say it
-    if args.should_save:
-        write_note(Path(args.output_dir) / NOTE_NAME, reader.to_dict())
     return train_set, eval_set
 
 

@@ -30,19 +30,6 @@ from hf_hybrid.cli.options import OptionError
 logger = logging.getLogger(__name__)
 
 
-def needs_template(source: Any, command: str, tokenizer: Any) -> None:
-    """Refuse conversations where the tokenizer has no chat template. Raises [`OptionError`]."""
-    if source.format.chats and not tokenizer.chat_template:
-        ways = " to that of an instruct model, or save a `chat_template.jinja` beside it."
-        if command == "sft":
-            ways = " to that of an instruct model, `--chat_template_path` to a .jinja file, or `--chat_template_path "
-            ways += "plain` for `User: ... Assistant: ...`."
-        raise OptionError(
-            f"{source.where} holds {source.format.title}, and the tokenizer has no chat template. Set "
-            f"`--tokenizer`{ways}"
-        )
-
-
 # Texts in blocks.
 
 
@@ -56,7 +43,7 @@ def blocks(source: Any, tokenizer: Any, length: int) -> Any:
         OptionError: If a row cannot be formatted, or there are too few tokens.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    columns, where = list(_columns_of(source.rows)), source.where
+    columns, where = source.columns, source.where
     encode = Answers(tokenizer, answers_only=False, completions_only=False).chat
     if not end and "text" in columns:
         logger.warning("The tokenizer has no end-of-text token, so documents are joined without one.")
@@ -102,10 +89,6 @@ def _encoded(
             ) from error
 
 
-def _columns_of(rows: Any) -> list[str]:
-    return rows.column_names or list(next(iter(rows)))
-
-
 def template_arguments(row: dict[str, Any]) -> dict[str, Any]:
     """Return what the chat template reads beside the messages of a row."""
     tools = row.get("tools")
@@ -137,7 +120,7 @@ class Answers:
 
     def learned(self, source: Any) -> str:
         """Return what of the rows is learned, in words."""
-        columns = _columns_of(source.rows)
+        columns = source.columns
         if "messages" in columns:
             return f"assistant turns, found by {self.way}" if self.answers_only else "whole conversations"
         if "text" in columns:
@@ -153,7 +136,7 @@ class Answers:
         """
         from hf_hybrid.rows.tree import IGNORED  # imports torch
 
-        columns, where = _columns_of(source.rows), source.where
+        columns, where = source.columns, source.where
         encode = self.chat if "messages" in columns else self._text if "text" in columns else self._completion
 
         def of_batch(batch: dict[str, list], numbers: list[int]) -> dict[str, list]:
@@ -252,13 +235,7 @@ def _common(first: Any, second: Any) -> int:
 
 def report_lengths(rows: Any, reader: Any, learned: str, report: Callable[[str, str], None]) -> None:
     """
-    Say how many tokens SFT learns and how many rows are cut.
-
-    Args:
-        rows: As [`Answers.tokenise`] returns them.
-        reader (`Reader`): Of it `max_length`, `keep_end` and `packing` are read.
-        learned (`str`): What is learned, in words.
-        report (`Callable`): Is told each fact, as its name and a text.
+    Say how many tokens of the rows from [`Answers.tokenise`] SFT learns, in which words, and how many rows are cut.
 
     Raises:
         OptionError: If there is nothing to learn.

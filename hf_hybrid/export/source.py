@@ -27,8 +27,8 @@ def check_source(folder: Path) -> None:
     if not folder.is_dir():
         raise ExportError(f"`{folder}` is no folder. Give the `output_dir` of a run, or one of its checkpoints.")
     try:
-        sealed = manifest.read_manifest(folder)
-        wrong = manifest.damages(folder, sealed) if sealed is not None else []
+        saved = manifest.read_manifest(folder)
+        wrong = [] if saved is None else manifest.damages(folder, saved)
     except manifest.CheckpointError as error:
         wrong = [str(error)]
     if wrong:

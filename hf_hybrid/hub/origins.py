@@ -116,9 +116,9 @@ def adapter_of(trainer: PublishedTrainer) -> dict[str, Any]:
 
 
 def count_parameters(parameters: Iterable) -> int:
-    """Weights of a model. Those that bitsandbytes packed in 4 bits count as the weights that they stand for."""
-    shapes = (getattr(getattr(parameter, "quant_state", None), "shape", parameter.shape) for parameter in parameters)
-    return sum(math.prod(shape) for shape in shapes)
+    """Weights of a model, also of those that bitsandbytes packed in 4 bits, or of which DeepSpeed holds a part here."""
+    full = (getattr(parameter, "quant_state", None) or parameter for parameter in parameters)
+    return sum(math.prod(getattr(parameter, "ds_shape", parameter.shape)) for parameter in full)
 
 
 @functools.lru_cache(maxsize=32)

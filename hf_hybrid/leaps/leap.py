@@ -469,7 +469,11 @@ class Leaps(Part):
     def _may_leap(self, step: int) -> bool:
         if self.trajectory.clock.steps_in_block < self.shortest_block or self.gains.peak <= 0:
             return False
-        return self.trust.allows_leap(step, self.probe, must_probe=self.must_probe)
+        trust = self.trust
+        if trust.blocks_to_skip > 0:
+            trust.blocks_to_skip -= 1
+            return False
+        return not self.must_probe or (self.probe is not None and trust.probe_is_due(self.probe, step, must_probe=True))
 
     def _judge(self, leap: Leap) -> Verdict:
         """Judge the leap at the end of Correct: accept it and learn from it, or return why it must be undone."""

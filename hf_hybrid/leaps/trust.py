@@ -114,13 +114,6 @@ class Trust:
     REFUSALS, FORGIVES = 2.0, 0.9
     LOWEST_LEVEL = 1.0 / 64.0
 
-    def allows_leap(self, step: int, probe: Probe | None = None, *, must_probe: bool) -> bool:
-        """Return whether a leap may be made, and count down the blocks of the back-off. Call this once per block."""
-        if self.blocks_to_skip > 0:
-            self.blocks_to_skip -= 1
-            return False
-        return not must_probe or (probe is not None and self.probe_is_due(probe, step, must_probe=True))
-
     def probe_is_due(self, probe: Probe, step: int, *, must_probe: bool) -> bool:
         """Whether to probe the next leap: the first in any case, and later ones as far as the budgets go."""
         whole = self.probe_budget * self.max_steps

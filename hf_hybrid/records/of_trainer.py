@@ -8,13 +8,16 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
-
-from transformers import Trainer
+from typing import TYPE_CHECKING, Any
 
 from hf_hybrid.plan.accounting import ByteTable
 from hf_hybrid.records.progress import memory_in_use
 from hf_hybrid.records.summary import HybridSummary, RunPosition
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object  # a mixin that named it would put it before the mixins that extend it
 
 
 class ReportingMixin(Trainer):

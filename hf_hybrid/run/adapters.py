@@ -65,7 +65,7 @@ def adapter_rate_scale(trainer: TrainerView) -> AdapterRate | None:
     if rate.scale > 1:
         logger.warning(
             "Adapters are trained at a learning rate of %.3g in place of %g. It follows from `lora_alpha=%g`%s. Set "
-            "`learning_rate` to have another one, or `lr_rescue=off` to keep that one.",
+            "`learning_rate` to have another one, or `auto_lr=off` to keep that one.",
             rate.scale * args.learning_rate,
             args.learning_rate,
             max(_lora_alphas(model)),

@@ -1,5 +1,5 @@
 """
-Learning-rate rescue: find during training how much larger the learning rate can be.
+The search of the learning rate: find during training how much larger it can be.
 
 The signal is the cosine between a fresh gradient and the direction that the optimizer moved along before. As the batch
 is new, it is an unbiased derivative of the loss along it (hypergradient descent: Baydin et al., 2018,
@@ -155,7 +155,7 @@ class RateScale(Part):
         return {"learning_rate_scale": self.scale}
 
 
-class LearningRateRescue(RateScale):
+class LearningRateSearch(RateScale):
     """
     A scalar state machine: [`observe`] takes the numbers of one real step and moves [`scale`].
 

@@ -13,10 +13,10 @@ What else differs is a question of what the user asked for (docs/resume.md has t
 - A checkpoint that is named, or `True`, is the user's will. These differences are reported like all others (a longer
   run, another learning rate, more processes), and training goes on as `Trainer` does.
 
-A fingerprint has the length of the data, and a hash of at most `ROWS` evenly spaced rows. No code of the user runs:
+An identity has the length of the data, and a hash of at most `ROWS` evenly spaced rows. No code of the user runs:
 rows of a `datasets.Dataset` are read from its table, below transforms and decoders, and those of other classes from the
 tensors, arrays and lists that they hold. Reading them through `__getitem__` could draw random numbers, count, or take
-long. So a fingerprint does not cover rows that a class computes, and a stream has no rows at all. If only the
+long. So it does not cover rows that a class computes, and a stream has no rows at all. If only the
 attributes of an unknown class differ, this is reported and not refused. Of the frozen weights it keeps a few values of
 at most `PARAMETERS` parameters, so a base of any size takes milliseconds. They are compared by value if the base is
 loaded in another precision. Packed values (4 and 8 bits) differ by machine, so a difference is only reported.
@@ -124,106 +124,110 @@ class Differences:
 
     Attributes:
         refused (`list[str]`): Why it cannot be the same run, and what to do, a text for each reason.
-        changed (`dict[str, list]`): Options whose new values hold, as `[then, now]`.
-        told (`list[str]`): What else the user has to know, a sentence each.
+        changed (`dict[str, list]`): Options whose new values hold, as `[saved, current]`.
+        notes (`list[str]`): What else the user has to know, a sentence each.
         other_batches (`bool`): Whether the position in the data, as a number of batches, means nothing any more.
     """
 
     refused: list[str] = field(default_factory=list)
     changed: dict[str, list] = field(default_factory=dict)
-    told: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     other_batches: bool = False
 
 
 def compare(
-    then: dict, now: dict, *, inside_epoch: bool = False, has_optimizer: bool = True, same_run: bool = True
+    saved: dict, current: dict, *, inside_epoch: bool = False, has_optimizer: bool = True, same_run: bool = True
 ) -> Differences:
     """
-    Compare the fingerprint of a checkpoint with that of the run that goes on from it; see the table in docs/resume.md.
+    Compare the identity in a checkpoint with that of the run that goes on from it; see the table in docs/resume.md.
 
     Args:
-        then (`dict`), now (`dict`): From [`identity_of`]. What either lacks is not compared.
-        inside_epoch (`bool`): Whether the run goes on behind some batches of an epoch.
+        saved (`dict`), current (`dict`): From [`identity_of`]. What either lacks is not compared.
+        inside_epoch (`bool`): Whether the run goes on after some batches of an epoch.
         has_optimizer (`bool`): Whether the checkpoint has states of the optimizer.
         same_run (`bool`): Whether the user asked for the same run. If not, less is refused.
     """
     differences = Differences()
     for group in ("options", "config"):
-        for name, value in now[group].items():
-            was = then.get(group, {}).get(name, value)
+        for name, value in current[group].items():
+            was = saved.get(group, {}).get(name, value)
             if was == value:
                 continue
             if name in _OLD_HOLD:
-                differences.told.append(
+                differences.notes.append(
                     f"`{name}={value}` is not taken up: optimizer and schedule go on with the checkpoint's `{was}`."
                 )
             else:
                 differences.changed[name] = [was, value]
     if has_optimizer:
-        _compare_optimizers(then, now, differences)
-    differences.other_batches = _batches(then, then) != _batches(now, then)
-    _compare_data(then.get("data") or {}, now.get("data") or {}, inside_epoch, same_run, differences)
-    _compare_frozen(then, now, same_run, differences)
-    if then.get("dropout", now["dropout"]) != now["dropout"]:
-        differences.told.append(f"Dropout of the model was `{then['dropout']}` and is `{now['dropout']}`.")
-    was, has = then.get("environment", {}), now.get("environment", {})
+        _compare_optimizers(saved, current, differences)
+    differences.other_batches = _batches(saved, saved) != _batches(current, saved)
+    _compare_data(saved.get("data") or {}, current.get("data") or {}, inside_epoch, same_run, differences)
+    _compare_frozen(saved, current, same_run, differences)
+    if saved.get("dropout", current["dropout"]) != current["dropout"]:
+        differences.notes.append(f"Dropout of the model was `{saved['dropout']}` and is `{current['dropout']}`.")
+    was, has = saved.get("environment", {}), current.get("environment", {})
     if others := [f"`{name}` was `{was[name]}` and is `{has[name]}`" for name in was if was[name] != has.get(name)]:
-        differences.told.append(f"The machine computes other bits than that of the checkpoint: {'; '.join(others)}.")
-    if then.get("processes", now["processes"]) != now["processes"]:
-        differences.told.append(
-            f"The run was on {then['processes']} processes and is on {now['processes']}: random generators start anew, "
-            "and batches are those of the saved run only if all processes together have as large ones as before."
+        differences.notes.append(f"The machine computes other bits than that of the checkpoint: {'; '.join(others)}.")
+    if saved.get("processes", current["processes"]) != current["processes"]:
+        differences.notes.append(
+            f"The run was on {saved['processes']} processes and is on {current['processes']}: random generators start "
+            "anew, and batches are those of the saved run only if all processes together have as large ones as before."
         )
     return differences
 
 
-def _batches(of: dict, then: dict) -> list:
+def _batches(identity: dict, saved: dict) -> list:
     """
     Return what decides about the batches of all processes together, and how many a step takes: of those values that a
     checkpoint has.
     """
-    config, known = of.get("config", {}), then.get("config", {})
-    processes = of["processes"] if "processes" in then else 1
+    config, known = identity.get("config", {}), saved.get("config", {})
+    processes = identity["processes"] if "processes" in saved else 1
     size = config["per_device_train_batch_size"] * processes if "per_device_train_batch_size" in known else None
     return [size, *(config[name] for name in _PER_STEP if name in known)]
 
 
-def _compare_optimizers(then: dict, now: dict, differences: Differences) -> None:
+def _compare_optimizers(saved: dict, current: dict, differences: Differences) -> None:
     weights_only = (
         "To train on with its weights alone, load them (`from_pretrained` with the folder of the checkpoint, or of its "
         "adapters) and begin a new run."
     )
-    if (was := then.get("optimizer")) not in (None, now["optimizer"]):
+    if (was := saved.get("optimizer")) not in (None, current["optimizer"]):
         differences.refused.append(
-            f"its optimizer was `{was}`, and `{now['optimizer']}` cannot go on with the states of that. Set `optim` as "
-            f"it was. {weights_only}"
+            f"its optimizer was `{was}`, and `{current['optimizer']}` cannot go on with the states of that. Set "
+            f"`optim` as it was. {weights_only}"
         )
-    elif None not in (then.get("trained"), now["trained"]) and then["trained"] != now["trained"]:
+    elif None not in (saved.get("trained"), current["trained"]) and saved["trained"] != current["trained"]:
         differences.refused.append(
             "it trained other parameters, by their names, and states of the optimizer are kept by their place. Train "
             f"the same ones. {weights_only}"
         )
 
 
-def _compare_data(then: dict, now: dict, inside_epoch: bool, same_run: bool, differences: Differences) -> None:
+def _compare_data(saved: dict, current: dict, inside_epoch: bool, same_run: bool, differences: Differences) -> None:
     for name, what in {"collator": "The data collator", "sampler": "The sampler"}.items():
-        if then.get(name, now.get(name)) != now.get(name):
-            differences.told.append(f"{what} was `{then[name]}` and is `{now[name]}`.")
-    if not then or not now or then["fingerprint"] is not None and then["fingerprint"] == now["fingerprint"]:
+        if saved.get(name, current.get(name)) != current.get(name):
+            differences.notes.append(f"{what} was `{saved[name]}` and is `{current[name]}`.")
+    if not saved or not current or saved["fingerprint"] is not None and saved["fingerprint"] == current["fingerprint"]:
         return
-    if then["class"] != now["class"]:
-        differences.told.append(
-            f"`train_dataset` was a `{then['class']}` and is a `{now['class']}`, so nothing tells whether it has the "
-            "same rows."
+    if saved["class"] != current["class"]:
+        differences.notes.append(
+            f"`train_dataset` was a `{saved['class']}` and is a `{current['class']}`, so nothing tells whether it has "
+            "the same rows."
         )
-    if then["length"] != now["length"]:
-        what = f"had {_rows(then['length'])} and has {_rows(now['length'])}"
-    elif then["class"] == now["class"] and None not in (then["rows"], now["rows"]) and then["rows"] != now["rows"]:
+    if saved["length"] != current["length"]:
+        what = f"had {_rows(saved['length'])} and has {_rows(current['length'])}"
+    elif (
+        saved["class"] == current["class"]
+        and None not in (saved["rows"], current["rows"])
+        and saved["rows"] != current["rows"]
+    ):
         what = "has other rows"
     else:
         return
-    same_kind = then["length"] != now["length"] or (then["is_known"] and now["is_known"])
-    is_lost = inside_epoch and same_kind and None not in (then["length"], now["length"])
+    same_kind = saved["length"] != current["length"] or (saved["is_known"] and current["is_known"])
+    is_lost = inside_epoch and same_kind and None not in (saved["length"], current["length"])
     if is_lost and same_run:
         differences.refused.append(
             f"`train_dataset` {what}, and the checkpoint is in the middle of an epoch, so nothing tells which rows are "
@@ -234,7 +238,7 @@ def _compare_data(then: dict, now: dict, inside_epoch: bool, same_run: bool, dif
     else:
         seems = "" if same_kind else ", as far as its attributes tell"
         place = ", at the place where `Trainer` finds as many steps done" if is_lost else ""
-        differences.told.append(f"`train_dataset` {what}{seems}: the run goes on with other data{place}.")
+        differences.notes.append(f"`train_dataset` {what}{seems}: the run goes on with other data{place}.")
         differences.other_batches |= is_lost
 
 
@@ -242,9 +246,9 @@ def _rows(length: int | None) -> str:
     return "no length" if length is None else f"{length:,} rows"
 
 
-def _compare_frozen(then: dict, now: dict, same_run: bool, differences: Differences) -> None:
+def _compare_frozen(saved: dict, current: dict, same_run: bool, differences: Differences) -> None:
     """Compare the kept values of those frozen parameters that both have in the same parts."""
-    was, has = then.get("frozen") or {}, now.get("frozen") or {}
+    was, has = saved.get("frozen") or {}, current.get("frozen") or {}
     if was.get("parts") != has.get("parts"):
         return
     shared = [(was["values"][name], value) for name, value in has["values"].items() if name in was["values"]]
@@ -252,7 +256,7 @@ def _compare_frozen(then: dict, now: dict, same_run: bool, differences: Differen
     if not others:
         return
     if any("packed" in pair for old, new in others for pair in (old, new)):
-        differences.told.append(
+        differences.notes.append(
             "The frozen weights are quantised, and are not those of the checkpoint to the bit: it was trained on "
             "another base, another quantisation, or another machine."
         )
@@ -263,10 +267,10 @@ def _compare_frozen(then: dict, now: dict, same_run: bool, differences: Differen
                 "run. To train its adapters on over this base all the same, name the checkpoint."
             )
         else:
-            differences.told.append("The frozen weights are not those that the checkpoint was trained over.")
+            differences.notes.append("The frozen weights are not those that the checkpoint was trained over.")
     else:
         old, new = others[0]
-        differences.told.append(f"The frozen weights were loaded in `{old['dtype']}` and are in `{new['dtype']}` now.")
+        differences.notes.append(f"The frozen weights were loaded in `{old['dtype']}` and are in `{new['dtype']}` now.")
 
 
 def _distance(pairs: Iterable[tuple[dict, dict]]) -> float:

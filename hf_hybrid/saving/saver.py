@@ -153,7 +153,7 @@ class Saver:
             self.lock.take(folder, saves=self.saves_checkpoints)
         elif not resume:  # the folder of a trial has no name yet
             return new_start(trainer.model)
-        return find(resume, folder, trainer.model)
+        return find(resume, folder, trainer.model, saves=self.saves_checkpoints)
 
     def make_room(self) -> None:
         """Delete surplus checkpoints of a run that goes on: a disk that was full gets room for the next save."""

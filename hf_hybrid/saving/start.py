@@ -67,7 +67,9 @@ def names_digest(model: nn.Module) -> str:
     return digest_of([canonical(name) for name, _ in model.named_parameters()])
 
 
-def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model: nn.Module | None) -> Start:
+def find(
+    resume: str | os.PathLike | bool | None, output_dir: str | Path, model: nn.Module | None, *, saves: bool = True
+) -> Start:
     """
     Return where a training starts.
 
@@ -76,6 +78,7 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model:
             a run goes on where it has saved a checkpoint, and begins anew where it has not.
         output_dir (`str` or `Path`): Folder of the run.
         model (`nn.Module`, *optional*): The model to train, before anything wraps it; `None` if it is made later.
+        saves (`bool`, defaults to `True`): Whether the training saves checkpoints.
 
     Raises:
         CheckpointError: If there is nothing to resume from, `resume` names a checkpoint that is damaged, or the run
@@ -91,12 +94,17 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model:
     if resume == "auto":
         resume, start.is_same = bool(_saved_checkpoints(output_dir)), True
     if not resume:
-        check_no_other_run(output_dir)
+        if saves:
+            check_no_other_run(output_dir)
         return start
     if resume is True:
         folder, start.warnings = _newest(output_dir, cut_short)
     else:
-        folder = _named(Path(resume), output_dir)
+        folder = _named(Path(resume))
+        if folder.resolve().parent == output_dir.resolve():
+            start.warnings += _later(folder, output_dir)
+        elif saves:
+            check_no_other_run(output_dir)
     if folder is None:
         return start
     start.folder, manifest = str(folder), read_manifest(folder)
@@ -119,29 +127,32 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model:
     return start
 
 
-def check_no_other_run(output_dir: Path, behind: int = -1) -> None:
+def check_no_other_run(output_dir: Path) -> None:
     """
-    Refuse to train where a run would overwrite checkpoints, or mix its own with them.
-
-    Args:
-        output_dir (`Path`): Folder of the run.
-        behind (`int`, *optional*): The step that the run goes on from, if it is one of this folder.
+    Refuse to train where a run would overwrite the checkpoints of another, or mix its own with them.
 
     Raises:
-        CheckpointError: If there are checkpoints of later steps.
+        CheckpointError: If there are checkpoints.
     """
-    steps = [step for folder in _saved_checkpoints(output_dir) if (step := step_of(folder)) > behind]
-    if steps and behind < 0:
+    steps = [step_of(folder) for folder in _saved_checkpoints(output_dir)]
+    if steps:
         raise CheckpointError(
             f"`output_dir={output_dir}` holds checkpoints of another run, up to step {max(steps):,}, and a folder has "
             'one run. Go on with that run by `resume_from_checkpoint="auto"`, set another `output_dir`, or move its '
             "checkpoints elsewhere."
         )
-    if steps:
-        raise CheckpointError(
-            f"A run that goes on from step {behind:,} would overwrite what was trained after it: `{output_dir}` holds "
-            f"checkpoints up to step {max(steps):,}. Set another `output_dir`, or move the later ones elsewhere."
-        )
+
+
+def _later(named: Path, output_dir: Path) -> list[str]:
+    """Say what a run replaces that goes on from an earlier step of its folder, as the user asked."""
+    steps = [step for folder in _saved_checkpoints(output_dir) if (step := step_of(folder)) > step_of(named)]
+    if not steps:
+        return []
+    return [
+        f"`{output_dir}` holds checkpoints of later steps than `{named.name}`, up to step {max(steps):,}. This run "
+        "replaces each when it reaches its step. Move those elsewhere that you want to keep. Until then "
+        '`resume_from_checkpoint="auto"` goes on from the latest of them.'
+    ]
 
 
 def _saved_checkpoints(output_dir: Path) -> list[Path]:
@@ -153,8 +164,8 @@ def _saved_checkpoints(output_dir: Path) -> list[Path]:
     ]
 
 
-def _named(folder: Path, output_dir: Path) -> Path:
-    """Return a checkpoint that the user named, if a run in `output_dir` can go on from it."""
+def _named(folder: Path) -> Path:
+    """Return a checkpoint that the user named, if a run can go on from it."""
     if is_committed(temporary(folder)):  # the save was killed right before the rename
         put_in_place(temporary(folder), folder)
     if not os.path.isdir(folder) and not no_access(folder):
@@ -167,7 +178,6 @@ def _named(folder: Path, output_dir: Path) -> Path:
             "`resume_from_checkpoint=True` for the newest that is whole. To load what is left of this one, delete its "
             f"`{MANIFEST_NAME}`."
         ) from None
-    check_no_other_run(output_dir, step_of(folder) if folder.resolve().parent == output_dir.resolve() else -1)
     return folder
 
 

@@ -231,7 +231,7 @@ def restore(trainer: TrainerView, checkpoint: str, differences: Differences) -> 
     leap_is_open = any(name.startswith("snapshot.") for name in state.get("leaps", {}).get("tensors", {}))
     trainer.run.load_state_dict(state)
     report["changed_options"].update(differences.changed)
-    report["warnings"] += differences.told
+    report["warnings"] += differences.notes
     if leap_is_open and trainer.run.part(Leaps) is None:
         report["warnings"].append(_OPEN_LEAP)
     if trainer.run.has_phases:
@@ -294,7 +294,7 @@ def _not_restored(trainer: TrainerView, state: dict, about: dict) -> list[str]:
     rate = run.rate
     if ("rate" in state) != (rate is not None):
         was, now = ("on", "off") if rate is None else ("off", "on")
-        found.append(f"Learning-rate rescue was {was} and is {now}: the scale begins at {run.rate_scale:g}.")
+        found.append(f"Automatic learning rate was {was} and is {now}: the scale begins at {run.rate_scale:g}.")
     sequences, then = _probe_sequences(trainer), about.get("probe_sequences")
     if then is not None and then != sequences:
         found.append(f"`probe_dataset` had {then} sequences and has {sequences}.")

@@ -8,10 +8,12 @@ parameters is the list of its layers. Embeddings and head are what the model its
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
+
+from hf_hybrid.optimizers import text_config
 
 
 class NoLayerListError(ValueError):
@@ -112,3 +114,23 @@ def ask(model: nn.Module, question: str) -> nn.Module | None:
         return getattr(model, question)()
     except (AttributeError, NotImplementedError):
         return None
+
+
+def map_with_host_layers(model: nn.Module) -> dict | None:
+    """Return the device map that a model was loaded with, if it keeps layers on the host."""
+    device_map = getattr(model, "hf_device_map", None)
+    return device_map if device_map is not None and layers_on_host(find_layers(model), device_map) else None
+
+
+def obstacle_to_walking(model: nn.Module) -> str | None:
+    """Return why the layers of a model cannot be walked one after the other, if so."""
+    if getattr(text_config(model), "output_router_logits", False):
+        # They are read by hooks inside the layers, past the layers' outputs, and have to carry gradients.
+        return "`output_router_logits=True` takes router logits out of the layers for the loss."
+    return None
+
+
+def working_dtypes(model: nn.Module, bf16: bool) -> Callable[[nn.Parameter], torch.dtype]:
+    """Under bf16 autocast a linear layer rounds its fp32 weights anyway: they travel rounded, at half the bytes."""
+    rounded = rounded_by_autocast(model) if bf16 else ()
+    return lambda parameter: torch.bfloat16 if id(parameter) in rounded else parameter.dtype

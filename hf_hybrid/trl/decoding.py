@@ -26,10 +26,10 @@ and then calls [`Decoding`] in place of its own loop: it takes a loop as `custom
 model without this argument. So [`Decoding.completing`] puts a function in front of it, on this one model and until TRL
 has its completions.
 
-If the result is not known to be exact, transformers generates the whole batch; [`why_plain_model`] and [`_why_plain`]
-list these cases. The decision is made before the model computes anything: [`PlainRolloutsError`] ends the call, and
-`generate` is called as TRL calls it. It is called too if the loop raises an error that nobody foresaw, from then on for
-the rest of the run. The random generators are set back first, so the completions are still TRL's.
+If the result is not known to be exact, transformers generates the whole batch; [`why_plain_model`] and
+[`_reason_plain`] list these cases. The decision is made before the model computes anything: [`PlainRolloutsError`] ends
+the call, and `generate` is called as TRL calls it. It is called too if the loop raises an error that nobody foresaw,
+from then on for the rest of the run. The random generators are set back first, so the completions are still TRL's.
 
 **On a CPU alone.** There a token costs what the rows in the batch cost. On a GPU it costs what the host needs to start
 the kernels, so rows that leave save nothing, and each new shape of the batch costs more: without a mask
@@ -159,22 +159,22 @@ def chunks_of_similar_length(lengths: Sequence[int]) -> list[list[int]]:
     return chunks
 
 
-def drawn(probabilities: Tensor, whole: Tensor | None, places: Tensor | None) -> Tensor:
+def drawn(probabilities: Tensor, all_probabilities: Tensor | None, places: Tensor | None) -> Tensor:
     """
     Draw a token of each row with the random numbers that the row gets in the whole batch.
 
     Args:
         probabilities (`Tensor`): Of the rows that are left, shape [rows left, vocabulary].
-        whole (`Tensor`, *optional*): Probabilities of the whole batch, shape [rows, vocabulary]; those of rows that
-            have left are any. The others are written into it. `None` if no row has left.
+        all_probabilities (`Tensor`, *optional*): Of the whole batch, shape [rows, vocabulary]; those of rows that have
+            left are any. The others are written into it. `None` if no row has left.
         places (`Tensor`, *optional*): Where the rows that are left are in the whole batch, shape [rows left].
 
     Returns:
         `Tensor`: Of shape [rows left].
     """
-    if whole is None or places is None:
+    if all_probabilities is None or places is None:
         return torch.multinomial(probabilities, 1)[:, 0]
-    return torch.multinomial(whole.index_copy_(0, places, probabilities), 1)[places, 0]
+    return torch.multinomial(all_probabilities.index_copy_(0, places, probabilities), 1)[places, 0]
 
 
 def indices(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -237,22 +237,22 @@ def why_plain_cache(cache: Any, longest: int) -> str | None:
 def why_plain_positions(config: Any, longest: int) -> str | None:
     """Return why positions of a row depend on other rows; `None` if they do not."""
     rope = getattr(config, "rope_parameters", None) or {}
-    for found in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        kind = found.get("rope_type") or ""
-        trained = [found.get("original_max_position_embeddings"), getattr(config, "max_position_embeddings", None)]
+    for values in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        kind = values.get("rope_type") or ""
+        trained = [values.get("original_max_position_embeddings"), getattr(config, "max_position_embeddings", None)]
         if ("dynamic" in kind or kind == "longrope") and longest > min([n for n in trained if n], default=0):
             return f"the frequencies of `{kind}` positions depend on the longest row of the batch"
     return None
 
 
-def _why_plain(
+def _reason_plain(
     model: Any,
     input_ids: Tensor,
     processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
     prompts: Prompts,
-    given: dict[str, Any],
+    model_inputs: dict[str, Any],
 ) -> str | None:
     """Return why a call is left to transformers, of what `generate` has prepared; `None` if it is not."""
     if (mode := config.get_generation_mode()) not in ("greedy_search", "sample"):
@@ -264,7 +264,7 @@ def _why_plain(
         return f"{len(input_ids)} rows are asked for, and there are {len(prompts.owner)} prompts"
     if min(prompts.lengths) == 0:
         return "a prompt has no tokens"
-    if others := sorted(name for name, value in given.items() if value is not None and name not in KNOWN):
+    if others := sorted(name for name, value in model_inputs.items() if value is not None and name not in KNOWN):
         return f"the model gets `{others[0]}` beside tokens"
     for processor in processors:
         if type(processor) not in ROWWISE:
@@ -274,13 +274,13 @@ def _why_plain(
         return f"`{others[0]}` is not known to look at one row at a time"
     if MaxLengthCriteria not in kinds or (EosTokenCriteria in kinds and config.pad_token_id is None):
         return "there is no length at which rows end, or no padding token"
-    positions = given.get("position_ids")
+    positions = model_inputs.get("position_ids")
     if positions is not None and positions.shape != input_ids.shape:
         return "positions have another shape than tokens"
-    if not given.get("use_cache") or given.get(CACHE) is None:
+    if not model_inputs.get("use_cache") or model_inputs.get(CACHE) is None:
         return "there is no cache of keys and values (`use_cache=False`, or a model with a state of its own)"
     longest = config.max_length
-    return why_plain_cache(given[CACHE], longest) or why_plain_positions(
+    return why_plain_cache(model_inputs[CACHE], longest) or why_plain_positions(
         model.config.get_text_config(decoder=True), longest
     )
 
@@ -288,7 +288,9 @@ def _why_plain(
 # The loop.
 
 
-def _prefill(model: Any, input_ids: Tensor, prompts: Prompts, given: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+def _prefill(
+    model: Any, input_ids: Tensor, prompts: Prompts, model_inputs: dict[str, Any]
+) -> tuple[Tensor, dict[str, Any]]:
     """
     Compute each prompt once.
 
@@ -296,8 +298,8 @@ def _prefill(model: Any, input_ids: Tensor, prompts: Prompts, given: dict[str, A
         Logits of the first token of each row, and what `generate` has prepared with the cache of all rows. Both have
         the width of the longest prompt.
     """
-    device, positions = input_ids.device, given.get("position_ids")
-    lengths, empty = prompts.lengths, given[CACHE]
+    device, positions = input_ids.device, model_inputs.get("position_ids")
+    lengths, empty = prompts.lengths, model_inputs[CACHE]
     # A model that is not told positions may count padding: then rows keep theirs.
     chunks = [list(range(len(lengths)))] if positions is None else chunks_of_similar_length(lengths)
     width = input_ids.shape[1] if positions is None else max(lengths)
@@ -306,7 +308,7 @@ def _prefill(model: Any, input_ids: Tensor, prompts: Prompts, given: dict[str, A
         longest = width if positions is None else lengths[chunk[-1]]
         rows = indices([prompts.first[prompt] for prompt in chunk], device)
         padded = positions is None or lengths[chunk[0]] < longest
-        part = _cut({**given, CACHE: copy.deepcopy(empty)}, rows, longest, padded)
+        part = _cut({**model_inputs, CACHE: copy.deepcopy(empty)}, rows, longest, padded)
         tokens = input_ids[:, -longest:].index_select(0, rows)
         inputs = model.prepare_inputs_for_generation(tokens, is_first_iteration=True, **part)
         outputs = model(**inputs, return_dict=True)
@@ -317,18 +319,18 @@ def _prefill(model: Any, input_ids: Tensor, prompts: Prompts, given: dict[str, A
     places = indices([computed_at[prompt] for prompt in prompts.owner], device)
     _repeat(caches, places, width)
     padded = positions is None or min(lengths) < width
-    return torch.cat(logits).index_select(0, places), _cut({**given, CACHE: caches[0]}, None, width, padded)
+    return torch.cat(logits).index_select(0, places), _cut({**model_inputs, CACHE: caches[0]}, None, width, padded)
 
 
-def _cut(given: dict[str, Any], rows: Tensor | None, width: int, padded: bool) -> dict[str, Any]:
+def _cut(model_inputs: dict[str, Any], rows: Tensor | None, width: int, padded: bool) -> dict[str, Any]:
     """Take rows (`None`: all) and the last columns of the mask and the positions. Without padding there is no mask."""
-    found = dict(given)
+    inputs = dict(model_inputs)
     for name in ("attention_mask", "position_ids"):
-        if (tensor := given.get(name)) is not None:
-            found[name] = tensor[:, -width:] if rows is None else tensor[:, -width:].index_select(0, rows)
+        if (tensor := model_inputs.get(name)) is not None:
+            inputs[name] = tensor[:, -width:] if rows is None else tensor[:, -width:].index_select(0, rows)
     if not padded:
-        found["attention_mask"] = None
-    return found
+        inputs["attention_mask"] = None
+    return inputs
 
 
 def _repeat(caches: list[DynamicCache], places: Tensor, width: int) -> None:
@@ -370,15 +372,56 @@ def _keep(cache: DynamicCache, rows: Tensor, cut: int) -> None:
 
 def _processors_of(processors: LogitsProcessorList, rows: Tensor) -> LogitsProcessorList:
     """Return logits processors for some of their rows. The penalty of repetitions knows how far each row is padded."""
-    found = LogitsProcessorList()
+    of_rows = LogitsProcessorList()
     for processor in processors:
         if isinstance(processor, RepetitionPenaltyLogitsProcessor):
             ignored = processor.prompt_ignore_length
             if isinstance(ignored, Tensor):
                 ignored = ignored.to(rows.device).index_select(0, rows)
                 processor = RepetitionPenaltyLogitsProcessor(processor.penalty, ignored)
-        found.append(processor)
-    return found
+        of_rows.append(processor)
+    return of_rows
+
+
+@dataclass
+class RowsLeft:
+    """
+    The rows that are still completed. Those that have ended leave the batch.
+
+    Attributes:
+        tokens (`Tensor`): Prompts, at full width, and completions so far, shape [rows left, width and tokens].
+        active (`Tensor`): Which of them go on, as booleans of shape [rows left].
+        prompt_lengths (`list[int]`): Tokens of their prompts.
+        processors (`LogitsProcessorList`): Of these rows.
+        places (`Tensor`, *optional*): Where they are in the whole batch, shape [rows left]; `None` if no row has left.
+        all_probabilities (`Tensor`, *optional*): See [`drawn`].
+    """
+
+    tokens: Tensor
+    active: Tensor
+    prompt_lengths: list[int]
+    processors: LogitsProcessorList
+    places: Tensor | None = None
+    all_probabilities: Tensor | None = None
+
+    def drop_ended(self, goes_on: list[bool], completed: int, model_inputs: dict[str, Any]) -> dict[str, Any]:
+        """
+        Keep the rows that go on, without columns that are padding for all of them. Return what the model gets for them.
+
+        Args:
+            goes_on (`list[bool]`): `active`, on the host.
+            completed (`int`): Tokens of their completions, of which the last is not computed yet.
+        """
+        rows = self.active.int().argsort(descending=True, stable=True)[: sum(goes_on)]
+        self.prompt_lengths = lengths = [length for length, active in zip(self.prompt_lengths, goes_on) if active]
+        self.tokens, self.active = self.tokens.index_select(0, rows), self.active.index_select(0, rows)
+        self.processors = _processors_of(self.processors, rows)
+        self.places = rows if self.places is None else self.places.index_select(0, rows)
+        positions, held = model_inputs.get("position_ids"), model_inputs[CACHE].get_seq_length()
+        cut = 0 if positions is None else held - (max(lengths) + completed - 1)
+        _keep(model_inputs[CACHE], rows, cut)
+        # Mask and positions have a column for the token that is computed next.
+        return _cut(model_inputs, rows, held + 1 - cut, padded=positions is None or min(lengths) < max(lengths))
 
 
 class Decoding(Part):
@@ -426,10 +469,17 @@ class Decoding(Part):
         """
         plain = model.generate
 
-        def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **given):
+        def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_inputs):
             try:
                 return self._decode(
-                    model, input_ids, logits_processor, stopping_criteria, generation_config, known, counts, given
+                    model,
+                    input_ids,
+                    logits_processor,
+                    stopping_criteria,
+                    generation_config,
+                    known,
+                    counts,
+                    model_inputs,
                 )
             except Exception as error:
                 if isinstance(error, PlainRolloutsError) or is_out_of_memory(error):
@@ -472,13 +522,13 @@ class Decoding(Part):
         config: GenerationConfig,
         prompts: Prompts,
         counts: bool,
-        given: dict[str, Any],
+        model_inputs: dict[str, Any],
     ) -> Tensor:
         """
         Complete the rows of `input_ids`, shape [rows, width]: the loop of `generate`.
 
         Args:
-            given: What the model gets beside tokens, as `generate` has prepared it.
+            model_inputs: What the model gets beside tokens, as `generate` has prepared it.
 
         Returns:
             `Tensor`: Prompts and completions, shape [rows, width and tokens of the longest completion].
@@ -486,77 +536,55 @@ class Decoding(Part):
         Raises:
             PlainRolloutsError: If transformers should do it.
         """
-        why = _why_plain(model, input_ids, processors, criteria, config, prompts, given)
-        if why is not None:
-            raise PlainRolloutsError(why)
-        device, (rows, width) = input_ids.device, input_ids.shape
+        reason = _reason_plain(model, input_ids, processors, criteria, config, prompts, model_inputs)
+        if reason is not None:
+            raise PlainRolloutsError(reason)
+        device, (count, width) = input_ids.device, input_ids.shape
         ends = any(isinstance(criterion, EosTokenCriteria) for criterion in criteria)
         padding = config.pad_token_id if ends else 0
-        completions = input_ids.new_full((rows, config.max_length - width), padding)
-        logits, given = _prefill(model, input_ids, prompts, given)
-        given = model._update_model_kwargs_for_generation(CausalLMOutputWithPast(**{CACHE: given[CACHE]}), given)
-        # Of the rows in the batch: their lengths and places, whether they go on, and their tokens at full width.
-        lengths = [prompts.lengths[prompt] for prompt in prompts.owner]
-        places: Tensor | None = None
-        whole: Tensor | None = None
-        going = torch.ones(rows, dtype=torch.bool, device=device)
-        seen, length, passes, computed = input_ids, 0, 0, 0
+        completions = input_ids.new_full((count, config.max_length - width), padding)
+        logits, model_inputs = _prefill(model, input_ids, prompts, model_inputs)
+        filled = CausalLMOutputWithPast(**{CACHE: model_inputs[CACHE]})
+        model_inputs = model._update_model_kwargs_for_generation(filled, model_inputs)
+        active = torch.ones(count, dtype=torch.bool, device=device)
+        rows = RowsLeft(input_ids, active, [prompts.lengths[prompt] for prompt in prompts.owner], processors)
+        length = passes = computed = 0
         with model._optimize_model_for_decode():
             while True:
+                # One token of each row, padding where a row has ended.
                 logits = logits.to(dtype=torch.float32, device=device, copy=True)
-                scores = processors(seen, logits)  # ty: ignore[invalid-argument-type]
+                scores = rows.processors(rows.tokens, logits)  # ty: ignore[invalid-argument-type]
                 if config.do_sample:
-                    tokens = drawn(scores.softmax(dim=-1), whole, places)
+                    tokens = drawn(scores.softmax(dim=-1), rows.all_probabilities, rows.places)
                 else:
                     tokens = scores.argmax(dim=-1)
                 if ends:
-                    tokens = tokens.masked_fill(~going, padding)
-                completions[slice(None) if places is None else places, length] = tokens
-                seen, length = torch.cat([seen, tokens[:, None]], dim=1), length + 1
+                    tokens = tokens.masked_fill(~rows.active, padding)
+                completions[slice(None) if rows.places is None else rows.places, length] = tokens
+                rows.tokens, length = torch.cat([rows.tokens, tokens[:, None]], dim=1), length + 1
                 if width + length >= config.max_length:
                     break
                 if ends:
-                    going = going & ~criteria(seen, None)
-                    goes_on = going.tolist()  # the host waits for the device
-                    left = sum(goes_on)
-                    if left == 0:
+                    rows.active = rows.active & ~criteria(rows.tokens, None)
+                    goes_on = rows.active.tolist()  # the host waits for the device
+                    if not any(goes_on):
                         break
-                    if left <= KEEP * len(goes_on):
-                        stay = going.int().argsort(descending=True, stable=True)[:left]
-                        lengths = [n for n, goes in zip(lengths, goes_on) if goes]
-                        given = self._leave(given, stay, lengths, length)
-                        processors, seen = _processors_of(processors, stay), seen.index_select(0, stay)
-                        places = stay if places is None else places.index_select(0, stay)
-                        going = torch.ones(left, dtype=torch.bool, device=device)
-                        if config.do_sample and whole is None:
-                            whole = scores.new_ones((rows, scores.shape[1]))
-                inputs = model.prepare_inputs_for_generation(seen, next_sequence_length=1, **given)
+                    if sum(goes_on) <= KEEP * len(goes_on):
+                        model_inputs = rows.drop_ended(goes_on, length, model_inputs)
+                        if config.do_sample and rows.all_probabilities is None:
+                            rows.all_probabilities = scores.new_ones((count, scores.shape[1]))
+                # The logits of the next token.
+                inputs = model.prepare_inputs_for_generation(rows.tokens, next_sequence_length=1, **model_inputs)
                 outputs = model(**inputs, return_dict=True)
-                given, logits = model._update_model_kwargs_for_generation(outputs, given), outputs.logits[:, -1]
-                passes, computed = passes + 1, computed + len(seen)
+                model_inputs = model._update_model_kwargs_for_generation(outputs, model_inputs)
+                logits = outputs.logits[:, -1]
+                passes, computed = passes + 1, computed + len(rows.tokens)
                 del outputs
         if counts:
             self.counts["rows_decoded"] += computed
-            self.counts["rows_decoded_saved"] += rows * passes - computed
+            self.counts["rows_decoded_saved"] += count * passes - computed
             self.counts["prompt_tokens_shared"] += prompts.tokens_shared
         return torch.cat([input_ids, completions[:, :length]], dim=1)
-
-    @staticmethod
-    def _leave(given: dict[str, Any], stay: Tensor, lengths: list[int], length: int) -> dict[str, Any]:
-        """
-        Take the rows that stay, without columns that are padding for all of them.
-
-        Args:
-            stay (`Tensor`): Of the rows in the batch, shape [rows left].
-            lengths (`list[int]`): Tokens of the prompts of the rows that stay.
-            length (`int`): Tokens of their completions, of which the last is not computed yet.
-        """
-        cache, positions = given[CACHE], given.get("position_ids")
-        held = cache.get_seq_length()
-        cut = 0 if positions is None else held - (max(lengths) + length - 1)
-        _keep(cache, stay, cut)
-        # Mask and positions have a column for the token that is computed next.
-        return _cut(given, stay, held + 1 - cut, padded=positions is None or min(lengths) < max(lengths))
 
     def tell(self, why: str) -> None:
         """Note, and log once, why completions are left to transformers, or to whom else."""

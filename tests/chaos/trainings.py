@@ -188,7 +188,7 @@ MODES: dict[str, Mode] = {
     "frozen control": Mode({"direction": "none"}),
     "aggressive": Mode({"preset": "aggressive"}),
     "fast": Mode({"preset": "fast"}),
-    "rescue": Mode({"lr_rescue": "on", "learning_rate": 1e-4, **EVERY}),
+    "auto_lr": Mode({"auto_lr": "on", "learning_rate": 1e-4, **EVERY}),
     "dynamics": Mode({"planner": "dynamics", "max_steps": 40}),
     "bandit": Mode({"planner": "bandit", "max_steps": 40}),
     "epochs": Mode({"max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 4}),

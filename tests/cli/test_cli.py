@@ -156,9 +156,9 @@ def test_values_of_yaml_are_read_as_on_the_command_line(folder, tmp_path):
 
 def test_a_bare_on_or_off_of_yaml_is_the_word(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("memory: off\nlr_rescue: on\nchunked_loss: no\nsave_strategy: no\nleap_gain: 1e-1\nuse_cpu: on\n")
+    file.write_text("memory: off\nauto_lr: on\nchunked_loss: no\nsave_strategy: no\nleap_gain: 1e-1\nuse_cpu: on\n")
     config = parse_options(["--config", str(file), "--output_dir", str(tmp_path)]).config
-    assert (config.memory, config.lr_rescue, config.chunked_loss) == ("off", "on", "off")
+    assert (config.memory, config.auto_lr, config.chunked_loss) == ("off", "on", "off")
     assert config.save_strategy == "no" and config.leap_gain == 0.1 and config.use_cpu is True
     file.write_text("memory: on")
     with pytest.raises(OptionError, match=re.escape("argument --memory: invalid choice: 'True'")):

@@ -1,6 +1,5 @@
 """`hf-hybrid sft | dpo | grpo | chat`: formats, which tokens are learned, runs, and what is refused before them."""
 
-import argparse
 import dataclasses
 import io
 import json
@@ -15,13 +14,14 @@ from cli.test_cli import byte_tokenizer
 from conftest import config_values, tiny_model
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from hf_hybrid.cli import chat, formats, progress, rewards
+from hf_hybrid.cli import chat, formats, progress
 from hf_hybrid.cli.data import Reader, mixed, shares
 from hf_hybrid.cli.export import held_out_rows, read_note
 from hf_hybrid.cli.formats import FormatError, recognise
 from hf_hybrid.cli.main import main
 from hf_hybrid.cli.options import GRPO, SFT, TRAINING, AdapterOptions, CommandLine, DataOptions, ModelOptions
 from hf_hybrid.cli.tokens import Answers
+from hf_hybrid.trl import rewards
 from hf_hybrid.trl.rewards import exact_match, last_number, numeric_answer
 
 trl = pytest.importorskip("trl")
@@ -122,7 +122,7 @@ def run(folder, tmp_path, monkeypatch, capsys):
         ("dpo", "chat_pairs", "preference pairs, prompt inside (messages)", ROWS["chat_pairs"][0]),
         ("grpo", "questions", "`question` with `answer`",
          {"prompt": [user("What is 0 + 1?")], "answer": "So it is #### 1"}),
-        ("grpo", "chats", "their last answer is the reference",
+        ("grpo", "chats", "chats (`messages`); their last answer is the reference",
          {"prompt": ROWS["chats"][0]["messages"][:-1], "answer": "0 0"}),
     ],
 )  # fmt: skip
@@ -289,7 +289,7 @@ def test_sft_says_what_it_does_and_what_comes_next(run, tmp_path):
         "8 of 8 rows cut at --max_length 50 (the longest has",
         "in adapters",
         "steps      2, 2 rows each",
-        "lr_rescue",
+        "auto_lr",
         "step 1/2  loss",
         "eval       loss",
         "perplexity",
@@ -421,7 +421,7 @@ def test_grpo_stops_at_ctrl_c_with_a_checkpoint_and_goes_on(run, folder, tmp_pat
     assert status == 130, err
     assert "Ctrl-C: the step ends" in err
     assert "Stopped at step 1 of 3." in out and "checkpoint-1" in out and "--resume_from_checkpoint true" in out
-    assert "rewards    stopping.py:stop, numeric_answer" in out and "lr_rescue" not in out  # GRPO has none
+    assert "rewards    stopping.py:stop, numeric_answer" in out and "auto_lr" not in out  # GRPO has none
     status, out, err = run("grpo", *words, "--resume_from_checkpoint", "true", steps=3)
     assert status == 0 and "step 3/3  reward" in out and "step 1/3" not in out, err
 
@@ -467,16 +467,20 @@ def test_chat_answers_each_line(folder, monkeypatch, capsys):
 
 
 def test_chat_keeps_the_conversation_and_the_system_message(folder, monkeypatch, capsys):
+    conversations = []
+
+    def answer(model, tokenizer, messages, args):
+        conversations.append([message["content"] for message in messages])
+        return f"answer {len(conversations)}"
+
     monkeypatch.chdir(folder)
-    given = {"model": "model", "dtype": "auto", "cpu": True, "trust_remote_code": False, "seed": 0}
-    args = argparse.Namespace(**given, system="Be brief.", max_new_tokens=2, temperature=None, top_p=0.9)
-    conversation = chat.Chat(*chat.load(args), args)
-    conversation.take("one")
-    conversation.take("two")
-    assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
-    assert conversation.messages[2] == user("two") and conversation.messages[1]["content"] in capsys.readouterr().out
-    conversation.take("/system Be long.")
-    assert conversation.messages == [] and conversation.system == "Be long."
+    monkeypatch.setattr(chat, "_answer", answer)
+    lines = "one\ntwo\n/what\n/system Be long.\nthree\n/reset\nfour\n"
+    status, written = talk(monkeypatch, capsys, "model", "--system", "Be brief.", lines=lines)
+    assert status == 0 and written.out.count(chat.HELP[:20]) == 2
+    assert conversations == [
+        ["Be brief.", "one"], ["Be brief.", "one", "answer 1", "two"], ["Be long.", "three"], ["Be long.", "four"],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -640,9 +644,9 @@ def test_every_option_of_trl_is_taken(command, tmp_path):
     assert {field.name for field in dataclasses.fields(config) if field.init} <= values.keys()
     assert (values["model"], values["dataset"], values["dataset_split"]) == ("m", ["d"], "t")
     file = tmp_path / "run.yaml"
-    file.write_text("model_name_or_path: m\ndataset: [a, b]\nlora_target_modules: [q_proj]\nlr_rescue: off\n")
+    file.write_text("model_name_or_path: m\ndataset: [a, b]\nlora_target_modules: [q_proj]\nauto_lr: off\n")
     values = CommandLine(["--config", str(file)], command).values
-    assert values.model == "m" and values.dataset == ["a", "b"] and values.lr_rescue == "off"
+    assert values.model == "m" and values.dataset == ["a", "b"] and values.auto_lr == "off"
 
 
 def test_what_was_not_given_is_decided_by_the_command():

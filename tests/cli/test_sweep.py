@@ -235,6 +235,17 @@ def test_the_same_command_goes_on_and_another_one_is_refused(config, made_up, ca
 
 
 @pytest.mark.processes
+def test_a_wider_range_goes_on_and_a_narrower_one_is_refused(config, made_up, capsys):
+    assert start(config, "--learning_rate", "1e-3..1.1e-3", "--trials", "2") == 0
+    before = trials_in(config.parent / "out-sweep")
+    assert start(config, "--learning_rate", "1e-3..2e-3", "--trials", "3") == 0
+    after = trials_in(config.parent / "out-sweep")
+    assert after[:2] == before and [trial.params["learning_rate"] for trial in after[2:]] == [0.002]
+    assert start(config, "--learning_rate", "1.2e-3..2e-3", "--trials", "3") == 2
+    assert "holds a trial with other options or other values" in capsys.readouterr().err
+
+
+@pytest.mark.processes
 def test_an_interrupted_trial_goes_on_as_the_same_trial(config, made_up, capsys, monkeypatch):
     words = ["--learning_rate", "1e-3,1.5e-3", "--trials", "2"]
     assert start(config, *words) == 0

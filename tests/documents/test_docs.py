@@ -178,8 +178,9 @@ def test_the_readme_shows_what_its_code_prints(tiny, tmp_path, monkeypatch, caps
 
 def script_flags(path: Path) -> set[str]:
     """Flags of a script: its dataclasses' fields, keys of its tables, strings like flags, and its config's options."""
-    tree, found = ast.parse(path.read_text(encoding="utf-8")), set()
-    for node in ast.walk(tree):
+    files = path.parent.glob("*.py") if path.name == "__main__.py" else [path]
+    nodes, found = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))], set()
+    for node in nodes:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found.add(node.target.id)
         if isinstance(node, ast.Dict):
@@ -202,7 +203,9 @@ def check_python(words: list[str]) -> None:
     if words[0] != "-m":
         return check_script(words)
     if words[1].startswith("benchmarks."):
-        return check_script([words[1].replace(".", "/") + ".py", *words[2:]])
+        script = words[1].replace(".", "/") + ".py"
+        package = script.replace(".py", "/__main__.py")
+        return check_script([package if (ROOT / package).is_file() else script, *words[2:]])
     assert words[1] in ("pytest", "hf_hybrid"), words
     for word in words[2:]:
         if word.startswith("tests/"):

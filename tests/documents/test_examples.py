@@ -118,7 +118,7 @@ def test_low_bit(start, tmp_path):
     pytest.importorskip("torchao")
     with torch.compiler.set_stance("force_eager"):  # compiling takes half a minute
         out, status = start("13_low_bit", "--formats", "int8", "--max_steps", 6)
-    assert status == 0 and len(re.findall(r"^held-out loss +\d\.\d{4} +\d\.\d{4} \(", out, re.M)) == 3
+    assert status == 0 and len(re.findall(r"^eval loss +\d\.\d{4} +\d\.\d{4} \(", out, re.M)) == 3
     for name in ("int8", "rounded", "bitnet"):
         result = json.loads((tmp_path / f"out/low_bit-{name}/export.json").read_text())
         assert result["exported"]["disk_bytes"] < result["original"]["disk_bytes"]

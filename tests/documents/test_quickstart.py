@@ -50,7 +50,7 @@ def test_help_lists_our_options(monkeypatch, capsys):
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert not ended.value.code
     shown = capsys.readouterr().out
-    for option in ("--enable_predict", "--direction", "--lr_rescue", "--model_name_or_path", "--learning_rate"):
+    for option in ("--enable_predict", "--direction", "--auto_lr", "--model_name_or_path", "--learning_rate"):
         assert option in shown
 
 

@@ -326,7 +326,7 @@ def test_a_lora_card_has_its_settings_and_nothing_of_leaps(monkeypatch, tmp_path
     defaults = dict.fromkeys(("warmup_phase_steps", "full_phase_steps", "correct_phase_steps", "max_predict_steps"))
     options = {**defaults, "leap_worth": None, **options}
     model, profiler = peft.get_peft_model(tiny_model(), config), MemoryProfilerCallback()
-    trainer = new_trainer(tmp_path / "out", model, callbacks=[profiler], max_steps=12, lr_rescue="off", **options)
+    trainer = new_trainer(tmp_path / "out", model, callbacks=[profiler], max_steps=12, auto_lr="off", **options)
     trainer.train()
     card = card_of(trainer)
     rows = dict(re.findall(r"^\| `(\w+)` \| `(.*)` \|$", section(card, "Adapter"), re.MULTILINE))
@@ -674,3 +674,9 @@ def test_example_pushes_a_card(scenario):
     card = scenario["example"]["card"]
     assert card_errors(card) == [] and scenario["example"]["usage"] == "LlamaForCausalLM"
     assert "09_push_to_hub.py --repo_id tester/example" in section(card, "Command")
+
+
+def test_the_trainers_own_methods_come_before_those_of_the_trainer_that_they_extend():
+    order = HybridTrainer.__mro__
+    own = [cls for cls in order if cls.__module__.startswith("hf_hybrid.")]
+    assert order[: len(own)] == tuple(own) and HybridTrainer.create_model_card is not Trainer.create_model_card

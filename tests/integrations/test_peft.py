@@ -175,8 +175,8 @@ def test_qlora_in_all_phases_with_evaluations(base_folder, tmp_path):
     """Packed weights stay as they are; saved adapters on a base quantised anew compute the same; resume is exact."""
     options = {"max_steps": 20, "save_strategy": "steps", "save_steps": 5, "eval_strategy": "steps", "eval_steps": 7}
 
-    def build():
-        config = hybrid_config(tmp_path, **{**LEAPING, **options})
+    def build(folder=tmp_path):
+        config = hybrid_config(folder, **{**LEAPING, **options})
         return HybridTrainer(
             qlora(base_folder), config, train_dataset=ByteText(400), eval_dataset=ByteText(4, offset=500)
         )
@@ -196,7 +196,7 @@ def test_qlora_in_all_phases_with_evaluations(base_folder, tmp_path):
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     assert torch.equal(logits(peft.PeftModel.from_pretrained(base, tmp_path / "saved")), logits(trainer.model))
-    resumed = build()
+    resumed = build(tmp_path / "resumed")
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
     assert_same_weights(weights(resumed.model), after)
 

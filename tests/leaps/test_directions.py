@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import ByteText, hybrid_config, tiny_model, weights
+from rig import trainers
 from test_trajectory import Toy, kept_leap
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -232,13 +233,8 @@ def test_another_direction_starts_anew():
 # Through the trainer.
 
 
-def train(folder, train_set, *, direction=None, **overrides):
-    options = {"max_steps": 36, "probe_budget": 0.2, **overrides}
-    resume = options.pop("resume", None)
-    config = hybrid_config(folder, **options)
-    trainer = HybridTrainer(tiny_model(), config, train_dataset=train_set, direction=direction)
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+def train(folder, train_set, **options):
+    return trainers.train(folder, **{"max_steps": 36, "probe_budget": 0.2, "train_dataset": train_set, **options})
 
 
 class RandomDirection(Direction):

@@ -311,11 +311,14 @@ def test_leaps_that_are_kept_pay_for_required_probes_out_of_their_worth():
 
 
 def test_rejections_back_off_exponentially_and_are_forgotten():
-    trust, skipped = Trust(0.01, 1000), []
+    world, skipped = World(minimum=1e3), []
+    world.run.monitor.losses.extend([1.0] * 32)
+    trust, world.leaps.probe = world.leaps.trust, None
+    world.leaps.trajectory.observe_step([1.0])
     for _ in range(4):
         trust.leap_was_rejected()
         blocks = 0
-        while not trust.allows_leap(10, must_probe=False):
+        while not world.leaps._may_leap(10):
             blocks += 1
         skipped.append(blocks)
     assert skipped == [1, 2, 4, 8]

@@ -18,6 +18,7 @@ from conftest import (
     weights,
 )
 from peft import LoraConfig, get_peft_model
+from rig import trainers
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
@@ -36,24 +37,10 @@ def lora():
     return get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj", "up_proj"], r=4, init_lora_weights=False))
 
 
-def train(folder, model=None, resume=None, callbacks=None, parts=(), **options):
-    options = {
-        "accumulation_walk": "micro_batch",
-        "probe_budget": 0.1,
-        "leap_budget": 100.0,
-        "logging_steps": 12,
-        **options,
-    }
-    trainer = HybridTrainer(
-        model or tiny_model(),
-        hybrid_config(folder, **options),
-        train_dataset=ByteText(200),
-        probe_dataset=ByteText(16, offset=200),
-        callbacks=callbacks,
-        parts=parts,
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+def train(folder, model=None, **options):
+    values = {"accumulation_walk": "micro_batch", "probe_budget": 0.1, "leap_budget": 100.0, "logging_steps": 12}
+    probes = ByteText(16, offset=200)
+    return trainers.train(folder, model=model, samples=200, probe_dataset=probes, **{**values, **options})
 
 
 # The log.
@@ -168,17 +155,9 @@ class Recorder(TrainerCallback):
         self.counts.append(max(int(s["step"]) for s in states))
 
 
-def run(tmp_path, *, callbacks=(), **overrides):
+def run(folder, **options):
     """With the options of `hybrid_config`."""
-    trainer = HybridTrainer(
-        tiny_model(),
-        hybrid_config(tmp_path, **overrides),
-        train_dataset=ByteText(400),
-        eval_dataset=ByteText(32, offset=800),
-        callbacks=list(callbacks),
-    )
-    trainer.train()
-    return trainer
+    return trainers.train(folder, eval_dataset=ByteText(32, offset=800), **options)
 
 
 def same(a, b):
@@ -276,7 +255,7 @@ def test_leaps_at_a_rate_that_is_far_too_high_do_no_harm(tmp_path):
             values |= {"enable_predict": enable_predict, "direction": "orthogonal", "leap_budget": 100.0}
             torch.manual_seed(seed)
             data = {"train_dataset": ByteText(600), "eval_dataset": ByteText(64, offset=700)}
-            trainer = HybridTrainer(tiny_model(), HybridConfig(**values, lr_rescue="off"), **data)
+            trainer = HybridTrainer(tiny_model(), HybridConfig(**values, auto_lr="off"), **data)
             trainer.train()
             ends.append(trainer.evaluate()["eval_loss"])
         assert trainer.hybrid_summary()["leaps_made"] > 0
@@ -415,7 +394,7 @@ def test_runs_where_leaps_did_not_pay_are_plain_trainers(kind, why, pretrained, 
 
 
 def test_the_rescue_goes_on_without_leaps_and_without_buffers(pretrained, tmp_path):
-    options = {"lr_rescue": "on", "learning_rate": 1e-5}
+    options = {"auto_lr": "on", "learning_rate": 1e-5}
     whole = without_being_asked(pretrained, tmp_path / "whole", save_strategy="steps", save_steps=15, **options)
     summary = whole.hybrid_summary()
     assert summary["leaps_made"] == sum(summary["buffer_bytes"].values()) == 0 and summary["learning_rate_scale"] > 1.5
@@ -533,7 +512,7 @@ def test_no_leaps_by_choice_take_no_memory_and_no_words(chosen, tmp_path, caplog
 def test_runs_without_leaps_have_no_words_of_them(tmp_path):
     model = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj", "up_proj"], r=4))
     trainer = HybridTrainer(
-        model, hybrid_config(tmp_path, direction="auto", max_steps=6, lr_rescue="on"), train_dataset=ByteText(40)
+        model, hybrid_config(tmp_path, direction="auto", max_steps=6, auto_lr="on"), train_dataset=ByteText(40)
     )
     shown = []
 
@@ -572,7 +551,7 @@ def test_fp16_makes_no_leaps_and_steps_as_plain_trainer(tmp_path, caplog, monkey
     """
     monkeypatch.setattr(DivergenceMonitor, "MAX_BAD_STEPS", 3)
     model = tiny_model()
-    options = {"direction": "auto", "lr_rescue": "off", "share_rows": "off"}
+    options = {"direction": "auto", "auto_lr": "off", "share_rows": "off"}
     hybrid = fp16(tmp_path / "hybrid", HybridTrainer, copy.deepcopy(model), init_scale=2.0**24, **options)
     plain = fp16(tmp_path / "plain", Trainer, copy.deepcopy(model), init_scale=2.0**24)
     skipped = sum(not math.isfinite(entry.get("grad_norm", 0.0)) for entry in plain.state.log_history)

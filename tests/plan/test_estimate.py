@@ -8,13 +8,13 @@ from conftest import ByteText, hybrid_config, tiny_model
 from peft import LoraConfig, get_peft_model
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.build import _working_dtypes, make_plan
+from hf_hybrid.build import make_plan
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory
 from hf_hybrid.plan.accounting import ModelShape, WeightCount, storage_bytes
 from hf_hybrid.plan.estimate import Estimator, Plan, PlanError, refuse
 from hf_hybrid.plan.setups import Setup
-from hf_hybrid.streaming.layers import embeddings_and_head, find_layers
+from hf_hybrid.streaming.layers import embeddings_and_head, find_layers, working_dtypes
 from hf_hybrid.streaming.streamer import LayerStreamer
 
 GIB = 2**30
@@ -232,7 +232,7 @@ def test_a_direction_of_the_user_is_planned_by_its_own_number(tmp_path):
 def test_adapters_are_planned_without_leaps(rescue, tmp_path):
     torch.manual_seed(0)
     model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    options = {"direction": "auto", "lr_rescue": rescue, "learning_rate": 2e-5}
+    options = {"direction": "auto", "auto_lr": rescue, "learning_rate": 2e-5}
     trainer = HybridTrainer(model, hybrid_config(tmp_path, **options), train_dataset=ByteText(200))
     planned = make_plan(trainer, None).table
     trainer.train()
@@ -272,7 +272,7 @@ def test_weights_and_gradients_are_what_the_streamer_holds(working, ends, int8):
         embeddings_and_head(model) if ends else (),
         device=torch.device("cpu"),
         resident=1,
-        dtype_of=_working_dtypes(model, working is not None),
+        dtype_of=working_dtypes(model, working is not None),
         int8=int8,
     )
     planned = plan(

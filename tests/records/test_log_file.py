@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import ByteText, hybrid_config, tiny_model
+from conftest import ByteText
+from rig.trainers import train
 from transformers import TrainerCallback
 
-from hf_hybrid import HybridTrainer
 from hf_hybrid.records.log import LOG_NAME, LogFile, load_log
 from hf_hybrid.report.findings import findings
 from hf_hybrid.report.run_folder import load_run
@@ -77,12 +77,8 @@ class Stop(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def trained(folder, *, callbacks=(), resume=None, **options):
-    options = {"save_strategy": "steps", "save_steps": 20, "logging_steps": 4} | options
-    config = hybrid_config(folder, **options)
-    trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(160), callbacks=list(callbacks))
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+def trained(folder, **options):
+    return train(folder, **{"samples": 160, "save_strategy": "steps", "save_steps": 20, "logging_steps": 4, **options})
 
 
 def lines_of(folder):

@@ -59,7 +59,7 @@ def drawn_at_every_step(original):
 
 def test_memory_is_read_when_the_bar_is_drawn(tmp_path, capfd, monkeypatch):
     read = []
-    monkeypatch.setattr("hf_hybrid.trainer.memory_in_use", lambda device: read.append(device) or 3 << 30)
+    monkeypatch.setattr("hf_hybrid.records.of_trainer.memory_in_use", lambda device: read.append(device) or 3 << 30)
     original = PositionBar.__init__
     slow = {"mininterval": 3600, "maxinterval": 7200}
     monkeypatch.setattr(PositionBar, "__init__", lambda self, *a, **k: original(self, *a, **k, **slow))
@@ -171,7 +171,7 @@ def test_the_page_lists_every_value(tmp_path):
         max_steps=20,
         eval_strategy="steps",
         eval_steps=10,
-        lr_rescue="on",
+        auto_lr="on",
         planner="bandit",
     )
     output = trainer.train()

@@ -26,6 +26,7 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 | `synthetic_runs.py` | training runs whose dynamics are known, for the world model |
 | `tiny_architectures.py` | a tiny model of every causal language model architecture |
 | `traces.py` | traced steps that are remembered, within a process or between several |
+| `trainers.py` | a trainer of the tiny model, made and trained |
 | `varlen.py` | twins of the attention that takes all segments in one call |
 
 A process of its own starts from the path of its file and gets nothing from pytest.

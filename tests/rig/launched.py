@@ -27,7 +27,7 @@ BASE = {
     "probe_budget": 0.3,
 }
 # A rate that is found while training, and several epochs, so that a resume has to find its place in a shuffled one.
-SAVED = {"learning_rate": 5e-4, "lr_rescue": "on", "leap_worth": 1.0, "save_strategy": "steps", "save_steps": 3}
+SAVED = {"learning_rate": 5e-4, "auto_lr": "on", "leap_worth": 1.0, "save_strategy": "steps", "save_steps": 3}
 DIES_AT = 17
 
 

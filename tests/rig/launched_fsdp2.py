@@ -51,7 +51,7 @@ RUNS = {
     "offloaded": {**SHORT, "fsdp_config": {"cpu_offload": True, "reshard_after_forward": False}},
     "memory": {"direction": "gradient_memory", "learning_rate": 5e-4, "model": {"tie_word_embeddings": False}},
     "sampled": {"direction": "gradient_memory", "own_optimizer": True, "learning_rate": 1e-2},
-    "rescued": {"lr_rescue": "on", "learning_rate": 2e-4, "max_steps": 24},
+    "rescued": {"auto_lr": "on", "learning_rate": 2e-4, "max_steps": 24},
     "muon": {**SHORT, **MUON},
     "muon_lora": {**MUON, "lora": True},
     "plain_muon": {"optim": "muon", "in_fp32": True, "enable_predict": False, "max_steps": 12},

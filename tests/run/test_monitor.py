@@ -265,9 +265,7 @@ def test_a_step_without_labels_is_that_of_trainer(tmp_path, caplog, kind, option
     for name, masked in WINDOWS.items():
         caplog.clear()
         plain = trained(Trainer, TrainingArguments(**config_values(tmp_path, **values)), masked)
-        config = hybrid_config(
-            tmp_path, **values, **{"leap_gain": 0, "lr_rescue": "off", "share_rows": "off", **options}
-        )
+        config = hybrid_config(tmp_path, **values, **{"leap_gain": 0, "auto_lr": "off", "share_rows": "off", **options})
         ours = trained(HybridTrainer, config, masked)
         for first, second in zip(plain.model.parameters(), ours.model.parameters()):
             torch.testing.assert_close(first, second, rtol=0, atol=1e-4 if options else 0)

@@ -1,4 +1,4 @@
-"""The rescue on made-up signals whose answer is known, and in real runs."""
+"""The search of the learning rate on made-up signals whose answer is known, and in real runs."""
 
 import copy
 import json
@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer, machine
 from hf_hybrid.run.adapters import MAX_ADAPTER_RATE, AdapterRate
-from hf_hybrid.run.rate import AccuracyWatch, LearningRateRescue, StepCosine
+from hf_hybrid.run.rate import AccuracyWatch, LearningRateSearch, StepCosine
 from hf_hybrid.run.weights import TrainedWeights
 
 
@@ -31,7 +31,7 @@ def play(rescue, steps, *, edge, amplitude=0.15, noise=0.02, seed=0, loss=lambda
 @pytest.mark.parametrize("edge", [2.0, 4.0])
 def test_finds_a_scale_near_the_edge(steps, edge):
     for seed in range(5):
-        scales = play(LearningRateRescue(max_steps=steps, max_scale=512), steps, edge=edge, seed=seed)
+        scales = play(LearningRateSearch(max_steps=steps, max_scale=512), steps, edge=edge, seed=seed)
         assert edge - 1.6 < math.log(scales[-1]) < edge + 0.7
 
 
@@ -40,32 +40,32 @@ def test_leaves_a_good_rate_alone(steps):
     """At the edge, and beyond it, the cosine of the first steps is not clear: nothing ever moves far."""
     for seed in range(5):
         for edge in (0.0, -1.0):
-            rescue = LearningRateRescue(max_steps=steps, max_scale=512)
+            rescue = LearningRateSearch(max_steps=steps, max_scale=512)
             assert max(play(rescue, steps, edge=edge, seed=seed)) < 2.5
 
 
 def test_pure_noise_ends_at_one():
     ends = [
-        play(LearningRateRescue(max_steps=300, max_scale=512), 300, edge=0, amplitude=0, noise=0.1, seed=seed)[-1]
+        play(LearningRateSearch(max_steps=300, max_scale=512), 300, edge=0, amplitude=0, noise=0.1, seed=seed)[-1]
         for seed in range(20)
     ]
     assert sorted(ends)[17] < 1.5
 
 
 def test_is_bounded():
-    rescue = LearningRateRescue(max_steps=300, max_scale=8)
+    rescue = LearningRateSearch(max_steps=300, max_scale=8)
     assert max(play(rescue, 300, edge=10)) <= 8.0 + 1e-9
 
 
 def test_instability_lowers_the_scale():
-    rescue = LearningRateRescue(max_steps=300, max_scale=512)
+    rescue = LearningRateSearch(max_steps=300, max_scale=512)
     before = play(rescue, 120, edge=4.0)[-1]
     after = play(rescue, 10, edge=4.0, loss=lambda t: 8.0)[-1]
     assert after < before
 
 
 def test_back_off_is_a_quarter_at_most():
-    rescue = LearningRateRescue(max_steps=300, max_scale=512)
+    rescue = LearningRateSearch(max_steps=300, max_scale=512)
     before = play(rescue, 120, edge=4.0)[-1]
     rescue.back_off()
     assert rescue.scale <= before / 4
@@ -90,7 +90,7 @@ def test_a_fall_of_accuracy_is_noticed_and_chance_is_not():
 
 def test_a_scale_that_costs_accuracy_is_lowered(caplog):
     """Loss and cosine are as good as before."""
-    with_fall, without = (LearningRateRescue(max_steps=300, max_scale=512) for _ in range(2))
+    with_fall, without = (LearningRateSearch(max_steps=300, max_scale=512) for _ in range(2))
     rng = random.Random(0)
     for t, accuracy in enumerate([*accuracies(0.9, 24), *accuracies(0.4, 16)]):
         cosine, loss = 0.15 + rng.gauss(0, 0.02), 5.0 - 0.01 * t
@@ -101,9 +101,9 @@ def test_a_scale_that_costs_accuracy_is_lowered(caplog):
 
 
 def test_state_survives_json():
-    a = LearningRateRescue(max_steps=100, max_scale=512)
+    a = LearningRateSearch(max_steps=100, max_scale=512)
     play(a, 20, edge=4.0)
-    b = LearningRateRescue(max_steps=100, max_scale=512)
+    b = LearningRateSearch(max_steps=100, max_scale=512)
     b.load_state_dict(json.loads(json.dumps(a.state_dict())))
     assert play(a, 60, edge=4.0, seed=3) == play(b, 60, edge=4.0, seed=3)
 
@@ -117,7 +117,7 @@ def run(tmp_path, **overrides):
 
 def test_the_default_learning_rate_is_rescued(tmp_path):
     rescued, loss = run(tmp_path / "a", learning_rate=None)
-    _, left = run(tmp_path / "b", learning_rate=None, lr_rescue="off")
+    _, left = run(tmp_path / "b", learning_rate=None, auto_lr="off")
     summary = rescued.hybrid_summary()
     assert summary["learning_rate_scale"] > 5
     assert summary["learning_rate_scales"][0]["scale"] < summary["learning_rate_scale"]
@@ -196,14 +196,14 @@ def test_adapters_at_the_default_rate_train_as_plain_trainer_does_at_the_rate_of
     start = adapters()
     ours = adapted(tmp_path / "ours", copy.deepcopy(start), warmup_steps=4)
     plain = adapted(tmp_path / "plain", copy.deepcopy(start), Trainer, warmup_steps=4, learning_rate=RATE)
-    left = adapted(tmp_path / "left", copy.deepcopy(start), warmup_steps=4, lr_rescue="off")
+    left = adapted(tmp_path / "left", copy.deepcopy(start), warmup_steps=4, auto_lr="off")
     assert rates(ours) == pytest.approx(rates(plain)) and left.hybrid_summary()["learning_rate_scale"] == 1
     found, other = (weights(trainer.model) for trainer in (ours, plain))
     assert all(torch.allclose(found[name], other[name], atol=1e-5) for name in found)
     assert ours.evaluate()["eval_loss"] < left.evaluate()["eval_loss"] - 0.1
 
 
-@pytest.mark.parametrize("options", [{"learning_rate": 2e-3}, {"lr_rescue": "off"}], ids=str)
+@pytest.mark.parametrize("options", [{"learning_rate": 2e-3}, {"auto_lr": "off"}], ids=str)
 def test_a_rate_that_was_given_is_left_alone(options, tmp_path):
     start = adapters()
     ours = adapted(tmp_path / "ours", copy.deepcopy(start), **options)
@@ -213,7 +213,7 @@ def test_a_rate_that_was_given_is_left_alone(options, tmp_path):
 
 
 def test_a_rate_above_that_of_the_rule_is_never_lowered(tmp_path, caplog):
-    trainer = adapted(tmp_path, learning_rate=5e-3, lr_rescue="on")
+    trainer = adapted(tmp_path, learning_rate=5e-3, auto_lr="on")
     assert rates(trainer)[0] == 5e-3 and "Adapters are trained" not in caplog.text
 
 
@@ -300,7 +300,7 @@ def test_the_cosine_in_parts_is_that_of_the_whole(monkeypatch):
 
 @pytest.mark.parametrize("options", [{"optim": "sgd"}, {"optim": "muon"}, {"optimizer_states": "8bit"}], ids=str)
 def test_the_rate_stays_under_optimizers_whose_last_step_is_not_known(options, tmp_path, caplog):
-    config = HybridConfig(**config_values(tmp_path, max_steps=6, learning_rate=1e-5, lr_rescue="on", **options))
+    config = HybridConfig(**config_values(tmp_path, max_steps=6, learning_rate=1e-5, auto_lr="on", **options))
     trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(40))
     trainer.train()
     assert trainer.hybrid_summary()["learning_rate_scale"] == 1.0

@@ -637,18 +637,19 @@ def test_so_is_one_where_plain_trainer_has_saved(tmp_path):
         build(tmp_path).train()
 
 
-def test_a_run_that_goes_on_from_an_earlier_step_does_not_overwrite_the_later_ones(folder):
-    before = files_in(folder)
-    said = (
-        "^A run that goes on from step 2 would overwrite what was trained after it: .* holds checkpoints up to step 6"
-    )
-    with pytest.raises(CheckpointError, match=said):
-        build(folder).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    assert files_in(folder) == before
-    for later in ("checkpoint-4", "checkpoint-6"):
-        shutil.move(folder / later, folder.parent / later)
-    build(folder, max_steps=3).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    assert found(folder)[0] == "checkpoint-3"
+def test_a_run_that_goes_on_from_an_earlier_step_says_that_it_replaces_later_ones(folder, caplog):
+    before = files_in(folder / "checkpoint-6")
+    build(folder, max_steps=4).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert "holds checkpoints of later steps than `checkpoint-2`, up to step 6. This run replaces each" in caplog.text
+    assert files_in(folder / "checkpoint-6") == before and is_committed(folder / "checkpoint-4")
+    assert found(folder)[0] == "checkpoint-6"
+
+
+def test_a_run_that_saves_nothing_may_begin_beside_the_checkpoints_of_another(folder):
+    before = files_in(folder / "checkpoint-6")
+    trainer = build(folder, save_strategy="no", max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1 and files_in(folder / "checkpoint-6") == before
 
 
 @pytest.mark.parametrize("resume", [True, "auto"])

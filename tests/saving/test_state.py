@@ -40,12 +40,12 @@ from hf_hybrid.saving.state import TENSORS_NAME, VALUES_NAME, OtherVersionError,
 
 STEPS = 60
 # Two epochs and a bit, so that a resume has to find its place in a shuffled epoch behind steps that took no data;
-# a low learning rate and rescue, so that the rate moves on the way too.
+# a low learning rate that is searched, so that the rate moves on the way too.
 OPTIONS = {
     "max_steps": STEPS,
     "per_device_train_batch_size": 8,
     "learning_rate": 5e-4,
-    "lr_rescue": "on",
+    "auto_lr": "on",
     "probe_budget": 0.2,
     "max_predict_steps": 4,
     "leap_worth": 1.0,
@@ -322,7 +322,7 @@ def test_data_order_of_real_steps_survives_a_resume(tmp_path):
         data = Recording()
         trainer = HybridTrainer(
             tiny_model(),
-            hybrid_config(folder, **{**OPTIONS, "save_steps": 10, "lr_rescue": "off"}),
+            hybrid_config(folder, **{**OPTIONS, "save_steps": 10, "auto_lr": "off"}),
             train_dataset=data,
             probe_dataset=ByteText(16, offset=300),
         )
@@ -462,7 +462,7 @@ def test_what_is_not_restored_is_told(uninterrupted, tmp_path, caplog):
     changed = {
         "planner": "bandit",
         "direction": "gradient_memory",
-        "lr_rescue": "off",
+        "auto_lr": "off",
         "max_grad_norm": 0.5,
     }
     trainer = build(tmp_path, save_strategy="no", learning_rate=1e-3, ignore_data_skip=True, **changed)
@@ -475,7 +475,7 @@ def test_what_is_not_restored_is_told(uninterrupted, tmp_path, caplog):
         "What the planner has learned is not restored: it was `schedule` and is `bandit`",
         "The memories of the direction are not restored: it was `orthogonal` and is `gradient_memory`",
         "The place in the data is not restored (`ignore_data_skip=True`)",
-        "Learning-rate rescue was on and is off: the scale begins at 1.",
+        "Automatic learning rate was on and is off: the scale begins at 1.",
         "Random generators are not restored",
         "nothing tells whether its files are whole",
     ):

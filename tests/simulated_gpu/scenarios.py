@@ -423,8 +423,8 @@ training("leaps_and_saves", **STREAM, **A_LEAP, save_strategy="steps", save_step
 A_STRETCH = {"stops": 7}  # a world model learns from ten steps at once, which is four stops more in one of them
 training("leaps_planned", **STREAM, **LEAPS, planner="dynamics", expect=A_STRETCH)
 training("leaps_gradient_memory", **STREAM, **LEAPS, **ALONG_GRADIENTS)
-training("rescued_rate", **STREAM, **LEAPS, lr_rescue="on")
-training("rescued_rate_without_leaps", **A_LEAP, lr_rescue="on", direction="auto")
+training("rescued_rate", **STREAM, **LEAPS, auto_lr="on")
+training("rescued_rate_without_leaps", **A_LEAP, auto_lr="on", direction="auto")
 training("resident_leaps", **A_LEAP)
 training("resident_leaps_gradient_memory", **LEAPS, **ALONG_GRADIENTS)
 training("resident_leaps_host_buffers", **LEAPS, plan_values=ON_HOST)

@@ -37,6 +37,7 @@ from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer, HybridRLOOTrainer  # 
 from hf_hybrid.trl.decoding import (  # noqa: E402
     Decoding,
     Prompts,
+    RowsLeft,
     chunks_of_similar_length,
     drawn,
     why_plain_model,
@@ -230,15 +231,15 @@ def test_an_unforeseen_error_is_told_and_changes_no_completion(passes, monkeypat
     """Before the first random number and after some: `generate` begins anew, with the same numbers."""
     rows, inputs = batch([5, 9, 30, 31])
     theirs, state = completed(model("llama"), rows, inputs, config())
-    calls, keep = [], Decoding._leave
+    calls, drop_ended = [], RowsLeft.drop_ended
 
-    def leave(given, stay, lengths, length):
-        calls.append(length)
+    def fails(left, goes_on, completed, model_inputs):
+        calls.append(completed)
         if len(calls) > passes:
             raise IndexError("of a new version")
-        return keep(given, stay, lengths, length)
+        return drop_ended(left, goes_on, completed, model_inputs)
 
-    monkeypatch.setattr(Decoding, "_leave", staticmethod(leave))
+    monkeypatch.setattr(RowsLeft, "drop_ended", fails)
     decoding = Decoding(off=False)
     for _ in range(2):
         ours, state_of_ours = completed(model("llama"), rows, inputs, config(), decoding)
@@ -255,7 +256,7 @@ def test_a_lack_of_memory_is_no_fault_of_the_loop(monkeypatch):
         raise torch.OutOfMemoryError("out of memory")
 
     rows, inputs = batch([5, 9])
-    monkeypatch.setattr(Decoding, "_leave", staticmethod(ends))
+    monkeypatch.setattr(RowsLeft, "drop_ended", ends)
     decoding = Decoding(off=False)
     with pytest.raises(torch.OutOfMemoryError):
         completed(model("llama"), rows, inputs, config(), decoding)

@@ -732,7 +732,7 @@ REFUSED = {
     "leaps": ({"enable_predict": True}, "`enable_predict=True` does not work here"),
     "a gain": ({"leap_gain": 2.0}, "`leap_gain=2.0` does not work"),
     "a preset": ({"preset": "aggressive"}, "`preset=aggressive` does not work"),
-    "rescue": ({"lr_rescue": "on"}, "`lr_rescue=on` does not work"),
+    "rescue": ({"auto_lr": "on"}, "`auto_lr=on` does not work"),
     "streaming": ({"memory": "stream"}, "`memory=stream` does not work"),
     "chunks": ({"chunked_loss": "on"}, "`chunked_loss=on` does not work"),
     "a word": ({"exact_skips": "on"}, "`exact_skips` must be one of auto, off"),

@@ -283,7 +283,7 @@ def test_dpo_has_a_rate_for_adapters_in_place_of_its_default(tmp_path):
     options = {"max_steps": 30, "logging_steps": 1, "learning_rate": None, "lr_scheduler_type": "constant"}
     for rescue in ("auto", "off"):
         trainer = dpo(
-            HybridDPOTrainer, HybridDPOConfig, tmp_path / rescue, peft_config=lora(lora_alpha=64), lr_rescue=rescue,
+            HybridDPOTrainer, HybridDPOConfig, tmp_path / rescue, peft_config=lora(lora_alpha=64), auto_lr=rescue,
             extra={"eval_dataset": PAIRS.select(range(20))}, disable_dropout=True, **options,
         )  # fmt: skip
         trainer.train()

@@ -442,7 +442,7 @@ def test_a_resumed_run_goes_on_counting_and_ends_at_the_same_weights(phases, tmp
     assert [first[name] for name in ("tokens", "tokens_shared")] == [
         second[name] for name in ("tokens", "tokens_shared")
     ]
-    whole.args.max_steps = 1
+    whole.args.max_steps, whole.args.output_dir = 1, str(tmp_path / "again")
     whole.train()
     assert whole.hybrid_summary()["tokens"] < first["tokens"] / 3
 

@@ -1,0 +1,34 @@
+"""Trainers of the tiny model on `ByteText`, for tests in which an option or two matter."""
+
+from conftest import ByteText, hybrid_config, tiny_model
+
+from hf_hybrid import HybridTrainer
+
+ARGUMENTS = ("data_collator", "train_dataset", "eval_dataset", "callbacks", "optimizers", "parts", "direction")
+ARGUMENTS += ("probe_dataset",)
+
+
+def build(folder, kind=HybridTrainer, config=hybrid_config, *, model=None, samples=400, **options):
+    """
+    Make a trainer.
+
+    Args:
+        folder: Its output.
+        kind: Its class.
+        config (`Callable`): From the folder and options to its arguments.
+        model: Default: the tiny one.
+        samples (`int`): Rows of the training data, if `train_dataset` is not given.
+        options: Options, and [`ARGUMENTS`] of the trainer. A `direction` that is a name is an option.
+    """
+    own = [name for name in ARGUMENTS if name in options and not isinstance(options[name], str)]
+    arguments = {name: options.pop(name) for name in own}
+    data = arguments.pop("train_dataset", None)
+    data = ByteText(samples) if data is None else data
+    return kind(model or tiny_model(), config(folder, **options), train_dataset=data, **arguments)
+
+
+def train(folder, *args, resume=None, **options):
+    """Make a trainer as [`build`] does, and train."""
+    trainer = build(folder, *args, **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
