@@ -57,9 +57,9 @@ class HelpText(str):
     group: str | None
 
     def __new__(cls, text: str, group: str | None = None, **limits: float):
-        made = super().__new__(cls, f"{text} Must be {in_words(limits)}." if limits else text)
-        made.text, made.limits, made.group = text, limits, group
-        return made
+        help_text = super().__new__(cls, f"{text} Must be {in_words(limits)}." if limits else text)
+        help_text.text, help_text.limits, help_text.group = text, limits, group
+        return help_text
 
 
 def option(default: Any, text: str, *, group: str | None = None, **limits: float) -> Any:
@@ -309,8 +309,8 @@ class HybridArguments:
 
     def preset_value(self, name: str) -> Any:
         """Return the option as given, or else the preset's value."""
-        given = getattr(self, name)
-        return PRESETS[self.preset][name] if given is None else given
+        value = getattr(self, name)
+        return PRESETS[self.preset][name] if value is None else value
 
     def final_gain(self, own: float) -> float:
         """Return the gain at the end of the run: `leap_gain`, else the direction's `own` times the preset's factor."""

@@ -116,11 +116,11 @@ class HybridConfigBase(_Arguments):
         """Give activation checkpointing the type and the name that transformers has for it."""
         names = {"true": True, "false": False, "auto": "auto", "none": None}
         for name in ("gradient_checkpointing", "activation_checkpointing"):
-            given = getattr(self, name, None)
-            if isinstance(given, str):
-                if given.lower() not in names:
-                    raise ValueError(f"`{name}` must be `True`, `False` or `auto`, got `{given}`.")
-                setattr(self, name, names[given.lower()])
+            value = getattr(self, name, None)
+            if isinstance(value, str):
+                if value.lower() not in names:
+                    raise ValueError(f"`{name}` must be `True`, `False` or `auto`, got `{value}`.")
+                setattr(self, name, names[value.lower()])
         if checkpointing_option() == "gradient_checkpointing" and self.activation_checkpointing is not None:
             vars(self)["gradient_checkpointing"] = self.activation_checkpointing  # before transformers 5.23
 
@@ -129,14 +129,14 @@ class HybridConfigBase(_Arguments):
         return {**vars(self), "hub_token": None}
 
     def __copy__(self):
-        made = object.__new__(type(self))
-        vars(made).update(vars(self))
-        return made
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
 
     def __deepcopy__(self, known: dict):
-        made = known[id(self)] = object.__new__(type(self))
-        vars(made).update(copy.deepcopy(vars(self), known))
-        return made
+        copied = known[id(self)] = object.__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), known))
+        return copied
 
     @classmethod
     def from_json(cls, path: str | Path, **overrides) -> HybridConfigBase:
@@ -367,15 +367,15 @@ def phase_options(options: HybridArguments) -> list[str]:
 
 
 def _check_memory_options(args: TrainingArguments, optim: str, options: HybridArguments) -> None:
-    given = phase_options(options)
-    if given and not options.enable_predict:
+    by_phase = phase_options(options)
+    if by_phase and not options.enable_predict:
         raise ValueError(
-            f"`{given[0]}` follows the phases, and `enable_predict=False` has none. Leave it out; to checkpoint "
+            f"`{by_phase[0]}` follows the phases, and `enable_predict=False` has none. Leave it out; to checkpoint "
             "activations throughout set `activation_checkpointing=True`."
         )
-    if given and options.memory == "stream":
+    if by_phase and options.memory == "stream":
         raise ValueError(
-            f"`{given[0]}` is for weights and states on the device, and `memory=stream` keeps them on the host: "
+            f"`{by_phase[0]}` is for weights and states on the device, and `memory=stream` keeps them on the host: "
             "streamed layers are always checkpointed, and travel in bf16 under `bf16=True`. Leave it out."
         )
     if options.weight_precision is not None:

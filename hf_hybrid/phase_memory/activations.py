@@ -94,15 +94,15 @@ class ActivationCheckpointing(Part):
         self._on = False
 
     def begin(self, run: Run) -> None:
-        whole: Any = run.model
-        boundaries = BoundaryOffload(whole, min_bytes=self.min_bytes) if self.offload else None
-        for model in _checkpointable(whole):
+        wrapped: Any = run.model
+        boundaries = BoundaryOffload(wrapped, min_bytes=self.min_bytes) if self.offload else None
+        for model in _checkpointable(wrapped):
             for module in _switches(model):
                 self._before.append((module, {name: vars(module)[name] for name in _SETTING if name in vars(module)}))
             if self.layers is not None and getattr(model, "_require_grads_hooks", None):
                 self._differentiable_inputs.append(model)
             _enable(model, keep_input_gradients=self.layers is None)
-        self._of = _separate_layers(whole)
+        self._of = _separate_layers(wrapped)
         self._switch(True)
         if self.layers is not None:
             logger.info("Activation checkpointing: %s.", self._in_words())
@@ -175,11 +175,11 @@ class ActivationCheckpointing(Part):
 
 def _topmost(model: nn.Module, kind: type) -> list:
     """Return the modules of a class that are not part of another module of this class."""
-    found: dict[str, nn.Module] = {}
+    topmost: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if isinstance(module, kind) and not any(name.startswith(above and f"{above}.") for above in found):
-            found[name] = module
-    return list(found.values())
+        if isinstance(module, kind) and not any(name.startswith(above and f"{above}.") for above in topmost):
+            topmost[name] = module
+    return list(topmost.values())
 
 
 def _switches(model: nn.Module) -> list[nn.Module]:

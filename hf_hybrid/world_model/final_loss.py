@@ -147,21 +147,21 @@ def forecast_held_out_loss(
     `None` where there is no forecast of the training loss, and if a loss is not positive.
     """
     seen = observed(steps, losses, learning_rates, max_steps)
-    if seen is None or (found := looks(seen)) is None or not 0 < held_out < math.inf:
+    if seen is None or (look := looks(seen)) is None or not 0 < held_out < math.inf:
         return None
     ratio = held_out / seen.present
     weights, means, deviations = training_parts(seen)
-    past = forecast_of_past_curves("held_out", seen.share, np.append(found, math.log(ratio)), held_out)
+    past = forecast_of_past_curves("held_out", seen.share, np.append(look, math.log(ratio)), held_out)
     parts = in_equal_parts([weights, ratio * means, ratio * deviations], past)
     return mixture(final_steps_counted(seen, parts, held_out), positive=True)
 
 
 def training_parts(seen: Observed) -> Parts:
     """The forecast of the final training loss from what it has been so far: laws and, where they apply, past curves."""
-    laws, found = forecast_of_laws(seen, PRIOR), looks(seen)
-    if found is None:
+    laws, look = forecast_of_laws(seen, PRIOR), looks(seen)
+    if look is None:
         return laws
-    return in_equal_parts(laws, forecast_of_past_curves("training", seen.share, found, seen.level))
+    return in_equal_parts(laws, forecast_of_past_curves("training", seen.share, look, seen.level))
 
 
 def in_equal_parts(one: Parts, other: Parts) -> Parts:
@@ -261,14 +261,14 @@ def forecast_of_laws(seen: Observed, prior: Prior) -> Parts:
     scale = max(abs(level), 1e-6)
     y = (losses - level) / scale
     # The laws: [shapes, rows]. Each falls from 0 now to -1 at the end of the run if `fall` is 1.
-    now = s[-2, -1]
+    current = s[-2, -1]
     a, o = (grid.ravel()[:, None, None] for grid in np.meshgrid(EXPONENTS, OFFSETS, indexing="ij"))
     law = ((s + o) ** -a).mean(-1)
     law = (law - law[:, -2:-1]) / ((o**-a) - (1 + o) ** -a)[:, :, 0]
     annealing = np.broadcast_to(rate.mean(-1) - rate[-2].mean(), law.shape)
     # Prior covariance of all rows under level, law, annealing, drift and noise.
     x = np.log(s.mean(-1) + prior.drift_from)
-    x_now = math.log(now + prior.drift_from)
+    x_now = math.log(current + prior.drift_from)
     ahead = np.maximum(x - x_now, 0.0)
     behind = np.maximum(x_now - x, 0.0)
     drift = prior.drift**2 * (np.minimum.outer(ahead, ahead) + np.minimum.outer(behind, behind))
@@ -310,11 +310,11 @@ def looks(seen: Observed) -> np.ndarray | None:
     parts = [mean(*part) for part in ((0, 0.1), (0.1, 0.25), (0.25, 0.5), (0.5, 0.8), (0.5, 0.75), (0.75, 1.0))]
     if min(level, *parts) <= 0:
         return None
-    now = int(seen.ends[-1])
-    done = math.log(seen.rates[:now].sum() / seen.rates.sum() + 0.01)
+    current = int(seen.ends[-1])
+    done = math.log(seen.rates[:current].sum() / seen.rates.sum() + 0.01)
     noise = np.median(np.abs(np.diff(seen.losses))) / level * math.sqrt(np.median(seen.ends - seen.begins))
     shape, slope = [math.log(part / level) for part in parts[:4]], math.log(parts[4] / parts[5])
-    return np.array([*shape, slope, -done, seen.rates[now - 1], seen.rates[-1], math.log(noise + 1e-3)])
+    return np.array([*shape, slope, -done, seen.rates[current - 1], seen.rates[-1], math.log(noise + 1e-3)])
 
 
 class PastCurves:
@@ -338,9 +338,9 @@ class PastCurves:
         distance = ((a[:, None] - b) ** 2).sum(-1)
         return self.smooth**2 * np.exp(-0.5 * distance / self.length**2) + self.linear**2 * (a @ b.T + 1)
 
-    def forecast(self, found: np.ndarray, level: float) -> tuple[float, float]:
-        """Mean and deviation of the final loss of a run that looks like `found` and has the loss `level` now."""
-        asked = ((found - self.centre) / self.scale)[None]
+    def forecast(self, look: np.ndarray, level: float) -> tuple[float, float]:
+        """Mean and deviation of the final loss of a run that looks like `look` and has the loss `level` now."""
+        asked = ((look - self.centre) / self.scale)[None]
         across = self._kernel(asked, self.known)
         mean = level * math.exp(np.clip(across[0] @ self.weights, -3.0, 1.0))
         unknown = self._kernel(asked, asked)[0, 0] - across[0] @ self.inverse @ across[0]
@@ -361,12 +361,12 @@ def past_curves(loss: str, cut: int) -> PastCurves:
         return PastCurves(*(file[f"{loss}_{name}"][cut].astype(np.float64) for name in ("looks", "targets", "scales")))
 
 
-def forecast_of_past_curves(loss: str, share: float, found: np.ndarray, now: float) -> Parts:
-    """Weights, means and deviations `[2]` after the two cuts nearest to `share`, for a run with the loss `now`."""
+def forecast_of_past_curves(loss: str, share: float, look: np.ndarray, level: float) -> Parts:
+    """Weights, means and deviations `[2]` after the two cuts nearest to `share`, for a run with the loss `level`."""
     shares = shares_of_cuts()
     place = float(np.interp(math.log(share), np.log(shares), np.arange(len(shares))))
     below = min(int(place), len(shares) - 2)
-    forecasts = np.array([past_curves(loss, below + k).forecast(found, now) for k in (0, 1)])
+    forecasts = np.array([past_curves(loss, below + k).forecast(look, level) for k in (0, 1)])
     return [np.array([1 - (place - below), place - below]), *forecasts.T]
 
 

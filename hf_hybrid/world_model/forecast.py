@@ -129,8 +129,8 @@ class RunForecast:
 
     def learning_rates(self) -> np.ndarray:
         """Learning rates of all steps `[max_steps]`; those to come are the schedule's, scaled as the last one was."""
-        now = self.steps[-1]
-        return np.concatenate([self.rates[:now], self.scale * self.schedule[now:]])
+        done = self.steps[-1]
+        return np.concatenate([self.rates[:done], self.scale * self.schedule[done:]])
 
     def summary(self) -> dict | None:
         """
@@ -215,6 +215,6 @@ class ForecastCallback(TrainerCallback):
         self.forecast.make()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs and (found := self.forecast.log_values(state.global_step, logs)):
-            logs.update(found)
-            state.log_history[-1].update(found)
+        if logs and (forecasts := self.forecast.log_values(state.global_step, logs)):
+            logs.update(forecasts)
+            state.log_history[-1].update(forecasts)

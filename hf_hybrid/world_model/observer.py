@@ -260,11 +260,11 @@ def gradient_statistics(trajectory: Trajectory) -> dict[str, float]:
         sums_of_squares(first),
         [s.float().sum() for s in second],
     ]
-    found = trajectory.shards.totals(
+    totals = trajectory.shards.totals(
         [*means, sums_of_squares(memory), sums_of_squares(gradients), _gradient_dot_memory(trajectory)]
     )
-    weight2, first2, second1 = (found[:3] / count).tolist()
-    memory2, gradient2, dot = found[3:].tolist()
+    weight2, first2, second1 = (totals[:3] / count).tolist()
+    memory2, gradient2, dot = totals[3:].tolist()
     return {
         "first": math.sqrt(first2),
         "second": math.sqrt(max(second1, 0.0)),
