@@ -31,7 +31,7 @@ import shutil
 import stat
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -63,6 +63,8 @@ _LOADED = re.compile(
     r"|hybrid_state[^/]*|(pytorch_model_fsdp[^/]*|optimizer_\d+|global_step\d+)(/.+)?"
 )
 """Paths in a checkpoint from which transformers, accelerate, peft, DeepSpeed or this package (in any version) loads."""
+_WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)[-.].*(safetensors|bin)(\.index\.json)?")
+"""Files of weights that a user may save again in other files, for example as shards."""
 
 
 class CheckpointError(ValueError):
@@ -358,8 +360,29 @@ def _unlisted(folder: Path, files: dict[str, dict]) -> list[str]:
     return [name for name in names if name not in listed and _LOADED.fullmatch(name)]
 
 
-def check(folder: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint. Raise [`CheckpointError`] with the reason if no run can resume from it."""
+def weights_were_saved_again(folder: Path, manifest: Manifest) -> bool:
+    """Whether none of the files of weights in a manifest is left, and others are there, for example shards."""
+    saved = {name for name in manifest.files if _WEIGHTS.fullmatch(name)}
+    present = {path.name for path in _weights(folder)}
+    return bool(saved and present) and not saved & present
+
+
+def _weights(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name))
+
+
+def check(folder: Path, *, named: bool = False) -> Manifest | None:
+    """
+    Return the manifest of a checkpoint.
+
+    Args:
+        folder (`Path`): The checkpoint.
+        named (`bool`, defaults to `False`): The user named it, so that weights that were saved again in other files are
+            taken as they are.
+
+    Raises:
+        CheckpointError: The reason, if no run can resume from it.
+    """
     if reason := _unreadable(folder):
         raise CheckpointError(reason)
     manifest = read_manifest(folder)
@@ -369,7 +392,11 @@ def check(folder: Path) -> Manifest | None:
         raise CheckpointError(f"`{MANIFEST_NAME}` says that it is of step {manifest.step}")
     else:
         try:
-            wrong = damages(folder, manifest)
+            expected = manifest
+            if named and weights_were_saved_again(folder, manifest):
+                others = {name: known for name, known in manifest.files.items() if not _WEIGHTS.fullmatch(name)}
+                expected = replace(manifest, files=others | sizes_and_checksums(folder, _weights(folder)))
+            wrong = damages(folder, expected)
         except OSError as error:
             raise CheckpointError(f"not all of its files can be read ({error})") from None
         if wrong:
