@@ -51,10 +51,11 @@ class PoisonedTrainer(HybridTrainer):
 def build(folder, trainer_class=HybridTrainer, samples=400, callbacks=(), **options):
     torch.manual_seed(0)
     model = tiny_model(attention_dropout=0.1 if "save_steps" in options else 0.0)
-    corrects = {"parts": [LeapResiduals(correct_gain=True)]} if options.pop("corrects", False) else {}
+    corrects = options.pop("corrects", False)
+    parts = {"parts": [LeapResiduals(correct_gain=True)]} if corrects else {}
     config = hybrid_config(folder, ddp_find_unused_parameters=False, **{**BASE, **options})
     data = ByteText(samples)
-    return trainer_class(model, config, train_dataset=data, callbacks=list(callbacks), **corrects)
+    return trainer_class(model, config, train_dataset=data, callbacks=list(callbacks), **parts)
 
 
 def result(trainer) -> dict:
