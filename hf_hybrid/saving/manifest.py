@@ -231,13 +231,14 @@ def rotate(output_dir: Path, limit: int | None, *, newest: Path, best: str | Non
     """
     Delete checkpoints until `limit` are left, as Trainer does, but by step and not by the clock.
 
-    The newest and the best (`best`) stay, whatever the limit. Links, and what has no manifest, are neither counted nor
-    deleted.
+    The newest and the best (`best`) stay, whatever the limit. Those of later steps than the newest go first: the run
+    went on from an earlier one. Links, and what has no manifest, are neither counted nor deleted.
     """
     if not limit or limit <= 0:
         return
     kept = {newest.resolve(), *([Path(best).resolve()] if best else [])}
     own = [folder for folder in checkpoints_of(output_dir) if is_committed(folder) and not folder.is_symlink()]
+    own.sort(key=lambda folder: step_of(folder) < step_of(newest))  # stable: by step otherwise
     surplus = max(len(own) - max(limit, len(kept)), 0)
     given_up = [folder for folder in own if folder.resolve() not in kept][:surplus]
     for folder in given_up:

@@ -156,12 +156,17 @@ class Saver:
         return find(resume, folder, trainer.model, saves=self.saves_checkpoints)
 
     def make_room(self) -> None:
-        """Delete surplus checkpoints of a run that goes on: a disk that was full gets room for the next save."""
+        """
+        Delete surplus checkpoints of a run that goes on: a disk that was full gets room for the next save. Those of
+        later steps stay until the run has saved one.
+        """
         trainer, folder = self._trainer, self._trainer.run_folder
         if trainer.trial is not None and self.start.folder is None:
             check_no_other_run(folder)
         if trainer.args.should_save and self.saves_checkpoints and self.resumed_from is not None:
-            self._rotate(Path(self.resumed_from), folder)
+            last = manifest.last_checkpoint(folder)
+            if last is not None and Path(last).resolve() == Path(self.resumed_from).resolve():
+                self._rotate(Path(last), folder)
 
     def restore(self) -> None:
         """Restore the parts of the run, once they have begun, and say what has changed."""

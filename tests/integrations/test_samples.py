@@ -1,6 +1,7 @@
 """Samples of generations: they change no bit of the training, and say why where they are left out."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -122,9 +123,11 @@ def test_a_resumed_run_supersedes_later_samples_and_a_new_run_all(tmp_path, prom
     options = {"sample_prompts": prompts}
     train(tmp_path / "out", save_strategy="steps", save_steps=4, **options)
     first = samples_of(tmp_path / "out")
-    resumed = {"resume": str(tmp_path / "out" / "checkpoint-8"), "save_strategy": "steps", "save_steps": 4}
-    train(tmp_path / "out", **resumed, **options)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-12")
+    train(tmp_path / "out", resume=True, save_strategy="steps", save_steps=4, **options)
     assert samples_of(tmp_path / "out") == first
+    for checkpoint in (tmp_path / "out").glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
     train(tmp_path / "out", max_steps=4, **options)
     assert {line["step"] for line in samples_of(tmp_path / "out")} == {4}
 

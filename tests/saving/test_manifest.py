@@ -559,17 +559,27 @@ class Sees(TrainerCallback):
 
 def test_a_resumed_run_that_keeps_fewer_checkpoints_makes_room_before_its_first_save(folder):
     """
-    As the error of a full disk advises. A run that saves none deletes none.
+    As the error of a full disk advises. Those of later steps stay until the run has saved one, and a run that saves
+    none deletes none.
     """
     every, names = ["checkpoint-2", "checkpoint-4", "checkpoint-6"], []
     for resume, options in [
         ("auto", {"save_total_limit": 1, "save_strategy": "no"}),
+        ("checkpoint-2", {"save_total_limit": 1, "save_steps": 9, "max_steps": 3}),
         ("auto", {"save_total_limit": 2}),
     ]:
         out, sees = Path(shutil.copytree(folder, folder.parent / str(len(names)))), Sees()
+        resume = resume if resume == "auto" else str(out / resume)
         build(out, callbacks=[sees], **{"max_steps": 7, **options}).train(resume_from_checkpoint=resume)
         names.append(sees.names)
-    assert names == [every, ["checkpoint-4", "checkpoint-6"]]
+    assert names == [every, every, ["checkpoint-4", "checkpoint-6"]]
+
+
+def test_of_a_run_that_went_on_from_an_earlier_step_its_own_checkpoints_are_kept(folder):
+    """When it has saved one, those of later steps go first, so that a restart goes on with it and not with them."""
+    build(folder, save_total_limit=2, max_steps=4).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    assert found(folder)[0] == "checkpoint-4"
 
 
 def test_the_best_checkpoint_stays_when_a_resumed_run_makes_room(folder):
