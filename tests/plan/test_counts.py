@@ -11,8 +11,10 @@ from conftest import ByteText, hybrid_config, tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from benchmarks.memory.floors import step_traffic
-from hf_hybrid import HybridTrainer, machine, setup
+from hf_hybrid import HybridTrainer, machine
+from hf_hybrid.build import make_plan
 from hf_hybrid.machine import SMALL, locked_bytes
+from hf_hybrid.plan import of_trainer
 from hf_hybrid.plan.accounting import ModelShape, storage_bytes
 from hf_hybrid.plan.estimate import Estimator
 from hf_hybrid.plan.setups import CONTEXT_BYTES, Setup, with_context
@@ -169,9 +171,9 @@ def test_the_context_is_counted_once(tmp_path, monkeypatch):
     assert with_context(None) is None
     # The trainer measures where no budget is given.
     trainer = HybridTrainer(llama(), hybrid_config(tmp_path, enable_predict=False), train_dataset=ByteText(8))
-    monkeypatch.setattr(setup, "device_memory", lambda device: free)
+    monkeypatch.setattr(of_trainer, "device_memory", lambda device: free)
     monkeypatch.setattr(type(trainer.args), "device", torch.device("cuda"))
-    assert setup.make_plan(trainer, None).setup.device_budget == measured.device_budget
+    assert make_plan(trainer, None).setup.device_budget == measured.device_budget
 
 
 # Transfers.

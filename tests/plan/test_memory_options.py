@@ -62,7 +62,7 @@ def test_the_nearest_plan_works(tmp_path, train_set):
 
 def test_unsupported_optimizer_is_refused_with_the_bytes(tmp_path, train_set):
     with pytest.raises(PlanError, match="`optim=ademamix`") as refusal:
-        build(tmp_path, train_set, memory="stream", optim="ademamix")
+        build(tmp_path, train_set, memory="stream", optim="ademamix", direction="auto")
     assert "optim=adamw_torch_fused" in str(refusal.value) and "weights" in str(refusal.value)
 
 

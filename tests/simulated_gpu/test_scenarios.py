@@ -248,7 +248,9 @@ ONLY_ELSEWHERE = {
     "plan/setups.py: return self.vram": "`hf-hybrid plan`, which needs no device",
     "recovery.py: return None": "a CPU, which nothing watches",
     "hub/provenance.py: if device != 'cpu'": "MPS, of which torch tells no name",
-    "hub/provenance.py: found = {'Accelerator': f'{devices} x {device}', **found}": "MPS",
+    "hub/provenance.py: parts = {'Accelerator': f'{devices} x {device}', **parts}": "MPS",
+    "saving/drift.py: return type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and "
+    "(value.device.type != 'meta')": "several processes, tests/saving/test_drift.py",
     "saving/run_identity.py: continue": "weights on the disk",
     "saving/run_identity.py: return {**found, 'device': torch.backends.cpu.get_cpu_capability(), 'threads': "
     "torch.get_num_threads()}": "a CPU",
