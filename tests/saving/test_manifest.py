@@ -653,6 +653,17 @@ def test_a_run_that_goes_on_from_an_earlier_step_says_that_it_replaces_later_one
     assert found(folder)[0] == "checkpoint-6"
 
 
+def test_a_process_may_train_anew_in_its_own_folder(tmp_path, caplog):
+    """As notebooks do, with the same trainer and with another."""
+    trainer = build(tmp_path, max_steps=4)
+    trainer.train()
+    assert "earlier training of this process" not in caplog.text
+    trainer.train()
+    assert "holds checkpoints of an earlier training of this process. This training replaces each" in caplog.text
+    build(tmp_path, max_steps=4).train()
+    assert found(tmp_path)[0] == "checkpoint-4"
+
+
 def test_a_run_that_saves_nothing_may_begin_beside_the_checkpoints_of_another(folder):
     before = files_in(folder / "checkpoint-6")
     trainer = build(folder, save_strategy="no", max_steps=1)
