@@ -44,8 +44,8 @@ from hf_hybrid.saving.start import Start, check_no_other_run, find, new_start, r
 logger = logging.getLogger(__name__)
 
 
-_TRAINED_IN: set[Path] = set()
-"""Folders of this process's trainings: a notebook may train anew in its own folder, as with `Trainer`."""
+_SAVED_IN: set[Path] = set()
+"""Folders in which trainings of this process save: a notebook may train anew in its own folder, as with `Trainer`."""
 
 
 @dataclass
@@ -157,15 +157,17 @@ class Saver:
             self.lock.take(folder, saves=self.saves_checkpoints)
         elif not resume:  # the folder of a trial has no name yet
             return new_start(trainer.model)
+        if not self.saves_checkpoints:
+            return find(resume, folder, trainer.model, saves=False)
         place = Path(folder).resolve()
-        is_again = place in _TRAINED_IN and not resume
-        start = find(resume, folder, trainer.model, saves=self.saves_checkpoints and not is_again)
-        if is_again and self.saves_checkpoints and manifest.last_checkpoint(folder) is not None:
+        is_again = place in _SAVED_IN and not resume
+        start = find(resume, folder, trainer.model, saves=not is_again)
+        if is_again and manifest.last_checkpoint(folder) is not None:
             start.warnings.append(
                 f"`{folder}` holds checkpoints of an earlier training of this process. This training replaces each "
                 "when it reaches its step."
             )
-        _TRAINED_IN.add(place)
+        _SAVED_IN.add(place)
         return start
 
     def make_room(self) -> None:

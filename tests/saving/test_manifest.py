@@ -669,6 +669,8 @@ def test_a_run_that_saves_nothing_may_begin_beside_the_checkpoints_of_another(fo
     trainer = build(folder, save_strategy="no", max_steps=1)
     trainer.train()
     assert trainer.state.global_step == 1 and files_in(folder / "checkpoint-6") == before
+    with pytest.raises(CheckpointError, match="holds checkpoints of another run"):  # it has not made the folder its own
+        build(folder).train()
 
 
 @pytest.mark.parametrize("resume", [True, "auto"])
