@@ -17,7 +17,7 @@ from typing import Any
 from datasets import Dataset
 from trl import DPOConfig, DPOTrainer
 
-from benchmarks.gpu.models import ADAPTERS, DEVICE, SHAPES, Clock, build, tokenizer
+from benchmarks.gpu.models import ADAPTERS, COMMON, SHAPES, Clock, build, tokenizer
 from benchmarks.gpu.sft import measured_by, saved
 from hf_hybrid import HybridDPOConfig, HybridDPOTrainer
 
@@ -58,13 +58,8 @@ def run(case: dict[str, Any], arm: str, args: argparse.Namespace) -> dict[str, A
             max_steps=clock.max_steps,
             learning_rate=1e-6,
             max_length=None,
-            bf16=True,
             gradient_checkpointing=False,
-            save_strategy="no",
-            logging_steps=1000,
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=DEVICE == "cpu",
+            **COMMON,
         )
         trainer = trainer_class(
             build(args.shape, lora=False),

@@ -20,7 +20,7 @@ from datasets import Dataset
 from transformers import TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.gpu.models import ADAPTERS, DEVICE, SHAPES, build, peak_gib, synchronize, tokenizer
+from benchmarks.gpu.models import ADAPTERS, COMMON, DEVICE, SHAPES, build, peak_gib, synchronize, tokenizer
 from benchmarks.gpu.sft import saved
 from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer
 
@@ -100,13 +100,8 @@ def run(case: dict[str, Any], arm: str, args: argparse.Namespace) -> dict[str, A
             max_completion_length=args.tokens,
             learning_rate=1e-6,
             shuffle_dataset=False,
-            bf16=True,
             gradient_checkpointing=False,
-            save_strategy="no",
-            logging_steps=1000,
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=DEVICE == "cpu",
+            **COMMON,
         )
         trainer = trainer_class(
             model,

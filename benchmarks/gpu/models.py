@@ -25,6 +25,12 @@ SHAPES = {  # as Llama and Qwen have them
 }  # fmt: skip
 ADAPTERS = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
+COMMON = {
+    "bf16": True, "save_strategy": "no", "logging_steps": 1000, "report_to": "none", "disable_tqdm": True,
+    "use_cpu": DEVICE == "cpu",
+}  # fmt: skip
+"""Options of all arms but those that stream."""
+
 
 def build(shape: str, *, lora: bool):
     """Return a model of a shape in bf16 on the device. With `lora`, fp32 adapters on all linear layers train alone."""

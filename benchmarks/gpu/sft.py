@@ -32,7 +32,7 @@ from datasets import Dataset
 from transformers import AttentionInterface, Trainer, TrainingArguments
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from benchmarks.gpu.models import DEVICE, SHAPES, Clock, build
+from benchmarks.gpu.models import COMMON, DEVICE, SHAPES, Clock, build
 from hf_hybrid import HybridConfig, HybridTrainer
 
 ROWS, MICRO_BATCH = 16, 8
@@ -164,15 +164,9 @@ def run(case: dict[str, Any], arm: str, args: argparse.Namespace) -> dict[str, A
             gradient_accumulation_steps=ROWS // MICRO_BATCH,
             max_steps=clock.max_steps,
             learning_rate=1e-5,
-            bf16=True,
             optim="adamw_torch_fused",
-            save_strategy="no",
-            logging_steps=1000,
-            report_to="none",
-            disable_tqdm=True,
             remove_unused_columns=False,
-            use_cpu=DEVICE == "cpu",
-            **{"train_sampling_strategy": "sequential", **more},
+            **{**COMMON, "train_sampling_strategy": "sequential", **more},
         )
         trainer = trainer_class(
             model,
