@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
+import textwrap
 import threading
 import time
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from hf_hybrid.cli.console import duration, is_number, outcome, plural, print_line, terminal_width
+from hf_hybrid.cli.console import is_number, outcome, plural, print_line, terminal_width
+from hf_hybrid.records.log import append_line
 from hf_hybrid.records.progress import HybridProgressCallback, PositionBar
+from hf_hybrid.report.samples import SAMPLES_NAME
+from hf_hybrid.trl.rewards import text_of
 
 LINES = 20
 """Lines of losses that a run of any length shows, about, if `logging_steps` is not given."""
@@ -28,7 +36,7 @@ FORMATS = {
     "grad_norm": "grad {:.2f}",
 }
 """Of a log entry, what a line shows and how, in this order."""
-LEAST_IMPORTANT = ("grad ", "token acc ", " tokens/s", "zero-std groups ", "margin ")
+LEAST_IMPORTANT = ("grad ", "token acc ", " tokens/s", "margin ", " skipped", "length ")
 """What a narrow terminal has no room for, the least important first."""
 
 
@@ -62,21 +70,24 @@ class Interrupts:
 
 class Progress(TrainerCallback):
     """
-    Writes the lines and, on a terminal, the bar, in place of Trainer's own.
+    Writes the lines and, on a terminal, the bar, in place of Trainer's own. Of GRPO each line is followed by a
+    completion, which goes to `samples.jsonl` too, from where the report has it.
 
     Args:
         trainer: Whose run it is. Its own callbacks of this kind are removed.
         interrupts (`Interrupts`): Of Ctrl-C.
-        chooses_steps (`bool`): Whether `logging_steps` follows from the length of the run.
+        defaulted (`Collection[str]`): Options that were not given: `logging_steps` follows from the length of the run
+            then, and completions are shown.
 
     Attributes:
         stepped (`bool`): Whether a step has begun.
     """
 
-    def __init__(self, trainer: Any, interrupts: Interrupts, *, chooses_steps: bool):
+    def __init__(self, trainer: Any, interrupts: Interrupts, defaulted: Collection[str]):
         for kind in (HybridProgressCallback, ProgressCallback, PrinterCallback):
             trainer.remove_callback(kind)
-        self.trainer, self.interrupts, self.chooses_steps = trainer, interrupts, chooses_steps
+        self.trainer, self.interrupts, self.chooses_steps = trainer, interrupts, "logging_steps" in defaulted
+        self.shows_completions = "log_completions" in defaulted or getattr(trainer.args, "log_completions", False)
         self.bar: PositionBar | None = None
         self.begun: float | None = None
         self.stepped = False
@@ -90,6 +101,9 @@ class Progress(TrainerCallback):
         if state.is_world_process_zero and sys.stderr.isatty() and not args.disable_tqdm:
             options = {"total": state.max_steps, "initial": state.global_step, "dynamic_ncols": True}
             self.bar = PositionBar(position_of_run=self.trainer.run_position, leave=False, **options)
+
+        if self.shows_completions and state.is_world_process_zero:
+            append_line(Path(args.output_dir) / SAMPLES_NAME, {"step": state.global_step, "begun": True})
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.stepped = True
@@ -105,7 +119,7 @@ class Progress(TrainerCallback):
             return  # without a beginning it is an evaluation without a training
         now, done = time.monotonic(), state.global_step - self.first_step
         seconds = (now - self.begun) / max(done, 1) * (state.max_steps - state.global_step)
-        left = duration(seconds) if seconds >= 1 else ""
+        left = tqdm.format_interval(seconds) if seconds >= 1 else ""
         tokens = logs.get("num_tokens") or 0
         rate = (tokens - self.tokens) / max(now - self.logged, 1e-9) if tokens > self.tokens else None
         scale = logs.get("hybrid/learning_rate_scale")
@@ -115,15 +129,31 @@ class Progress(TrainerCallback):
         text = log_line(state.global_step, state.max_steps, logs, rate=rate, left=left, width=terminal_width())
         if "loss" in logs:
             self.tokens, self.logged = tokens, now
-        if text and self.bar is not None:
-            self.bar.write(text)
-        elif text:
+        if text:
             print_line(text)
+        if self.shows_completions and "reward" in logs:
+            sample = last_completion(self.trainer)
+            append_line(Path(args.output_dir) / SAMPLES_NAME, {"step": state.global_step, "ended": True, **sample})
+            # As JSON, in which nothing that a model writes reaches the terminal as a command to it.
+            asked, answer = (
+                json.dumps(textwrap.shorten(sample[name], 100, placeholder=" ..."), ensure_ascii=False)
+                for name in ("prompt", "completion")
+            )
+            print_line(f"  {sample['rewards']}: {asked} -> {answer}", 4)
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.bar is not None:
             self.bar.close()
             self.bar = None
+
+
+def last_completion(trainer: Any) -> dict[str, str]:
+    """Return the last completion that TRL has noted: `prompt`, `completion` and `rewards`, one of each function."""
+    noted = trainer._logs
+    prompt, completion = noted["prompt"][-1], noted["completion"][-1]
+    rewards = ", ".join(f"{name} {values[-1]:.3g}" for name, values in noted["rewards"].items())
+    asked = text_of(prompt if isinstance(prompt, str) else prompt[-1:])
+    return {"prompt": asked, "completion": text_of(completion), "rewards": rewards}
 
 
 def logging_steps(max_steps: int) -> int:

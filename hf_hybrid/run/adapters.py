@@ -15,7 +15,13 @@ import torch
 
 from hf_hybrid.optimizers import text_config
 from hf_hybrid.run.rate import RateScale
-from hf_hybrid.run.trainer_view import TrainerView, optimizer_unlike_adam, unknown_loss, unwrapped_optimizer
+from hf_hybrid.run.trainer_view import (
+    TrainerView,
+    optimizer_unlike_adam,
+    trains_adapters,
+    unknown_loss,
+    unwrapped_optimizer,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +32,13 @@ OF_PREFERENCES = 0.25
 Rate of a preference loss over that of supervised training: each pair that is learned has less gradient. Half is better
 on SmolLM2, and too high on one of three seeds of a small model (docs/evaluation/rates.md).
 """
+OF_REWARDS = 0.3
+"""The same of completions whose rewards are compared (GRPO): 3e-4 on SmolLM2, best of three (docs/grpo.md)."""
 MAX_ADAPTER_RATE = 1e-2
 """About the highest rate of adapters at which the rule was measured: very narrow models would get a higher one."""
 
 
-def adapter_rate(*, alpha: float, width: int, preference: bool = False) -> float:
+def adapter_rate(*, alpha: float, width: int, share: float = 1.0) -> float:
     """
     Return the learning rate of AdamW for LoRA adapters, where none is given.
 
@@ -44,10 +52,9 @@ def adapter_rate(*, alpha: float, width: int, preference: bool = False) -> float
         alpha (`float`): The adapters' `lora_alpha`; for rank-stabilised adapters, `lora_alpha` times the square root of
             the rank.
         width (`int`): The model's `hidden_size`.
-        preference (`bool`): Whether a loss on pairs is trained, as in DPO.
+        share (`float`): Of the rate of supervised training: [`OF_PREFERENCES`], [`OF_REWARDS`].
     """
-    rate = ADAPTER_RATE * (AT_ALPHA / alpha) * (AT_WIDTH / width)
-    return rate * OF_PREFERENCES if preference else rate
+    return share * ADAPTER_RATE * (AT_ALPHA / alpha) * (AT_WIDTH / width)
 
 
 def adapter_rate_scale(trainer: TrainerView) -> AdapterRate | None:
@@ -61,7 +68,10 @@ def adapter_rate_scale(trainer: TrainerView) -> AdapterRate | None:
             reason,
         )
         return None
-    rate = AdapterRate(max(1.0, _rate_of(trainer) / args.learning_rate), backs_off=not trainer.trains_preferences)
+    share = OF_PREFERENCES if trainer.trains_preferences else 1.0
+    rate = AdapterRate(
+        max(1.0, _rate_of(trainer, share) / args.learning_rate), backs_off=not trainer.trains_preferences
+    )
     if rate.scale > 1:
         logger.warning(
             "Adapters are trained at a learning rate of %.3g in place of %g. It follows from `lora_alpha=%g`%s. Set "
@@ -74,15 +84,32 @@ def adapter_rate_scale(trainer: TrainerView) -> AdapterRate | None:
     return rate
 
 
-def _rate_of(trainer: TrainerView) -> float:
+def _rate_of(trainer: TrainerView, share: float) -> float:
     """Return the learning rate of the rule, for the largest `lora_alpha` if there are several."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     alpha, width = max(_lora_alphas(model)), cast(int, _width(model))  # known, or there is no rate
-    return min(MAX_ADAPTER_RATE, adapter_rate(alpha=alpha, width=width, preference=trainer.trains_preferences))
+    return min(MAX_ADAPTER_RATE, adapter_rate(alpha=alpha, width=width, share=share))
+
+
+def reward_rate(trainer: TrainerView) -> float | None:
+    """Return the learning rate of the rule for GRPO, before its optimizer is made; `None` where the rule has none."""
+    if not trains_adapters(trainer) or _reason_unlike_lora(trainer) is not None:
+        return None
+    return max(trainer.args.learning_rate, _rate_of(trainer, OF_REWARDS))
 
 
 def reason_no_rate(trainer: TrainerView) -> str | None:
     """Return why the rule says nothing about these adapters, their optimizer or their loss."""
+    if (reason := _reason_unlike_lora(trainer)) is not None:
+        return reason
+    groups, rate = unwrapped_optimizer(trainer).param_groups, trainer.args.learning_rate
+    if any(float(group.get("initial_lr", group["lr"])) != rate for group in groups):
+        return "the optimizer that was passed has learning rates of its own"
+    return None if trainer.trains_preferences else unknown_loss(trainer)
+
+
+def _reason_unlike_lora(trainer: TrainerView) -> str | None:
+    """Return why the rule says nothing about these adapters or their optimizer."""
     model, rate = trainer.accelerator.unwrap_model(trainer.model), trainer.args.learning_rate
     configs = model.peft_config.values()
     other = [
@@ -98,12 +125,7 @@ def reason_no_rate(trainer: TrainerView) -> str | None:
         return "other weights are trained beside them"
     if (name := optimizer_unlike_adam(trainer)) is not None:
         return f"no default rate is known for the optimizer `{name}`"
-    groups = unwrapped_optimizer(trainer).param_groups
-    if any(float(group.get("initial_lr", group["lr"])) != rate for group in groups):
-        return "the optimizer that was passed has learning rates of its own"
-    if _width(model) is None:
-        return "the width of the model is not known"
-    return None if trainer.trains_preferences else unknown_loss(trainer)
+    return "the width of the model is not known" if _width(model) is None else None
 
 
 def _width(model: torch.nn.Module) -> int | None:
