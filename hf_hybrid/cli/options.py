@@ -23,6 +23,8 @@ from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_o
 from hf_hybrid.arguments import HybridArguments, check_ranges, option
 from hf_hybrid.cli.yaml_file import ENVIRONMENT, holds_secret, read_options
 
+COMMAND = "command"
+"""Key of a YAML file under which the command stands that its options are for."""
 PRIVATE = "HF_HYBRID_PRIVATE_OPTIONS"
 """Environment variable with options as JSON, which stand in no file: a sweep gives them to its trials so."""
 
@@ -501,7 +503,9 @@ class CommandLine:
         self.path = known.config
         self._words = [_by_own_name(word) for word in words]
         file = {} if self.path is None else _read_yaml(self.path)
-        self._variables = file.pop(ENVIRONMENT, None)
+        self._variables, wanted = file.pop(ENVIRONMENT, None), file.pop(COMMAND, command.name)
+        if wanted != command.name:
+            raise OptionError(f"`--config {self.path}` is for another command: `hf-hybrid {wanted}`.")
         names = {key: key.replace("-", "_") for key in file}
         self._from_file = {ALIASES.get(names[key], names[key]): value for key, value in file.items()}
         self._from_file |= _private_options()
