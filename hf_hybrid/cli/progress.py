@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Generator
 from pathlib import Path
 from typing import Any
 
@@ -40,32 +41,27 @@ LEAST_IMPORTANT = ("grad ", "token acc ", " tokens/s", "margin ", " skipped", "l
 """What a narrow terminal has no room for, the least important first."""
 
 
-class Interrupts:
+@contextlib.contextmanager
+def interrupts(alone: bool) -> Generator[threading.Event]:
     """
-    Ctrl-C in a training on one process: the first lets the step end, saves a checkpoint and stops, the second stops at
-    once.
-
-    Attributes:
-        asked (`bool`): Whether Ctrl-C was pressed.
+    Context of a training, whose event Ctrl-C sets: the first lets the step end, saves a checkpoint and stops, the
+    second stops at once. If the process is not `alone`, the first does.
     """
+    asked = threading.Event()
 
-    def __init__(self, alone: bool):
-        self.asked = False
-        self._works = alone and threading.current_thread() is threading.main_thread()
-
-    def __enter__(self) -> Interrupts:
-        if self._works:
-            self._before = signal.signal(signal.SIGINT, self._first)
-        return self
-
-    def __exit__(self, *error) -> None:
-        if self._works:
-            signal.signal(signal.SIGINT, self._before)
-
-    def _first(self, number: int, frame: Any) -> None:
-        self.asked = True
+    def first(number: int, frame: Any) -> None:
+        asked.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.stderr.write("\nCtrl-C: the step ends, then a checkpoint is saved. Ctrl-C again stops at once.\n")
+
+    if not alone or threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = signal.signal(signal.SIGINT, first)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Progress(TrainerCallback):
@@ -75,7 +71,7 @@ class Progress(TrainerCallback):
 
     Args:
         trainer: Whose run it is. Its own callbacks of this kind are removed.
-        interrupts (`Interrupts`): Of Ctrl-C.
+        interrupted (`threading.Event`): Of Ctrl-C.
         defaulted (`Collection[str]`): Options that were not given: `logging_steps` follows from the length of the run
             then, and completions are shown.
 
@@ -83,10 +79,10 @@ class Progress(TrainerCallback):
         stepped (`bool`): Whether a step has begun.
     """
 
-    def __init__(self, trainer: Any, interrupts: Interrupts, defaulted: Collection[str]):
+    def __init__(self, trainer: Any, interrupted: threading.Event, defaulted: Collection[str]):
         for kind in (HybridProgressCallback, ProgressCallback, PrinterCallback):
             trainer.remove_callback(kind)
-        self.trainer, self.interrupts, self.chooses_steps = trainer, interrupts, "logging_steps" in defaulted
+        self.trainer, self.interrupted, self.chooses_steps = trainer, interrupted, "logging_steps" in defaulted
         self.shows_completions = "log_completions" in defaulted or getattr(trainer.args, "log_completions", False)
         self.bar: PositionBar | None = None
         self.begun: float | None = None
@@ -111,7 +107,7 @@ class Progress(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
-        if self.interrupts.asked:
+        if self.interrupted.is_set():
             control.should_save = control.should_training_stop = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):

@@ -141,16 +141,15 @@ def check_early(line: CommandLine) -> None:
 
 
 def check_generations(line: CommandLine) -> None:
-    """Refuse a generation batch that is no multiple of a prompt's completions, where processes need not be counted."""
+    """Refuse a generation batch that is no multiple of a prompt's completions, unless several GPUs may be counted."""
     sizes = {"num_generations": 8, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-    words = line.early(*sizes, "num_processes", "cpu", "use_cpu", "steps_per_generation", "generation_batch_size")
+    words = line.early(*sizes, "num_processes", "steps_per_generation", "generation_batch_size")
+    alone = len(list(Path("/dev").glob("nvidia[0-9]*"))) < 2
     try:
-        processes = int(os.environ.get("WORLD_SIZE") or next(iter(words["num_processes"]), 0))
+        processes = int(os.environ.get("WORLD_SIZE") or next(iter(words["num_processes"]), alone))
         together, rows, accumulated = (int(next(iter(words[name]), size)) for name, size in sizes.items())
     except ValueError:  # the parser will name it
         return
-    if not processes and (words["cpu"] or words["use_cpu"] or not any(Path("/dev").glob("nvidia[0-9]*"))):
-        processes = 1
     batch = rows * accumulated * processes
     if words["steps_per_generation"] or words["generation_batch_size"] or together < 2 or batch % together == 0:
         return
@@ -163,7 +162,7 @@ def check_generations(line: CommandLine) -> None:
 
 def train(line: CommandLine) -> int:
     """Train in this process, and say how it ended. Returns the exit status, as [`run`]."""
-    from hf_hybrid.cli.progress import Interrupts, Progress
+    from hf_hybrid.cli.progress import Progress, interrupts
     from hf_hybrid.recovery import UnrecoveredMemoryError
     from hf_hybrid.run.monitor import TrainingDivergedError
     from hf_hybrid.saving.drift import RanksDriftedError
@@ -173,8 +172,8 @@ def train(line: CommandLine) -> int:
         options = line.options()
         trainer = make_trainer(options)
         console.print_trainer(trainer, by_rule="learning_rate" in options.defaulted)
-        with Interrupts(alone=trainer.args.world_size == 1) as interrupts:
-            progress = Progress(trainer, interrupts, options.defaulted)
+        with interrupts(alone=trainer.args.world_size == 1) as interrupted:
+            progress = Progress(trainer, interrupted, options.defaulted)
             trainer.add_callback(progress)
             # `true` resumes from the last checkpoint, `false` from none.
             words = {None: None, "": None, "none": None, "false": None, "true": True}
@@ -202,7 +201,7 @@ def train(line: CommandLine) -> int:
         if trainer is not None:
             console.print_interruption(trainer)
         return 128 + signal.SIGINT
-    if interrupts.asked and trainer.state.global_step < trainer.state.max_steps:
+    if interrupted.is_set() and trainer.state.global_step < trainer.state.max_steps:
         console.print_interruption(trainer)
         return 128 + signal.SIGINT
     if trainer.preempted:

@@ -66,7 +66,8 @@ POLL_SECONDS = 0.5
 """Between two looks at the losses of a trial."""
 KILLS = 3
 """A trial that was killed so often after the same checkpoint has failed."""
-KILLED = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+_SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+KILLED = {int(signal.Signals[name]): name for name in _SIGNALS}
 """Signals that come from outside: of the system when memory is short, of a scheduler, of a person."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 UNFINISHED = (2, math.inf)
@@ -472,17 +473,12 @@ def outcome_text(study: optuna.Study, pruner: ForecastPruner, trial: FrozenTrial
 
 def _signal(status: int) -> str | None:
     """The signal from outside that ended a process, by the status that it had itself or in a shell; or `None`."""
-    number = -status if status < 0 else status - 128
-    known = {getattr(signal, name): name for name in KILLED if hasattr(signal, name)}
-    return known.get(number)
+    return KILLED.get(-status if status < 0 else status - 128)
 
 
 def _last_words(path: Path) -> str:
     """The last line that a process printed and that is no progress bar."""
-    try:
-        lines = re.split(r"[\r\n]", path.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        lines = []
+    lines = re.split(r"[\r\n]", path.read_text(encoding="utf-8", errors="replace"))
     lines = [line.strip() for line in lines if line.strip() and not re.search(r"\d+%\|.*\||\d(s/it|it/s)", line)]
     return lines[-1] if lines else "it printed nothing"
 
