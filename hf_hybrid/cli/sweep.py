@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import argparse
 import enum
-import functools
 import math
-import os
 import signal
 import sys
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,10 +26,7 @@ from hf_hybrid.files import write_text
 from hf_hybrid.records.redaction import is_secret_name
 
 if TYPE_CHECKING:
-    import optuna
-
     from hf_hybrid.cli.trials import Trials
-    from hf_hybrid.integrations.optuna import ForecastPruner
 
 PROGRAM = "hf-hybrid sweep"
 RESERVED = ("output_dir", "config", "resume_from_checkpoint", "num_processes", "accelerate_config")
@@ -65,7 +59,6 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     add("--param", action="append", default=[], metavar="NAME=VALUES", help=text)
     add("--trials", type=int, default=10, help="trials, those that end early included (default: 10)")
     add("--output", metavar="FOLDER", help="folder of the sweep (default: OUTPUT_DIR-sweep)")
-    add("--processes", type=int, default=1, help="trials at a time, which share the GPUs or cores (default: 1)")
     text = "end a trial when its probability of winning is below; 0: only when it diverges (default: 0.15)"
     add("--threshold", type=float, default=0.15, help=text)
     parser.set_defaults(run=run)
@@ -81,12 +74,6 @@ class Choices:
 
     name: str
     choices: tuple
-
-    def distribution(self) -> optuna.distributions.BaseDistribution:
-        """Return it as Optuna wants it."""
-        from hf_hybrid.integrations.optuna import optuna
-
-        return optuna.distributions.CategoricalDistribution(self.choices)
 
     def next_value(self, count: int, ended: dict[Any, tuple], running: Collection) -> Any:
         """Return the first that was not tried, `None` if all were; the arguments are those of [`Range`]."""
@@ -109,14 +96,6 @@ class Range:
     def logarithmic(self) -> bool:
         """Whether values are spaced by ratio and not by difference."""
         return self.low > 0 and (self.name == "learning_rate" or self.high / self.low >= DECADE)
-
-    def distribution(self) -> optuna.distributions.BaseDistribution:
-        """Return it as Optuna wants it."""
-        from hf_hybrid.integrations.optuna import optuna
-
-        if isinstance(self.low, int) and isinstance(self.high, int):
-            return optuna.distributions.IntDistribution(self.low, self.high, log=self.logarithmic)
-        return optuna.distributions.FloatDistribution(self.low, self.high, log=self.logarithmic)
 
     def grid(self, count: int) -> list:
         """`count` values over the range, in order; fewer if there are no more integers."""
@@ -218,25 +197,28 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         with quiet_imports():
-            trials, environments = _prepare(args)
+            trials = _prepare(args)
     except (OptionError, ValueError, ImportError, OSError) as error:
         sys.stderr.write(f"{PROGRAM}: error: {error}\n")
         return 2
     try:
-        return _work(trials, environments)
+        return _work(trials)
+    except KeyboardInterrupt:
+        sys.stdout.write("Interrupted. The same command goes on.\n")
+        return 128 + signal.SIGINT
     except (OSError, OptionError) as error:
         sys.stderr.write(f"{PROGRAM}: error: {error} The same command goes on when that is put right.\n")
         return 1
 
 
-def _prepare(args: argparse.Namespace) -> tuple[Trials, list[dict[str, str]]]:
-    """Return the trials, and the environment variables of each of those that run at a time."""
+def _prepare(args: argparse.Namespace) -> Trials:
+    """Return the trials of the sweep, some of which may have been made."""
     from hf_hybrid.cli.data import Reader
     from hf_hybrid.cli.trials import Trials
     from hf_hybrid.integrations.optuna import ForecastPruner  # says what to install
 
-    if args.trials < 1 or args.processes < 1:
-        raise OptionError(f"`--trials {args.trials}` and `--processes {args.processes}` must be 1 or more.")
+    if args.trials < 1:
+        raise OptionError(f"`--trials {args.trials}` must be 1 or more.")
     command = TRAINING[args.trainer]
     line = CommandLine(["--config", args.config], command)
     line.set_environment()
@@ -250,17 +232,14 @@ def _prepare(args: argparse.Namespace) -> tuple[Trials, list[dict[str, str]]]:
         )
     if options.data.early_stopping_patience is not None:
         raise OptionError("`early_stopping_patience` does not go with a sweep, which ends trials itself. Leave it out.")
-    environments, share = _environments(args.processes, options.config)
     folder = Path(args.output or f"{options.config.output_dir}-sweep")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OptionError(f"`--output {folder}` cannot be made: {error.strerror}. Choose another.") from None
     pruner = ForecastPruner(options.config, threshold=args.threshold)
-    values = {**({} if command is TRAIN else {COMMAND: command.name}), **line.from_file(), **share}
-    distributions = {parameter.name: parameter.distribution() for parameter in parameters}
-    propose = functools.partial(_propose, parameters, distributions, pruner, args.trials)
-    return Trials(folder, values, distributions, pruner=pruner, count=args.trials, propose=propose), environments
+    values = {**({} if command is TRAIN else {COMMAND: command.name}), **line.from_file()}
+    return Trials(folder, values, parameters, pruner=pruner, count=args.trials)
 
 
 def _read_parameters(args: argparse.Namespace, command: Command) -> list[Choices | Range]:
@@ -279,40 +258,11 @@ def _read_parameters(args: argparse.Namespace, command: Command) -> list[Choices
     return parameters
 
 
-def _propose(
-    parameters: list[Choices | Range], distributions: dict[str, Any], pruner: ForecastPruner, count: int,
-    study: optuna.Study,
-) -> dict[str, Any] | None:  # fmt: skip
-    """Return the values of the next trial; `None` where no other can be the best."""
-    from hf_hybrid.integrations.optuna import optuna
-
-    trials = study.get_trials(deepcopy=False)
-    if len(parameters) > 1:
-        # A proposal depends on the trials that there are, not on the process that asks.
-        study.sampler = optuna.samplers.TPESampler(seed=len(trials))
-        return study.ask(distributions).params
-    [parameter] = parameters
-    known = [trial for trial in trials if parameter.name in trial.params]  # of a lost trial nothing is known
-    standings = [(trial.params[parameter.name], pruner.standing(study, trial)) for trial in known]
-    ended = {value: standing for value, standing in standings if standing is not None}
-    value = parameter.next_value(count, ended, [value for value, standing in standings if standing is None])
-    return None if value is None else {parameter.name: value}
-
-
-def _work(trials: Trials, environments: list[dict[str, str]]) -> int:
+def _work(trials: Trials) -> int:
     """Run the rest of the sweep. Returns the exit status."""
     from hf_hybrid.cli.trials import best_trial, table, tell
 
-    with ThreadPoolExecutor(len(environments)) as pool:
-        futures = [pool.submit(trials.work, environment) for environment in environments]
-        try:
-            for future in as_completed(futures):
-                future.result()
-        except KeyboardInterrupt:
-            tell("Interrupted. The same command goes on.")
-            return 128 + signal.SIGINT
-        finally:
-            trials.stopping.set()  # after an error, too: the other threads end their trials
+    trials.work()
     study, folder = trials.study(), trials.folder
     sys.stdout.write(f"{table(study, trials.pruner, trials.count)}\n")
     best = best_trial(study)
@@ -328,25 +278,3 @@ def _work(trials: Trials, environments: list[dict[str, str]]) -> int:
     command = trials.options.get(COMMAND, "train")
     tell(f"Written: {folder / 'best.yaml'}, for `hf-hybrid {command} --config {folder / 'best.yaml'}`")
     return 0
-
-
-def _environments(processes: int, config: Any) -> tuple[list[dict[str, str]], dict[str, int]]:
-    """
-    The environment variables of each of the trials that run at a time, and the options that all trials get with them.
-
-    A single trial has all that a training without a sweep has. Several share the GPUs evenly; without GPUs, the cores.
-    """
-    if processes == 1:
-        return [{}], {}
-    import torch
-
-    gpus = 0 if config.use_cpu else torch.cuda.device_count()
-    if gpus == 0:
-        threads = max((os.cpu_count() or 1) // processes, 1)
-        return [{"OMP_NUM_THREADS": str(threads)}] * processes, {}
-    share = gpus // processes
-    if share == 0:
-        raise OptionError(f"`--processes {processes}` is more than the {gpus} GPUs of this machine.")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-    parts = [visible[index * share : (index + 1) * share] for index in range(processes)]
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts], {"num_processes": share}

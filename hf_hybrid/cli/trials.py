@@ -34,11 +34,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 from filelock import FileLock, Timeout
@@ -52,6 +51,9 @@ from hf_hybrid.records.log import LOG_NAME, load_log
 from hf_hybrid.records.readings import as_dict, count_of, number, numbered, read_json
 from hf_hybrid.records.redaction import redact
 from hf_hybrid.saving.manifest import last_checkpoint
+
+if TYPE_CHECKING:
+    from hf_hybrid.cli.sweep import Choices, Range
 
 TRIAL_NAME = "trial.yaml"
 OUTCOME_NAME = "outcome.json"
@@ -158,6 +160,15 @@ def _has_begun(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (TRIAL_NAME, OUTCOME_NAME, LOG_NAME, *RESULT_NAMES))
 
 
+def distribution(parameter: Any) -> optuna.distributions.BaseDistribution:
+    """Return a `Choices` or a `Range` as Optuna wants it."""
+    if hasattr(parameter, "choices"):
+        return optuna.distributions.CategoricalDistribution(parameter.choices)
+    integers = isinstance(parameter.low, int) and isinstance(parameter.high, int)
+    kind = optuna.distributions.IntDistribution if integers else optuna.distributions.FloatDistribution
+    return kind(parameter.low, parameter.high, log=parameter.logarithmic)
+
+
 def best_trial(study: optuna.Study) -> FrozenTrial | None:
     """The finished trial with the lowest held-out loss."""
     finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
@@ -174,11 +185,9 @@ class Trials:
     Args:
         folder (`Path`): Of the sweep. It exists.
         options (`dict`): Of all trials, by name; under [`COMMAND`] the command that trains, if it is not `train`.
-        distributions (`dict`): Of the parameters, by name.
+        parameters (`list[Choices | Range]`): What is tried.
         pruner (`ForecastPruner`): Of the study.
         count (`int`): No more trials than that.
-        propose (`Callable`): Returns the values of the next trial from a study of those before it; `None` where no
-            other is worth trying.
 
     Raises:
         OptionError: If the folder is of another sweep.
@@ -188,15 +197,14 @@ class Trials:
         self,
         folder: Path,
         options: dict[str, Any],
-        distributions: dict[str, Any],
+        parameters: list[Choices | Range],
         *,
         pruner: ForecastPruner,
         count: int,
-        propose: Callable[[optuna.Study], dict[str, Any] | None],
     ):
-        self.folder, self.options, self.distributions = folder, options, distributions
-        self.pruner, self.count, self.propose = pruner, count, propose
-        self.stopping = threading.Event()
+        self.folder, self.options, self.parameters = folder, options, parameters
+        self.distributions = {parameter.name: distribution(parameter) for parameter in parameters}
+        self.pruner, self.count, self.hopeless = pruner, count, False
         self._kills: dict[tuple[int, str | None], int] = {}  # by trial, and the checkpoint that it had
         _, self._private = split_private(options)
         variables = options.get(ENVIRONMENT)
@@ -262,14 +270,29 @@ class Trials:
         shown, _ = split_private(options)
         return {name: value for name, value in shown.items() if name not in (*_OF_EACH_TRIAL, *self.distributions)}
 
-    def work(self, environment: dict[str, str]) -> None:
-        """Run trials, one after the other, while there is one to choose, with `environment` for their processes."""
-        while not self.stopping.is_set() and (chosen := self._choose()) is not None:
+    def work(self) -> None:
+        """Run trials, one after the other, while there is one to choose."""
+        while not self.hopeless and (chosen := self._choose()) is not None:
             number, lock = chosen
             try:
-                self._run(number, environment)
+                self._run(number)
             finally:
                 lock.release()
+
+    def _propose(self, study: optuna.Study) -> dict[str, Any] | None:
+        """Return the values of the next trial; `None` where no other can be the best."""
+        trials = study.get_trials(deepcopy=False)
+        if len(self.parameters) > 1:
+            # A proposal depends on the trials that there are, not on the process that asks.
+            study.sampler = optuna.samplers.TPESampler(seed=len(trials))
+            return study.ask(self.distributions).params
+        [parameter] = self.parameters
+        known = [trial for trial in trials if parameter.name in trial.params]  # of a lost trial nothing is known
+        standings = [(trial.params[parameter.name], self.pruner.standing(study, trial)) for trial in known]
+        ended = {value: standing for value, standing in standings if standing is not None}
+        running = [value for value, standing in standings if standing is None]
+        value = parameter.next_value(self.count, ended, running)
+        return None if value is None else {parameter.name: value}
 
     def _choose(self) -> tuple[int, FileLock] | None:
         """Choose a trial that was interrupted, or else a new one. Returns its number and its lock, which is held."""
@@ -288,7 +311,7 @@ class Trials:
                 self._write_options(trial.number, trial.params)
                 return trial.number, lock
             number = len(study.trials)
-            parameters = self.propose(study) if number < self.count else None
+            parameters = self._propose(study) if number < self.count else None
             if parameters is None:
                 return None
             lock = self._lock(number)
@@ -309,19 +332,17 @@ class Trials:
 
     # One trial.
 
-    def _run(self, number: int, environment: dict[str, str]) -> None:
+    def _run(self, number: int) -> None:
         """Train in a process of its own, and follow its losses until it ends or cannot win."""
         folder = self.trial(number)
         if held_out_loss(folder) is None:  # else the sweep died between the trial's end and its outcome
-            process = self._start(folder, environment)
+            process = self._start(folder)
             try:
                 pruned = self._follow(number, process)
             finally:
                 if process.stdin is not None:
                     process.stdin.close()  # which ends the process
                 process.wait()
-            if self.stopping.is_set():
-                return  # the trial is left as interrupted
             if pruned:
                 self._end(number, TrialState.PRUNED)
                 return
@@ -343,7 +364,7 @@ class Trials:
         if status and killed_by is None:
             self._end(number, TrialState.FAIL, reason=redact(_last_words(folder / "output.txt"), self._secrets))
             if not any(MAX_STEPS in other.user_attrs for other in self.study().trials):
-                self.stopping.set()  # no trial ever began, and the next ones would fail as this one did
+                self.hopeless = True  # no trial ever began, and the next ones would fail as this one did
             return True
         checkpoint, how = last_checkpoint(folder), f"killed by {killed_by}" if killed_by else "told to end early"
         key = (number, None if checkpoint is None else str(checkpoint))
@@ -356,7 +377,7 @@ class Trials:
             tell(f"trial {number} was {how} {since}")
         return True
 
-    def _start(self, folder: Path, environment: dict[str, str]) -> subprocess.Popen:
+    def _start(self, folder: Path) -> subprocess.Popen:
         words = [self.options.get(COMMAND, "train"), "--config", str(folder / TRIAL_NAME)]
         if last_checkpoint(folder) is not None:
             words += ["--resume_from_checkpoint", "true"]
@@ -370,21 +391,21 @@ class Trials:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **private, **environment},
+                env={**os.environ, **private},
                 start_new_session=True,  # Ctrl-C reaches the sweep alone, which then ends its trials
             )
 
     def _follow(self, number: int, process: subprocess.Popen) -> bool:
         """Wait for the end of a trial. Returns whether it cannot win, once that is known."""
         judged: int | None = None
-        while process.poll() is None and not self.stopping.is_set():
+        while process.poll() is None:
             _, losses = logged(self.trial(number))
             step = max(losses, default=None)
             if step != judged:
                 judged, study = step, self.study()
                 if self.pruner.prune(study, study.trials[number]):
                     return True
-            self.stopping.wait(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         return False
 
     def _end(self, number: int, state: TrialState, loss: float | None = None, reason: str = "") -> None:
