@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
         _check(args)
         console.print_line(f"{args.model}. {HELP}")
         with console.speaking():
-            model, tokenizer = load(args)
+            with console.quiet_imports():
+                model, tokenizer = load(args)
             _talk(model, tokenizer, args)
     except (OptionError, ImportError) as error:
         sys.stderr.write(f"hf-hybrid chat: error: {error}\n")
