@@ -184,7 +184,10 @@ def print_trainer(trainer: Any, *, by_rule: bool) -> None:
     print_fact("rate", _rate(trainer, by_rule))
     if (memory := _memory(trainer)) is not None:
         print_fact("memory", memory)
-    print_fact("output", f"{args.output_dir}{_saving(trainer)}", unwrapped=True)
+    steps = f"{args.save_steps:.0%} of the run" if args.save_steps < 1 else f"{int(args.save_steps):,} steps"
+    every = {"steps": steps, "epoch": "epoch"}.get(getattr(args.save_strategy, "value", args.save_strategy))
+    saves = f"a checkpoint every {every}" if every else "no checkpoints on the way"
+    print_fact("output", f"{args.output_dir}; {saves}", unwrapped=True)
     print_line()
 
 
@@ -211,17 +214,16 @@ def _rate(trainer: Any, by_rule: bool) -> str:
     from hf_hybrid.build import chooses_rate
     from hf_hybrid.config import was_given
 
-    args, options = trainer.args, trainer.hybrid_args
-    given = was_given(args, "learning_rate")
+    args, given = trainer.args, was_given(trainer.args, "learning_rate")
     source = "the rule for adapters" if by_rule and given else "as given" if given else "the default"
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)).replace("_", " ")
     text = f"{args.learning_rate:.3g} ({source}), {schedule}"
     adapters = any(not parameter.requires_grad for parameter in trainer.model.parameters())
-    if trainer.has_phases and chooses_rate(args, options):
+    if trainer.has_phases and chooses_rate(args, trainer.hybrid_args):
         choice = "times a factor that auto_lr knows for adapters" if adapters else "raised by auto_lr if that helps"
         return f"{text}, {choice}; --learning_rate turns that off"
-    if not trainer.has_phases and adapters and not given:
-        return f"{text} of training all weights; adapters often need ten times as much: set --learning_rate"
+    if adapters and not given:
+        return f"{text}; adapters often need ten times the rate of all weights: set --learning_rate"
     return text
 
 
@@ -242,15 +244,6 @@ def _memory(trainer: Any) -> str | None:
     if trainer.memory.streams:
         text += f", {format_bytes(plan.peak_host_bytes)} on the host, from where layers are streamed"
     return text
-
-
-def _saving(trainer: Any) -> str:
-    args = trainer.args
-    strategy = getattr(args.save_strategy, "value", args.save_strategy)
-    if strategy == "steps":
-        every = f"{int(args.save_steps):,} steps" if args.save_steps >= 1 else f"{args.save_steps:.0%} of the run"
-        return f"; a checkpoint every {every}"
-    return "; a checkpoint every epoch" if strategy == "epoch" else "; no checkpoints on the way"
 
 
 def print_interruption(trainer: Any) -> None:
@@ -312,14 +305,15 @@ def print_nothing_learned(trainer: Any, last: dict[str, Any]) -> None:
         f"No reward differed in {plural(trainer.state.global_step, 'step')}, so nothing was learned: all completions "
         "of a prompt got the same reward. Look at"
     )
-    print_line("  - the completions above: do they have the form that the reward reads?", 4)
-    if cut > 0:
-        print_line(
-            f"  - --max_completion_length {args.max_completion_length}, which cut {cut:.0%} of the last ones;", 4
-        )
-    print_line("  - the prompts: a model learns from those that it gets right sometimes;", 4)
-    more = f"--num_generations {args.num_generations} and --temperature {args.temperature:g}"
-    print_line(f"  - {more}: with higher ones completions differ more.", 4)
+    for line in (
+        "the completions above: do they have the form that the reward reads?",
+        f"--max_completion_length {args.max_completion_length}, which cut {cut:.0%} of the last ones;" if cut else "",
+        "the prompts: a model learns from those that it gets right sometimes;",
+        f"--num_generations {args.num_generations} and --temperature {args.temperature:g}: with higher ones "
+        "completions differ more.",
+    ):
+        if line:
+            print_line(f"  - {line}", 4)
 
 
 def _saved_work(summary: dict[str, Any]) -> str:

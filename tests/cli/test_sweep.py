@@ -5,6 +5,7 @@ Most tests put a process in the place of `hf-hybrid train` that writes a log as 
 rate of this made-up training is 1.5e-3.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -25,7 +26,7 @@ import yaml
 from conftest import mostly_slow
 from optuna.trial import TrialState
 
-from hf_hybrid.cli import trials
+from hf_hybrid.cli import sweep, trials
 from hf_hybrid.cli.main import main
 from hf_hybrid.cli.options import TRAINING as TRAINING_COMMANDS
 from hf_hybrid.cli.options import CommandLine
@@ -301,7 +302,8 @@ def test_a_trial_that_somebody_works_on_is_left_alone(config, made_up):
 
 
 @pytest.mark.processes
-def test_commands_at_a_time_make_each_trial_once(config, made_up, capsys):
+def test_commands_at_a_time_make_each_trial_once(config, made_up, capsys, monkeypatch):
+    monkeypatch.setattr(sweep, "quiet_imports", contextlib.nullcontext)  # which is for one thread
     words = ["--learning_rate", "1e-3,1.1e-3,1.2e-3,1.3e-3", "--trials", "4"]
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda _: start(config, *words), range(2))) == [0, 0]
