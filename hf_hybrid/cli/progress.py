@@ -9,17 +9,14 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Collection, Generator
-from pathlib import Path
+from collections.abc import Generator
 from typing import Any
 
 from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from hf_hybrid.cli.console import is_number, outcome, plural, print_line, terminal_width
-from hf_hybrid.records.log import append_line
 from hf_hybrid.records.progress import HybridProgressCallback, PositionBar
-from hf_hybrid.report.samples import SAMPLES_NAME
 from hf_hybrid.trl.rewards import text_of
 
 LINES = 20
@@ -66,24 +63,22 @@ def interrupts(alone: bool) -> Generator[threading.Event]:
 
 class Progress(TrainerCallback):
     """
-    Writes the lines and, on a terminal, the bar, in place of Trainer's own. Of GRPO each line is followed by a
-    completion, which goes to `samples.jsonl` too, from where the report has it.
+    Writes the lines and, on a terminal, the bar, in place of Trainer's own. With `log_completions` each line is
+    followed by a completion.
 
     Args:
         trainer: Whose run it is. Its own callbacks of this kind are removed.
         interrupted (`threading.Event`): Of Ctrl-C.
-        defaulted (`Collection[str]`): Options that were not given: `logging_steps` follows from the length of the run
-            then, and completions are shown.
+        chooses_steps (`bool`): Whether `logging_steps` follows from the length of the run.
 
     Attributes:
         stepped (`bool`): Whether a step has begun.
     """
 
-    def __init__(self, trainer: Any, interrupted: threading.Event, defaulted: Collection[str]):
+    def __init__(self, trainer: Any, interrupted: threading.Event, *, chooses_steps: bool):
         for kind in (HybridProgressCallback, ProgressCallback, PrinterCallback):
             trainer.remove_callback(kind)
-        self.trainer, self.interrupted, self.chooses_steps = trainer, interrupted, "logging_steps" in defaulted
-        self.shows_completions = "log_completions" in defaulted or getattr(trainer.args, "log_completions", False)
+        self.trainer, self.interrupted, self.chooses_steps = trainer, interrupted, chooses_steps
         self.bar: PositionBar | None = None
         self.begun: float | None = None
         self.stepped = False
@@ -97,9 +92,6 @@ class Progress(TrainerCallback):
         if state.is_world_process_zero and sys.stderr.isatty() and not args.disable_tqdm:
             options = {"total": state.max_steps, "initial": state.global_step, "dynamic_ncols": True}
             self.bar = PositionBar(position_of_run=self.trainer.run_position, leave=False, **options)
-
-        if self.shows_completions and state.is_world_process_zero:
-            append_line(Path(args.output_dir) / SAMPLES_NAME, {"step": state.global_step, "begun": True})
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.stepped = True
@@ -127,15 +119,8 @@ class Progress(TrainerCallback):
             self.tokens, self.logged = tokens, now
         if text:
             print_line(text)
-        if self.shows_completions and "reward" in logs:
-            sample = last_completion(self.trainer)
-            append_line(Path(args.output_dir) / SAMPLES_NAME, {"step": state.global_step, "ended": True, **sample})
-            # As JSON, in which nothing that a model writes reaches the terminal as a command to it.
-            asked, answer = (
-                json.dumps(textwrap.shorten(sample[name], 100, placeholder=" ..."), ensure_ascii=False)
-                for name in ("prompt", "completion")
-            )
-            print_line(f"  {sample['rewards']}: {asked} -> {answer}", 4)
+        if "reward" in logs and getattr(args, "log_completions", False):
+            print_line(f"  {last_completion(self.trainer)}", 4)
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.bar is not None:
@@ -143,13 +128,20 @@ class Progress(TrainerCallback):
             self.bar = None
 
 
-def last_completion(trainer: Any) -> dict[str, str]:
-    """Return the last completion that TRL has noted: `prompt`, `completion` and `rewards`, one of each function."""
+def last_completion(trainer: Any) -> str:
+    """
+    Return the last completion that TRL has noted: its rewards, the prompt and the text.
+
+    The texts are JSON, so that nothing that a model writes reaches the terminal as a command to it.
+    """
     noted = trainer._logs
     prompt, completion = noted["prompt"][-1], noted["completion"][-1]
     rewards = ", ".join(f"{name} {values[-1]:.3g}" for name, values in noted["rewards"].items())
-    asked = text_of(prompt if isinstance(prompt, str) else prompt[-1:])
-    return {"prompt": asked, "completion": text_of(completion), "rewards": rewards}
+    asked, answer = (
+        json.dumps(textwrap.shorten(text, 100, placeholder=" ..."), ensure_ascii=False)
+        for text in (text_of(prompt if isinstance(prompt, str) else prompt[-1:]), text_of(completion))
+    )
+    return f"{rewards}: {asked} -> {answer}"
 
 
 def logging_steps(max_steps: int) -> int:

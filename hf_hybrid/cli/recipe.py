@@ -173,7 +173,7 @@ def train(line: CommandLine) -> int:
         trainer = make_trainer(options)
         console.print_trainer(trainer, by_rule="learning_rate" in options.defaulted)
         with interrupts(alone=trainer.args.world_size == 1) as interrupted:
-            progress = Progress(trainer, interrupted, options.defaulted)
+            progress = Progress(trainer, interrupted, chooses_steps="logging_steps" in options.defaulted)
             trainer.add_callback(progress)
             # `true` resumes from the last checkpoint, `false` from none.
             words = {None: None, "": None, "none": None, "false": None, "true": True}
@@ -237,6 +237,8 @@ def make_trainer(options: Options) -> Any:
     with args.main_process_first(desc="reading the data"):
         train_set, eval_set = load_data(options, reader, tokenizer)
     more: dict[str, Any] = {} if command is TRAIN else {"peft_config": adapters}
+    if "log_completions" in options.defaulted:
+        args.log_completions, args.num_completions_to_print = True, 0  # TRL writes them, and `Progress` shows one
     if options.rewards is not None:
         pattern, names = options.rewards.reward_pattern, options.rewards.reward or []
         functions, text = rewards.load_all(names, pattern, args.reward_weights, train_set)

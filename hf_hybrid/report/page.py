@@ -216,7 +216,7 @@ _HEADINGS = {
 }
 _SECTIONS = {
     "Savings": [("What was not computed", "savings", "name value")],
-    "Samples": [("Completions, the newest first", "samples", "step rewards prompt completion")],
+    "Samples": [("Completions, the newest first", "samples", "step prompt completion")],
     "Steps": [("Their phases", "phases", "name steps seconds")],
     "Leaps": [
         ("What became of them", "leaps.by_verdict", "name value"),

@@ -33,7 +33,6 @@ from hf_hybrid.cli.options import (
     help_text,
 )
 from hf_hybrid.cli.tokens import Answers
-from hf_hybrid.report.samples import samples_of
 from hf_hybrid.trl import rewards
 from hf_hybrid.trl.rewards import exact_match, last_number, numeric_answer
 
@@ -455,9 +454,8 @@ def test_grpo_says_what_it_learns_from(run, wrong_files, tmp_path, reward, words
     ended, out, err = run("grpo", *grpo, "--max_completion_length", "4", *words)
     assert ended == status and all(line in " ".join(out.split()) for line in lines), err
     assert ("`--reward mine.py:later` returned 1 rewards" in err) == (status == 1) and "Traceback" not in err
-    samples = samples_of(tmp_path / "out")
-    assert [sample["step"] for sample in samples] == [1, 2][: 2 - status]
-    assert samples[0]["prompt"].startswith("What is") and samples[0]["rewards"].startswith(reward)
+    written = sorted(path.name for path in (tmp_path / "out" / "completions").iterdir())
+    assert written == ["completions_00001.parquet", "completions_00002.parquet"][: 2 - status]
     if status == 0:
         config, summary = (json.loads((tmp_path / "out" / f"hybrid_{name}.json").read_text()) for name in FILES)
         assert config["activation_checkpointing"] == "auto" and summary["rows_skipped"] > 0
