@@ -27,7 +27,7 @@ from hf_hybrid.optimizers import RATE_SCALE, MuonAdamW, muon_groups, split_param
 from hf_hybrid.plan.accounting import ModelShape, WeightCount, storage_bytes
 from hf_hybrid.plan.estimate import Estimator, PlanError
 from hf_hybrid.plan.setups import Setup
-from hf_hybrid.run.adapters import OF_PREFERENCES, adapter_rate
+from hf_hybrid.run.adapters import adapter_rate
 from hf_hybrid.run.run import Run
 from hf_hybrid.streaming.layers import find_layers
 
@@ -148,7 +148,7 @@ def test_the_default_rate_of_adapters():
     """1e-3 for SmolLM2 with `alpha` 32, a quarter of it for pairs, less where layers are wider."""
     rate = adapter_rate(alpha=32, width=576)
     assert rate == pytest.approx(1e-3)
-    assert adapter_rate(alpha=32, width=576, share=OF_PREFERENCES) == pytest.approx(rate / 4)
+    assert adapter_rate(alpha=32, width=576, preference=True) == pytest.approx(rate / 4)
     assert adapter_rate(alpha=16, width=1152) == pytest.approx(rate)
 
 

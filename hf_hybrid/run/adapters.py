@@ -38,7 +38,7 @@ MAX_ADAPTER_RATE = 1e-2
 """About the highest rate of adapters at which the rule was measured: very narrow models would get a higher one."""
 
 
-def adapter_rate(*, alpha: float, width: int, share: float = 1.0) -> float:
+def adapter_rate(*, alpha: float, width: int, preference: bool = False) -> float:
     """
     Return the learning rate of AdamW for LoRA adapters, where none is given.
 
@@ -52,9 +52,10 @@ def adapter_rate(*, alpha: float, width: int, share: float = 1.0) -> float:
         alpha (`float`): The adapters' `lora_alpha`; for rank-stabilised adapters, `lora_alpha` times the square root of
             the rank.
         width (`int`): The model's `hidden_size`.
-        share (`float`): Of the rate of supervised training: [`OF_PREFERENCES`], [`OF_REWARDS`].
+        preference (`bool`): Whether a loss on pairs is trained, as in DPO.
     """
-    return share * ADAPTER_RATE * (AT_ALPHA / alpha) * (AT_WIDTH / width)
+    rate = ADAPTER_RATE * (AT_ALPHA / alpha) * (AT_WIDTH / width)
+    return rate * OF_PREFERENCES if preference else rate
 
 
 def adapter_rate_scale(trainer: TrainerView) -> AdapterRate | None:
@@ -68,10 +69,7 @@ def adapter_rate_scale(trainer: TrainerView) -> AdapterRate | None:
             reason,
         )
         return None
-    share = OF_PREFERENCES if trainer.trains_preferences else 1.0
-    rate = AdapterRate(
-        max(1.0, _rate_of(trainer, share) / args.learning_rate), backs_off=not trainer.trains_preferences
-    )
+    rate = AdapterRate(max(1.0, _rate_of(trainer) / args.learning_rate), backs_off=not trainer.trains_preferences)
     if rate.scale > 1:
         logger.warning(
             "Adapters are trained at a learning rate of %.3g in place of %g. It follows from `lora_alpha=%g`%s. Set "
@@ -84,32 +82,15 @@ def adapter_rate_scale(trainer: TrainerView) -> AdapterRate | None:
     return rate
 
 
-def _rate_of(trainer: TrainerView, share: float) -> float:
+def _rate_of(trainer: TrainerView) -> float:
     """Return the learning rate of the rule, for the largest `lora_alpha` if there are several."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     alpha, width = max(_lora_alphas(model)), cast(int, _width(model))  # known, or there is no rate
-    return min(MAX_ADAPTER_RATE, adapter_rate(alpha=alpha, width=width, share=share))
-
-
-def reward_rate(trainer: TrainerView) -> float | None:
-    """Return the learning rate of the rule for GRPO, before its optimizer is made; `None` where the rule has none."""
-    if not trains_adapters(trainer) or _reason_unlike_lora(trainer) is not None:
-        return None
-    return max(trainer.args.learning_rate, _rate_of(trainer, OF_REWARDS))
+    return min(MAX_ADAPTER_RATE, adapter_rate(alpha=alpha, width=width, preference=trainer.trains_preferences))
 
 
 def reason_no_rate(trainer: TrainerView) -> str | None:
     """Return why the rule says nothing about these adapters, their optimizer or their loss."""
-    if (reason := _reason_unlike_lora(trainer)) is not None:
-        return reason
-    groups, rate = unwrapped_optimizer(trainer).param_groups, trainer.args.learning_rate
-    if any(float(group.get("initial_lr", group["lr"])) != rate for group in groups):
-        return "the optimizer that was passed has learning rates of its own"
-    return None if trainer.trains_preferences else unknown_loss(trainer)
-
-
-def _reason_unlike_lora(trainer: TrainerView) -> str | None:
-    """Return why the rule says nothing about these adapters or their optimizer."""
     model, rate = trainer.accelerator.unwrap_model(trainer.model), trainer.args.learning_rate
     configs = model.peft_config.values()
     other = [
@@ -125,7 +106,24 @@ def _reason_unlike_lora(trainer: TrainerView) -> str | None:
         return "other weights are trained beside them"
     if (name := optimizer_unlike_adam(trainer)) is not None:
         return f"no default rate is known for the optimizer `{name}`"
-    return "the width of the model is not known" if _width(model) is None else None
+    groups = unwrapped_optimizer(trainer).param_groups
+    if any(float(group.get("initial_lr", group["lr"])) != rate for group in groups):
+        return "the optimizer that was passed has learning rates of its own"
+    if _width(model) is None:
+        return "the width of the model is not known"
+    return None if trainer.trains_preferences else unknown_loss(trainer)
+
+
+def reward_rate(trainer: TrainerView) -> float | None:
+    """Return the learning rate of the rule for GRPO, before its optimizer is made; `None` where the rule has none."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    layers, width = list(_lora_layers(model)) if trains_adapters(trainer) else [], _width(model)
+    adapters = {id(parameter) for _, own in layers for parameter in own}
+    others = any(p.requires_grad and id(p) not in adapters for p in model.parameters())
+    if not layers or others or width is None or optimizer_unlike_adam(trainer) is not None:
+        return None
+    rate = OF_REWARDS * adapter_rate(alpha=max(alpha for alpha, _ in layers), width=width)
+    return max(trainer.args.learning_rate, min(MAX_ADAPTER_RATE, rate))
 
 
 def _width(model: torch.nn.Module) -> int | None:
