@@ -258,8 +258,6 @@ def make_trainer(options: Options) -> Any:
     trainer = imported(command.trainer)(
         model, args=args, train_dataset=train_set, eval_dataset=eval_set, processing_class=tokenizer, **more
     )
-    if command is DPO:
-        _print_pairs(trainer, train_set)
     if "learning_rate" in options.defaulted:
         from hf_hybrid.run.adapters import reward_rate
 
@@ -267,6 +265,8 @@ def make_trainer(options: Options) -> Any:
             args.learning_rate = rate
     if options.data.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(options.data.early_stopping_patience))
+    if command is DPO:
+        _print_pairs(trainer, train_set)
     if args.should_save:
         from hf_hybrid.config import CONFIG_NAME, config_values
 
