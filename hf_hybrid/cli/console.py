@@ -214,15 +214,15 @@ def _rate(trainer: Any, by_rule: bool) -> str:
     from hf_hybrid.build import chooses_rate
     from hf_hybrid.config import was_given
 
-    args, given = trainer.args, was_given(trainer.args, "learning_rate")
-    source = "the rule for adapters" if by_rule and given else "as given" if given else "the default"
+    args, written = trainer.args, was_given(trainer.args, "learning_rate")
+    source = "the rule for adapters" if by_rule and written else "as given" if written else "the default"
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)).replace("_", " ")
     text = f"{args.learning_rate:.3g} ({source}), {schedule}"
     adapters = any(not parameter.requires_grad for parameter in trainer.model.parameters())
     if trainer.has_phases and chooses_rate(args, trainer.hybrid_args):
         choice = "times a factor that auto_lr knows for adapters" if adapters else "raised by auto_lr if that helps"
         return f"{text}, {choice}; --learning_rate turns that off"
-    if adapters and not given:
+    if adapters and not written:
         return f"{text}; adapters often need ten times the rate of all weights: set --learning_rate"
     return text
 

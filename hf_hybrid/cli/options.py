@@ -644,7 +644,7 @@ class CommandLine:
             values |= {"load_best_model_at_end": True, "greater_is_better": rewarded, "eval_strategy": by}
             values |= {"metric_for_best_model": f"eval_{'reward' if rewarded else 'loss'}", "save_strategy": by}
             steps = written.get("eval_steps", written.get("save_steps", 0.1))
-            values |= {"eval_steps": steps, "save_steps": steps}
+            values |= {"eval_steps": steps, "save_steps": steps, "save_total_limit": 1}  # beside the best one
         return values
 
     def options(self) -> Options:

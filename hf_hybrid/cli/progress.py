@@ -105,18 +105,18 @@ class Progress(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or not logs or "train_runtime" in logs or self.begun is None:
             return  # without a beginning it is an evaluation without a training
-        now, done = time.monotonic(), state.global_step - self.first_step
-        seconds = (now - self.begun) / max(done, 1) * (state.max_steps - state.global_step)
+        clock, steps = time.monotonic(), state.global_step - self.first_step
+        seconds = (clock - self.begun) / max(steps, 1) * (state.max_steps - state.global_step)
         left = tqdm.format_interval(seconds) if seconds >= 1 else ""
         tokens = logs.get("num_tokens") or 0
-        rate = (tokens - self.tokens) / max(now - self.logged, 1e-9) if tokens > self.tokens else None
+        rate = (tokens - self.tokens) / max(clock - self.logged, 1e-9) if tokens > self.tokens else None
         scale = logs.get("hybrid/learning_rate_scale")
         if scale == self.scale:  # said before
             logs = {name: value for name, value in logs.items() if name != "hybrid/learning_rate_scale"}
         self.scale = scale or self.scale
         text = log_line(state.global_step, state.max_steps, logs, rate=rate, left=left, width=terminal_width())
         if "loss" in logs:
-            self.tokens, self.logged = tokens, now
+            self.tokens, self.logged = tokens, clock
         if text:
             print_line(text)
         if "reward" in logs and getattr(args, "log_completions", False):

@@ -456,9 +456,9 @@ def table(study: optuna.Study, pruner: ForecastPruner, count: int) -> str:
         rows.append((str(trial.number), *values, f"{step:,}/{max_steps:,}", outcome))
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join([*(cell.rjust(width) for cell, width in zip(row, widths[:-1])), row[-1]]) for row in rows]
-    made, planned = (sum(column) for column in zip(*map(trial_steps, trials)))
-    share = f", {made / (planned * count / len(trials)):.0%} of those of {count} whole trials" if planned else ""
-    return "\n".join(lines) + f"\n\n{len(trials)} trials made {made:,} steps{share}."
+    steps, planned = (sum(column) for column in zip(*map(trial_steps, trials)))
+    share = f", {steps / (planned * count / len(trials)):.0%} of those of {count} whole trials" if planned else ""
+    return "\n".join(lines) + f"\n\n{len(trials)} trials made {steps:,} steps{share}."
 
 
 def _value_text(value: Any) -> str:
