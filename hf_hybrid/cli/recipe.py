@@ -46,7 +46,6 @@ from hf_hybrid.cli.options import (
     imported,
     required,
 )
-from hf_hybrid.cli.reward_checks import RewardError, checked
 from hf_hybrid.files import is_disk_full, write_note
 from hf_hybrid.records.redaction import shareable
 from hf_hybrid.trl import rewards
@@ -118,6 +117,8 @@ def check_early(line: CommandLine) -> None:
         "model", "dataset", "eval_dataset", "columns", "reward", "reward_pattern", "sample_prompts", "report_to"
     )
     names = required("reward", early["reward"] or None, line.command.program) if line.command is GRPO else []
+    if names:
+        check_generations(line)
     try:
         for path in early["sample_prompts"]:
             from hf_hybrid.report.samples import read_prompts
@@ -136,8 +137,6 @@ def check_early(line: CommandLine) -> None:
             raise OptionError(
                 f"`--report_to {tracker}`: {tracker} is not installed. `pip install {tracker}`, or leave it out."
             )
-    if line.command is GRPO:
-        check_generations(line)
 
 
 def check_generations(line: CommandLine) -> None:
@@ -182,7 +181,7 @@ def train(line: CommandLine) -> int:
     except (TrainingDivergedError, UnrecoveredMemoryError) as error:
         complain(error, program)
         return 1
-    except RewardError as error:
+    except rewards.RewardError as error:
         if progress is None or not progress.stepped:
             return complain(error, program)
         sys.stderr.write(f"{program}: error: {error}\n")  # of any process
@@ -242,7 +241,7 @@ def make_trainer(options: Options) -> Any:
     if options.rewards is not None:
         pattern, names = options.rewards.reward_pattern, options.rewards.reward or []
         functions, text = rewards.load_all(names, pattern, args.reward_weights, train_set)
-        more["reward_funcs"] = checked(names, functions, next(iter(train_set)))
+        more["reward_funcs"] = rewards.checked(names, functions, next(iter(train_set)))
         console.print_fact("rewards", text)
     set_seed(args.seed)  # as if the data had taken no random numbers
     with args.main_process_first(desc="loading the model's files"):
