@@ -14,8 +14,7 @@ import math
 import re
 import string
 import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
@@ -195,7 +194,7 @@ class CheckedReward:
         try:
             rewards = self.reward(completions=completions, **columns)
         except Exception as error:  # whatever a user's function raises
-            last = traceback.extract_tb(error.__traceback__)[-1]
+            last = inspect.trace()[-1]
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
             raise RewardError(
                 f"`--reward {self.name}` raised `{reason:.200}` in line {last.lineno} of `{Path(last.filename).name}`. "
@@ -219,7 +218,7 @@ def _is_reward(value: Any) -> bool:
         return False
 
 
-def checked(names: Sequence[str], rewards: Sequence[Reward], row: Mapping[str, Any]) -> list[Reward]:
+def checked(names: Sequence[str], rewards: Sequence[Reward], row: dict[str, Any]) -> list[Reward]:
     """
     Return the reward functions with their checks, after a call of each on two completions of a row.
 
