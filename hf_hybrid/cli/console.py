@@ -174,7 +174,8 @@ def print_trainer(trainer: Any, *, by_rule: bool) -> None:
     name = Path(getattr(model, "name_or_path", "") or type(model).__name__).name
     dtype = str(next(iter(parameters)).dtype).removeprefix("torch.")
     device = describe_device(args.device).get("name", args.device)
-    print_fact("model", f"{name}: {count(total)} parameters in {dtype}, on {device}")
+    base = total - trained if hasattr(model, "peft_config") else total
+    print_fact("model", f"{name}: {count(base)} parameters in {dtype}, on {device}")
     if trained < total:
         share = trained / total
         print_fact("trained", f"{count(trained)} ({share:{'.1%' if share >= 0.001 else '.2g'}}) in adapters")
