@@ -29,13 +29,6 @@ NF4_BLOCK = 64
 """And in the nf4 of bitsandbytes."""
 
 
-INSTALL = {
-    "torchao": 'pip install "hf-hybrid[export]"',
-    "gguf": 'pip install "hf-hybrid[export]"',
-    "bitsandbytes": 'pip install "hf-hybrid[quantization]"',
-}
-
-
 class ExportError(ValueError):
     """A run cannot be exported; the message says why and what to do."""
 
@@ -85,14 +78,7 @@ FORMATS: dict[str, Format] = {
 
 
 def kept_dtype(name: str, asked: str, own: torch.dtype) -> torch.dtype:
-    """
-    Return the dtype of the weights that a format does not quantise.
-
-    Args:
-        name (`str`): Of `FORMATS`.
-        asked (`str`): A dtype by name, or `auto`: the model's own; 16 bits in `merged`.
-        own (`torch.dtype`): Of the model as it is saved.
-    """
+    """Return the dtype of the weights that a format does not quantise; `auto`: the model's own, 16 bits in `merged`."""
     if asked != "auto":
         return getattr(torch, asked)
     if name == MERGED:
@@ -112,16 +98,9 @@ def caveat(name: str, config: PreTrainedConfig) -> str | None:
 
 def check_format(name: str, config: PreTrainedConfig, tokenizer: Any, dtype: torch.dtype) -> None:
     """
-    Refuse a format that does not exist, or that cannot be written here for this model.
+    Refuse a format that does not exist, or that cannot be written here for this model, with what to do instead.
 
-    Args:
-        name (`str`): Of `FORMATS`.
-        config (`PreTrainedConfig`): Of the model to export.
-        tokenizer (*optional*): Of the model; a GGUF file holds it.
-        dtype (`torch.dtype`): Of the weights that are not quantised.
-
-    Raises:
-        ExportError: With what to install, or which format to take instead.
+    A GGUF file holds the `tokenizer`. `dtype` is that of the weights that are not quantised.
     """
     if name not in FORMATS:
         of_llama_cpp = (
@@ -135,7 +114,8 @@ def check_format(name: str, config: PreTrainedConfig, tokenizer: Any, dtype: tor
         raise ExportError(f"The model was trained to be ternary: export it with `format=bitnet`, got `{name}`.")
     package = FORMATS[name].package
     if package is not None and importlib.util.find_spec(package) is None:
-        raise ExportError(f"`format={name}` needs {package}. Install it: {INSTALL[package]}")
+        extra = "quantization" if package == "bitsandbytes" else "export"
+        raise ExportError(f'`format={name}` needs {package}. Install it: pip install "hf-hybrid[{extra}]"')
     if package == "gguf":
         try:
             gguf.check(config, tokenizer)
@@ -193,13 +173,7 @@ def load(folder: Path, dtype: torch.dtype, **quantization: Any) -> PreTrainedMod
     """
     Load a model, and refuse one whose weights are not all there: transformers would draw the missing ones at random.
 
-    Args:
-        folder (`Path`): With safetensors, or with a GGUF file.
-        dtype (`torch.dtype`): Of the weights that are not quantised.
-        quantization (`dict`): `quantization_config=` quantises while the model is loaded.
-
-    Raises:
-        ExportError: If a file cannot be read, or weights are missing.
+    The folder has safetensors or a GGUF file. `quantization_config=` quantises while the model is loaded.
     """
     in_gguf = {"gguf_file": GGUF_NAME} if (folder / GGUF_NAME).is_file() else {}
     try:
@@ -228,16 +202,9 @@ def write(
     name: str, plain: Path, folder: Path, tokenizer: Any, own: torch.dtype, dtype: torch.dtype, max_shard_size: str
 ) -> None:
     """
-    Write a format, with tokenizer and generation config.
+    Write a checked format of a plain model into a new folder, with tokenizer and generation config.
 
-    Args:
-        name (`str`): Of `FORMATS`, checked.
-        plain (`Path`): The model to quantise: whole, without adapters.
-        folder (`Path`): Where to write; it is made.
-        tokenizer (*optional*): That goes along.
-        own (`torch.dtype`): Of the weights in `plain`.
-        dtype (`torch.dtype`): Of the weights that are not quantised.
-        max_shard_size (`str`): Of a file of weights, as `5GB`. A GGUF file is not split.
+    `own` is the dtype of the weights in `plain`, `dtype` that of those that are not quantised.
     """
     folder.mkdir()
     if tokenizer is not None:

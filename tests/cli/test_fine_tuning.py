@@ -337,15 +337,20 @@ def test_export_measures_on_the_rows_that_sft_held_out(run, tmp_path, capsys, mo
     assert status == 0, err
     evaluated = json.loads((tmp_path / "out" / "eval_results.json").read_text())["eval_loss"]
     monkeypatch.chdir(tmp_path)  # the note has whole paths
-    assert main(["export", "out", "--format", "gguf-f16", "--json"]) == 0, capsys.readouterr().err
+    assert main(["export", "out", "--format", "gguf-f16", "--measure", "--json"]) == 0, capsys.readouterr().err
     result = json.loads(capsys.readouterr().out)
     assert result["sequences"] == 4 and result["original"]["loss"] == pytest.approx(evaluated, rel=2e-3)
     monkeypatch.setenv("COLUMNS", "60")
-    assert main(["export", "out", "--format", "merged"]) == 0
+    assert main(["export", "out", "--format", "merged", "--measure"]) == 0
     shown = capsys.readouterr()
     assert "eval loss" in shown.out and max(map(len, shown.out.splitlines())) <= 60
     # Nothing comes before: no bars, and no warnings of dependencies.
-    assert shown.err.splitlines() == ["Written: out-merged", "To try it: hf-hybrid chat out-merged"]
+    assert shown.err.splitlines() == [
+        "Writing merged ...",
+        "Written: out-merged",
+        "Measuring the loss of the original and of the export. Ctrl-C is safe now.",
+        "To try it: hf-hybrid chat out-merged",
+    ]
     note = tmp_path / "out" / "_hybrid_data.json"
     values = json.loads(note.read_text())
     for wrong, message in (
@@ -355,10 +360,10 @@ def test_export_measures_on_the_rows_that_sft_held_out(run, tmp_path, capsys, mo
         ({"dataset": [str(tmp_path / "gone.jsonl")]}, "there is no such file"),
     ):
         note.write_text(json.dumps(values | wrong))
-        assert main(["export", "out", "--format", "merged", "--output", "other"]) == 2
+        assert main(["export", "out", "--format", "merged", "--output", "other", "--measure"]) == 2
         assert message in capsys.readouterr().err
     note.write_text(json.dumps({key: value for key, value in values.items() if key != "seed"}))
-    assert main(["export", "out", "--format", "merged", "--output", "other"]) == 2
+    assert main(["export", "out", "--format", "merged", "--output", "other", "--measure"]) == 2
     assert "it lacks `seed`" in capsys.readouterr().err
 
 
