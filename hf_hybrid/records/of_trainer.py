@@ -86,10 +86,9 @@ class ReportingMixin(Trainer):
         max_shard_size: str = "50GB",
     ) -> dict[str, Any]:
         """
-        Write the model in 16 bits or in a low-bit format, and measure held-out loss, bytes and speed beside those of
-        the original.
+        Write the model in 16 bits or in a low-bit format, and measure its held-out loss beside that of the original.
 
-        Both are loaded from their files, so that memory must have room for them beside the trainer. Adapters are merged
+        Each is loaded from its files, so that memory must have room for one beside the trainer. Adapters are merged
         into their base, which is loaded anew.
 
         Args:
