@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from hf_hybrid.plan.models import add_adapters, build, lora_config, read_config
 from hf_hybrid.plan.setups import Setup
 from hf_hybrid.plan.stand_ins import make_ternary, pack_base
 from hf_hybrid.plan.trace import Excerpt, Tracer
-from hf_hybrid.plan.ways import Way, WayPlan, loaded, parse_size, usual_ways
+from hf_hybrid.plan.ways import KINDS, Way, WayPlan, loaded, parse_size, usual_ways
 from hf_hybrid.streaming.layers import find_layers
 
 if TYPE_CHECKING:
@@ -151,11 +151,18 @@ class Planner:
         self._full_model = functools.cache(lambda weights: build(self.config, getattr(torch, weights)))
         self._estimators: dict[tuple[str, str, bool], Estimator] = {}
 
-    def plans(self, dtype: str = "mixed", *, with_adapters: bool = True) -> list[WayPlan]:
-        """All usual ways to train, the cheapest first; `dtype` as in [`plan_memory`]."""
-        estimator = self._estimator(loaded(dtype, "all")[0], "all", False)
-        ways = usual_ways(dtype, self.setup, estimator.cannot_chunk is None)
-        plans = [self.plan(way) for way in ways if with_adapters or way.trains == "all"]
+    def plans(
+        self, dtype: str = "mixed", kinds: Collection[str] = KINDS, *, own_loss: bool = False, can_stream: bool = True
+    ) -> list[WayPlan]:
+        """
+        All usual ways to train, the cheapest of each kind first; `dtype` as in [`plan_memory`].
+
+        `own_loss`: the trainer computes the loss in chunks by itself. `can_stream`: it takes streamed layers.
+        """
+        can_chunk = self._estimator(loaded(dtype, "all")[0], "all", False).cannot_chunk is None
+        chunks = "never" if not can_chunk else "always" if own_loss else "maybe"
+        ways = usual_ways(dtype, self.setup, kinds, chunks=chunks, can_stream=can_stream)
+        plans = [self.plan(way) for way in ways]
         # Where "auto" recomputes all layers, the next plan says the same.
         automatic = [plan.setup.activation_checkpointing == "auto" for plan in plans]
         return [p for p, auto in zip(plans, automatic) if not (auto and p.recomputed_layers == len(p.shape.layers))]
@@ -196,13 +203,7 @@ def _shape(excerpt: Excerpt, full_model: nn.Module) -> ModelShape:
     return replace(shape, layers=layers, buffer_bytes=sum(buffer.nbytes for buffer in full_model.buffers()))
 
 
-def recommended(plans: Sequence[WayPlan], peft: str | None = None) -> WayPlan | None:
-    """
-    Return the first plan that fits, with exact states and weights if there is one.
-
-    With `peft`, only plans that train adapters count: all for `"lora"`, those on a packed base for `"qlora"`.
-    """
-    trains = "all" if peft is None else "adapters"
-    usable = [plan for plan in plans if plan.way.trains == trains and plan.fits]
-    usable = [plan for plan in usable if plan.way.packed or peft != "qlora"]
+def recommended(plans: Sequence[WayPlan], kind: str) -> WayPlan | None:
+    """Return the first plan of a kind that fits, with exact states and weights if there is one."""
+    usable = [plan for plan in plans if plan.way.kind == kind and plan.fits]
     return next((plan for plan in usable if plan.way.exact), usable[0] if usable else None)
