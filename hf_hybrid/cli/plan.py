@@ -229,7 +229,7 @@ class _Report:
             options = {name: value for name, value in self._options(plan).items() if DEFAULTS.get(name) != value}
             words = [f"hf-hybrid {self.args.command}", *(f"--{name} {_word(value)}" for name, value in options.items())]
             text = " ".join(word.replace(" ", "\0") for word in [*words, DATA[self.args.command]])  # no break within
-            how = {"subsequent_indent": " " * 4, "break_long_words": False, "break_on_hyphens": False}
+            how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": " " * 4}
             command = textwrap.wrap(text, terminal_width() - 2, initial_indent="  ", **how)
             lines.append(" \\\n".join(command).replace("\0", " "))
         if not any(self.best.values()):

@@ -73,7 +73,7 @@ def merge(folder: Path, device: torch.device, as_trained: bool) -> PreTrainedMod
 def _base(folder: Path, device: torch.device, as_trained: bool) -> PreTrainedModel:
     from peft import PeftConfig
 
-    adapters = PeftConfig.from_pretrained(folder)
+    adapters = PeftConfig.from_pretrained(str(folder))
     name = adapters.base_model_name_or_path
     more: dict[str, Any] = {"revision": adapters.revision, "trust_remote_code": False}
     note = folder / BASE_NAME
@@ -117,7 +117,7 @@ def _load_in_fp32(folder: Path, model: nn.Module) -> list[Sum]:
                     trained_whole[parameter] = Sum(f"{name}.{part}", parameter, parameter.dtype)
                     parameter.data = parameter.data.float()
     if trained_whole:
-        set_peft_model_state_dict(model, load_peft_weights(folder, device="cpu"))
+        set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
     return list(trained_whole.values())
 
 

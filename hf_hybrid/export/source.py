@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path, PureWindowsPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
@@ -13,9 +13,6 @@ from hf_hybrid.export import merged
 from hf_hybrid.export.bitnet import trains_bitnet
 from hf_hybrid.export.formats import ExportError, device
 from hf_hybrid.saving import manifest
-
-if TYPE_CHECKING:
-    from peft import PeftConfig
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -81,30 +78,29 @@ def _hint(folder: Path) -> str:
     )
 
 
-def _adapters(folder: Path) -> PeftConfig | None:
-    """Return the config of the adapters in a folder; `None` if it holds a plain model."""
+def _origin(folder: Path) -> tuple[str, dict[str, Any]]:
+    """What `from_pretrained` takes to read the model in a folder, or the base of the adapters there."""
     if not (folder / ADAPTER_CONFIG).is_file():
-        return None
+        return str(folder), {"trust_remote_code": False}
     try:
         from peft import PeftConfig
     except ImportError:
         raise ExportError('Adapters need peft. Install it: pip install "hf-hybrid[peft]"') from None
-    adapters = PeftConfig.from_pretrained(folder)
+    adapters = PeftConfig.from_pretrained(str(folder))
     if not adapters.base_model_name_or_path:
         raise ExportError(
             f"The adapters in `{folder}` do not say what their base is, because it was not loaded with "
             f"`from_pretrained`. Save the base, set `base_model_name_or_path` in their `{ADAPTER_CONFIG}` to its "
             "folder, and export again."
         )
-    return adapters
+    return adapters.base_model_name_or_path, {"revision": adapters.revision, "trust_remote_code": False}
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
     """Return the config of the model in a folder, or of the base of its adapters; the base alone may be quantised."""
     try:
-        adapters = _adapters(folder)
-        base, revision = (folder, None) if adapters is None else (adapters.base_model_name_or_path, adapters.revision)
-        config = AutoConfig.from_pretrained(base, revision=revision, trust_remote_code=False)
+        name, options = _origin(folder)
+        config = AutoConfig.from_pretrained(name, **options)
         quantised = getattr(config, "quantization_config", None) is not None and not trains_bitnet(config)
         method = dict(config.quantization_config).get("quant_method") if quantised else None
     except ExportError:
@@ -117,7 +113,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
                 "itself can be exported."
             )
         raise ExportError(f"The config of the model in `{folder}` {reason}") from error
-    if quantised and adapters is None:
+    if quantised and name == str(folder):
         raise ExportError(
             f"The model of `{folder}` is quantised already (`{method}`). Export the run it was made from."
         )
@@ -132,12 +128,9 @@ def read_tokenizer(folder: Path) -> Any:
         except Exception as error:  # whatever a broken file leads to
             reason = f"cannot be read: {_sentence(error)} Save it again."
             raise ExportError(f"The tokenizer in `{folder}` {reason}") from error
-    adapters = _adapters(folder)
-    if adapters is None:
-        return None
-    base, revision = adapters.base_model_name_or_path, adapters.revision
+    name, options = _origin(folder)
     try:
-        return AutoTokenizer.from_pretrained(base, revision=revision, trust_remote_code=False)
+        return None if name == str(folder) else AutoTokenizer.from_pretrained(name, **options)
     except Exception:  # the base has none, or one that brings code of its own
         return None
 

@@ -124,5 +124,5 @@ class ReportingMixin(Trainer):
         card = Path(str(self.args.output_dir), "README.md")
         with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f"_{folder.name}.") as saved:
             self.save_model(saved, _internal_call=True)  # else it would push
-            options = {"dtype": dtype, "max_shard_size": max_shard_size}
+            options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size}
             return exporter.export(saved, folder, format, batches=batches, card=card, **options)
