@@ -31,7 +31,7 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
         names = dict.fromkeys((name, name.replace("_", "-")))  # as `train` takes them
         parser.add_argument(*names, **options)
 
-    text = "merged (16 bit), int8, int4, nf4, bitnet, gguf-f16, gguf-q8_0, gguf-q5_1, gguf-q4_m, gguf-q4_1 or gguf-q4_0"
+    text = "merged (16 bit), int8, nf4, bitnet, gguf-f16, gguf-q8_0, gguf-q5_1, gguf-q4_m, gguf-q4_1 or gguf-q4_0"
     add("folder", help="output_dir of a run, or a checkpoint in it")
     add("--format", required=True, help=text)
     add("--output", help="folder to write, which must not exist (default: FOLDER-FORMAT)")

@@ -101,7 +101,7 @@ def export(
     config, tokenizer = read_config(source), read_tokenizer(source)
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     kept = kept_dtype(format, dtype, own)
-    check_format(format, config, tokenizer, kept)
+    check_format(format, config, tokenizer)
     held_out = measure.checked(batches or ())
     warning = caveat(format, config)
     if warning is not None:

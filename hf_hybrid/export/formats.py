@@ -1,7 +1,7 @@
 """
 The formats of an export: what writes each of them, what it needs, and how its folder is loaded again.
 
-No format is quantised by code of this package. torchao (int8, int4) and bitsandbytes (nf4) quantise the linear layers
+No format is quantised by code of this package. torchao (int8) and bitsandbytes (nf4) quantise the linear layers
 while transformers loads a model; the `gguf` package quantises the tensors of a GGUF file (gguf.py); transformers has
 the ternary layers (bitnet.py). `merged` is not quantised: it is the plain model in 16 bits. A format that the installed
 libraries cannot write on this device is refused before any work, with what to install.
@@ -23,10 +23,8 @@ from hf_hybrid.export.rounding import HALVES, round_weights_
 
 GGUF_NAME = "model.gguf"
 MERGED = "merged"
-INT4_GROUP = 32
-"""Weights that share a scale in torchao's int4."""
 NF4_BLOCK = 64
-"""And in the nf4 of bitsandbytes."""
+"""Weights that share a scale in the nf4 of bitsandbytes."""
 
 
 class ExportError(ValueError):
@@ -51,13 +49,6 @@ def _int8(dtype: torch.dtype):
     return TorchAoConfig(Int8WeightOnlyConfig())
 
 
-def _int4(dtype: torch.dtype):
-    from torchao.quantization import Int4WeightOnlyConfig
-    from transformers import TorchAoConfig
-
-    return TorchAoConfig(Int4WeightOnlyConfig(group_size=INT4_GROUP))
-
-
 def _nf4(dtype: torch.dtype):
     from transformers import BitsAndBytesConfig
 
@@ -69,7 +60,6 @@ def _nf4(dtype: torch.dtype):
 FORMATS: dict[str, Format] = {
     MERGED: Format(None, "16 bits in safetensors (transformers)"),
     "int8": Format("torchao", "8 bits, a scale for each row (torchao)", _int8),
-    "int4": Format("torchao", f"4 bits, a scale for each {INT4_GROUP} weights (torchao; a GPU)", _int4),
     "nf4": Format("bitsandbytes", "4 bits, spaced as normally distributed weights (bitsandbytes)", _nf4),
     "bitnet": Format(None, "1.58 bits, -1, 0 or 1, for models trained with `--qat bitnet` (transformers)"),
     **{f"gguf-{kind}": Format("gguf", about) for kind, about in gguf.KINDS.items()},
@@ -96,51 +86,23 @@ def caveat(name: str, config: PreTrainedConfig) -> str | None:
     return None
 
 
-def check_format(name: str, config: PreTrainedConfig, tokenizer: Any, dtype: torch.dtype) -> None:
-    """
-    Refuse a format that does not exist, or that cannot be written here for this model, with what to do instead.
-
-    A GGUF file holds the `tokenizer`. `dtype` is that of the weights that are not quantised.
-    """
+def check_format(name: str, config: PreTrainedConfig, tokenizer: Any) -> None:
+    """Refuse a format that does not exist, or that cannot be written here for this model, with what to do instead."""
     if name not in FORMATS:
-        of_llama_cpp = (
+        advice = (
             f" `{name}` is written by llama.cpp's own tool: export `gguf-f16`, install llama.cpp, and run "
             f"`llama-quantize {GGUF_NAME} OUTPUT.gguf {name.removeprefix('gguf-')}`."
-            if name.startswith("gguf-")
-            else ""
         )
-        raise ExportError(f"`format` must be one of {', '.join(FORMATS)}, got `{name}`.{of_llama_cpp}")
+        advice = advice if name.startswith("gguf-") else ""
+        raise ExportError(f"`format` must be one of {', '.join(FORMATS)}, got `{name}`.{advice}")
     if bitnet.trains_bitnet(config) and name != "bitnet":
         raise ExportError(f"The model was trained to be ternary: export it with `format=bitnet`, got `{name}`.")
     package = FORMATS[name].package
     if package is not None and importlib.util.find_spec(package) is None:
         extra = "quantization" if package == "bitsandbytes" else "export"
         raise ExportError(f'`format={name}` needs {package}. Install it: pip install "hf-hybrid[{extra}]"')
-    if package == "gguf":
-        try:
-            gguf.check(config, tokenizer)
-        except ValueError as error:
-            raise ExportError(
-                f"`format={name}`: {error} Convert the model with llama.cpp's `convert_hf_to_gguf.py`."
-            ) from None
-    if name == "int4":
-        _try_int4(dtype)
-
-
-def _try_int4(dtype: torch.dtype) -> None:
-    """Quantise a layer: which devices and packages torchao's int4 needs changes with its version."""
-    from torchao.quantization.quant_api import quantize_
-
-    try:
-        layer = nn.Sequential(nn.Linear(256, 256, dtype=dtype)).to(device())
-        quantize_(layer, _int4(dtype).quant_type)
-        layer(torch.zeros(1, 256, dtype=dtype, device=device()))
-    except Exception as error:  # of any kernel
-        raise ExportError(
-            f"`format=int4` cannot be computed by torchao on `{device()}` with `dtype={str(dtype)[6:]}`: {error}. It "
-            "needs a GPU, bfloat16 and mslk (`pip install mslk`). Set `format=nf4` or `format=gguf-q4_m` for 4 bits "
-            "elsewhere."
-        ) from None
+    if package == "gguf" and (reason := gguf.reason_not_written(config, tokenizer)) is not None:
+        raise ExportError(f"`format={name}`: {reason} Convert the model with llama.cpp's `convert_hf_to_gguf.py`.")
 
 
 def _check_rows(model: nn.Module) -> None:

@@ -24,7 +24,7 @@ import json
 import logging
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -141,12 +141,10 @@ def _round(sums: list[Sum]) -> None:
 
 def _embeddings(model: PreTrainedModel) -> list[nn.Module]:
     """Input embeddings and head, as far as there are any, without adapters around them."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
-    return [layer.get_base_layer() if _has_adapters(layer) else layer for layer in layers if layer is not None]
-
-
-def _has_adapters(layer: nn.Module | None) -> TypeGuard[BaseTunerLayer]:
-    return hasattr(layer, "get_base_layer")
+    return [one.get_base_layer() if isinstance(one, BaseTunerLayer) else one for one in layers if one is not None]
 
 
 def _give_each_its_own(model: PreTrainedModel) -> bool:

@@ -93,7 +93,7 @@ class ReportingMixin(Trainer):
 
         Args:
             format (`str`):
-                `merged`, `int8`, `int4`, `nf4`, `bitnet`, or `gguf-` and one of `f16`, `q8_0`, `q5_1`, `q4_m`, `q4_1`,
+                `merged`, `int8`, `nf4`, `bitnet`, or `gguf-` and one of `f16`, `q8_0`, `q5_1`, `q4_m`, `q4_1`,
                 `q4_0`.
             folder (`str` or `PathLike`, *optional*):
                 Folder to write, which must not exist or be empty. Default: `output_dir` with `-FORMAT` after it.

@@ -635,12 +635,6 @@ def test_formats_that_cannot_be_written_are_refused_with_what_to_do(run, tmp_pat
         assert f'pip install "hf-hybrid[{extra}]"' in refusal(name)
 
 
-def test_int4_needs_a_gpu(run, tmp_path):
-    pytest.importorskip("torchao")
-    with pytest.raises(ExportError, match="`format=int4` cannot be computed by torchao on `cpu`.*`format=nf4`"):
-        exporter.export(run, tmp_path / "export", "int4")
-
-
 def test_an_export_that_fails_leaves_nothing(trainer, run, tmp_path, monkeypatch):
     pytest.importorskip("gguf")
     with pytest.raises(ValueError, match="must give batches with `labels`"):
