@@ -100,17 +100,17 @@ def export(
     check_source(source)
     config, tokenizer = read_config(source), read_tokenizer(source)
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    kept = kept_dtype(format, dtype, own)
+    weights = kept_dtype(format, dtype, own)
     check_format(format, config, tokenizer)
     held_out = measure.checked(batches or ())
     warning = caveat(format, config)
     if warning is not None:
         logger.warning(warning)
     run_card = _card_of_run(Path(card or source / REPOCARD_NAME))
-    stochastic = format == MERGED and kept in HALVES and own in (torch.float32, kept)
+    stochastic = format == MERGED and weights in HALVES and own in (torch.float32, weights)
     result: dict[str, Any] = {
         "format": format,
-        "dtype": str(kept).removeprefix("torch."),
+        "dtype": str(weights).removeprefix("torch."),
         "caveat": warning,
         "rounding": "stochastic" if stochastic else "nearest",
         "command": provenance.command(),
@@ -129,7 +129,7 @@ def export(
 
     with _workshop(output) as work:
         plain, exported = plain_folder(source, work, as_trained=format == MERGED), work / "model"
-        write(format, plain, exported, tokenizer, own, kept, max_shard_size)
+        write(format, plain, exported, tokenizer, own, weights, max_shard_size)
         for name, folder in (("original", plain), ("exported", exported)):
             result[name] = {"disk_bytes": measure.disk_bytes(folder), "loss": None, "perplexity": None}
         describe(exported)
@@ -137,7 +137,7 @@ def export(
         if when_written is not None:
             when_written()
         if held_out:
-            for name, folder, loaded in (("original", plain, own), ("exported", output, kept)):
+            for name, folder, loaded in (("original", plain, own), ("exported", output, weights)):
                 measured = measure.held_out(load(folder, loaded), progress(name, held_out))
                 result |= {count: measured.pop(count) for count in ("sequences", "tokens")}
                 result[name] |= measured
@@ -231,9 +231,9 @@ def export_card(card: ModelCard | None, name: str, result: Mapping[str, Any], to
     head, *sections = re.split(r"^(?=## )", card.text.strip() + "\n", flags=re.M)
     merged = r"The adapter of a run is merged into these weights. The run trained a \1 adapter for "
     head = re.sub(r"^A (\S+) adapter for ", merged, head, flags=re.M)
-    kept = [section for section in sections if not section.startswith(("## Results", "## Usage"))]
+    others = [section for section in sections if not section.startswith(("## Results", "## Usage"))]
     own = [_section(result, tokenizer), _serving(name, result["format"], tokenizer)]
-    body = re.sub(r"\n{3,}", "\n\n", "\n".join([head, *own, *kept]))
+    body = re.sub(r"\n{3,}", "\n\n", "\n".join([head, *own, *others]))
     return f"---\n{yaml_dump(metadata, sort_keys=False).strip()}\n---\n\n{body.strip()}\n"
 
 

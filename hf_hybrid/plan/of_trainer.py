@@ -98,8 +98,8 @@ def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBu
 
 def checkpointing(args: TrainingArguments) -> bool | str:
     """Return whether activations are checkpointed: a truth value, or `auto`."""
-    given = getattr(args, checkpointing_option())
-    return given if given == "auto" else bool(given)
+    value = getattr(args, checkpointing_option())
+    return value if value == "auto" else bool(value)
 
 
 def fewest_recomputed_layers(trainer: PlannedTrainer, leaps: LeapBuffers) -> int | None:

@@ -81,8 +81,8 @@ def usual_ways(
         if kind in kinds and (can_stream or changes.get("memory") != "stream"):
             trains = "all" if kind == "full" else "adapters"
             weights, autocast = loaded(dtype, trains)
-            made = replace(setup, **{"memory": "off", "autocast": autocast, **changes})
-            ways.append(Way(", ".join([kind, *filter(None, words)]), made, trains, weights, kind == "QLoRA"))
+            own = replace(setup, **{"memory": "off", "autocast": autocast, **changes})
+            ways.append(Way(", ".join([kind, *filter(None, words)]), own, trains, weights, kind == "QLoRA"))
 
     precision = {"mixed": "bf16 autocast", "float32": "fp32", "bfloat16": "bf16 weights"}[dtype]
     recomputed: dict[str, Any] = {"activation_checkpointing": True}
