@@ -56,7 +56,7 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     text = "mixed: fp32 weights (a frozen base: bf16) under bf16 autocast; or all in one type (default: mixed)"
     add("--dtype", choices=("mixed", "float32", "bfloat16"), default="mixed", help=text)
     text = "command that trains; the plan is of its options (default: sft)"
-    add("--for", dest="command", choices=tuple(LENGTHS), default="sft", help=text)
+    add("--for", dest="task", choices=tuple(LENGTHS), default="sft", help=text)
     add("--peft", choices=("none", "lora", "qlora"), help="plan this alone; none: all weights (default: all three)")
     text = "bitnet: ternary weights, with their rounded copies beside the latent ones (default: none)"
     add("--qat", choices=("none", "bitnet"), default="none", help=text)
@@ -76,7 +76,7 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Plan, print, write a YAML file. Returns 0; 1 if nothing fits to be written; 2 for wrong options."""
     try:
-        with quiet_imports():  # of a model that is never trained nothing is told
+        with quiet_imports():
             report = _Report(args)
     except (ImportError, ValueError) as error:
         sys.stderr.write(f"hf-hybrid plan: error: {error}\n")
@@ -119,19 +119,21 @@ class _Report:
             raise ValueError("`--peft qlora` is not planned with FSDP2. Give `--peft lora`, or plan for one process.")
         if args.qat != "none" and args.peft in ("lora", "qlora"):
             raise ValueError(f"`--qat {args.qat}` trains all weights, and `--peft {args.peft}` freezes them.")
-        if args.command == "grpo" and args.batch_size * args.gradient_accumulation_steps % 2:
+        if args.task == "grpo" and args.batch_size * args.gradient_accumulation_steps % 2:
             raise ValueError(f"`--batch_size {args.batch_size}` holds no groups of completions. Give an even number.")
         self.args = args
         self.with_peft = importlib.util.find_spec("peft") is not None
-        kinds: dict[str | None, tuple[str, ...]] = {"none": KINDS[:1], "lora": KINDS[1:2], "qlora": KINDS[2:]}
-        self.kinds = kinds.get(args.peft, KINDS if self.with_peft and args.qat == "none" else KINDS[:1])
-        self.kinds = tuple(kind for kind in self.kinds if kind != "QLoRA" or args.num_processes == 1)
-        adapters = self.kinds[-1] != "full"  # without peft the error says what to install
+        kinds = KINDS if self.with_peft and args.qat == "none" else KINDS[:1]
+        if args.peft is not None:
+            kinds = tuple(kind for kind in KINDS if kind.lower() == args.peft.replace("none", "full"))
+        elif args.num_processes > 1:
+            kinds = kinds[:2]
+        adapters = kinds != KINDS[:1]  # without peft the error says what to install
         self.ram = parse_size(args.ram or host_memory(), "ram") // args.num_processes
         self.planner: Planner = Planner(
             args.model,
             sequence_length=args.sequence_length,
-            batch_size=args.batch_size * (2 if args.command == "dpo" else 1),  # both sides of a pair
+            batch_size=args.batch_size * (2 if args.task == "dpo" else 1),  # both sides of a pair
             gradient_accumulation_steps=args.gradient_accumulation_steps,
             peft=lora_config(args.lora_r, args.lora_target_modules or "all-linear") if adapters else None,
             qat=args.qat,
@@ -141,9 +143,9 @@ class _Report:
             enable_predict=args.enable_predict,
             accelerator="cuda",
         )
-        of_trl, can_stream = args.command != "train", args.command in ("train", "sft")
-        self.plans: list[WayPlan] = self.planner.plans(args.dtype, self.kinds, own_loss=of_trl, can_stream=can_stream)
-        self.best = {kind: recommended(self.plans, kind) for kind in self.kinds}
+        of_trl, can_stream = args.task != "train", args.task in ("train", "sft")
+        self.plans: list[WayPlan] = self.planner.plans(args.dtype, kinds, own_loss=of_trl, can_stream=can_stream)
+        self.best = {kind: recommended(self.plans, kind) for kind in kinds}
 
     def written(self) -> WayPlan | None:
         """The plan for `--output`."""
@@ -157,9 +159,9 @@ class _Report:
         return json.dumps({"vram": setup.vram, "ram": setup.ram, "plans": plans, "recommended": best}, indent=2) + "\n"
 
     def _row(self, plan: WayPlan) -> dict:
-        names = ("peak_device_bytes", "peak_host_bytes", "margin_bytes", "categories", "stage", "traced", "fits")
-        names += ("device_shortfall", "host_shortfall", "options")
-        values = {name: getattr(plan, name) for name in (*names, "recomputed_layers")}
+        names = "peak_device_bytes peak_host_bytes margin_bytes categories stage traced fits device_shortfall"
+        names += " host_shortfall options recomputed_layers"
+        values = {name: getattr(plan, name) for name in names.split()}
         return {"title": plan.way.title, "kind": plan.way.kind, **values, "exact": plan.way.exact}
 
     def as_text(self) -> str:
@@ -170,28 +172,25 @@ class _Report:
         return "\n".join([*parts, self._recommended()])
 
     def _head(self) -> str:
-        args, setup, shape = self.args, self.planner.setup, self.plans[0].shape
-        config = self.planner.config.get_text_config()
-        experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-        facts = [f"{shape.total.weights / 1e9:.2f} billion weights", f"{config.num_hidden_layers} layers"]
-        facts += [f"width {shape.hidden}", f"{config.num_attention_heads} heads"]
-        facts += [f"{experts} experts"] * bool(experts)
-        facts += [f"vocabulary {shape.vocab}" + ", tied to the head" * shape.tied]
-        count = setup.gradient_accumulation_steps
-        steps = f" x {count} micro-batches" * (count > 1)
-        rows = f"{args.batch_size} pairs of two" if args.command == "dpo" else str(args.batch_size)
+        args, setup, shape, config = self.args, self.planner.setup, self.plans[0].shape, self.planner.config
+        model = (
+            f"{args.model} ({config.get_text_config().model_type}): {shape.total.weights / 1e9:.2f} billion weights, "
+            f"{len(shape.layers)} layers, width {shape.hidden}, vocabulary {shape.vocab}"
+            f"{', tied to the head' * shape.tied}"
+        )
+        pairs, steps = " pairs of two" * (args.task == "dpo"), setup.gradient_accumulation_steps
+        source = "--vram" if args.vram else "free on this GPU, and the CUDA context of this process"
         device = "no GPU here and no --vram: no limit"
         if setup.vram is not None:
-            source = "free on this GPU, and the CUDA context of this process"
-            device = f"{setup.vram / GIB:.2f} GiB ({'--vram' if args.vram else source})"
-        host = f"{self.ram / GIB:.2f} GiB ({'--ram' if args.ram else 'available on this machine'})"
-        share = ""
-        if setup.processes > 1:
-            share = f"{setup.processes} processes share the weights (FSDP2): all numbers are of each of them\n"
-            host = f"{host[:-1]}, divided by {setup.processes})"
-        model = textwrap.fill(f"{args.model} ({config.model_type}): {', '.join(facts)}", terminal_width())
-        sizes = f"{rows} sequences of {setup.sequence_length} tokens{steps}"
-        return f"{model}\n{sizes}\n{share}device: {device}\nhost:   {host}\n"
+            device = f"{setup.vram / GIB:.2f} GiB ({source})"
+        source, processes = "--ram" if args.ram else "available on this machine", setup.processes
+        lines = textwrap.wrap(model, terminal_width())
+        micro_batches = f" x {steps} micro-batches" * (steps > 1)
+        lines.append(f"{args.batch_size}{pairs} sequences of {setup.sequence_length} tokens{micro_batches}")
+        if processes > 1:
+            lines.append(f"{processes} processes share the weights (FSDP2): all numbers are of each of them")
+            source += f", divided by {processes}"
+        return "\n".join([*lines, f"device: {device}", f"host:   {self.ram / GIB:.2f} GiB ({source})", ""])
 
     def _table(self) -> str:
         lines = ["   device    host  fits        GiB at the peak, estimated"]
@@ -211,12 +210,12 @@ class _Report:
             "assumed; or what is missing. *: not exact AdamW: rounded states, or a rounded base. Attention is fused, "
             "and batches are not padded."
         )
-        text += " What generation holds is not counted." * (self.args.command == "grpo")
+        text += " What generation holds is not counted." * (self.args.task == "grpo")
         text += ' Plans with adapters need peft: pip install "hf-hybrid[peft]"' * (not self.with_peft)
         return textwrap.fill(text, terminal_width()) + "\n"
 
     def _recommended(self) -> str:
-        lines = [f"Best of each kind for `hf-hybrid {self.args.command}`:"]
+        lines = [f"Best of each kind for `hf-hybrid {self.args.task}`:"]
         for kind, plan in self.best.items():
             if plan is None:
                 least = min((plan for plan in self.plans if plan.way.kind == kind), key=lambda plan: plan.shortfall)
@@ -227,8 +226,8 @@ class _Report:
             exact = "" if plan.way.exact else " *"
             lines += textwrap.wrap(f"{plan.title}, {plan.peak_device_bytes / GIB:.2f} GiB{exact}", terminal_width())
             options = {name: value for name, value in self._options(plan).items() if DEFAULTS.get(name) != value}
-            words = [f"hf-hybrid {self.args.command}", *(f"--{name} {_word(value)}" for name, value in options.items())]
-            text = " ".join(word.replace(" ", "\0") for word in [*words, DATA[self.args.command]])  # no break within
+            words = [f"hf-hybrid {self.args.task}", *(f"--{name} {_word(value)}" for name, value in options.items())]
+            text = " ".join(word.replace(" ", "\0") for word in [*words, DATA[self.args.task]])  # no break within
             how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": " " * 4}
             command = textwrap.wrap(text, terminal_width() - 2, initial_indent="  ", **how)
             lines.append(" \\\n".join(command).replace("\0", " "))
@@ -238,9 +237,9 @@ class _Report:
 
     def _options(self, plan: WayPlan) -> dict[str, Any]:
         """A plan as options of its command, which needs nothing but data beside them."""
-        args, length, command = self.args, plan.setup.sequence_length, self.args.command
+        args, length, task = self.args, plan.setup.sequence_length, self.args.task
         values: dict[str, Any] = {"model": args.model, "dtype": plan.way.weights}
-        values[LENGTHS[command]] = max(length // 2, 1) if command == "grpo" else length
+        values[LENGTHS[task]] = max(length // 2, 1) if task == "grpo" else length
         if plan.way.kind != "full":
             values |= {"peft": plan.way.kind.lower(), "lora_r": args.lora_r}
             if args.lora_target_modules:
@@ -253,13 +252,13 @@ class _Report:
         values["per_device_train_batch_size"] = args.batch_size
         # Leaps alone are left out: `enable_predict=False` would leave out shared rows and the rule for rates too.
         del values["enable_predict"]
-        if plan.way.kind == "full" and command in ("train", "sft") and not args.enable_predict:
+        if plan.way.kind == "full" and task in ("train", "sft") and not args.enable_predict:
             values["leap_gain"] = 0
-        if command != "train":
+        if task != "train":
             del values["chunked_loss"]
-        if command == "dpo" and plan.way.kind == "full":
+        if task == "dpo" and plan.way.kind == "full":
             values["precompute_ref_log_probs"] = True  # a second model is not planned
-        if command == "grpo":
+        if task == "grpo":
             completions = args.batch_size * args.gradient_accumulation_steps * args.num_processes
             values["num_generations"] = math.gcd(completions, 8)  # 8 as in TRL, or what divides them
         return values
@@ -272,7 +271,7 @@ class _Report:
         head = (
             f"# {best.title}: {device:.2f} GiB on the device, {host:.2f} GiB on the host, estimated by "
             "`hf-hybrid plan`\n"
-            f"# hf-hybrid {self.args.command} --config {self.args.output} {DATA[self.args.command]}\n"
+            f"# hf-hybrid {self.args.task} --config {self.args.output} {DATA[self.args.task]}\n"
         )
         return head + yaml.safe_dump(self._options(best), sort_keys=False)
 

@@ -46,8 +46,6 @@ from hf_hybrid.plan.step_memory import (
     StreamedStep,
     WeightBytes,
     estimated_activations,
-    estimated_shared_activations,
-    growing_gradient_bytes,
     untraced_table,
 )
 from hf_hybrid.plan.trace import TRACED, Activations, Tracer
@@ -247,12 +245,15 @@ class Estimator:
 
     def shared(self, setup: Setup) -> Plan:
         """Rows on each of several processes."""
-        shape, gradient = self.shape, growing_gradient_bytes(self.shape, setup)
-        at_layer, at_loss = self._ask_tracer(
-            lambda tracer: tracer.shared(setup, gradient)
-        ) or estimated_shared_activations(shape, setup, gradient)
-        table = SharedStep(shape, setup, at_layer, at_loss).table()
-        return Plan(setup, shape, "shared", len(shape.layers), False, table, traced=self.tracer is not None)
+        shape = self.shape
+        # Rows of gradients grow on the device while a step goes backward that sends them at once.
+        sent_at_once = setup.gradient_accumulation_steps == 1 and not setup.cpu_offload
+        growing = shape.trainable_bytes if sent_at_once else 0
+        traced = self._ask_tracer(lambda tracer: tracer.shared(setup, growing))
+        if traced is None:
+            raise ValueError(f"`processes={setup.processes}`: no step of this model can be traced. Plan one process.")
+        table = SharedStep(shape, setup, *traced).table()
+        return Plan(setup, shape, "shared", len(shape.layers), False, table, traced=True)
 
     def streamed(self, setup: Setup, resident_layers: int, stream_embeddings: bool) -> Plan:
         """Layers on the host but for so many, and maybe embeddings and head."""

@@ -318,24 +318,6 @@ class StreamedStep:
         return {"activations": self.active.layer, "gradients": gradients, "buffers": self.casts}
 
 
-def growing_gradient_bytes(shape: ModelShape, setup: Setup) -> int:
-    """Bytes per weight of the rows of gradients that grow on a process's device while a shared step goes backward."""
-    sent_at_once = setup.gradient_accumulation_steps == 1 and not setup.cpu_offload
-    return shape.trainable_bytes if sent_at_once else 0
-
-
-def estimated_shared_activations(shape: ModelShape, setup: Setup, gradient: int) -> tuple[Shared, Shared]:
-    """
-    Estimate [`SharedStep`]'s `at_layer` and `at_loss` of a model that was not traced; `gradient`: bytes per weight of
-    the rows of gradients that grow.
-    """
-    active = estimated_activations(shape, setup)
-    layers = len(shape.layers)
-    kept = layers * (1 if setup.recomputed(layers) else SAVED_BY_A_LAYER) * active.boundary
-    gradients = gradient * shape.total.trainable / setup.processes
-    return Shared(kept + active.layer, gradients), Shared(kept + active.loss, 0)
-
-
 class SharedStep:
     """
     A step of one of several processes that share the rows of weights, gradients and states by FSDP2.
@@ -349,8 +331,7 @@ class SharedStep:
     4. [`clipping`]: all gradients are there.
     5. [`orthogonalising`]: Muon's update or a leap needs whole matrices.
 
-    `at_layer` and `at_loss` are the activations at 3 and 2, and the rows of gradients that have grown by then; a trace
-    gives both, for gradients of [`growing_gradient_bytes`].
+    `at_layer` and `at_loss` are the traced activations at 3 and 2, and the rows of gradients that have grown by then.
     """
 
     def __init__(self, shape: ModelShape, setup: Setup, at_layer: Shared, at_loss: Shared):
