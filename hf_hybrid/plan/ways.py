@@ -21,20 +21,14 @@ class Way:
 
     title: str
     setup: Setup
-    trains: str = "all"  # weights, or "adapters"
+    kind: str = "full"  # of `KINDS`
     weights: str = "float32"  # dtype that they are loaded in
-    packed: bool = False  # the base is in nf4
-
-    @property
-    def kind(self) -> str:
-        """Of `KINDS`."""
-        return "full" if self.trains == "all" else "QLoRA" if self.packed else "LoRA"
 
     @property
     def exact(self) -> bool:
         """Whether exact AdamW updates unrounded weights, or adapters on unrounded weights."""
         rounded = self.setup.optimizer_states != "exact" or self.setup.base_precision != "same"
-        return not (rounded or self.packed)
+        return not (rounded or self.kind == "QLoRA")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +47,15 @@ class WayPlan(Plan):
         return self.way.title + f" ({self.recomputed_layers} of {layers})" * decided
 
 
-def loaded(dtype: str, trains: str) -> tuple[str, bool]:
+def loaded(dtype: str, kind: str) -> tuple[str, bool]:
     """
-    The dtype that weights are loaded in, and whether they compute under autocast to bf16.
-
-    With `"mixed"`, weights are in fp32 (a frozen base in bf16) under autocast; else everything is in `dtype`.
+    The dtype that weights are loaded in, and whether they compute under autocast to bf16: with `"mixed"` they are in
+    fp32 (a frozen base in bf16) under autocast; else everything is in `dtype`.
     """
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got `{dtype}`.")
     if dtype == "mixed":
-        return ("float32" if trains == "all" else "bfloat16"), True
+        return ("float32" if kind == "full" else "bfloat16"), True
     return dtype, False
 
 
@@ -79,10 +72,9 @@ def usual_ways(
 
     def add(kind: str, *words: str, dtype: str = dtype, **changes: Any) -> None:
         if kind in kinds and (can_stream or changes.get("memory") != "stream"):
-            trains = "all" if kind == "full" else "adapters"
-            weights, autocast = loaded(dtype, trains)
+            weights, autocast = loaded(dtype, kind)
             own = replace(setup, **{"memory": "off", "autocast": autocast, **changes})
-            ways.append(Way(", ".join([kind, *filter(None, words)]), own, trains, weights, kind == "QLoRA"))
+            ways.append(Way(", ".join([kind, *filter(None, words)]), own, kind, weights))
 
     precision = {"mixed": "bf16 autocast", "float32": "fp32", "bfloat16": "bf16 weights"}[dtype]
     recomputed: dict[str, Any] = {"activation_checkpointing": True}

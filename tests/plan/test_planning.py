@@ -369,20 +369,20 @@ def test_a_model_without_a_list_of_layers_is_traced_whole():
         plan_memory(transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1}), sequence_length=32, memory="stream")
 
 
-def way(title, trains="all", packed=False, fits=True, **setup):
-    return SimpleNamespace(way=Way(title, Setup(32, **setup), trains, packed=packed), fits=fits)
+def way(title, kind="full", fits=True, **setup):
+    return SimpleNamespace(way=Way(title, Setup(32, **setup), kind), fits=fits)
 
 
 def test_the_first_exact_plan_that_fits_is_recommended():
     plans = [
         way("resident", fits=False), way("8-bit", optimizer_states="8bit"), way("streamed"),
-        way("QLoRA", "adapters", packed=True), way("LoRA int8", "adapters", base_precision="int8"),
+        way("QLoRA", "QLoRA"), way("LoRA int8", "LoRA", base_precision="int8"),
     ]  # fmt: skip
     assert recommended(plans, "full").way.title == "streamed"
     assert recommended(plans[:2], "full").way.title == "8-bit"
     assert recommended(plans[:1], "full") is None
     assert recommended(plans, "LoRA").way.title == "LoRA int8", "nothing is exact"
-    assert recommended([*plans, way("LoRA", "adapters")], "LoRA").way.title == "LoRA"
+    assert recommended([*plans, way("LoRA", "LoRA")], "LoRA").way.title == "LoRA"
     assert recommended(plans, "QLoRA").way.title == "QLoRA"
 
 
