@@ -173,8 +173,9 @@ class _Report:
 
     def _head(self) -> str:
         args, setup, shape, config = self.args, self.planner.setup, self.plans[0].shape, self.planner.config
+        weights = shape.total.frozen or shape.total.trainable  # without adapters
         model = (
-            f"{args.model} ({config.get_text_config().model_type}): {shape.total.weights / 1e9:.2f} billion weights, "
+            f"{args.model} ({config.get_text_config().model_type}): {weights / 1e9:.2f} billion weights, "
             f"{len(shape.layers)} layers, width {shape.hidden}, vocabulary {shape.vocab}"
             f"{', tied to the head' * shape.tied}"
         )

@@ -32,14 +32,11 @@ class ExportError(ValueError):
 
 
 class Format(NamedTuple):
-    """
-    A format: the package that writes it (`None`: transformers itself), what it is in a few words, and what makes the
-    quantization config of transformers from the dtype of the weights that stay (`None`: a writer of its own).
-    """
+    """A format of an export."""
 
-    package: str | None
+    package: str | None  # that writes it; None: transformers itself
     about: str
-    quantization: Callable[[torch.dtype], Any] | None = None
+    quantization: Callable[[torch.dtype], Any] | None = None  # transformers' config, by the dtype of weights that stay
 
 
 def _int8(dtype: torch.dtype):
