@@ -121,7 +121,7 @@ def test_a_plan_needs_nothing_but_a_data_set_to_train(peft, folder, tmp_path):
     model, target, out = shutil.copytree(folder / "model", tmp_path / "model"), tmp_path / "p.yaml", tmp_path / "out"
     LlamaForCausalLM(LlamaConfig.from_pretrained(model)).save_pretrained(model)
     asked = ["--sequence_length", "32", "--batch_size", "2", "--vram", "2GiB", "--ram", "4GiB", "--dtype", "float32"]
-    asked += ["--peft", peft, "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj"]
+    asked += ["--for", "train", "--peft", peft, "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj"]
     assert main(["plan", str(model), *asked, "--output", str(target)]) == 0
     here = ["--dataset", str(folder / "text.txt"), "--max_steps", "2", "--output_dir", str(out), "--cpu"]
     more = ["--report_to", "none", "--disable_tqdm", "true"]
@@ -599,7 +599,8 @@ def test_a_packed_base_is_streamed_under_adapters(folder, tmp_path, monkeypatch)
 
 def test_what_plan_writes_is_taken(folder, tmp_path, capsys):
     file = str(tmp_path / "plan.yaml")
-    arguments = [str(folder / "model"), "--vram", "4GiB", "--ram", "4GiB", "--sequence_length", "32", "--output", file]
+    arguments = [str(folder / "model"), "--vram", "4GiB", "--ram", "4GiB", "--sequence_length", "32", "--for", "train"]
+    arguments += ["--output", file]
     assert main(["plan", *arguments]) == 0, capsys.readouterr().err
     options = parse_options(["--config", file, "--cpu", "--output_dir", str(tmp_path)])
     assert options.config.per_device_train_batch_size == 8 and options.config.bf16 is True

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from cli.test_cli import byte_tokenizer
-from conftest import config_values, tiny_model
+from conftest import config_values, mostly_slow, tiny_model
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from hf_hybrid.cli import chat, formats, progress
@@ -349,15 +349,20 @@ def test_export_measures_on_the_rows_that_sft_held_out(run, tmp_path, capsys, mo
     assert status == 0, err
     evaluated = json.loads((tmp_path / "out" / "eval_results.json").read_text())["eval_loss"]
     monkeypatch.chdir(tmp_path)  # the note has whole paths
-    assert main(["export", "out", "--format", "gguf-f16", "--json"]) == 0, capsys.readouterr().err
+    assert main(["export", "out", "--format", "gguf-f16", "--measure", "--json"]) == 0, capsys.readouterr().err
     result = json.loads(capsys.readouterr().out)
     assert result["sequences"] == 4 and result["original"]["loss"] == pytest.approx(evaluated, rel=2e-3)
     monkeypatch.setenv("COLUMNS", "60")
-    assert main(["export", "out", "--format", "merged"]) == 0
+    assert main(["export", "out", "--format", "merged", "--measure"]) == 0
     shown = capsys.readouterr()
     assert "eval loss" in shown.out and max(map(len, shown.out.splitlines())) <= 60
     # Nothing comes before: no bars, and no warnings of dependencies.
-    assert shown.err.splitlines() == ["Written: out-merged", "To try it: hf-hybrid chat out-merged"]
+    assert shown.err.splitlines() == [
+        "Writing merged ...",
+        "Written: out-merged",
+        "Measuring the loss of the original and of the export. Ctrl-C is safe now.",
+        "To try it: hf-hybrid chat out-merged",
+    ]
     note = tmp_path / "out" / "_hybrid_data.json"
     values = json.loads(note.read_text())
     for wrong, message in (
@@ -367,11 +372,39 @@ def test_export_measures_on_the_rows_that_sft_held_out(run, tmp_path, capsys, mo
         ({"dataset": [str(tmp_path / "gone.jsonl")]}, "there is no such file"),
     ):
         note.write_text(json.dumps(values | wrong))
-        assert main(["export", "out", "--format", "merged", "--output", "other"]) == 2
+        assert main(["export", "out", "--format", "merged", "--output", "other", "--measure"]) == 2
         assert message in capsys.readouterr().err
     note.write_text(json.dumps({key: value for key, value in values.items() if key != "seed"}))
-    assert main(["export", "out", "--format", "merged", "--output", "other"]) == 2
+    assert main(["export", "out", "--format", "merged", "--output", "other", "--measure"]) == 2
     assert "it lacks `seed`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command, data, peft",
+    mostly_slow(
+        [
+            ("sft", "chats", "lora"), ("sft", "chats", "none"), ("dpo", "pairs", "lora"), ("dpo", "pairs", "none"),
+            ("grpo", "questions", "lora"), ("grpo", "questions", "none"),
+        ],
+        [("sft", "chats", "lora"), ("dpo", "pairs", "none"), ("grpo", "questions", "lora")],
+    ),
+)  # fmt: skip
+def test_a_plan_runs_unchanged_under_its_command(folder, tmp_path, monkeypatch, capsys, command, data, peft):
+    monkeypatch.chdir(folder)
+    words = ["model", "--for", command, "--peft", peft, "--sequence_length", "64", "--batch_size", "4"]
+    words += ["--dtype", "float32", "--vram", "2", "--ram", "4", "--output", str(tmp_path / "plan.yaml")]
+    assert main(["plan", *words]) == 0
+    needed = ["--reward", "numeric_answer"] if command == "grpo" else []
+    here = ["--use_cpu", "--max_steps", "2", "--report_to", "none", "--output_dir", str(tmp_path / "out"), *needed]
+    capsys.readouterr()
+    status = main([command, "--config", str(tmp_path / "plan.yaml"), "--dataset", f"{data}.jsonl", *here])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    assert (tmp_path / "out" / "adapter_config.json").is_file() == (peft == "lora")
+    if command == "sft":  # rows are shared, the rate follows a rule, and no leaps are made
+        summary = json.loads((tmp_path / "out" / "hybrid_summary.json").read_text())
+        assert summary["tokens_padding"] + summary["tokens_shared"] > 0 and not summary["leaps_made"]
+        assert peft == "none" or summary["learning_rate_scale"] > 1
 
 
 def test_held_out_pairs_are_measured_by_their_chosen_side(folder, tmp_path):
