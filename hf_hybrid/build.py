@@ -300,7 +300,6 @@ def _planner(trainer: BuiltTrainer, trajectory: Trajectory) -> tuple[GainPlanner
         planner = imagined_gain(
             values,
             device=trainer.args.device,
-            seed=trainer.args.seed,
             factor_at=rate_at(trainer.lr_scheduler),
             max_steps=max_steps,
             stride=stride,

@@ -494,13 +494,13 @@ def actions_to_come(run: FollowedRun, done: int) -> np.ndarray:
 
 
 def forecast_of_rssm(run: FollowedRun, case: Case, *, told: bool) -> Gaussian:
-    """It learns online, as in a run, and is `told` the leaps that come, or expects more of those that it saw last."""
+    """It calibrates itself as in a run. It is `told` the leaps that come, or expects more of those that it saw last."""
     model, steps = DynamicsModel(RSSM().load(START_WEIGHTS)), len(run.losses)
     done = int((run.ends <= case.steps[-1]).sum())
     for stretch in range(done):
         model.observe_stretch(run.features[stretch], run.actions[stretch], float(run.stretch_losses[stretch]))
         actions = run.actions[stretch + 1 :] if told else actions_to_come(run, stretch + 1)
-        ahead = model.forecast(actions, keep=True)
+        ahead = model.forecast(actions)
     last = max(int((actions[:, 2] * steps > steps - final_steps(steps) + 0.5).sum()), 1)
     now = float(run.stretch_losses[done - 1])
     mean = now * float(np.exp(ahead.mean)[-last:].mean())

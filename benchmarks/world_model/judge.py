@@ -166,7 +166,7 @@ def world_model(case: dict) -> Forecasts:
         coming = [[0.0, 0.0, end / steps, case["rates"][end - 1]] for end in ends]
         if number == len(means):
             coming[0][0] = max(case["gain"], 0.0) / STRIDE  # the leap, as it was meant
-        forecast = dynamics.forecast(coming, keep=True)
+        forecast = dynamics.forecast(coming)
     _, deviation = linear_trend(case["losses"][-FORECAST_WINDOW:])
     found = []
     for count in COUNTED:

@@ -1,7 +1,7 @@
 """
 Offline training and scoring of the world model, on recorded runs: how the start weights of the package are made.
 
-Beside what the model learns during a run (hf_hybrid/world_model/learning.py), records allow three things. Runs were
+Beside the loss of single runs (learning.py), records allow three things. Runs were
 branched: from one state training continued in two ways, on the same data, so the model can learn *differences* between
 futures, in which the noise that both share cancels. A linear part can be fitted to all stretches at once by a robust
 ridge regression, before anything is trained. And runs that were left out tell how wide intervals and how high
@@ -20,17 +20,17 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from hf_hybrid.world_model.dynamics import VARIANCE, history_of, log_loss, student_t_cdf
-from hf_hybrid.world_model.learning import (
+from benchmarks.world_model.learning import (
     CHANGE_LIMIT,
-    FREEDOM,
     StretchBatch,
     descend,
     futures,
+    history_of,
     rssm_loss,
     student_t_nll,
     weighted_mean,
 )
+from hf_hybrid.world_model.dynamics import FREEDOM, VARIANCE, log_loss, student_t_cdf
 from hf_hybrid.world_model.rssm import FEATURES, LINEAR_HORIZON, RSSM, SCORED, State, interpolated, power_law
 
 Tensor = torch.Tensor

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.world_model import train
+from benchmarks.world_model.learning import history_of
 from benchmarks.world_model.records import (
     TOLERANCE,
     Record,
@@ -26,7 +27,7 @@ from benchmarks.world_model.records import (
     train_on_records,
 )
 from benchmarks.world_model.storage import load_records
-from hf_hybrid.world_model.dynamics import history_of, student_t_cdf
+from hf_hybrid.world_model.dynamics import student_t_cdf
 from hf_hybrid.world_model.rssm import FEATURES, RSSM, State
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"

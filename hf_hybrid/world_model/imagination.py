@@ -21,6 +21,7 @@ would reach the decay of the learning rate earlier and look better for that alon
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from hf_hybrid.world_model.dynamics import DynamicsModel
 from hf_hybrid.world_model.observer import LearningPlanner, Stretch
-from hf_hybrid.world_model.rssm import RSSM, SCORED
+from hf_hybrid.world_model.rssm import RSSM
 
 START_WEIGHTS = Path(__file__).parent / "rssm_start.safetensors"
 
@@ -39,18 +40,16 @@ class ImaginedGain(LearningPlanner):
     Chooses the multiple of the schedule whose imagined loss is lowest, after every stretch.
 
     `rate_at` gives the learning rate at a progress of the run, over its peak; `stretch_share` is the length of a
-    stretch as a share of the run. See [`~hf_hybrid.leaps.trust.GainPlanner`] for the others.
+    stretch as a share of the run.
     """
 
     MULTIPLES = (0.0, 0.5, 1.0, 1.5, 2.0)
     SCHEDULED = MULTIPLES.index(1.0)
-    LASTING = 5
-    """Stretches that a choice is imagined to last; the schedule follows."""
-    AHEAD = 20
-    """Stretches to imagine."""
+    AHEAD, LASTING = 20, 5
+    """Stretches to imagine, and that a choice is imagined to last; the schedule follows."""
     LEAST = 1e-4
     """Difference in log loss below which the schedule is as good."""
-    LEARN_FIRST = 3
+    OBSERVE_FIRST = 3
     """Stretches before the first choice."""
 
     def __init__(
@@ -67,6 +66,8 @@ class ImaginedGain(LearningPlanner):
         self.dynamics, self.rate_at, self.stretch_share = dynamics, rate_at, stretch_share
         self.multiple = self.confidence = 1.0
         self.imagined_worth: float | None = None
+        self.seconds = 0.0
+        """Time that the planner has taken."""
         self.choices: list[dict] = []
         """After every stretch: `progress`, chosen `multiple`, `imagined_worth` and `confidence`."""
 
@@ -81,21 +82,22 @@ class ImaginedGain(LearningPlanner):
         return min(max(self.imagined_worth * real_steps, 0.0), 2.0 * prior)
 
     def observe(self, stretch: Stretch) -> None:
-        if not math.isfinite(stretch.loss):
-            return
-        action = [stretch.gain, stretch.horizon, stretch.progress, stretch.rate]
-        self.dynamics.observe_stretch(stretch.features, action, stretch.loss)
-        ahead = min(self.AHEAD, int((1.0 - stretch.progress) / self.stretch_share + 1e-6))
-        if ahead < 1:
-            return
-        learned = self.dynamics.stretches >= self.LEARN_FIRST
-        choice = self._choose(self._candidates(stretch, ahead)) if learned else self.SCHEDULED
-        self.multiple = self.MULTIPLES[choice]
-        self.dynamics.forecast(self._intended(stretch, ahead), keep=True)
-        self.choices.append({"progress": stretch.progress, **self._values()})
+        began = time.perf_counter()
+        if math.isfinite(stretch.loss):
+            action = [stretch.gain, stretch.horizon, stretch.progress, stretch.rate]
+            self.dynamics.observe_stretch(stretch.features, action, stretch.loss)
+            ahead = min(self.AHEAD, int((1.0 - stretch.progress) / self.stretch_share + 1e-6))
+            if ahead > 0:
+                self._plan(stretch, ahead)
+        self.seconds += time.perf_counter() - began
 
-    def _values(self) -> dict:
-        return {name: getattr(self, name) for name in ("multiple", "imagined_worth", "confidence")}
+    def _plan(self, stretch: Stretch, ahead: int) -> None:
+        observed_enough = self.dynamics.stretches >= self.OBSERVE_FIRST
+        choice = self._choose(self._candidates(stretch, ahead)) if observed_enough else self.SCHEDULED
+        self.multiple = self.MULTIPLES[choice]
+        self.dynamics.forecast(self._intended(stretch, ahead))
+        values = {name: getattr(self, name) for name in ("multiple", "imagined_worth", "confidence")}
+        self.choices.append({"progress": stretch.progress, **values})
 
     def _candidates(self, stretch: Stretch, ahead: int) -> Tensor:
         """Actions of every multiple, `[multiples, ahead, 4]`, all at the same progress and without skipped steps."""
@@ -120,14 +122,15 @@ class ImaginedGain(LearningPlanner):
         return torch.tensor(actions)
 
     def _choose(self, candidates: Tensor) -> int:
-        difference, disagreement = self.dynamics.compare(candidates, candidates[self.SCHEDULED, None])
+        difference, disagreement = self.dynamics.compare(candidates, candidates[self.SCHEDULED])
         # A change has to win by more than the members disagree.
-        score = (difference + disagreement)[:, -1].tolist()
-        best = min(range(len(score)), key=score.__getitem__)
-        best = best if score[best] <= -self.LEAST else self.SCHEDULED
+        scores = (difference + disagreement)[:, -1]
+        best = int(scores.argmin())
+        best = best if scores[best] <= -self.LEAST else self.SCHEDULED
         leap = best or self.SCHEDULED
         # 1 while leaping is imagined to be at least as good as not leaping, 0 where it is surely worse.
-        self.confidence = min(1.0, 2.0 * self.dynamics.probability_better(candidates[leap], candidates[0]).item())
+        better = self.dynamics.probability_better(candidates[leap, None], candidates[0, None])
+        self.confidence = min(1.0, 2.0 * better.item())
         # The loss that leaping is sure to gain over not leaping: less the disagreement of the members.
         gained = difference[0] - difference[leap] - disagreement[0]
         self.imagined_worth = self._worth(gained[-1].item(), candidates[0])
@@ -142,48 +145,37 @@ class ImaginedGain(LearningPlanner):
 
     def summary(self) -> dict:
         """The choices, what they cost, and mean absolute errors in log loss of three forecasts, by stretches ahead."""
-        errors = {str(k): self.dynamics.calibration.mean_errors(k) for k in SCORED}
-        names = ("model", "persistence", "power_law")
+        names, errors = ("model", "persistence", "power_law"), self.dynamics.calibration.mean_errors()
         return {
             "choices": self.choices,
-            "updates": self.dynamics.updates,
-            "seconds": self.dynamics.seconds,
-            "errors": {k: dict(zip(names, values)) for k, values in errors.items() if values is not None},
+            "seconds": self.seconds,
+            "errors": {k: dict(zip(names, values)) for k, values in errors.items()},
         }
 
+    _SAVED = ("multiple", "imagined_worth", "confidence", "seconds", "choices")
+
     def state_dict(self) -> dict:
-        tensors, dynamics = self.dynamics.state_dict()
-        return {**self._values(), "choices": list(self.choices), "dynamics": dynamics, "tensors": tensors}
+        return {**{name: getattr(self, name) for name in self._SAVED}, "dynamics": self.dynamics.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        vars(self).update({name: state[name] for name in self._values()})
-        self.choices = list(state["choices"])
-        self.dynamics.load_state_dict(state["tensors"], state["dynamics"])
+        vars(self).update({name: state[name] for name in self._SAVED}, choices=list(state["choices"]))
+        self.dynamics.load_state_dict(state["dynamics"])
 
 
 def imagined_gain(
     values: tuple[float, float, float],
     *,
     device: torch.device,
-    seed: int,
     factor_at: Callable[[int], float] | None,
     max_steps: int,
     stride: int,
 ) -> ImaginedGain:
     """
-    Make the planner of a run, whose world model begins with the weights that the package ships.
+    Make the planner of a run, whose world model has the weights that the package ships.
 
     `values` are `peak`, `power` and `worth` of [`~hf_hybrid.leaps.trust.GainPlanner`]; `stride` is the length of a
     stretch. `factor_at` gives the factor of the learning rate in a step; `None` is taken for a linear decay to zero.
-
-    Raises:
-        ValueError: If the installation lacks the weights.
     """
-    if not START_WEIGHTS.is_file():
-        raise ValueError(
-            f"`planner` is 'dynamics', whose world model starts from weights that are not at {START_WEIGHTS}: the "
-            "installation is incomplete. Install hf_hybrid anew, or set `planner='schedule'`."
-        )
     peak = 0.0 if factor_at is None else max(factor_at(round(step * max_steps / 100)) for step in range(101))
 
     def over_peak(progress: float) -> float:
@@ -191,5 +183,5 @@ def imagined_gain(
             return 1.0 - progress
         return factor_at(round(progress * max_steps)) / peak if peak > 0 else 0.0
 
-    dynamics = DynamicsModel(RSSM().load(START_WEIGHTS), device=device, seed=seed)
+    dynamics = DynamicsModel(RSSM().load(START_WEIGHTS), device)
     return ImaginedGain(*values, dynamics=dynamics, rate_at=over_peak, stretch_share=stride / max_steps)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from hf_hybrid.leaps.leap import LeapObserver, Leaps
 from hf_hybrid.leaps.trajectory import Trajectory
@@ -169,24 +168,8 @@ class PlannerObserver(LeapObserver):
                 self.run.survive(error, "predictor missed a gradient")
 
     def end_step(self, step: Step) -> None:
-        self._observe_signals(step)
-        self.sureness.observe_step((step.verdict or NORMAL).level)
-        self.steps_since_leap += 1
-
-    def decide(self, step: Step) -> None:
-        rate = step.learning_rate * self.run.rate_scale
-        if self.stretches.step(step.loss if step.counts else None, rate):
-            progress = (step.index + 1) / self.run.max_steps
-            self.planner.observe(self.stretches.close(self.signals.features, progress, rate))
-
-    def react(self, step: Step, verdict: Verdict) -> None:
-        if verdict.action is Action.RESET_PREDICTOR:
-            self.linearity = 0.0
-
-    def _observe_signals(self, step: Step) -> None:
         new, self._new = self._new, None
-        leaps, leaps_made = self.leaps, self.run.record.leaps
-        last = leaps_made[-1] if leaps_made else None
+        leaps, last = self.leaps, self.run.record.leaps[-1] if self.run.record.leaps else None
         self.signals.observe(
             StepSignals(
                 phase=step.phase,
@@ -210,6 +193,18 @@ class PlannerObserver(LeapObserver):
                 confidence=self.confidence,
             )
         )
+        self.sureness.observe_step((step.verdict or NORMAL).level)
+        self.steps_since_leap += 1
+
+    def decide(self, step: Step) -> None:
+        rate = step.learning_rate * self.run.rate_scale
+        if self.stretches.step(step.loss if step.counts else None, rate):
+            progress = (step.index + 1) / self.run.max_steps
+            self.planner.observe(self.stretches.close(self.signals.features, progress, rate))
+
+    def react(self, step: Step, verdict: Verdict) -> None:
+        if verdict.action is Action.RESET_PREDICTOR:
+            self.linearity = 0.0
 
     def log(self, step: int, logs: dict[str, Any]) -> None:
         if "learning_rate" in logs:  # an entry on steps; it has no loss if all of them were skipped
@@ -249,22 +244,25 @@ def gradient_statistics(trajectory: Trajectory) -> dict[str, float]:
     mean squares of the optimizer's moments), `weight` (of the weights), `memory` (norm of the direction's average) and
     `alignment` (cosine of gradient and average); 0 where unknown. Gradients must be there.
     """
-    states = [trajectory.context.state(index) for index in range(len(trajectory.parameters))]
-    first = [s["exp_avg"] for s in states if torch.is_tensor(s.get("exp_avg"))]
-    second = [s["exp_avg_sq"] for s in states if torch.is_tensor(s.get("exp_avg_sq"))]
-    count = max(sum(p.numel() for p in trajectory.shards.originals), 1)
-    gradients = [p.grad for p in trajectory.parameters if p.grad is not None]
-    memory = trajectory.direction.buffers.get("memory", [])
-    means = [
-        sums_of_squares(p.detach() for p in trajectory.parameters),
+    parameters = trajectory.parameters
+    states = [trajectory.context.state(index) for index in range(len(parameters))]
+    first, second = ([s[name] for s in states if torch.is_tensor(s.get(name))] for name in ("exp_avg", "exp_avg_sq"))
+    dots = [
+        inner_product(average, parameter.grad.to(average.device, torch.float32))
+        for average, parameter in zip(trajectory.predicted_gradients(), parameters)
+        if average is not None and parameter.grad is not None and not parameter.grad.is_sparse
+    ]
+    sums = trajectory.shards.totals([
+        sums_of_squares(p.detach() for p in parameters),
         sums_of_squares(first),
         [s.float().sum() for s in second],
-    ]
-    totals = trajectory.shards.totals(
-        [*means, sums_of_squares(memory), sums_of_squares(gradients), _gradient_dot_memory(trajectory)]
-    )
-    weight2, first2, second1 = (totals[:3] / count).tolist()
-    memory2, gradient2, dot = totals[3:].tolist()
+        sums_of_squares(trajectory.direction.buffers.get("memory", [])),
+        sums_of_squares([p.grad for p in parameters if p.grad is not None]),
+        dots,
+    ])  # fmt: skip
+    count = max(sum(p.numel() for p in trajectory.shards.originals), 1)
+    weight2, first2, second1 = (sums[:3] / count).tolist()
+    memory2, gradient2, dot = sums[3:].tolist()
     return {
         "first": math.sqrt(first2),
         "second": math.sqrt(max(second1, 0.0)),
@@ -272,12 +270,3 @@ def gradient_statistics(trajectory: Trajectory) -> dict[str, float]:
         "memory": math.sqrt(memory2),
         "alignment": dot / max(math.sqrt(memory2 * gradient2), 1e-20),
     }
-
-
-def _gradient_dot_memory(trajectory: Trajectory) -> list[Tensor]:
-    dots = []
-    for index, parameter in enumerate(trajectory.parameters):
-        predicted = trajectory.direction.predicted_gradient(index)
-        if predicted is not None and parameter.grad is not None and not parameter.grad.is_sparse:
-            dots.append(inner_product(predicted, parameter.grad.to(predicted.device, torch.float32)))
-    return dots

@@ -17,8 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,20 +41,13 @@ def group_of(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
-@dataclass(frozen=True)
-class GroupResidual:
-    """
-    One group of parameters, or all of them, over one leap.
+class GroupResidual(NamedTuple):
+    """One group of parameters, or all of them, over one leap. Slopes are in nats per leap; negative leads downhill."""
 
-    `cosine` of the leap with what the real steps of Correct did; `norm_ratio` realised over predicted, each per unit of
-    learning rate; `slope_before` and `slope_after`: projection of the gradient on the leap (nats per leap), as
-    predicted before it (`None` for directions that predict no gradient) and as met in Correct. Negative leads downhill.
-    """
-
-    cosine: float
-    norm_ratio: float
-    slope_before: float | None
-    slope_after: float
+    cosine: float  # of the leap with what the real steps of Correct did
+    norm_ratio: float  # length of what they did over that of the leap, each per unit of learning rate
+    slope_before: float | None  # as predicted; `None` for directions that predict no gradient
+    slope_after: float  # as met in Correct
 
 
 def secant_minimum(slope_before: float, slope_after: float) -> float | None:
@@ -84,16 +76,16 @@ class LeapResiduals(LeapObserver):
     def __init__(self, correct_gain: bool = False):
         self.correct_gain = correct_gain
         self.watch(None)
-        self.means: dict[str, dict] = {}
-        """By group of parameters: `leaps` judged, and the means of `cosine` and `norm_ratio` over them."""
 
     def begin(self, run: Run) -> None:
-        self.run, self.means = run, {}
+        self.run = run
         self.watch(run.weights)
 
     def watch(self, weights: TrainedWeights | None) -> None:
         """Compare leaps of these weights, one at a time, from the first on."""
         self.weights = weights
+        self.means: dict[str, dict] = {}
+        """By group of parameters: `leaps` judged, and the means of `cosine` and `norm_ratio` over them."""
         self.slopes: dict[str, list[float]] = {}
         """By group: averages of the slopes before and after the last leaps."""
         self.leap_rate = 0.0
@@ -108,8 +100,6 @@ class LeapResiduals(LeapObserver):
         self.gradients: list[Tensor] = []
         self.slopes_before: Tensor | None = None
         self.gradient_steps = 0
-
-    # A leap.
 
     def before_leap(self, leaps: Leaps, leap: Leap) -> None:
         if self.correct_gain:
@@ -173,13 +163,8 @@ class LeapResiduals(LeapObserver):
     @torch.no_grad()
     def judge(self, rate: float) -> tuple[GroupResidual | None, dict[str, GroupResidual]]:
         """
-        Compare; one host synchronisation. What was remembered is dropped.
-
-        Args:
-            rate (`float`): Learning rates of the real steps since the leap, added up.
-
-        Returns:
-            Over all parameters (`None` if nothing was compared or moved), and by group.
+        Compare over all parameters (`None` if nothing was compared or moved), and by group; one host synchronisation.
+        What was remembered is dropped. `rate` is the sum of the learning rates of the real steps since the leap.
         """
         if not self.gradient_steps or rate <= 0:
             self._forget_leap()
@@ -216,8 +201,6 @@ class LeapResiduals(LeapObserver):
         dots = [[dot(a[i], b[i], i) for i in members] for a, b in pairs for members in self.groups.values()]
         return list(self.shards.totals(dots).view(len(pairs), -1))
 
-    # What was learned.
-
     def learn(self, groups: dict[str, GroupResidual]) -> None:
         """Take in the residuals of one leap."""
         for group, residual in groups.items():
@@ -243,30 +226,19 @@ class LeapResiduals(LeapObserver):
     def summary(self) -> dict[str, Any]:
         return {"displacement_residuals": self.means}
 
-    # Saving.
+    _SAVED = ("gradient_steps", "leap_rate", "slopes_before", "slopes", "means")
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, and tensors for a checkpoint inside a Correct phase. All processes must call this."""
         if self.weights is None:
             return {}
-        comparison = {
-            "gradient_steps": self.gradient_steps,
-            "leap_rate": self.leap_rate,
-            "slopes_before": None if self.slopes_before is None else self.slopes_before.tolist(),
-            "tensors": self.weights.whole({"leap": self.leap, "start": self.start, "gradients": self.gradients}),
-        }
-        return {"comparison": comparison, "slopes": self.slopes, "means": self.means}
+        tensors = self.weights.whole({"leap": self.leap, "start": self.start, "gradients": self.gradients})
+        return {**{name: getattr(self, name) for name in self._SAVED}, "tensors": tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.weights is None:
             return
-        comparison = state["comparison"]
-        saved = self.weights.in_order(comparison["tensors"])
-        for kind in ("leap", "start", "gradients"):
-            pairs = zip(saved.get(kind, []), self.shards.parameters)
+        vars(self).update({name: state[name] for name in self._SAVED})
+        for kind, saved in self.weights.in_order(state["tensors"]).items():
+            pairs = zip(saved, self.shards.parameters)
             setattr(self, kind, [tensor.to(parameter.device, copy=True) for tensor, parameter in pairs])
-        slopes = comparison["slopes_before"]
-        self.slopes_before = None if slopes is None else torch.tensor(slopes)
-        self.gradient_steps, self.leap_rate = comparison["gradient_steps"], comparison["leap_rate"]
-        self.slopes = {group: list(averages) for group, averages in state["slopes"].items()}
-        self.means = {group: dict(mean) for group, mean in state["means"].items()}

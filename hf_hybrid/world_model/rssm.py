@@ -6,7 +6,7 @@ through noisy observations. It keeps a state of two parts. The deterministic par
 what was done. The stochastic part is a few categorical variables, and there are two guesses for it: the *prior* is
 made from the memory alone, before the observation; the *posterior* also sees the observation. While a run is watched
 the state follows the posterior. To imagine the future the model rolls the prior forward under the actions that might
-be taken, without any observation. Training (learning.py) makes both agree.
+be taken, without any observation.
 
 Here the process is a training run and time is counted in stretches of some real steps. After each stretch the model
 observes 69 numbers: the 64 signals of signals.py and five that `LossHistory` knows of the loss curve. An action is
@@ -14,21 +14,21 @@ what was done in a stretch: how far leaps moved the weights, how many steps they
 learning rate.
 
 The loss heads do not forecast the loss from nothing. They start from the power law through the past losses, which
-enters with learned trust, and add a linear forecast fitted offline, a learned drift per stretch, and the effect of
-leaps in proportion to their gain. The forecast is a Student-t whose scale grows with the horizon. Everything that
-depends on leaps starts at exactly zero: a leap of which the model knows nothing is worth nothing.
+enters with learned trust, and add a linear forecast, a drift per stretch, and the effect of leaps in proportion to
+their gain. The forecast is a Student-t whose scale grows with the horizon. Before training, everything that depends on
+leaps is exactly zero: a leap of which the model knows nothing is worth nothing.
 
-The ensemble has three members with parameters of their own. Parameters carry a leading member dimension, so that one
-batched product serves all members. Shapes: M members, N sequences, W or K stretches. The global random generators are
-never used.
+The three members have parameters of their own, with a leading dimension for the member, so that one batched product
+serves all. They were trained on recorded runs (`benchmarks/world_model/`), do not change during a run, and nothing here
+is random. Shapes: M members, N sequences, W or K stretches.
 """
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
@@ -50,16 +50,15 @@ SCORED = (1, 5, 20)
 LINEAR = OBSERVATION + 5
 """Inputs of the linear part: normalised observation and 1; and for each stretch ahead its progress and rate, the mean
 rate until then, and the forecast of the power law."""
-LINEAR_HORIZON = 20
-"""Stretches ahead for which the linear part has weights; later ones use the last weights."""
-LINEAR_LIMIT = 3.0
-"""Bound of its normalised inputs, so that an input far out of range is not extrapolated from."""
+LINEAR_HORIZON, LINEAR_LIMIT = 20, 3.0
+"""Stretches ahead for which the linear part has weights (later ones use the last), and bound of its inputs, so that it
+does not extrapolate from one far out of range."""
 UNIFORM = 0.01
 """Share of the uniform distribution in every categorical, which keeps every class alive."""
 
 
 class State(NamedTuple):
-    """Deterministic `[M, N, D]` and stochastic `[M, N, groups * classes]` state; several stretches add a dimension."""
+    """Deterministic `[M, N, D]` and stochastic `[M, N, groups * classes]` state; stretches add a dimension."""
 
     deterministic: Tensor
     stochastic: Tensor
@@ -84,12 +83,8 @@ def power_law(history: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
 
 def interpolated(values: Tensor, horizon: int) -> Tensor:
     """Values `[3]` at `SCORED` stretches ahead to all of the next, `[K]`: linear in log k, flat behind the last."""
-    ahead = torch.arange(1, horizon + 1, device=values.device, dtype=values.dtype).log()
-    result = values[0].expand(horizon)
-    for index, (below, above) in enumerate(zip(SCORED, SCORED[1:])):
-        share = ((ahead - math.log(below)) / math.log(above / below)).clamp(0, 1)
-        result = result + share * (values[index + 1] - values[index])
-    return result
+    ahead = np.log(np.arange(1, horizon + 1))
+    return torch.from_numpy(np.interp(ahead, np.log(SCORED), values.cpu().numpy())).to(values)
 
 
 class EnsembleLinear(nn.Module):
@@ -99,9 +94,7 @@ class EnsembleLinear(nn.Module):
     `gain` is the standard deviation of outputs for inputs of unit variance.
     """
 
-    def __init__(
-        self, members: int, inputs: int, outputs: int, generator: torch.Generator, gain: float = 1.0, bias: bool = True
-    ):
+    def __init__(self, members: int, inputs: int, outputs: int, generator, gain: float = 1.0, bias: bool = True):
         super().__init__()
         values = torch.randn(members, inputs, outputs, generator=generator)
         self.weight = nn.Parameter(values * (gain / inputs**0.5))
@@ -159,7 +152,7 @@ class RSSM(nn.Module):
         self.posterior_out = linear(hidden, self.stochastic)
         self.prior_hidden = linear(deterministic, hidden)
         self.prior_out = linear(hidden, self.stochastic)
-        self.decoder_hidden, self.decoder_out = linear(latent, hidden), linear(hidden, FEATURES)
+        self.decoder_hidden, self.decoder_out = linear(latent, hidden), linear(hidden, FEATURES)  # for training
         self.loss_hidden, self.loss_out = linear(latent, hidden), linear(hidden, 4, gain=0.1)
         self.loss_context = linear(hidden, hidden)
         self.start_hidden, self.start_out = linear(latent, hidden), linear(hidden, 3, gain=0.1)
@@ -179,8 +172,6 @@ class RSSM(nn.Module):
         """Read weights (safetensors, any float dtype) of an ensemble of the same sizes, and return the model."""
         self.load_state_dict(load_file(str(path)))
         return self
-
-    # Inputs.
 
     def initial(self, count: int) -> State:
         """State before the first stretch of `count` sequences."""
@@ -223,15 +214,13 @@ class RSSM(nn.Module):
         product = torch.matmul(shared, weights[:, :split])
         return product + torch.einsum("nki,mik->mnk", own, weights[:, split:])
 
-    def _steer(self, actions: Tensor) -> tuple[Tensor, ...]:
+    def steer(self, actions: Tensor) -> tuple[Tensor, ...]:
         """The part of the GRU's gates that comes from actions `[N, W, 4]`: for each stretch `[M, N, 3 * D]`."""
         inputs = torch.cat((torch.asinh(actions[..., :2]), actions[..., 2:]), -1).flatten(0, 1)
         gates = self.gates_action(inputs.expand(self.members, *inputs.shape))
         return gates.unflatten(1, actions.shape[:2]).unbind(2)
 
-    # One stretch.
-
-    def _recur(self, state: State, steer: Tensor) -> Tensor:
+    def recur(self, state: State, steer: Tensor) -> Tensor:
         reset, update, candidate = self.gates(torch.cat(state, -1), steer).chunk(3, -1)
         candidate = torch.tanh(torch.sigmoid(reset) * candidate)
         # The update gate starts nearly closed, so that the state remembers many stretches from the start.
@@ -249,39 +238,13 @@ class RSSM(nn.Module):
         """Probabilities of the stochastic state once the stretch is observed, `[M, N, groups, classes]`."""
         return self._distribution(self.posterior_out(F.silu(self.posterior_hidden(deterministic) + embedded)))
 
-    @staticmethod
-    def sample(probabilities: Tensor, generator: torch.Generator) -> Tensor:
-        """One-hot sample with the gradient of its probabilities (straight through), groups flattened."""
-        flat = probabilities.detach().flatten(0, -2)
-        index = torch.multinomial(flat, 1, generator=generator).view(probabilities.shape[:-1])
-        hard = F.one_hot(index, probabilities.shape[-1]).to(probabilities.dtype)
-        return (hard + probabilities - probabilities.detach()).flatten(-2)
-
     def observe(self, state: State, observation: Tensor, action: Tensor) -> State:
         """
         State after a stretch, from the state before it, the observation `[N, 69]` after it and its action `[N, 4]`. It
         holds mean probabilities instead of samples, so all processes compute the same.
         """
-        deterministic = self._recur(state, self._steer(action[:, None])[0])
+        deterministic = self.recur(state, self.steer(action[:, None])[0])
         return State(deterministic, self.posterior(deterministic, self.embed(observation)).flatten(-2))
-
-    # Many stretches.
-
-    def unroll(
-        self, state: State, observations: Tensor, actions: Tensor, generator: torch.Generator
-    ) -> tuple[State, Tensor]:
-        """
-        Observe sequences `[N, W, 69]` and `[N, W, 4]` with sampled states, for training. Returns states
-        `[M, N, W, ...]` and posterior probabilities `[M, N, W, groups, classes]`.
-        """
-        embedded = self.embed(observations.flatten(0, 1)).unflatten(1, actions.shape[:2])
-        states, posteriors = [], []
-        for steer, seen in zip(self._steer(actions), embedded.unbind(2)):
-            hidden = self._recur(state, steer)
-            posteriors.append(self.posterior(hidden, seen))
-            state = State(hidden, self.sample(posteriors[-1], generator))
-            states.append(state)
-        return State(*(torch.stack(part, 2) for part in zip(*states))), torch.stack(posteriors, 2)
 
     def imagine(self, state: State, actions: Tensor) -> State:
         """
@@ -289,17 +252,11 @@ class RSSM(nn.Module):
         `[M, N, K, ...]`. It holds mean probabilities.
         """
         states = []
-        for steer in self._steer(actions):
-            hidden = self._recur(state, steer)
+        for steer in self.steer(actions):
+            hidden = self.recur(state, steer)
             state = State(hidden, self.prior(hidden).flatten(-2))
             states.append(state)
         return State(*(torch.stack(part, 2) for part in zip(*states)))
-
-    # Heads.
-
-    def reconstruct(self, states: State) -> Tensor:
-        """Normalised features read off states `[M, N, ...]`: `[M, N, 64]`."""
-        return self.decoder_out(F.silu(self.decoder_hidden(torch.cat(states, -1))))
 
     def forecast(self, start: State, observation: Tensor, actions: Tensor) -> LossHead:
         """

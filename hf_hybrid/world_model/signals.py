@@ -62,30 +62,29 @@ class SignalObserver:
         self.peak_rate = self.rate_total = 0.0
         self.clipped = 0.0
         """Share of the last 16 steps or so whose gradient was clipped."""
-        self.moment_first = self.moment_second = self.previous_first = self.previous_second = 0.0
         self.statistics: dict[str, float] = {}
-        self._features = [0.0] * len(FEATURE_NAMES)
-        self._unread: StepSignals | None = None
-
-    def observe(self, step: StepSignals) -> None:
-        """Record one step. This is cheap, because the features are computed only on demand."""
-        self._remember(step)
-        self._unread = step
+        self.previous: dict[str, float] = {}
+        """The statistics before these."""
+        self._last: StepSignals | None = None
 
     @property
     def features(self) -> list[float]:
-        """Return the 64 features after the last step, each in [-5, 5], in the order of `FEATURE_NAMES`."""
-        step, self._unread = self._unread, None
-        if step is not None:
-            view = View(self, step)
-            self._features = [
-                _bounded(feature(view)) if is_known(view) else 0.0
-                for is_known, features in _TABLES
-                for feature in features.values()
-            ]
-        return self._features
+        """
+        The 64 features after the last step, each in [-5, 5], in the order of `FEATURE_NAMES`; zeros before the first
+        step of this start.
+        """
+        if self._last is None:
+            return [0.0] * len(FEATURE_NAMES)
+        view = View(self, self._last)
+        return [
+            _bounded(feature(view)) if is_known(view) else 0.0
+            for is_known, features in _TABLES
+            for feature in features.values()
+        ]
 
-    def _remember(self, step: StepSignals) -> None:
+    def observe(self, step: StepSignals) -> None:
+        """Record one step."""
+        self._last = step
         self.steps += 1
         self.rates.append(step.learning_rate)
         self.peak_rate = max(self.peak_rate, step.learning_rate)
@@ -95,7 +94,7 @@ class SignalObserver:
         if step.leap_kept is not None:
             self.kept.append(float(step.leap_kept))
         if step.loss is None or step.gradient_norm is None:
-            return
+            return  # it was skipped
         self.rate_total += step.learning_rate
         self.first_loss = self.first_loss or step.loss
         self.first_norm = self.first_norm or step.gradient_norm
@@ -110,50 +109,36 @@ class SignalObserver:
         over = step.max_grad_norm > 0 and step.gradient_norm > step.max_grad_norm
         self.clipped += (over - self.clipped) / 16
         if step.statistics:
-            self.previous_first, self.previous_second = self.moment_first, self.moment_second
-            self.statistics = step.statistics
-            self.moment_first, self.moment_second = step.statistics["first"], step.statistics["second"]
+            self.previous, self.statistics = self.statistics, step.statistics
             self.first_weight = self.first_weight or step.statistics["weight"]
             self.alignments.append(step.statistics["alignment"])
 
     def state_dict(self) -> dict[str, Any]:
-        state = {**vars(self), "_features": self.features}
-        del state["_unread"]
-        return {name: list(value) if isinstance(value, deque) else value for name, value in state.items()}
+        state = {name: list(value) if isinstance(value, deque) else value for name, value in vars(self).items()}
+        del state["_last"]  # features are read after a step
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             kept = getattr(self, name)
             setattr(self, name, deque(value, kept.maxlen) if isinstance(kept, deque) else value)
-        self._unread = None
 
 
 class View:
     """What the features of a step are computed from."""
 
     def __init__(self, observer: SignalObserver, step: StepSignals):
-        self.seen, self.step = observer, step
-        self.losses = np.asarray(observer.losses, dtype=np.float64)
-        self.norms = np.asarray(observer.norms, dtype=np.float64)
-        self.alignments = np.asarray(observer.alignments, dtype=np.float64)
+        self.seen, self.step, self.statistics = observer, step, observer.statistics
+        self.losses, self.norms, self.alignments = map(np.array, (observer.losses, observer.norms, observer.alignments))
+        self.rate = max(step.learning_rate, 1e-12)
         if len(self.losses) > 1:
             self.mean, self.std = self.losses.mean(), max(self.losses.std(), 1e-12)
             self.change = np.diff(self.losses)
             self.mean_norm = max(self.norms.mean(), 1e-12)
-        self.statistics = observer.statistics
+            self.covariance = ((self.losses - self.mean) * (self.norms - self.norms.mean())).mean()
         if self.statistics:
             self.ratio = self.statistics["first"] / max(self.statistics["second"], 1e-20)
-        self.rate = max(step.learning_rate, 1e-12)
-
-    @property
-    def covariance(self) -> float:
-        """Of losses and gradient norms."""
-        return ((self.losses - self.losses.mean()) * (self.norms - self.norms.mean())).mean()
-
-    @property
-    def clipped_norm(self) -> float:
-        """Norm of the last gradient as the optimizer got it."""
-        return min(self.seen.norms[-1], self.step.max_grad_norm or self.seen.norms[-1])
+            self.clipped_norm = min(self.norms[-1], step.max_grad_norm or self.norms[-1])  # as the optimizer got it
 
 
 Features = dict[str, Callable[[View], Any]]
@@ -169,7 +154,9 @@ _LOSS: Features = {
     "loss_slope_16": lambda v: _slope(v.losses[-16:]) / v.std * 16,
     "loss_slope_32": lambda v: _slope(v.losses[-32:]) / v.std * 32,
     "loss_slope_64": lambda v: _slope(v.losses) / v.std * len(v.losses),
-    "loss_curvature": lambda v: _bend(v.losses) / v.std * len(v.losses),
+    "loss_curvature": lambda v: (
+        (_slope(v.losses[len(v.losses) // 2 :]) - _slope(v.losses[: len(v.losses) // 2])) / v.std * len(v.losses)
+    ),
     "loss_fast_minus_mid": lambda v: (v.seen.fast - v.seen.mid) / v.std,
     "loss_mid_minus_slow": lambda v: (v.seen.mid - v.seen.slow) / v.std,
     "loss_autocorrelation": lambda v: _autocorrelation(v.losses),
@@ -194,8 +181,8 @@ _OPTIMIZER: Features = {
     "moment_first_log": lambda v: math.log10(max(v.statistics["first"], 1e-20)) + 5,
     "moment_second_log": lambda v: math.log10(max(v.statistics["second"], 1e-20)) + 5,
     "moment_signal_to_noise": lambda v: v.ratio,
-    "moment_first_trend": lambda v: _log_ratio(v.seen.moment_first, v.seen.previous_first),
-    "moment_second_trend": lambda v: _log_ratio(v.seen.moment_second, v.seen.previous_second),
+    "moment_first_trend": lambda v: _log_ratio(v.statistics["first"], v.seen.previous.get("first", 0.0)),
+    "moment_second_trend": lambda v: _log_ratio(v.statistics["second"], v.seen.previous.get("second", 0.0)),
     "update_over_weight": lambda v: (
         math.log10(max(v.step.learning_rate * v.ratio / max(v.statistics["weight"], 1e-20), 1e-12)) + 3
     ),
@@ -254,11 +241,6 @@ def _log_ratio(value: float, reference: float) -> float:
 
 def _mean(values: deque[float]) -> float:
     return sum(values) / len(values) if values else 0.0
-
-
-def _bend(x: np.ndarray) -> float:
-    """Slope of the second half less that of the first."""
-    return _slope(x[len(x) // 2 :]) - _slope(x[: len(x) // 2])
 
 
 def _slope(x: np.ndarray) -> float:

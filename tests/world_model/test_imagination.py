@@ -23,13 +23,13 @@ SMALL = {"members": 2, "deterministic": 32, "hidden": 32}
 STRETCHES = 20
 
 
-def planner(effect=0.0, members_agree=True, peak=2.0, **options):
+def planner(effect=0.0, members_agree=True, peak=2.0):
     """One whose world model believes that leaps change the log loss by `effect` per stretch of gain 1."""
     model = RSSM(**SMALL)
     with torch.no_grad():
         bias = torch.full((2,), effect / model._DRIFT) if members_agree else torch.tensor([5.0, -5.0]) * effect
         model.loss_out.bias[:, 0, 1] = bias
-    dynamics = DynamicsModel(model, learn_every=0, **options)
+    dynamics = DynamicsModel(model)
     return ImaginedGain(
         peak, 0.0, 0.2, dynamics=dynamics, rate_at=lambda progress: 1.0 - progress, stretch_share=1 / STRETCHES
     )
@@ -50,8 +50,8 @@ def test_leaps_go_as_far_as_they_are_imagined_to_help(effect, expected):
     assert gains.gain(0.5) == pytest.approx(expected * GainPlanner(2.0, 0.0, 0.2).gain(0.5))
 
 
-def test_the_schedule_holds_until_there_is_something_to_learn_from():
-    gains = follow(planner(effect=0.02), range(ImaginedGain.LEARN_FIRST - 1))
+def test_the_schedule_holds_until_there_is_something_to_go_by():
+    gains = follow(planner(effect=0.02), range(ImaginedGain.OBSERVE_FIRST - 1))
     assert gains.multiple == 1.0 and gains.imagined_worth is None
     assert gains.worth_of(2.0, 10) == GainPlanner(2.0, 0.0, 0.2).worth_of(2.0, 10)
 
@@ -85,13 +85,15 @@ def test_a_planner_that_was_saved_goes_on_bit_for_bit():
     first = follow(planner(-0.02), range(5))
     resumed = planner(-0.02)
     state = first.state_dict()
-    tensors = state.pop("tensors")
-    resumed.load_state_dict({**json.loads(json.dumps(state)), "tensors": tensors})
+    tensors = state["dynamics"].pop("tensors")
+    state = json.loads(json.dumps(state))
+    state["dynamics"]["tensors"] = tensors
+    resumed.load_state_dict(state)
     follow(resumed, range(5, 10))
     assert resumed.choices == expected.choices and len(resumed.choices) == 10
     assert resumed.summary()["errors"] == expected.summary()["errors"]
-    for name, tensor in expected.state_dict()["tensors"].items():
-        assert torch.equal(resumed.state_dict()["tensors"][name], tensor), name
+    for name, tensor in expected.dynamics.state_dict()["tensors"].items():
+        assert torch.equal(resumed.dynamics.state_dict()["tensors"][name], tensor), name
 
 
 def test_the_last_stretch_plans_nothing():
@@ -111,13 +113,6 @@ def test_start_weights_are_part_of_the_package():
     declared = tomllib.loads((root.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     packed = {path for pattern in declared["hf_hybrid"] for path in root.glob(pattern)}
     assert imagination.START_WEIGHTS in packed
-
-
-def test_a_missing_file_is_named(monkeypatch, tmp_path, train_set):
-    monkeypatch.setattr(imagination, "START_WEIGHTS", tmp_path / "nowhere.safetensors")
-    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path, planner="dynamics"), train_dataset=train_set)
-    with pytest.raises(ValueError, match="nowhere.safetensors.*incomplete"):
-        trainer.train()
 
 
 # In a run.
@@ -145,7 +140,7 @@ def test_a_run_tells_what_was_chosen(whole):
     stretches = summary["real_steps"] // STRETCH_STEPS
     assert summary["steps"] == STEPS and stretches - 1 <= len(choices) <= stretches
     assert all(choice["multiple"] in ImaginedGain.MULTIPLES for choice in choices)
-    assert summary["planner"]["seconds"] > 0 and summary["planner"]["updates"] == len(choices) // 5
+    assert summary["planner"]["seconds"] > 0
     assert set(summary["planner"]["errors"]["1"]) == {"model", "persistence", "power_law"}
     json.dumps(summary)
 
