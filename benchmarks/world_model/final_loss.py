@@ -450,8 +450,7 @@ def cost() -> dict:
             forecast_final_loss(steps, losses, rates, 10_000)
             seconds.append(time.process_time() - began)
         found[f"ms_from_{logs}_losses"] = round(1e3 * float(np.median(seconds)), 2)
-    forecast = RunForecast()
-    forecast.begin(1000, None, [])
+    forecast = RunForecast(1000, None)
     seconds = 0.0
     for step in range(1, 1001):
         began = time.process_time()

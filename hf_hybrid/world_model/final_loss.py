@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -96,12 +96,8 @@ class FinalLoss:
 
     def probability_below(self, loss: float) -> float:
         """Probability that the run ends with a loss below `loss`."""
-        return _probability_below(loss, self.weights, self.means, self.deviations)
-
-
-def _probability_below(loss: float, weights, means, deviations) -> float:
-    parts = zip(weights, means, deviations)
-    return sum(w * 0.5 * math.erfc((m - loss) / (d * math.sqrt(2.0))) for w, m, d in parts)
+        parts = zip(self.weights, self.means, self.deviations)
+        return sum(w * 0.5 * math.erfc((m - loss) / (d * math.sqrt(2.0))) for w, m, d in parts)
 
 
 def final_steps(max_steps: int) -> int:
@@ -171,19 +167,14 @@ def in_equal_parts(one: Parts, other: Parts) -> Parts:
 
 def final_steps_counted(seen: Observed, parts: Parts, held_out: float | None = None) -> Parts:
     """As far as the final steps are over, replace the forecast by what came: their mean loss or `held_out`."""
-    weights, means, deviations = parts
-    done, came = final_part(seen)
-    came = came if held_out is None else held_out
-    return [weights, (1 - done) * means + done * came, (1 - done) * deviations]
-
-
-def final_part(seen: Observed) -> tuple[float, float]:
-    """The share of the final steps that is over already, and their mean loss."""
     max_steps, last = len(seen.rates), final_steps(len(seen.rates))
     inside = np.clip(seen.ends - np.maximum(seen.begins, max_steps - last), 0, None)
     if not inside.any():
-        return 0.0, 0.0
-    return min(inside.sum() / last, 1.0), float((inside * seen.losses).sum() / inside.sum())
+        return parts
+    done = min(inside.sum() / last, 1.0)
+    came = float((inside * seen.losses).sum() / inside.sum()) if held_out is None else held_out
+    weights, means, deviations = parts
+    return [weights, (1 - done) * means + done * came, (1 - done) * deviations]
 
 
 @dataclass(frozen=True)
@@ -378,15 +369,17 @@ def mixture(parts: Parts, positive: bool = False) -> FinalLoss:
     heavy = parts[0] > 1e-6 * parts[0].max()  # most shapes of the law have no weight, and cost time
     weights, means, deviations = (part[heavy] for part in parts)
     weights, deviations = weights / weights.sum(), np.maximum(deviations, 1e-12)
-    mixed = tuple(tuple(part.tolist()) for part in (weights, means, deviations))
     low, high = (float(bound) for bound in ((means - 8 * deviations).min(), (means + 8 * deviations).max()))
+    mixed = FinalLoss(0.0, low, high, *(tuple(part.tolist()) for part in (weights, means, deviations)))
     lowest = 0.0 if positive else -math.inf
-    median, five, ninety_five = (max(_quantile(share, low, high, mixed), lowest) for share in (0.5, 0.05, 0.95))
-    return FinalLoss(median, five, ninety_five, *mixed)
+    median, five, ninety_five = (max(_quantile(mixed, share), lowest) for share in (0.5, 0.05, 0.95))
+    return replace(mixed, median=median, low=five, high=ninety_five)
 
 
-def _quantile(share: float, low: float, high: float, mixed) -> float:
+def _quantile(mixed: FinalLoss, share: float) -> float:
+    """By bisection between the bounds `low` and `high`."""
+    low, high = mixed.low, mixed.high
     for _ in range(40):
         middle = 0.5 * (low + high)
-        low, high = (middle, high) if _probability_below(middle, *mixed) < share else (low, middle)
+        low, high = (middle, high) if mixed.probability_below(middle) < share else (low, middle)
     return 0.5 * (low + high)
