@@ -494,7 +494,7 @@ def actions_to_come(run: FollowedRun, done: int) -> np.ndarray:
 
 def forecast_of_rssm(run: FollowedRun, case: Case, *, told: bool) -> Gaussian:
     """It calibrates itself as in a run. It is `told` the leaps that come, or expects more of those that it saw last."""
-    model, steps = DynamicsModel(RSSM().load(START_WEIGHTS)), len(run.losses)
+    model, steps = DynamicsModel(RSSM.load(START_WEIGHTS)), len(run.losses)
     done = int((run.ends <= case.steps[-1]).sum())
     for stretch in range(done):
         model.observe_stretch(run.features[stretch], run.actions[stretch], float(run.stretch_losses[stretch]))

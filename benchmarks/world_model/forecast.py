@@ -47,7 +47,7 @@ DRAWS = 2000
 
 def follow(run) -> dict:
     """Follow a recorded run. Returns the forecasts that the model makes after every stretch, and imagined branches."""
-    dynamics = DynamicsModel(RSSM().load(START_WEIGHTS))
+    dynamics = DynamicsModel(RSSM.load(START_WEIGHTS))
     forecasts, confidences, branches = {k: [] for k in SCORED}, [], []
     losses = np.log(np.maximum(run.losses, 1e-6))
     for stretch in range(len(run.losses)):
@@ -68,7 +68,7 @@ def follow(run) -> dict:
             change = losses[stretch + CONFIDENCE_HORIZON] - losses[stretch]
             mean, scale = (values[CONFIDENCE_HORIZON - 1] for values in forecast)
             probability = student_t_cdf((math.log1p(TOLERANCE) - mean) / scale)
-            confidence = platt_scaled(probability, *dynamics.model.confidence_map.tolist())
+            confidence = platt_scaled(probability, *dynamics.model.weights["confidence_map"].tolist())
             confidences.append((confidence, change <= math.log1p(TOLERANCE)))
     return {"forecasts": forecasts, "confidences": confidences, "branches": [b for b in branches if b]}
 
@@ -170,7 +170,7 @@ def agreement(guess: np.ndarray, truth: np.ndarray, leaping: np.ndarray, run: np
 def planner_cost(run) -> dict:
     """CPU milliseconds per real step of everything that the planner does, on one held-out run."""
     steps = len(run.losses) * STRIDE
-    dynamics = DynamicsModel(RSSM().load(START_WEIGHTS))
+    dynamics = DynamicsModel(RSSM.load(START_WEIGHTS))
     rates = run.actions[:, 3]
     planner = ImaginedGain(
         4.0,

@@ -26,7 +26,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_hybrid.world_model.dynamics import FREEDOM, LossHistory, log_loss
-from hf_hybrid.world_model.rssm import FEATURES, HISTORY, RSSM, State
+from hf_hybrid.world_model.rssm import (
+    ACTIONS,
+    FEATURES,
+    HISTORY,
+    LINEAR,
+    LINEAR_HORIZON,
+    OBSERVATION,
+    RSSM,
+    SCORED,
+    State,
+)
 
 FREE_NATS = 1.0
 BALANCE = 0.2
@@ -36,6 +46,58 @@ CHANGE_LIMIT = 3.0
 CLIP = 1.0
 """Bound of the global gradient norm."""
 _LOG_NORMALISER = math.lgamma((FREEDOM + 1) / 2) - math.lgamma(FREEDOM / 2) - 0.5 * math.log(FREEDOM * math.pi)
+
+
+BUFFERS = {
+    "feature_mean": lambda members: torch.zeros(FEATURES),
+    "feature_scale": lambda members: torch.ones(FEATURES),
+    "linear": lambda members: torch.zeros(members, LINEAR, LINEAR_HORIZON),
+    "scale_shift": lambda members: torch.zeros(len(SCORED)),
+    "confidence_map": lambda members: torch.tensor([0.0, 1.0]),
+}
+"""What is fitted or calibrated, not trained, by its first value. `confidence_map`: offset and slope of a logit."""
+
+
+def new_rssm(members: int = 3, deterministic: int = 256, hidden: int = 96, seed: int = 0) -> RSSM:
+    """
+    An ensemble to train. What depends on leaps starts at exactly zero.
+
+    `deterministic` are the units of the GRU; `hidden` is the width of the hidden layers; `seed` is for the weights.
+    """
+    generator, weights = torch.Generator().manual_seed(seed), {}
+
+    def linear(name: str, inputs: int, outputs: int, gain: float = 1.0, bias: bool = True) -> None:
+        """`gain` is the standard deviation of outputs for inputs of unit variance."""
+        weights[f"{name}.weight"] = torch.randn(members, inputs, outputs, generator=generator) * (gain / inputs**0.5)
+        if bias:
+            weights[f"{name}.bias"] = torch.zeros(members, 1, outputs)
+
+    stochastic = RSSM.GROUPS * RSSM.CLASSES
+    latent = deterministic + stochastic
+    linear("gates_action", len(ACTIONS), 3 * deterministic)
+    linear("gates", latent, 3 * deterministic, bias=False)
+    linear("encoder", OBSERVATION, hidden)
+    linear("posterior_hidden", deterministic, hidden)
+    linear("posterior_out", hidden, stochastic)
+    linear("prior_hidden", deterministic, hidden)
+    linear("prior_out", hidden, stochastic)
+    linear("decoder_hidden", latent, hidden)
+    linear("decoder_out", hidden, FEATURES)
+    linear("loss_hidden", latent, hidden)
+    linear("loss_out", hidden, 4, gain=0.1)
+    linear("loss_context", hidden, hidden)
+    linear("start_hidden", latent, hidden)
+    linear("start_out", hidden, 3, gain=0.1)
+    weights["gates_action.weight"][:, :2] = 0.0
+    weights["loss_out.weight"][:, :, 1] = 0.0
+    weights["loss_out.bias"][:, 0, 2:] = torch.tensor([-3.5, -4.5])
+    weights["pair_scale"] = torch.tensor([-4.0, 0.5]).repeat(members, 1)
+    return RSSM({**weights, **{name: first(members) for name, first in BUFFERS.items()}})
+
+
+def parameters(model: RSSM) -> dict[str, Tensor]:
+    """The weights that are trained, by name. From now on they get gradients."""
+    return {name: weight.requires_grad_() for name, weight in model.weights.items() if name not in BUFFERS}
 
 
 def student_t_nll(z: Tensor, log_scale: Tensor) -> Tensor:
@@ -92,7 +154,7 @@ def unroll(model: RSSM, observations: Tensor, actions: Tensor, generator: torch.
 
 def reconstruct(model: RSSM, states: State) -> Tensor:
     """Normalised features read off states `[M, N, ...]`: `[M, N, 64]`."""
-    return model.decoder_out(F.silu(model.decoder_hidden(torch.cat(states, -1))))
+    return model.project("decoder_out", F.silu(model.project("decoder_hidden", torch.cat(states, -1))))
 
 
 def kl_loss(posterior: Tensor, prior: Tensor) -> Tensor:
@@ -161,6 +223,6 @@ def descend(model: RSSM, optimizer: torch.optim.Optimizer, total: Tensor) -> Non
     """One gradient step with clipping; left out if the gradient is not finite."""
     optimizer.zero_grad()
     total.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    norm = torch.nn.utils.clip_grad_norm_(parameters(model).values(), CLIP)
     if math.isfinite(norm.item()):
         optimizer.step()

@@ -144,26 +144,20 @@ class Calibration:
 class DynamicsModel:
     """A world model of one run and its state. Actions may be anything that a tensor is made of."""
 
-    def __init__(self, model: RSSM, device: str | torch.device = "cpu"):
-        self.model = model.to(device)
+    def __init__(self, model: RSSM):
+        self.model = model
         self.history, self.calibration = LossHistory(), Calibration()
         self.state = self.model.initial(1)
-        self.observation = self.model.feature_mean.new_zeros(FEATURES + len(HISTORY))
+        self.observation = self.model.weights["feature_mean"].new_zeros(FEATURES + len(HISTORY))
         self._pending: list[dict] = []
         """Forecasts, one per scored horizon, whose stretches are still to come."""
 
-    @property
-    def stretches(self) -> int:
-        """Number of stretches observed."""
-        return self.history.stretches
-
-    @torch.no_grad()
     def observe_stretch(self, features: Sequence[float], action: Sequence[float], mean_loss: float) -> None:
         """
         Take in a stretch of the run: the 64 features after its last step, its `ACTIONS` and the mean training loss of
         its real steps, which is finite.
         """
-        value, device, current = log_loss(mean_loss), self.observation.device, self.stretches + 1
+        value, device, current = log_loss(mean_loss), self.observation.device, self.history.stretches + 1
         for entry in self._pending:
             if entry["stretch"] == current:
                 self.calibration.score(entry["ahead"], value - entry["log_loss"], *entry["forecast"])
@@ -172,7 +166,6 @@ class DynamicsModel:
         done = torch.tensor(action, dtype=torch.float32, device=device)
         self.state = self.model.observe(self.state, self.observation[None], done[None])
 
-    @torch.no_grad()
     def _imagine(self, actions: Tensor) -> LossHead:
         state = State(*(part.expand(-1, len(actions), -1) for part in self.state))
         observation = self.observation.expand(len(actions), -1)
@@ -188,11 +181,11 @@ class DynamicsModel:
         variance = VARIANCE * (2 * head.log_scale[:, 0]).exp().mean(0) + head.mean[:, 0].var(0, unbiased=False)
         mean, raw = head.mean[:, 0].mean(0).tolist(), (variance / VARIANCE).sqrt().tolist()
         back, increments = power_law(self.observation[None, FEATURES:].cpu(), len(raw))
-        law = (back + increments.cumsum(-1))[0].tolist()
-        self._pending = [entry for entry in self._pending if entry["stretch"] - entry["ahead"] != self.stretches]
+        law, last = (back + increments.cumsum(-1))[0].tolist(), self.history.stretches
+        self._pending = [entry for entry in self._pending if entry["stretch"] - entry["ahead"] != last]
         for k in (k for k in SCORED if k <= len(raw)):
             forecast = [mean[k - 1], raw[k - 1], law[k - 1]]
-            entry = {"stretch": self.stretches + k, "ahead": k, "log_loss": self.history.last, "forecast": forecast}
+            entry = {"stretch": last + k, "ahead": k, "log_loss": self.history.last, "forecast": forecast}
             self._pending.append(entry)
         return Forecast(mean, [value * self.calibration.factor(k) for k, value in enumerate(raw, 1)])
 
@@ -208,20 +201,17 @@ class DynamicsModel:
         difference = (of_first - of_second).view(-1, *both.shape[1:-1])
         return difference.mean(0), difference.std(0, unbiased=False)
 
-    def probability_better(self, first: Tensor, second: Tensor) -> Tensor:
+    def probability_better(self, first: Tensor, second: Tensor) -> float:
         """
-        Probability that the loss after the last stretch is lower with the first futures `[P, K, 4]` than with the
-        second, `[P]`.
+        Probability that the loss after the last stretch is lower with the first future `[K, 4]` than with the second.
 
         The difference is a Student-t around the mean of the ensemble. Its variance is that between members plus that
         of the ensemble's errors on recorded pairs of futures, rescaled like the forecasts of this run.
         """
-        mean, disagreement = (part[..., -1] for part in self.compare(first, second))
-        factor = self.calibration.factor(first.shape[-2])
-        sides = (side.to(self.observation.device) for side in (first, second))
-        error = self.model.pair_log_scale(*sides)[..., -1].detach().exp().mean(0).cpu() * factor
-        z = -mean / (disagreement.square() / VARIANCE + error.square()).sqrt()
-        return torch.tensor([student_t_cdf(value) for value in z.tolist()])
+        mean, disagreement = (part[-1].item() for part in self.compare(first, second))
+        sides = (side[None].to(self.observation.device) for side in (first, second))
+        error = self.model.pair_log_scale(*sides)[:, 0, -1].exp().mean().item() * self.calibration.factor(len(first))
+        return student_t_cdf(-mean / math.sqrt(disagreement**2 / VARIANCE + error**2))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tensors and plain values from which a resumed run continues bit for bit."""

@@ -126,11 +126,14 @@ class RunForecast:
         held-out loss, `None` without an evaluation.
         """
         self.make()
-        training, held_out = (
-            forecast and {"step": step, "loss": forecast.median, "low": forecast.low, "high": forecast.high}
-            for step, forecast in ((self.made_at, self.last), (self.held_out_made_at, self.held_out))
-        )
-        return training and {**training, "held_out": held_out}
+        if self.last is None:
+            return None
+        held_out = None if self.held_out is None else _numbers(self.held_out_made_at, self.held_out)
+        return {**_numbers(self.made_at, self.last), "held_out": held_out}
+
+
+def _numbers(step: int, forecast: FinalLoss) -> dict[str, float]:
+    return {"step": step, "loss": forecast.median, "low": forecast.low, "high": forecast.high}
 
 
 class Forecast(Part):
@@ -170,8 +173,9 @@ class ForecastCallback(TrainerCallback):
     in the list get the entries without it.
 
     Attributes:
-        forecast (`RunForecast`): Of the last training. `forecast.last` is the last [`~hf_hybrid.world_model.final_loss.FinalLoss`] or `None`;
-            its `probability_below(loss)` says how likely the run ends below a loss.
+        forecast (`RunForecast`): Of the last training. `forecast.last` is the last
+            [`~hf_hybrid.world_model.final_loss.FinalLoss`] or `None`; its `probability_below(loss)` says how likely the
+            run ends below a loss.
 
     Example:
 

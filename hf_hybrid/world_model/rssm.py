@@ -18,9 +18,9 @@ enters with learned trust, and add a linear forecast, a drift per stretch, and t
 their gain. The forecast is a Student-t whose scale grows with the horizon. Before training, everything that depends on
 leaps is exactly zero: a leap of which the model knows nothing is worth nothing.
 
-The three members have parameters of their own, with a leading dimension for the member, so that one batched product
-serves all. They were trained on recorded runs (`benchmarks/world_model/`), do not change during a run, and nothing here
-is random. Shapes: M members, N sequences, W or K stretches.
+The three members have weights of their own, with a leading dimension for the member, so that one batched product serves
+all. They were trained on recorded runs (`benchmarks/world_model/`), do not change during a run, and nothing here is
+random. Shapes: M members, N sequences, W or K stretches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_hybrid.world_model.signals import FEATURE_NAMES, LIMIT
 
@@ -87,100 +87,49 @@ def interpolated(values: Tensor, horizon: int) -> Tensor:
     return torch.from_numpy(np.interp(ahead, np.log(SCORED), values.cpu().numpy())).to(values)
 
 
-class EnsembleLinear(nn.Module):
-    """
-    One linear map per member, `[M, N, inputs] -> [M, N, outputs]`, plus a bias of its own or what the caller adds.
-
-    `gain` is the standard deviation of outputs for inputs of unit variance.
-    """
-
-    def __init__(self, members: int, inputs: int, outputs: int, generator, gain: float = 1.0, bias: bool = True):
-        super().__init__()
-        values = torch.randn(members, inputs, outputs, generator=generator)
-        self.weight = nn.Parameter(values * (gain / inputs**0.5))
-        if bias:
-            self.bias = nn.Parameter(torch.zeros(members, 1, outputs))
-
-    def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        return torch.baddbmm(self.bias if add is None else add, x, self.weight)
-
-
-class RSSM(nn.Module):
+class RSSM:
     """
     Recurrent state-space ensemble over stretches of training; the module's docstring explains it.
 
-    `deterministic` are the units of the GRU; `groups` are the categorical variables of the stochastic state, with
-    `classes` each; `hidden` is the width of the hidden layers; `seed` is for the initial weights.
+    `weights` are those of the linear maps, `NAME.weight` `[M, inputs, outputs]` and `NAME.bias` `[M, 1, outputs]`, and
+    these (beside what only training reads):
+
+    - `feature_mean`, `feature_scale`: of the features, to normalise them;
+    - `linear`: the linear forecast, `[M, LINEAR, LINEAR_HORIZON]`;
+    - `scale_shift`: added to log scales 1, 5 and 20 stretches ahead, calibrated on runs not learned from;
+    - `pair_scale`: offset and power in [`pair_log_scale`], `[M, 2]`.
     """
 
-    # Buffers.
-    feature_mean: Tensor
-    feature_scale: Tensor
-    linear: Tensor
-    scale_shift: Tensor
-    """Added to log scales 1, 5 and 20 stretches ahead, interpolated between: calibrated offline on unseen runs."""
-    confidence_map: Tensor
-    """Offset and slope of the logit of the confidence: calibrated offline on unseen runs."""
-
+    GROUPS, CLASSES = 4, 8
+    """Categorical variables of the stochastic state, and classes of each."""
     _DRIFT = 0.05
     """Log-loss units of an output of 1."""
     _EXPOSURE = 0.1
     """Added to the difference in actions of two futures, so that the error of their difference is never 0."""
 
-    def __init__(
-        self,
-        members: int = 3,
-        deterministic: int = 256,
-        groups: int = 4,
-        classes: int = 8,
-        hidden: int = 96,
-        seed: int = 0,
-    ):
-        super().__init__()
-        self.members, self.deterministic, self.groups, self.classes = members, deterministic, groups, classes
-        self.stochastic = groups * classes
-        generator = torch.Generator().manual_seed(seed)
+    def __init__(self, weights: dict[str, Tensor]):
+        self.weights = weights
+        self.members, self.deterministic, _ = weights["prior_hidden.weight"].shape
 
-        def linear(inputs: int, outputs: int, gain: float = 1.0, bias: bool = True) -> EnsembleLinear:
-            return EnsembleLinear(members, inputs, outputs, generator, gain, bias)
+    @classmethod
+    def load(cls, path: str | Path, device: str | torch.device = "cpu") -> RSSM:
+        """Read weights from safetensors of any float dtype."""
+        return cls({name: tensor.to(device, torch.float32) for name, tensor in load_file(str(path)).items()})
 
-        latent = deterministic + self.stochastic
-        self.gates_action = linear(len(ACTIONS), 3 * deterministic)
-        self.gates = linear(latent, 3 * deterministic, bias=False)
-        self.encoder = linear(OBSERVATION, hidden)
-        self.posterior_hidden = linear(deterministic, hidden)
-        self.posterior_out = linear(hidden, self.stochastic)
-        self.prior_hidden = linear(deterministic, hidden)
-        self.prior_out = linear(hidden, self.stochastic)
-        self.decoder_hidden, self.decoder_out = linear(latent, hidden), linear(hidden, FEATURES)  # for training
-        self.loss_hidden, self.loss_out = linear(latent, hidden), linear(hidden, 4, gain=0.1)
-        self.loss_context = linear(hidden, hidden)
-        self.start_hidden, self.start_out = linear(latent, hidden), linear(hidden, 3, gain=0.1)
-        self.pair_scale = nn.Parameter(torch.tensor([-4.0, 0.5]).repeat(members, 1))
-        """Offset and power in [`pair_log_scale`]."""
-        self.register_buffer("feature_mean", torch.zeros(FEATURES))
-        self.register_buffer("feature_scale", torch.ones(FEATURES))
-        self.register_buffer("linear", torch.zeros(members, LINEAR, LINEAR_HORIZON))
-        self.register_buffer("scale_shift", torch.zeros(len(SCORED)))
-        self.register_buffer("confidence_map", torch.tensor([0.0, 1.0]))
-        with torch.no_grad():
-            self.gates_action.weight[:, :2] = 0.0
-            self.loss_out.weight[:, :, 1] = 0.0
-            self.loss_out.bias[:, 0, 2:] = torch.tensor([-3.5, -4.5])
-
-    def load(self, path: str | Path) -> RSSM:
-        """Read weights (safetensors, any float dtype) of an ensemble of the same sizes, and return the model."""
-        self.load_state_dict(load_file(str(path)))
-        return self
+    def project(self, name: str, x: Tensor, add: Tensor | None = None) -> Tensor:
+        """One linear map per member, `[M, N, inputs] -> [M, N, outputs]`, plus its bias or what the caller adds."""
+        return torch.baddbmm(self.weights[f"{name}.bias"] if add is None else add, x, self.weights[f"{name}.weight"])
 
     def initial(self, count: int) -> State:
         """State before the first stretch of `count` sequences."""
-        zeros = self.feature_mean.new_zeros(self.members, count, self.deterministic + self.stochastic)
-        return State(zeros[..., : self.deterministic], zeros[..., self.deterministic :])
+        zeros = self.weights["feature_mean"].new_zeros
+        stochastic = self.GROUPS * self.CLASSES
+        return State(zeros(self.members, count, self.deterministic), zeros(self.members, count, stochastic))
 
     def normalised(self, features: Tensor) -> Tensor:
         """Features in units of their usual variation, bounded."""
-        return ((features - self.feature_mean) / self.feature_scale).clamp(-2 * LIMIT, 2 * LIMIT)
+        scaled = (features - self.weights["feature_mean"]) / self.weights["feature_scale"]
+        return scaled.clamp(-2 * LIMIT, 2 * LIMIT)
 
     def scaled(self, observations: Tensor) -> Tensor:
         """Observations in units of their usual variation, bounded."""
@@ -195,7 +144,7 @@ class RSSM(nn.Module):
     def embed(self, observations: Tensor) -> Tensor:
         """Raw observations `[N, 69]` to the input of the posterior, `[M, N, hidden]`."""
         inputs = self.scaled(observations)
-        return self.encoder(inputs.expand(self.members, *inputs.shape))
+        return self.project("encoder", inputs.expand(self.members, *inputs.shape))
 
     def linear_inputs(self, observation: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs of the linear part: those shared by all stretches ahead, `[N, 70]`, and of each, `[N, K, 4]`."""
@@ -210,33 +159,33 @@ class RSSM(nn.Module):
     def _linear_forecast(self, observation: Tensor, actions: Tensor) -> Tensor:
         shared, own = self.linear_inputs(observation, actions)
         columns = torch.arange(actions.shape[1], device=actions.device).clamp_max(LINEAR_HORIZON - 1)
-        weights, split = self.linear[..., columns], shared.shape[-1]
+        weights, split = self.weights["linear"][..., columns], shared.shape[-1]
         product = torch.matmul(shared, weights[:, :split])
         return product + torch.einsum("nki,mik->mnk", own, weights[:, split:])
 
     def steer(self, actions: Tensor) -> tuple[Tensor, ...]:
         """The part of the GRU's gates that comes from actions `[N, W, 4]`: for each stretch `[M, N, 3 * D]`."""
         inputs = torch.cat((torch.asinh(actions[..., :2]), actions[..., 2:]), -1).flatten(0, 1)
-        gates = self.gates_action(inputs.expand(self.members, *inputs.shape))
+        gates = self.project("gates_action", inputs.expand(self.members, *inputs.shape))
         return gates.unflatten(1, actions.shape[:2]).unbind(2)
 
     def recur(self, state: State, steer: Tensor) -> Tensor:
-        reset, update, candidate = self.gates(torch.cat(state, -1), steer).chunk(3, -1)
+        reset, update, candidate = self.project("gates", torch.cat(state, -1), steer).chunk(3, -1)
         candidate = torch.tanh(torch.sigmoid(reset) * candidate)
         # The update gate starts nearly closed, so that the state remembers many stretches from the start.
         return torch.lerp(state.deterministic, candidate, torch.sigmoid(update - 1.0))
 
-    def _distribution(self, logits: Tensor) -> Tensor:
-        probabilities = logits.unflatten(-1, (self.groups, self.classes)).softmax(-1)
-        return (1 - UNIFORM) * probabilities + UNIFORM / self.classes
+    def _distribution(self, name: str, hidden: Tensor) -> Tensor:
+        probabilities = self.project(name, F.silu(hidden)).unflatten(-1, (self.GROUPS, self.CLASSES)).softmax(-1)
+        return (1 - UNIFORM) * probabilities + UNIFORM / self.CLASSES
 
     def prior(self, deterministic: Tensor) -> Tensor:
         """Probabilities of the stochastic state before the stretch is observed, `[M, N, groups, classes]`."""
-        return self._distribution(self.prior_out(F.silu(self.prior_hidden(deterministic))))
+        return self._distribution("prior_out", self.project("prior_hidden", deterministic))
 
     def posterior(self, deterministic: Tensor, embedded: Tensor) -> Tensor:
         """Probabilities of the stochastic state once the stretch is observed, `[M, N, groups, classes]`."""
-        return self._distribution(self.posterior_out(F.silu(self.posterior_hidden(deterministic) + embedded)))
+        return self._distribution("posterior_out", self.project("posterior_hidden", deterministic) + embedded)
 
     def observe(self, state: State, observation: Tensor, action: Tensor) -> State:
         """
@@ -271,10 +220,10 @@ class RSSM(nn.Module):
         """
         embedded = self.embed(observation)
         latents = torch.cat(self.imagine(start, actions), -1)
-        hidden = self.loss_hidden(latents.flatten(1, 2)).unflatten(1, latents.shape[1:3])
-        hidden = hidden + self.loss_context(F.silu(embedded))[:, :, None]
-        out = self.loss_out(F.silu(hidden).flatten(1, 2)).unflatten(1, latents.shape[1:3])
-        at_start = self.start_out(F.silu(self.start_hidden(torch.cat(start, -1)) + embedded))
+        hidden = self.project("loss_hidden", latents.flatten(1, 2)).unflatten(1, latents.shape[1:3])
+        hidden = hidden + self.project("loss_context", F.silu(embedded))[:, :, None]
+        out = self.project("loss_out", F.silu(hidden).flatten(1, 2)).unflatten(1, latents.shape[1:3])
+        at_start = self.project("start_out", F.silu(self.project("start_hidden", torch.cat(start, -1)) + embedded))
         back, increments = power_law(observation[:, FEATURES:], actions.shape[1])
         trust = torch.sigmoid(at_start[..., :2])
         offset = trust[..., :1] * back + self._DRIFT * at_start[..., 2:]
@@ -282,7 +231,9 @@ class RSSM(nn.Module):
         steps = trust[..., 1:] * increments + drift + torch.asinh(actions[..., 0]) * effect
         mean = offset + steps.cumsum(-1) + self._linear_forecast(observation, actions)
         noise, walk = (2 * out[..., 2]).exp(), (2 * out[..., 3]).exp().cumsum(-1)
-        return LossHead(mean, 0.5 * (noise + walk + 1e-8).log() + interpolated(self.scale_shift, actions.shape[1]))
+        return LossHead(
+            mean, 0.5 * (noise + walk + 1e-8).log() + interpolated(self.weights["scale_shift"], actions.shape[1])
+        )
 
     def pair_log_scale(self, first: Tensor, second: Tensor) -> Tensor:
         """
@@ -290,5 +241,5 @@ class RSSM(nn.Module):
         grows as a power of the difference in actions.
         """
         exposure = (torch.asinh(first[..., :2]) - torch.asinh(second[..., :2])).abs().sum(-1).cumsum(-1)
-        offset, power = self.pair_scale[:, :1, None], self.pair_scale[:, 1:, None]
+        offset, power = self.weights["pair_scale"][..., None].split(1, 1)
         return offset + power * (exposure + self._EXPOSURE).log()
