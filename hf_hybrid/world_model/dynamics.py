@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_hybrid.world_model.rssm import FEATURES, HISTORY, RSSM, SCORED, LossHead, State, power_law
+from hf_hybrid.world_model.rssm import FEATURES, HISTORY, RSSM, SCORED, LossHead, State
 
 FREEDOM = 5
 """Degrees of freedom of every predictive Student-t: losses of stretches have heavy tails, but a variance."""
@@ -111,9 +111,6 @@ class Calibration:
         # By scored horizon, as text: JSON has no integer keys.
         self.sums = {str(k): self.PRIOR + k for k in SCORED}
         self.counts = dict(self.sums)
-        self.errors = {str(k): [0.0, 0.0, 0.0] for k in SCORED}
-        """Sums of absolute errors of the forecasts, of persistence and of the power law."""
-        self.scored = {str(k): 0 for k in SCORED}
 
     def _ratio(self, horizon: str) -> float:
         return min(max(self.sums[horizon] / self.counts[horizon], 1e-3), 1e4)
@@ -123,22 +120,13 @@ class Calibration:
         logs = [math.log(self._ratio(horizon)) for horizon in self.sums]
         return math.exp(0.5 * float(np.interp(math.log(k), np.log(SCORED), logs)))
 
-    def score(self, k: int, realised: float, mean: float, raw_scale: float, law: float) -> None:
-        """
-        Score a forecast that was made `k` stretches ago: the change of the log loss, its forecast with the scale before
-        calibration, and the forecast of the power law.
-        """
+    def score(self, k: int, error: float, raw_scale: float) -> None:
+        """Score a forecast that was made `k` stretches ago by its error and its scale before calibration."""
         horizon, keep = str(k), 0.5 ** (1.0 / self.HALF_LIFE)
-        z2 = ((realised - mean) / raw_scale) ** 2
+        z2 = (error / raw_scale) ** 2
         weight = (FREEDOM + 1) / (FREEDOM + z2 / self._ratio(horizon))
         self.sums[horizon] = keep * self.sums[horizon] + weight * z2
         self.counts[horizon] = keep * self.counts[horizon] + 1.0
-        self.errors[horizon] = [e + abs(realised - x) for e, x in zip(self.errors[horizon], (mean, 0.0, law))]
-        self.scored[horizon] += 1
-
-    def mean_errors(self) -> dict[str, list[float]]:
-        """Mean absolute error in log loss of forecasts, persistence and power law, by scored horizon."""
-        return {k: [error / count for error in self.errors[k]] for k, count in self.scored.items() if count}
 
 
 class DynamicsModel:
@@ -160,7 +148,7 @@ class DynamicsModel:
         value, device, current = log_loss(mean_loss), self.observation.device, self.history.stretches + 1
         for entry in self._pending:
             if entry["stretch"] == current:
-                self.calibration.score(entry["ahead"], value - entry["log_loss"], *entry["forecast"])
+                self.calibration.score(entry["ahead"], value - entry["log_loss"], entry["raw_scale"])
         self._pending = [entry for entry in self._pending if entry["stretch"] > current]
         self.observation = torch.tensor([*features, *self.history.observe(value)], dtype=torch.float32, device=device)
         done = torch.tensor(action, dtype=torch.float32, device=device)
@@ -180,13 +168,13 @@ class DynamicsModel:
         head = self._imagine(torch.as_tensor(actions, dtype=torch.float32)[None])
         variance = VARIANCE * (2 * head.log_scale[:, 0]).exp().mean(0) + head.mean[:, 0].var(0, unbiased=False)
         mean, raw = head.mean[:, 0].mean(0).tolist(), (variance / VARIANCE).sqrt().tolist()
-        back, increments = power_law(self.observation[None, FEATURES:].cpu(), len(raw))
-        law, last = (back + increments.cumsum(-1))[0].tolist(), self.history.stretches
+        last, level = self.history.stretches, self.history.last or 0.0
         self._pending = [entry for entry in self._pending if entry["stretch"] - entry["ahead"] != last]
-        for k in (k for k in SCORED if k <= len(raw)):
-            forecast = [mean[k - 1], raw[k - 1], law[k - 1]]
-            entry = {"stretch": last + k, "ahead": k, "log_loss": self.history.last, "forecast": forecast}
-            self._pending.append(entry)
+        self._pending += [
+            {"stretch": last + k, "ahead": k, "log_loss": level + mean[k - 1], "raw_scale": raw[k - 1]}
+            for k in SCORED
+            if k <= len(raw)
+        ]
         return Forecast(mean, [value * self.calibration.factor(k) for k, value in enumerate(raw, 1)])
 
     def compare(self, first: Any, second: Any) -> tuple[Tensor, Tensor]:

@@ -111,10 +111,7 @@ class ImaginedGain(LearningPlanner):
         return best
 
     def summary(self) -> dict:
-        """The choices, what they cost, and mean absolute errors in log loss of three forecasts, by stretches ahead."""
-        names, errors = ("model", "persistence", "power_law"), self.dynamics.calibration.mean_errors()
-        errors = {k: dict(zip(names, values)) for k, values in errors.items()}
-        return {"choices": self.choices, "seconds": self.seconds, "errors": errors}
+        return {"choices": self.choices, "seconds": self.seconds}
 
     _SAVED = ("multiple", "confidence", "seconds", "choices")
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.world_model.learning import new_rssm
 from hf_hybrid.world_model.dynamics import Calibration, DynamicsModel, student_t_cdf
-from hf_hybrid.world_model.rssm import FEATURES, RSSM, power_law
+from hf_hybrid.world_model.rssm import RSSM
 
 
 def small(seed=0):
@@ -116,7 +116,7 @@ def test_scales_are_corrected_until_intervals_cover_what_they_say(heavy_tails, w
     calibration, places = Calibration(), []
     for error in errors.tolist():
         places.append(student_t_cdf(error / (wrong_by * calibration.factor(5))))
-        calibration.score(5, 0.1 + 0.02 * error, 0.1, 0.02 * wrong_by, 0.0)
+        calibration.score(5, 0.02 * error, 0.02 * wrong_by)
     off = (torch.tensor(places[300:]) - 0.5).abs()
     assert off.le(0.25).float().mean().item() == pytest.approx(0.5, abs=0.05)
     assert off.le(0.45).float().mean().item() == pytest.approx(0.9, abs=0.03)
@@ -144,19 +144,18 @@ def test_intervals_of_runs_cover_what_they_say():
 
 def test_forecasts_meet_what_came_of_them():
     run = make_run(6)
-    model, expected = dynamics(), []
+    model, expected, kept = dynamics(), Calibration(), []
     for stretch in range(4):
         follow(model, run, [stretch], ahead=0)
-        model.forecast(LEAPS)
-        expected.append((model.forecast(PLAIN), model.observation[None, FEATURES:].clone()))
-    model.observe_stretch(run.features[4], run.actions[4], run.losses[4])
-    changes = [math.log(run.losses[w + 1] / run.losses[w]) for w in range(4)]
-    laws = [sum(part[0, 0].item() for part in power_law(history, 1)) for _, history in expected]
-    errors = model.calibration.mean_errors()["1"]
-    assert errors[0] == pytest.approx(sum(abs(c - f.mean[0]) for c, (f, _) in zip(changes, expected)) / 4, abs=1e-6)
-    assert errors[1] == pytest.approx(sum(abs(c) for c in changes) / 4, abs=1e-6)
-    assert errors[2] == pytest.approx(sum(abs(c - law) for c, law in zip(changes, laws)) / 4, abs=1e-6)
-    assert set(model.calibration.mean_errors()) == {"1"} and not model.calibration.scored["5"]
+        model.forecast(LEAPS)  # of several after one stretch the last counts
+        forecast = model.forecast(PLAIN)
+        kept.append((forecast.mean[0], forecast.scale[0] / model.calibration.factor(1)))
+    follow(model, run, [4], ahead=0)
+    for stretch, (mean, raw_scale) in enumerate(kept):
+        change = math.log(run.losses[stretch + 1] / run.losses[stretch])
+        expected.score(1, change - mean, raw_scale)
+    assert model.calibration.factor(1) == pytest.approx(expected.factor(1)) != 1.0
+    assert model.calibration.factor(5) == model.calibration.factor(20) == 1.0, "none of those stretches has come"
 
 
 # Saving.

@@ -75,7 +75,6 @@ def test_a_planner_that_was_saved_goes_on_bit_for_bit():
     resumed.load_state_dict(state)
     follow(resumed, range(5, 10))
     assert resumed.choices == expected.choices and len(resumed.choices) == 10
-    assert resumed.summary()["errors"] == expected.summary()["errors"]
     for name, tensor in expected.dynamics.state_dict()["tensors"].items():
         assert torch.equal(resumed.dynamics.state_dict()["tensors"][name], tensor), name
 
@@ -125,7 +124,6 @@ def test_a_run_tells_what_was_chosen(whole):
     assert summary["steps"] == STEPS and stretches - 1 <= len(choices) <= stretches
     assert all(choice["multiple"] in ImaginedGain.MULTIPLES for choice in choices)
     assert summary["planner"]["seconds"] > 0
-    assert set(summary["planner"]["errors"]["1"]) == {"model", "persistence", "power_law"}
     json.dumps(summary)
 
 
