@@ -64,13 +64,11 @@ class LossHistory:
     which training slows down.
     """
 
-    _RIDGE = 0.05
+    RIDGE = 0.05
     """Pulls the exponent to 0 while there is little evidence."""
 
     def __init__(self):
-        self.stretches = 0
-        self.weight = self.u = self.v = self.uu = self.uv = 0.0
-        self.last: float | None = None
+        self.log_losses: list[float] = []
         self.noise = 0.05
 
     def observe(self, log_loss: float) -> list[float]:
@@ -78,20 +76,17 @@ class LossHistory:
         Take in a stretch. Returns, in the order of `HISTORY`: change of the log loss since the stretch before; log loss
         minus its fit; exponent; number of stretches so far; usual size of the residual.
         """
-        change = log_loss - self.last if self.last is not None else 0.0
-        self.last = log_loss
-        keep = (self.stretches / (self.stretches + 1)) ** 2
-        self.stretches += 1
-        u = math.log(self.stretches)
-        sums = (1.0, u, log_loss, u * u, u * log_loss)
-        before = (self.weight, self.u, self.v, self.uu, self.uv)
-        self.weight, self.u, self.v, self.uu, self.uv = (keep * old + new for old, new in zip(before, sums))
-        mean_u, mean_v = self.u / self.weight, self.v / self.weight
-        variance = max(self.uu / self.weight - mean_u**2, 0.0)
-        slope = (self.uv / self.weight - mean_u * mean_v) / (variance + self._RIDGE / self.weight)
-        residual = log_loss - (mean_v + slope * (u - mean_u))
+        change = log_loss - self.log_losses[-1] if self.log_losses else 0.0
+        self.log_losses.append(log_loss)
+        stretches = len(self.log_losses)
+        age = np.arange(1, stretches + 1)
+        weights, u, v = (age / stretches) ** 2, np.log(age), np.array(self.log_losses)
+        mean_u, mean_v = np.average(u, weights=weights), np.average(v, weights=weights)
+        variance = np.average((u - mean_u) ** 2, weights=weights) + self.RIDGE / weights.sum()
+        slope = float(np.average((u - mean_u) * (v - mean_v), weights=weights) / variance)
+        residual = float(log_loss - (mean_v + slope * (u[-1] - mean_u)))
         self.noise += 0.1 * (abs(residual) - self.noise)
-        return [change, residual, -slope, float(self.stretches), self.noise]
+        return [change, residual, -slope, float(stretches), self.noise]
 
 
 class Calibration:
@@ -145,7 +140,7 @@ class DynamicsModel:
         Take in a stretch of the run: the 64 features after its last step, its `ACTIONS` and the mean training loss of
         its real steps, which is finite.
         """
-        value, device, current = log_loss(mean_loss), self.observation.device, self.history.stretches + 1
+        value, device, current = log_loss(mean_loss), self.observation.device, len(self.history.log_losses) + 1
         for entry in self._pending:
             if entry["stretch"] == current:
                 self.calibration.score(entry["ahead"], value - entry["log_loss"], entry["raw_scale"])
@@ -168,7 +163,7 @@ class DynamicsModel:
         head = self._imagine(torch.as_tensor(actions, dtype=torch.float32)[None])
         variance = VARIANCE * (2 * head.log_scale[:, 0]).exp().mean(0) + head.mean[:, 0].var(0, unbiased=False)
         mean, raw = head.mean[:, 0].mean(0).tolist(), (variance / VARIANCE).sqrt().tolist()
-        last, level = self.history.stretches, self.history.last or 0.0
+        last, level = len(self.history.log_losses), self.history.log_losses[-1]
         self._pending = [entry for entry in self._pending if entry["stretch"] - entry["ahead"] != last]
         self._pending += [
             {"stretch": last + k, "ahead": k, "log_loss": level + mean[k - 1], "raw_scale": raw[k - 1]}
@@ -204,7 +199,7 @@ class DynamicsModel:
     def state_dict(self) -> dict[str, Any]:
         """Return the tensors and plain values from which a resumed run continues bit for bit."""
         return {
-            "history": dict(vars(self.history)),
+            "history": copy.deepcopy(vars(self.history)),
             "calibration": copy.deepcopy(vars(self.calibration)),
             "pending": list(self._pending),
             "tensors": {**self.state._asdict(), "observation": self.observation},

@@ -35,8 +35,6 @@ EVERY = 0.02
 """Share of the run after which a forecast is made anew; until then the last one is repeated."""
 MOST_STEPS = 1_000_000
 """Longer runs, whose `max_steps` is a way to say without end, have no forecast."""
-TRAINING, HELD_OUT = ("loss", "low", "high"), ("eval_loss", "eval_low", "eval_high")
-"""Of the keys in the log, what follows `hybrid/forecast_`."""
 POINTS = 10_000
 """Steps at which a schedule is asked; between them it is straight."""
 
@@ -93,10 +91,9 @@ class RunForecast:
         if ends:
             self.make()
         return {
-            f"hybrid/forecast_{name}": value
-            for forecast, names in ((self.last, TRAINING), (self.held_out, HELD_OUT))
-            if forecast is not None
-            for name, value in zip(names, (forecast.median, forecast.low, forecast.high))
+            f"hybrid/forecast_{prefix}{name}": value
+            for prefix, forecast in (("", self.last), ("eval_", self.held_out))
+            for name, value in _numbers(forecast).items()
         }
 
     @property
@@ -121,19 +118,16 @@ class RunForecast:
         return np.concatenate([self.rates[:done], self.scale * self.schedule[done:]])
 
     def summary(self) -> dict | None:
-        """
-        The last forecast with the step that it was made after, `None` before the first. `held_out` is that of the
-        held-out loss, `None` without an evaluation.
-        """
+        """The last forecast with the step that it was made after, and that of the held-out loss; `None` without one."""
         self.make()
         if self.last is None:
             return None
-        held_out = None if self.held_out is None else _numbers(self.held_out_made_at, self.held_out)
-        return {**_numbers(self.made_at, self.last), "held_out": held_out}
+        held_out = {"step": self.held_out_made_at, **_numbers(self.held_out)} if self.held_out else None
+        return {"step": self.made_at, **_numbers(self.last), "held_out": held_out}
 
 
-def _numbers(step: int, forecast: FinalLoss) -> dict[str, float]:
-    return {"step": step, "loss": forecast.median, "low": forecast.low, "high": forecast.high}
+def _numbers(forecast: FinalLoss | None) -> dict[str, float]:
+    return {"loss": forecast.median, "low": forecast.low, "high": forecast.high} if forecast else {}
 
 
 class Forecast(Part):

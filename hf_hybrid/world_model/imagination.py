@@ -84,12 +84,11 @@ class ImaginedGain(LearningPlanner):
         self.seconds += time.perf_counter() - began
 
     def _plan(self, stretch: Stretch, futures: Tensor) -> None:
-        choice = self._choose(futures) if self.dynamics.history.stretches >= self.OBSERVE_FIRST else self.SCHEDULED
+        observed_enough = len(self.dynamics.history.log_losses) >= self.OBSERVE_FIRST
+        choice = self._choose(futures) if observed_enough else self.SCHEDULED
         self.multiple = self.MULTIPLES[choice]
         self.dynamics.forecast(futures[choice])
-        self.choices.append(
-            {"progress": stretch.progress, "multiple": self.multiple, "confidence": self.confidence},
-        )
+        self.choices.append({"progress": stretch.progress, "multiple": self.multiple, "confidence": self.confidence})
 
     def _futures(self, stretch: Stretch, ahead: int) -> Tensor:
         """Actions of every multiple, `[multiples, ahead, 4]`."""

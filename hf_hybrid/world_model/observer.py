@@ -88,8 +88,7 @@ class Confidence:
     the planner's probability that leaping pays, if it has one.
     """
 
-    PRIOR_KEPT, PRIOR_REJECTED = 3.0, 1.0
-    EVIDENCE_HALF_LIFE = 50.0
+    PRIOR_KEPT, PRIOR_REJECTED, EVIDENCE_HALF_LIFE = 3.0, 1.0, 50.0
 
     def __init__(self):
         self.kept = self.rejected = 0.0
@@ -141,8 +140,6 @@ class PlannerObserver(LeapObserver):
         """Trust in the next leap, in `[0, 1]`."""
         return self.sureness.value(self.planner.confidence)
 
-    # Leaps.
-
     def leap_tried(self, leaps: Leaps, leap: Leap) -> None:
         self._new = leap
         if leap.loss_before is not None and leap.predicted_decrease > 0 and math.isfinite(leap.decrease):
@@ -156,8 +153,6 @@ class PlannerObserver(LeapObserver):
 
     def leaps_rejected(self, leaps: Leaps, leap: Leap | None) -> None:
         self.sureness.rejected += 1.0
-
-    # Steps.
 
     def before_update(self, step: Step) -> None:
         self._statistics = None
@@ -197,9 +192,8 @@ class PlannerObserver(LeapObserver):
         self.steps_since_leap += 1
 
     def decide(self, step: Step) -> None:
-        rate = step.learning_rate * self.run.rate_scale
+        progress, rate = (step.index + 1) / self.run.max_steps, step.learning_rate * self.run.rate_scale
         if self.stretches.step(step.loss if step.counts else None, rate):
-            progress = (step.index + 1) / self.run.max_steps
             self.planner.observe(self.stretches.close(self.signals.features, progress, rate))
 
     def react(self, step: Step, verdict: Verdict) -> None:
@@ -209,8 +203,6 @@ class PlannerObserver(LeapObserver):
     def log(self, step: int, logs: dict[str, Any]) -> None:
         if "learning_rate" in logs:  # an entry on steps; it has no loss if all of them were skipped
             logs["hybrid/confidence"] = self.confidence
-
-    # Saving.
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -126,7 +126,7 @@ class LeapResiduals(LeapObserver):
         known = [gradient for gradient in predicted if gradient is not None]
         if len(known) == len(predicted):
             gradients = [gradient.float() for gradient in self._samples(known)]
-            (self.slopes_before,) = self._by_group((gradients, self.leap))
+            self.slopes_before = self._by_group((gradients, self.leap))
 
     def before_update(self, step: Step) -> None:
         if self.start and step.leap is not None and not step.withheld:
@@ -174,8 +174,7 @@ class LeapResiduals(LeapObserver):
         before, leap = self.slopes_before, self.leap
         columns = self._by_group((leap, realised), (leap, leap), (realised, realised), (self.gradients, leap))
         columns[3] /= self.gradient_steps
-        columns.append(torch.zeros_like(columns[0]) if before is None else before.cpu())
-        rows = torch.stack(columns, dim=1).tolist()
+        rows = torch.cat((columns, torch.zeros_like(columns[:1]) if before is None else before)).T.tolist()
         of_all = self._residual([sum(column) for column in zip(*rows)], rate)
         groups = {group: self._residual(row, rate) for group, row in zip(self.groups, rows)}
         self._forget_leap()
@@ -192,14 +191,14 @@ class LeapResiduals(LeapObserver):
     def _samples(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [self.shards.sample(index, tensor) for index, tensor in enumerate(tensors)]
 
-    def _by_group(self, *pairs: tuple[Sequence[Tensor], Sequence[Tensor]]) -> list[Tensor]:
-        """Estimate inner products of each pair over whole groups from samples, as fp32 `[groups]` on the host."""
-
-        def dot(one: Tensor, other: Tensor, index: int) -> Tensor:
-            return torch.dot(one.to(other.device), other) * self.shards.weight(index)
-
-        dots = [[dot(a[i], b[i], i) for i in members] for a, b in pairs for members in self.groups.values()]
-        return list(self.shards.totals(dots).view(len(pairs), -1))
+    def _by_group(self, *pairs: tuple[Sequence[Tensor], Sequence[Tensor]]) -> Tensor:
+        """Estimate inner products of pairs over whole groups from samples, as fp32 `[pairs, groups]` on the host."""
+        dots = [
+            [torch.dot(one[i].to(other[i].device), other[i]) * self.shards.weight(i) for i in members]
+            for one, other in pairs
+            for members in self.groups.values()
+        ]
+        return self.shards.totals(dots).view(len(pairs), -1)
 
     def learn(self, groups: dict[str, GroupResidual]) -> None:
         """Take in the residuals of one leap."""

@@ -49,12 +49,9 @@ class SignalObserver:
     """Keeps the short histories that the features need and turns each step into 64 numbers."""
 
     def __init__(self):
-        self.losses: deque[float] = deque(maxlen=64)
-        self.norms: deque[float] = deque(maxlen=64)
-        self.alignments: deque[float] = deque(maxlen=32)
-        self.decreases: deque[float] = deque(maxlen=16)
-        self.kept: deque[float] = deque(maxlen=16)
-        self.rates: deque[float] = deque(maxlen=8)
+        self.losses, self.norms = deque[float](maxlen=64), deque[float](maxlen=64)
+        self.alignments, self.rates = deque[float](maxlen=32), deque[float](maxlen=8)
+        self.decreases, self.kept = deque[float](maxlen=16), deque[float](maxlen=16)
         self.steps = self.predicted = 0
         self.fast = self.mid = self.slow = 0.0
         """Exponential averages of the loss over about 4, 16 and 64 steps."""
@@ -69,10 +66,7 @@ class SignalObserver:
 
     @property
     def features(self) -> list[float]:
-        """
-        The 64 features after the last step, each in [-5, 5], in the order of `FEATURE_NAMES`; zeros before the first
-        step of this start.
-        """
+        """The 64 features after the last step, in the order of `FEATURE_NAMES`; zeros before a step of this start."""
         if self._last is None:
             return [0.0] * len(FEATURE_NAMES)
         view = View(self, self._last)
@@ -98,12 +92,11 @@ class SignalObserver:
         self.rate_total += step.learning_rate
         self.first_loss = self.first_loss or step.loss
         self.first_norm = self.first_norm or step.gradient_norm
-        if self.losses:
-            self.fast += (step.loss - self.fast) / 4
-            self.mid += (step.loss - self.mid) / 16
-            self.slow += (step.loss - self.slow) / 64
-        else:
+        if not self.losses:
             self.fast = self.mid = self.slow = step.loss
+        self.fast += (step.loss - self.fast) / 4
+        self.mid += (step.loss - self.mid) / 16
+        self.slow += (step.loss - self.slow) / 64
         self.losses.append(step.loss)
         self.norms.append(step.gradient_norm)
         over = step.max_grad_norm > 0 and step.gradient_norm > step.max_grad_norm
@@ -150,9 +143,7 @@ _LOSS: Features = {
     "loss_std_over_mean": lambda v: 10 * v.std / max(abs(v.mean), 1e-12),
     "loss_min_gap": lambda v: (v.mean - v.losses.min()) / v.std,
     "loss_max_gap": lambda v: (v.losses.max() - v.mean) / v.std,
-    "loss_slope_8": lambda v: _slope(v.losses[-8:]) / v.std * 8,
-    "loss_slope_16": lambda v: _slope(v.losses[-16:]) / v.std * 16,
-    "loss_slope_32": lambda v: _slope(v.losses[-32:]) / v.std * 32,
+    **{f"loss_slope_{n}": lambda v, n=n: _slope(v.losses[-n:]) / v.std * n for n in (8, 16, 32)},
     "loss_slope_64": lambda v: _slope(v.losses) / v.std * len(v.losses),
     "loss_curvature": lambda v: (
         (_slope(v.losses[len(v.losses) // 2 :]) - _slope(v.losses[: len(v.losses) // 2])) / v.std * len(v.losses)
@@ -202,10 +193,7 @@ _RUN: Features = {
     "rate_times_norm": lambda v: math.log10(v.rate * max(v.seen.norms[-1] if v.seen.norms else 0.0, 1e-12)) + 4,
     "rate_in_block": lambda v: v.step.rate_in_block / max(v.seen.peak_rate, 1e-12) / 5,
     "progress": lambda v: v.step.progress,
-    "phase_warmup": lambda v: v.step.phase is Phase.WARMUP,
-    "phase_full": lambda v: v.step.phase is Phase.FULL,
-    "phase_predict": lambda v: v.step.phase is Phase.PREDICT,
-    "phase_correct": lambda v: v.step.phase is Phase.CORRECT,
+    **{f"phase_{phase.value}": lambda v, phase=phase: v.step.phase is phase for phase in Phase},
     "steps_in_phase": lambda v: math.log1p(v.step.steps_in_phase),
     "steps_since_leap": lambda v: math.log1p(v.step.steps_since_leap),
     "consecutive_leaps": lambda v: v.step.consecutive_leaps / 5,
