@@ -42,7 +42,6 @@ from hf_hybrid.world_model.final_loss import (
     Prior,
     final_steps,
     forecast_final_loss,
-    forecast_held_out_loss,
     forecast_of_laws,
     looks,
     mixture,
@@ -315,7 +314,7 @@ def shipped(cases: list[Case]) -> list[Mixture]:
 
 def shipped_held_out(cases: list[HeldOutCase]) -> list[Mixture]:
     """What users get of the held-out loss."""
-    return [Mixture(forecast_held_out_loss(*arguments_of(case), case.held_out)) for case in cases]
+    return [Mixture(forecast_final_loss(*arguments_of(case), case.held_out)) for case in cases]
 
 
 def arguments_of(case: Case) -> tuple:

@@ -106,19 +106,25 @@ def final_steps(max_steps: int) -> int:
 
 
 def forecast_final_loss(
-    steps: Sequence[int], losses: Sequence[float], learning_rates: Sequence[float] | np.ndarray, max_steps: int
+    steps: Sequence[int],
+    losses: Sequence[float],
+    learning_rates: Sequence[float] | np.ndarray,
+    max_steps: int,
+    held_out: float | None = None,
 ) -> FinalLoss | None:
     """
-    Forecast the mean training loss of the last steps of a run (`final_steps`).
+    Forecast the mean training loss of the last steps of a run (`final_steps`), or the held-out loss after its last.
 
     Args:
         steps (`Sequence[int]`): Optimizer steps at which `losses` were logged, from 1, ascending.
         losses (`Sequence[float]`): Mean training loss since the logged step before, as `Trainer` logs it.
         learning_rates (`Sequence[float]` or `np.ndarray`): Rate of each of the steps 1 to `max_steps`, in any unit.
         max_steps (`int`): Steps of the run.
+        held_out (`float`, *optional*): Held-out loss after the last of `steps`, of which the forecast is then.
 
     Returns:
-        `FinalLoss` or `None`: `None` with fewer than `FEWEST` finite losses, and if the last loss is not finite.
+        `FinalLoss` or `None`: `None` with fewer than `FEWEST` finite losses, if the last loss is not finite, and of the
+        held-out loss if any loss is not positive.
 
     Raises:
         ValueError: If lengths differ, steps are out of order or beyond `max_steps`.
@@ -126,30 +132,15 @@ def forecast_final_loss(
     seen = observed(steps, losses, learning_rates, max_steps)
     if seen is None:
         return None
-    return mixture(final_steps_counted(seen, training_parts(seen)), positive=looks(seen) is not None)
-
-
-def forecast_held_out_loss(
-    steps: Sequence[int],
-    losses: Sequence[float],
-    learning_rates: Sequence[float] | np.ndarray,
-    max_steps: int,
-    held_out: float,
-) -> FinalLoss | None:
-    """
-    Forecast the held-out loss after the last step of a run.
-
-    The arguments are those of [`forecast_final_loss`], and `held_out`, the held-out loss after the last of `steps`.
-    `None` where there is no forecast of the training loss, and if a loss is not positive.
-    """
-    seen = observed(steps, losses, learning_rates, max_steps)
-    if seen is None or (look := looks(seen)) is None or not 0 < held_out < math.inf:
-        return None
-    ratio = held_out / seen.present
-    weights, means, deviations = training_parts(seen)
-    past = forecast_of_past_curves("held_out", seen.share, np.append(look, math.log(ratio)), held_out)
-    parts = in_equal_parts([weights, ratio * means, ratio * deviations], past)
-    return mixture(final_steps_counted(seen, parts, held_out), positive=True)
+    look, parts = looks(seen), training_parts(seen)
+    if held_out is not None:
+        if look is None or not 0 < held_out < math.inf:
+            return None
+        ratio = held_out / seen.present
+        past = forecast_of_past_curves("held_out", seen.share, np.append(look, math.log(ratio)), held_out)
+        weights, means, deviations = parts
+        parts = in_equal_parts([weights, ratio * means, ratio * deviations], past)
+    return mixture(final_steps_counted(seen, parts, held_out), positive=look is not None)
 
 
 def training_parts(seen: Observed) -> Parts:
@@ -312,10 +303,8 @@ class PastCurves:
     """
     A Gaussian process from the looks of runs after some share of their steps to `log(final loss / present loss)`.
 
-    Args:
-        known (`np.ndarray`), targets (`np.ndarray`): Looks `[runs, 9]`, or 10 with the ratio of the held-out to the
-            training loss, and logarithms `[runs]` of past runs.
-        scales (`Sequence[float]`): Length of the smooth part, its amplitude, amplitude of the linear part, noise.
+    `known` are the looks `[runs, 9]` of past runs, or 10 with the ratio of the held-out to the training loss, `targets`
+    their logarithms `[runs]`; `scales`: length of the smooth part, its amplitude, amplitude of the linear part, noise.
     """
 
     def __init__(self, known: np.ndarray, targets: np.ndarray, scales: Sequence[float]):

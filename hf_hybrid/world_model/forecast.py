@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 
 from hf_hybrid.part import Part
 from hf_hybrid.run.rate import rate_at
-from hf_hybrid.world_model.final_loss import FinalLoss, forecast_final_loss, forecast_held_out_loss
+from hf_hybrid.world_model.final_loss import FinalLoss, forecast_final_loss
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
@@ -110,7 +110,7 @@ class RunForecast:
             self.last, self.made_at, self.is_due = forecast_final_loss(*known), self.steps[-1], False
         if self.evaluation is not None:
             (self.held_out_made_at, loss), self.evaluation = self.evaluation, None
-            self.held_out = forecast_held_out_loss(*known, loss)
+            self.held_out = forecast_final_loss(*known, loss)
 
     def learning_rates(self) -> np.ndarray:
         """Learning rates of all steps `[max_steps]`; those to come are the schedule's, scaled as the last one was."""

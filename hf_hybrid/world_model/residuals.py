@@ -62,13 +62,10 @@ def secant_minimum(slope_before: float, slope_after: float) -> float | None:
 
 class LeapResiduals(LeapObserver):
     """
-    Writes down, for every leap that stays, how it compares with the real steps after it; may correct later gains.
+    Writes down, for every leap that stays, how it compares with the real steps after it.
 
-    Pass it in `parts=`. `hybrid_summary()["displacement_residuals"]` has the means by group. In a run without phases,
-    which makes no leap, it does nothing.
-
-    Args:
-        correct_gain (`bool`): Whether what was seen changes the gain of each group of parameters in later leaps.
+    Pass it in `parts=`. `hybrid_summary()["displacement_residuals"]` has the means by group. With `correct_gain` they
+    change the gain of each group of parameters in later leaps. In a run without leaps it does nothing.
     """
 
     name = "leap_residuals"
@@ -112,12 +109,8 @@ class LeapResiduals(LeapObserver):
     @torch.no_grad()
     def leap_made(self, rate: float, before: Sequence[Tensor], predicted: Sequence[Tensor | None]) -> None:
         """
-        Begin to compare a leap that was just kept.
-
-        Args:
-            rate (`float`): Its gain times the learning rates that it stands on: what its length is measured by.
-            before (`Sequence[torch.Tensor]`): The weights before it.
-            predicted (`Sequence[torch.Tensor | None]`): The gradient that was predicted, where one was.
+        Begin to compare a leap that was just kept. `rate` is its gain times the learning rates that it stands on, by
+        which its length is measured; `before` are the weights before it; `predicted`, the gradients where one was.
         """
         self._forget_leap()
         self.start = [start.float().clone() for start in self._samples(self.shards.parameters)]
