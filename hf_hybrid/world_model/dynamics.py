@@ -57,11 +57,9 @@ def log_loss(loss: float) -> float:
 
 class LossHistory:
     """
-    The power law `loss = a * stretch ** -exponent` through the losses of past stretches, by least squares in
-    logarithms. The world model starts from this law, and has to beat it.
-
-    A stretch's weight falls with the square of its age relative to the run's, so that the fit follows at the pace at
-    which training slows down.
+    The power law `loss = a * stretch ** -exponent` through the losses of past stretches, from which the world model
+    starts: least squares in logarithms. A stretch's weight falls with the square of its age relative to the run's, so
+    that the fit follows at the pace at which training slows down.
     """
 
     RIDGE = 0.05
@@ -125,7 +123,7 @@ class Calibration:
 
 
 class DynamicsModel:
-    """A world model of one run and its state. Actions may be anything that a tensor is made of."""
+    """A world model of one run and its state."""
 
     def __init__(self, model: RSSM):
         self.model = model
@@ -136,10 +134,7 @@ class DynamicsModel:
         """Forecasts, one per scored horizon, whose stretches are still to come."""
 
     def observe_stretch(self, features: Sequence[float], action: Sequence[float], mean_loss: float) -> None:
-        """
-        Take in a stretch of the run: the 64 features after its last step, its `ACTIONS` and the mean training loss of
-        its real steps, which is finite.
-        """
+        """Take in the 64 features after a stretch, its `ACTIONS` and the mean loss of its real steps, a finite one."""
         value, device, current = log_loss(mean_loss), self.observation.device, len(self.history.log_losses) + 1
         for entry in self._pending:
             if entry["stretch"] == current:
@@ -174,10 +169,8 @@ class DynamicsModel:
 
     def compare(self, first: Any, second: Any) -> tuple[Tensor, Tensor]:
         """
-        Imagined log loss of the first futures minus that of the second: negative where the first are better.
-
-        Actions `[..., K, 4]` are broadcast against each other, to compare several candidates at once. Returns the mean
-        of the ensemble and the standard deviation between its members, `[..., K]`.
+        Imagined log loss of the first futures minus that of the second, whose actions `[..., K, 4]` are broadcast
+        against each other: the mean of the ensemble and the standard deviation between its members, `[..., K]`.
         """
         both = torch.stack(torch.broadcast_tensors(*(torch.as_tensor(side).float() for side in (first, second))))
         of_first, of_second = self._imagine(both.flatten(0, -3)).mean.chunk(2, 1)

@@ -46,15 +46,13 @@ import numpy as np
 
 FEWEST = 5
 """Finite losses before the first forecast."""
-MOST_WINDOWS = 48
-"""Logged losses are averaged into at most so many windows."""
+MOST_WINDOWS, POINTS = 48, 4
+"""Logged losses are averaged into at most so many windows; points of a window at which the law is averaged."""
 FINAL_SHARE, FINAL_STEPS = 0.05, 5
 """The final loss is the mean over this last share of the run, and at least over so many steps."""
 EXPONENTS = np.array([0.05, 0.3, 0.6, 1.0, 1.6])
 OFFSETS = np.array([0.003, 0.02, 0.1, 0.4])
 """As shares of the summed rate of the whole run."""
-POINTS = 4
-"""Points of a window at which the law is averaged."""
 PAST_CURVES = Path(__file__).parent / "past_curves.npz"
 Parts = list[np.ndarray]
 """Weights, means and deviations of a mixture of Gaussians."""
@@ -79,16 +77,10 @@ PRIOR = Prior()
 
 @dataclass(frozen=True)
 class FinalLoss:
-    """
-    The loss at the end of a run as a distribution, a mixture of Gaussians.
-
-    Attributes:
-        median (`float`), low (`float`), high (`float`): Median and ends of the 90 % interval, in nats.
-        weights, means, deviations (`tuple[float, ...]`): The mixture.
-    """
+    """The loss at the end of a run as a distribution, a mixture of Gaussians."""
 
     median: float
-    low: float
+    low: float  # this and `high` are the ends of the 90 % interval
     high: float
     weights: tuple[float, ...]
     means: tuple[float, ...]
@@ -275,9 +267,6 @@ def forecast_of_laws(seen: Observed, prior: Prior) -> Parts:
     return [weights, means, deviations]
 
 
-# Past curves.
-
-
 def looks(seen: Observed) -> np.ndarray | None:
     """
     What a run looks like, `[9]`: four times the logarithm of an earlier loss over the present one, the last slope, the
@@ -328,22 +317,21 @@ class PastCurves:
 
 
 @cache
-def shares_of_cuts() -> np.ndarray:
-    """The shares of the run `[cuts]` at which the past curves of the package were cut."""
+def _stored() -> dict[str, np.ndarray]:
     with np.load(PAST_CURVES) as file:
-        return file["shares"]
+        return dict(file)
 
 
 @cache
 def past_curves(loss: str, cut: int) -> PastCurves:
     """What the past curves of the package say of the `"training"` or `"held_out"` loss after a cut."""
-    with np.load(PAST_CURVES) as file:
-        return PastCurves(*(file[f"{loss}_{name}"][cut].astype(np.float64) for name in ("looks", "targets", "scales")))
+    parts = (_stored()[f"{loss}_{name}"][cut] for name in ("looks", "targets", "scales"))
+    return PastCurves(*(part.astype(np.float64) for part in parts))
 
 
 def forecast_of_past_curves(loss: str, share: float, look: np.ndarray, level: float) -> Parts:
     """Weights, means and deviations `[2]` after the two cuts nearest to `share`, for a run with the loss `level`."""
-    shares = shares_of_cuts()
+    shares = _stored()["shares"]  # of the run, after which curves were cut
     place = float(np.interp(math.log(share), np.log(shares), np.arange(len(shares))))
     below = min(int(place), len(shares) - 2)
     forecasts = np.array([past_curves(loss, below + k).forecast(look, level) for k in (0, 1)])

@@ -55,13 +55,11 @@ class RunForecast:
         self.max_steps = max_steps if max_steps <= MOST_STEPS else 0
         self.schedule = schedule_of(scheduler, self.max_steps)
         self.rates, self.peak = self.schedule.copy(), self.schedule.max(initial=0.0)
-        self.scale = 1.0
-        """Learning rate of the last step over the schedule's factor."""
+        self.scale = 1.0  # learning rate of the last step over the schedule's factor
         self.steps: list[int] = []
         self.losses: list[float] = []
         self.is_due = False
-        self.evaluation: tuple[int, float] | None = None
-        """Step and held-out loss of the last one, until a forecast is made of it."""
+        self.evaluation: tuple[int, float] | None = None  # step and loss of the last, until a forecast is made of it
         self.last: FinalLoss | None = None
         self.held_out: FinalLoss | None = None
         self.made_at = self.held_out_made_at = 0
@@ -166,19 +164,8 @@ class ForecastCallback(TrainerCallback):
     after the last step, as it was forecast at the last evaluation. Training is not changed. Callbacks before this one
     in the list get the entries without it.
 
-    Attributes:
-        forecast (`RunForecast`): Of the last training. `forecast.last` is the last
-            [`~hf_hybrid.world_model.final_loss.FinalLoss`] or `None`; its `probability_below(loss)` says how likely the
-            run ends below a loss.
-
-    Example:
-
-    ```python
-    from hf_hybrid import ForecastCallback
-    from transformers import Trainer
-
-    trainer = Trainer(model, args, train_dataset=dataset, callbacks=[ForecastCallback()])
-    ```
+    Pass `callbacks=[ForecastCallback()]`. Its `forecast.last` is the last forecast of the last training, a
+    [`~hf_hybrid.world_model.final_loss.FinalLoss`] or `None`, which tells the probability to end below a loss.
     """
 
     forecast: RunForecast

@@ -19,7 +19,6 @@ the decay of the learning rate earlier and look better for that alone.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,56 +38,43 @@ class ImaginedGain(LearningPlanner):
     """
     Chooses the multiple of the schedule whose imagined loss is lowest, after every stretch.
 
-    `rate_at` gives the learning rate at a progress of the run, over its peak; `stretch_share` is the length of a
-    stretch as a share of the run.
+    `schedule` are the arguments of [`~hf_hybrid.leaps.trust.GainPlanner`]; `rate_at` gives the learning rate at a
+    progress of the run, over its peak; `stretch_share` is the length of a stretch as a share of the run.
     """
 
     MULTIPLES = (0.0, 0.5, 1.0, 1.5, 2.0)
     SCHEDULED = MULTIPLES.index(1.0)
     AHEAD, LASTING = 20, 5
     """Stretches to imagine, and that a choice is imagined to last; the schedule follows."""
-    LEAST = 1e-4
-    """Difference in log loss below which the schedule is as good."""
-    OBSERVE_FIRST = 3
-    """Stretches before the first choice."""
+    LEAST, OBSERVE_FIRST = 1e-4, 3
+    """Difference in log loss below which the schedule is as good, and stretches before the first choice."""
 
     def __init__(
-        self,
-        peak: float,
-        power: float,
-        worth: float,
-        *,
-        dynamics: DynamicsModel,
-        rate_at: Callable[[float], float],
-        stretch_share: float,
+        self, *schedule: float, dynamics: DynamicsModel, rate_at: Callable[[float], float], stretch_share: float
     ):
-        super().__init__(peak, power, worth)
+        super().__init__(*schedule)
         self.dynamics, self.rate_at, self.stretch_share = dynamics, rate_at, stretch_share
         self.multiple = self.confidence = 1.0
         self.choices: list[dict] = []
         """After every stretch: `progress`, chosen `multiple` and `confidence`."""
-        self.seconds = 0.0
-        """Time that the planner has taken."""
 
     def gain(self, progress: float) -> float:
         return self.multiple * super().gain(progress)
 
     def observe(self, stretch: Stretch) -> None:
-        began = time.perf_counter()
+        if not math.isfinite(stretch.loss):
+            return
+        action = [stretch.gain, stretch.horizon, stretch.progress, stretch.rate]
+        self.dynamics.observe_stretch(stretch.features, action, stretch.loss)
         ahead = min(self.AHEAD, int((1.0 - stretch.progress) / self.stretch_share + 1e-6))
-        if math.isfinite(stretch.loss):
-            action = [stretch.gain, stretch.horizon, stretch.progress, stretch.rate]
-            self.dynamics.observe_stretch(stretch.features, action, stretch.loss)
-            if ahead > 0:
-                self._plan(stretch, self._futures(stretch, ahead))
-        self.seconds += time.perf_counter() - began
-
-    def _plan(self, stretch: Stretch, futures: Tensor) -> None:
-        observed_enough = len(self.dynamics.history.log_losses) >= self.OBSERVE_FIRST
-        choice = self._choose(futures) if observed_enough else self.SCHEDULED
-        self.multiple = self.MULTIPLES[choice]
-        self.dynamics.forecast(futures[choice])
-        self.choices.append({"progress": stretch.progress, "multiple": self.multiple, "confidence": self.confidence})
+        if ahead > 0:
+            futures = self._futures(stretch, ahead)
+            observed_enough = len(self.dynamics.history.log_losses) >= self.OBSERVE_FIRST
+            choice = self._choose(futures) if observed_enough else self.SCHEDULED
+            self.multiple = self.MULTIPLES[choice]
+            self.dynamics.forecast(futures[choice])
+            about = {"progress": stretch.progress, "multiple": self.multiple, "confidence": self.confidence}
+            self.choices.append(about)
 
     def _futures(self, stretch: Stretch, ahead: int) -> Tensor:
         """Actions of every multiple, `[multiples, ahead, 4]`."""
@@ -110,9 +96,9 @@ class ImaginedGain(LearningPlanner):
         return best
 
     def summary(self) -> dict:
-        return {"choices": self.choices, "seconds": self.seconds}
+        return {"choices": self.choices}
 
-    _SAVED = ("multiple", "confidence", "seconds", "choices")
+    _SAVED = ("multiple", "confidence", "choices")
 
     def state_dict(self) -> dict:
         return {**{name: getattr(self, name) for name in self._SAVED}, "dynamics": self.dynamics.state_dict()}
@@ -123,14 +109,9 @@ class ImaginedGain(LearningPlanner):
 
 
 def imagined_gain(
-    values: tuple[float, float, float], *, device: torch.device, scheduler: Any, max_steps: int, stride: int
+    schedule: tuple[float, float, float], *, device: torch.device, scheduler: Any, max_steps: int, stride: int
 ) -> ImaginedGain:
-    """
-    Make the planner of a run, whose world model has the weights that the package ships.
-
-    `values` are `peak`, `power` and `worth` of [`~hf_hybrid.leaps.trust.GainPlanner`]; `stride` is the length of a
-    stretch.
-    """
+    """Make the planner of a run, with the weights that the package ships. `stride` is the length of a stretch."""
     rates = schedule_of(scheduler, max_steps)
     peak = rates.max() or 1.0
 
@@ -138,4 +119,4 @@ def imagined_gain(
         return rates[min(round(progress * max_steps), max_steps - 1)] / peak
 
     dynamics = DynamicsModel(RSSM.load(START_WEIGHTS, device))
-    return ImaginedGain(*values, dynamics=dynamics, rate_at=over_peak, stretch_share=stride / max_steps)
+    return ImaginedGain(*schedule, dynamics=dynamics, rate_at=over_peak, stretch_share=stride / max_steps)

@@ -1,10 +1,9 @@
 """
 What a planner that learns is shown of a run: the signals of each step, gathered into stretches.
 
-[`PlannerObserver`] is a part of runs whose option `planner` names a planner of this room. It turns each step into 64
-signals (signals.py), measures the optimizer's moments now and then, and keeps a confidence in leaps. It hands the
-planner a [`Stretch`] of ten real steps or more at a time: their loss, the leaps in them, the signals at their end. Runs
-with the schedule have none of it.
+[`PlannerObserver`] turns each step into 64 signals (signals.py), measures the optimizer's moments now and then, and
+keeps a confidence in leaps. It hands the planner a [`Stretch`] of ten real steps or more at a time: their loss, the
+leaps in them, the signals at their end. Runs with the schedule have none of it.
 """
 
 from __future__ import annotations
@@ -42,13 +41,12 @@ class Stretch:
 
 
 class LearningPlanner(GainPlanner):
-    """A planner that learns from stretches."""
+    """A planner that is shown each complete stretch."""
 
     confidence: float | None = None
     """Probability that leaping pays, in `[0, 1]`; `None` if the planner does not estimate it."""
 
     def observe(self, stretch: Stretch) -> None:
-        """Learn from a complete stretch of real steps."""
         raise NotImplementedError
 
 
@@ -59,10 +57,7 @@ class StretchCounter:
         self.stride = stride
         self.losses: list[float] = []
         self.gain, self.predicted, self.peak_rate = 0.0, 0, 0.0
-
-    def leap(self, gain: float, real_steps: int) -> None:
-        """Count a kept leap of this gain, made after `real_steps` real steps."""
-        self.gain += gain * real_steps
+        """`gain`: sum over kept leaps of their gain times the real steps before them."""
 
     def step(self, loss: float | None, learning_rate: float) -> bool:
         """Count a step (`loss` is `None` if it was skipped), and return whether a stretch is complete."""
@@ -111,10 +106,7 @@ class Confidence:
 
 
 class PlannerObserver(LeapObserver):
-    """
-    Shows a planner, which is that of the leaps too, the run in stretches of `stride` real steps, and adds the
-    confidence to the log. `max_grad_norm` is the trainer's.
-    """
+    """Shows the planner of the leaps the run in stretches of `stride` real steps, and logs the confidence."""
 
     name = "planner_observer"
     STATISTICS_EVERY = 8
@@ -126,26 +118,25 @@ class PlannerObserver(LeapObserver):
         self.linearity = 0.0
         """Fall of the probe's loss over the fall predicted to first order, at the leap probed last: a signal."""
         self.steps_since_leap = 0
-        self._new: Leap | None = None
+        self._tried: dict[str, Any] = {}
+        """Signals of a leap that was tried since the last step."""
         self._statistics: dict[str, float] | None = None
 
     def begin(self, run: Run) -> None:
-        leaps = run.part(Leaps)
-        if leaps is None:
-            raise ValueError("`PlannerObserver` shows a planner the leaps of a run, and this run has none.")
-        self.run, self.leaps = run, leaps
+        self.run, self.leaps = run, next(part for part in run.parts if isinstance(part, Leaps))
 
     @property
     def confidence(self) -> float:
-        """Trust in the next leap, in `[0, 1]`."""
         return self.sureness.value(self.planner.confidence)
 
     def leap_tried(self, leaps: Leaps, leap: Leap) -> None:
-        self._new = leap
+        self._tried = {"leap_kept": leap.verdict != "rejected"}
+        if leap.loss_before is not None and leap.loss_after is not None and leap.standard_error:
+            self._tried["leap_decrease"] = (leap.loss_before - leap.loss_after) / leap.standard_error
         if leap.loss_before is not None and leap.predicted_decrease > 0 and math.isfinite(leap.decrease):
             self.linearity = leap.decrease / leap.predicted_decrease
         if leap.verdict != "rejected":
-            self.stretches.leap(leap.gain, leap.real_steps)
+            self.stretches.gain += leap.gain * leap.real_steps
             self.steps_since_leap = 0
 
     def leap_accepted(self, leaps: Leaps, leap: Leap) -> None:
@@ -163,7 +154,7 @@ class PlannerObserver(LeapObserver):
                 self.run.survive(error, "predictor missed a gradient")
 
     def end_step(self, step: Step) -> None:
-        new, self._new = self._new, None
+        tried, self._tried = self._tried, {}
         leaps, last = self.leaps, self.run.record.leaps[-1] if self.run.record.leaps else None
         self.signals.observe(
             StepSignals(
@@ -181,11 +172,10 @@ class PlannerObserver(LeapObserver):
                 rate_in_block=leaps.trajectory.clock.lr_sum,
                 leap_gain=last.gain if last else 0.0,
                 leap_credit=leaps.credit,
-                leap_decrease=None if new is None else _decrease_in_standard_errors(new),
-                leap_kept=None if new is None else new.verdict != "rejected",
                 leap_residual=self.linearity,
                 leap_relative_norm=last.relative_norm if last else 0.0,
                 confidence=self.confidence,
+                **tried,
             )
         )
         self.sureness.observe_step((step.verdict or NORMAL).level)
@@ -211,7 +201,7 @@ class PlannerObserver(LeapObserver):
             "sureness": dict(vars(self.sureness)),
             "linearity": self.linearity,
             "steps_since_leap": self.steps_since_leap,
-            "leap_is_new": self._new is not None,
+            "tried": self._tried,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -219,14 +209,7 @@ class PlannerObserver(LeapObserver):
         vars(self.stretches).update(state["stretches"])
         vars(self.sureness).update(state["sureness"])
         self.linearity, self.steps_since_leap = state["linearity"], state["steps_since_leap"]
-        self._new = self.run.record.leaps[-1] if state["leap_is_new"] else None
-
-
-def _decrease_in_standard_errors(leap: Leap) -> float | None:
-    """Return the fall of the loss of a leap's probe; `None` where it was not probed."""
-    if leap.loss_before is None or leap.loss_after is None or not leap.standard_error:
-        return None
-    return (leap.loss_before - leap.loss_after) / leap.standard_error
+        self._tried = state["tried"]
 
 
 @torch.no_grad()

@@ -30,10 +30,8 @@ from hf_hybrid.run.weights import TrainedWeights
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
 
-LEAST, MOST = 0.5, 1.5
-"""Bounds of the factor on a gain."""
-DECAY = 0.9
-"""Of the averages of slopes over leaps."""
+LEAST, MOST, DECAY = 0.5, 1.5, 0.9
+"""Bounds of the factor on a gain, and decay of the averages of slopes over leaps."""
 
 
 def group_of(name: str) -> str:
@@ -52,9 +50,8 @@ class GroupResidual(NamedTuple):
 
 def secant_minimum(slope_before: float, slope_after: float) -> float | None:
     """
-    Position of the lowest loss along the leap, in leaps, by the secant through the slopes at both ends.
-
-    1 if the leap was exactly long enough, less if it was too long; `None` if the slopes do not turn upwards.
+    Position of the lowest loss along the leap by the secant through the slopes at both ends: 1 if the leap was exactly
+    long enough, less if it was too long; `None` if the slopes do not turn upwards.
     """
     bend = slope_after - slope_before
     return -slope_before / bend if bend > 0 and slope_before < 0 else None
@@ -156,8 +153,8 @@ class LeapResiduals(LeapObserver):
     @torch.no_grad()
     def judge(self, rate: float) -> tuple[GroupResidual | None, dict[str, GroupResidual]]:
         """
-        Compare over all parameters (`None` if nothing was compared or moved), and by group; one host synchronisation.
-        What was remembered is dropped. `rate` is the sum of the learning rates of the real steps since the leap.
+        Compare over all parameters (`None` if nothing moved) and by group, with one host synchronisation, and forget
+        the leap. `rate` is the sum of the learning rates of the real steps since.
         """
         if not self.gradient_steps or rate <= 0:
             self._forget_leap()

@@ -89,15 +89,12 @@ def interpolated(values: Tensor, horizon: int) -> Tensor:
 
 class RSSM:
     """
-    Recurrent state-space ensemble over stretches of training; the module's docstring explains it.
+    Recurrent state-space ensemble over stretches of training.
 
-    `weights` are those of the linear maps, `NAME.weight` `[M, inputs, outputs]` and `NAME.bias` `[M, 1, outputs]`, and
-    these (beside what only training reads):
-
-    - `feature_mean`, `feature_scale`: of the features, to normalise them;
-    - `linear`: the linear forecast, `[M, LINEAR, LINEAR_HORIZON]`;
-    - `scale_shift`: added to log scales 1, 5 and 20 stretches ahead, calibrated on runs not learned from;
-    - `pair_scale`: offset and power in [`pair_log_scale`], `[M, 2]`.
+    `weights` are `NAME.weight` `[M, inputs, outputs]` and `NAME.bias` `[M, 1, outputs]` of linear maps, and beside what
+    only training reads: `feature_mean` and `feature_scale`, which normalise features; `linear`, the linear forecast
+    `[M, LINEAR, LINEAR_HORIZON]`; `scale_shift`, added to log scales 1, 5 and 20 stretches ahead; and `pair_scale`
+    `[M, 2]`, offset and power in [`pair_log_scale`]. Both scales were calibrated on runs not learned from.
     """
 
     GROUPS, CLASSES = 4, 8
@@ -156,13 +153,6 @@ class RSSM:
         own = torch.stack((progress, rate, rate.cumsum(-1) / ahead, law), -1)
         return torch.cat((shared, torch.ones_like(shared[:, :1])), -1), own
 
-    def _linear_forecast(self, observation: Tensor, actions: Tensor) -> Tensor:
-        shared, own = self.linear_inputs(observation, actions)
-        columns = torch.arange(actions.shape[1], device=actions.device).clamp_max(LINEAR_HORIZON - 1)
-        weights, split = self.weights["linear"][..., columns], shared.shape[-1]
-        product = torch.matmul(shared, weights[:, :split])
-        return product + torch.einsum("nki,mik->mnk", own, weights[:, split:])
-
     def steer(self, actions: Tensor) -> tuple[Tensor, ...]:
         """The part of the GRU's gates that comes from actions `[N, W, 4]`: for each stretch `[M, N, 3 * D]`."""
         inputs = torch.cat((torch.asinh(actions[..., :2]), actions[..., 2:]), -1).flatten(0, 1)
@@ -209,14 +199,11 @@ class RSSM:
 
     def forecast(self, start: State, observation: Tensor, actions: Tensor) -> LossHead:
         """
-        Imagine, and predict the change of the log loss from the start to every imagined stretch.
+        Imagine from a state `[M, N, ...]`, and predict the change of the log loss from there to every stretch.
 
-        The heads also read the last observation: a few categoricals hold what matters in the long run, but not every
-        feature that tells what a leap will do. The log scale combines two kinds of noise: that of a stretch itself,
-        and that of a walk, which adds up over stretches.
-
-        `start` is the state `[M, N, ...]` to imagine from, with the observation `[N, 69]` there; actions of the future
-        are `[N, K, 4]`.
+        The heads also read the last observation `[N, 69]`: a few categoricals hold what matters in the long run, but
+        not every feature that tells what a leap will do. The log scale combines two kinds of noise: that of a stretch
+        itself, and that of a walk, which adds up over stretches.
         """
         embedded = self.embed(observation)
         latents = torch.cat(self.imagine(start, actions), -1)
@@ -229,7 +216,11 @@ class RSSM:
         offset = trust[..., :1] * back + self._DRIFT * at_start[..., 2:]
         drift, effect = self._DRIFT * out[..., 0], self._DRIFT * out[..., 1]
         steps = trust[..., 1:] * increments + drift + torch.asinh(actions[..., 0]) * effect
-        mean = offset + steps.cumsum(-1) + self._linear_forecast(observation, actions)
+        shared, own = self.linear_inputs(observation, actions)
+        columns = torch.arange(actions.shape[1], device=actions.device).clamp_max(LINEAR_HORIZON - 1)
+        weights, split = self.weights["linear"][..., columns], shared.shape[-1]
+        linear = torch.matmul(shared, weights[:, :split]) + torch.einsum("nki,mik->mnk", own, weights[:, split:])
+        mean = offset + steps.cumsum(-1) + linear
         noise, walk = (2 * out[..., 2]).exp(), (2 * out[..., 3]).exp().cumsum(-1)
         return LossHead(
             mean, 0.5 * (noise + walk + 1e-8).log() + interpolated(self.weights["scale_shift"], actions.shape[1])

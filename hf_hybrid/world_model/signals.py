@@ -38,7 +38,7 @@ class StepSignals:
     rate_in_block: float = 0.0
     leap_gain: float = 0.0
     leap_credit: float = 0.0
-    leap_decrease: float | None = None  # of the held-out loss, by a probe since the last step, in standard errors
+    leap_decrease: float | None = None  # of the loss of a probe since the last step, in standard errors
     leap_kept: bool | None = None
     leap_residual: float = 0.0
     leap_relative_norm: float = 0.0
@@ -53,15 +53,12 @@ class SignalObserver:
         self.alignments, self.rates = deque[float](maxlen=32), deque[float](maxlen=8)
         self.decreases, self.kept = deque[float](maxlen=16), deque[float](maxlen=16)
         self.steps = self.predicted = 0
-        self.fast = self.mid = self.slow = 0.0
-        """Exponential averages of the loss over about 4, 16 and 64 steps."""
+        self.fast = self.mid = self.slow = 0.0  # exponential averages of the loss over about 4, 16 and 64 steps
         self.first_loss = self.first_norm = self.first_weight = 0.0
         self.peak_rate = self.rate_total = 0.0
-        self.clipped = 0.0
-        """Share of the last 16 steps or so whose gradient was clipped."""
+        self.clipped = 0.0  # share of the last 16 steps or so whose gradient was clipped
         self.statistics: dict[str, float] = {}
-        self.previous: dict[str, float] = {}
-        """The statistics before these."""
+        self.previous: dict[str, float] = {}  # the statistics before these
         self._last: StepSignals | None = None
 
     @property

@@ -123,7 +123,6 @@ def test_a_run_tells_what_was_chosen(whole):
     stretches = summary["real_steps"] // STRETCH_STEPS
     assert summary["steps"] == STEPS and stretches - 1 <= len(choices) <= stretches
     assert all(choice["multiple"] in ImaginedGain.MULTIPLES for choice in choices)
-    assert summary["planner"]["seconds"] > 0
     json.dumps(summary)
 
 
