@@ -257,7 +257,7 @@ class PhaseMemory(Part):
             self._restore()
             raise
 
-    def _rounded(self, weight: nn.Parameter) -> Callable:
+    def _rounded(self, weight: Tensor) -> Callable:
         """Round a weight, park it on the host, and return what computes with the rounded one."""
         codes, scales = quantize_rows(weight)
         beside = copies_beside(weight.device)
@@ -343,7 +343,8 @@ class QuantizedTensor:
     def of(cls, tensor: Tensor) -> QuantizedTensor:
         """Quantise; `tensor` is left as it is."""
         rooted = bool(tensor.min() >= 0)
-        values = tensor.float().sqrt() if rooted else tensor.float()
+        values = tensor.contiguous().float()
+        values = values.sqrt() if rooted else values
         codes, scale = bitsandbytes_functional().quantize_blockwise(
             values, code=dynamic_map(not rooted, tensor.device), blocksize=BLOCK
         )
