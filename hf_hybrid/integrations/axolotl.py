@@ -87,7 +87,9 @@ class HybridPlugin(BasePlugin):
         """Refuse a configuration before its data are read, which Axolotl reads. Raises as [`get_trainer_cls`]."""
         _check(cfg)
 
-    pre_model_load = load_datasets  # where the data were prepared before
+    def pre_model_load(self, cfg: Any) -> None:
+        """The same where the data were prepared before."""
+        _check(cfg)
 
     def get_trainer_cls(self, cfg: Any) -> type:
         """
