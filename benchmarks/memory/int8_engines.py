@@ -1,7 +1,7 @@
 """
 int8 probes: noise and seconds, on the CPU. A minute; one thread.
 
-    python -m benchmarks.memory.int8_probes
+    python -m benchmarks.memory.int8_engines
 
 - `noise`: variance that int8 adds to the paired difference of a probe, over the probe's own variance ([`added_noise`]),
   for each probe of a short training. Probes run in full precision and in int8, and the former count. The model is the
