@@ -68,7 +68,7 @@ from hf_hybrid.records.progress import install_progress
 from hf_hybrid.recovery import OutOfMemoryRecovery, RecoveringTrainer, UnrecoveredMemoryError, first_part
 from hf_hybrid.run.adapters import adapter_rate_scale
 from hf_hybrid.run.monitor import DivergenceMonitor
-from hf_hybrid.run.rate import LearningRateSearch, RateScale, StepCosine, rate_at
+from hf_hybrid.run.rate import LearningRateSearch, RateScale, StepCosine
 from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
 from hf_hybrid.run.trainer_view import (
     made_optimizer,
@@ -300,8 +300,7 @@ def _planner(trainer: BuiltTrainer, trajectory: Trajectory) -> tuple[GainPlanner
         planner = imagined_gain(
             values,
             device=trainer.args.device,
-            seed=trainer.args.seed,
-            factor_at=rate_at(trainer.lr_scheduler),
+            scheduler=trainer.lr_scheduler,
             max_steps=max_steps,
             stride=stride,
         )
