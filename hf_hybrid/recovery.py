@@ -38,7 +38,7 @@ from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.config import was_given
 from hf_hybrid.leaps.probe import Losses
 from hf_hybrid.machine import RandomStates
-from hf_hybrid.optimizers import optimizer_name, steps_in_backward
+from hf_hybrid.optimizers import inner_optimizer, optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.run.run import Run
 from hf_hybrid.run.trainer_view import LossView
@@ -462,16 +462,12 @@ class OutOfMemoryRecovery(Part):
         """Return the exception to raise for one that ended the run; in the optimizer's step its message says so."""
         if not self.stepping or not self.retries or not is_out_of_memory(error):
             return error
-        self.reason = _first_line(error)
-        optimizer = self.trainer.optimizer
-        for wrapped in ("optimizer", "base"):  # by accelerate; around streamed layers
-            optimizer = getattr(optimizer, wrapped, optimizer)
+        self.reason, optimizer = _first_line(error), type(inner_optimizer(self.trainer.optimizer)).__name__
         self.trainer.saver.writer.join()
         checkpoint = last_checkpoint(self.trainer.run_folder)
         where = f"from `{checkpoint}`" if checkpoint else "from the start (no checkpoint was saved yet)"
         return UnrecoveredMemoryError(
-            f"{self.where()}, in the step of `{type(optimizer).__name__}`: {self.reason} Some weights may have been "
-            f"stepped and others not, so this state is not saved. Resume {where} with less: "
+            f"{self.where()}, in the step of `{optimizer}`: {self.reason} Some weights may have been stepped and others not, so this state is not saved. Resume {where} with less: "
             f"{', '.join(self._less_memory())}."
         )
 

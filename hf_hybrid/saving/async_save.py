@@ -27,15 +27,15 @@ copies must fit into a quarter of the host memory that is free.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import KeyPath, tree_flatten_with_path, tree_unflatten
 from transformers import TrainerCallback
 
 from hf_hybrid.plan.accounting import host_memory
@@ -63,7 +63,7 @@ class Staging:
 
     def __init__(self, free: Callable[[], int] = host_memory):
         self.free = free
-        self._copies: dict[str, dict[int, Tensor]] = {}
+        self._copies: dict[tuple[str, KeyPath], Tensor] = {}
 
     def copy(self, name: str, value: Any, frozen: Iterable[Tensor] = ()) -> Any:
         """
@@ -77,35 +77,35 @@ class Staging:
         Raises:
             CannotStageError: If a tensor is not a plain one, or the copies do not fit into the memory that is free.
         """
-        leaves, spec = tree_flatten(value)
-        kept, reused = {tensor.data_ptr() for tensor in frozen if tensor.numel()}, self._copies.setdefault(name, {})
+        paths_and_leaves, spec = tree_flatten_with_path(value)
+        leaves, unchanged = [leaf for _, leaf in paths_and_leaves], {tensor.data_ptr() for tensor in frozen}
         to_copy, needed = [], 0
-        for place, leaf in enumerate(leaves):
+        for index, (path, leaf) in enumerate(paths_and_leaves):
             if not isinstance(leaf, Tensor):
                 continue
             if type(leaf) not in (Tensor, nn.Parameter) or leaf.layout is not torch.strided or leaf.is_quantized:
                 raise CannotStageError(f"a tensor is a `{type(leaf).__name__}` that is not plain")
-            if leaf.data_ptr() in kept:
+            if leaf.numel() and leaf.data_ptr() in unchanged:
                 continue
-            to_copy.append(place)
-            copy = reused.get(place)
+            to_copy.append((index, (name, path)))
+            copy = self._copies.get((name, path))
             if copy is None or (copy.shape, copy.dtype) != (leaf.shape, leaf.dtype):
-                reused.pop(place, None)
-                needed += leaf.numel() * leaf.element_size()
+                self._copies.pop((name, path), None)
+                needed += leaf.nbytes
         if needed and needed > SHARE_OF_FREE * (free := self.free()):
             raise CannotStageError(
                 f"the copies need {needed / 2**30:,.2f} GiB, more than a quarter of the {free / 2**30:,.2f} GiB of "
                 "host memory that are free"
             )
         by_memory: dict[tuple, Tensor] = {}
-        for place in to_copy:
-            tensor = leaves[place].detach()
-            memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (place,)
+        for index, key in to_copy:
+            tensor = leaves[index].detach()
+            memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else key
             if memory not in by_memory:
-                if place not in reused:
-                    reused[place] = torch.empty_like(tensor, device="cpu")
-                by_memory[memory] = reused[place].copy_(tensor)
-            leaves[place] = by_memory[memory]
+                if key not in self._copies:
+                    self._copies[key] = torch.empty_like(tensor, device="cpu")
+                by_memory[memory] = self._copies[key].copy_(tensor)
+            leaves[index] = by_memory[memory]
         return tree_unflatten(leaves, spec)
 
     def free_copies(self) -> None:
@@ -135,14 +135,19 @@ class AsyncSaver:
         self._writes: list[Callable[[], Any]] = []
         self._thread: threading.Thread | None = None
         self.error: BaseException | None = None
-        self._told: set[str] = set()
+        self._logged_reasons: set[str] = set()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a thread writes a checkpoint."""
+        return self._thread is not None
 
     def begin(self, reason_sync: str | None) -> None:
         """Begin a save, which is async unless there is a reason not to. Waits for the one before."""
         self.wait()
         self._writes, self.is_async = [], reason_sync is None
-        if reason_sync is not None and reason_sync not in self._told:
-            self._told.add(reason_sync)
+        if reason_sync is not None and reason_sync not in self._logged_reasons:
+            self._logged_reasons.add(reason_sync)
             logger.info("Checkpoints are written before training goes on: %s.", reason_sync)
 
     def staged(self, name: str, value: Any, frozen: Iterable[Tensor] = ()) -> Any:
@@ -152,16 +157,11 @@ class AsyncSaver:
         try:
             return self._staging.copy(name, value, frozen)
         except CannotStageError as error:
-            self.make_sync(str(error))
+            logger.info("A checkpoint is written before training goes on: %s.", error)
+            self.is_async = False
+            for write in self._writes:
+                write()
             return value
-
-    def make_sync(self, reason: str) -> None:
-        """Write the save under way before training goes on after all: what was put off, now."""
-        self.is_async = False
-        logger.info("A checkpoint is written before training goes on: %s.", reason)
-        writes, self._writes = self._writes, []
-        for write in writes:
-            write()
 
     def write(self, function: Callable[[], Any]) -> None:
         """Call a function that writes files, now or on the thread."""
@@ -170,13 +170,13 @@ class AsyncSaver:
         else:
             function()
 
-    def finish(self, commit: Callable[[], Any], around: Callable[[], contextlib.AbstractContextManager]) -> None:
+    def finish(self, commit: Callable[[], Any], context: Callable[[], AbstractContextManager]) -> None:
         """
         End the save.
 
         Args:
             commit (`Callable[[], Any]`): Makes the checkpoint whole when its files are written.
-            around (`Callable`): Returns the context that writing on the thread needs; it deletes a save that fails.
+            context (`Callable`): Returns the context that writing on the thread needs; it deletes a save that fails.
         """
         if not self.is_async:
             return commit()
@@ -185,7 +185,7 @@ class AsyncSaver:
 
         def work() -> None:
             try:
-                with around():
+                with context():
                     for write in writes:
                         write()
             except Exception as error:  # raised where the run trains
@@ -229,39 +229,27 @@ class AsyncSaver:
 
 def reason_sync_save(trainer: TrainerView) -> str | None:
     """Return why the save that begins is written before training goes on, or `None` if it may be async."""
-    if not trainer.hybrid_args.async_save:
-        return "`async_save=False`"
-    if not trainer.args.should_save:
-        return "another process writes them"
-    state, control = trainer.state, trainer.control
-    if (
-        not trainer.saver.writer.training
-        or not control.should_save
-        or control.should_training_stop
-        or 0 < state.max_steps <= state.global_step
-    ):
-        return "no step follows at once"
-    if trainer.args.push_to_hub:
-        return "they are pushed"
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        return "FSDP and DeepSpeed write them in their own way"
-    if trainer.memory.streams:
-        return "layers are streamed"
+    args, state, control = trainer.args, trainer.state, trainer.control
+    at_the_end = control.should_training_stop or 0 < state.max_steps <= state.global_step
+    for reason, holds in {
+        "`async_save=False`": not trainer.hybrid_args.async_save,
+        "another process writes them": not args.should_save,
+        "no step follows at once": at_the_end or not (trainer.saver.writer.training and control.should_save),
+        "they are pushed": args.push_to_hub,
+        "FSDP and DeepSpeed write them in their own way": trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled,
+        "layers are streamed": trainer.memory.streams,
+    }.items():
+        if holds:
+            return reason
     for name in ("_save_checkpoint", "_save", "save_model", "_save_optimizer_and_scheduler"):
         if not getattr(type(trainer), name).__module__.startswith("hf_hybrid."):
             return f"`{type(trainer).__name__}` has a `{name}` of its own"
-    for callback in trainer.callback_handler.callbacks:
-        kind = type(callback)
+    for kind in map(type, trainer.callback_handler.callbacks):
         if kind.on_save is not TrainerCallback.on_save and not kind.__module__.startswith("hf_hybrid."):
             return f"`{kind.__name__}` may read them as soon as they are saved"
-    return _reason_of_model(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
-
-
-def _reason_of_model(model: Any) -> str | None:
-    adapters = getattr(model, "peft_config", None)
-    if adapters is None:
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if not hasattr(model, "peft_config"):
         return "a quantised model writes more than its tensors" if getattr(model, "hf_quantizer", None) else None
-    kinds = {str(getattr(config.peft_type, "value", config.peft_type)) for config in adapters.values()}
-    return (
-        None if kinds == {"LORA"} else f"adapters of the kind {', '.join(sorted(kinds))} write more than their tensors"
-    )
+    kinds = {str(getattr(adapter.peft_type, "value", adapter.peft_type)) for adapter in model.peft_config.values()}
+    others = ", ".join(sorted(kinds - {"LORA"}))
+    return f"adapters of the kind {others} write more than their tensors" if others else None

@@ -31,7 +31,7 @@ import shutil
 import stat
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -86,37 +86,26 @@ class Manifest:
 
 @contextlib.contextmanager
 def saving(folder: Path) -> Generator[None]:
-    """
-    Context in which the checkpoint `folder` is written, into [`SAVING_NAME`] beside it, and [`commit`] is called.
-
-    If the save fails, no part of it is left.
-
-    Raises:
-        OSError: If the disk is full, with what to do; other errors pass.
-    """
-    with explaining_a_full_disk(folder):
-        try:
-            temporary(folder).mkdir(parents=True, exist_ok=True)
-            yield
-        except Exception:
-            finish_interrupted_saves(folder.parent)
-            raise
-
-
-@contextlib.contextmanager
-def explaining_a_full_disk(folder: Path) -> Generator[None]:
-    """
-    Context in which a process writes its files of the checkpoint `folder`.
-
-    Raises:
-        OSError: If the disk is full, with what to do; other errors pass.
-    """
-    output_dir = folder.parent
+    """Context in which the checkpoint `folder` is written, into [`SAVING_NAME`] beside it, and [`commit`] is called."""
     try:
+        temporary(folder).mkdir(parents=True, exist_ok=True)
         yield
     except Exception as error:
-        if not is_disk_full(error):
-            raise
+        clean_up_failed_save(folder, error)
+        raise
+
+
+def clean_up_failed_save(folder: Path, error: Exception, *, delete: bool = True) -> None:
+    """
+    Delete what an error left of a save, on the process that makes the folder (`delete`).
+
+    Raises:
+        OSError: If the disk is full, with what to do.
+    """
+    output_dir = folder.parent
+    if delete:
+        finish_interrupted_saves(output_dir)
+    if is_disk_full(error):
         last = last_checkpoint(output_dir)
         resume = f"Then resume from `{last}`" if last else "No checkpoint was saved yet, so start anew then"
         raise OSError(
@@ -131,11 +120,8 @@ def commit(folder: Path, step: int, model: str, *, in_step: bool) -> None:
     """
     Flush all files of a checkpoint to the disk, write the manifest that makes it whole, and give it its name.
 
-    Args:
-        folder (`Path`): The checkpoint, as it will be called.
-        step (`int`): Steps that the run has made.
-        model (`str`): From [`names_digest`].
-        in_step (`bool`): Whether the next step was under way, with its batches fetched.
+    `folder` is the checkpoint as it will be called, `step` counts the steps that the run has made, and `in_step` says
+    whether the next one was under way, with its batches fetched.
     """
     written = temporary(folder)
     (written / MANIFEST_NAME).unlink(missing_ok=True)  # of a trainer that copied another checkpoint into it
@@ -205,7 +191,7 @@ def put_in_place(committed: Path, folder: Path) -> None:
             _delete(path)
     try:
         os.replace(committed, folder)  # an empty folder is replaced in one stroke
-    except OSError:  # not on Windows, and some mounted buckets rename no folders
+    except OSError:  # some mounted buckets rename no folders
         shutil.copytree(committed, folder, symlinks=True, dirs_exist_ok=True)
         for path in (*folder.rglob("*"), folder):
             if not path.is_symlink():
@@ -293,9 +279,7 @@ def digest_of(values: dict | list) -> str:
 
 def _flush(path: Path) -> None:
     """Make sure that a file or the entries of a folder are on the disk."""
-    if os.name == "nt" and path.is_dir():
-        return  # Windows flushes no folders
-    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
@@ -333,13 +317,18 @@ def is_committed(folder: str | Path) -> bool:
     return os.path.isfile(Path(folder) / MANIFEST_NAME)  # not of `Path`, which raises where the folder is closed
 
 
-def damages(folder: Path, manifest: Manifest) -> list[str]:
-    """Return what is wrong with the files of a checkpoint, a phrase for each; checksums only if all sizes agree."""
+def damages(folder: Path, manifest: Manifest, but: re.Pattern | None = None) -> list[str]:
+    """
+    Return what is wrong with the files of a checkpoint, a phrase for each, but for those with names of a pattern.
+    Checksums are compared if all sizes agree.
+    """
+    files = {name: known for name, known in manifest.files.items() if but is None or not but.fullmatch(name)}
     wrong = [
         f"`{name}` was not saved with it and would be loaded (delete it, or move it elsewhere)"
-        for name in _unlisted(folder, manifest.files)
+        for name in _unlisted(folder, files)
+        if but is None or not but.fullmatch(name)
     ]
-    for name, known in manifest.files.items():
+    for name, known in files.items():
         path = folder / name
         if name == DELETABLE and not path.exists():
             continue
@@ -349,8 +338,8 @@ def damages(folder: Path, manifest: Manifest) -> list[str]:
             wrong.append(f"`{name}` has {path.stat().st_size:,} bytes instead of {known['bytes']:,}")
     if wrong:
         return wrong
-    current = sizes_and_checksums(folder, [path for name in manifest.files if (path := folder / name).exists()])
-    changed = [name for name, values in current.items() if values != manifest.files[name]]
+    current = sizes_and_checksums(folder, [path for name in files if (path := folder / name).exists()])
+    changed = [name for name, values in current.items() if values != files[name]]
     return [f"`{name}` is not what was saved (its checksum differs)" for name in changed]
 
 
@@ -364,12 +353,8 @@ def _unlisted(folder: Path, files: dict[str, dict]) -> list[str]:
 def weights_were_saved_again(folder: Path, manifest: Manifest) -> bool:
     """Whether none of the files of weights in a manifest is left, and others are there, for example shards."""
     saved = {name for name in manifest.files if _WEIGHTS.fullmatch(name)}
-    present = {path.name for path in _weights(folder)}
+    present = {path.name for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)}
     return bool(saved and present) and not saved & present
-
-
-def _weights(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name))
 
 
 def check(folder: Path, *, named: bool = False) -> Manifest | None:
@@ -384,8 +369,9 @@ def check(folder: Path, *, named: bool = False) -> Manifest | None:
     Raises:
         CheckpointError: The reason, if no run can resume from it.
     """
-    if reason := _unreadable(folder):
-        raise CheckpointError(reason)
+    for path in (folder, *sorted(folder.rglob("*"))):
+        if reason := no_access(path):
+            raise CheckpointError(reason)
     manifest = read_manifest(folder)
     if manifest is None:
         read_json(folder / TRAINER_STATE_NAME)
@@ -393,21 +379,13 @@ def check(folder: Path, *, named: bool = False) -> Manifest | None:
         raise CheckpointError(f"`{MANIFEST_NAME}` says that it is of step {manifest.step}")
     else:
         try:
-            expected = manifest
-            if named and weights_were_saved_again(folder, manifest):
-                others = {name: known for name, known in manifest.files.items() if not _WEIGHTS.fullmatch(name)}
-                expected = replace(manifest, files=others | sizes_and_checksums(folder, _weights(folder)))
-            wrong = damages(folder, expected)
+            taken_unchecked = named and weights_were_saved_again(folder, manifest)
+            wrong = damages(folder, manifest, but=_WEIGHTS if taken_unchecked else None)
         except OSError as error:
             raise CheckpointError(f"not all of its files can be read ({error})") from None
         if wrong:
             raise CheckpointError("; ".join(wrong))
     return manifest
-
-
-def _unreadable(folder: Path) -> str | None:
-    """Return a phrase on the first file of a checkpoint that this user may not read, or on the folder."""
-    return next(filter(None, map(no_access, (folder, *sorted(folder.rglob("*"))))), None)
 
 
 def no_access(path: Path) -> str | None:
@@ -429,7 +407,7 @@ def whose(path: Path) -> str:
     values = os.stat(path)
     try:
         owner = path.owner()
-    except (KeyError, NotImplementedError):  # no name, or Windows
+    except KeyError:  # it has no name
         owner = str(values.st_uid)
     return f"belongs to `{owner}` and has mode {stat.S_IMODE(values.st_mode):o}"
 
@@ -442,8 +420,8 @@ def read_json(path: Path) -> dict:
         raise CheckpointError(f"`{path.name}` is missing") from None
     except OSError as error:
         raise CheckpointError(no_access(path) or f"`{path.name}` cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"`{path.name}` is damaged") from None
+    except ValueError:
+        values = None
     if not isinstance(values, dict):
         raise CheckpointError(f"`{path.name}` is damaged")
     return values

@@ -42,6 +42,7 @@ from transformers import TrainingArguments
 from hf_hybrid.arguments import HybridArguments, hybrid_values
 from hf_hybrid.files import plain
 from hf_hybrid.machine import describe_device
+from hf_hybrid.optimizers import inner_optimizer
 from hf_hybrid.records.redaction import is_secret_name, shareable
 from hf_hybrid.run.trainer_view import TrainerView
 from hf_hybrid.run.weights import canonical
@@ -335,13 +336,6 @@ def _dropout(model: nn.Module) -> list[float]:
     named = config.to_dict() if hasattr(config, "to_dict") else {}
     rates = {value for name, value in named.items() if "drop" in name and isinstance(value, (int, float))}
     return sorted({float(rate) for rate in rates} | {m.p for m in model.modules() if isinstance(m, nn.Dropout)})
-
-
-def inner_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside the wrappers of accelerate and of streaming."""
-    while isinstance(inner := getattr(optimizer, "optimizer", getattr(optimizer, "base", None)), torch.optim.Optimizer):
-        optimizer = inner
-    return optimizer
 
 
 def _trained(model: nn.Module) -> str:

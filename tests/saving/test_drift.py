@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.saving.manifest import is_committed
-from hf_hybrid.saving.run_identity import inner_optimizer
+from hf_hybrid.optimizers import inner_optimizer
 
 pytestmark = pytest.mark.processes
 SAVES, FAULT = 3, 4

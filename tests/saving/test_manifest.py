@@ -476,13 +476,7 @@ def test_values_that_trainer_cannot_go_on_from_are_named(folder):
     checkpoint = folder / "checkpoint-6"
     path = checkpoint / "trainer_state.json"
     state = json.loads(path.read_text())
-    wrong = {
-        "global_step": ["6", 1e30, -5, 7, [], True, None],
-        "max_steps": ["x"],
-        "epoch": [{}],
-        "best_metric": ["good"],
-    }
-    wrong |= {"log_history": [[1, 2], {}, "none"], "stateful_callbacks": [[]], "of_the_future": [1]}
+    wrong = {"global_step": ["6", 1e30, -5, 7, [], True, None], "of_the_future": [1]}
     for name, values in wrong.items():
         said = rf"`trainer_state.json` holds what .* \(`{name}=.*another checkpoint"
         for value in values:
@@ -491,10 +485,6 @@ def test_values_that_trainer_cannot_go_on_from_are_named(folder):
             for resume in (True, checkpoint):
                 with pytest.raises(CheckpointError, match=said):
                     found(folder, resume)
-    path.write_text("[" * 100_000)
-    reseal(checkpoint)
-    with pytest.raises(CheckpointError, match="`trainer_state.json` is damaged"):
-        found(folder)
 
 
 def test_files_of_another_kind_are_told_in_one_sentence(folder, tmp_path):
