@@ -244,7 +244,8 @@ def reason_sync_save(trainer: TrainerView) -> str | None:
     for name in ("_save_checkpoint", "_save", "save_model", "_save_optimizer_and_scheduler"):
         if not getattr(type(trainer), name).__module__.startswith("hf_hybrid."):
             return f"`{type(trainer).__name__}` has a `{name}` of its own"
-    for kind in map(type, trainer.callback_handler.callbacks):
+    for callback in trainer.callback_handler.callbacks:
+        kind = type(callback)
         if kind.on_save is not TrainerCallback.on_save and not kind.__module__.startswith("hf_hybrid."):
             return f"`{kind.__name__}` may read them as soon as they are saved"
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)

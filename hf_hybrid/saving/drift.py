@@ -44,13 +44,14 @@ def hashes_of(tensors: Iterable[Tensor]) -> list[int]:
     hashes = [torch.hash_tensor(tensor.detach()).view(torch.int64) for tensor in tensors]
     on_device = [value for value in hashes if value.device.type != "cpu"]
     from_device = iter(torch.stack(on_device).tolist() if on_device else [])
-    return [value.item() if value.device.type == "cpu" else next(from_device) for value in hashes]
+    return [int(value) if value.device.type == "cpu" else next(from_device) for value in hashes]
 
 
 def is_plain(value: Tensor) -> bool:
     """Whether a tensor can be hashed: it is no subclass that packs its bits, and neither sparse nor empty."""
-    plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and value.device.type != "meta"
-    return plain and value.numel() > 0 and not value.is_complex()
+    if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+        return False
+    return value.device.type != "meta" and value.numel() > 0 and not value.is_complex()
 
 
 class DriftCheck:

@@ -191,7 +191,7 @@ def put_in_place(committed: Path, folder: Path) -> None:
             _delete(path)
     try:
         os.replace(committed, folder)  # an empty folder is replaced in one stroke
-    except OSError:  # some mounted buckets rename no folders
+    except OSError:  # not on Windows, and some mounted buckets rename no folders
         shutil.copytree(committed, folder, symlinks=True, dirs_exist_ok=True)
         for path in (*folder.rglob("*"), folder):
             if not path.is_symlink():
@@ -279,7 +279,9 @@ def digest_of(values: dict | list) -> str:
 
 def _flush(path: Path) -> None:
     """Make sure that a file or the entries of a folder are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    if os.name == "nt" and path.is_dir():
+        return  # Windows flushes no folders
+    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
@@ -407,7 +409,7 @@ def whose(path: Path) -> str:
     values = os.stat(path)
     try:
         owner = path.owner()
-    except KeyError:  # it has no name
+    except (KeyError, NotImplementedError):  # no name, or Windows
         owner = str(values.st_uid)
     return f"belongs to `{owner}` and has mode {stat.S_IMODE(values.st_mode):o}"
 

@@ -24,12 +24,13 @@ loaded in another precision. Packed values (4 and 8 bits) differ by machine, so 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import torch
@@ -74,24 +75,18 @@ _PER_STEP = ("gradient_accumulation_steps", "dataloader_drop_last")
 _OLD_HOLD = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
-class IdentifiedTrainer(TrainerView, Protocol):
-    """A trainer whose runs are told apart."""
-
-    data_collator: Any
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any: ...
-
-
-def check_identity(trainer: IdentifiedTrainer, folder: str) -> Differences:
+def check_identity(trainer: TrainerView, folder: str) -> Differences:
     """
     Compare a trainer that is about to resume with the run that a checkpoint is of.
 
     Raises:
         CheckpointError: On all processes, if the run cannot go on from it.
     """
-    epoch = trainer.state.epoch or 0.0
+    epoch, saved = trainer.state.epoch or 0.0, {}
+    with contextlib.suppress(OSError, ValueError):  # none, or damaged, which comes out when it is restored
+        saved = json.loads(Path(folder, VALUES_NAME).read_text(encoding="utf-8"))
     differences = compare(
-        _saved(folder),
+        saved if saved.get("schema_version") == SCHEMA_VERSION else {},
         identity_of(trainer),
         inside_epoch=epoch != int(epoch) and not trainer.args.ignore_data_skip,
         has_optimizer=any(Path(folder).glob("optimizer*")) or any(Path(folder).glob("global_step*")),
@@ -104,15 +99,6 @@ def check_identity(trainer: IdentifiedTrainer, folder: str) -> Differences:
     if refused:
         raise CheckpointError(f"The run cannot go on from `{folder}`: {' '.join(refused)}")
     return differences
-
-
-def _saved(folder: str) -> dict[str, Any]:
-    """Return the identity of the run in a checkpoint: nothing if it has none, or one of another version."""
-    try:
-        about = json.loads(Path(folder, VALUES_NAME).read_text(encoding="utf-8"))
-        return about if about["schema_version"] == SCHEMA_VERSION else {}
-    except (OSError, ValueError, KeyError):  # none, or damaged, which is found when it is restored
-        return {}
 
 
 # Comparing.
@@ -151,15 +137,13 @@ def compare(
     differences = Differences()
     for group in ("options", "config"):
         for name, value in current[group].items():
-            was = saved.get(group, {}).get(name, value)
-            if was == value:
-                continue
-            if name in _OLD_HOLD:
+            old = saved.get(group, {}).get(name, value)
+            if old != value and name in _OLD_HOLD:
                 differences.notes.append(
-                    f"`{name}={value}` is not taken up: optimizer and schedule go on with the checkpoint's `{was}`."
+                    f"`{name}={value}` is not taken up: optimizer and schedule go on with the checkpoint's `{old}`."
                 )
-            else:
-                differences.changed[name] = [was, value]
+            elif old != value:
+                differences.changed[name] = [old, value]
     if has_optimizer:
         _compare_optimizers(saved, current, differences)
     differences.other_batches = _batches(saved, saved) != _batches(current, saved)
@@ -167,8 +151,8 @@ def compare(
     _compare_frozen(saved, current, same_run, differences)
     if saved.get("dropout", current["dropout"]) != current["dropout"]:
         differences.notes.append(f"Dropout of the model was `{saved['dropout']}` and is `{current['dropout']}`.")
-    was, has = saved.get("environment", {}), current.get("environment", {})
-    if others := [f"`{name}` was `{was[name]}` and is `{has[name]}`" for name in was if was[name] != has.get(name)]:
+    old, new = saved.get("environment", {}), current.get("environment", {})
+    if others := [f"`{name}` was `{old[name]}` and is `{new[name]}`" for name in old if old[name] != new.get(name)]:
         differences.notes.append(f"The machine computes other bits than that of the checkpoint: {'; '.join(others)}.")
     if saved.get("processes", current["processes"]) != current["processes"]:
         differences.notes.append(
@@ -194,9 +178,9 @@ def _compare_optimizers(saved: dict, current: dict, differences: Differences) ->
         "To train on with its weights alone, load them (`from_pretrained` with the folder of the checkpoint, or of its "
         "adapters) and begin a new run."
     )
-    if (was := saved.get("optimizer")) not in (None, current["optimizer"]):
+    if (old := saved.get("optimizer")) not in (None, current["optimizer"]):
         differences.refused.append(
-            f"its optimizer was `{was}`, and `{current['optimizer']}` cannot go on with the states of that. Set "
+            f"its optimizer was `{old}`, and `{current['optimizer']}` cannot go on with the states of that. Set "
             f"`optim` as it was. {weights_only}"
         )
     elif None not in (saved.get("trained"), current["trained"]) and saved["trained"] != current["trained"]:
@@ -217,18 +201,16 @@ def _compare_data(saved: dict, current: dict, inside_epoch: bool, same_run: bool
             f"`train_dataset` was a `{saved['class']}` and is a `{current['class']}`, so nothing tells whether it has "
             "the same rows."
         )
-    if saved["length"] != current["length"]:
-        what = f"had {_rows(saved['length'])} and has {_rows(current['length'])}"
-    elif (
-        saved["class"] == current["class"]
-        and None not in (saved["rows"], current["rows"])
-        and saved["rows"] != current["rows"]
-    ):
-        what = "has other rows"
+    lengths, rows = [saved["length"], current["length"]], [saved["rows"], current["rows"]]
+    is_certain = True
+    if lengths[0] != lengths[1]:
+        words = ["no length" if length is None else f"{length:,} rows" for length in lengths]
+        what = f"had {words[0]} and has {words[1]}"
+    elif saved["class"] == current["class"] and None not in rows and rows[0] != rows[1]:
+        what, is_certain = "has other rows", saved["is_known"] and current["is_known"]
     else:
         return
-    same_kind = saved["length"] != current["length"] or (saved["is_known"] and current["is_known"])
-    is_lost = inside_epoch and same_kind and None not in (saved["length"], current["length"])
+    is_lost = inside_epoch and is_certain and None not in lengths
     if is_lost and same_run:
         differences.refused.append(
             f"`train_dataset` {what}, and the checkpoint is in the middle of an epoch, so nothing tells which rows are "
@@ -237,22 +219,18 @@ def _compare_data(saved: dict, current: dict, inside_epoch: bool, same_run: bool
             "the checkpoint."
         )
     else:
-        seems = "" if same_kind else ", as far as its attributes tell"
+        seems = "" if is_certain else ", as far as its attributes tell"
         place = ", at the place where `Trainer` finds as many steps done" if is_lost else ""
         differences.notes.append(f"`train_dataset` {what}{seems}: the run goes on with other data{place}.")
         differences.other_batches |= is_lost
 
 
-def _rows(length: int | None) -> str:
-    return "no length" if length is None else f"{length:,} rows"
-
-
 def _compare_frozen(saved: dict, current: dict, same_run: bool, differences: Differences) -> None:
     """Compare the kept values of those frozen parameters that both have in the same parts."""
-    was, has = saved.get("frozen") or {}, current.get("frozen") or {}
-    if was.get("parts") != has.get("parts"):
+    was, now = saved.get("frozen") or {}, current.get("frozen") or {}
+    if was.get("parts") != now.get("parts"):
         return
-    shared = [(was["values"][name], value) for name, value in has["values"].items() if name in was["values"]]
+    shared = [(was["values"][name], value) for name, value in now["values"].items() if name in was["values"]]
     others = [(old, new) for old, new in shared if old != new]
     if not others:
         return
@@ -286,48 +264,46 @@ def _distance(pairs: Iterable[tuple[dict, dict]]) -> float:
 # Making.
 
 
-def identity_of(trainer: IdentifiedTrainer) -> dict[str, Any]:
+def identity_of(trainer: TrainerView) -> dict[str, Any]:
     """
     Return the identity of a run whose model and optimizer are ready, as JSON values.
 
     It takes milliseconds, draws no random numbers and calls no method of the data but `len`.
     """
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    is_joined = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
     optimizer = type(inner_optimizer(trainer.optimizer))
+    if args.device.type == "cpu":
+        device = {"device": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
+    else:
+        device = {"device": describe_device(args.device).get("name", args.device.type)}
     values = {
         "options": hybrid_values(trainer.hybrid_args),
-        "environment": environment(trainer),
+        # What changes the last bits of a computation.
+        "environment": {"torch": torch.__version__, "transformers": transformers.__version__, **device},
         "config": _config(args),
         "dropout": _dropout(model),
         "optimizer": f"{optimizer.__module__.split('.')[0]}.{optimizer.__qualname__}",
-        "trained": None if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2 else _trained(model),
-        "frozen": _frozen(trainer, model),
+        # FSDP1 joins the parameters of a layer into one, which is compared with nothing.
+        "trained": None if is_joined else _trained(model),
+        "frozen": None if is_joined else _frozen(trainer, model),
         "data": _data(trainer),
         "processes": trainer.accelerator.num_processes,
     }
     return json.loads(json.dumps(plain(values, infinity_as_text=True)))  # as a checkpoint gives it back
 
 
-def environment(trainer: IdentifiedTrainer) -> dict[str, Any]:
-    """Return what changes the last bits of a computation: versions, the device and its number of threads."""
-    place = trainer.args.device
-    found: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
-    if place.type == "cpu":
-        return {**found, "device": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
-    return {**found, "device": describe_device(place).get("name", place.type)}
-
-
 def _config(args: TrainingArguments) -> dict[str, Any]:
     """Return what decides about the bits: options of `Trainer` by name, and all that another trainer adds."""
     of_both = {field.name for kind in (TrainingArguments, HybridArguments) for field in dataclasses.fields(kind)}
     added = [field.name for field in dataclasses.fields(args) if field.name not in of_both]
-    found = {}
+    values = {}
     for name in (*_NEW_HOLD, *_OLD_HOLD, *added):
         value = getattr(args, name, None)
         value = getattr(value, "value", value)
         if isinstance(value, (bool, int, float, str, dict, list, tuple, type(None))) and not is_secret_name(name):
-            found[name] = value
-    return shareable(json.loads(json.dumps(plain(found, infinity_as_text=True), default=str)))
+            values[name] = value
+    return shareable(json.loads(json.dumps(plain(values, infinity_as_text=True), default=str)))
 
 
 def _dropout(model: nn.Module) -> list[float]:
@@ -344,30 +320,26 @@ def _trained(model: nn.Module) -> str:
 
 
 @torch.no_grad()
-def _frozen(trainer: IdentifiedTrainer, model: nn.Module) -> dict[str, Any] | None:
+def _frozen(trainer: TrainerView, model: nn.Module) -> dict[str, Any]:
     """
     Return some values of frozen parameters, spread over all of them.
 
-    Where processes share them, a process sees its own part, so `parts` says whose values these are. FSDP1 joins the
-    parameters of a layer into one, which is compared with nothing.
+    Where processes share them, a process sees its own part, so `parts` says whose values these are.
     """
-    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
-        return None
     named = {canonical(name): parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    names, found, is_shared = sorted(named), {}, False
+    names, kept, is_shared = sorted(named), {}, False
     for name in names[:: max(1, -(-len(names) // PARAMETERS))]:
-        here: Any = trainer.memory.parameter(named[name]).detach()
-        if getattr(here, "device_mesh", None) is not None:
-            is_shared, here = True, here.to_local()
-        if here.device.type == "meta" or not here.numel():
+        tensor: Any = trainer.memory.parameter(named[name]).detach()
+        if getattr(tensor, "device_mesh", None) is not None:
+            is_shared, tensor = True, tensor.to_local()
+        if tensor.device.type == "meta" or not tensor.numel():
             continue  # it is on the disk, or on other processes
-        places = torch.tensor(_places(here.numel(), VALUES), device=here.device)
-        values = (here.reshape(-1) if here.is_contiguous() else here.flatten())[places].cpu()
-        if not here.is_floating_point():
-            found[name] = {"packed": values.tolist()}
+        values = tensor.flatten()[torch.tensor(_places(tensor.numel(), VALUES), device=tensor.device)].cpu()
+        if not tensor.is_floating_point():
+            kept[name] = {"packed": values.tolist()}
         elif torch.isfinite(values).all():  # not a place that a streamed layer fills when it computes
-            found[name] = {"dtype": str(here.dtype).removeprefix("torch."), "values": values.double().tolist()}
-    return {"parts": [trainer.args.process_index, trainer.args.world_size] if is_shared else [], "values": found}
+            kept[name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "values": values.double().tolist()}
+    return {"parts": [trainer.args.process_index, trainer.args.world_size] if is_shared else [], "values": kept}
 
 
 def _places(length: int, most: int) -> list[int]:
@@ -379,13 +351,11 @@ def _places(length: int, most: int) -> list[int]:
 # The data.
 
 
-def _data(trainer: IdentifiedTrainer) -> dict[str, Any] | None:
-    data: Any = trainer.train_dataset
+def _data(trainer: Any) -> dict[str, Any] | None:
+    data, collator = trainer.train_dataset, trainer.data_collator
     if data is None:
         return None
-    length = _length(data)
-    collator = trainer.data_collator
-    rows = xxhash.xxh3_128()
+    length, rows = _length(data), xxhash.xxh3_128()
     try:
         knows_rows = _add(rows, data, length, seen=set())
     except Exception:  # of a class that may do anything: then less is compared

@@ -12,8 +12,8 @@ from rig.processes import together
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.saving.manifest import is_committed
 from hf_hybrid.optimizers import inner_optimizer
+from hf_hybrid.saving.manifest import is_committed
 
 pytestmark = pytest.mark.processes
 SAVES, FAULT = 3, 4

@@ -31,11 +31,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from hf_hybrid import HybridConfig, HybridTrainer, MemoryProfilerCallback, machine, optimizers
 from hf_hybrid.build import estimator_for
+from hf_hybrid.optimizers import inner_optimizer
 from hf_hybrid.phase_memory.activations import ActivationCheckpointing, BoundaryOffload
 from hf_hybrid.plan.setups import CONTEXT_BYTES, MARGIN
 from hf_hybrid.recovery import MemoryPolicy
 from hf_hybrid.saving.drift import hashes_of
-from hf_hybrid.optimizers import inner_optimizer
 from hf_hybrid.streaming.transfers import Transfers
 from simulated_gpu import marks
 from simulated_gpu.real import RealDevice
