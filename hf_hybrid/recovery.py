@@ -171,10 +171,8 @@ class MemoryGuard(Part):
             free_memory()
         if save:
             self.asked = True
-            percent = 100 * self.checkpoint_at
-            logger.warning(
-                "Step %d ends with %s, above %.0f %%: a checkpoint is written now, once.", step, text, percent
-            )
+            most = 100 * self.checkpoint_at
+            logger.warning("Step %d ends with %s, above %.0f %%: a checkpoint is written now, once.", step, text, most)
         return save
 
     @staticmethod

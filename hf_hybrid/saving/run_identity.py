@@ -51,7 +51,7 @@ from hf_hybrid.saving.manifest import CheckpointError
 from hf_hybrid.saving.state import SCHEMA_VERSION, VALUES_NAME
 
 ROWS, BLOCK, LONGEST = 16, 64, 1 << 16
-"""Rows of the data that are hashed; elements of each where an array has one dimension; bytes or elements of a row."""
+"""Rows of the data that are hashed; elements of each where an array has one dimension; elements of an array in one."""
 MOST_OBJECTS = 256
 """That are looked into for rows."""
 PARAMETERS, VALUES = 64, 4
@@ -201,7 +201,7 @@ def _compare_data(saved: dict, current: dict, inside_epoch: bool, same_run: bool
             f"`train_dataset` was a `{saved['class']}` and is a `{current['class']}`, so nothing tells whether it has "
             "the same rows."
         )
-    lengths, rows = [saved["length"], current["length"]], [saved["rows"], current["rows"]]
+    lengths, rows = [saved["length"], current["length"]], [saved.get("row_hash"), current["row_hash"]]
     is_certain = True
     if lengths[0] != lengths[1]:
         words = ["no length" if length is None else f"{length:,} rows" for length in lengths]
@@ -365,7 +365,7 @@ def _data(trainer: Any) -> dict[str, Any] | None:
         "length": length,
         "is_known": _is_known(data),
         "fingerprint": data._fingerprint if _is_table(data) else None,
-        "rows": rows.hexdigest() if knows_rows else None,
+        "row_hash": rows.hexdigest() if knows_rows else None,
         "collator": getattr(collator, "__qualname__", type(collator).__qualname__),
         "sampler": getattr(type(trainer)._get_train_sampler, "__qualname__", None),
     }
@@ -404,50 +404,36 @@ def _add(to: Any, value: Any, length: int | None, seen: set[int]) -> bool:
     seen.add(id(value))
     if _is_table(value):
         table = value.with_format("arrow")
-        for place in _places(len(value), ROWS):
-            _add_value(to, table[place].to_pydict())
+        to.update(_bytes_of([table[place].to_pydict() for place in _places(len(value), ROWS)]))
         return True
     if isinstance(value, (Tensor, numpy.ndarray)):
-        to.update(f"{tuple(value.shape)}{value.dtype}".encode())
-        for place in _places(len(value), ROWS) if value.ndim else ():
-            _add_value(to, value[place : place + (BLOCK if value.ndim == 1 else 1)])
+        width = BLOCK if value.ndim == 1 else 1
+        places = _places(len(value), ROWS) if value.ndim else []
+        to.update(_bytes_of([list(value.shape), str(value.dtype), *(value[at : at + width] for at in places)]))
         return True
     if isinstance(value, (list, tuple)):
         if any(_is_table(item) or isinstance(item, (torch.utils.data.Dataset, Tensor)) for item in value[:1]):
             return any([_add(to, item, _length(item), seen) for item in value[:MOST_OBJECTS]])
-        for place in _places(len(value), ROWS) if len(value) == length else ():
-            _add_value(to, value[place])
+        if len(value) == length:
+            to.update(_bytes_of([value[place] for place in _places(length, ROWS)]))
         return len(value) == length
     if isinstance(value, Mapping):
         return any([_add(to, value[key], length, seen) for key in sorted(value, key=str)[:MOST_OBJECTS]])
-    held = getattr(value, "__dict__", None)
-    if not isinstance(held, dict) or callable(value):
+    attributes = getattr(value, "__dict__", None)
+    if not isinstance(attributes, dict) or callable(value):
         return False
     own = _length(value)
-    return any([_add(to, held[name], length if own is None else own, seen) for name in sorted(held)])
+    return any([_add(to, attributes[name], length if own is None else own, seen) for name in sorted(attributes)])
 
 
-def _add_value(to: Any, value: Any) -> None:
-    """Add a row, or what lies in one. Of objects that are neither numbers, text nor collections the class is added."""
-    if isinstance(value, Tensor):
-        flat = value.detach().reshape(-1)[:LONGEST].cpu()
-        to.update(flat.clone().view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
-    elif isinstance(value, numpy.ndarray):
-        flat = value.reshape(-1)[:LONGEST]
-        to.update(repr(flat.tolist()).encode() if flat.dtype == object else flat.tobytes())
-    elif isinstance(value, (bytes, bytearray)):
-        to.update(value[:LONGEST])
-    elif isinstance(value, (str, int, float, bool, type(None), numpy.generic)):
-        to.update(f"{value!r:.{LONGEST}}".encode(errors="replace"))
-    elif isinstance(value, Mapping):
-        for key in sorted(value, key=str):
-            to.update(str(key).encode(errors="replace"))
-            _add_value(to, value[key])
-    elif isinstance(value, (list, tuple)):
-        if all(type(item) in (int, float, bool) for item in value[:LONGEST]):
-            to.update(repr(value[:LONGEST]).encode())
-        else:
-            for item in value[:LONGEST]:
-                _add_value(to, item)
-    else:
-        to.update(type(value).__qualname__.encode())
+def _bytes_of(rows: list) -> bytes:
+    """Return rows as bytes. Of objects that are neither numbers, text, arrays nor collections they have the class."""
+
+    def plain_value(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            value = value.detach().reshape(-1)[:LONGEST].cpu().clone().view(torch.uint8).numpy()
+        if isinstance(value, (numpy.ndarray, numpy.generic)):
+            return value.reshape(-1)[:LONGEST].tolist()
+        return repr(value[:LONGEST]) if isinstance(value, (bytes, bytearray)) else type(value).__qualname__
+
+    return json.dumps(rows, default=plain_value, sort_keys=True, skipkeys=True).encode()

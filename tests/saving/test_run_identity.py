@@ -299,7 +299,8 @@ def test_rows_inside_a_data_set_count(tmp_path, one, other):
     trainer.train_dataset = one
     first = run_identity.identity_of(trainer)["data"]
     trainer.train_dataset = other
-    assert first["rows"] is not None and first["rows"] != run_identity.identity_of(trainer)["data"]["rows"]
+    second = run_identity.identity_of(trainer)["data"]
+    assert first["row_hash"] is not None and first["row_hash"] != second["row_hash"]
 
 
 def test_another_stream_is_said(saved, go_on):
