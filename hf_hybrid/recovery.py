@@ -266,6 +266,8 @@ class MemoryPolicy:
     """Most sequences that are computed at once; `None` for as many as a micro-batch has."""
     activation_checkpointing: bool = False
     walk_by_micro_batch: bool = False
+    probe_size: int | None = None
+    """Most sequences of a probe that are evaluated at once."""
 
 
 class RecoveringTrainer(LossView, Protocol):
@@ -292,7 +294,7 @@ class OutOfMemoryRecovery(Part):
     name = "out_of_memory"
 
     def __init__(self, trainer: RecoveringTrainer):
-        self.trainer = trainer
+        self.trainer, self.blocks = trainer, trainer.blocks_of_rows
         self.reset()
         self.reason = ""
         """First line of the message of the last out-of-memory."""
@@ -322,11 +324,6 @@ class OutOfMemoryRecovery(Part):
             self._checkpointing.end()
             self._checkpointing = None
         self._batches, self._returned, self._random = [], [], None
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of rows in a batch: 2 where chosen completions are followed by rejected ones, as in TRL."""
-        return self.trainer.blocks_of_rows
 
     # A window.
 
@@ -396,6 +393,36 @@ class OutOfMemoryRecovery(Part):
         parts = [part for batch in self._batches for part in self._parts(batch)]
         alike = self._num_items is not None or len({share for _, share in parts}) <= 1
         window.begin([part for part, _ in parts] if alike else [])
+
+    # Probes: after an out-of-memory error their batches are evaluated in smaller parts, for the rest of the run.
+
+    def probe_losses(self, evaluate: Callable[[Any], Losses]) -> Callable[[Any], Losses]:
+        def in_parts(batch: Any) -> Losses:
+            while True:
+                try:
+                    if self.policy.probe_size is None:
+                        return evaluate(batch)
+                    return Losses.joined(map(evaluate, parts_of(batch, self.policy.probe_size, self.blocks)))
+                except Exception as error:
+                    self.catch(error)
+                free_memory()
+                self._halve_probes(batch)
+
+        return in_parts
+
+    def _halve_probes(self, batch: Any) -> None:
+        try:
+            size = sequences_in(batch, self.blocks)
+            split_batch(batch, 1, self.blocks)
+        except UnsplittableBatchError:
+            size = 1
+        size = min(size, self.policy.probe_size or size)
+        if size == 1:
+            # The trial of the leap catches it: the leap is undone.
+            raise torch.OutOfMemoryError(f"A probe of 1 sequence does not fit: {self.reason}")
+        smaller = self.policy.probe_size = (size + 1) // 2
+        self.note("split probes", before=size, after=smaller)
+        logger.warning("A probe of %d sequences does not fit: %d at a time from here on.", size, smaller)
 
     # An out-of-memory error.
 
@@ -627,51 +654,3 @@ class OutOfMemoryRecovery(Part):
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-class SmallerProbes(Part):
-    """Evaluates the batches of probes in smaller parts after an out-of-memory, for the rest of the run."""
-
-    name = "smaller_probes"
-
-    def __init__(self, recovery: OutOfMemoryRecovery):
-        self.recovery = recovery
-        self.most: int | None = None
-
-    def probe_losses(self, evaluate: Callable[[Any], Losses]) -> Callable[[Any], Losses]:
-        def in_parts(batch: Any) -> Losses:
-            while True:
-                try:
-                    if self.most is None:
-                        return evaluate(batch)
-                    parts = parts_of(batch, self.most, self.recovery.blocks)
-                    return Losses.joined(evaluate(part) for part in parts)
-                except Exception as error:
-                    self.recovery.catch(error)
-                free_memory()
-                self._halve(batch)
-
-        return in_parts
-
-    def _halve(self, batch: Any) -> None:
-        try:
-            size = sequences_in(batch, self.recovery.blocks)
-            split_batch(batch, 1, self.recovery.blocks)
-        except UnsplittableBatchError:
-            size = 1
-        size = min(size, self.most or size)
-        if size == 1:
-            # The trial of the leap catches it: the leap is undone.
-            raise torch.OutOfMemoryError(f"A probe of 1 sequence does not fit: {self.recovery.reason}")
-        self.most = (size + 1) // 2
-        self.recovery.note("split probes", before=size, after=self.most)
-        logger.warning("A probe of %d sequences does not fit: %d at a time from here on.", size, self.most)
-
-    def begin(self, run: Run) -> None:
-        self.most = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"most": self.most}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.most = state["most"]

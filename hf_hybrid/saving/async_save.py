@@ -54,12 +54,7 @@ class CannotStageError(RuntimeError):
 
 
 class Staging:
-    """
-    Copies of nested tensors in host memory, which the next copies of the same names reuse.
-
-    Args:
-        free (`Callable[[], int]`): Returns the bytes of host memory that are free.
-    """
+    """Copies of nested tensors in host memory, which the next copies of the same names reuse."""
 
     def __init__(self, free: Callable[[], int] = host_memory):
         self.free = free
@@ -67,12 +62,9 @@ class Staging:
 
     def copy(self, name: str, value: Any, frozen: Iterable[Tensor] = ()) -> Any:
         """
-        Return a value whose tensors are copies. Tensors that share their memory share it in the copy too.
-
-        Args:
-            name (`str`): What the value is; copies of the same name are overwritten.
-            value (`Any`): Dictionaries, lists and tuples, nested; anything but tensors in them stays as it is.
-            frozen (`Iterable[Tensor]`): Tensors that do not change. They are not copied.
+        Return a value (dictionaries, lists and tuples, nested) whose tensors are copies, but for those that are frozen
+        and do not change. Tensors that share their memory share it in the copy too. Copies of the same name are
+        overwritten.
 
         Raises:
             CannotStageError: If a tensor is not a plain one, or the copies do not fit into the memory that is free.
@@ -119,9 +111,6 @@ class AsyncSaver:
 
     A save begins with [`begin`]. What is written in it goes through [`write`], with tensors from [`staged`]. [`finish`]
     ends it. [`wait`] returns when nothing is in flight.
-
-    Args:
-        staging (`Staging`, *optional*): Makes the copies.
 
     Attributes:
         training (`bool`): Whether a training is under way, so that steps may follow a save.
@@ -172,11 +161,8 @@ class AsyncSaver:
 
     def finish(self, commit: Callable[[], Any], context: Callable[[], AbstractContextManager]) -> None:
         """
-        End the save.
-
-        Args:
-            commit (`Callable[[], Any]`): Makes the checkpoint whole when its files are written.
-            context (`Callable`): Returns the context that writing on the thread needs; it deletes a save that fails.
+        End the save by `commit`, which makes the checkpoint whole when its files are written. `context` returns the
+        context that writing on the thread needs: it deletes a save that fails.
         """
         if not self.is_async:
             return commit()
@@ -205,12 +191,7 @@ class AsyncSaver:
             self._thread = None
 
     def wait(self) -> None:
-        """
-        Wait for the save in flight.
-
-        Raises:
-            OSError: If it failed, because the disk is full for example.
-        """
+        """Wait for the save in flight. Raise its error if it failed, because the disk is full for example."""
         self.join()
         if self.error is not None:
             error, self.error = self.error, None

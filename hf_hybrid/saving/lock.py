@@ -66,11 +66,8 @@ class FolderLock:
         """
         Take the lock of a folder, which is made if it is not there, and delete what killed processes left beside it.
 
-        Args:
-            saves (`bool`): Whether the training saves checkpoints. If not, it may go on where nothing can be written.
-
         Raises:
-            CheckpointError: If the training saves and the folder cannot be written.
+            CheckpointError: If the training saves checkpoints (`saves`) and the folder cannot be written.
             FolderInUseError: If another training has it and does not end in time.
         """
         self.release()

@@ -97,10 +97,8 @@ def saving(folder: Path) -> Generator[None]:
 
 def clean_up_failed_save(folder: Path, error: Exception, *, delete: bool = True) -> None:
     """
-    Delete what an error left of a save, on the process that makes the folder (`delete`).
-
-    Raises:
-        OSError: If the disk is full, with what to do.
+    Delete what an error left of a save, on the process that makes the folder (`delete`). Raise `OSError` if the disk is
+    full, with what to do.
     """
     output_dir = folder.parent
     if delete:
@@ -118,10 +116,8 @@ def clean_up_failed_save(folder: Path, error: Exception, *, delete: bool = True)
 
 def commit(folder: Path, step: int, model: str, *, in_step: bool) -> None:
     """
-    Flush all files of a checkpoint to the disk, write the manifest that makes it whole, and give it its name.
-
-    `folder` is the checkpoint as it will be called, `step` counts the steps that the run has made, and `in_step` says
-    whether the next one was under way, with its batches fetched.
+    Flush all files of a checkpoint to the disk, write the manifest that makes it whole, and give it its name
+    (`folder`). `in_step` says whether the next step was under way, with its batches fetched.
     """
     written = temporary(folder)
     (written / MANIFEST_NAME).unlink(missing_ok=True)  # of a trainer that copied another checkpoint into it
@@ -296,10 +292,8 @@ def _flush(path: Path) -> None:
 
 def read_manifest(folder: Path) -> Manifest | None:
     """
-    Return the manifest of a checkpoint, or `None` if it has none.
-
-    Raises:
-        CheckpointError: If the manifest itself is damaged or may not be read, or another version wrote it.
+    Return the manifest of a checkpoint, or `None` if it has none. Raise [`CheckpointError`] if the manifest itself is
+    damaged or may not be read, or another version wrote it.
     """
     if not is_committed(folder):
         if reason := no_access(folder):
@@ -361,12 +355,8 @@ def weights_were_saved_again(folder: Path, manifest: Manifest) -> bool:
 
 def check(folder: Path, *, named: bool = False) -> Manifest | None:
     """
-    Return the manifest of a checkpoint.
-
-    Args:
-        folder (`Path`): The checkpoint.
-        named (`bool`, defaults to `False`): The user named it, so that weights that were saved again in other files are
-            taken as they are.
+    Return the manifest of a checkpoint. In one that the user named, weights that were saved again in other files are
+    taken as they are.
 
     Raises:
         CheckpointError: The reason, if no run can resume from it.

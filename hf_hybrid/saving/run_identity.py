@@ -27,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,10 +77,8 @@ _OLD_HOLD = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_
 
 def check_identity(trainer: TrainerView, folder: str) -> Differences:
     """
-    Compare a trainer that is about to resume with the run that a checkpoint is of.
-
-    Raises:
-        CheckpointError: On all processes, if the run cannot go on from it.
+    Compare a trainer that is about to resume with the run that a checkpoint is of. Raise [`CheckpointError`] on all
+    processes, if the run cannot go on from it.
     """
     epoch, saved = trainer.state.epoch or 0.0, {}
     with contextlib.suppress(OSError, ValueError):  # none, or damaged, which comes out when it is restored
@@ -126,13 +124,9 @@ def compare(
     saved: dict, current: dict, *, inside_epoch: bool = False, has_optimizer: bool = True, same_run: bool = True
 ) -> Differences:
     """
-    Compare the identity in a checkpoint with that of the run that goes on from it; see the table in docs/resume.md.
-
-    Args:
-        saved (`dict`), current (`dict`): From [`identity_of`]. What either lacks is not compared.
-        inside_epoch (`bool`): Whether the run goes on after some batches of an epoch.
-        has_optimizer (`bool`): Whether the checkpoint has states of the optimizer.
-        same_run (`bool`): Whether the user asked for the same run. If not, less is refused.
+    Compare the identity in a checkpoint with that of the run that goes on from it, maybe after some batches of an epoch
+    (`inside_epoch`); see the table in docs/resume.md. What either lacks is not compared. If the user did not ask for
+    the same run, less is refused.
     """
     differences = Differences()
     for group in ("options", "config"):
@@ -227,19 +221,24 @@ def _compare_data(saved: dict, current: dict, inside_epoch: bool, same_run: bool
 
 def _compare_frozen(saved: dict, current: dict, same_run: bool, differences: Differences) -> None:
     """Compare the kept values of those frozen parameters that both have in the same parts."""
-    was, now = saved.get("frozen") or {}, current.get("frozen") or {}
-    if was.get("parts") != now.get("parts"):
+    saved, current = saved.get("frozen") or {}, current.get("frozen") or {}
+    if saved.get("parts") != current.get("parts"):
         return
-    shared = [(was["values"][name], value) for name, value in now["values"].items() if name in was["values"]]
+    old_values, new_values = saved["values"], current["values"]
+    shared = [(old_values[name], values) for name, values in new_values.items() if name in old_values]
     others = [(old, new) for old, new in shared if old != new]
     if not others:
         return
-    if any("packed" in pair for old, new in others for pair in (old, new)):
+    if any("packed" in values for pair in others for values in pair):
         differences.notes.append(
             "The frozen weights are quantised, and are not those of the checkpoint to the bit: it was trained on "
             "another base, another quantisation, or another machine."
         )
-    elif any(old["dtype"] == new["dtype"] for old, new in others) or _distance(shared) > SAME_BASE:
+        return
+    # Of floating-point values, of which both have as many unless shapes differ.
+    old, new = ([value for pair in shared for value in pair[side].get("values", ())] for side in (0, 1))
+    is_other = len(old) != len(new) or any(first["dtype"] == second["dtype"] for first, second in others)
+    if is_other or numpy.linalg.norm(numpy.subtract(old, new)) > SAME_BASE * numpy.linalg.norm(old):
         if same_run:
             differences.refused.append(
                 "the frozen weights are not those it was trained over, and adapters fit one base. Load the base of the "
@@ -248,17 +247,8 @@ def _compare_frozen(saved: dict, current: dict, same_run: bool, differences: Dif
         else:
             differences.notes.append("The frozen weights are not those that the checkpoint was trained over.")
     else:
-        old, new = others[0]
-        differences.notes.append(f"The frozen weights were loaded in `{old['dtype']}` and are in `{new['dtype']}` now.")
-
-
-def _distance(pairs: Iterable[tuple[dict, dict]]) -> float:
-    """Return the distance of the values, over their norm."""
-    old = [value for first, _ in pairs for value in first["values"]]
-    new = [value for _, second in pairs for value in second["values"]]
-    if len(old) != len(new):
-        return float("inf")
-    return float(numpy.linalg.norm(numpy.subtract(old, new)) / max(numpy.linalg.norm(old), 1e-30))
+        old_dtype, new_dtype = (values["dtype"] for values in others[0])
+        differences.notes.append(f"The frozen weights were loaded in `{old_dtype}` and are in `{new_dtype}` now.")
 
 
 # Making.

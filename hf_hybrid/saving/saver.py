@@ -68,10 +68,7 @@ class InStep:
 
 class Saver:
     """
-    Saves and resumes the trainings of a trainer.
-
-    Args:
-        trainer (`HybridTrainerMixin`): Which calls this around its own way of saving.
+    Saves and resumes the trainings of a trainer, which calls this around its own way of saving.
 
     Attributes:
         start (`Start`): Where the training under way started.
@@ -333,11 +330,8 @@ class Saver:
 
     def check_weights(self) -> None:
         """
-        Raise if weights are to be saved that are not finite: in a checkpoint on all processes, where those of one are
-        not, because the others would wait for it.
-
-        Raises:
-            TrainingDivergedError: With the last good checkpoint.
+        Raise [`TrainingDivergedError`] if weights are to be saved that are not finite: in a checkpoint on all processes
+        if those of one are not, because the others would wait for it.
         """
         weights, accelerator = self._trainer.run.weights, self._trainer.accelerator
         if weights is None:

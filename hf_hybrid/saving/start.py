@@ -28,7 +28,6 @@ from hf_hybrid.saving.manifest import (
     SAVING_NAME,
     TRAINER_STATE_NAME,
     CheckpointError,
-    Manifest,
     check,
     checkpoints_of,
     digest_of,
@@ -72,12 +71,9 @@ def find(
     resume: str | os.PathLike | bool | None, output_dir: str | Path, model: nn.Module | None, *, saves: bool = True
 ) -> Start:
     """
-    Return where a training starts that saves checkpoints in `output_dir`, or none (`saves`).
-
-    Args:
-        resume (`str`, `PathLike` or `bool`, *optional*): As `resume_from_checkpoint` of `Trainer.train`; with `"auto"`
-            a run goes on where it has saved a checkpoint, and begins anew where it has not.
-        model (`nn.Module`, *optional*): The model to train, before anything wraps it; `None` if it is made later.
+    Return where a training starts that saves checkpoints in `output_dir`, or none (`saves`). `resume` is as in
+    `Trainer.train`; with `"auto"` a run goes on where it has saved a checkpoint, and begins anew where it has not. The
+    model is the one to train, before anything wraps it; `None` if it is made later.
 
     Raises:
         CheckpointError: If there is nothing to resume from, `resume` names a checkpoint that is damaged, or the run
@@ -125,7 +121,7 @@ def find(
             start.warnings.append(
                 f"The weights of `{folder}` were saved again in other files. They are taken unchecked."
             )
-    _check_trainer_state(folder, manifest)
+    _check_trainer_state(folder)
     start.warnings += _not_saved(folder)
     return start
 
@@ -180,10 +176,9 @@ def _named(folder: Path) -> Path:
 
 def _newest(output_dir: Path, cut_short: list[Path]) -> tuple[Path | None, list[str]]:
     """
-    Return the newest whole checkpoint of a folder, and why newer ones are passed over.
-
-    Return `None` for a run that was interrupted in its first save. It has saved nothing that could be lost, and a job
-    that is restarted may always resume. `cut_short` is what [`finish_interrupted_saves`] deleted.
+    Return the newest whole checkpoint of a folder, and why newer ones are passed over. Return `None` for a run that was
+    interrupted in its first save (`cut_short` is what [`finish_interrupted_saves`] deleted): it has saved nothing that
+    could be lost, and a job that is restarted may always resume.
     """
     folders, passed_over = checkpoints_of(output_dir)[::-1], {}
     ours = any(is_committed(folder) for folder in folders)
@@ -216,14 +211,10 @@ def _newest(output_dir: Path, cut_short: list[Path]) -> tuple[Path | None, list[
     )
 
 
-def _check_trainer_state(folder: Path, manifest: Manifest | None) -> None:
-    """Raise [`CheckpointError`] if Trainer's state is that of another step, or of another version of transformers."""
+def _check_trainer_state(folder: Path) -> None:
+    """Raise [`CheckpointError`] if Trainer's state is of another version of transformers."""
     values = read_json(folder / TRAINER_STATE_NAME)
-    wrong = values.keys() - {field.name for field in dataclasses.fields(TrainerState)}
-    step = values.get("global_step")
-    if type(step) is not int or step < 0 or (manifest is not None and step != manifest.step):
-        wrong.add("global_step")
-    if wrong:
+    if wrong := values.keys() - {field.name for field in dataclasses.fields(TrainerState)}:
         names = ", ".join(f"`{name}={str(values.get(name))[:40]}`" for name in sorted(wrong))
         raise CheckpointError(
             f"The run cannot go on from `{folder}`: `{TRAINER_STATE_NAME}` holds what this version of transformers "

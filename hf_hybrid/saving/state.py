@@ -75,10 +75,7 @@ class OtherVersionError(ValueError):
 def load_state(folder: str | Path, *, process: int = 0) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """
     Read what [`save_state`] wrote: states by part, and what stands beside them; `None` if the checkpoint holds none.
-
-    Raises:
-        OtherVersionError: If another version wrote it.
-        ValueError: If it is damaged.
+    Raise [`OtherVersionError`] if another version wrote it, and another `ValueError` if it is damaged.
     """
     folder, path = Path(folder), Path(folder, VALUES_NAME)
     if not path.is_file() or not (folder / TENSORS_NAME).is_file():
@@ -147,18 +144,12 @@ def _joined(tensors: dict[str, Tensor], values: Any) -> Any:
 
 def restore(trainer: TrainerView, checkpoint: str, differences: Differences) -> Report:
     """
-    Restore the parts of a run that is about to start.
+    Restore the parts of a run that is about to start. `Trainer` has restored weights, optimizer and schedule already.
 
-    Args:
-        trainer: Ready to run, with a fresh run; `Trainer` has restored weights, optimizer and schedule already.
-        checkpoint (`str`): The folder.
-        differences (`Differences`): Of the run and the one that the checkpoint is of.
-
-    Returns:
-        `dict`: Plain values for `hybrid_summary()["resumed"]`: `checkpoint`, `step`, `restored` (what the hybrid state
-        brought back; `None` if the checkpoint holds none), `changed_options` (`[saved, current]` by name), `warnings`
-        (sentences on what was not restored, or not taken up), and `evaluation_is_due` (whether the run evaluates before
-        its first step, because it was saved before an evaluation of that step was made).
+    Return plain values for `hybrid_summary()["resumed"]`: `checkpoint`, `step`, `restored` (what the hybrid state
+    brought back; `None` if the checkpoint holds none), `changed_options` (`[saved, current]` by name), `warnings`
+    (sentences on what was not restored, or not taken up), and `evaluation_is_due` (whether the run evaluates before its
+    first step, because it was saved before an evaluation of that step was made).
     """
     warnings: list[str] = []
     report: Report = {"checkpoint": str(checkpoint), "step": trainer.state.global_step, "restored": None}
@@ -274,39 +265,25 @@ def log_report(report: Report, *, show: bool, has_phases: bool) -> None:
     Log what was restored at INFO, in a run with phases; what has changed or was not restored in one WARNING. `show`
     writes the line above the progress bar too, where the logger does not show INFO.
     """
+    checkpoint, restored, changed = report["checkpoint"], report["restored"], report["changed_options"]
     if has_phases:
-        line = _line_of(report)
-        logger.info("%s", line)
+        line = f"Resumed from `{checkpoint}` at step {report['step']:,}"
+        if restored is None:
+            line += ", without hybrid state"
+        else:
+            line += f": phase `{restored['phase']}`" + (", in which a leap is open" if restored["open_leap"] else "")
+            if restored["direction"] is not None:
+                line += f", memories of `{restored['direction']}` ({restored['memory_bytes'] / 2**20:,.1f} MiB)"
+            if (data := restored["data"]) is not None:
+                line += f", data behind {data['trained']:,} batches of epoch {data['epoch']}"
+        logger.info("%s.", line)
         if show and not logger.isEnabledFor(logging.INFO):
-            tqdm.write(line)
-    lines, changed = [], report["changed_options"]
+            tqdm.write(f"{line}.")
+    lines = []
     if changed:
-        lines.append(
-            f"Options differ from those that `{report['checkpoint']}` was saved with; the new ones hold from here on:"
-        )
+        lines.append(f"Options differ from those that `{checkpoint}` was saved with; the new ones hold from here on:")
         rows = [("option", "was", "is"), *((f"`{name}`", str(old), str(new)) for name, (old, new) in changed.items())]
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         lines += [f"  {name:<{widths[0]}}  {old:<{widths[1]}}  {new}" for name, old, new in rows]
     if lines := [*lines, *report["warnings"]]:
         logger.warning("%s", "\n".join(lines))
-
-
-def _line_of(report: Report) -> str:
-    """Return one line that says where the run goes on and what was restored."""
-    line = f"Resumed from `{report['checkpoint']}` at step {report['step']:,}"
-    state = report["restored"]
-    if state is None:
-        return f"{line}, without hybrid state."
-    words = [f"phase `{state['phase']}`" + (", in which a leap is open" if state["open_leap"] else "")]
-    if state["direction"] is not None:
-        memories = f"memories of `{state['direction']}` ({state['memory_bytes'] / 2**20:,.1f} MiB)"
-        words += [
-            memories if state["memory_bytes"] else f"direction `{state['direction']}` without memories",
-            f"planner `{state['planner']}` after {state['leaps']} leaps",
-        ]
-    words.append(f"learning-rate scale {state['learning_rate_scale']:.3g}")
-    if state["probe_sequences"] is not None:
-        words.append(f"`probe_dataset` of {state['probe_sequences']} sequences")
-    if state["data"] is not None:
-        words.append(f"data behind {state['data']['trained']:,} batches of epoch {state['data']['epoch']}")
-    return f"{line}: {', '.join(words)}."

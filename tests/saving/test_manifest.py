@@ -472,19 +472,16 @@ def test_a_checkpoint_that_may_not_be_read_is_told_with_owner_and_mode(reachable
 
 
 def test_values_that_trainer_cannot_go_on_from_are_named(folder):
-    """Where a manifest fits, because it was changed too, or another version of transformers wrote them."""
+    """Of another version of transformers."""
     checkpoint = folder / "checkpoint-6"
     path = checkpoint / "trainer_state.json"
-    state = json.loads(path.read_text())
-    wrong = {"global_step": ["6", 1e30, -5, 7, [], True, None], "of_the_future": [1]}
-    for name, values in wrong.items():
-        said = rf"`trainer_state.json` holds what .* \(`{name}=.*another checkpoint"
-        for value in values:
-            path.write_text(json.dumps({**state, name: value}))
-            reseal(checkpoint)
-            for resume in (True, checkpoint):
-                with pytest.raises(CheckpointError, match=said):
-                    found(folder, resume)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "of_the_future": 1}))
+    reseal(checkpoint)
+    for resume in (True, checkpoint):
+        with pytest.raises(
+            CheckpointError, match=r"`trainer_state.json` holds what .* \(`of_the_future=1.*another check"
+        ):
+            found(folder, resume)
 
 
 def test_files_of_another_kind_are_told_in_one_sentence(folder, tmp_path):
