@@ -63,8 +63,6 @@ _LOADED = re.compile(
     r"|hybrid_state[^/]*|(pytorch_model_fsdp[^/]*|optimizer_\d+|global_step\d+)(/.+)?"
 )
 """Paths in a checkpoint from which transformers, accelerate, peft, DeepSpeed or this package (in any version) loads."""
-_WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)[-.].*(safetensors|bin)(\.index\.json)?")
-"""Files of weights that a user may save again in other files, for example as shards."""
 
 
 class CheckpointError(ValueError):
@@ -313,16 +311,12 @@ def is_committed(folder: str | Path) -> bool:
     return os.path.isfile(Path(folder) / MANIFEST_NAME)  # not of `Path`, which raises where the folder is closed
 
 
-def damages(folder: Path, manifest: Manifest, but: re.Pattern | None = None) -> list[str]:
-    """
-    Return what is wrong with the files of a checkpoint, a phrase for each, but for those with names of a pattern.
-    Checksums are compared if all sizes agree.
-    """
-    files = {name: known for name, known in manifest.files.items() if but is None or not but.fullmatch(name)}
+def damages(folder: Path, manifest: Manifest) -> list[str]:
+    """Return what is wrong with the files of a checkpoint, a phrase for each; checksums only if all sizes agree."""
+    files = manifest.files
     wrong = [
         f"`{name}` was not saved with it and would be loaded (delete it, or move it elsewhere)"
         for name in _unlisted(folder, files)
-        if but is None or not but.fullmatch(name)
     ]
     for name, known in files.items():
         path = folder / name
@@ -346,21 +340,8 @@ def _unlisted(folder: Path, files: dict[str, dict]) -> list[str]:
     return [name for name in names if name not in listed and _LOADED.fullmatch(name)]
 
 
-def weights_were_saved_again(folder: Path, manifest: Manifest) -> bool:
-    """Whether none of the files of weights in a manifest is left, and others are there, for example shards."""
-    saved = {name for name in manifest.files if _WEIGHTS.fullmatch(name)}
-    present = {path.name for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)}
-    return bool(saved and present) and not saved & present
-
-
-def check(folder: Path, *, named: bool = False) -> Manifest | None:
-    """
-    Return the manifest of a checkpoint. In one that the user named, weights that were saved again in other files are
-    taken as they are.
-
-    Raises:
-        CheckpointError: The reason, if no run can resume from it.
-    """
+def check(folder: Path) -> Manifest | None:
+    """Return the manifest of a checkpoint. Raise [`CheckpointError`] with the reason, if no run can resume from it."""
     for path in (folder, *sorted(folder.rglob("*"))):
         if reason := no_access(path):
             raise CheckpointError(reason)
@@ -371,8 +352,7 @@ def check(folder: Path, *, named: bool = False) -> Manifest | None:
         raise CheckpointError(f"`{MANIFEST_NAME}` says that it is of step {manifest.step}")
     else:
         try:
-            taken_unchecked = named and weights_were_saved_again(folder, manifest)
-            wrong = damages(folder, manifest, but=_WEIGHTS if taken_unchecked else None)
+            wrong = damages(folder, manifest)
         except OSError as error:
             raise CheckpointError(f"not all of its files can be read ({error})") from None
         if wrong:

@@ -222,7 +222,7 @@ def _compare_data(saved: dict, current: dict, inside_epoch: bool, same_run: bool
 def _compare_frozen(saved: dict, current: dict, same_run: bool, differences: Differences) -> None:
     """Compare the kept values of those frozen parameters that both have in the same parts."""
     saved, current = saved.get("frozen") or {}, current.get("frozen") or {}
-    if saved.get("parts") != current.get("parts"):
+    if not saved or not current or saved["parts"] != current["parts"]:
         return
     old_values, new_values = saved["values"], current["values"]
     shared = [(old_values[name], values) for name, values in new_values.items() if name in old_values]
