@@ -122,14 +122,10 @@ class AsyncSaver:
         self.training = self.is_async = False
         self._staging = Staging() if staging is None else staging
         self._writes: list[Callable[[], Any]] = []
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
+        """That writes the save in flight."""
         self.error: BaseException | None = None
         self._logged_reasons: set[str] = set()
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether a thread writes a checkpoint."""
-        return self._thread is not None
 
     def begin(self, reason_sync: str | None) -> None:
         """Begin a save, which is async unless there is a reason not to. Waits for the one before."""
@@ -177,8 +173,8 @@ class AsyncSaver:
             except Exception as error:  # raised where the run trains
                 self.error = error
 
-        self._thread = threading.Thread(target=work, name="hf_hybrid-save")
-        self._thread.start()
+        self.thread = threading.Thread(target=work, name="hf_hybrid-save")
+        self.thread.start()
 
     def abandon(self) -> None:
         """Forget the save under way, if an error ended it."""
@@ -186,9 +182,9 @@ class AsyncSaver:
 
     def join(self) -> None:
         """Wait for the save in flight."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
 
     def wait(self) -> None:
         """Wait for the save in flight. Raise its error if it failed, because the disk is full for example."""

@@ -47,7 +47,7 @@ from hf_hybrid.optimizers import inner_optimizer
 from hf_hybrid.records.redaction import is_secret_name, shareable
 from hf_hybrid.run.trainer_view import TrainerView
 from hf_hybrid.run.weights import canonical
-from hf_hybrid.saving.manifest import CheckpointError
+from hf_hybrid.saving.manifest import CheckpointError, digest_of
 from hf_hybrid.saving.state import SCHEMA_VERSION, VALUES_NAME
 
 ROWS, BLOCK, LONGEST = 16, 64, 1 << 16
@@ -263,6 +263,7 @@ def identity_of(trainer: TrainerView) -> dict[str, Any]:
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     is_joined = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
     optimizer = type(inner_optimizer(trainer.optimizer))
+    trained = [canonical(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if args.device.type == "cpu":
         device = {"device": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
     else:
@@ -275,12 +276,12 @@ def identity_of(trainer: TrainerView) -> dict[str, Any]:
         "dropout": _dropout(model),
         "optimizer": f"{optimizer.__module__.split('.')[0]}.{optimizer.__qualname__}",
         # FSDP1 joins the parameters of a layer into one, which is compared with nothing.
-        "trained": None if is_joined else _trained(model),
+        "trained": None if is_joined else digest_of(trained),
         "frozen": None if is_joined else _frozen(trainer, model),
         "data": _data(trainer),
         "processes": trainer.accelerator.num_processes,
     }
-    return json.loads(json.dumps(plain(values, infinity_as_text=True)))  # as a checkpoint gives it back
+    return json.loads(json.dumps(plain(values, infinity_as_text=True), default=str))  # as a checkpoint gives it back
 
 
 def _config(args: TrainingArguments) -> dict[str, Any]:
@@ -293,7 +294,7 @@ def _config(args: TrainingArguments) -> dict[str, Any]:
         value = getattr(value, "value", value)
         if isinstance(value, (bool, int, float, str, dict, list, tuple, type(None))) and not is_secret_name(name):
             values[name] = value
-    return shareable(json.loads(json.dumps(plain(values, infinity_as_text=True), default=str)))
+    return shareable(values)
 
 
 def _dropout(model: nn.Module) -> list[float]:
@@ -302,11 +303,6 @@ def _dropout(model: nn.Module) -> list[float]:
     named = config.to_dict() if hasattr(config, "to_dict") else {}
     rates = {value for name, value in named.items() if "drop" in name and isinstance(value, (int, float))}
     return sorted({float(rate) for rate in rates} | {m.p for m in model.modules() if isinstance(m, nn.Dropout)})
-
-
-def _trained(model: nn.Module) -> str:
-    names = [canonical(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return xxhash.xxh3_128_hexdigest(json.dumps(names).encode())
 
 
 @torch.no_grad()

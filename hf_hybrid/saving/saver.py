@@ -261,7 +261,7 @@ class Saver:
     def add_what_callbacks_saved(self) -> None:
         """Add what callbacks wrote into the checkpoint, in `on_save`, to its manifest. No save is async with such."""
         trainer = self._trainer
-        if trainer.args.should_save and not self.writer.in_flight:
+        if trainer.args.should_save and self.writer.thread is None:
             manifest.add_what_callbacks_saved(trainer.run_folder / f"checkpoint-{trainer.state.global_step}")
 
     def place(self, folder: str) -> str:
