@@ -451,6 +451,12 @@ class SharedRows(Part):
     def summary(self) -> dict[str, Any]:
         return {**{name: self.counts[name] for name in COUNTS}, "plain_rows_because": self.plain_because}
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"plain_because": self.plain_because} if self.plain_because else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.fallbacks.because = state["plain_because"]
+
     # Batches on the host.
 
     def copy_ahead(

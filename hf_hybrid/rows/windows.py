@@ -164,13 +164,6 @@ class SharedWindows(SharedRows):
     def summary(self) -> dict[str, Any]:
         return {**super().summary(), "shared_if_together": self._first.shared}
 
-    def state_dict(self) -> dict[str, Any]:
-        because = self.fallbacks.because or self.shares_nothing.because
-        return {"plain_because": because} if because else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.fallbacks.because = state["plain_because"]
-
     def _savings_in_words(self) -> str:
         """Return what was saved, as a line for the log."""
         tokens, padding, shared, micro_batches = (self.counts[name] for name in COUNTS)
