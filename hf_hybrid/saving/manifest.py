@@ -291,11 +291,9 @@ def _flush(path: Path) -> None:
 def read_manifest(folder: Path) -> Manifest | None:
     """
     Return the manifest of a checkpoint, or `None` if it has none. Raise [`CheckpointError`] if the manifest itself is
-    damaged or may not be read, or another version wrote it.
+    damaged, or another version wrote it.
     """
     if not is_committed(folder):
-        if reason := no_access(folder):
-            raise CheckpointError(reason)
         return None
     values = read_json(folder / MANIFEST_NAME)
     digest = values.pop("xxh3_128", None)
@@ -390,8 +388,6 @@ def read_json(path: Path) -> dict:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"`{path.name}` is missing") from None
-    except OSError as error:
-        raise CheckpointError(no_access(path) or f"`{path.name}` cannot be read ({error.strerror})") from None
     except ValueError:
         values = None
     if not isinstance(values, dict):

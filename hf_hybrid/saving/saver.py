@@ -203,13 +203,14 @@ class Saver:
                 temporary = folder.parent / manifest.SAVING_NAME
                 if temporary.exists():  # an interrupt by the user left it
                     manifest.finish_interrupted_saves(folder.parent)
-                (temporary / folder.name).mkdir(parents=True)
+                (temporary / folder.name).mkdir(parents=True, exist_ok=True)
             trainer.accelerator.wait_for_everyone()
             self._folder = folder
             with self._as_before_step():
                 trainer._show_real_weights()
                 if trainer.accelerator.num_processes > 1:
                     self._drift.compare(trainer.state.global_step)
+                    self.check_weights(together=True)
                 write()
                 self.commit()
         except Exception as error:
@@ -328,16 +329,17 @@ class Saver:
         logged_here = (entry for entry in reversed(current.log_history) if entry.get("step") == current.global_step)
         return not any(name.startswith("eval_") for entry in logged_here for name in entry)
 
-    def check_weights(self) -> None:
+    def check_weights(self, *, together: bool = False) -> None:
         """
-        Raise [`TrainingDivergedError`] if weights are to be saved that are not finite: in a checkpoint on all processes
-        if those of one are not, because the others would wait for it.
+        Raise [`TrainingDivergedError`] if weights are to be saved that are not finite. Before a checkpoint all
+        processes check them together and raise if those of one are not, because the others would wait for it.
         """
         weights, accelerator = self._trainer.run.weights, self._trainer.accelerator
-        if weights is None:
+        are_checked = self._folder is not None and accelerator.num_processes > 1 and not together
+        if weights is None or are_checked:
             return
         is_wrong = not weights.are_finite()
-        if self._folder is not None and accelerator.num_processes > 1:
+        if together:
             is_wrong = bool(accelerator.gather(torch.tensor([is_wrong], device=self._trainer.args.device)).any())
         if is_wrong:
             raise self.diverged(TrainingDivergedError("The weights are not saved."))
