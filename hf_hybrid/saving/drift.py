@@ -8,9 +8,7 @@ these differ, nothing is saved, and the run ends with one sentence. It names the
 is no majority (always with two processes) it names all, because nothing tells which of them is right. The last
 checkpoint was saved when all agreed, so the same command goes on from there.
 
-Under FSDP2 each process has shards of its own. Then only what every process holds whole can be compared: the step
-counters of the optimizer, and modules that are not sharded. A line at INFO says how many tensors these are. FSDP1 and
-DeepSpeed flatten the weights, so nothing is compared.
+Under FSDP and DeepSpeed each process has shards of its own, and nothing is compared.
 
 Some trainers let processes differ. A run whose processes never agreed at a save logs an error instead, and goes on. So
 does one with `enable_predict=False`, because plain `Trainer` would go on.
@@ -22,14 +20,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
 from hf_hybrid.run.trainer_view import TrainerView
-from hf_hybrid.run.weights import Gathered, canonical
+from hf_hybrid.run.weights import canonical
 from hf_hybrid.saving.manifest import last_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -47,11 +45,11 @@ def hashes_of(tensors: Iterable[Tensor]) -> list[int]:
     return [int(value) if value.device.type == "cpu" else next(from_device) for value in hashes]
 
 
-def is_plain(value: Tensor) -> bool:
-    """Whether a tensor can be hashed: it is no subclass that packs its bits, and neither sparse nor empty."""
-    if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+def is_plain(value: object) -> bool:
+    """Whether a value is a tensor that can be hashed: no subclass that packs its bits, and neither sparse nor empty."""
+    if not isinstance(value, Tensor) or type(value) not in (Tensor, torch.nn.Parameter):
         return False
-    return value.device.type != "meta" and value.numel() > 0 and not value.is_complex()
+    return value.layout is torch.strided and value.numel() > 0 and not value.is_complex()
 
 
 class DriftCheck:
@@ -59,7 +57,7 @@ class DriftCheck:
 
     def __init__(self, trainer: TrainerView):
         self._trainer = trainer
-        self._agreed = self._has_logged = False
+        self._agreed = False
 
     def compare(self, step: int) -> None:
         """
@@ -69,20 +67,21 @@ class DriftCheck:
             RanksDriftedError: On all processes, if they differ and have agreed at an earlier save.
         """
         trainer = self._trainer
-        held = list(self._held())
-        compared = {name: tensor for name, tensor in held if is_plain(tensor)}
-        if len(compared) < len(held) and not self._has_logged and trainer.is_world_process_zero():
-            logger.info(
-                "Processes compare %d of %d tensors of weights and states: the others are shards, which no two of them "
-                "hold.", len(compared), len(held),
-            )  # fmt: skip
-        self._has_logged = True
-        by_process = gather_object([tuple(hashes_of(compared.values()))])
-        if len(set(by_process)) == 1:
+        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+            return
+        tensors, states = {}, trainer.optimizer.state
+        for name, parameter in trainer.accelerator.unwrap_model(trainer.model).named_parameters():
+            if parameter.requires_grad:
+                name = canonical(name)
+                tensors[f"`{name}`"] = parameter
+                tensors |= {f"state `{key}` of `{name}`": value for key, value in states.get(parameter, {}).items()}
+        tensors = {name: value for name, value in tensors.items() if is_plain(value)}
+        hashes = gather_object([tuple(hashes_of(tensors.values()))])
+        if len(set(hashes)) == 1:
             self._agreed = True
             return
-        name = next(name for name, values in zip(compared, zip(*by_process)) if len(set(values)) > 1)
-        difference = _describe(step, name, by_process)
+        name = next(name for name, values in zip(tensors, zip(*hashes)) if len(set(values)) > 1)
+        difference = _describe(step, name, hashes)
         if self._agreed and trainer.has_phases:
             saved = last_checkpoint(trainer.run_folder)
             start = f"with `resume_from_checkpoint=True`, to go on from `{saved}`" if saved else "from the beginning"
@@ -92,21 +91,6 @@ class DriftCheck:
             )
         if trainer.is_world_process_zero():
             logger.error("%s; training goes on.", difference)
-
-    def _held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the trained weights and the states of the optimizer, by name, unless they are flattened."""
-        trainer, accelerator = self._trainer, self._trainer.accelerator
-        if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and not accelerator.is_fsdp2):
-            return
-        if trainer.is_fsdp_enabled:
-            Gathered(trainer.model)  # shards take the places of weights that a module has gathered for a pass
-        states = trainer.optimizer.state
-        for name, parameter in accelerator.unwrap_model(trainer.model).named_parameters():
-            if parameter.requires_grad:
-                yield f"`{canonical(name)}`", parameter
-                for key, value in sorted(states.get(parameter, {}).items()):
-                    if isinstance(value, Tensor):
-                        yield f"state `{key}` of `{canonical(name)}`", value
 
 
 def _describe(step: int, name: str, hashes: list[tuple[int, ...]]) -> str:

@@ -14,12 +14,11 @@ What else differs is a question of what the user asked for (docs/resume.md has t
   run, another learning rate, more processes), and training goes on as `Trainer` does.
 
 An identity has the length of the data, and a hash of at most `ROWS` evenly spaced rows. No code of the user runs:
-rows of a `datasets.Dataset` are read from its table, below transforms and decoders, and those of other classes from the
-tensors, arrays and lists that they hold. Reading them through `__getitem__` could draw random numbers, count, or take
-long. So it does not cover rows that a class computes, and a stream has no rows at all. If only the
-attributes of an unknown class differ, this is reported and not refused. Of the frozen weights it keeps a few values of
-at most `PARAMETERS` parameters, so a base of any size takes milliseconds. They are compared by value if the base is
-loaded in another precision. Packed values (4 and 8 bits) differ by machine, so a difference is only reported.
+rows of a `datasets.Dataset` are read from its table, below transforms and decoders, and otherwise those of lists and of
+torch's own classes. Reading the rows of a user's class through `__getitem__` could draw random numbers, count, or take
+long. So it does not cover these, and a stream has no rows at all. Of the frozen weights it keeps a few values of at
+most `PARAMETERS` parameters, so a base of any size takes milliseconds. They are compared by value if the base is loaded
+in another precision. Packed values (4 and 8 bits) differ by machine, so a difference is only reported.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from typing import Any
 import numpy
 import torch
 import transformers
-import xxhash
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import TrainingArguments
@@ -50,10 +48,8 @@ from hf_hybrid.run.weights import canonical
 from hf_hybrid.saving.manifest import CheckpointError, digest_of
 from hf_hybrid.saving.state import SCHEMA_VERSION, VALUES_NAME
 
-ROWS, BLOCK, LONGEST = 16, 64, 1 << 16
-"""Rows of the data that are hashed; elements of each where an array has one dimension; elements of an array in one."""
-MOST_OBJECTS = 256
-"""That are looked into for rows."""
+ROWS, LONGEST = 16, 1 << 16
+"""Rows of the data that are hashed, and elements of an array in one."""
 PARAMETERS, VALUES = 64, 4
 """Frozen parameters of which values are kept, and how many of each."""
 SAME_BASE = 0.02
@@ -196,15 +192,14 @@ def _compare_data(saved: dict, current: dict, inside_epoch: bool, same_run: bool
             "the same rows."
         )
     lengths, rows = [saved["length"], current["length"]], [saved.get("row_hash"), current["row_hash"]]
-    is_certain = True
     if lengths[0] != lengths[1]:
         words = ["no length" if length is None else f"{length:,} rows" for length in lengths]
         what = f"had {words[0]} and has {words[1]}"
     elif saved["class"] == current["class"] and None not in rows and rows[0] != rows[1]:
-        what, is_certain = "has other rows", saved["is_known"] and current["is_known"]
+        what = "has other rows"
     else:
         return
-    is_lost = inside_epoch and is_certain and None not in lengths
+    is_lost = inside_epoch and None not in lengths
     if is_lost and same_run:
         differences.refused.append(
             f"`train_dataset` {what}, and the checkpoint is in the middle of an epoch, so nothing tells which rows are "
@@ -213,9 +208,8 @@ def _compare_data(saved: dict, current: dict, inside_epoch: bool, same_run: bool
             "the checkpoint."
         )
     else:
-        seems = "" if is_certain else ", as far as its attributes tell"
         place = ", at the place where `Trainer` finds as many steps done" if is_lost else ""
-        differences.notes.append(f"`train_dataset` {what}{seems}: the run goes on with other data{place}.")
+        differences.notes.append(f"`train_dataset` {what}: the run goes on with other data{place}.")
         differences.other_batches |= is_lost
 
 
@@ -341,27 +335,19 @@ def _data(trainer: Any) -> dict[str, Any] | None:
     data, collator = trainer.train_dataset, trainer.data_collator
     if data is None:
         return None
-    length, rows = _length(data), xxhash.xxh3_128()
     try:
-        knows_rows = _add(rows, data, length, seen=set())
-    except Exception:  # of a class that may do anything: then less is compared
-        knows_rows = False
+        length = len(data)
+    except Exception:  # a stream has none
+        length = None
+    rows = _rows(data)
     return {
         "class": type(data).__qualname__,
         "length": length,
-        "is_known": _is_known(data),
         "fingerprint": data._fingerprint if _is_table(data) else None,
-        "row_hash": rows.hexdigest() if knows_rows else None,
+        "row_hash": None if rows is None else digest_of([json.dumps(rows, default=_plain_value, skipkeys=True)]),
         "collator": getattr(collator, "__qualname__", type(collator).__qualname__),
         "sampler": getattr(type(trainer)._get_train_sampler, "__qualname__", None),
     }
-
-
-def _length(value: Any) -> int | None:
-    try:
-        return len(value)
-    except Exception:  # a stream has none
-        return None
 
 
 def _is_table(data: Any) -> bool:
@@ -369,57 +355,30 @@ def _is_table(data: Any) -> bool:
     return type(data).__module__.startswith("datasets.") and hasattr(data, "_data") and hasattr(data, "with_format")
 
 
-def _is_known(data: Any) -> bool:
-    """Whether the rows of a class are what lies in it."""
+def _rows(data: Any) -> list | None:
+    """Return some rows of data that hold them; `None` for a class that may compute them."""
+    if _is_table(data):
+        table = data.with_format("arrow")
+        return [table[place].to_pydict() for place in _places(len(data), ROWS)]
+    if isinstance(data, (list, tuple)):
+        return [data[place] for place in _places(len(data), ROWS)]
+    if isinstance(data, torch.utils.data.TensorDataset):
+        return [[tensor[place] for tensor in data.tensors] for place in _places(len(data), ROWS)]
     if isinstance(data, torch.utils.data.Subset):
-        return _is_known(data.dataset)
+        rows = _rows(data.dataset)
+        return None if rows is None else [rows, [data.indices[place] for place in _places(len(data), ROWS)]]
     if isinstance(data, torch.utils.data.ConcatDataset):
-        return all(map(_is_known, data.datasets))
-    return _is_table(data) or isinstance(data, (list, tuple, torch.utils.data.TensorDataset))
+        parts = [_rows(part) for part in data.datasets]
+        return None if None in parts else parts
+    return None
 
 
-def _add(to: Any, value: Any, length: int | None, seen: set[int]) -> bool:
-    """
-    Add what lies in a data set to a hash, and return whether anything did.
-
-    `length` is that of the data set. A list of another length is no column: it may be what a class notes of its use.
-    `seen` has what was visited, and bounds how much is.
-    """
-    if id(value) in seen or len(seen) >= MOST_OBJECTS:
-        return False
-    seen.add(id(value))
-    if _is_table(value):
-        table = value.with_format("arrow")
-        to.update(_bytes_of([table[place].to_pydict() for place in _places(len(value), ROWS)]))
-        return True
-    if isinstance(value, (Tensor, numpy.ndarray)):
-        width = BLOCK if value.ndim == 1 else 1
-        places = _places(len(value), ROWS) if value.ndim else []
-        to.update(_bytes_of([list(value.shape), str(value.dtype), *(value[at : at + width] for at in places)]))
-        return True
-    if isinstance(value, (list, tuple)):
-        if any(_is_table(item) or isinstance(item, (torch.utils.data.Dataset, Tensor)) for item in value[:1]):
-            return any([_add(to, item, _length(item), seen) for item in value[:MOST_OBJECTS]])
-        if len(value) == length:
-            to.update(_bytes_of([value[place] for place in _places(length, ROWS)]))
-        return len(value) == length
+def _plain_value(value: Any) -> Any:
+    """Return what JSON cannot hold in a form that it can: arrays as numbers, and of other objects the class."""
     if isinstance(value, Mapping):
-        return any([_add(to, value[key], length, seen) for key in sorted(value, key=str)[:MOST_OBJECTS]])
-    attributes = getattr(value, "__dict__", None)
-    if not isinstance(attributes, dict) or callable(value):
-        return False
-    own = _length(value)
-    return any([_add(to, attributes[name], length if own is None else own, seen) for name in sorted(attributes)])
-
-
-def _bytes_of(rows: list) -> bytes:
-    """Return rows as bytes. Of objects that are neither numbers, text, arrays nor collections they have the class."""
-
-    def plain_value(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            value = value.detach().reshape(-1)[:LONGEST].cpu().clone().view(torch.uint8).numpy()
-        if isinstance(value, (numpy.ndarray, numpy.generic)):
-            return value.reshape(-1)[:LONGEST].tolist()
-        return repr(value[:LONGEST]) if isinstance(value, (bytes, bytearray)) else type(value).__qualname__
-
-    return json.dumps(rows, default=plain_value, sort_keys=True, skipkeys=True).encode()
+        return dict(value)
+    if isinstance(value, Tensor):
+        value = value.detach().reshape(-1)[:LONGEST].cpu().clone().view(torch.uint8).numpy()
+    if isinstance(value, (numpy.ndarray, numpy.generic)):
+        return value.reshape(-1)[:LONGEST].tolist()
+    return repr(value[:LONGEST]) if isinstance(value, (bytes, bytearray)) else type(value).__qualname__
