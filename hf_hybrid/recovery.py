@@ -382,6 +382,8 @@ class OutOfMemoryRecovery(Part):
 
     def _parts(self, batch: Any) -> list[tuple[Any, float]]:
         """Return the parts that are computed at a time, each with its share of the micro-batch."""
+        if self.policy.micro_batch_size is None:
+            return [(batch, 1.0)]
         parts = parts_of(batch, self.policy.micro_batch_size, self.blocks)
         if len(parts) == 1:
             return [(batch, 1.0)]
