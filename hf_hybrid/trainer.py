@@ -77,7 +77,7 @@ from hf_hybrid.saving.manifest import last_checkpoint
 from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
 from hf_hybrid.saving.saver import InStep, Saver
 from hf_hybrid.saving.sharded import load_optimizer, load_weights
-from hf_hybrid.saving.start import names_digest, restoring
+from hf_hybrid.saving.start import restoring
 from hf_hybrid.streaming.engine import Resident
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 
@@ -280,7 +280,6 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         model = super().call_model_init(trial)
         keep_differentiable(model)
         self._tag(model)
-        self.saver.start.model = names_digest(model)
         return model
 
     def train(self, resume_from_checkpoint=None, trial=None, *args, **kwargs):

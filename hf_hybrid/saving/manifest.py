@@ -75,7 +75,6 @@ class Manifest:
 
     step: int
     in_step: bool
-    model: str
     files: dict[str, dict]
 
 
@@ -112,7 +111,7 @@ def clean_up_failed_save(folder: Path, error: Exception, *, delete: bool = True)
         ) from error
 
 
-def commit(folder: Path, step: int, model: str, *, in_step: bool) -> None:
+def commit(folder: Path, step: int, *, in_step: bool) -> None:
     """
     Flush all files of a checkpoint to the disk, write the manifest that makes it whole, and give it its name
     (`folder`). `in_step` says whether the next step was under way, with its batches fetched.
@@ -125,8 +124,8 @@ def commit(folder: Path, step: int, model: str, *, in_step: bool) -> None:
         files = sizes_and_checksums(written, [path for path in paths if path.is_file()])
         for flush in flushes:
             flush.result()
-    values: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "step": step, "in_step": in_step}
-    _write_manifest(written, values | {"model": model, "files": files})
+    values = {"schema_version": SCHEMA_VERSION, "step": step, "in_step": in_step, "files": files}
+    _write_manifest(written, values)
     finish_interrupted_saves(folder.parent)
 
 
@@ -301,7 +300,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise CheckpointError(f"`{MANIFEST_NAME}` was written by another version of hf_hybrid")
     if digest != digest_of(values):
         raise CheckpointError(f"`{MANIFEST_NAME}` is damaged")
-    return Manifest(**{name: values[name] for name in ("step", "in_step", "model", "files")})
+    return Manifest(**{name: values[name] for name in ("step", "in_step", "files")})
 
 
 def is_committed(folder: str | Path) -> bool:

@@ -39,7 +39,7 @@ from hf_hybrid.saving.async_save import AsyncSaver, reason_sync_save
 from hf_hybrid.saving.drift import DriftCheck
 from hf_hybrid.saving.lock import FolderLock
 from hf_hybrid.saving.run_identity import Differences, check_identity, identity_of
-from hf_hybrid.saving.start import Start, check_no_other_run, find, new_start, restoring
+from hf_hybrid.saving.start import Start, check_no_other_run, find, restoring
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Saver:
     def __init__(self, trainer: Any):
         self._trainer = trainer
         self.writer, self.lock = AsyncSaver(), FolderLock()
-        self.start = new_start(None)
+        self.start = Start()
         self._reset()
 
     def _reset(self) -> None:
@@ -131,9 +131,9 @@ class Saver:
         if trainer.trial is None:
             self.lock.take(folder, saves=self.saves_checkpoints)
         elif not resume:  # the folder of a trial has no name yet
-            return new_start(trainer.model)
+            return Start()
         is_again = self.saves_checkpoints and folder.resolve() in _SAVED_IN and not resume
-        start = find(resume, folder, trainer.model, saves=self.saves_checkpoints and not is_again)
+        start = find(resume, folder, saves=self.saves_checkpoints and not is_again)
         if is_again and manifest.last_checkpoint(folder) is not None:
             start.warnings.append(
                 f"`{folder}` holds checkpoints of an earlier training of this process. This training replaces each "
@@ -233,7 +233,7 @@ class Saver:
 
             def commit() -> None:
                 self.lock.note(step)
-                manifest.commit(folder, step, self.start.model, in_step=in_step)
+                manifest.commit(folder, step, in_step=in_step)
                 manifest.rotate(folder.parent, trainer.args.save_total_limit, newest=folder, best=best)
 
             self.writer.finish(commit, functools.partial(manifest.saving, folder))

@@ -18,10 +18,8 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import nn
 from transformers import TrainerState
 
-from hf_hybrid.run.weights import canonical
 from hf_hybrid.saving.manifest import (
     DELETABLE,
     MANIFEST_NAME,
@@ -30,7 +28,6 @@ from hf_hybrid.saving.manifest import (
     CheckpointError,
     check,
     checkpoints_of,
-    digest_of,
     finish_interrupted_saves,
     is_committed,
     no_access,
@@ -45,40 +42,26 @@ from hf_hybrid.saving.manifest import (
 @dataclass
 class Start:
     """
-    Where a training starts: the checked folder (`None` for a new run), its model, whether it was saved inside a step,
-    what the user has to know, and whether the user asked for the same run (`"auto"`), wherever it starts.
+    Where a training starts: the checked folder (`None` for a new run), whether it was saved inside a step, what the
+    user has to know, and whether the user asked for the same run (`"auto"`), wherever it starts.
     """
 
-    folder: str | None
-    model: str
+    folder: str | None = None
     in_step: bool = False
     warnings: list[str] = field(default_factory=list)
     is_same: bool = False
 
 
-def new_start(model: nn.Module | None) -> Start:
-    """Return the start of a run that begins anew. Between the trials of a search there is no model."""
-    return Start(None, "" if model is None else names_digest(model))
-
-
-def names_digest(model: nn.Module) -> str:
-    """Return what tells models apart: a digest of the names of all parameters, wherever they are."""
-    return digest_of([canonical(name) for name, _ in model.named_parameters()])
-
-
-def find(
-    resume: str | os.PathLike | bool | None, output_dir: str | Path, model: nn.Module | None, *, saves: bool = True
-) -> Start:
+def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, *, saves: bool = True) -> Start:
     """
     Return where a training starts that saves checkpoints in `output_dir`, or none (`saves`). `resume` is as in
-    `Trainer.train`; with `"auto"` a run goes on where it has saved a checkpoint, and begins anew where it has not. The
-    model is the one to train, before anything wraps it; `None` if it is made later.
+    `Trainer.train`; with `"auto"` a run goes on where it has saved a checkpoint, and begins anew where it has not.
 
     Raises:
         CheckpointError: If there is nothing to resume from, `resume` names a checkpoint that is damaged, or the run
             would overwrite checkpoints.
     """
-    start, output_dir = new_start(model), Path(output_dir)
+    start, output_dir = Start(), Path(output_dir)
     if reason := no_access(output_dir) or no_access(output_dir / SAVING_NAME):
         raise CheckpointError(f"`output_dir={output_dir}` cannot be used: {reason}.")
     for path in output_dir.glob("checkpoint-*"):
@@ -109,8 +92,6 @@ def find(
         )
     else:
         start.in_step = manifest.in_step
-        if model is not None and manifest.model != start.model:
-            start.warnings.append(f"`{folder}` is of another model: the names of its parameters differ.")
         if DELETABLE in manifest.files and not (folder / DELETABLE).exists():
             start.warnings.append(
                 f"`{DELETABLE}` is gone from `{folder}`, so that this run is not compared with the saved one, and the "

@@ -51,7 +51,7 @@ def folder(finished, tmp_path):
 
 def found(folder, resume=True):
     """The checkpoint that a resume takes, as a name, and what it says."""
-    start = find(resume, folder, tiny_model())
+    start = find(resume, folder)
     return Path(start.folder).name, " ".join(start.warnings)
 
 
@@ -171,7 +171,7 @@ def save(checkpoint):
     with manifest.saving(checkpoint):
         for name in NEW:
             (manifest.temporary(checkpoint) / name).write_text(OF_NEW)
-        manifest.commit(checkpoint, 6, "", in_step=False)
+        manifest.commit(checkpoint, 6, in_step=False)
 
 
 def test_a_replaced_checkpoint_is_there_until_its_successor_is_whole(folder):
@@ -299,7 +299,7 @@ def test_a_named_checkpoint_whose_save_was_killed_before_the_rename_is_taken(fol
     shutil.copytree(checkpoint, manifest.temporary(checkpoint))
     other.mkdir()
     (checkpoint / MANIFEST_NAME).unlink()
-    start = find(checkpoint, tmp_path / "elsewhere", tiny_model())
+    start = find(checkpoint, tmp_path / "elsewhere")
     assert start.folder == str(checkpoint) and is_committed(checkpoint) and not start.warnings and other.is_dir()
 
 
@@ -460,7 +460,7 @@ def test_a_checkpoint_that_may_not_be_read_is_told_with_owner_and_mode(reachable
     said = rf"`{closed.name}` may not be read: it belongs to `.+` and has mode \d+\. .*`chmod -R a\+rX .*checkpoint-6`"
 
     def outcome(resume):
-        return as_another_user(find, resume, reachable, None)
+        return as_another_user(find, resume, reachable)
 
     assert re.match(rf"CheckpointError: Can't find a valid checkpoint at .*{said}", outcome(reachable / "checkpoint-6"))
     for resume in ("auto", True):
@@ -735,7 +735,7 @@ def test_auto_begins_and_goes_on(tmp_path, finished, caplog):
     again.train(resume_from_checkpoint="auto")
     assert "checkpoint-2" in str(again.saver.start.folder)
     assert_same_weights(weights(again.model), finished[1])
-    assert find("auto", tmp_path, tiny_model()).folder.endswith("checkpoint-6")
+    assert find("auto", tmp_path).folder.endswith("checkpoint-6")
 
 
 class Stops(TrainerCallback):
@@ -752,7 +752,7 @@ def test_auto_refuses_where_all_is_damaged(folder):
     for checkpoint in folder.glob("checkpoint-*"):
         (checkpoint / "optimizer.pt").write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match="Passed over"):
-        find("auto", folder, tiny_model())
+        find("auto", folder)
 
 
 def test_a_clock_set_back_does_not_delete_new_checkpoints(tmp_path):
