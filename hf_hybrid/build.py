@@ -46,6 +46,7 @@ from hf_hybrid.machine import LeapObstacleError, check_whole_parameters
 from hf_hybrid.optimizers import (
     MuonAdamW,
     has_adapters,
+    inner_optimizer,
     muon_groups,
     optimizer_name,
     split_parameters,
@@ -484,7 +485,7 @@ def build_optimizer(trainer: BuiltTrainer, model: torch.nn.Module) -> None:
 
 def share_optimizer(trainer: BuiltTrainer) -> None:
     """Let Muon orthogonalise matrices together with other processes where FSDP2 has spread the weights over them."""
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside accelerate's wrapper
+    optimizer = inner_optimizer(trainer.optimizer)
     if trainer.is_fsdp_enabled and isinstance(optimizer, MuonAdamW):
         matrices = [p for group in optimizer.param_groups if group["algorithm"] == "muon" for p in group["params"]]
         shards = shards_of(matrices)
