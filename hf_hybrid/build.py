@@ -27,8 +27,7 @@ from hf_hybrid.leaps.automatic import (
     pretrained_below,
     reason_no_leaps,
 )
-from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, Orthogonal
-from hf_hybrid.leaps.directions.base import DirectionFactory, direction_class
+from hf_hybrid.leaps.directions import DIRECTIONS, DirectionFactory, GradientMemory, Orthogonal, direction_class
 from hf_hybrid.leaps.leap import LeapObserver, Leaps, PhaseController, PhaseLengths
 from hf_hybrid.leaps.probe import (
     MIN_SEQUENCES,

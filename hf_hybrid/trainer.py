@@ -51,7 +51,7 @@ from hf_hybrid.compat import warn_of_untested_versions
 from hf_hybrid.config import CONFIG_NAME, config_values
 from hf_hybrid.files import write_note
 from hf_hybrid.hub.publishing import PublishingMixin
-from hf_hybrid.leaps.directions.base import DirectionFactory
+from hf_hybrid.leaps.directions import DirectionFactory
 from hf_hybrid.leaps.probe import SequenceLosses
 from hf_hybrid.machine import (
     LeapObstacleError,

@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_hybrid import HybridTrainer, Part
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.leaps import trajectory as trajectory_module
-from hf_hybrid.leaps.directions.orthogonal import Orthogonal
+from hf_hybrid.leaps.directions import Orthogonal
 from hf_hybrid.machine import RandomStates
 from hf_hybrid.recovery import (
     UnrecoveredMemoryError,

@@ -29,7 +29,7 @@ from hf_hybrid.run.trainer_view import (
 )
 
 if TYPE_CHECKING:
-    from hf_hybrid.leaps.directions.base import DirectionFactory
+    from hf_hybrid.leaps.directions import DirectionFactory
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 Leaps: when one is made, how far it goes, and whether it stays.
 
 The idea. The run alternates real steps with *leaps*: the weights jump along a direction that recent gradients give
-(directions/ computes the displacement, trajectory.py applies it). A leap that helps is *worth* some real steps, and the
+(directions.py computes the displacement, trajectory.py applies it). A leap that helps is *worth* some real steps, and the
 run skips as many: no forward pass, no backward pass, but the schedule, logging, evaluation and saving go on. A leap
 that hurts is undone bit for bit.
 
@@ -310,7 +310,7 @@ class Leaps(Part):
     def _gain(self, leap: Leap) -> float:
         """Return the gain that is wanted, or 0 if no leap can be made."""
         trajectory, lengths = self.trajectory, self.controller.lengths
-        if not trajectory.ready or trajectory.clock.lr_sum <= 0 or leap.step + 1 >= self.max_steps:
+        if not trajectory.direction.ready or trajectory.clock.lr_sum <= 0 or leap.step + 1 >= self.max_steps:
             return 0.0
         trajectory.clock.progress = leap.step / self.max_steps
         self._tell("before_leap", leap)
