@@ -55,7 +55,6 @@ from hf_hybrid.leaps.directions import DirectionFactory
 from hf_hybrid.leaps.probe import SequenceLosses
 from hf_hybrid.machine import (
     LeapObstacleError,
-    RandomStates,
     check_kernels,
     keep_differentiable,
     warn_of_lone_process,
@@ -70,8 +69,8 @@ from hf_hybrid.records.profiler import MemoryProfilerCallback, held_bytes
 from hf_hybrid.records.redaction import shareable
 from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, SmallerProbes, device_probe
 from hf_hybrid.run.epochs import Epochs
-from hf_hybrid.run.monitor import TrainingDivergedError
-from hf_hybrid.run.run import DataOrder, Run, loss_and_norm, overflowed
+from hf_hybrid.run.monitor import TrainingDivergedError, loss_and_norm, overflowed
+from hf_hybrid.run.run import DataOrder, RandomStates, Run
 from hf_hybrid.saving.lock import check_output
 from hf_hybrid.saving.manifest import last_checkpoint
 from hf_hybrid.saving.preemption import agree_on_preemption, check_thread

@@ -422,10 +422,10 @@ class Orthogonal(GradientMemory):
     Each orthogonalised matrix is scaled by `0.2 sqrt(max(rows, columns))`, which gives its entries the root mean square
     of an Adam step (Liu et al., 2025, arXiv 2502.16982), so that a learning rate tuned for Adam fits it too.
 
-    The average is short (10 steps, and a sixth of the run in `gradient_memory`), and the gain is constant, for a reason.
-    The leap does not extrapolate a lasting direction. It applies the gradients of the last few steps once more by a
-    better rule, and a longer average would only make them older. For the same reason leaps work early in the run, and
-    the gain is 3 from the first leap to the last.
+    The average is short (10 steps, and a sixth of the run in `gradient_memory`), and the gain is constant, because the
+    leap does not extrapolate a lasting direction. It applies the gradients of the last few steps once more by a better
+    rule, and a longer average would only make them older. For the same reason leaps work early in the run, and the gain
+    is 3 from the first leap to the last.
 
     Embeddings, the output head, biases and norms have no useful spectrum; they go along [`GradientMemory`], with the
     short average. If no hidden matrices (`context.matrices`) are trained, the run uses `gradient_memory` itself.

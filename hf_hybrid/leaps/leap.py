@@ -2,8 +2,8 @@
 Leaps: when one is made, how far it goes, and whether it stays.
 
 The idea. The run alternates real steps with *leaps*: the weights jump along a direction that recent gradients give
-(directions.py computes the displacement, trajectory.py applies it). A leap that helps is *worth* some real steps, and the
-run skips as many: no forward pass, no backward pass, but the schedule, logging, evaluation and saving go on. A leap
+(directions.py computes the displacement, trajectory.py applies it). A leap that helps is *worth* some real steps, and
+the run skips as many: no forward pass, no backward pass, but the schedule, logging, evaluation and saving go on. A leap
 that hurts is undone bit for bit.
 
 The course of things:

@@ -22,12 +22,17 @@ import logging
 import math
 import statistics
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from hf_hybrid.part import Part, Phase, RealStep, Step
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from hf_hybrid.run.run import Run
 
 logger = logging.getLogger(__name__)
@@ -344,3 +349,50 @@ def robust_trend(values: list[float]) -> tuple[float, float]:
     off = sorted(abs(value - level - slope * i) for i, value in enumerate(values))
     median, fourth_fifth = off[count // 2], off[4 * count // 5]
     return level + slope * count, max(median / 0.6745, fourth_fifth / 1.2816)
+
+
+# The numbers of a step.
+
+
+def loss_and_norm(step: Step, norm: Any, accelerator: Accelerator) -> tuple[float | None, float]:
+    """
+    Return loss and gradient norm of a step. The loss is the mean over all processes, `None` if no token has a label.
+
+    The host waits once for the device, and once more if the loss is not finite.
+    """
+    several = accelerator.num_processes > 1
+
+    def mean(numbers: torch.Tensor) -> torch.Tensor:
+        return accelerator.reduce(numbers, reduction="mean") if several else numbers
+
+    losses = torch.stack(step.losses)
+    total = mean(losses.sum())
+    if type(norm) is torch.Tensor and norm.device == total.device:  # FSDP2 has another class
+        loss, norm = torch.stack([total.double(), norm.double()]).tolist()
+    else:
+        loss, norm = total.item(), float(norm)
+    if math.isfinite(loss):
+        return loss, norm
+    labelled = _labelled(step).to(losses.device)  # all processes come here, or none
+    total = torch.stack([losses.where(labelled, 0).sum(), labelled.sum().to(losses.dtype)])
+    loss, count = mean(total).tolist()
+    return loss if count else None, norm
+
+
+def _labelled(step: Step) -> torch.Tensor:
+    """Return which micro-batches of a step have labels, as far as that is known. The others gave 0 / 0."""
+    found = torch.ones(len(step.losses), dtype=torch.bool)
+    if step.items is not None:
+        return found & torch.as_tensor(step.items).bool().any().cpu()
+    labels = [batch["labels"] for batch in step.batches if isinstance(batch, Mapping) and "labels" in batch]
+    if len(labels) != len(step.losses) or not all(map(torch.is_tensor, labels)):
+        return found
+    return torch.stack([label[..., label.dim() > 1 :].ne(-100).any().cpu() for label in labels])
+
+
+def overflowed(gradient_norm: float, scaler: Any) -> bool:
+    """
+    Whether gradients are infinite because the gradient scaler of fp16 multiplied the loss by too much. It finds its
+    factor that way, and lowers it now. Gradients that overflow below a factor of 1 are the training's fault.
+    """
+    return scaler is not None and not math.isfinite(gradient_norm) and scaler.get_scale() >= 1

@@ -21,16 +21,23 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy
 import torch
-from accelerate import Accelerator, skip_first_batches
-from torch.utils.data import IterableDataset, Sampler
+from accelerate import skip_first_batches
 
-from hf_hybrid.machine import RandomGenerator, RandomStates, generator_state, restore_generator
 from hf_hybrid.part import Part, Phase, RealStep, Step, check_parts, listening, name_of
+from hf_hybrid.run.epochs import (
+    RandomGenerator,
+    generator_state,
+    generators_of,
+    restore_generator,
+    with_tensors,
+    without_tensors,
+)
 from hf_hybrid.run.monitor import Action, Verdict
 from hf_hybrid.run.rate import RateScale
 from hf_hybrid.run.record import RunRecord
@@ -549,80 +556,70 @@ class DataOrder(Part):
         self._restored = state.get("own")  # none if the run had fewer processes
 
 
-_LOADERS = ("base_dataloader", "dataloader", "batch_sampler", "sampler", "synchronized_generator", "generator")
+@dataclass
+class RandomStates:
+    """A snapshot of all random generators that a step may use: Python's, NumPy's, torch's on host and device."""
+
+    python: tuple
+    numpy: dict
+    host: torch.Tensor
+    device: torch.Tensor | None
+    place: torch.device
+
+    @classmethod
+    def now(cls, place: torch.device) -> RandomStates:
+        """Take the snapshot; `place` is the device that computes."""
+        on_device = None if place.type == "cpu" else torch.get_device_module(place).get_rng_state(*_which(place))
+        return cls(random.getstate(), numpy.random.get_state(legacy=False), torch.get_rng_state(), on_device, place)
+
+    def restore(self) -> None:
+        """Set the generators back."""
+        random.setstate(self.python)
+        numpy.random.set_state(self.numpy)
+        torch.set_rng_state(self.host)
+        if self.device is not None:
+            torch.get_device_module(self.place).set_rng_state(self.device, *_which(self.place))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the snapshot for a checkpoint: JSON values and tensors."""
+        python, numpy_state = with_tensors(self.python), with_tensors(self.numpy)
+        return {"python": python, "numpy": numpy_state, "host": self.host, "device": self.device}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any], place: torch.device) -> RandomStates:
+        """Return the snapshot that [`state_dict`] returned. One of another kind of device says nothing of this one."""
+        python, numpy_state = without_tensors(state["python"]), without_tensors(state["numpy"])
+        return cls(python, numpy_state, state["host"], None if place.type == "cpu" else state["device"], place)
+
+    def same_as(self, other: RandomStates) -> bool:
+        """Whether nothing was drawn between two snapshots."""
+        device = self.device is None or other.device is None or torch.equal(self.device, other.device)
+        return (
+            device
+            and self.python == other.python
+            and torch.equal(self.host, other.host)
+            and self.numpy["state"]["pos"] == other.numpy["state"]["pos"]
+            and bool((self.numpy["state"]["key"] == other.numpy["state"]["key"]).all())
+        )
+
+    @contextlib.contextmanager
+    def again(self) -> Generator[None]:
+        """Repeat a computation with the same random numbers; afterwards the generators are as they were before."""
+        current = RandomStates.now(self.place)
+        self.restore()
+        try:
+            yield
+        finally:
+            current.restore()
 
 
-def generators_of(dataloader: Any) -> dict[str, RandomGenerator]:
-    """
-    Return the generators that a loader, its samplers and its stream hold, each by the attributes that lead to it.
-
-    A data set that is no stream is left out: a resume skips its first rows without reading them.
-    """
-    found: dict[str, RandomGenerator] = {}
-    seen: set[int] = set()
-
-    def visit(value: Any, at: str) -> None:
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, RandomGenerator) and not isinstance(value, random.SystemRandom):
-            found[at] = value
-            return
-        for name, held in list(getattr(value, "__dict__", {}).items()):
-            if name in _LOADERS or isinstance(held, (RandomGenerator, Sampler, IterableDataset)):
-                visit(held, f"{at}.{name}" if at else name)
-
-    visit(dataloader, "")
-    return found
+def _which(place: torch.device) -> tuple[torch.device, ...]:
+    return () if place.type == "mps" else (place,)  # there is one only, and its functions take none
 
 
 def tokens_of(inputs: dict) -> int:
     """Return the tokens in a batch: the elements of `input_ids`, or of the tensor that replaces it."""
-    found = inputs.get("input_ids")
-    if found is None:
-        found = next((value for value in inputs.values() if getattr(value, "ndim", 0) >= 2), None)
-    return 0 if found is None else found.shape[0] * found.shape[1]
-
-
-def loss_and_norm(step: Step, norm: Any, accelerator: Accelerator) -> tuple[float | None, float]:
-    """
-    Return loss and gradient norm of a step. The loss is the mean over all processes, `None` if no token has a label.
-
-    The host waits once for the device, and once more if the loss is not finite.
-    """
-    several = accelerator.num_processes > 1
-
-    def mean(numbers: torch.Tensor) -> torch.Tensor:
-        return accelerator.reduce(numbers, reduction="mean") if several else numbers
-
-    losses = torch.stack(step.losses)
-    total = mean(losses.sum())
-    if type(norm) is torch.Tensor and norm.device == total.device:  # FSDP2 has another class
-        loss, norm = torch.stack([total.double(), norm.double()]).tolist()
-    else:
-        loss, norm = total.item(), float(norm)
-    if math.isfinite(loss):
-        return loss, norm
-    labelled = _labelled(step).to(losses.device)  # all processes come here, or none
-    total = torch.stack([losses.where(labelled, 0).sum(), labelled.sum().to(losses.dtype)])
-    loss, count = mean(total).tolist()
-    return loss if count else None, norm
-
-
-def _labelled(step: Step) -> torch.Tensor:
-    """Return which micro-batches of a step have labels, as far as that is known. The others gave 0 / 0."""
-    found = torch.ones(len(step.losses), dtype=torch.bool)
-    if step.items is not None:
-        return found & torch.as_tensor(step.items).bool().any().cpu()
-    labels = [batch["labels"] for batch in step.batches if isinstance(batch, Mapping) and "labels" in batch]
-    if len(labels) != len(step.losses) or not all(map(torch.is_tensor, labels)):
-        return found
-    return torch.stack([label[..., label.dim() > 1 :].ne(-100).any().cpu() for label in labels])
-
-
-def overflowed(gradient_norm: float, scaler: Any) -> bool:
-    """
-    Whether gradients are infinite because the gradient scaler of fp16 multiplied the loss by too much. It finds its
-    factor that way, and lowers it now. Gradients that overflow below a factor of 1 are the training's fault.
-    """
-    return scaler is not None and not math.isfinite(gradient_norm) and scaler.get_scale() >= 1
+    tokens = inputs.get("input_ids")
+    if tokens is None:
+        tokens = next((value for value in inputs.values() if getattr(value, "ndim", 0) >= 2), None)
+    return 0 if tokens is None else tokens.shape[0] * tokens.shape[1]

@@ -16,7 +16,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_hybrid.machine import LeapObstacleError
 from hf_hybrid.optimizers import has_adapters, is_adam, optimizer_name, text_config
-from hf_hybrid.streaming.optimizer import LazyOptimizer
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -84,10 +83,9 @@ class LossView(TrainerView, Protocol):
 
 def made_optimizer(trainer: TrainerView) -> torch.optim.Optimizer | None:
     """Return the optimizer inside the wrappers of accelerate and of streaming. Those of a user may do anything."""
-    optimizer = trainer.optimizer
-    while isinstance(optimizer, (AcceleratedOptimizer, LazyOptimizer)):
-        optimizer = optimizer.base if isinstance(optimizer, LazyOptimizer) else optimizer.optimizer
-    return optimizer
+    if trainer.memory.optimizer is not None:
+        return trainer.memory.optimizer.base
+    return trainer.optimizer.optimizer if isinstance(trainer.optimizer, AcceleratedOptimizer) else trainer.optimizer
 
 
 def unwrapped_optimizer(trainer: TrainerView) -> torch.optim.Optimizer:
