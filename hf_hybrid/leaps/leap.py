@@ -69,13 +69,6 @@ if TYPE_CHECKING:
 
 # The phases.
 
-LEGAL_TRANSITIONS = {
-    Phase.WARMUP: {Phase.FULL},
-    Phase.FULL: {Phase.PREDICT},
-    Phase.PREDICT: {Phase.CORRECT, Phase.FULL},
-    Phase.CORRECT: {Phase.PREDICT, Phase.FULL},
-}
-
 
 @dataclass(frozen=True)
 class PhaseLengths:
@@ -86,19 +79,13 @@ class PhaseLengths:
     correct: int
     max_predict: int
 
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            least = 0 if name == "warmup" else 1
-            if value < least:
-                raise ValueError(f"`PhaseLengths.{name}` must be at least {least}, got {value}.")
-
 
 class PhaseController:
     """
     Decides the phase of the next step, without tensors, clock or randomness.
 
     Call [`finish_step`] after every step. If it returns `PREDICT`, a leap is pending. Make it before the next step, and
-    report it with [`leap_kept`] or [`leap_rejected`].
+    report it with [`leap_kept`] or [`force_full`].
     """
 
     MAX_CONSECUTIVE_LEAPS = 5
@@ -125,22 +112,16 @@ class PhaseController:
             return self.phase
         if self.phase is Phase.PREDICT:
             self._enter(Phase.CORRECT, self.lengths.correct)
-        elif self.phase is Phase.WARMUP:
-            self._enter(Phase.FULL, self.lengths.full)
-        else:
-            self._leap_or_full(leap_allowed)
-        return self.phase
-
-    def _leap_or_full(self, leap: bool) -> None:
-        if self.phase is Phase.CORRECT and self.consecutive_leaps >= self.MAX_CONSECUTIVE_LEAPS:
-            leap = False
-        if leap:
+            return self.phase
+        leaps_enough = self.phase is Phase.CORRECT and self.consecutive_leaps >= self.MAX_CONSECUTIVE_LEAPS
+        if leap_allowed and self.phase is not Phase.WARMUP and not leaps_enough:
             self.consecutive_leaps += 1
             self._enter(Phase.PREDICT, 0)
             self.leap_due = True
         else:
             self.consecutive_leaps = 0
             self._enter(Phase.FULL, self.lengths.full)
+        return self.phase
 
     def leap_kept(self, horizon: int) -> Phase:
         """Record that the pending leap stays. The next `horizon` steps are predicted (0: Correct follows at once)."""
@@ -151,13 +132,8 @@ class PhaseController:
             self._enter(Phase.CORRECT, self.lengths.correct)
         return self.phase
 
-    def leap_rejected(self, full_steps: int | None = None) -> Phase:
-        """Record that the pending leap was undone. Real steps follow."""
-        self.force_full(full_steps)
-        return self.phase
-
     def force_full(self, steps: int | None = None) -> None:
-        """Go on with real steps. Warmup is never cut short."""
+        """Go on with real steps, without the pending leap. Warmup is never cut short."""
         self.leap_due = False
         self.consecutive_leaps = 0
         if self.phase is Phase.WARMUP:
@@ -169,8 +145,6 @@ class PhaseController:
             self._enter(Phase.FULL, length)
 
     def _enter(self, phase: Phase, length: int) -> None:
-        if phase is not self.phase and phase not in LEGAL_TRANSITIONS[self.phase]:
-            raise RuntimeError(f"Illegal phase transition from `{self.phase.value}` to `{phase.value}`.")
         self.phase, self.remaining, self.steps_in_phase = phase, length, 0
 
     def state_dict(self) -> dict:
@@ -278,7 +252,7 @@ class Leaps(Part):
         trajectory, trust, probe = self.trajectory, self.trust, self.probe
         gain = self._gain(leap)
         if gain <= 0:
-            self.controller.leap_rejected()  # there is nothing to leap along, or the planner wants no leap
+            self.controller.force_full()  # there is nothing to leap along, or the planner wants no leap
             return
         length = gain * trajectory.clock.full_rate_steps
         if probe is not None:
@@ -286,7 +260,7 @@ class Leaps(Part):
             if not (trust.probe_is_due(probe, leap.step, must_probe=needed) and probe.choose()):
                 probe = None
         if self.must_probe and probe is None:
-            self.controller.leap_rejected()  # the epoch ends: too few sequences come next
+            self.controller.force_full()  # the epoch ends: too few sequences come next
             return
         gain *= min(1.0, trust.longest(probed=probe is not None) / length)
         with trajectory.trial(leap):
@@ -402,7 +376,7 @@ class Leaps(Part):
 
     def _reject(self, leap: Leap | None) -> None:
         self.trust.leap_was_rejected()
-        self.controller.leap_rejected()
+        self.controller.force_full()
         self._tell("leaps_rejected", leap)
 
     def _tell(self, event: str, leap: Leap | None) -> None:
@@ -519,7 +493,7 @@ class Leaps(Part):
     # Reports.
 
     def _write(self, step: int, leap: Leap) -> None:
-        """Write what became of a leap. `step` (0-based) is the one in which that was decided."""
+        """Write what became of a leap in step `step` (0-based)."""
         self.run.write({"step": step + 1, "leap": leap.summary()})
 
     def end(self) -> None:
@@ -582,8 +556,7 @@ class Leaps(Part):
         self.trust.load_state_dict(state["trust"])
         if self.probe is not None and state["probe"] is not None:
             self.probe.load_state_dict(state["probe"])
-        if state["gains"] is not None:
-            self.gains.load_state_dict(state["gains"])
+        self.gains.load_state_dict(state["gains"])
         self.credit, self.leap_cost = state["credit"], state["leap_cost"]
         leap = None if state["open_leap"] is None else self.record.leaps[state["open_leap"]]
         self.trajectory.load_state_dict(state["tensors"], state["trajectory"], leap)
