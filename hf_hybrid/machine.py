@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -109,17 +109,6 @@ def check_kernels(args: TrainingArguments) -> None:
             "`use_liger_kernel=True` needs a GPU: Liger's kernels are written in Triton, which does not compile for a "
             "CPU or for MPS. Leave it out, or train on a GPU."
         )
-
-
-def check_whole_parameters(model: nn.Module) -> None:
-    """Refuse leaps of a model with sharded parameters, as `from_pretrained(..., tp_plan="auto")` makes it."""
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "device_mesh", None) is not None:
-            raise LeapObstacleError(
-                f"`{name}` is spread over processes already (a `DTensor`), in a way that leaps do not know.",
-                "Load the model without `tp_plan` and `distributed_config`. Let FSDP2 shard it (`fsdp=True`, or "
-                "accelerate's `fsdp_version: 2`).",
-            )
 
 
 def warn_of_lone_process() -> None:
