@@ -55,7 +55,7 @@ from hf_hybrid.records.progress import install_progress
 from hf_hybrid.recovery import OutOfMemoryRecovery, RecoveringTrainer, UnrecoveredMemoryError, first_part
 from hf_hybrid.run.adapters import adapter_rate_scale
 from hf_hybrid.run.monitor import DivergenceMonitor
-from hf_hybrid.run.rate import LearningRateSearch, RateScale, StepCosine, rate_at
+from hf_hybrid.run.rate import LearningRateSearch, RateScale, rate_at
 from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
 from hf_hybrid.run.trainer_view import made_optimizer, trains_adapters, unwrapped_optimizer
 from hf_hybrid.run.weights import Gathered, Shards, TrainedWeights, canonical, shards_of
@@ -363,8 +363,7 @@ def _rate(trainer: BuiltTrainer, weights: TrainedWeights) -> RateScale | None:
         return adapter_rate_scale(trainer)
     optimizer = made_optimizer(trainer)
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
-        cosine = StepCosine(weights)
-        return LearningRateSearch(max_scale=MAX_RATE_SCALE, max_steps=trainer.state.max_steps, cosine=cosine)
+        return LearningRateSearch(max_scale=MAX_RATE_SCALE, max_steps=trainer.state.max_steps, weights=weights)
     logger.warning(
         "The run keeps `learning_rate=%g`: a better one is searched under torch's Adam and AdamW alone, and the "
         "optimizer is `%s`.",

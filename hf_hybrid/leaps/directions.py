@@ -88,7 +88,7 @@ class DirectionContext(TrainedWeights):
     ):
         self.names, self.shards, self.parameters = weights.names, weights.shards, weights.parameters
         self.groups, self.optimizer, self.store = weights.groups, weights.optimizer, weights.store
-        self._scratches = weights._scratches
+        self.scratches = weights.scratches
         self.clock, self.memory_steps, self.host, self.matrices = clock, memory_steps, host, matrices
         self.settle = weights.store.settle
 

@@ -261,7 +261,7 @@ class Trajectory:
             "anchor": [],
             **self.direction.buffers,
             "snapshot": self.snapshot,
-            "scratch": self.context.scratches(),
+            "scratch": [*self.context.scratches.values()],
         }
 
     def tensors_held(self) -> list[Tensor]:
