@@ -59,12 +59,7 @@ class Epochs:
         return epoch, 0 if trainer.args.ignore_data_skip else steps * accumulation
 
     def begin(self) -> None:
-        """
-        Begin an epoch.
-
-        Raises:
-            ValueError: If the data gives too few batches for a step.
-        """
+        """Begin an epoch; `ValueError` if the data gives too few batches for a step."""
         trainer, args, feed = self._trainer, self._trainer.args, self._trainer.run.feed
         loader = trainer.callback_handler.train_dataloader
         self._began_at = [*self._began_at, trainer.state.global_step][-3:]

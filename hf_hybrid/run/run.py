@@ -120,7 +120,6 @@ class Run:
         """Whether training goes in phases, with leaps or without."""
         self.phase: Phase | None = None
         """Of the step under way, or of the last one; `None` without phases and before the first."""
-        self.last_phase: Phase | None = None
         self.last_loss: float | None = None
         """Training loss of the last real step whose gradients were used; `None` before the first."""
         self.steps_done = 0
@@ -130,10 +129,9 @@ class Run:
         self.forecast: FinalLoss | None = None
         """The last one of the loss at the end of the run, if a part makes such."""
         self._announced = Phase.FULL if warmup == 0 else Phase.WARMUP
-        if self.has_phases:
-            self.last_phase = self._announced
+        self.last_phase = self._announced if self.has_phases else None
         self._ended: dict[str, Any] | None = None
-        self._told_of_no_label = False
+        self._warned_of_no_label = False
         self._began_at = time.perf_counter()
         self.parts: list[Part] = []
         self.set_parts(parts)
@@ -179,7 +177,7 @@ class Run:
     # The course of a run.
 
     def begin(self) -> None:
-        """Begin all parts. Raises `ValueError` if two have one name."""
+        """Begin all parts."""
         check_parts(self.parts)
         self.call("begin", self)
 
@@ -216,20 +214,23 @@ class Run:
 
     def before_update(self, loss: float | None, gradient_norm: float, accuracy: float | None = None) -> bool:
         """
-        Show the parts loss and gradients of the real step, the monitor first.
+        Show the parts loss and gradients of the real step, the monitor first, which may raise `TrainingDivergedError`.
+        Return whether the optimizer may step. If not, the caller must drop the gradients.
 
         `loss` is `None` for a step in which no token has a label. It has no gradient, and the optimizer steps as with
         `Trainer`, but nothing can be learnt from it: the parts are not shown it. `accuracy` is the share of the step's
         preference pairs that the model ranks right, if it trains on such.
-
-        Returns whether the optimizer may step. If not, the caller must drop the gradients.
-
-        Raises:
-            TrainingDivergedError: If the monitor's action is to abort.
         """
         step = cast("RealStep", self.step)
         if loss is None:
-            self._tell_of_no_label(step)
+            if not self._warned_of_no_label:
+                logger.warning(
+                    "Step %d: no token of the batch has a label (every label is -100), so that it has no loss and a "
+                    "gradient of zero. The optimizer steps as with `Trainer`. Further such steps are not named. Check "
+                    "how labels are masked, and whether `max_length` cuts off what has labels.",
+                    step.index,
+                )
+            self._warned_of_no_label = True
             step.withheld = not math.isfinite(gradient_norm)
             return not step.withheld
         step.loss, step.gradient_norm, step.accuracy = loss, gradient_norm, accuracy
@@ -237,16 +238,6 @@ class Run:
             method(step)
         step.counts = not step.withheld
         return step.counts
-
-    def _tell_of_no_label(self, step: Step) -> None:
-        if not self._told_of_no_label:
-            logger.warning(
-                "Step %d: no token of the batch has a label (every label is -100), so that it has no loss and a "
-                "gradient of zero. The optimizer steps as with `Trainer`. Further such steps are not named. Check how "
-                "labels are masked, and whether `max_length` cuts off what has labels.",
-                step.index,
-            )
-        self._told_of_no_label = True
 
     def after_update(self, learning_rates: list[float]) -> None:
         """Tell the parts of a step of the optimizer with these learning rates (one per parameter group)."""
@@ -300,10 +291,10 @@ class Run:
         """Return the run so far as plain values; see [`RunRecord`]."""
         if self._ended is not None:
             return self._ended
-        found: dict[str, Any] = {**self.record.summary(), **ABSENT, "no_leaps": self.no_leaps}
+        summary: dict[str, Any] = {**self.record.summary(), **ABSENT, "no_leaps": self.no_leaps}
         for part in self.parts:
-            found.update(part.summary())
-        return found
+            summary.update(part.summary())
+        return summary
 
     def amend_logs(self, step: int, logs: dict[str, Any]) -> None:
         """Correct Trainer's log entry, whose means count skipped steps as zeros, and let the parts add to it."""
@@ -319,7 +310,7 @@ class Run:
             method(step, logs)
 
     def tensors_held(self) -> list[torch.Tensor]:
-        """Return the tensors that parts hold between steps beside model and optimizer."""
+        """Return what parts hold between steps beside model and optimizer."""
         return [tensor for part in self.parts for tensor in part.tensors_held()]
 
     # Saving.
