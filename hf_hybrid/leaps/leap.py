@@ -158,9 +158,7 @@ class PhaseController:
 
 
 class LeapObserver(Part):
-    """
-    A part that also follows each leap. Optional rooms observe leaps with it: residuals, and the signals of planners.
-    """
+    """A part that also follows each leap, as residuals and the signals of planners do."""
 
     def before_leap(self, leaps: Leaps, leap: Leap) -> None:
         """Called when a leap is about to be made."""
@@ -178,53 +176,40 @@ class LeapObserver(Part):
         """Called when a leap was undone, or when leaps back off without one (`None`)."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Leaps(Part):
-    """
-    Makes the leaps of a run. The module's docstring describes the course of things.
+    """Makes the leaps of a run. The module's docstring describes the course of things."""
 
-    Args:
-        controller (`PhaseController`), trajectory (`Trajectory`), gains (`GainPlanner`), trust (`Trust`): The phases,
-            the weights, how far leaps go, what holds them back.
-        monitor (`DivergenceMonitor`): The part of the run that judges its losses.
-        probe (`Probe`, *optional*): Without it no leap is probed.
-        leap_budget (`float`): Arithmetic that leaps may cost, as a share of that of the real steps. The same holds for
-            the bytes that processes send.
-        cost_of_step (`Callable[[int], tuple[float, float]]`): From the tokens of a real step on this process to its
-            floating-point operations on one process, and the bytes that all processes together send.
-        skip_from (`int`): No step before this one is skipped, whatever leaps are worth.
-        observers (`Sequence[LeapObserver]`): Parts that follow each leap. They stand in the run's list too.
+    controller: PhaseController
+    trajectory: Trajectory
+    gains: GainPlanner
+    trust: Trust
+    monitor: DivergenceMonitor
+    """The part of the run that judges its losses."""
+    probe: Probe | None
+    """Without it no leap is probed."""
+    leap_budget: float
+    """Arithmetic that leaps may cost, as a share of that of the real steps, and bytes that processes send likewise."""
+    cost_of_step: Callable[[int], tuple[float, float]]
     """
+    From the tokens of a real step on this process to its floating-point operations on one process, and the bytes that
+    all processes together send.
+    """
+    skip_from: int = 0
+    """No step before this one is skipped, whatever leaps are worth."""
+    observers: Sequence[LeapObserver] = ()
+    """Parts that follow each leap. They stand in the run's list too."""
+    credit: float = 0.0
+    leap_cost: float | None = None
+    """Cost of a leap in real steps: operations or bytes, whichever is more; `None` before the first step."""
+    leap_seconds: float = 0.0
+    probe_seconds: float = 0.0
 
     name = "leaps"
     MARGIN, Z = 1.0, 2.0
     """A probed leap may raise the loss by `MARGIN` real steps' worth of progress and `Z` standard errors."""
     SHORTER = (1 / 4, 1 / 16, 1 / 64)
     """Shares of a probed leap that is clearly worse that are tried before it is undone."""
-
-    def __init__(
-        self,
-        *,
-        controller: PhaseController,
-        trajectory: Trajectory,
-        gains: GainPlanner,
-        trust: Trust,
-        monitor: DivergenceMonitor,
-        probe: Probe | None,
-        leap_budget: float,
-        cost_of_step: Callable[[int], tuple[float, float]],
-        skip_from: int = 0,
-        observers: Sequence[LeapObserver] = (),
-    ):
-        self.controller, self.trajectory, self.gains, self.trust = controller, trajectory, gains, trust
-        self.monitor, self.probe, self.leap_budget, self.cost_of_step = monitor, probe, leap_budget, cost_of_step
-        self.skip_from, self.observers = skip_from, list(observers)
-        self.credit = 0.0
-        self.leap_cost: float | None = None
-        """
-        Arithmetic of a leap in real steps, or the bytes that it sends if these are more; `None` until the first step
-        was counted.
-        """
-        self.leap_seconds = self.probe_seconds = 0.0
 
     def begin(self, run: Run) -> None:
         self.run, self.max_steps, self.record = run, run.max_steps, run.record
@@ -304,8 +289,8 @@ class Leaps(Part):
 
     def _probe(self, probe: Probe, leap: Leap, gain: float) -> None:
         """
-        Leap, and compare losses before and after. If hardly any sequence has a label that they could tell by, this is
-        a leap without a probe, and is not made where there has to be one.
+        Leap, and compare losses before and after. If hardly any sequence has a label, this is a leap without a probe,
+        and is not made where there has to be one.
         """
         spent, passes, before = probe.cost_steps, probe.forward_passes, self._evaluate(probe)
         if sum(loss != 0.0 for loss in before.values) >= MIN_SEQUENCES:
@@ -392,8 +377,7 @@ class Leaps(Part):
         losses = self._recent_losses()
         if len(losses) < 4:
             return 0.0
-        now, _ = robust_trend(losses)
-        return max((statistics.median(losses) - now) / ((len(losses) + 1) / 2), 0.0)
+        return max((statistics.median(losses) - robust_trend(losses)[0]) / ((len(losses) + 1) / 2), 0.0)
 
     @property
     def shortest_block(self) -> int:
@@ -405,19 +389,15 @@ class Leaps(Part):
     def before_update(self, step: Step) -> None:
         """Show the direction gradients that are used."""
         if self.leap_cost is None:
-            self._learn_cost(step.tokens)
+            direction, (flops, sent) = self.trajectory.direction, self.cost_of_step(step.tokens)
+            costs = ((direction.flops(), flops), (direction.bytes_sent(), sent))
+            self.leap_cost = max(of_leap / of_step if of_step > 0 else 0.0 for of_leap, of_step in costs)
         if step.withheld:
             return
         try:
             self.trajectory.observe_gradients()
         except Exception as error:
             self.run.survive(error, "predictor missed a gradient")
-
-    def _learn_cost(self, tokens: int) -> None:
-        """Compare the cost of a leap with that of the first real step."""
-        direction, (flops, sent) = self.trajectory.direction, self.cost_of_step(tokens)
-        costs = ((direction.flops(), flops), (direction.bytes_sent(), sent))
-        self.leap_cost = max(of_leap / of_step if of_step > 0 else 0.0 for of_leap, of_step in costs)
 
     def after_update(self, step: Step, learning_rates: list[float]) -> None:
         self.trajectory.observe_step(learning_rates)

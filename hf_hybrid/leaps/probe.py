@@ -30,21 +30,15 @@ from hf_hybrid.run.trainer_view import LossView, vocabulary_size
 
 @dataclass(frozen=True)
 class Losses:
-    """
-    Losses of some sequences.
-
-    Attributes:
-        values (`list[float]`): One per sequence (nats).
-        accuracies (`list[float]`, *optional*): One per preference pair, if the sequences are such: 1 if the chosen
-            completion has the higher reward, else 0.
-    """
+    """Losses of some sequences."""
 
     values: list[float]
+    """One per sequence (nats)."""
     accuracies: list[float] | None = None
+    """One per preference pair, if the sequences are such: 1 if the chosen completion has the higher reward, else 0."""
 
     @property
     def mean(self) -> float:
-        """Mean loss."""
         return sum(self.values) / len(self.values)
 
     @property
@@ -110,32 +104,24 @@ class ProbeBatch:
     """Of one evaluation, in real steps. A step costs as much as three forward passes."""
 
 
+@dataclass
 class NextBatches:
-    """
-    Draws the first sequences of the batches that training is about to use.
+    """Draws the first sequences of the batches that training is about to use."""
 
-    Args:
-        peek (`Callable`): From a number to that many of the next micro-batches, fewer where the epoch ends.
-        wanted (`int`): Sequences of a probe over all processes, at most; at least this many if nothing can be cut.
-        size (`Callable`): From a micro-batch to its number of sequences.
-        cut (`Callable`): From a micro-batch and a number to that many of its sequences; all if it cannot be cut.
-        accumulation (`int`): Micro-batches of a step.
-        processes (`int`): Processes, of which each draws from its own part of the data.
-    """
-
-    def __init__(
-        self,
-        peek: Callable[[int], list],
-        *,
-        wanted: int,
-        size: Callable[[Any], int],
-        cut: Callable[[Any, int], Any],
-        accumulation: int,
-        processes: int,
-    ):
-        self.peek, self.wanted, self.size, self.cut = peek, wanted, size, cut
-        self.accumulation, self.processes = accumulation, processes
-        self.next_batch = 0  # kept for a later resume with held-out batches
+    peek: Callable[[int], list]
+    """From a number to that many of the next micro-batches, fewer where the epoch ends."""
+    wanted: int
+    """Sequences of a probe over all processes, at most; at least this many if nothing can be cut."""
+    size: Callable[[Any], int]
+    """From a micro-batch to its number of sequences."""
+    cut: Callable[[Any, int], Any]
+    """From a micro-batch and a number to that many of its sequences; all if it cannot be cut."""
+    accumulation: int
+    """Micro-batches of a step."""
+    processes: int
+    """Each draws from its own part of the data."""
+    next_batch: int = 0
+    """Kept for a later resume with held-out batches."""
 
     def draw(self) -> list[ProbeBatch]:
         """Return batches with as many sequences as wanted."""
@@ -151,13 +137,7 @@ class NextBatches:
 
 
 class HeldOutBatches:
-    """
-    Rotates through batches of a set of the user's.
-
-    Args:
-        batches (`Sequence[ProbeBatch]`): All of them.
-        wanted (`int`): At least this many sequences are drawn, as whole batches.
-    """
+    """Rotates through batches of a set of the user's. At least `wanted` sequences are drawn, as whole batches."""
 
     def __init__(self, batches: Sequence[ProbeBatch], *, wanted: int):
         self.batches = list(batches)

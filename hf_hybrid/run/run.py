@@ -22,7 +22,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy
@@ -68,55 +68,43 @@ def survive_nothing(error: Exception, otherwise: str) -> None:
     raise error
 
 
+@dataclass(eq=False)
 class Run:
-    """
-    One run: its parts in order, the step under way, and the record.
+    """One run: its parts in the order in which they are called, the step under way, and the record."""
 
-    Args:
-        parts (`Sequence[Part]`): In the order in which they are called.
-        warmup (`int`, *optional*): Steps of Warmup. `None` for a run without phases.
-        model (`torch.nn.Module`), optimizer (`torch.optim.Optimizer`): As it is trained; unwrapped.
-        weights (`TrainedWeights`, *optional*): What the optimizer moves. `None` in a run without phases.
-        feed (`BatchFeed`, *optional*): The batches. `None`: they are Trainer's.
-        rate (`RateScale`, *optional*): The part that scales the learning rate.
-        max_steps (`int`): Length of the run.
-        no_leaps (`str`, *optional*): Why no leaps are made, if that is known.
-        survive (`Callable[[Exception, str], None]`): Takes an exception from work that training can do without, and
-            raises it unless it is an out-of-memory; the text says what is lost.
-        write (`Callable[[dict], None]`): Takes what became of each leap and each event of the monitor: `step` (the one
-            under way, 1-based), and `leap` or `event`.
+    parts: Sequence[Part] = ()
+    _: KW_ONLY
+    warmup: int | None = None
+    """Steps of Warmup. `None` for a run without phases."""
+    model: Any = None
+    """As it is trained."""
+    optimizer: Any = None
+    """Unwrapped."""
+    weights: TrainedWeights | None = None
+    """What the optimizer moves. `None` in a run without phases."""
+    feed: BatchFeed | None = None
+    """The batches. `None`: they are Trainer's."""
+    rate: RateScale | None = None
+    """The part that scales the learning rate."""
+    max_steps: int = 0
+    no_leaps: str | None = None
+    """Why no leaps are made, if that is known; `None` if they are."""
+    survive: Callable[[Exception, str], None] = survive_nothing
+    """Takes an exception from work that training can do without, and raises it unless it is an out-of-memory; the text
+    says what is lost."""
+    write: Callable[[dict], None] = lambda entry: None
+    """Takes what became of each leap and each event of the monitor: `step` (1-based), and `leap` or `event`."""
 
-    Attributes:
-        step (`Step`): The step under way; an empty one between steps.
-        counts (`Counter[str]`): What parts count, on this process.
-        no_leaps (`str`, *optional*): Why no leaps are made; `None` if they are.
-        later (`list[Callable]`): Work that can wait until the device is busy with the next micro-batch.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[Part] = (),
-        *,
-        warmup: int | None = None,
-        model: Any = None,
-        optimizer: Any = None,
-        weights: TrainedWeights | None = None,
-        feed: BatchFeed | None = None,
-        rate: RateScale | None = None,
-        max_steps: int = 0,
-        no_leaps: str | None = None,
-        survive: Callable[[Exception, str], None] = survive_nothing,
-        write: Callable[[dict], None] = lambda entry: None,
-    ):
-        self.warmup, self.model, self.optimizer, self.weights, self.feed = warmup, model, optimizer, weights, feed
-        self.rate, self.max_steps, self.no_leaps, self.survive, self.write = rate, max_steps, no_leaps, survive, write
+    def __post_init__(self):
         self.record = RunRecord()
         self.counts: Counter[str] = Counter()
+        """What parts count, on this process."""
         self._counts_before: Counter[str] | None = None
         """Before the step under way."""
         self.logged, self.trained = LoggedSteps(), LoggedSteps()
         self.step = Step(0)
-        self.has_phases = warmup is not None
+        """The one under way; an empty one between steps."""
+        self.has_phases = self.warmup is not None
         """Whether training goes in phases, with leaps or without."""
         self.phase: Phase | None = None
         """Of the step under way, or of the last one; `None` without phases and before the first."""
@@ -126,15 +114,15 @@ class Run:
         self.learning_rate = 0.0
         """The scheduled one of the last step."""
         self.later: list[Callable[[], Any]] = []
+        """Work that can wait until the device is busy with the next micro-batch."""
         self.forecast: FinalLoss | None = None
         """The last one of the loss at the end of the run, if a part makes such."""
-        self._announced = Phase.FULL if warmup == 0 else Phase.WARMUP
+        self._announced = Phase.FULL if self.warmup == 0 else Phase.WARMUP
         self.last_phase = self._announced if self.has_phases else None
         self._ended: dict[str, Any] | None = None
         self._warned_of_no_label = False
         self._began_at = time.perf_counter()
-        self.parts: list[Part] = []
-        self.set_parts(parts)
+        self.set_parts(self.parts)
 
     def set_parts(self, parts: Sequence[Part]) -> None:
         """Replace the list of parts. A hook is then called for those alone that do something in it."""
