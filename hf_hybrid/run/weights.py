@@ -255,20 +255,12 @@ class Shards(Whole):
                 f"must be shaped as the part of the parameter that is held here ({tuple(self.parameters[index].shape)})"
                 ", or be what `context.shards.sample` returns."
             )
-        flat = tensor.to(self._device).reshape(-1)
-        count = torch.tensor([flat.numel()], device=self._device)
-        counts = [torch.empty_like(count) for _ in range(self.processes)]
-        self._distributed.all_gather(counts, count, group=self._group)
-        sizes = torch.cat(counts).tolist()
-        if not any(sizes):
-            return tensor.new_empty(0, device="cpu")
-        padded = flat.new_zeros(max(sizes))
-        padded[: flat.numel()] = flat
-        parts = [torch.empty_like(padded) for _ in sizes] if self._rank == 0 else None
-        self._distributed.gather(padded, parts, group=self._group, group_dst=0)
+        parts: list[Any] | None = [None] * self.processes if self._rank == 0 else None
+        flat = tensor.detach().cpu().reshape(-1).clone()  # a view would be sent with all of its storage
+        self._distributed.gather_object(flat, parts, group=self._group, group_dst=0)
         if parts is None:
             return tensor.new_empty(0, device="cpu")
-        whole = torch.cat([part[:size] for part, size in zip(parts, sizes)]).cpu()
+        whole = torch.cat(parts)
         return whole.view(self.shape(index)) if is_part else whole
 
     def part(self, index: int, tensor: Tensor) -> Tensor:
