@@ -35,12 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from transformers import TrainingArguments
 
-    InRounds = Callable[
-        [Iterable[tuple[DTensor, torch.Size, Tensor]], Callable[[DTensor, Tensor], Tensor]],
-        Iterable[tuple[DTensor, Tensor]],
-    ]
-
-Named = dict[str, nn.Parameter]
+    InRounds = Callable[[Iterable[tuple], Callable[[DTensor, Tensor], Tensor]], Iterable[tuple[DTensor, Tensor]]]
 
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 """Devices on which torch has a fused AdamW."""
@@ -188,14 +183,11 @@ class MuonAdamW(torch.optim.Optimizer):
     remains what the user and the scheduler know.
 
     Args:
-        params (`Iterable`): Parameters or groups of them, AdamW's first.
+        params (`Iterable`): Parameters or groups of them, AdamW's first. A group of Muon's holds matrices or, 3-D,
+            stacks of them.
         lr (`float`), weight_decay (`float`): Learning rate and decoupled decay of groups without their own.
         betas (`tuple[float, float]`), eps (`float`): Of AdamW.
         momentum (`float`): Decay rate of Muon's average of the gradients, which steps look ahead along (Nesterov).
-
-    Raises:
-        ValueError: If `algorithm` is neither, if a group of Muon's holds anything but matrices, or but stacks of them
-            (3-D), if a parameter is in two groups, or if a number is out of range.
     """
 
     _in_rounds: InRounds | None = None
@@ -210,14 +202,8 @@ class MuonAdamW(torch.optim.Optimizer):
         momentum: float = 0.95,
     ):
         adamw = torch.optim.AdamW([{"params": []}], lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
-        muon = torch.optim.Muon(
-            [{"params": []}],
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            nesterov=True,
-            adjust_lr_fn="match_rms_adamw",
-        )
+        how: dict[str, Any] = {"momentum": momentum, "nesterov": True, "adjust_lr_fn": "match_rms_adamw"}
+        muon = torch.optim.Muon([{"params": []}], lr=lr, weight_decay=weight_decay, **how)
         self._inner: dict[str, torch.optim.Optimizer] = {"adamw": adamw, "muon": muon}
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
@@ -225,9 +211,8 @@ class MuonAdamW(torch.optim.Optimizer):
         """
         Orthogonalise matrices together with other processes, which hold other rows of them.
 
-        Args:
-            in_rounds (`Callable`): From tasks (parameter, its shape, this process's rows of an update) and a function
-                of parameter and whole update to pairs of parameter and this process's rows of the result.
+        `in_rounds` takes tasks (parameter, its shape, this process's rows of an update) and a function of parameter and
+        whole update. It returns pairs of parameter and this process's rows of the result.
         """
         self._in_rounds = in_rounds
 
@@ -356,7 +341,7 @@ def has_adapters(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
-def split_parameters(model: nn.Module) -> tuple[Named, Named]:
+def split_parameters(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """
     Split the trainable parameters into those of Muon and those of AdamW, by name and in the model's order.
 

@@ -39,24 +39,20 @@ from hf_hybrid.run.weights import Shards, TrainedWeights, sum_of_squares
 
 @dataclass
 class Clock:
-    """
-    Progress of a run. [`~hf_hybrid.leaps.trajectory.Trajectory`] updates it; directions only read it.
-
-    Attributes:
-        steps_seen (`int`): Real steps since the run began, or since the direction was last reset.
-        steps_in_block (`int`): Real steps since the last leap.
-        lr_sums (`list[float]`): Sum of the learning rates of these steps, one number per parameter group.
-        lr_sum (`float`): The largest of them.
-        peak_rate (`float`): The largest learning rate of any real step.
-        progress (`float`): Share of the run that is done, 0 to 1.
-    """
+    """Progress of a run. [`~hf_hybrid.leaps.trajectory.Trajectory`] updates it; directions only read it."""
 
     steps_seen: int = 0
+    """Real steps since the run began, or since the direction was last reset."""
     steps_in_block: int = 0
+    """Real steps since the last leap."""
     lr_sums: list[float] = field(default_factory=list)
+    """Sum of the learning rates of these steps, one number per parameter group."""
     lr_sum: float = 0.0
+    """The largest of them."""
     peak_rate: float = 0.0
+    """The largest learning rate of any real step."""
     progress: float = 0.0
+    """Share of the run that is done, 0 to 1."""
 
     @property
     def full_rate_steps(self) -> float:

@@ -179,12 +179,7 @@ class Trajectory:
 
     @torch.no_grad()
     def roll_back(self) -> None:
-        """
-        Restore the weights from before the open leap, bit for bit.
-
-        Raises:
-            RuntimeError: If no leap is open.
-        """
+        """Restore the weights from before the open leap, bit for bit."""
         leap = self.opened()
         if not leap.under_test:
             self.store.settle()  # real steps were made since
@@ -296,9 +291,6 @@ class Trajectory:
         """
         Restore what [`state_dict`] returned; `leap` is the leap that was open. A direction other than the one that was
         saved starts anew.
-
-        Raises:
-            ValueError: If the parameters of the checkpoint are not those of the model.
         """
         in_order = self.weights.in_order(tensors)
         snapshot = in_order.pop("snapshot", [])

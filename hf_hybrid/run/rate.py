@@ -76,12 +76,7 @@ class _Average:
 
 
 class AccuracyWatch:
-    """
-    Notices when fewer preference pairs are ranked right: compares every `WINDOW` steps with the best ones before.
-
-    Attributes:
-        best, now (`list[float]`): Accuracies of the steps of the best window, and of the one under way.
-    """
+    """Notices when fewer preference pairs are ranked right: compares every `WINDOW` steps with the best ones before."""
 
     WINDOW = 8
     CLEAR = 3.0
@@ -92,7 +87,9 @@ class AccuracyWatch:
 
     def __init__(self):
         self.best: list[float] = []
+        """Accuracies of the steps of the best window."""
         self.now: list[float] = []
+        """Of the window under way."""
 
     def fell(self, accuracy: float | None) -> bool:
         """Add a step, `None` if it has no accuracy. Return whether a window ends that is clearly below the best."""
@@ -101,25 +98,21 @@ class AccuracyWatch:
         self.now.append(accuracy)
         if len(self.now) < self.WINDOW:
             return False
-        now, self.now = self.now, []
-        if not self.best or sum(now) >= sum(self.best):
-            self.best = now
+        window, self.now = self.now, []
+        if not self.best or sum(window) >= sum(self.best):
+            self.best = window
             return False
-        variance = statistics.variance(now) + statistics.variance(self.best)
-        difference = statistics.fmean(self.best) - statistics.fmean(now)
+        variance = statistics.variance(window) + statistics.variance(self.best)
+        difference = statistics.fmean(self.best) - statistics.fmean(window)
         return difference > self.CLEAR * math.sqrt(variance / self.WINDOW)
 
 
 class RateScale(Part):
-    """
-    Base class of the parts that scale the learning rate. The trainer applies `run.rate_scale` in each real step.
-
-    Attributes:
-        scale (`float`): Factor on the scheduled learning rate.
-    """
+    """Base class of the parts that scale the learning rate. The trainer applies `run.rate_scale` in each real step."""
 
     name = "rate"
     scale: float
+    """Factor on the scheduled learning rate."""
 
     def begin(self, run: Run) -> None:
         self.run = run

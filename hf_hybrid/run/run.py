@@ -343,16 +343,12 @@ class Run:
 
 @dataclass
 class LoggedSteps:
-    """
-    Steps since the last log entry, to correct means that count skipped steps as zeros.
-
-    Attributes:
-        real (`int`), finite (`int`), total (`int`): Steps that were not skipped, those of them whose loss was finite,
-            and all steps.
-    """
+    """Steps since the last log entry, to correct means that count skipped steps as zeros."""
 
     real: int = 0
+    """Steps that were not skipped."""
     finite: int = 0
+    """Those of them whose loss was finite."""
     total: int = 0
     last_was_real: bool = True
 
@@ -476,9 +472,7 @@ class DataOrder(Part):
     """
     Keeps the generators that order the data in checkpoints.
 
-    Args:
-        place (`torch.device`): The device that computes, whose generator is one of them.
-        tells (`Callable[[], bool]`): Whether this process writes to the log.
+    One of them is that of `place`, the device that computes. `tells` says whether this process writes to the log.
     """
 
     name = "order"
