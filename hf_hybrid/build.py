@@ -305,11 +305,11 @@ def _cost_of_step(trainer: BuiltTrainer, tokens: int) -> tuple[float, float]:
     return flops, (accelerator.num_processes - 1) * sum(size * (passes + trained) for size, trained in sizes)
 
 
-def tell_of_no_leaps(trainer: BuiltTrainer) -> None:
+def warn_of_no_leaps(trainer: BuiltTrainer) -> None:
     """Say why no leaps are made, if nobody chose that, and the trainer has not said it when it was built."""
-    why = trainer.run.no_leaps
-    if why is not None and trainer.leap_obstacle is None and trainer.hybrid_args.final_gain(1.0) > 0:
-        logger.warning(NO_LEAPS, why)
+    reason = trainer.run.no_leaps
+    if reason is not None and trainer.leap_obstacle is None and trainer.hybrid_args.final_gain(1.0) > 0:
+        logger.warning(NO_LEAPS, reason)
 
 
 def phase_lengths(options: HybridArguments, max_steps: int) -> PhaseLengths:
@@ -340,7 +340,7 @@ def chooses_rate(args: TrainingArguments, options: HybridArguments) -> bool:
     return was_given(args, "learning_rate") is False
 
 
-def tell_of_kept_defaults(trainer: BuiltTrainer) -> None:
+def warn_of_kept_defaults(trainer: BuiltTrainer) -> None:
     """Say which defaults would be replaced if it were known that the user did not write them."""
     args, options, kept = trainer.args, trainer.hybrid_args, []
     if trainer.has_phases and options.auto_lr == "auto" and was_given(args, "learning_rate") is None:

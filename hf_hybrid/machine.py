@@ -191,11 +191,11 @@ class DeviceMemory:
     def read(self) -> dict[str, int]:
         """Bytes: `allocated`, `reserved`, and the peak of each since [`reset_peak`]."""
         stats = self._module.memory_stats_as_nested_dict(self.device)
-        found = {}
+        readings = {}
         for name in ("allocated", "reserved"):
             values = stats.get(f"{name}_bytes", {}).get("all", {})
-            found[name], found[f"peak_{name}"] = values.get("current", 0), values.get("peak", 0)
-        return found
+            readings[name], readings[f"peak_{name}"] = values.get("current", 0), values.get("peak", 0)
+        return readings
 
     def reset_peak(self) -> None:
         """Count peaks from now on."""
@@ -341,26 +341,26 @@ def _page_locked(size: int) -> Tensor:
     if size < SMALL or not torch.cuda.is_available():
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     # Torch's pinned allocator rounds up to powers of two: large buffers are ordinary pages, registered with the driver.
-    whole = torch.empty(size + 2 * PAGE, dtype=torch.uint8)
-    start = -whole.data_ptr() % PAGE
-    driver, address = torch.cuda.cudart(), whole.data_ptr() + start
+    pages = torch.empty(size + 2 * PAGE, dtype=torch.uint8)
+    start = -pages.data_ptr() % PAGE
+    driver, address = torch.cuda.cudart(), pages.data_ptr() + start
     try:
         torch.cuda.check_error(driver.cudaHostRegister(address, -(-size // PAGE) * PAGE, 0))
     except RuntimeError:
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device="cuda")  # the driver reports a failure once more, to the next kernel: this one
         raise
-    unlock = weakref.finalize(whole.untyped_storage(), driver.cudaHostUnregister, address)
+    unlock = weakref.finalize(pages.untyped_storage(), driver.cudaHostUnregister, address)
     unlock.atexit = False  # the driver may be gone by then, and the pages go with the process
-    return whole[start : start + size]
+    return pages[start : start + size]
 
 
 @functools.cache  # once, whatever the number of buffers
-def _warn_of_pageable_memory(why: str) -> None:
+def _warn_of_pageable_memory(reason: str) -> None:
     logger.warning(
         "Host memory could not be page-locked (%s). Ordinary memory is used, and copies between host and device stop "
         "the host. Raise the limit on locked memory (`ulimit -l`), or leave more host memory free.",
-        why,
+        reason,
     )
 
 

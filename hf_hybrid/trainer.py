@@ -44,8 +44,8 @@ from hf_hybrid.build import (
     prepare_leaps,
     rows_part,
     share_optimizer,
-    tell_of_kept_defaults,
-    tell_of_no_leaps,
+    warn_of_kept_defaults,
+    warn_of_no_leaps,
 )
 from hf_hybrid.compat import warn_of_untested_versions
 from hf_hybrid.config import CONFIG_NAME, config_values
@@ -338,8 +338,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             loader.device = None  # rows are laid out on the host, and `get_batch_samples` moves the batches of a step
         self.log_file.begin(self.state.global_step, self.state.max_steps, folder, phases=self.has_phases)
         if self.has_phases:
-            tell_of_no_leaps(self)
-        tell_of_kept_defaults(self)
+            warn_of_no_leaps(self)
+        warn_of_kept_defaults(self)
         self.epochs.find_place()
         self._scheduled_rates = []
         self._around_forward = self.run.listens("before_forward", "after_backward")

@@ -264,7 +264,7 @@ class Leaps(Part):
             self.credit += leap.worth
             self.credit -= leap.horizon
             self.controller.leap_kept(leap.horizon)
-        self._tell("leap_tried", leap)
+        self._notify("leap_tried", leap)
 
     def _gain(self, leap: Leap) -> float:
         """Return the gain that is wanted, or 0 if no leap can be made."""
@@ -272,7 +272,7 @@ class Leaps(Part):
         if not trajectory.direction.ready or trajectory.clock.lr_sum <= 0 or leap.step + 1 >= self.max_steps:
             return 0.0
         trajectory.clock.progress = leap.step / self.max_steps
-        self._tell("before_leap", leap)
+        self._notify("before_leap", leap)
         # A block that grew long during a back-off must not become one long leap.
         longest = max(lengths.full + lengths.correct, self.shortest_block)
         gain = self.gains.gain(trajectory.clock.progress) * self.trust.level
@@ -357,14 +357,14 @@ class Leaps(Part):
             leap.forecast, leap.deviation = robust_trend(losses)
         leap.rate = leap.gain * self.trajectory.clock.lr_sum
         self.trajectory.keep()
-        self._tell("leap_written", leap)
+        self._notify("leap_written", leap)
 
     def _reject(self, leap: Leap | None) -> None:
         self.trust.leap_was_rejected()
         self.controller.force_full()
-        self._tell("leaps_rejected", leap)
+        self._notify("leaps_rejected", leap)
 
-    def _tell(self, event: str, leap: Leap | None) -> None:
+    def _notify(self, event: str, leap: Leap | None) -> None:
         for observer in self.observers:
             getattr(observer, event)(self, leap)
 
@@ -439,7 +439,7 @@ class Leaps(Part):
             verdict = self.monitor.judge_leap(leap.losses, leap.forecast, leap.deviation)
             if verdict.action is Action.ROLL_BACK:
                 return verdict
-        self._tell("leap_accepted", leap)
+        self._notify("leap_accepted", leap)
         self.trajectory.accept()
         self.trust.leap_was_kept(probed=leap.loss_before is not None)
         return NORMAL
@@ -451,7 +451,7 @@ class Leaps(Part):
         if action is Action.BACK_OFF:
             self.trust.leap_was_rejected()
             self.trust.shorten()
-            self._tell("leaps_rejected", None)
+            self._notify("leaps_rejected", None)
         if action in (Action.FORCE_FULL, Action.BACK_OFF, Action.ROLL_BACK, Action.RESET_PREDICTOR):
             self.controller.force_full(2 * self.controller.lengths.full)
         if action is Action.ROLL_BACK:
@@ -467,7 +467,7 @@ class Leaps(Part):
         leap.verdict = "rolled_back"
         self.trust.leap_was_rolled_back(leap.length)
         self.credit -= leap.worth  # its credit is taken back
-        self._tell("leaps_rejected", leap)
+        self._notify("leaps_rejected", leap)
         self._write(step.index, leap)
 
     # Reports.

@@ -34,27 +34,28 @@ class Fallbacks:
         """What did not work, with the exception."""
         self._logged: set[str] = set()
 
-    def cannot_be_exact(self, why: str, *, advice: str = "") -> None:
+    def cannot_be_exact(self, reason: str, *, advice: str = "") -> None:
         """
         Note why the saving would change the update, as a clause. It is a warning if there is `advice`: what the user
         can change, and what that is worth, as a sentence.
         """
-        self._say(why, f"{self.what}: {why}. {advice}".rstrip(), logging.WARNING if advice else logging.INFO)
+        self._log(reason, f"{self.what}: {reason}. {advice}".rstrip(), logging.WARNING if advice else logging.INFO)
 
     def did_not_work(self, error: BaseException, doing: str, *, cost: str = "") -> str:
         """
         Note an exception that nobody foresaw, and return it as a clause. `doing` is what raised it, as a clause: "the
         model does not take a tree". `cost` is what is lost without the saving, as a sentence.
         """
-        why = f"{doing} ({type(error).__name__}: {error})"
-        if why not in self.failed:
-            self.failed.append(why)
-        sentence = f"{self.what}, because something did not work: {why}. {cost}".rstrip()
-        self._say(why, f"{sentence} Please report this with the versions of torch and transformers.", logging.WARNING)
-        return why
+        reason = f"{doing} ({type(error).__name__}: {error})"
+        if reason not in self.failed:
+            self.failed.append(reason)
+        sentence = f"{self.what}, because something did not work: {reason}. {cost}".rstrip()
+        sentence += " Please report this with the versions of torch and transformers."
+        self._log(reason, sentence, logging.WARNING)
+        return reason
 
-    def _say(self, why: str, sentence: str, level: int) -> None:
-        self.because = why
-        if why not in self._logged and self.tells():
+    def _log(self, reason: str, sentence: str, level: int) -> None:
+        self.because = reason
+        if reason not in self._logged and self.tells():
             logger.log(level, "%s", sentence)
-        self._logged.add(why)
+        self._logged.add(reason)

@@ -231,8 +231,8 @@ class Shards(Whole):
             give = [part.numel() for part in parts] + [0] * (self.processes - len(parts))
             key, shape, _ = in_turn[self._rank] if self._rank < len(in_turn) else (None, torch.Size([0, 0]), None)
             take = [rows * shape[1] for rows in self._rows(shape)]
-            whole = self._exchange(torch.cat(parts), give, take).view(shape)
-            result = function(key, whole).reshape(-1) if shape.numel() else whole.reshape(-1)
+            matrix = self._exchange(torch.cat(parts), give, take).view(shape)
+            result = function(key, matrix).reshape(-1) if shape.numel() else matrix.reshape(-1)
             back = self._exchange(result, take, give).split(give)
             for (key, _, rows), part in zip(in_turn, back):
                 yield key, part.view(rows.shape).to(rows.device)
@@ -260,8 +260,8 @@ class Shards(Whole):
         self._distributed.gather_object(flat, parts, group=self._group, group_dst=0)
         if parts is None:
             return tensor.new_empty(0, device="cpu")
-        whole = torch.cat(parts)
-        return whole.view(self.shape(index)) if is_part else whole
+        full_tensor = torch.cat(parts)
+        return full_tensor.view(self.shape(index)) if is_part else full_tensor
 
     def part(self, index: int, tensor: Tensor) -> Tensor:
         start, end = self._bounds(index)
