@@ -536,7 +536,8 @@ class Leaps(Part):
         self.trust.load_state_dict(state["trust"])
         if self.probe is not None and state["probe"] is not None:
             self.probe.load_state_dict(state["probe"])
-        self.gains.load_state_dict(state["gains"])
+        if state["gains"] is not None:  # of another planner
+            self.gains.load_state_dict(state["gains"])
         self.credit, self.leap_cost = state["credit"], state["leap_cost"]
         leap = None if state["open_leap"] is None else self.record.leaps[state["open_leap"]]
         self.trajectory.load_state_dict(state["tensors"], state["trajectory"], leap)
