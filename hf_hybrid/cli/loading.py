@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from hf_hybrid.cli.options import AdapterOptions, ModelOptions, OptionError, Options
+from hf_hybrid.records.readings import as_dict, read_json
+
+logger = logging.getLogger(__name__)
+
+BASE_NAME = "_hybrid_base"
+"""In `output_dir`: the base of new adapters, with the adapters of `--model` merged (`--adapter new`)."""
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}"
@@ -22,18 +30,72 @@ PLAIN_TEMPLATE = (
 
 
 def check_model(name: str) -> None:
-    """Refuse a path that holds no model. What may be an id on the Hub is not looked at."""
+    """Refuse a path that holds no model and no adapters. What may be an id on the Hub is not looked at."""
     path = Path(name).expanduser()
     if path.is_dir():
-        if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-            raise OptionError(
-                f"`--model {name}` holds adapters. Merge them first, `hf-hybrid export {name} --format merged`, or set "
-                "`--model` to their base."
-            )
-        if not (path / "config.json").is_file():
+        if _adapter_values(name) is None and not (path / "config.json").is_file():
             raise OptionError(f"`--model {name}` holds no `config.json`, so it is not the folder of a model.")
     elif not path.exists() and (name.startswith((".", "/", "~")) or path.suffix == ".json" or name.count("/") > 1):
         raise OptionError(f"`--model {name}`: there is no such file or folder.")
+
+
+def _adapter_values(name: str) -> dict[str, Any] | None:
+    """
+    What adapters in a folder say of their base, `None` if it is no folder of adapters.
+
+    Raises:
+        OptionError: If they do not name their base.
+    """
+    path = Path(name).expanduser()
+    if not (path / "adapter_config.json").is_file() or (path / "config.json").is_file():
+        return None
+    values = as_dict(read_json(path / "adapter_config.json", []))
+    if not isinstance(values.get("base_model_name_or_path"), str):
+        raise OptionError(
+            f"`--model {name}` holds adapters that do not name their base (`base_model_name_or_path` in "
+            "`adapter_config.json`). Write it there."
+        )
+    return values
+
+
+def take_adapter(options: Options) -> Path | None:
+    """
+    Put the base in the place of trained adapters that `--model` names, with their tokenizer.
+
+    Returns:
+        `Path`: The folder of the adapters that training goes on with; `None` if there are none, or if `--adapter new`
+        merged them into the base.
+
+    Raises:
+        OptionError: If an option does not fit trained adapters.
+        ExportError: If they cannot be merged.
+    """
+    model, adapters, name = options.model, options.adapters, str(options.model.model)
+    values = _adapter_values(name)
+    if values is None:
+        return None
+    folder = Path(name).expanduser()
+    if (folder / "tokenizer_config.json").is_file():
+        model.tokenizer = model.tokenizer or name
+    adapters.use_peft = True
+    if adapters.adapter == "new":
+        from hf_hybrid.export.source import check_source, plain_folder
+
+        work = Path(options.config.output_dir) / BASE_NAME
+        if options.config.local_process_index == 0:
+            check_source(folder)
+            plain_folder(folder, work)
+        model.model = str(work / "plain")
+        return None
+    for described in fields(adapters):
+        value = getattr(adapters, described.name)
+        if described.name.startswith(("lora_", "use_rslora", "use_dora")) and value != described.default:
+            raise OptionError(
+                f"`--{described.name} {value}` shapes new adapters, and training goes on with those in `{name}`. Leave "
+                "it out, or merge those into their base: `--adapter new`."
+            )
+    model.model, model.model_revision = values["base_model_name_or_path"], values.get("revision")
+    return folder
 
 
 # Small files.
@@ -100,6 +162,28 @@ def read_config(options: ModelOptions, trust_remote_code: bool = False) -> Any:
     return config
 
 
+def check_kind(config: Any, name: str) -> None:
+    """Refuse what is no causal language model. Of one that takes images too, say that only its text is trained on."""
+    from transformers import AutoModelForCausalLM
+
+    architectures = getattr(config, "architectures", None) or ()
+    takes_more = any(getattr(config, f"{part}_config", None) is not None for part in ("vision", "audio"))
+    kind = None
+    if getattr(config, "is_encoder_decoder", False):
+        kind = "an encoder with a decoder"
+    elif any(architecture.endswith("ForMaskedLM") for architecture in architectures):
+        kind = "an encoder, which reads in both directions"
+    elif type(config) not in AutoModelForCausalLM._model_mapping and not hasattr(config, "auto_map"):
+        kind = "a model of images or sounds" if takes_more else "none that transformers loads as one"
+    if kind is not None:
+        raise OptionError(
+            f"`--model {name}` is {kind} (`{config.model_type}`), and this command trains causal language models. "
+            "Train it in Python with `HybridTrainer`, which takes what `Trainer` takes."
+        )
+    if takes_more:
+        logger.warning("`%s` takes images or sounds too. Only its text is trained on.", name)
+
+
 def check_sizes(config: Any, name: str, vocabulary: int, sequence_length: int) -> None:
     """Refuse an absurd depth, more tokens of the tokenizer than are embedded, and sequences longer than positions."""
     from hf_hybrid.plan.models import MOST_LAYERS
@@ -113,12 +197,42 @@ def check_sizes(config: Any, name: str, vocabulary: int, sequence_length: int) -
             f"The tokenizer has {vocabulary} tokens, and the model `{name}` embeds {embedded}. Set "
             "`--tokenizer` to the one that belongs to the model."
         )
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    positions, _ = positions_of(config)
     if 0 < positions < sequence_length:
         raise OptionError(
             f"`sequence_length={sequence_length}` is over the {positions} positions of the model "
             "(`max_position_embeddings`). Lower it, or raise that number in the config of the model."
         )
+
+
+def positions_of(config: Any) -> tuple[int, bool]:
+    """Return how many positions a model knows (0: any number), and whether it has weights for these alone."""
+    text = config.get_text_config()
+    return getattr(text, "max_position_embeddings", None) or 0, not getattr(text, "rope_parameters", None)
+
+
+def check_positions(config: Any, longest: int, remedy: str) -> None:
+    """Refuse rows that are longer than the positions that a model learned, and warn where they can be computed."""
+    positions, learned = positions_of(config)
+    if not 0 < positions < longest:
+        return
+    text = f"Rows have up to {longest:,} tokens, and the model has {positions:,} positions (`max_position_embeddings`)"
+    if learned:
+        raise OptionError(f"{text}. {remedy}")
+    logger.warning("%s; it was not trained on those beyond. %s", text, remedy)
+
+
+def end_tokens(options: ModelOptions, tokenizer: Any, config: Any) -> set[int]:
+    """Return the tokens at which the model ends what it generates."""
+    from transformers import GenerationConfig
+
+    ends = [tokenizer.eos_token_id, config.get_text_config().eos_token_id]
+    try:
+        name, revision = str(options.model), options.model_revision or "main"
+        ends.append(GenerationConfig.from_pretrained(name, revision=revision).eos_token_id)
+    except OSError:  # it has none
+        pass
+    return {end for entry in ends if entry is not None for end in (entry if isinstance(entry, list) else [entry])}
 
 
 def reason_of(error: BaseException) -> str:
@@ -132,9 +246,10 @@ def reason_of(error: BaseException) -> str:
 # Weights.
 
 
-def load_model(options: Options, config: Any) -> Any:
+def load_model(options: Options, config: Any, adapter: Path | None = None) -> Any:
     """
-    Load the model of a config without adapters. The caller has set the seed that random weights are drawn with.
+    Load the model of a config, with the trained adapters of a folder (`adapter`) or without any. The caller has set the
+    seed that random weights are drawn with.
 
     A base in 4 bits computes in bf16 if training does. While layers are streamed, a packed base lies in host memory.
 
@@ -172,14 +287,48 @@ def load_model(options: Options, config: Any) -> Any:
         common |= {"revision": model.model_revision or "main", **_quantization(adapters, args)}
         common |= getattr(args, "model_init_kwargs", None) or {}
         try:
-            loaded = AutoModelForCausalLM.from_pretrained(name, config=config, **common)
+            common |= {"config": config, "output_loading_info": True}
+            pair: Any = AutoModelForCausalLM.from_pretrained(name, **common)
         except Exception as error:  # whatever a broken file leads to
             raise OptionError(f"`--model {name}` cannot be loaded: {reason_of(error)}") from error
+        loaded, info = pair
+        if not model.allow_new_weights:
+            _check_keys(name, loaded, info)
+        if adapters.load_in_4bit or adapters.load_in_8bit:
+            _warn_of_experts(loaded)
     if model.qat == "bitnet":
         from hf_hybrid.export.bitnet import to_bitnet
 
         return to_bitnet(loaded)
+    if adapter is not None:
+        from peft import PeftModel
+
+        return PeftModel.from_pretrained(_prepared(loaded, adapters), str(adapter), is_trainable=True)
     return loaded
+
+
+def _check_keys(name: str, model: Any, info: dict[str, Any]) -> None:
+    """Refuse a checkpoint that lacks weights of the model, which would be random, or that has others."""
+    lacking, others = (sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys"))
+    parts = []
+    for what, keys in (("lacks", lacking), ("has, and the model does not,", others)):
+        if keys:
+            names = ", ".join(f"`{key}`" for key in keys[:3]) + (" ..." if len(keys) > 3 else "")
+            parts.append(f"{what} {len(keys):,} weights: {names}")
+    if parts:
+        raise OptionError(
+            f"`--model {name}` is not whole as `{type(model).__name__}`. It {'; it '.join(parts)}. Lacking weights "
+            "would begin at random; set `--allow_new_weights true` if that is meant."
+        )
+
+
+def _warn_of_experts(model: Any) -> None:
+    """Say how much of a quantised base stays as it is: bitsandbytes packs linear layers, not experts in one tensor."""
+    kept = [weight for weight in model.parameters() if weight.ndim == 3]
+    if kept:
+        size = sum(weight.numel() * weight.element_size() for weight in kept) / 2**30
+        dtype = str(kept[0].dtype).removeprefix("torch.")
+        logger.warning("The experts of the model are not quantised: they stay in %s and take %.1f GiB.", dtype, size)
 
 
 def _check_shards(path: Path) -> None:
@@ -246,9 +395,16 @@ def adapters_config(options: AdapterOptions) -> Any:
 
 def add_adapters(model: Any, config: Any, options: AdapterOptions) -> Any:
     """Put adapters on a model for `HybridTrainer`; TRL's trainers do it themselves."""
-    from peft import get_peft_model, prepare_model_for_kbit_training
+    from peft import get_peft_model
 
-    if options.load_in_4bit or options.load_in_8bit:
-        # Activation checkpointing is an option of TrainingArguments and stays one.
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    return get_peft_model(model, config)
+    return get_peft_model(_prepared(model, options), config)
+
+
+def _prepared(model: Any, options: AdapterOptions) -> Any:
+    """A base that adapters can be trained on, quantised or not."""
+    from peft import prepare_model_for_kbit_training
+
+    if not (options.load_in_4bit or options.load_in_8bit):
+        return model
+    # Activation checkpointing is an option of TrainingArguments and stays one.
+    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)

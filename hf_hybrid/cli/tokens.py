@@ -7,23 +7,30 @@ any chat template. TRL needs a template that marks these turns by `{% generation
 
 1. a template with marks is used as it is;
 2. for a template that TRL knows, TRL's copy with marks is used, as TRL does;
-3. else the turns are found by rendering. Let P be the text of the messages before an answer, with the beginning of an
-   answer (`add_generation_prompt`), and Q the text with that answer. If Q is the beginning of the whole conversation,
-   then what stands between the end of P and the end of Q is the answer, and the tokens that overlap it are learned;
+3. else, and where a turn is switched off (`weight: 0`), the turns are found by rendering. Let P be the text of the
+   messages before an answer, with the beginning of an answer (`add_generation_prompt`), and Q the text with that
+   answer. If Q is the beginning of the whole conversation, then what stands between the end of P and the end of Q is
+   the answer. Before a first message, which no beginning stands for, P is what does not depend on its content;
 4. a template that renders an answer otherwise once other messages follow (reasoning that is left out of earlier turns)
    is the exception: Q is not the beginning of the whole. Such a conversation is divided into one row per answer, each
    rendered as the model would see it when it answers. Rows of one conversation begin alike, so `share_rows` computes
    that part once.
+
+Either way answers are stretches of text, and the tokens that overlap one are learned. (transformers looks for the token
+at the first and last letter of a marked stretch, and finds none where the tokenizer drops whitespace, and the wrong one
+where a letter has several tokens.)
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hf_hybrid.cli.formats import messages_of
+from hf_hybrid.cli.formats import is_learned, messages_of
 from hf_hybrid.cli.loading import reason_of
 from hf_hybrid.cli.options import OptionError
 
@@ -91,9 +98,9 @@ def _encoded(
 
 def template_arguments(row: dict[str, Any]) -> dict[str, Any]:
     """Return what the chat template reads beside the messages of a row."""
-    tools = row.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-    return {"tools": tools, **(row.get("chat_template_kwargs") or {})}
+    tools, more = (row.get(name) or None for name in ("tools", "chat_template_kwargs"))
+    tools, more = (json.loads(value) if isinstance(value, str) else value for value in (tools, more))
+    return {"tools": tools, **(more or {})}
 
 
 # Rows of SFT.
@@ -175,20 +182,33 @@ class Answers:
         if not self.answers_only:
             ids = self._ids(self._render(messages, row))
             return [(ids, [True] * len(ids))]
-        if self.way != "rendering":
-            encoded = self.tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
-                chat_template=self.template, **template_arguments(row),
-            )  # fmt: skip
-            return [(encoded["input_ids"], [bool(bit) for bit in encoded["assistant_masks"]])]
         text, spans = self._render(messages, row), []
-        for place, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before = self._render(messages[:place], row, start=True) if place else ""
-                spans.append((before, self._render(messages[: place + 1], row)))
+        learned = [place for place, message in enumerate(messages) if is_learned(message)]
+        if self.way != "rendering" and len(learned) == sum(message["role"] == "assistant" for message in messages):
+            return [self._marked(text, self._marks(messages, row))]
+        for place in learned:
+            before = self._render(messages[:place], row, start=True) if place else self._header(messages[0], row)
+            spans.append((before, self._render(messages[: place + 1], row)))
         if all(text.startswith(after) for _, after in spans):
             return [self._marked(text, [(_common(before, after), len(after)) for before, after in spans])]
         return [self._marked(after, [(_common(before, after), len(after))]) for before, after in spans]
+
+    def _marks(self, messages: list[dict], row: dict[str, Any]) -> list[tuple[int, int]]:
+        """The stretches of the rendered text that the template marks."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        arguments = {**self.tokenizer.special_tokens_map, **template_arguments(row)}
+        template = self.tokenizer.get_chat_template(self.template, arguments["tools"])
+        # The annotation of what it returns is not what it returns.
+        rendered: Any = render_jinja_template(
+            [messages], chat_template=template, return_assistant_tokens_mask=True, **arguments
+        )
+        return rendered[1][0]
+
+    def _header(self, message: dict[str, Any], row: dict[str, Any]) -> str:
+        """What the template writes before the content of a first message."""
+        one, other = (self._render([{**message, "content": text}], row) for text in ("A", "B"))
+        return one[: _common(one, other)]
 
     def _marked(self, text: str, spans: list[tuple[int, int]]) -> Piece:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -214,16 +234,16 @@ def _way(tokenizer: Any) -> tuple[str, str | None]:
         is_chat_template_stop_token_trained,
     )
 
+    if not tokenizer.is_fast:
+        raise OptionError(
+            "The tokenizer does not say which letters its tokens stand for, which finding the answers needs. Set "
+            "`--assistant_only_loss false` to learn whole conversations."
+        )
     if has_generation_markers(tokenizer.chat_template):
         return ("marks", None) if is_chat_template_stop_token_trained(tokenizer) else ("rendering", None)
     try:
         return "TRL's template", get_training_chat_template(tokenizer)
     except ValueError:  # TRL does not know the template
-        if not tokenizer.is_fast:
-            raise OptionError(
-                "The tokenizer does not say which letters its tokens stand for, which finding the answers needs. Set "
-                "`--assistant_only_loss false` to learn whole conversations."
-            ) from None
         return "rendering", None
 
 
@@ -233,7 +253,14 @@ def _common(first: Any, second: Any) -> int:
     return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
-def report_lengths(rows: Any, reader: Any, learned: str, report: Callable[[str, str], None]) -> None:
+# What is said about rows before they are trained on.
+
+
+Report = Callable[[str, str], None]
+"""Is told a fact: its name and a text."""
+
+
+def report_learned(rows: Any, reader: Any, learned: str, report: Report) -> None:
     """
     Say how many tokens of the rows from [`Answers.tokenise`] SFT learns, in which words, and how many rows are cut.
 
@@ -245,26 +272,126 @@ def report_lengths(rows: Any, reader: Any, learned: str, report: Callable[[str, 
         report("loss on", learned)
         if length is not None:
             report("max_length", f"rows of more than {length:,} tokens are cut; how many is not known in a stream")
-        return
-    sizes, tokens = [], 0
-    for table in rows.with_format("arrow").iter(1000):
-        for labels in table["labels"].chunks:
-            sizes += labels.value_lengths().to_pylist()
-            tokens += int((labels.flatten().to_numpy() >= 0).sum())
-    if not tokens:
-        raise OptionError(
-            "No row has a token to learn. If the chat template hides the answers, set `--assistant_only_loss false`."
-        )
-    report("loss on", f"{learned}: {tokens:,} of {sum(sizes):,} tokens ({tokens / sum(sizes):.0%})")
-    long = [place for place, size in enumerate(sizes) if length is not None and size > length]
+    else:
+        sizes, tokens = sizes_of(rows), 0
+        for table in rows.with_format("arrow").iter(1000):
+            tokens += sum(int((labels.flatten().to_numpy() >= 0).sum()) for labels in table["labels"].chunks)
+        report("loss on", f"{learned}: {tokens:,} of {sum(sizes):,} tokens ({tokens / sum(sizes):.0%})")
+        if not tokens:
+            raise OptionError(
+                "No row has a token to learn. If the chat template hides the answers, set `--assistant_only_loss "
+                "false`."
+            )
     if reader.packing:
         how = "rows are glued and cut" if reader.packing == "wrapped" else "whole rows share a sequence"
-        report("packed", f"{how} of {length:,} tokens; longer rows: {len(long):,}")
-    elif long:
-        kept = slice(-length, None) if reader.keep_end else slice(None, length)
-        lost = sum(all(label < 0 for label in rows[place]["labels"][kept]) for place in long)
-        text = f"{len(long):,} of {len(rows):,} rows cut at --max_length {length:,}"
+        long = "" if not hasattr(rows, "__len__") else f"; longer rows: {sum(size > length for size in sizes):,}"
+        report("packed", f"{how} of {length:,} tokens{long}")
+    report_cut(rows, reader, report)
+
+
+def sizes_of(rows: Any, column: str = "input_ids") -> list[int]:
+    """Return the numbers of tokens of rows."""
+    tables = rows.with_format("arrow").iter(1000)
+    return [size for table in tables for ids in table[column].chunks for size in ids.value_lengths().to_pylist()]
+
+
+def report_cut(rows: Any, reader: Any, report: Report, what: str = "rows") -> None:
+    """
+    Say how many rows `max_length` cuts, and how many of them keep no answer; of a stream only whether none does.
+
+    Raises:
+        OptionError: If every row (the first 64 of a stream) is cut before its answer begins.
+    """
+    length = reader.max_length
+    if length is None or reader.packing not in (None, "bfd"):  # the others glue or divide rows
+        return
+    streamed = not hasattr(rows, "__len__")
+    rows = list(itertools.islice(rows, 64)) if streamed else rows
+    sizes = [len(row["input_ids"]) for row in rows] if streamed else sizes_of(rows)
+    long = [place for place, size in enumerate(sizes) if size > length]
+    kept = slice(-length, None) if reader.keep_end else slice(None, length)
+    lost = sum(all(label < 0 for label in rows[place]["labels"][kept]) for place in long)
+    if long and not streamed:
+        text = f"{len(long):,} of {len(rows):,} {what} cut at --max_length {length:,}"
         text += f" (the longest has {max(sizes):,} tokens)"
         report("cut", text + (f"; {lost:,} of them keep no answer and are left out" if lost else ""))
-        if lost == len(rows):
-            raise OptionError(f"`--max_length {length}` cuts every row before its answer begins. Raise it.")
+    _refuse_if_all_lost(lost, len(rows), what, length)
+
+
+def _refuse_if_all_lost(lost: int, rows: int, what: str, length: int) -> None:
+    if rows and lost == rows:
+        more = "" if what in ("rows", "pairs") else ", or evaluate on none: `--eval_share 0`"
+        which = f"every {what.replace('rows', 'row').replace('pairs', 'pair')}"
+        raise OptionError(f"`--max_length {length}` cuts {which} before its answer begins. Raise it{more}.")
+
+
+def report_pairs(trainer: Any, before: dict[str, Any], report: Report) -> int:
+    """
+    Say how many preference pairs TRL cuts or leaves out, of those that there were `before`, by what they are.
+
+    Returns:
+        `int`: Tokens of the longest row that is trained on.
+
+    Raises:
+        OptionError: If no pair is left.
+    """
+    length, longest = trainer.args.max_length, 0
+    for what, given in before.items():
+        rows = trainer.train_dataset if what == "pairs" else trainer.eval_dataset
+        if not hasattr(rows, "__len__") or "prompt_ids" not in (getattr(rows, "column_names", None) or ()):
+            continue
+        prompts, chosen, rejected = (sizes_of(rows, name) for name in ("prompt_ids", "chosen_ids", "rejected_ids"))
+        sizes = [prompt + max(sides) for prompt, *sides in zip(prompts, chosen, rejected, strict=True)]
+        if what == "pairs" and sizes:
+            tokens, longest = 2 * sum(prompts) + sum(chosen) + sum(rejected), min(max(sizes), length or max(sizes))
+            report("tokens", f"{tokens:,} in {len(rows):,} pairs, the longest row {max(sizes):,}")
+        cut, lost = sum(length is not None and size > length for size in sizes), len(given) - len(rows)
+        _refuse_if_all_lost(lost, len(given), what, length)
+        if cut or lost:
+            text = f"{cut:,} of {len(rows):,} {what} cut at --max_length {length:,}"
+            report("cut", text + (f"; {lost:,} with a longer prompt left out" if lost else ""))
+    return longest
+
+
+_MARK = re.compile(r"<[|\uff5c][^<>|\uff5c\s]{1,40}[|\uff5c]>|<(?:start|end)_of_turn>")
+
+
+def warn_of_traps(rows: Any, tokenizer: Any, ends: set[int]) -> None:
+    """
+    Warn of what a trained model does not recover from: answers without a token at which generation ends (`ends`), and
+    marks of the chat template that are no tokens.
+    """
+    several = rows.select(range(0, len(rows), max(len(rows) // 8, 1))) if hasattr(rows, "__len__") else rows
+    several = list(itertools.islice(several, 8))
+    text = tokenizer.decode(several[0]["input_ids"])
+    vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    if marks := sorted({mark for mark in _MARK.findall(text) if mark not in vocabulary}):
+        names = " and ".join(f"`{mark}`" for mark in marks[:3])
+        logger.warning(
+            "%s in the rows: no token of the vocabulary, but learned in pieces. Choose the tokenizer that belongs to "
+            "the chat template, or another template with `--chat_template_path`.", names,
+        )  # fmt: skip
+    tails = [[label for label in row["labels"] if label >= 0][-8:] for row in several]
+    if not any(tails) or any(ends & set(tail[-4:]) for tail in tails):
+        return
+    tail = next(filter(None, tails))
+    mark = next((token for token in map(tokenizer.convert_ids_to_tokens, reversed(tail)) if token in added), None)
+    stops = " or ".join(f"`{tokenizer.convert_ids_to_tokens(end)}`" for end in sorted(ends)) or "nothing"
+    how = f"Set `--eos_token '{mark}'`" if mark else "End answers by `{{ eos_token }}` in the chat template"
+    logger.warning(
+        "Learned rows end in %r, and generation ends at %s: the model will not stop after its answer. %s.",
+        tokenizer.decode(tail), stops, how,
+    )  # fmt: skip
+
+
+def prompt_sizes(rows: Any, tokenizer: Any) -> list[int]:
+    """Return the numbers of tokens of prompts."""
+
+    def size(row: dict[str, Any]) -> int:
+        if isinstance(row["prompt"], str):
+            return len(tokenizer(row["prompt"])["input_ids"])
+        arguments = {"add_generation_prompt": True, "tokenize": False, **template_arguments(row)}
+        text = tokenizer.apply_chat_template(messages_of(row, "prompt"), **arguments)
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return [size(row) for row in rows]
