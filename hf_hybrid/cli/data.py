@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import json
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,12 +98,7 @@ class Source:
 
 
 def load(option: str, name: str, split: str, config: str | None = None, streaming: bool = False) -> Any:
-    """
-    Load a split of a file, a folder or a data set on the Hub; the rows of a JSON file as text in [`JSON`].
-
-    Raises:
-        OptionError: If it cannot be loaded.
-    """
+    """Load a split of a file, a folder or a data set on the Hub, the rows of a JSON file as text ([`JSON`])."""
     from datasets import load_dataset, load_from_disk
 
     check_paths(option, [name])
@@ -168,17 +164,21 @@ def _without_blank(batch: dict[str, list[str]], column: str) -> dict[str, list[s
     return {column: [text.strip("\n") for text in batch["text"] if text.strip()]}
 
 
-def read_row(row: Any, renamed: dict[str, str]) -> dict[str, Any]:
-    """Return a row of [`load`] with the new names of its columns. Raises [`FormatError`] if it is no JSON object."""
-    if JSON in row:
-        try:
-            row = json.loads(row[JSON])
-        except ValueError as error:
-            raise formats.FormatError(f"it is no JSON ({error})") from None
-        if isinstance(row, str):  # an array of texts
-            row = {"text": row}
-        if not isinstance(row, dict):
-            raise formats.FormatError(f"it is `{row!r:.80}`, no JSON object")
+def read_row(row: Any) -> dict[str, Any]:
+    """Return the values of a row of [`load`]. Raises [`FormatError`] if it is no JSON object."""
+    if JSON not in row:
+        return row
+    try:
+        values = json.loads(row[JSON])
+    except ValueError as error:
+        raise formats.FormatError(f"it is no JSON ({error})") from None
+    values = {"text": values} if isinstance(values, str) else values
+    if not isinstance(values, dict):
+        raise formats.FormatError(f"it is `{values!r:.80}`, no JSON object")
+    return values
+
+
+def _renamed(row: dict[str, Any], renamed: dict[str, str]) -> dict[str, Any]:
     return {renamed.get(name, name): value for name, value in row.items()}
 
 
@@ -322,12 +322,7 @@ class Reader:
         return bool(self.data.eval_dataset or self.data.eval_split or self.eval_share)
 
     def train_and_eval(self, tokenizer: Any, report: Report = silent, processes: int | None = None) -> tuple[Any, Any]:
-        """
-        Return the rows to train on, and those to evaluate on (`None` if there are none).
-
-        Raises:
-            OptionError: If the rows cannot be read, or there is nothing to learn.
-        """
+        """Return the rows to train on, and those to evaluate on or `None`. Raises [`OptionError`]."""
         data, sources = self.data, list(self.sources("dataset", tokenizer, report))
         if self.answers_only and not any(source.format.chats for source in sources):
             raise OptionError(
@@ -353,9 +348,7 @@ class Reader:
         elif self.command == "sft":
             answers = self._answers(tokenizer)
             learned = " and ".join(sorted({answers.learned(source) for source in sources}))
-            tokens.report_learned(train_set, self, learned, report)
-            if eval_set is not None:
-                tokens.report_cut(eval_set, self, report, "rows to evaluate on")
+            tokens.report_learned(train_set, eval_set, self, learned, report)
         return train_set, eval_set
 
     def eval_set(self, tokenizer: Any, report: Report = silent, processes: int | None = None) -> Any:
@@ -387,21 +380,21 @@ class Reader:
     def _converted(self, where: str, name: str, rows: Any, tokenizer: Any) -> Source:
         renamed, system = new_names(self.data.columns), self.data.system_prompt
         stored = _columns_of(rows)
+
+        def read(convert: Callable[[Any], dict[str, Any]], row: Any, number: int) -> dict[str, Any]:
+            try:
+                return convert(row)
+            except formats.FormatError as error:
+                raise OptionError(f"{where}, row {number + 1}: {error}. Correct or remove the row.") from None
+
         # A row of JSON need not have the columns of the first.
         heads = itertools.islice(rows, 1000 if JSON in stored else 1)
-        first, columns = None, []
-        for number, row in enumerate(heads):
-            try:
-                row = read_row(row, {})
-            except formats.FormatError as error:
-                raise OptionError(f"{where} cannot be read as json: row {number + 1}: {error}.") from None
-            first = row if first is None else first
-            columns += [column for column in row if column not in columns]
-        if first is None:
+        heads = [read(read_row, row, number) for number, row in enumerate(heads)]
+        if not heads:
             raise OptionError(f"{where} holds no rows.")
-        _check_names(name, columns, renamed)
-        first = read_row(first, renamed)
-        columns = [renamed.get(column, column) for column in columns]
+        old = list(dict.fromkeys(itertools.chain.from_iterable(heads)))
+        _check_names(name, old, renamed)
+        columns, first = [renamed.get(column, column) for column in old], _renamed(heads[0], renamed)
         row_format = formats.recognise(self.command, columns, first, bool(tokenizer.chat_template), where)
         if row_format.chats and not tokenizer.chat_template:
             ways = " to that of an instruct model, or save a `chat_template.jinja` beside it."
@@ -414,14 +407,12 @@ class Reader:
         kept = [column for column in row_format.kept if column in columns]
         options: dict[str, Any] = {} if self.data.streaming else {"desc": "Reading rows"}
 
-        def convert(row: dict[str, Any], number: int) -> dict[str, Any]:
-            try:
-                return formats.converted(read_row(row, renamed), row_format, kept, system)
-            except formats.FormatError as error:
-                raise OptionError(f"{where}, row {number + 1}: {error}. Correct or remove the row.") from None
+        def convert(row: Any) -> dict[str, Any]:
+            return formats.converted(_renamed(read_row(row), renamed), row_format, kept, system)
 
         try:
-            rows = rows.map(convert, with_indices=True, remove_columns=stored, **options)
+            each = functools.partial(read, convert)
+            rows = rows.map(each, with_indices=True, remove_columns=stored, **options)
             return Source(where, row_format, _columns_of(rows), rows)
         except OptionError:
             raise

@@ -40,44 +40,28 @@ def check_model(name: str) -> None:
 
 
 def _adapter_values(name: str) -> dict[str, Any] | None:
-    """
-    What adapters in a folder say of their base, `None` if it is no folder of adapters.
-
-    Raises:
-        OptionError: If they do not name their base.
-    """
+    """What trained adapters in a folder say of themselves, `None` if it is no folder of adapters."""
     path = Path(name).expanduser()
     if not (path / "adapter_config.json").is_file() or (path / "config.json").is_file():
         return None
     values = as_dict(read_json(path / "adapter_config.json", []))
     if not isinstance(values.get("base_model_name_or_path"), str):
-        raise OptionError(
-            f"`--model {name}` holds adapters that do not name their base (`base_model_name_or_path` in "
-            "`adapter_config.json`). Write it there."
-        )
+        raise OptionError(f"`--model {name}` holds adapters whose `adapter_config.json` does not name their base.")
     return values
 
 
 def take_adapter(options: Options) -> Path | None:
     """
-    Put the base in the place of trained adapters that `--model` names, with their tokenizer.
-
-    Returns:
-        `Path`: The folder of the adapters that training goes on with; `None` if there are none, or if `--adapter new`
-        merged them into the base.
-
-    Raises:
-        OptionError: If an option does not fit trained adapters.
-        ExportError: If they cannot be merged.
+    Put the base in the place of trained adapters that `--model` names, and return their folder. With `--adapter new`
+    that is the base in which they are merged, and no adapters are left.
     """
     model, adapters, name = options.model, options.adapters, str(options.model.model)
-    values = _adapter_values(name)
+    values, folder = _adapter_values(name), Path(name).expanduser()
     if values is None:
         return None
-    folder = Path(name).expanduser()
+    adapters.use_peft = True
     if (folder / "tokenizer_config.json").is_file():
         model.tokenizer = model.tokenizer or name
-    adapters.use_peft = True
     if adapters.adapter == "new":
         from hf_hybrid.export.source import check_source, plain_folder
 
@@ -119,12 +103,7 @@ def load_tokenizer(options: ModelOptions, trust_remote_code: bool = False, confi
 
 
 def _set_template(tokenizer: Any, config: Any) -> None:
-    """
-    Give a tokenizer the end-of-text token and the chat template that the options name, as TRL does.
-
-    Raises:
-        OptionError: If the token or the file does not exist.
-    """
+    """Give a tokenizer the end-of-text token and the chat template that the options name, as TRL does."""
     if getattr(config, "eos_token", None) is not None:
         if config.eos_token not in tokenizer.get_vocab():
             raise OptionError(f"`--eos_token {config.eos_token}` is not in the vocabulary of the tokenizer.")
@@ -166,21 +145,14 @@ def check_kind(config: Any, name: str) -> None:
     """Refuse what is no causal language model. Of one that takes images too, say that only its text is trained on."""
     from transformers import AutoModelForCausalLM
 
-    architectures = getattr(config, "architectures", None) or ()
-    takes_more = any(getattr(config, f"{part}_config", None) is not None for part in ("vision", "audio"))
-    kind = None
-    if getattr(config, "is_encoder_decoder", False):
-        kind = "an encoder with a decoder"
-    elif any(architecture.endswith("ForMaskedLM") for architecture in architectures):
-        kind = "an encoder, which reads in both directions"
-    elif type(config) not in AutoModelForCausalLM._model_mapping and not hasattr(config, "auto_map"):
-        kind = "a model of images or sounds" if takes_more else "none that transformers loads as one"
-    if kind is not None:
+    is_encoder = any(architecture.endswith("MaskedLM") for architecture in getattr(config, "architectures", None) or ())
+    known = type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map")
+    if getattr(config, "is_encoder_decoder", False) or is_encoder or not known:
         raise OptionError(
-            f"`--model {name}` is {kind} (`{config.model_type}`), and this command trains causal language models. "
-            "Train it in Python with `HybridTrainer`, which takes what `Trainer` takes."
+            f"`--model {name}` is no causal language model but a `{config.model_type}`. Train it in Python with "
+            "`HybridTrainer`, which takes what `Trainer` takes."
         )
-    if takes_more:
+    if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
         logger.warning("`%s` takes images or sounds too. Only its text is trained on.", name)
 
 
@@ -248,10 +220,10 @@ def reason_of(error: BaseException) -> str:
 
 def load_model(options: Options, config: Any, adapter: Path | None = None) -> Any:
     """
-    Load the model of a config, with the trained adapters of a folder (`adapter`) or without any. The caller has set the
-    seed that random weights are drawn with.
+    Load the model of a config, with the trained adapters of a folder (`adapter`) or without any.
 
-    A base in 4 bits computes in bf16 if training does. While layers are streamed, a packed base lies in host memory.
+    The caller has set the seed that random weights are drawn with. A base in 4 bits computes in bf16 if training does.
+    While layers are streamed, a packed base lies in host memory.
 
     Raises:
         OptionError: If the model cannot be loaded.
@@ -309,26 +281,22 @@ def load_model(options: Options, config: Any, adapter: Path | None = None) -> An
 
 def _check_keys(name: str, model: Any, info: dict[str, Any]) -> None:
     """Refuse a checkpoint that lacks weights of the model, which would be random, or that has others."""
-    lacking, others = (sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys"))
     parts = []
-    for what, keys in (("lacks", lacking), ("has, and the model does not,", others)):
+    for what, keys in (("lacks", info["missing_keys"]), ("has, in vain,", info["unexpected_keys"])):
         if keys:
-            names = ", ".join(f"`{key}`" for key in keys[:3]) + (" ..." if len(keys) > 3 else "")
+            names = ", ".join(f"`{key}`" for key in sorted(keys)[:3]) + (" ..." if len(keys) > 3 else "")
             parts.append(f"{what} {len(keys):,} weights: {names}")
     if parts:
         raise OptionError(
-            f"`--model {name}` is not whole as `{type(model).__name__}`. It {'; it '.join(parts)}. Lacking weights "
-            "would begin at random; set `--allow_new_weights true` if that is meant."
+            f"`--model {name}` is no whole `{type(model).__name__}`: it {'; it '.join(parts)}. Set "
+            "`--allow_new_weights true` if what it lacks shall begin at random."
         )
 
 
 def _warn_of_experts(model: Any) -> None:
     """Say how much of a quantised base stays as it is: bitsandbytes packs linear layers, not experts in one tensor."""
-    kept = [weight for weight in model.parameters() if weight.ndim == 3]
-    if kept:
-        size = sum(weight.numel() * weight.element_size() for weight in kept) / 2**30
-        dtype = str(kept[0].dtype).removeprefix("torch.")
-        logger.warning("The experts of the model are not quantised: they stay in %s and take %.1f GiB.", dtype, size)
+    if size := sum(weight.nbytes for weight in model.parameters() if weight.ndim == 3):
+        logger.warning("The experts of the model are not quantised, and take %.3g GiB.", size / 2**30)
 
 
 def _check_shards(path: Path) -> None:

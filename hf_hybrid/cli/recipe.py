@@ -216,7 +216,7 @@ def make_trainer(options: Options) -> Any:
         model, args=args, train_dataset=train_set, eval_dataset=eval_set, processing_class=tokenizer, **more
     )
     if command is DPO:
-        before = {"pairs": train_set, "pairs to evaluate on": eval_set}
+        before = {"pair": train_set, "evaluation pair": eval_set}
         longest = tokens.report_pairs(trainer, before, console.print_fact)
         loading.check_positions(config, longest, "Set a lower `--max_length`.")
     if args.should_save:

@@ -44,10 +44,8 @@ def blocks(source: Any, tokenizer: Any, length: int) -> Any:
     """
     Join texts, with end-of-text tokens between, and cut them into rows of `length` tokens, all of them learned.
 
-    Conversations are formatted by the chat template. The rest of each 1,000 documents is left out.
-
-    Raises:
-        OptionError: If a row cannot be formatted, or there are too few tokens.
+    Conversations are formatted by the chat template. The rest of each 1,000 documents is left out. Raises
+    [`OptionError`] if a row cannot be formatted, or there are too few tokens.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     columns, where = source.columns, source.where
@@ -135,12 +133,7 @@ class Answers:
         return "completions" if self.completions_only else "prompts and completions"
 
     def tokenise(self, source: Any, processes: int | None = None) -> Any:
-        """
-        Return a data set or stream with `input_ids` and `labels`.
-
-        Raises:
-            OptionError: If the chat template cannot format a row.
-        """
+        """Return a data set or stream with `input_ids` and `labels`. A row that has no form raises [`OptionError`]."""
         from hf_hybrid.rows.tree import IGNORED  # imports torch
 
         columns, where = source.columns, source.where
@@ -260,33 +253,54 @@ Report = Callable[[str, str], None]
 """Is told a fact: its name and a text."""
 
 
-def report_learned(rows: Any, reader: Any, learned: str, report: Report) -> None:
+def report_learned(rows: Any, eval_rows: Any, reader: Any, learned: str, report: Report) -> None:
     """
     Say how many tokens of the rows from [`Answers.tokenise`] SFT learns, in which words, and how many rows are cut.
-
-    Raises:
-        OptionError: If there is nothing to learn.
+    Raises [`OptionError`] if there is nothing to learn or to evaluate on.
     """
-    length = reader.max_length
-    if not hasattr(rows, "__len__"):
-        report("loss on", learned)
-        if length is not None:
-            report("max_length", f"rows of more than {length:,} tokens are cut; how many is not known in a stream")
-    else:
+    length, long = reader.max_length, ""
+    if hasattr(rows, "__len__"):
         sizes, tokens = sizes_of(rows), 0
         for table in rows.with_format("arrow").iter(1000):
             tokens += sum(int((labels.flatten().to_numpy() >= 0).sum()) for labels in table["labels"].chunks)
-        report("loss on", f"{learned}: {tokens:,} of {sum(sizes):,} tokens ({tokens / sum(sizes):.0%})")
+        learned += f": {tokens:,} of {sum(sizes):,} tokens ({tokens / sum(sizes):.0%})"
+        long = f"; longer rows: {sum(size > length for size in sizes):,}" if reader.packing else ""
         if not tokens:
             raise OptionError(
                 "No row has a token to learn. If the chat template hides the answers, set `--assistant_only_loss "
                 "false`."
             )
+    elif length is not None:
+        report("max_length", f"rows of more than {length:,} tokens are cut; how many is not known in a stream")
+    report("loss on", learned)
     if reader.packing:
         how = "rows are glued and cut" if reader.packing == "wrapped" else "whole rows share a sequence"
-        long = "" if not hasattr(rows, "__len__") else f"; longer rows: {sum(size > length for size in sizes):,}"
         report("packed", f"{how} of {length:,} tokens{long}")
-    report_cut(rows, reader, report)
+    if reader.packing in (None, "bfd"):  # the others glue or divide rows
+        for what, part in (("row", rows), ("evaluation row", eval_rows)):
+            if part is not None and length is not None:
+                _report_cut_rows(what, part, reader, report)
+
+
+def _report_cut_rows(what: str, rows: Any, reader: Any, report: Report) -> None:
+    from datasets import Dataset
+
+    streamed, length = not hasattr(rows, "__len__"), reader.max_length
+    rows = Dataset.from_list(list(rows.take(64))) if streamed else rows
+    sizes = sizes_of(rows)
+    kept = slice(-length, None) if reader.keep_end else slice(None, length)
+    long = rows.select([place for place, size in enumerate(sizes) if size > length])
+    lost = sum(all(label < 0 for label in row["labels"][kept]) for row in long)
+    report_cut(what, sizes, lost, len(rows), length, (lambda name, text: None) if streamed else report)
+
+
+def report_cut(what: str, sizes: list[int], lost: int, total: int, length: int, report: Report) -> None:
+    """Say how many rows `max_length` cuts or leaves out. Raises [`OptionError`] if it leaves out all."""
+    if total and lost == total:
+        raise OptionError(f"`--max_length {length}` cuts every {what} before its answer begins. Raise it.")
+    if cut := sum(size > length for size in sizes) + total - len(sizes):
+        text = f"{cut:,} of {total:,} {what}s cut at --max_length {length:,} (the longest has {max(sizes):,} tokens)"
+        report("cut", text + (f"; {lost:,} of them keep no answer and are left out" if lost else ""))
 
 
 def sizes_of(rows: Any, column: str = "input_ids") -> list[int]:
@@ -295,62 +309,23 @@ def sizes_of(rows: Any, column: str = "input_ids") -> list[int]:
     return [size for table in tables for ids in table[column].chunks for size in ids.value_lengths().to_pylist()]
 
 
-def report_cut(rows: Any, reader: Any, report: Report, what: str = "rows") -> None:
-    """
-    Say how many rows `max_length` cuts, and how many of them keep no answer; of a stream only whether none does.
-
-    Raises:
-        OptionError: If every row (the first 64 of a stream) is cut before its answer begins.
-    """
-    length = reader.max_length
-    if length is None or reader.packing not in (None, "bfd"):  # the others glue or divide rows
-        return
-    streamed = not hasattr(rows, "__len__")
-    rows = list(itertools.islice(rows, 64)) if streamed else rows
-    sizes = [len(row["input_ids"]) for row in rows] if streamed else sizes_of(rows)
-    long = [place for place, size in enumerate(sizes) if size > length]
-    kept = slice(-length, None) if reader.keep_end else slice(None, length)
-    lost = sum(all(label < 0 for label in rows[place]["labels"][kept]) for place in long)
-    if long and not streamed:
-        text = f"{len(long):,} of {len(rows):,} {what} cut at --max_length {length:,}"
-        text += f" (the longest has {max(sizes):,} tokens)"
-        report("cut", text + (f"; {lost:,} of them keep no answer and are left out" if lost else ""))
-    _refuse_if_all_lost(lost, len(rows), what, length)
-
-
-def _refuse_if_all_lost(lost: int, rows: int, what: str, length: int) -> None:
-    if rows and lost == rows:
-        more = "" if what in ("rows", "pairs") else ", or evaluate on none: `--eval_share 0`"
-        which = f"every {what.replace('rows', 'row').replace('pairs', 'pair')}"
-        raise OptionError(f"`--max_length {length}` cuts {which} before its answer begins. Raise it{more}.")
-
-
 def report_pairs(trainer: Any, before: dict[str, Any], report: Report) -> int:
     """
-    Say how many preference pairs TRL cuts or leaves out, of those that there were `before`, by what they are.
-
-    Returns:
-        `int`: Tokens of the longest row that is trained on.
-
-    Raises:
-        OptionError: If no pair is left.
+    Say how many preference pairs TRL cuts or leaves out, of those that there were `before`, and return the tokens of
+    the longest row. Raises [`OptionError`] if no pair is left.
     """
     length, longest = trainer.args.max_length, 0
-    for what, given in before.items():
-        rows = trainer.train_dataset if what == "pairs" else trainer.eval_dataset
-        if not hasattr(rows, "__len__") or "prompt_ids" not in (getattr(rows, "column_names", None) or ()):
+    for what, rows in (("evaluation pair", trainer.eval_dataset), ("pair", trainer.train_dataset)):
+        if "prompt_ids" not in (getattr(rows, "column_names", None) or ()) or not hasattr(rows, "__len__"):
             continue
         prompts, chosen, rejected = (sizes_of(rows, name) for name in ("prompt_ids", "chosen_ids", "rejected_ids"))
         sizes = [prompt + max(sides) for prompt, *sides in zip(prompts, chosen, rejected, strict=True)]
-        if what == "pairs" and sizes:
-            tokens, longest = 2 * sum(prompts) + sum(chosen) + sum(rejected), min(max(sizes), length or max(sizes))
-            report("tokens", f"{tokens:,} in {len(rows):,} pairs, the longest row {max(sizes):,}")
-        cut, lost = sum(length is not None and size > length for size in sizes), len(given) - len(rows)
-        _refuse_if_all_lost(lost, len(given), what, length)
-        if cut or lost:
-            text = f"{cut:,} of {len(rows):,} {what} cut at --max_length {length:,}"
-            report("cut", text + (f"; {lost:,} with a longer prompt left out" if lost else ""))
-    return longest
+        if length is not None:
+            report_cut(what, sizes, len(before[what]) - len(rows), len(before[what]), length, report)
+        if what == "pair":
+            tokens, longest = 2 * sum(prompts) + sum(chosen) + sum(rejected), max(sizes)
+            report("tokens", f"{tokens:,} in {len(rows):,} pairs, the longest row {longest:,}")
+    return min(longest, length or longest)
 
 
 _MARK = re.compile(r"<[|\uff5c][^<>|\uff5c\s]{1,40}[|\uff5c]>|<(?:start|end)_of_turn>")
@@ -361,37 +336,30 @@ def warn_of_traps(rows: Any, tokenizer: Any, ends: set[int]) -> None:
     Warn of what a trained model does not recover from: answers without a token at which generation ends (`ends`), and
     marks of the chat template that are no tokens.
     """
-    several = rows.select(range(0, len(rows), max(len(rows) // 8, 1))) if hasattr(rows, "__len__") else rows
-    several = list(itertools.islice(several, 8))
-    text = tokenizer.decode(several[0]["input_ids"])
-    vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
-    if marks := sorted({mark for mark in _MARK.findall(text) if mark not in vocabulary}):
-        names = " and ".join(f"`{mark}`" for mark in marks[:3])
+    sample = list(itertools.islice(rows, 8))
+    marks = set(_MARK.findall(tokenizer.decode(sample[0]["input_ids"]))) - tokenizer.get_vocab().keys()
+    if marks:
         logger.warning(
-            "%s in the rows: no token of the vocabulary, but learned in pieces. Choose the tokenizer that belongs to "
-            "the chat template, or another template with `--chat_template_path`.", names,
+            "`%s` in the rows: no token of the vocabulary, but learned in pieces. Choose the tokenizer that belongs to "
+            "the chat template, or another template with `--chat_template_path`.", "`, `".join(sorted(marks)),
         )  # fmt: skip
-    tails = [[label for label in row["labels"] if label >= 0][-8:] for row in several]
-    if not any(tails) or any(ends & set(tail[-4:]) for tail in tails):
-        return
-    tail = next(filter(None, tails))
-    mark = next((token for token in map(tokenizer.convert_ids_to_tokens, reversed(tail)) if token in added), None)
-    stops = " or ".join(f"`{tokenizer.convert_ids_to_tokens(end)}`" for end in sorted(ends)) or "nothing"
-    how = f"Set `--eos_token '{mark}'`" if mark else "End answers by `{{ eos_token }}` in the chat template"
-    logger.warning(
-        "Learned rows end in %r, and generation ends at %s: the model will not stop after its answer. %s.",
-        tokenizer.decode(tail), stops, how,
-    )  # fmt: skip
+    tails = [[label for label in row["labels"] if label >= 0][-8:] for row in sample]
+    if any(tails) and not any(ends & set(tail[-4:]) for tail in tails):
+        tail = next(filter(None, tails))
+        names, added = tokenizer.convert_ids_to_tokens, tokenizer.get_added_vocab()
+        mark = next((name for name in reversed(names(tail)) if name in added), None)
+        how = f"Set `--eos_token '{mark}'`" if mark else "End answers by `{{ eos_token }}` in the chat template"
+        logger.warning(
+            "Learned rows end in %r, and generation ends at `%s`: the model will not stop after its answer. %s.",
+            tokenizer.decode(tail), "`, `".join(names(sorted(ends))), how,
+        )  # fmt: skip
 
 
-def prompt_sizes(rows: Any, tokenizer: Any) -> list[int]:
-    """Return the numbers of tokens of prompts."""
-
-    def size(row: dict[str, Any]) -> int:
-        if isinstance(row["prompt"], str):
-            return len(tokenizer(row["prompt"])["input_ids"])
-        arguments = {"add_generation_prompt": True, "tokenize": False, **template_arguments(row)}
-        text = tokenizer.apply_chat_template(messages_of(row, "prompt"), **arguments)
-        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    return [size(row) for row in rows]
+def prompt_sizes(rows: Any, tokenizer: Any) -> Iterator[int]:
+    """Yield the numbers of tokens of prompts."""
+    for row in rows:
+        text, is_chat = row["prompt"], isinstance(row["prompt"], list)
+        if is_chat:
+            arguments = {"add_generation_prompt": True, "tokenize": False, **template_arguments(row)}
+            text = tokenizer.apply_chat_template(messages_of(row, "prompt"), **arguments)
+        yield len(tokenizer(text, add_special_tokens=not is_chat)["input_ids"])
