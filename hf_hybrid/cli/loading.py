@@ -65,7 +65,7 @@ def take_adapter(options: Options) -> Path | None:
     if adapters.adapter == "new":
         from hf_hybrid.export.source import check_source, plain_folder
 
-        work = Path(options.config.output_dir) / BASE_NAME
+        work = Path(options.config.output_dir).resolve() / BASE_NAME
         if options.config.local_process_index == 0:
             check_source(folder)
             plain_folder(folder, work)

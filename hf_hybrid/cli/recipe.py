@@ -182,10 +182,10 @@ def make_trainer(options: Options) -> Any:
     from transformers import default_data_collator, set_seed
 
     command, args = options.command, options.config
-    check_options(options)
     check_output(args.output_dir)
     with args.main_process_first(desc="merging adapters"):
         adapter = loading.take_adapter(options)
+    check_options(options)
     adapters = loading.adapters_config(options.adapters) if adapter is None else None
     with args.main_process_first(desc="loading the tokenizer"):
         config = loading.read_config(options.model, options.trust_remote_code)
@@ -273,8 +273,9 @@ def load_data(options: Options, reader: Reader, tokenizer: Any, config: Any) -> 
     if options.command is SFT:
         args.assistant_only_loss = False  # done: the labels say it
         tokens.warn_of_traps(train_set, tokenizer, loading.end_tokens(options.model, tokenizer, config))
-        sizes = tokens.sizes_of(train_set) if hasattr(train_set, "__len__") else [args.max_length or 0]
-        longest = min(max(sizes), args.max_length or max(sizes))
+        parts = [rows for rows in (train_set, eval_set) if hasattr(rows, "__len__")]
+        longest = max([size for rows in parts for size in tokens.sizes_of(rows)], default=args.max_length or 0)
+        longest = min(longest, args.max_length or longest)
         loading.check_positions(config, longest, "Set a lower `--max_length`.")
     if options.command is GRPO and loading.positions_of(config)[1] and hasattr(train_set, "__len__"):
         longest = max(tokens.prompt_sizes(train_set, tokenizer)) + (args.max_completion_length or 0)

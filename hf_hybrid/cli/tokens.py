@@ -322,9 +322,10 @@ def report_pairs(trainer: Any, before: dict[str, Any], report: Report) -> int:
         sizes = [prompt + max(sides) for prompt, *sides in zip(prompts, chosen, rejected, strict=True)]
         if length is not None:
             report_cut(what, sizes, len(before[what]) - len(rows), len(before[what]), length, report)
+        longest = max([longest, *sizes])
         if what == "pair":
-            tokens, longest = 2 * sum(prompts) + sum(chosen) + sum(rejected), max(sizes)
-            report("tokens", f"{tokens:,} in {len(rows):,} pairs, the longest row {longest:,}")
+            tokens = 2 * sum(prompts) + sum(chosen) + sum(rejected)
+            report("tokens", f"{tokens:,} in {len(rows):,} pairs, the longest row {max(sizes):,}")
     return min(longest, length or longest)
 
 
@@ -351,7 +352,7 @@ def warn_of_traps(rows: Any, tokenizer: Any, ends: set[int]) -> None:
         how = f"Set `--eos_token '{mark}'`" if mark else "End answers by `{{ eos_token }}` in the chat template"
         logger.warning(
             "Learned rows end in %r, and generation ends at `%s`: the model will not stop after its answer. %s.",
-            tokenizer.decode(tail), "`, `".join(names(sorted(ends))), how,
+            tokenizer.decode(tail), "`, `".join(map(str, names(sorted(ends)))), how,
         )  # fmt: skip
 
 
