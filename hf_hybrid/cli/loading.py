@@ -127,7 +127,7 @@ def _set_template(tokenizer: Any, config: Any) -> None:
 
 
 def read_config(options: ModelOptions, trust_remote_code: bool = False) -> Any:
-    """Return the config of the model. Raises [`OptionError`] if it cannot be read."""
+    """Return the config of the model. Raises [`OptionError`] if it cannot be read, or is of another kind of model."""
     from transformers import AutoConfig
 
     name, revision = str(options.model), options.model_revision or "main"
@@ -138,10 +138,11 @@ def read_config(options: ModelOptions, trust_remote_code: bool = False) -> Any:
             f"`--model {name}` cannot be loaded: {reason_of(error)} It must be a folder, a config.json, or an id on "
             "the Hub, which needs the network (HF_HUB_OFFLINE=1 forbids it) unless it is cached."
         ) from error
+    _check_kind(config, name)
     return config
 
 
-def check_kind(config: Any, name: str) -> None:
+def _check_kind(config: Any, name: str) -> None:
     """Refuse what is no causal language model. Of one that takes images too, say that only its text is trained on."""
     from transformers import AutoModelForCausalLM
 
@@ -169,42 +170,12 @@ def check_sizes(config: Any, name: str, vocabulary: int, sequence_length: int) -
             f"The tokenizer has {vocabulary} tokens, and the model `{name}` embeds {embedded}. Set "
             "`--tokenizer` to the one that belongs to the model."
         )
-    positions, _ = positions_of(config)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
     if 0 < positions < sequence_length:
         raise OptionError(
             f"`sequence_length={sequence_length}` is over the {positions} positions of the model "
             "(`max_position_embeddings`). Lower it, or raise that number in the config of the model."
         )
-
-
-def positions_of(config: Any) -> tuple[int, bool]:
-    """Return how many positions a model knows (0: any number), and whether it has weights for these alone."""
-    text = config.get_text_config()
-    return getattr(text, "max_position_embeddings", None) or 0, not getattr(text, "rope_parameters", None)
-
-
-def check_positions(config: Any, longest: int, remedy: str) -> None:
-    """Refuse rows that are longer than the positions that a model learned, and warn where they can be computed."""
-    positions, learned = positions_of(config)
-    if not 0 < positions < longest:
-        return
-    text = f"Rows have up to {longest:,} tokens, and the model has {positions:,} positions (`max_position_embeddings`)"
-    if learned:
-        raise OptionError(f"{text}. {remedy}")
-    logger.warning("%s; it was not trained on those beyond. %s", text, remedy)
-
-
-def end_tokens(options: ModelOptions, tokenizer: Any, config: Any) -> set[int]:
-    """Return the tokens at which the model ends what it generates."""
-    from transformers import GenerationConfig
-
-    ends = [tokenizer.eos_token_id, config.get_text_config().eos_token_id]
-    try:
-        name, revision = str(options.model), options.model_revision or "main"
-        ends.append(GenerationConfig.from_pretrained(name, revision=revision).eos_token_id)
-    except OSError:  # it has none
-        pass
-    return {end for entry in ends if entry is not None for end in (entry if isinstance(entry, list) else [entry])}
 
 
 def reason_of(error: BaseException) -> str:

@@ -190,7 +190,6 @@ def make_trainer(options: Options) -> Any:
     with args.main_process_first(desc="loading the tokenizer"):
         config = loading.read_config(options.model, options.trust_remote_code)
         tokenizer = loading.load_tokenizer(options.model, options.trust_remote_code, args)
-    loading.check_kind(config, str(options.model.model))
     loading.check_sizes(config, str(options.model.model), len(tokenizer), getattr(options.data, "sequence_length", 0))
     reader = Reader.of(options)
     set_seed(args.seed)
@@ -216,9 +215,7 @@ def make_trainer(options: Options) -> Any:
         model, args=args, train_dataset=train_set, eval_dataset=eval_set, processing_class=tokenizer, **more
     )
     if command is DPO:
-        before = {"pair": train_set, "evaluation pair": eval_set}
-        longest = tokens.report_pairs(trainer, before, console.print_fact)
-        loading.check_positions(config, longest, "Set a lower `--max_length`.")
+        tokens.report_pairs(trainer, (train_set, eval_set), config, console.print_fact)
     if args.should_save:
         write_note(Path(args.output_dir) / NOTE_NAME, reader.to_dict())
     return trainer
@@ -272,14 +269,7 @@ def load_data(options: Options, reader: Reader, tokenizer: Any, config: Any) -> 
         )
     if options.command is SFT:
         args.assistant_only_loss = False  # done: the labels say it
-        tokens.warn_of_traps(train_set, tokenizer, loading.end_tokens(options.model, tokenizer, config))
-        parts = [rows for rows in (train_set, eval_set) if hasattr(rows, "__len__")]
-        longest = max([size for rows in parts for size in tokens.sizes_of(rows)], default=args.max_length or 0)
-        longest = min(longest, args.max_length or longest)
-        loading.check_positions(config, longest, "Set a lower `--max_length`.")
-    if options.command is GRPO and loading.positions_of(config)[1] and hasattr(train_set, "__len__"):
-        longest = max(tokens.prompt_sizes(train_set, tokenizer)) + (args.max_completion_length or 0)
-        loading.check_positions(config, longest, "Leave out long prompts, or set a lower `--max_completion_length`.")
+    tokens.check_rows(options, (train_set, eval_set), tokenizer, config)
     return train_set, eval_set
 
 

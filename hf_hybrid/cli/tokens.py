@@ -27,12 +27,12 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hf_hybrid.cli.formats import is_learned, messages_of
 from hf_hybrid.cli.loading import reason_of
-from hf_hybrid.cli.options import OptionError
+from hf_hybrid.cli.options import ModelOptions, OptionError, Options
 
 logger = logging.getLogger(__name__)
 
@@ -309,30 +309,79 @@ def sizes_of(rows: Any, column: str = "input_ids") -> list[int]:
     return [size for table in tables for ids in table[column].chunks for size in ids.value_lengths().to_pylist()]
 
 
-def report_pairs(trainer: Any, before: dict[str, Any], report: Report) -> int:
+def report_pairs(trainer: Any, before: Sequence[Any], config: Any, report: Report) -> None:
     """
-    Say how many preference pairs TRL cuts or leaves out, of those that there were `before`, and return the tokens of
-    the longest row. Raises [`OptionError`] if no pair is left.
+    Say how many preference pairs TRL cuts or leaves out, of those that there were `before`. Raises [`OptionError`] if
+    none is left, or if they are longer than the positions that the model learned.
     """
     length, longest = trainer.args.max_length, 0
-    for what, rows in (("evaluation pair", trainer.eval_dataset), ("pair", trainer.train_dataset)):
+    names, after = ("pair", "evaluation pair"), (trainer.train_dataset, trainer.eval_dataset)
+    for what, pairs, rows in zip(names, before, after, strict=True):
         if "prompt_ids" not in (getattr(rows, "column_names", None) or ()) or not hasattr(rows, "__len__"):
             continue
         prompts, chosen, rejected = (sizes_of(rows, name) for name in ("prompt_ids", "chosen_ids", "rejected_ids"))
         sizes = [prompt + max(sides) for prompt, *sides in zip(prompts, chosen, rejected, strict=True)]
         if length is not None:
-            report_cut(what, sizes, len(before[what]) - len(rows), len(before[what]), length, report)
+            report_cut(what, sizes, len(pairs) - len(rows), len(pairs), length, report)
         longest = max([longest, *sizes])
         if what == "pair":
             tokens = 2 * sum(prompts) + sum(chosen) + sum(rejected)
             report("tokens", f"{tokens:,} in {len(rows):,} pairs, the longest row {max(sizes):,}")
-    return min(longest, length or longest)
+    check_positions(config, min(longest, length or longest), "Set a lower `--max_length`.")
 
 
 _MARK = re.compile(r"<[|\uff5c][^<>|\uff5c\s]{1,40}[|\uff5c]>|<(?:start|end)_of_turn>")
 
 
-def warn_of_traps(rows: Any, tokenizer: Any, ends: set[int]) -> None:
+def check_rows(options: Options, parts: Sequence[Any], tokenizer: Any, config: Any) -> None:
+    """
+    Warn of rows to train and to evaluate on (`parts`) from which a model learns what nobody wants.
+
+    Raises:
+        OptionError: If rows are longer than the positions that the model learned.
+    """
+    name, args = options.command.name, options.config
+    finite = [rows for rows in parts if hasattr(rows, "__len__")]
+    if name == "sft":
+        _warn_of_traps(parts[0], tokenizer, _end_tokens(options.model, tokenizer, config))
+        longest = max((size for rows in finite for size in sizes_of(rows)), default=args.max_length or 0)
+        check_positions(config, min(longest, args.max_length or longest), "Set a lower `--max_length`.")
+    if name == "grpo" and finite and positions_of(config)[1]:
+        longest = max(prompt_sizes(finite[0], tokenizer)) + (args.max_completion_length or 0)
+        check_positions(config, longest, "Leave out long prompts, or set a lower `--max_completion_length`.")
+
+
+def positions_of(config: Any) -> tuple[int, bool]:
+    """Return how many positions a model knows (0: any number), and whether it has weights for these alone."""
+    text = config.get_text_config()
+    return getattr(text, "max_position_embeddings", None) or 0, not getattr(text, "rope_parameters", None)
+
+
+def check_positions(config: Any, longest: int, remedy: str) -> None:
+    """Refuse rows that are longer than the positions that a model learned, and warn where they can be computed."""
+    positions, learned = positions_of(config)
+    if not 0 < positions < longest:
+        return
+    text = f"Rows have up to {longest:,} tokens, and the model has {positions:,} positions (`max_position_embeddings`)"
+    if learned:
+        raise OptionError(f"{text}. {remedy}")
+    logger.warning("%s; it was not trained on those beyond. %s", text, remedy)
+
+
+def _end_tokens(options: ModelOptions, tokenizer: Any, config: Any) -> set[int]:
+    """The tokens at which the model ends what it generates."""
+    from transformers import GenerationConfig
+
+    ends = [tokenizer.eos_token_id, config.get_text_config().eos_token_id]
+    try:
+        name, revision = str(options.model), options.model_revision or "main"
+        ends.append(GenerationConfig.from_pretrained(name, revision=revision).eos_token_id)
+    except OSError:  # it has none
+        pass
+    return {end for entry in ends if entry is not None for end in (entry if isinstance(entry, list) else [entry])}
+
+
+def _warn_of_traps(rows: Any, tokenizer: Any, ends: set[int]) -> None:
     """
     Warn of what a trained model does not recover from: answers without a token at which generation ends (`ends`), and
     marks of the chat template that are no tokens.
