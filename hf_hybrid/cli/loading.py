@@ -68,7 +68,7 @@ def take_adapter(options: Options) -> Path | None:
         work = Path(options.config.output_dir).resolve() / BASE_NAME
         if options.config.local_process_index == 0:
             check_source(folder)
-            plain_folder(folder, work)
+            plain_folder(folder, work, as_trained=False)
         model.model = str(work / "plain")
         return None
     for described in fields(adapters):
