@@ -31,8 +31,6 @@ NOTE_NAME = "_hybrid_data.json"
 KINDS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json"}
 KINDS |= {f".{kind}": kind for kind in ("json", "csv", "parquet")}
 """By the ending of a file: the loader of `datasets`."""
-JSON = "(json)"
-"""The column with the rows of a JSON file, each as text."""
 EVAL_SHARE = 0.05
 
 
@@ -98,7 +96,7 @@ class Source:
 
 
 def load(option: str, name: str, split: str, config: str | None = None, streaming: bool = False) -> Any:
-    """Load a split of a file, a folder or a data set on the Hub, the rows of a JSON file as text ([`JSON`])."""
+    """Load a split of a file, a folder or a data set on the Hub, the rows of a JSON file as text ([`formats.JSON`])."""
     from datasets import load_dataset, load_from_disk
 
     check_paths(option, [name])
@@ -143,7 +141,7 @@ def _load_file(path: Path, kind: str, streaming: bool) -> Any:
             raise ValueError(f"its first row has more fields than the {len(head.columns)} names above.")
         features = Features({str(name): Value("string") for name in head.columns})
         return load_dataset(kind, features=features, keep_default_na=False, **data)
-    column = JSON if kind == "json" else "text"
+    column = formats.JSON if kind == "json" else "text"
     if kind == "json" and _is_array(path):
         with open(path, encoding="utf-8-sig") as file:
             rows = Dataset.from_dict({column: [json.dumps(row) for row in json.load(file)]})
@@ -162,24 +160,6 @@ def _is_array(path: Path) -> bool:
 
 def _without_blank(batch: dict[str, list[str]], column: str) -> dict[str, list[str]]:
     return {column: [text.strip("\n") for text in batch["text"] if text.strip()]}
-
-
-def read_row(row: Any) -> dict[str, Any]:
-    """Return the values of a row of [`load`]. Raises [`FormatError`] if it is no JSON object."""
-    if JSON not in row:
-        return row
-    try:
-        values = json.loads(row[JSON])
-    except ValueError as error:
-        raise formats.FormatError(f"it is no JSON ({error})") from None
-    values = {"text": values} if isinstance(values, str) else values
-    if not isinstance(values, dict):
-        raise formats.FormatError(f"it is `{values!r:.80}`, no JSON object")
-    return values
-
-
-def _renamed(row: dict[str, Any], renamed: dict[str, str]) -> dict[str, Any]:
-    return {renamed.get(name, name): value for name, value in row.items()}
 
 
 def _columns_of(rows: Any) -> list[str]:
@@ -388,13 +368,13 @@ class Reader:
                 raise OptionError(f"{where}, row {number + 1}: {error}. Correct or remove the row.") from None
 
         # A row of JSON need not have the columns of the first.
-        heads = itertools.islice(rows, 1000 if JSON in stored else 1)
-        heads = [read(read_row, row, number) for number, row in enumerate(heads)]
+        heads = itertools.islice(rows, 1000 if formats.JSON in stored else 1)
+        heads = [read(formats.read_row, row, number) for number, row in enumerate(heads)]
         if not heads:
             raise OptionError(f"{where} holds no rows.")
         old = list(dict.fromkeys(itertools.chain.from_iterable(heads)))
         _check_names(name, old, renamed)
-        columns, first = [renamed.get(column, column) for column in old], _renamed(heads[0], renamed)
+        columns, first = [renamed.get(column, column) for column in old], formats.with_names(heads[0], renamed)
         row_format = formats.recognise(self.command, columns, first, bool(tokenizer.chat_template), where)
         if row_format.chats and not tokenizer.chat_template:
             ways = " to that of an instruct model, or save a `chat_template.jinja` beside it."
@@ -407,11 +387,9 @@ class Reader:
         kept = [column for column in row_format.kept if column in columns]
         options: dict[str, Any] = {} if self.data.streaming else {"desc": "Reading rows"}
 
-        def convert(row: Any) -> dict[str, Any]:
-            return formats.converted(_renamed(read_row(row), renamed), row_format, kept, system)
-
         try:
-            each = functools.partial(read, convert)
+            how = {"renamed": renamed, "row_format": row_format, "kept": kept, "system": system}
+            each = functools.partial(read, functools.partial(formats.converted, **how))
             rows = rows.map(each, with_indices=True, remove_columns=stored, **options)
             return Source(where, row_format, _columns_of(rows), rows)
         except OptionError:

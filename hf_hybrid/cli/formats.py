@@ -45,6 +45,8 @@ ALPACA = (
 """The prompt of Alpaca, for tokenizers without a chat template."""
 
 
+JSON = "(json)"
+"""The column with the rows of a JSON file, each as text."""
 SWITCHES = ("weight", "train")
 """Keys of a message that say whether it is learned: OpenAI's and Axolotl's."""
 _OF_TEMPLATES = ("tools", "chat_template_kwargs")
@@ -73,6 +75,25 @@ class Format(NamedTuple):
 
 
 # Parts of rows.
+
+
+def read_row(row: Any) -> dict[str, Any]:
+    """Return the values of a row as it was loaded. Raises [`FormatError`] if it is no JSON object."""
+    if JSON not in row:
+        return row
+    try:
+        values = json.loads(row[JSON])
+    except ValueError as error:
+        raise FormatError(f"it is no JSON ({error})") from None
+    values = {"text": values} if isinstance(values, str) else values
+    if not isinstance(values, dict):
+        raise FormatError(f"it is `{values!r:.80}`, no JSON object")
+    return values
+
+
+def with_names(row: dict[str, Any], renamed: dict[str, str]) -> dict[str, Any]:
+    """Return a row with new names of its columns."""
+    return {renamed.get(name, name): value for name, value in row.items()}
 
 
 def is_chat(value: Any, key: str | None = None) -> bool:
@@ -122,11 +143,6 @@ def _content(value: Any, column: str, role: str) -> str:
             raise FormatError(f"`{column}` has a message of `{role}` whose content is a `{kind}`, not a text")
         parts.append(text)
     return "".join(parts)
-
-
-def is_learned(message: Mapping[str, Any]) -> bool:
-    """Whether the answer of a message is learned: `weight: 0` and `train: false` switch that off."""
-    return message["role"] == "assistant" and all(message.get(switch, 1) for switch in SWITCHES)
 
 
 def _as_text(value: Any) -> Any:
@@ -344,13 +360,16 @@ def recognise(
     raise OptionError(f"{where}: it has {has}, and `hf-hybrid {command}` takes {takes}.{hint}")
 
 
-def converted(row: Row, row_format: Format, kept: Iterable[str], system: str | None) -> dict[str, Any]:
+def converted(
+    row: Row, renamed: dict[str, str], row_format: Format, kept: Iterable[str], system: str | None
+) -> dict[str, Any]:
     """
     Return a row in TRL's form, and the columns `kept` as they are; `system` is the message of chats that have none.
 
     Raises:
         FormatError: If the row has another form.
     """
+    row = with_names(read_row(row), renamed)
     values = row_format.convert(row)
     return {**{column: row.get(column) for column in kept}, **with_system(values, system)}
 

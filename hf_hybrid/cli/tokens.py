@@ -30,7 +30,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from hf_hybrid.cli.formats import is_learned, messages_of
+from hf_hybrid.cli.formats import SWITCHES, messages_of
 from hf_hybrid.cli.loading import reason_of
 from hf_hybrid.cli.options import ModelOptions, OptionError, Options
 
@@ -176,7 +176,7 @@ class Answers:
             ids = self._ids(self._render(messages, row))
             return [(ids, [True] * len(ids))]
         text, spans = self._render(messages, row), []
-        learned = [place for place, message in enumerate(messages) if is_learned(message)]
+        learned = [place for place, message in enumerate(messages) if _is_learned(message)]
         if self.way != "rendering" and len(learned) == sum(message["role"] == "assistant" for message in messages):
             return [self._marked(text, self._marks(messages, row))]
         for place in learned:
@@ -217,6 +217,11 @@ class Answers:
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _is_learned(message: dict[str, Any]) -> bool:
+    """Whether the answer of a message is learned: `weight: 0` and `train: false` switch that off."""
+    return message["role"] == "assistant" and all(message.get(switch, 1) for switch in SWITCHES)
 
 
 def _way(tokenizer: Any) -> tuple[str, str | None]:
