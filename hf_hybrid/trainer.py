@@ -420,9 +420,10 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
 
     def _compute(self, step: Callable[[Any], torch.Tensor], inputs: Any) -> torch.Tensor:
         """Run forward and backward of a micro-batch, or of a part of one after memory ran out."""
-        laid_out, in_step = self.run.step.window is not None, self.saver.in_step
+        rows, in_step = self.rows, self.saver.in_step
+        around = rows is not None and (rows.in_every_pass or self.run.step.window is not None)
         in_step.is_changing = True
-        with self.rows.around() if laid_out else contextlib.nullcontext():
+        with rows.around() if around else contextlib.nullcontext():
             try:
                 if self._around_forward:
                     self.run.call("before_forward", self.run.phase)

@@ -570,8 +570,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         if not (rollouts.leaves_out or rollouts.by_prompt) or not self.model.training:
             return inputs
         if not rollouts.skips.is_planned:
-            planned = [(batch, batch) for batch in rollouts.plan()]
-            self.rows.copy_ahead(planned, rows_of_completions, known_by="completion_ids")
+            planned = rollouts.plan()
+            self.rows.copy_ahead([batch["completion_ids"] for batch in planned], map(rows_of_completions, planned))
         return rollouts.skips.next()
 
     def _compute_loss(self, model, inputs):
@@ -601,7 +601,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         inputs = dict(self.generated[(self._step - 1) % self.per_generation])
         inputs.pop("old_per_token_logps", None)  # not computed for these rows: their ratios are taken to be 1
         as_before = RandomStates.now(self.args.device).again()
-        with as_before, torch.no_grad(), self.compute_loss_context_manager(), self.rows.uncounted():
+        with as_before, torch.no_grad(), self.compute_loss_context_manager(), self.rows.evaluating():
             self._compute_loss(self.model_wrapped, inputs)
 
 

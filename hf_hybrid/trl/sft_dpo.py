@@ -232,13 +232,12 @@ class PairRows(SharedRows):
     """Shares the rows of preference pairs, whose micro-batches are copied to the host together."""
 
     def begin_step(self, step: Step) -> None:
-        super().begin_step(step)
         pairs = [
             (batch, on_host)
             for batch, on_host in zip(step.batches, step.on_host)
             if isinstance(batch, Mapping) and all(torch.is_tensor(batch.get(name)) for name in _PAIRS)
         ]
-        self.copy_ahead(pairs, rows_of_pairs, known_by="input_ids")
+        self.copy_ahead([batch["input_ids"] for batch, _ in pairs], (rows_of_pairs(there) for _, there in pairs))
 
 
 class TRLTrainerMixin(HybridTrainerMixin):
