@@ -519,7 +519,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         chunked = self._chunked_loss
         if chunked.loss is None or return_outputs or not chunked.applies(model, inputs, num_items_in_batch):
             return compute()
-        with chunked.active(inputs):
+        with chunked.loss.active(inputs):
             return compute()
 
     def accuracy_of_step(self) -> float | None:
