@@ -240,11 +240,10 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.rows = rows_part(self) if self.rows is None else self.rows
         self.order = DataOrder(self.args.device, self.is_world_process_zero)
         own = [self.order] if self.rows is None else [self.order, self.rows]
-        own += [self.recovery, self.memory_guard, SmallerProbes(self.recovery), *phase_memory_parts(self)]
-        own += adapter_parts(self)
-        self.parts = [*own, *self.own_parts(), *parts]
+        own += [self.recovery, self.memory_guard, SmallerProbes(self.recovery)]
+        own += phase_memory_parts(self) + adapter_parts(self)
+        self.parts, self.probe_dataset = [*own, *self.own_parts(), *parts], probe_dataset
         check_parts(self.parts)
-        self.probe_dataset: Any = probe_dataset
         self.preemption = agree_on_preemption(self)
         self.callback_handler = HookRouter(self)
         if options.sample_prompts is not None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -208,15 +209,10 @@ class SharedWindows(SharedRows):
 
     def _quiet_loss(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the trainer's loss of a batch without leaving a trace in TRL's metrics."""
-        trainer, metrics = self.trainer, vars(self.trainer).get("_metrics")
-        try:
-            if metrics is not None:
-                vars(trainer)["_metrics"] = {mode: type(kept)(list) for mode, kept in metrics.items()}
-            with self.on(self.model), trainer.memory.running(), trainer.compute_loss_context_manager():
+        trainer = self.trainer
+        with quiet_metrics(trainer), self.on(self.model), trainer.memory.running():
+            with trainer.compute_loss_context_manager():
                 return trainer.compute_loss(trainer.model, dict(inputs)).detach()
-        finally:
-            if metrics is not None:
-                vars(trainer)["_metrics"] = metrics
 
     def _tree_if_worth(self, model: torch.nn.Module, inputs: dict[str, Any], batch: Batch) -> Tree | None:
         # In a step: parts of a micro-batch after an out-of-memory, but no passes that other parts make to look.
@@ -253,6 +249,19 @@ class SharedWindows(SharedRows):
             self.counts["tokens_padding"] += sum(batch.ids.numel() for batch in batches) - tokens
             self.counts["tokens_shared"] += tokens - sum(len(tree.ids) for tree in trees)
             self.counts["micro_batches_saved"] += step.window.count(None)
+
+
+@contextlib.contextmanager
+def quiet_metrics(trainer: Any) -> Generator[None]:
+    """Context whose losses leave no trace in the metrics that TRL's `compute_loss` collects."""
+    metrics = vars(trainer).get("_metrics")
+    if metrics is not None:
+        trainer._metrics = {mode: defaultdict(list) for mode in metrics}
+    try:
+        yield
+    finally:
+        if metrics is not None:
+            trainer._metrics = metrics
 
 
 def _nothing(batches: list[Batch]) -> tuple[Batch, Tree]:
