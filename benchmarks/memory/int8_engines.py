@@ -6,7 +6,7 @@ int8 probes on torch's and on bitsandbytes' engine: noise and seconds, on the CP
 - `noise`: variance that int8 adds to the paired difference of a probe, over the probe's own variance ([`added_noise`]),
   for each probe of a short training. Probes run in full precision and in int8, and the former count, so both engines
   see the same leaps of the same weights. The model is the 1.1M Llama of
-  `examples/01_quickstart.py` on the source of Python's standard library.
+  `examples/07_from_scratch.py` on the source of Python's standard library.
 - `seconds`: median forward pass of a Llama of width 512 with 4 layers, 8 x 128 tokens, in full precision (fp32) and on
   each engine, in turn. Weights are rounded before the pass, as for a probe, and this is not in it.
 """
