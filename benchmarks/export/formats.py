@@ -1,5 +1,5 @@
 """
-What each low-bit format costs: held-out loss, bytes and speed of a model and of its exports.
+What each low-bit format costs: held-out loss and bytes of a model and of its exports.
 
     python -m benchmarks.export.formats --model quickstart
     python -m benchmarks.export.formats --model smollm2     # after `python -m benchmarks.speedup.pretrained`

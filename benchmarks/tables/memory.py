@@ -181,11 +181,9 @@ def memory_parts() -> str:
 @table("memory-int8")
 def memory_int8() -> str:
     stored = results("memory", "int8_engines", "engine")
-    rows = [["fp32", "0", "0", f"{stored.get(engine='torch')['seconds_fp32']:.2f}"]]
-    for engine, name in (("torch", "`predict=int8` (torch)"), ("bitsandbytes", "`predict=int8_bitsandbytes`")):
-        row = stored.get(engine=engine)
-        noise = [f"{row['noise'][key]:.1e}".replace("e-0", "e-") for key in ("median", "largest")]
-        rows.append([name, *noise, f"{row['seconds']:.2f}"])
+    row = stored.get(engine="torch")
+    noise = [f"{row['noise'][key]:.1e}".replace("e-0", "e-") for key in ("median", "largest")]
+    rows = [["fp32", "0", "0", f"{row['seconds_fp32']:.2f}"], ["`predict=int8`", *noise, f"{row['seconds']:.2f}"]]
     return markdown(["", "noise: median", "largest", "seconds per forward pass"], rows)
 
 

@@ -18,8 +18,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers.modelcard import TASK_MAPPING
 
 from hf_hybrid.hub.provenance import listed, unique
-from hf_hybrid.leaps.directions import DIRECTIONS, Direction, Orthogonal
-from hf_hybrid.leaps.directions.base import direction_class
+from hf_hybrid.leaps.directions import DIRECTIONS, Direction, Orthogonal, direction_class
 from hf_hybrid.optimizers import optimizer_name
 from hf_hybrid.run.trainer_view import TrainerView
 

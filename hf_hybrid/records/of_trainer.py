@@ -86,15 +86,14 @@ class ReportingMixin(Trainer):
         max_shard_size: str = "50GB",
     ) -> dict[str, Any]:
         """
-        Write the model in 16 bits or in a low-bit format, and measure held-out loss, bytes and speed beside those of
-        the original.
+        Write the model in 16 bits or in a low-bit format, and measure its held-out loss beside that of the original.
 
-        Both are loaded from their files, so that memory must have room for them beside the trainer. Adapters are merged
+        Each is loaded from its files, so that memory must have room for one beside the trainer. Adapters are merged
         into their base, which is loaded anew.
 
         Args:
             format (`str`):
-                `merged`, `int8`, `int4`, `nf4`, `bitnet`, or `gguf-` and one of `f16`, `q8_0`, `q5_1`, `q4_m`, `q4_1`,
+                `merged`, `int8`, `nf4`, `bitnet`, or `gguf-` and one of `f16`, `q8_0`, `q5_1`, `q4_m`, `q4_1`,
                 `q4_0`.
             folder (`str` or `PathLike`, *optional*):
                 Folder to write, which must not exist or be empty. Default: `output_dir` with `-FORMAT` after it.
@@ -125,5 +124,5 @@ class ReportingMixin(Trainer):
         card = Path(str(self.args.output_dir), "README.md")
         with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f"_{folder.name}.") as saved:
             self.save_model(saved, _internal_call=True)  # else it would push
-            options = {"dtype": dtype, "max_shard_size": max_shard_size}
+            options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size}
             return exporter.export(saved, folder, format, batches=batches, card=card, **options)

@@ -31,11 +31,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from hf_hybrid import HybridConfig, HybridTrainer, MemoryProfilerCallback, machine, optimizers
 from hf_hybrid.build import estimator_for
+from hf_hybrid.optimizers import inner_optimizer
 from hf_hybrid.phase_memory.activations import ActivationCheckpointing, BoundaryOffload
 from hf_hybrid.plan.setups import CONTEXT_BYTES, MARGIN
 from hf_hybrid.recovery import MemoryPolicy
-from hf_hybrid.saving.drift import hashes_of, words
-from hf_hybrid.saving.run_identity import inner_optimizer
+from hf_hybrid.saving.drift import hashes_of
 from hf_hybrid.streaming.streamer import Updates
 from hf_hybrid.streaming.transfers import Transfers
 from simulated_gpu import marks
@@ -889,7 +889,7 @@ def hashed(place: Place) -> dict[str, Tensor]:
     tensors, flips = [*trainer.model.parameters(), *states], []
     before = hashes_of(tensors)
     for tensor in tensors:
-        bits = words(tensor)
+        bits = tensor.detach().reshape(-1).view(torch.uint8)
         bits[-1] ^= 4
         flips.append(sum(one != other for one, other in zip(before, hashes_of(tensors))))
         bits[-1] ^= 4
@@ -1104,7 +1104,7 @@ def buffers_that_do_not_fit(place: Place) -> dict[str, Tensor]:
 
     def fault(size: int) -> bool:
         frames = () if fired else traceback.walk_stack(None)
-        now = any(frame.f_code.co_filename.endswith("leaps/directions/base.py") for frame, _ in frames)
+        now = any(frame.f_code.co_filename.endswith("leaps/directions.py") for frame, _ in frames)
         fired.extend([now] * now)
         return now
 
