@@ -239,11 +239,9 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.rows = rows_part(self) if self.rows is None else self.rows
         self.order = DataOrder(self.args.device, self.is_world_process_zero)
         own = [self.order] if self.rows is None else [self.order, self.rows]
-        own += [self.recovery, self.memory_guard, *phase_memory_parts(self)]
-        own += adapter_parts(self)
-        self.parts = [*own, *self.own_parts(), *parts]
+        own += [self.recovery, self.memory_guard, *phase_memory_parts(self), *adapter_parts(self)]
+        self.parts, self.probe_dataset = [*own, *self.own_parts(), *parts], probe_dataset
         check_parts(self.parts)
-        self.probe_dataset: Any = probe_dataset
         self.preemption = agree_on_preemption(self)
         self.callback_handler = HookRouter(self)
         if options.sample_prompts is not None:
@@ -418,9 +416,10 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
 
     def _compute(self, step: Callable[[Any], torch.Tensor], inputs: Any) -> torch.Tensor:
         """Run forward and backward of a micro-batch, or of a part of one after memory ran out."""
-        laid_out, in_step = self.run.step.window is not None, self.saver.in_step
+        rows, in_step = self.rows, self.saver.in_step
+        around = rows is not None and (rows.in_every_pass or self.run.step.window is not None)
         in_step.is_changing = True
-        with self.rows.around() if laid_out else contextlib.nullcontext():
+        with rows.around() if around else contextlib.nullcontext():
             try:
                 if self._around_forward:
                     self.run.call("before_forward", self.run.phase)
@@ -516,7 +515,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         chunked = self._chunked_loss
         if chunked.loss is None or return_outputs or not chunked.applies(model, inputs, num_items_in_batch):
             return compute()
-        with chunked.active(inputs):
+        with chunked.loss.active(inputs):
             return compute()
 
     def accuracy_of_step(self) -> float | None:

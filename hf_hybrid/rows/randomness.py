@@ -48,51 +48,47 @@ def drawn_numbers(model: torch.nn.Module, device: torch.device) -> Drawn:
     """
     tokens = torch.arange(ROWS * LENGTH, device=device).view(ROWS, LENGTH)
     before, watch = RandomStates.now(device), _Watch(device)
-    with _kept_buffers(model), torch.no_grad():
+    with as_before(model, device):
+        with watch:
+            low = _logits(model, tokens)
+        if not watch.drew and before.same_as(RandomStates.now(device)):
+            return "nothing"
+        if not watch.drew or watch.others:  # `not drew`: by Python or NumPy, of which no shape is known
+            return "by batch"
+        if not watch.single:
+            return "by token"
+        before.restore()
+        with _Watch(device, single=1.0):
+            high = _logits(model, tokens)
+        if low is None or high is None or not torch.equal(low, high):
+            return "by batch"
+        return "by token" if watch.by_token else "nothing"
+
+
+@contextlib.contextmanager
+def as_before(model: torch.nn.Module, device: torch.device) -> Generator[None]:
+    """Context without gradients after which modes, buffers (running means) and random generators are as they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with RandomStates.now(device).again(), torch.no_grad():
         try:
-            with watch:
-                low = _logits(model, tokens)
-            if not watch.drew and before.same_as(RandomStates.now(device)):
-                return "nothing"
-            if not watch.drew or watch.others:  # `not drew`: by Python or NumPy, of which no shape is known
-                return "by batch"
-            if not watch.single:
-                return "by token"
-            before.restore()
-            with _Watch(device, single=1.0):
-                high = _logits(model, tokens)
-            if low is None or high is None or not torch.equal(low, high):
-                return "by batch"
-            return "by token" if watch.by_token else "nothing"
+            yield
         finally:
-            before.restore()
+            for module, mode in modes:
+                module.training = mode
+            for buffer, value in buffers:
+                buffer.copy_(value)
 
 
 def drawn_in_training(model: torch.nn.Module, device: torch.device) -> Drawn:
     """Return which random numbers a forward pass in training draws, see [`drawn_numbers`]."""
-    modes = [module.training for module in model.modules()]
-    try:
+    with as_before(model, device):
         return drawn_numbers(model.train(), device)
-    finally:
-        for module, mode in zip(model.modules(), modes):
-            module.training = mode
 
 
 def _logits(model: Callable[..., Any], tokens: torch.Tensor) -> torch.Tensor | None:
     output = model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
     return getattr(output, "logits", None)
-
-
-@contextlib.contextmanager
-def _kept_buffers(model: torch.nn.Module) -> Generator[None]:
-    """Context after which buffers, such as running means, have their values again."""
-    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
 
 
 class _Watch(TorchDispatchMode):

@@ -21,92 +21,72 @@ exchange gradients in the last backward pass of a window.
 
 **Is it the same?** The gradient is, up to rounding: about 1e-6 in fp32. Three things guard it. What is known not to
 work is not tried ([`why_not`], and `reason_not_shared` in windows.py). The first batch of every model is computed in
-both ways, and hidden states and loss are compared; so is the first batch with rows longer than the model's sliding
-window. And a layer that asks for an attention that a tree does not have raises an error in that comparison. After a
-mismatch the padded rows are computed, and the log says why.
+both ways and compared (comparison.py); so is the first batch with rows longer than the model's sliding window. And a
+layer that asks for an attention that a tree does not have raises an error in that comparison. After a mismatch the
+padded rows are computed, and the log says why.
 
 **Dropout.** In padded rows each copy of a prefix has random numbers of its own, so that it cannot be computed once. But
 padding can be left out: rows follow each other in the flat row, and each token draws numbers of its own. The update has
 the distribution of `Trainer`'s, not its bits. Which numbers a model draws is found by drawing (randomness.py). If one
 number belongs to many tokens (layer drop), padded rows are computed.
 
-**Is it worth it?** Linear layers cost the same per token, attention per pair of tokens, and the head per scored token.
-[`Costs`] counts all three for the padded batch and for the trees. If less than 5 % is saved the padded batch is
-computed, to the last bit as plain `Trainer` does.
+**Is it worth it?** Only where a tree computes clearly less than the padded rows (costs.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import functools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_hybrid.part import Part, Phase, Step
+from hf_hybrid.part import Part, Step
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.attention import ARGUMENT, CannotAttendError, attention, layout_of, no_mask, tree_attention
-from hf_hybrid.rows.randomness import Drawn, drawn_numbers
-from hf_hybrid.rows.tree import IGNORED, Batch, Row, Rows, Segment, Targets, Tree, on_host, padded
+from hf_hybrid.rows.comparison import TOLERANCES, difference, sample
+from hf_hybrid.rows.costs import WORTH, Costs, share_saved
+from hf_hybrid.rows.randomness import Drawn, as_before, drawn_numbers
+from hf_hybrid.rows.tree import IGNORED, Batch, Row, Rows, Segment, Targets, Tree, divide, on_host, padded
 from hf_hybrid.run.fallbacks import Fallbacks
-from hf_hybrid.run.run import RandomStates
 from hf_hybrid.streaming.layers import base_model
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
 
-logger = logging.getLogger(__name__)
-
 Model = Any
 """A model of transformers, or a wrapper such as peft's that has its attributes."""
-WORTH = 0.95
-"""Padded rows are exchanged for trees that cost less than this share of them."""
-TOLERANCES = {False: 1e-3, True: 0.1}
-"""Most difference of the first batch, see [`apart`], in fp32 and in half precision."""
-
-
 COUNTS = ("tokens", "tokens_padding", "tokens_shared", "micro_batches_saved")
-
-# What a model is, and what it costs.
-
+HOLE = "a row has a hole in its mask, or predicts a token from padding"
 _BATCH = ("input_ids", "attention_mask", "labels")
 _COUNTS_MASK = ("opt", "biogpt")
 """Models whose positions count the tokens in the mask, not the columns."""
 
-
-def _bare(model: nn.Module) -> Model:
-    """Return a model without the wrapper of adapters."""
-    return base_model(model)
-
-
-def backbone_of(model: nn.Module) -> nn.Module:
-    """Return the module that computes the hidden states which the head gets."""
-    return _bare(model).get_decoder()
+# What is known of a model.
 
 
 def why_not(model: Model) -> str | None:
     """Return why a model cannot compute trees, if that is known without running it."""
-    base = _bare(model)
+    base: Model = base_model(model)
     config = base.config.get_text_config()
     adapter = getattr(model, "active_peft_config", None)
-    kinds = {
-        kind
-        for kind in getattr(config, "layer_types", None) or ()
-        if kind.startswith("linear") or "attention" not in kind
-    }
+    layer_types = getattr(config, "layer_types", None) or ()
+    stateful = {kind for kind in layer_types if kind.startswith("linear") or "attention" not in kind}
     if adapter is not None and (adapter.is_prompt_learning or getattr(adapter, "alora_invocation_tokens", None)):
         return f"adapters of the kind {adapter.peft_type.value} act on places of a row"
     if config.is_encoder_decoder:
         return "the model has an encoder"
-    if getattr(base, "_is_stateful", False) or kinds:
-        return f"it has layers with a state that runs along the row ({', '.join(sorted(kinds)) or config.model_type})"
-    if backbone_of(model) is base:
+    if getattr(base, "_is_stateful", False) or stateful:
+        kinds = ", ".join(sorted(stateful)) or config.model_type
+        return f"it has layers with a state that runs along the row ({kinds})"
+    if base.get_decoder() is base:
         return f"`{type(base).__name__}` has no backbone that is called by itself"
     if getattr(config, "output_router_logits", False):
         return "the router loss counts every token of the padded rows"
@@ -114,15 +94,15 @@ def why_not(model: Model) -> str | None:
 
 
 def dropout_of(model: Model) -> float:
-    """Return the largest rate of dropout that modules and config name, for messages; [`drawn_numbers`] decides."""
+    """Return the largest rate of dropout that modules and config name, for messages; [`Drawn`] decides."""
+    base: Model = base_model(model)
     rates = [m.p if isinstance(m, nn.Dropout) else getattr(m, "attention_dropout", 0.0) for m in model.modules()]
-    rates += [value for name, value in _bare(model).config.to_dict().items() if "drop" in name]
+    rates += [value for name, value in base.config.to_dict().items() if "drop" in name]
     return max((rate for rate in rates if isinstance(rate, float)), default=0.0)
 
 
-def window_of(model: Model) -> float:
+def window_of(config: Any) -> float:
     """Return how many tokens of a row the layers look back at least."""
-    config = _bare(model).config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["window"]
     if not getattr(config, "use_sliding_window", True) or set(kinds) == {"full_attention"}:
         return float("inf")
@@ -130,50 +110,15 @@ def window_of(model: Model) -> float:
     return min((size for name in names if isinstance(size := getattr(config, name, None), int)), default=float("inf"))
 
 
-class Costs(NamedTuple):
-    """
-    Operations of a forward pass; the backward pass has about twice as many.
-
-    Attributes:
-        token (`float`): Per token, in linear layers without the head.
-        pair (`float`): Per pair of tokens, in attention.
-        scored (`float`): Per token that the head scores.
-    """
-
-    token: float
-    pair: float
-    scored: float
-
-    @classmethod
-    def of(cls, model: Model) -> Costs:
-        """Count the operations of a model: 2 per weight, and 4 per layer, head and dimension for a pair of tokens."""
-        base = _bare(model)
-        config, tables = base.config.get_text_config(), {}
-        for table in (base.get_input_embeddings(), base.get_output_embeddings()):
-            if table is not None:
-                tables[id(table.weight)] = table.weight.numel()
-        weights = sum(parameter.numel() for parameter in model.parameters()) - sum(tables.values())
-        heads = config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return cls(2.0 * weights, 4.0 * config.num_hidden_layers * heads * size, 2.0 * max(tables.values()))
-
-    def padded(self, batch: Batch, *, compact: bool) -> float:
-        """Return the operations of a padded batch, whose head scores every token unless it is `compact`."""
-        rows, length = batch.ids.shape
-        scored = int(batch.predicted.sum()) if compact else rows * length
-        return rows * (length * self.token + length**2 * self.pair) + scored * self.scored
-
-    def tree(self, tree: Tree) -> float:
-        """Return the operations of a tree, each label counted once per row."""
-        pairs = sum(segment.pairs for segment in tree.segments)
-        return len(tree.ids) * self.token + pairs * self.pair + tree.labels * self.scored
-
-
 @dataclass
-class _Known:
-    """What was found out about a model: `why` it computes padded rows, or what it costs and how far it looks back."""
+class ModelFacts:
+    """What is known of a model: `why` it computes padded rows, or what it costs and what was compared."""
 
     why: str | None = None
+    base: Any = None
+    """The model without the wrapper of adapters."""
+    backbone: Any = None
+    """The module that computes the hidden states which the head gets."""
     costs: Costs = Costs(0.0, 0.0, 0.0)
     window: float = float("inf")
     counts_mask: bool = False
@@ -185,11 +130,13 @@ class _Known:
     """Random numbers of a forward pass, in training and out of it, once they are known."""
 
     @classmethod
-    def of(cls, model: nn.Module) -> _Known:
+    def of(cls, model: nn.Module) -> ModelFacts:
         try:
-            why = why_not(model)
-            counts_mask = _bare(model).config.model_type in _COUNTS_MASK
-            return cls(why) if why else cls(None, Costs.of(model), window_of(model), counts_mask)
+            base: Model = base_model(model)
+            if (why := why_not(model)) is not None:
+                return cls(why)
+            counts_mask, window = base.config.model_type in _COUNTS_MASK, window_of(base.config.get_text_config())
+            return cls(None, base, base.get_decoder(), Costs.of(model), window, counts_mask)
         except (AttributeError, TypeError) as error:  # of a model with a config of its own
             return cls(f"its config does not tell what it costs ({error})")
 
@@ -197,15 +144,9 @@ class _Known:
         """Whether rows of this length have been compared, as far as windows of attention go."""
         return self.compared and (self.compared_beyond or longest <= self.window)
 
-    def note(self, longest: int) -> None:
+    def note_compared(self, longest: int) -> None:
         """Rows of this length have been compared."""
         self.compared, self.compared_beyond = True, self.compared_beyond or longest > self.window
-
-
-def _in_trees(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Context in which a model attends along paths where it gets a tree, and as it is elsewhere."""
-    config = _bare(model).config
-    return attention(config, tree_attention(config._attn_implementation or "eager"))
 
 
 # A batch as a flat row.
@@ -270,25 +211,6 @@ class FlatRow(NamedTuple):
         return found.index_put((places,), values[0][readers]).view(rows, length - 1)
 
 
-def apart(plain: Tensor, tree: Tensor) -> float:
-    """Return the mean distance of two sets of hidden states `[labels, width]`, as a share of their length."""
-    plain, tree = plain.double(), tree.double()
-    return ((tree - plain).norm(dim=-1) / plain.norm(dim=-1).clamp(min=1e-9)).mean().item()
-
-
-def loss_of(output: Any) -> Tensor | None:
-    """Return a loss of what a model returned: that of TRL's log-probabilities, or its own."""
-    logs = getattr(output, "log_probs", None)
-    return getattr(output, "loss", None) if logs is None else -logs.sum()
-
-
-def sample(tree: Tree) -> list[Row]:
-    """Return some rows of a tree: neighbours, which may share, the longest one and the last one."""
-    last = len(tree.rows) - 1
-    longest = max(range(last + 1), key=lambda index: len(tree.rows[index].ids))
-    return [tree.rows[index] for index in sorted({0, min(1, last), longest, last})]
-
-
 def rows_of(inputs: Mapping[str, Any]) -> Rows:
     """Return tokens, mask and labels of what a model gets."""
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
@@ -313,7 +235,16 @@ def why_no_rows(inputs: Any) -> str | None:
 # Sharing.
 
 
-HOLE = "a row has a hole in its mask, or predicts a token from padding"
+class Plan(NamedTuple):
+    """What one process would do with the batches of a window: nothing, if there are no trees."""
+
+    why: str | None = None
+    """Why there are none; it was said already."""
+    trees: tuple[Tree, ...] = ()
+    cost: float = 0.0
+    """Operations of the trees."""
+    padded: float = 0.0
+    """Operations of the padded rows."""
 
 
 class _UnderWay(threading.local):
@@ -343,6 +274,8 @@ class SharedRows(Part):
     """
 
     name = "shared_rows"
+    in_every_pass = True
+    """Whether the trainer opens [`around`] for every micro-batch, not only for those that were laid out."""
 
     def __init__(
         self,
@@ -357,10 +290,11 @@ class SharedRows(Part):
         self.shares_nothing = Fallbacks("Padding is left out, but no shared prefix (`share_rows`)")
         self.counts: Counter[str] = Counter()
         """Those of the run, once it begins."""
-        self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
-        self._copied: list[tuple[weakref.ref[Tensor], Batch, Tree | None]] = []
+        self._facts: weakref.WeakKeyDictionary[nn.Module, ModelFacts] = weakref.WeakKeyDictionary()
+        self._copied: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Batches on the host, and their trees if they were laid out, by the tensor that they are known by."""
         self._computed: Tensor | None = None
-        self._opened: list[tuple[nn.Module, contextlib.ExitStack]] = []
+        self._opened: dict[nn.Module, contextlib.ExitStack] = {}
         self._backward_follows = False
         self._under_way = _UnderWay()
         self._is_counting, self._said_drawn = True, False
@@ -382,9 +316,19 @@ class SharedRows(Part):
     # Open and closed. Recomputed layers need the attention of trees in the backward pass too.
 
     @contextlib.contextmanager
+    def around(self) -> Generator[None]:
+        """Context for forward and backward pass of a micro-batch: models that are opened in it stay open until then."""
+        self._backward_follows = True
+        try:
+            yield
+        finally:
+            self._backward_follows = False
+            self._close()
+
+    @contextlib.contextmanager
     def on(self, *models: nn.Module | None) -> Generator[None]:
         """Exchange the batches that models get inside the context, and until the backward pass if one follows."""
-        first = len(self._opened)
+        before = set(self._opened)
         for model in models:
             if model is not None:
                 self._open(model)
@@ -392,59 +336,47 @@ class SharedRows(Part):
             yield
         finally:
             if not (self._backward_follows and torch.is_grad_enabled()):
-                self._close(first)
+                self._close(before)
 
     def _open(self, model: nn.Module) -> None:
-        if self.off or any(model is opened for opened, _ in self._opened):
+        if self.off or model in self._opened:
             return
-        stack = contextlib.ExitStack()
-        self._opened.append((model, stack))
+        self._opened[model] = stack = contextlib.ExitStack()
         stack.callback(model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True).remove)
-        if self.may_share and self._know(model).why is None:
+        if self.may_share and (facts := self.facts_of(model)).why is None:
             stack.callback(model.register_forward_hook(self._after).remove)
-            stack.callback(backbone_of(model).register_forward_hook(self._behind_backbone).remove)
+            stack.callback(facts.backbone.register_forward_hook(self._behind_backbone).remove)
 
-    def _close(self, first: int = 0) -> None:
-        while len(self._opened) > first:
-            self._opened.pop()[1].close()
+    def _close(self, but: Iterable[nn.Module] = ()) -> None:
+        for model in [model for model in reversed(self._opened) if model not in but]:
+            self._opened.pop(model).close()
         if not self._opened:
             layout_of.cache_clear()
 
-    def _attend(self, model: nn.Module) -> None:
-        """Let a model attend along paths from here on until it is closed, also in layers that are recomputed."""
-        stack = next(stack for opened, stack in self._opened if opened is model)
-        stack.enter_context(_in_trees(model))
-
-    def before_forward(self, phase: Phase | None) -> None:
-        self._backward_follows = True
-
-    def after_backward(self, phase: Phase | None) -> None:
-        self._backward_follows = False
-        self._close()
+    def _in_trees(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Context in which a model attends along paths where it gets a tree, and as it is elsewhere."""
+        config = self.facts_of(model).base.config
+        return attention(config, tree_attention(config._attn_implementation or "eager"))
 
     # A run.
 
     def begin(self, run: Run) -> None:
         self.counts = run.counts
-        for known in self._known.values():
-            known.drawn.clear()  # rates may have changed since the last training
+        for facts in self._facts.values():
+            facts.drawn.clear()  # rates may have changed since the last training
         self._said_drawn = False
 
-    def end_step(self, step: Step) -> None:
-        self._copied = []
+    def begin_step(self, step: Step) -> None:
+        self._copied.clear()
 
     @contextlib.contextmanager
-    def evaluating(self, model: nn.Module) -> Generator[None]:
-        """Context for an evaluation, whose tokens are not those of the training."""
-        with self.on(model), self.uncounted():
-            yield
-
-    @contextlib.contextmanager
-    def uncounted(self) -> Generator[None]:
-        """Context for passes that do not belong to the training."""
+    def evaluating(self, *models: nn.Module) -> Generator[None]:
+        """As [`on`], for passes whose tokens are not those of the training."""
+        self._copied.clear()
         before, self._is_counting = self._is_counting, False
         try:
-            yield
+            with self.on(*models):
+                yield
         finally:
             self._is_counting = before
 
@@ -459,20 +391,18 @@ class SharedRows(Part):
 
     # Batches on the host.
 
-    def copy_ahead(
-        self, batches: Sequence[tuple[Mapping, Mapping]], rows: Callable[[Mapping], Rows], known_by: str
-    ) -> None:
+    def copy_ahead(self, tensors: Sequence[Tensor], batches: Iterable[Rows]) -> None:
         """
         Copy the batches of a step to the host at once: the host waits for the device at every copy.
 
         Args:
-            batches (`Sequence[tuple[Mapping, Mapping]]`):
-                As the trainer gets them, each with the same on the host, or once more where it is not there.
-            rows (`Callable`): From a batch to what a model will get of it.
-            known_by (`str`): Name of the tensor that a model will get, or of that of [`computing`].
+            tensors (`Sequence[Tensor]`): What a model will get of each, or what [`computing`] will name.
+            batches (`Iterable[Rows]`): The same rows, best on the host.
         """
-        copies = on_host([rows(there) for _, there in batches]) if self.may_share else []
-        self._copied = [(weakref.ref(batch[known_by]), copy, None) for (batch, _), copy in zip(batches, copies)]
+        self._copied.clear()
+        if self.may_share:
+            for tensor, batch in zip(tensors, on_host(list(batches))):
+                self._copied[tensor] = batch, None
 
     @contextlib.contextmanager
     def computing(self, tensor: Tensor) -> Generator[None]:
@@ -483,19 +413,12 @@ class SharedRows(Part):
         finally:
             self._computed = None
 
-    def known_as(self, tensor: Tensor, batch: Batch, tree: Tree | None = None) -> None:
-        """A model may get this tensor: its batch on the host, and its tree if it was laid out."""
-        self._copied.append((weakref.ref(tensor), batch, tree))
-
     def _on_host(self, inputs: Mapping[str, Any]) -> tuple[Batch, Tree | None]:
         """Return a batch on the host, and its tree if it was laid out: as it was copied ahead, or else copied now."""
         known_by = inputs["input_ids"] if self._computed is None else self._computed
-        for seen, batch, tree in self._copied:
-            if seen() is known_by:
-                return batch, tree
-        batch = on_host([rows_of(inputs)])[0]
-        self.known_as(known_by, batch)
-        return batch, None
+        if known_by not in self._copied:
+            self._copied[known_by] = on_host([rows_of(inputs)])[0], None
+        return self._copied[known_by]
 
     # The exchange.
 
@@ -512,13 +435,14 @@ class SharedRows(Part):
         batch, tree = self._on_host(inputs)
         if tree is None:
             tree = self._tree_if_worth(model, inputs, batch)
-            self._count(batch, tree)
+            if self._is_counting and way.comparing is None:
+                self._count(batch, tree)
         if tree is None:
             return None
         fused = bool(inputs.get("fused_lm_head"))
         way.row = FlatRow.of(tree, batch, inputs["input_ids"].device, repeat=not fused)
         if way.comparing is None:
-            self._attend(model)
+            self._opened[model].enter_context(self._in_trees(model))
         return args, {**inputs, **way.row.inputs()}
 
     def _behind_backbone(self, backbone: nn.Module, args: tuple, output: Any):
@@ -542,8 +466,6 @@ class SharedRows(Part):
         return type(output)(**{name: row.read(values) for name, values in output.items() if values.dim() == 2})
 
     def _count(self, batch: Batch, tree: Tree | None) -> None:
-        if not self._is_counting or self._under_way.comparing:
-            return
         self.counts["tokens"] += batch.tokens
         if tree is not None:
             self.counts["tokens_padding"] += batch.ids.numel() - batch.tokens
@@ -551,10 +473,10 @@ class SharedRows(Part):
 
     # Whether.
 
-    def _know(self, model: nn.Module) -> _Known:
-        if model not in self._known:
-            self._known[model] = _Known.of(model)
-        return self._known[model]
+    def facts_of(self, model: nn.Module) -> ModelFacts:
+        if model not in self._facts:
+            self._facts[model] = ModelFacts.of(model)
+        return self._facts[model]
 
     def _why_not(self, model: nn.Module, inputs: Mapping[str, Any]) -> str | None:
         """Return why a batch is computed as it is, if that is known before anything is copied to the host."""
@@ -564,16 +486,20 @@ class SharedRows(Part):
             return why
         if inputs.get("output_router_logits"):
             return "the router loss counts every token of the padded rows"
-        return self._know(model).why
+        return self.facts_of(model).why
 
-    def _drawn(self, model: nn.Module, device: torch.device) -> Drawn:
-        """Return which random numbers a model draws in its mode."""
-        drawn = self._know(model).drawn
+    def _drawn(self, model: nn.Module, device: torch.device) -> Drawn | None:
+        """Return which random numbers a model draws in its mode; `None` if that cannot be found out, and say why."""
+        drawn, way = self.facts_of(model).drawn, self._under_way
         if model.training not in drawn:
-            way, before = self._under_way, self._under_way.comparing
+            before, way.comparing = way.comparing, "padded"  # it runs inside of a forward pass
             try:
-                way.comparing = "padded"  # it runs inside of a forward pass
                 drawn[model.training] = drawn_numbers(model, device)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                self.why_plain = self.fallbacks.did_not_work(error, "the model does not take ten tokens")
+                return None
             finally:
                 way.comparing = before
         return drawn[model.training]
@@ -582,8 +508,7 @@ class SharedRows(Part):
         """Say once what random numbers of these rows cost: the share of their tokens that is not saved."""
         if self._said_drawn:
             return
-        saved = 1 - len(Tree.of(rows).ids) / max(sum(len(row.fed) for row in rows), 1)
-        rate = dropout_of(model)
+        saved, rate = share_saved(Tree.of(rows)), dropout_of(model)
         numbers = f"dropout ({rate:g})" if rate else "the random numbers of a forward pass"
         change = "`lora_dropout=0`" if hasattr(model, "peft_config") else "the rates of dropout in its config at 0"
         cost = f"About {saved:.0%} of the tokens would be saved with {change}."
@@ -593,28 +518,42 @@ class SharedRows(Part):
         elif self._said_drawn:
             self.shares_nothing.cannot_be_exact(f"{numbers} would be drawn once for all rows that share", advice=cost)
 
-    def _tree_if_worth(self, model: nn.Module, inputs: dict[str, Any], batch: Batch) -> Tree | None:
-        """Return the tree of a batch, or `None` if the batch is computed as it is."""
-        known, device = self._know(model), inputs["input_ids"].device
-        rows = batch.rows(counts_mask=known.counts_mask)
-        if rows is None:
-            self.fallbacks.cannot_be_exact(HOLE)
-        if not rows:
-            return None
-        try:
-            drawn = self._drawn(model, device)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            self.why_plain = self.fallbacks.did_not_work(error, "the model does not take ten tokens")
-            return None
-        tree = Tree.of(rows, shares=drawn == "nothing")
+    def _plan(
+        self, model: nn.Module, batches: Sequence[Batch], most: float, device: torch.device, compact: bool
+    ) -> Plan:
+        """
+        Return the trees of some batches.
+
+        Args:
+            most (`float`): Tokens of a tree, see [`divide`].
+            compact (`bool`): Whether the head of padded rows scores the tokens with labels alone.
+        """
+        facts, rows = self.facts_of(model), []
+        for number, batch in enumerate(batches):
+            of_batch = batch.rows(number, counts_mask=facts.counts_mask)
+            if of_batch is None:
+                self.fallbacks.cannot_be_exact(HOLE)
+                return Plan(HOLE)
+            rows += of_batch
+        padded_cost = sum(facts.costs.padded(batch, compact=compact) for batch in batches)
+        if not rows or (drawn := self._drawn(model, device)) is None:
+            return Plan(self.why_plain, padded=padded_cost)
         if drawn != "nothing":
             self._note_drawn(model, drawn, rows)
+        if drawn == "by batch":
+            return Plan(self.plain_because)
+        trees = divide(rows, most, shares=drawn == "nothing")
+        return Plan(None, tuple(trees), sum(map(facts.costs.tree, trees)), padded_cost)
+
+    def _tree_if_worth(self, model: nn.Module, inputs: dict[str, Any], batch: Batch) -> Tree | None:
+        """Return the tree of a batch, or `None` if the batch is computed as it is."""
+        facts, device = self.facts_of(model), inputs["input_ids"].device
         compact = bool(inputs.get("fused_lm_head")) and inputs["input_ids"].is_cuda
-        if drawn == "by batch" or known.costs.tree(tree) > WORTH * known.costs.padded(batch, compact=compact):
+        plan = self._plan(model, [batch], float("inf"), device, compact)
+        if not plan.trees or plan.cost > WORTH * plan.padded:
             return None
-        if not known.has_compared(tree.longest):
+        (tree,) = plan.trees
+        if not facts.has_compared(tree.longest):
             if not self.may_compare:
                 self.fallbacks.cannot_be_exact("no batch of its kind was compared yet")
                 return None
@@ -630,92 +569,55 @@ class SharedRows(Part):
         device: torch.device,
     ) -> str | None:
         """
-        Compute some rows in both ways, and return why the results are not the same.
-
-        Both passes are made in evaluation mode. Where the model draws random numbers in training, one more pass shows
-        that it takes a flat row in that mode too. Generators are as they were afterwards.
+        Compute some rows in both ways (comparison.py), and return why the results are not the same.
 
         Args:
             compute (`Callable`): From `input_ids`, `attention_mask` and `labels` to what holds a `loss`, or to a loss.
             device (`torch.device`): Where the model computes.
         """
-        modes, before = [module.training for module in model.modules()], RandomStates.now(device)
-        trains, draws = model.training, self._know(model).drawn.get(True, "nothing") != "nothing"
-        model.eval()
+        facts, rows, trains = self.facts_of(model), Tree.of(sample(tree)), model.training
+        half_precision = self.half_precision or model.dtype in (torch.float16, torch.bfloat16)
+        observe, saved = functools.partial(self._observe, model, compute, device), share_saved(rows)
         try:
-            why = self._differs(model, Tree.of(sample(tree)), batches, compute, device)
-            if why is None and trains and draws:
-                model.train()
-                why = self._differs(model, Tree.of(sample(tree), shares=False), batches, compute, device, only="tree")
-            return why
-        finally:
-            before.restore()
-            for module, mode in zip(model.modules(), modes):
-                module.training = mode
-
-    def _differs(
-        self,
-        model: nn.Module,
-        tree: Tree,
-        batches: Sequence[Batch],
-        compute: Callable[[dict[str, Tensor]], Any],
-        device: torch.device,
-        only: str | None = None,
-    ) -> str | None:
-        """As [`_compare`], in the mode that the model is in; `only="tree"`: whether it takes a flat row at all."""
-        batch, part = padded(tree, batches)
-        inputs = {name: tensor.to(device) for name, tensor in zip(_BATCH, batch)}
-        targets = Targets.of(part, [batch])
-        way, known_by, self._computed = self._under_way, self._computed, None
-        self.known_as(inputs["input_ids"], batch, part)
-        found: list[tuple[Tensor, Any]] = []
-        try:
-            with torch.no_grad():
-                for way.comparing in ("padded", "tree") if only is None else (only,):
-                    way.hidden = None
-                    with _in_trees(model) if way.comparing == "tree" else contextlib.nullcontext():
-                        result = compute(dict(inputs))
-                    if way.hidden is None:
-                        why = f"`{type(_bare(model)).__name__}` does not call its backbone as a module"
-                        self.fallbacks.cannot_be_exact(why)
-                        return why
-                    loss = result if torch.is_tensor(result) else loss_of(result)
-                    rows, columns = targets.places[:, 1:].t()
-                    where = (rows, columns) if way.comparing == "padded" else (0, targets.slots[targets.readers])
-                    found.append((way.hidden[where], None if loss is None else loss.double()))
+            with as_before(model, device):
+                model.eval()
+                why = difference(observe, rows, batches, TOLERANCES[half_precision])
+                if why is None and trains and facts.drawn.get(True, "nothing") != "nothing":
+                    model.train()
+                    observe("tree", *padded(Tree.of(rows.rows, shares=False), batches))
         except CannotAttendError as error:
             self.fallbacks.cannot_be_exact(str(error))
             return str(error)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            if not getattr(_bare(model), "_supports_attention_backend", False):
-                why = f"the attention of `{type(_bare(model)).__name__}` is its own, not one of transformers' interface"
-                self.fallbacks.cannot_be_exact(why)
-                return why
-            saved = 1 - len(tree.ids) / sum(len(row.fed) for row in tree.rows)
-            cost = f"About {saved:.0%} of the tokens of the first batch, and its padding, are not saved."
-            return self.fallbacks.did_not_work(error, "the model does not take a tree", cost=cost)
-        finally:
-            way.comparing = way.row = way.hidden = None
-            self._computed = known_by
-            self._copied.pop()
-        if only is not None:
-            return None
-        self._know(model).note(tree.longest)
-        most = TOLERANCES[self.half_precision or model.dtype in (torch.float16, torch.bfloat16)]
-        (plain, plain_loss), (shared, shared_loss) = found
-        if not len(targets.readers):
-            return None
-        why = None
-        if (distance := apart(plain, shared)) > most or distance != distance:
-            why = (
-                f"hidden states of the first batch are {distance:.1e} of their length away from those of padded rows, "
-                f"more than {most:g}"
-            )
-        elif plain_loss is not None and not (shared_loss - plain_loss).abs() <= most * plain_loss.abs():
-            why = f"the loss of the first batch is {shared_loss:.6g}, and {plain_loss:.6g} in padded rows"
-        if why is not None:
-            saved = 1 - len(tree.ids) / sum(len(row.fed) for row in tree.rows)
+            if getattr(facts.base, "_supports_attention_backend", False):
+                cost = f"About {saved:.0%} of the tokens of the first batch, and its padding, are not saved."
+                return self.fallbacks.did_not_work(error, "the model does not take a tree", cost=cost)
+            why = f"the attention of `{type(facts.base).__name__}` is its own, not one of transformers' interface"
+            self.fallbacks.cannot_be_exact(why)
+            return why
+        if why is None:
+            facts.note_compared(tree.longest)
+        else:
             self.fallbacks.cannot_be_exact(why, advice=f"About {saved:.0%} of its tokens, and padding, are not saved.")
         return why
+
+    def _observe(
+        self, model: nn.Module, compute: Callable, device: torch.device, how: str, batch: Batch, tree: Tree
+    ) -> tuple[Tensor, Any]:
+        """Compute a batch `padded` or as a `tree`, and return what the backbone and `compute` returned."""
+        inputs = {name: tensor.to(device) for name, tensor in zip(_BATCH, batch)}
+        way, computed = self._under_way, self._computed
+        self._copied[inputs["input_ids"]] = batch, tree
+        way.comparing, self._computed = how, None
+        try:
+            with self._in_trees(model) if how == "tree" else contextlib.nullcontext():
+                result = compute(inputs)
+            if way.hidden is None:
+                base = type(self.facts_of(model).base).__name__
+                raise CannotAttendError(f"`{base}` does not call its backbone as a module")
+            return way.hidden, result
+        finally:
+            way.comparing = way.row = way.hidden = None
+            self._computed = computed

@@ -17,24 +17,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hf_hybrid.machine import mixed_precision_of, sharding_of, shards_by_fsdp2
-from hf_hybrid.part import Part, Phase, Step
-from hf_hybrid.recovery import is_out_of_memory
-from hf_hybrid.rows.sharing import (
-    COUNTS,
-    HOLE,
-    WORTH,
-    SharedRows,
-    rows_of,
-    why_no_rows,
-)
-from hf_hybrid.rows.tree import IGNORED, LEAST, Batch, Row, Tree, divide, on_host, padded
+from hf_hybrid.part import Phase, Step
+from hf_hybrid.rows.costs import WORTH, share_saved
+from hf_hybrid.rows.sharing import COUNTS, Plan, SharedRows, rows_of, why_no_rows
+from hf_hybrid.rows.tree import IGNORED, LEAST, Batch, Row, Tree, on_host, padded
 from hf_hybrid.run.trainer_view import LossView, TrainerView, own_losses
 
 if TYPE_CHECKING:
@@ -43,8 +37,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REMEMBERED = 200_000
-"""Tokens of the first windows that are kept, see [`_Remembered`]."""
+"""Tokens of the first windows that are kept, to say what their rows would share if they all stood together."""
 LITTLE = f"less than {1 - WORTH:.0%} would be saved".replace("%", " %")
+NO_LABEL = "no token of this batch has a label"
 Window = list[dict[str, Tensor] | None]
 """Micro-batches as they are computed; `None` computes nothing."""
 
@@ -72,47 +67,6 @@ def may_save(batches: Sequence[Any]) -> bool:
     return len(set(starts)) < len(starts)
 
 
-class _Plan(NamedTuple):
-    """What one process would do with a window: nothing, if it has no trees."""
-
-    why: str | None = None
-    """Why it has none; it was said already."""
-    trees: tuple[Tree, ...] = ()
-    cost: float = 0.0
-    """Operations of the trees."""
-    padded: float = 0.0
-    """Operations of the padded rows."""
-
-    @property
-    def longest(self) -> int:
-        return max((tree.longest for tree in self.trees), default=0)
-
-
-class _Remembered:
-    """
-    Rows of the first windows of the first epoch, to say what they would share if they all stood together.
-
-    Attributes:
-        tokens (`int`): Of these rows, those that predict something.
-    """
-
-    def __init__(self):
-        self.tokens = 0
-        self._rows: list[Row] = []
-
-    def add(self, trees: Sequence[Tree]) -> None:
-        """Remember the rows of a window, up to `REMEMBERED` tokens."""
-        for row in (row for tree in trees for row in tree.rows):
-            if self.tokens < REMEMBERED:
-                self._rows.append(row)
-                self.tokens += len(row.fed)
-
-    @property
-    def shared(self) -> float | None:
-        """The share of their tokens that one tree of all would not compute again; `None` without rows."""
-        return 1 - len(Tree.of(self._rows).ids) / self.tokens if self.tokens else None
-
-
 class SharedWindows(SharedRows):
     """
     Lays out the accumulation windows of `Trainer` and of TRL's `SFTTrainer`, whose losses are sums over the labels of a
@@ -126,65 +80,62 @@ class SharedWindows(SharedRows):
         why_plain (`str`, *optional*): As [`SharedRows`].
     """
 
+    in_every_pass = False
+
     def __init__(self, trainer: LossView, why_plain: str | None = None):
         super().__init__(why_plain=why_plain, half_precision=mixed_precision_of(trainer.args) != "no")
         self.trainer = trainer
         self.may_compare = trainer.accelerator.num_processes == 1 and not trainer.memory.streams
-        self._laid_out, self._alone = False, trainer.accelerator.num_processes == 1
-        self._first = _Remembered()
+        self._laid_out = self._is_counting = False  # what is counted here is windows
+        self._first_rows, self._first_tokens = [], 0
 
     @property
     def model(self) -> torch.nn.Module:
         """The model that hooks see: without what wraps it for several devices."""
         return self.trainer.accelerator.unwrap_model(self.trainer.model)
 
-    # Most windows of some runs stay as they are: a step then calls this part once, in `begin_step`.
-
-    before_forward, after_backward, end_step = Part.before_forward, Part.after_backward, Part.end_step
-
     @contextlib.contextmanager
     def around(self) -> Generator[None]:
         """Context for forward and backward pass of a micro-batch that was laid out."""
-        self._open(self.model)
-        try:
+        with super().around():
+            self._open(self.model)
             yield
-        finally:
-            self._close()
 
     # A run.
 
     def begin(self, run: Run) -> None:
         super().begin(run)
-        self._first = _Remembered()
+        self._first_rows, self._first_tokens = [], 0
 
     def end(self) -> None:
-        if self.counts["tokens"]:
-            logger.info("%s", self._savings_in_words())
-
-    def summary(self) -> dict[str, Any]:
-        return {**super().summary(), "shared_if_together": self._first.shared}
-
-    def _savings_in_words(self) -> str:
-        """Return what was saved, as a line for the log."""
+        """Say what was saved."""
         tokens, padding, shared, micro_batches = (self.counts[name] for name in COUNTS)
+        if not tokens:
+            return
         if not micro_batches + shared + padding:
-            return f"Rows were computed as they are: {self.plain_because}."
-        together, share = self._first.shared or 0.0, shared / tokens
+            logger.info("Rows were computed as they are: %s.", self.plain_because)
+            return
+        together, share = share_saved(Tree.of(self._first_rows)) if self._first_rows else 0.0, shared / tokens
         sentence = (
             f"{shared:,} of {tokens:,} tokens ({share:.0%}) were shared or had no influence on a label, and "
             f"{padding:,} of padding were not computed; {micro_batches:,} micro-batches were left over."
         )
         if together > share + 0.05:
             sentence += f" If rows that begin alike stood together in the data, {together:.0%} would be shared."
-        return sentence
+        logger.info("%s", sentence)
+
+    def summary(self) -> dict[str, Any]:
+        together = share_saved(Tree.of(self._first_rows)) if self._first_rows else None
+        return {**super().summary(), "shared_if_together": together}
 
     # A step.
 
     def begin_step(self, step: Step) -> None:
-        self._laid_out, self._copied = False, []
+        self._copied.clear()
+        self._laid_out, alone = False, self.trainer.accelerator.num_processes == 1
         if step.phase is Phase.PREDICT or not step.batches:
             return
-        if self.why_plain is None and self._alone and step.items is not None and not may_save(step.on_host):
+        if self.why_plain is None and alone and step.items is not None and not may_save(step.on_host):
             self.fallbacks.because = self.fallbacks.because or LITTLE
             self.counts["tokens"] += sum(batch["input_ids"].numel() for batch in step.batches)
             return
@@ -193,12 +144,12 @@ class SharedWindows(SharedRows):
             self.fallbacks.cannot_be_exact(why)
         self._find_drawn()
         batches = [] if why is not None else on_host([rows_of(inputs) for inputs in step.on_host])
-        plan = self._plan(batches) if why is None and self.why_plain is None else _Plan(why)
+        plan = self._plan_window(batches) if why is None and self.why_plain is None else Plan(why)
         count = 0 if self.why_plain is not None else self._agreed(plan)
         if count and (why := self._compare_window(plan, batches, count)) is not None:
             count, plan = 0, plan._replace(why=why)
         if plan.why is None and not count:
-            self.fallbacks.because = self.plain_because or LITTLE
+            self.fallbacks.because = self.plain_because or (LITTLE if plan.cost else NO_LABEL)
         if count:
             step.window = self._lay_out(plan.trees, batches, len(step.batches), count)
         self._count_window(step, batches, plan.trees)
@@ -209,53 +160,29 @@ class SharedWindows(SharedRows):
             return why
         if step.items is None:
             return "losses are means over micro-batches, not sums over the window"
-        return self._know(self.model).why
+        return self.facts_of(self.model).why
 
     def _find_drawn(self) -> None:
         """Find out what the model draws in training: on all processes in the same step, as FSDP2 joins their passes."""
         model, trainer = self.model, self.trainer
-        known = self._know(model)
-        if self.why_plain is not None or known.why is not None:
-            return
-        model.train()  # as `training_step` does
-        if model.training in known.drawn:
-            return
-        try:
-            with trainer.memory.running(), trainer.compute_loss_context_manager():
-                self._drawn(model, trainer.args.device)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            self.why_plain = self.fallbacks.did_not_work(error, "the model does not take ten tokens")
+        facts = self.facts_of(model)
+        if self.why_plain is None and facts.why is None:
+            model.train()  # as `training_step` does
+            if True not in facts.drawn:
+                with trainer.memory.running(), trainer.compute_loss_context_manager():
+                    self._drawn(model, trainer.args.device)
 
-    def _plan(self, batches: list[Batch]) -> _Plan:
-        """Return the trees of a window of this process, if they may cost less than its padded rows."""
-        model = self.model
-        known = self._know(model)
-        drawn, costs = known.drawn[True], known.costs
-        # The fused heads of TRL and of the chunked loss.
-        compact = self.trainer.args.device.type == "cuda" and self.trainer.loss_in_chunks
-        price = sum(costs.padded(batch, compact=compact) for batch in batches)
-        rows: list[Row] = []
-        for number, batch in enumerate(batches):
-            found = batch.rows(number, counts_mask=known.counts_mask)
-            if found is None:
-                self.fallbacks.cannot_be_exact(HOLE)
-                return _Plan(HOLE)
-            rows += found
-        if drawn != "nothing":
-            self._note_drawn(model, drawn, rows)
-        if drawn == "by batch":
-            return _Plan(self.plain_because)
-        trees = divide(rows, max(batch.ids.numel() for batch in batches), shares=drawn == "nothing")
-        if len(trees) > len(batches):  # long rows that share little with their neighbours
-            return _Plan(padded=price, cost=price)
-        return _Plan(None, tuple(trees), sum(costs.tree(tree) for tree in trees), price)
+    def _plan_window(self, batches: list[Batch]) -> Plan:
+        device, most = self.trainer.args.device, max(batch.ids.numel() for batch in batches)
+        compact = device.type == "cuda" and self.trainer.loss_in_chunks  # fused heads: TRL's, and the chunked loss
+        plan = self._plan(self.model, batches, most, device, compact)
+        # Long rows that share little with their neighbours may need more micro-batches.
+        return plan if len(plan.trees) <= len(batches) else Plan(cost=plan.padded, padded=plan.padded)
 
-    def _agreed(self, plan: _Plan) -> int:
+    def _agreed(self, plan: Plan) -> int:
         """Return the number of micro-batches that every process computes, 0 for Trainer's own."""
-        trainer = self.trainer
-        mine = [float(plan.why is not None), plan.cost, plan.padded, float(len(plan.trees)), float(plan.longest)]
+        trainer, longest = self.trainer, max((tree.longest for tree in plan.trees), default=0)
+        mine = [float(plan.why is not None), plan.cost, plan.padded, float(len(plan.trees)), float(longest)]
         if trainer.accelerator.num_processes > 1:
             of_all = trainer.accelerator.gather(torch.tensor([mine], device=trainer.args.device))
             mine = of_all.amax(0).tolist()
@@ -264,14 +191,14 @@ class SharedWindows(SharedRows):
 
     # The comparison. All processes make it in the same window, because forward passes may join them.
 
-    def _compare_window(self, plan: _Plan, batches: list[Batch], count: int) -> str | None:
+    def _compare_window(self, plan: Plan, batches: list[Batch], count: int) -> str | None:
         """Compare some rows of the first window with padded ones, and return why they are not the same."""
-        known = self._know(self.model)
-        if known.has_compared(int(self._longest)):
+        facts = self.facts_of(self.model)
+        if facts.has_compared(int(self._longest)):
             return None
         tree = plan.trees[-1] if plan.trees else _nothing(batches)[1]
         why = self._compare(self.model, tree, batches, self._quiet_loss, self.trainer.args.device)
-        known.note(int(self._longest))
+        facts.note_compared(int(self._longest))
         if self.trainer.accelerator.num_processes > 1:
             failed = torch.tensor([float(why is not None)], device=self.trainer.args.device)
             if self.trainer.accelerator.gather(failed).max() and why is None:
@@ -282,51 +209,59 @@ class SharedWindows(SharedRows):
 
     def _quiet_loss(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the trainer's loss of a batch without leaving a trace in TRL's metrics."""
-        trainer, metrics = self.trainer, vars(self.trainer).get("_metrics")
-        try:
-            if metrics is not None:
-                vars(trainer)["_metrics"] = {mode: type(kept)(list) for mode, kept in metrics.items()}
-            with self.on(self.model), trainer.memory.running(), trainer.compute_loss_context_manager():
+        trainer = self.trainer
+        with quiet_metrics(trainer), self.on(self.model), trainer.memory.running():
+            with trainer.compute_loss_context_manager():
                 return trainer.compute_loss(trainer.model, dict(inputs)).detach()
-        finally:
-            if metrics is not None:
-                vars(trainer)["_metrics"] = metrics
 
     def _tree_if_worth(self, model: torch.nn.Module, inputs: dict[str, Any], batch: Batch) -> Tree | None:
         # In a step: parts of a micro-batch after an out-of-memory, but no passes that other parts make to look.
         return None if self._laid_out and not model.training else super()._tree_if_worth(model, inputs, batch)
 
-    def _count(self, batch: Batch, tree: Tree | None) -> None:
-        pass  # by window
-
     # The layout.
 
-    def _lay_out(self, trees: Sequence[Tree], batches: list[Batch], micro_batches: int, count: int) -> Window:
-        """Return a window whose last `count` micro-batches are computed."""
-        device, window = self.trainer.args.device, [None] * (micro_batches - count)
+    def _lay_out(self, trees: Sequence[Tree], batches: list[Batch], number: int, count: int) -> Window:
+        """Return a window of `number` micro-batches, of which the last `count` are computed."""
+        device, window = self.trainer.args.device, [None] * (number - count)
         kept = {(row.batch, row.number) for tree in trees for row in tree.rows}
         left = [(n, row) for n, batch in enumerate(batches) for row in range(len(batch.ids)) if (n, row) not in kept]
         # Rows without labels are not computed, but TRL counts their tokens.
-        made = [padded(tree, batches, () if index else left) for index, tree in enumerate(trees)]
-        made = [_nothing(batches)] * (count - len(made)) + made  # other processes have more
-        for batch, tree in made:
+        micro_batches = [padded(tree, batches, () if index else left) for index, tree in enumerate(trees)]
+        # Other processes have more.
+        for batch, tree in [_nothing(batches)] * (count - len(micro_batches)) + micro_batches:
             # In one copy that the host does not wait for.
             ids, mask, labels = torch.stack(batch).to(device, non_blocking=True)
             inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-            self.known_as(inputs["input_ids"], batch, tree)
+            self._copied[inputs["input_ids"]] = batch, tree
             window.append(inputs)
         self._laid_out = True
         return window
 
     def _count_window(self, step: Step, batches: list[Batch], trees: Sequence[Tree]) -> None:
         if self.trainer.state.epoch < 1:  # later ones hold the same rows again
-            self._first.add([tree for tree in trees if tree.shares])
+            for row in [row for tree in trees if tree.shares for row in tree.rows]:
+                if self._first_tokens < REMEMBERED:
+                    self._first_rows.append(row)
+                    self._first_tokens += len(row.fed)
         tokens = sum(batch.tokens for batch in batches)
         self.counts["tokens"] += tokens
         if step.window is not None:
             self.counts["tokens_padding"] += sum(batch.ids.numel() for batch in batches) - tokens
             self.counts["tokens_shared"] += tokens - sum(len(tree.ids) for tree in trees)
             self.counts["micro_batches_saved"] += step.window.count(None)
+
+
+@contextlib.contextmanager
+def quiet_metrics(trainer: Any) -> Generator[None]:
+    """Context whose losses leave no trace in the metrics that TRL's `compute_loss` collects."""
+    metrics = vars(trainer).get("_metrics")
+    if metrics is not None:
+        trainer._metrics = {mode: defaultdict(list) for mode in metrics}
+    try:
+        yield
+    finally:
+        if metrics is not None:
+            trainer._metrics = metrics
 
 
 def _nothing(batches: list[Batch]) -> tuple[Batch, Tree]:

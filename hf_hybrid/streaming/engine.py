@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from hf_hybrid.streaming.optimizer import LazyOptimizer
 from hf_hybrid.streaming.streamer import LayerStreamer
-from hf_hybrid.streaming.units import Unit
 from hf_hybrid.streaming.walk import Window
 
 logger = logging.getLogger(__name__)
@@ -147,7 +146,6 @@ class Streamed(Resident):
         super().__init__(plan.buffers_on_host)
         self.model, self.streamer, self.window, self.plan = model, streamer, window, plan
         self.steps_on_device, self.host_memory = steps_on_device, host_memory
-        self._updating: Unit | None = None
 
     def is_for(self, model: nn.Module) -> bool:
         return self.model is model
@@ -155,34 +153,20 @@ class Streamed(Resident):
     @property
     def torn(self) -> str | None:
         failed = [u for u in self.streamer.units if u.update is not None and u.update.done() and u.update.exception()]
-        unit = failed[0] if failed else self._updating
+        unit = failed[0] if failed else None if self.optimizer is None else self.optimizer.updating
         return None if unit is None else f"The update of `{unit.name}` was cut short."
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer that updates a layer when that layer is streamed."""
-        made = getattr(optimizer, "optimizer", optimizer)  # a second run comes with what accelerate made of the first's
-        if isinstance(made, LazyOptimizer):
-            self.optimizer = made
+        inner = getattr(optimizer, "optimizer", optimizer)  # in a second run: accelerate's wrapper of the first's
+        if isinstance(inner, LazyOptimizer):
+            self.optimizer = inner
             return optimizer
         self.optimizer = LazyOptimizer(optimizer, self.streamer, on_device=self.steps_on_device)
-        if self.steps_on_device:
-            self.streamer.on_load = self._noting(self.streamer.on_load)
-            self.streamer.before_forward = self._noting(self.streamer.before_forward)
         return self.optimizer
 
     def begin(self) -> None:
         self.streamer.attach()
-
-    def _noting(self, update: Callable[[Unit], None] | None) -> Callable[[Unit], None] | None:
-        if update is None:
-            return None
-
-        def run(unit: Unit) -> None:
-            self._updating = unit
-            update(unit)
-            self._updating = None
-
-        return run
 
     def end(self) -> None:
         """Finish pending updates and give the model its weights back, on the host."""

@@ -30,7 +30,7 @@ import math
 import threading
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -148,13 +148,6 @@ class _ChunkedLoss(torch.autograd.Function):
         return (*(None if grad is None else grad.mul_(factor) for grad in grads), *5 * [None])
 
 
-class _HeadOutput(NamedTuple):
-    """What the head computed, and what the model got in its place."""
-
-    output: torch.Tensor  # summed loss, or logits while probing
-    stand_in: torch.Tensor  # [batch, tokens, 1], or [batch, tokens, len(probe)]
-
-
 @dataclass
 class _Call:
     """One forward pass in which the model gets a small tensor instead of its logits `[batch, tokens, vocabulary]`."""
@@ -162,8 +155,9 @@ class _Call:
     labels: torch.Tensor
     targets: torch.Tensor  # the labels, shifted
     probe: torch.Tensor | None  # numbers to send through the model; without them the loss is computed
-    head: _HeadOutput | None = None  # once it has run
-    arrived: torch.Tensor | None = None  # the stand-in as the model hands it to its loss function
+    output: Any = None  # of the head, once it has run: the summed loss, or logits while probing
+    stand_in: Any = None  # what the model got in its place: [batch, tokens, 1], or [batch, tokens, len(probe)]
+    arrived: Any = None  # the stand-in as the model hands it to its loss function
 
 
 class ChunkedCausalLoss:
@@ -255,8 +249,8 @@ class ChunkedCausalLoss:
                 part["num_items_in_batch"] = num_items_in_batch
             with _quiet(model):
                 own = model(**part)[0]
-            with _quiet(model):
-                loss = self._run(model, part)[0]
+            with _quiet(model), self.active(part):
+                loss = model(**part)[0]
             tolerance = self.TOLERANCE if dtype == torch.float32 else self.LOW_PRECISION_TOLERANCE
             equal = bool((loss - own).abs() <= tolerance * own.abs())  # not with NaN either
             self.disagreement = None if equal else f"chunked loss `{loss.item()}`, the model's own `{own.item()}`"
@@ -275,26 +269,15 @@ class ChunkedCausalLoss:
             yield call
         finally:
             del self._calls[thread]
-        self._check_arrived(call)
-
-    def _check_arrived(self, call: _Call) -> tuple[_HeadOutput, torch.Tensor]:
-        """Return what the head computed, and what the model handed to its loss function."""
-        if call.head is None or call.arrived is None:
+        if call.arrived is None:
             raise RuntimeError(f"`{type(self.base).__name__}` does not give the output of its head to `loss_function`.")
-        return call.head, call.arrived
-
-    def _run(self, model, inputs, probe: torch.Tensor | None = None) -> tuple[torch.Tensor, _Call]:
-        with self.active(inputs, probe) as call:
-            loss = model(**inputs)[0]
-        return loss, call
 
     def _measure(self, model, inputs) -> torch.dtype:
         """Find factor and cap between head and loss, and return the dtype of the logits."""
         probe = torch.tensor(self.PROBE)
-        with _quiet(model):
-            call = self._run(model, inputs, probe)[1]
-        head, arrived = self._check_arrived(call)
-        arrived = arrived.cpu()
+        with _quiet(model), self.active(inputs, probe) as call:
+            model(**inputs)
+        arrived = call.arrived.cpu()
         small, large = arrived.reshape(-1, len(probe))[0, :2].tolist()
         scale, cap = small / self.PROBE[0], None
         expected = scale * probe
@@ -304,12 +287,12 @@ class ChunkedCausalLoss:
         if not torch.allclose(arrived, expected.expand_as(arrived), rtol=1e-4, atol=1e-6):
             raise RuntimeError(f"`{type(self.base).__name__}` changes its logits by more than a factor and a tanh cap.")
         self._transfer = scale, cap
-        return head.output.dtype
+        return call.output.dtype
 
     def _pending(self) -> _Call | None:
         """Return the call of this thread whose head has not run. A head that runs again computes another loss."""
         call = self._calls.get(threading.get_ident())
-        return call if call is not None and call.head is None else None
+        return call if call is not None and call.output is None else None
 
     def _before_model(self, base, args, kwargs):
         """Take the labels that the model really gets: shared rows exchange the batch."""
@@ -341,12 +324,12 @@ class ChunkedCausalLoss:
         if call is None:
             return None
         values = output.new_zeros(1) if call.probe is None else call.probe.to(output.device)
-        call.head = _HeadOutput(output, values.expand(*call.targets.shape, -1).clone())
-        return call.head.stand_in
+        call.output, call.stand_in = output, values.expand(*call.targets.shape, -1).clone()
+        return call.stand_in
 
     def _loss(self, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=IGNORE_INDEX, **kwargs):
         call = self._calls.get(threading.get_ident())
-        if call is None or call.head is None or logits.shape != call.head.stand_in.shape:
+        if call is None or call.output is None or logits.shape != call.stand_in.shape:
             return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, **kwargs)
         same = labels is call.labels or torch.equal(labels, call.labels.to(labels.device))
         if not same or vocab_size != self.head.out_features or ignore_index != IGNORE_INDEX or logits.requires_grad:
@@ -356,8 +339,7 @@ class ChunkedCausalLoss:
         if call.probe is not None:
             return logits.new_zeros(())
         count = call.targets.ne(IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
-        summed = call.head.output
-        return summed / (count.to(summed.device) if torch.is_tensor(count) else count)
+        return call.output / (count.to(call.output.device) if torch.is_tensor(count) else count)
 
 
 def _targets(inputs: Mapping[str, Any]) -> torch.Tensor:
@@ -429,12 +411,6 @@ class ChunkedLossSwitch:
     def in_use(self) -> bool:
         """Whether the last batches were computed in chunks."""
         return self.loss is not None and bool(self._agreed)
-
-    def active(self, inputs: dict[str, Any]) -> contextlib.AbstractContextManager:
-        """Context for the forward pass whose loss is computed in chunks, where [`applies`] says so."""
-        if self.loss is None:
-            raise RuntimeError("The chunked loss is not installed.")
-        return self.loss.active(inputs)
 
     def _refuse(self, reason: str) -> None:
         if self._required:

@@ -33,7 +33,7 @@ Readers of masters or states (saving, a leap, the end of training) call `flush` 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from hf_hybrid import machine
 from hf_hybrid.machine import host_tensor
-from hf_hybrid.streaming.streamer import LayerStreamer
+from hf_hybrid.streaming.streamer import LayerStreamer, Updates
 from hf_hybrid.streaming.transfers import Fetched, is_big
 from hf_hybrid.streaming.units import Piece, Unit
 
@@ -138,7 +138,7 @@ def step_in_parts(
             copy.copy_(weights)
 
 
-class LazyOptimizer(torch.optim.Optimizer):
+class LazyOptimizer(torch.optim.Optimizer, Updates):
     """
     Replaces an optimizer whose parameters are partly streamed, with the same groups, state and state dict.
 
@@ -164,7 +164,7 @@ class LazyOptimizer(torch.optim.Optimizer):
         self.defaults, self.param_groups, self.state = base.defaults, base.param_groups, base.state
         vars(self).update({name: hooks for name, hooks in vars(base).items() if name.endswith("_hooks")})
         self._unit_of = {id(piece.master): unit for unit in streamer.units for piece in unit.trainable}
-        self._pending: dict[Unit, tuple[torch.optim.Optimizer, Tensor | None]] = {}
+        self.pending = {}
         """The inputs of a unit's step: the optimizer with its groups, and the scale of its gradients."""
         self._scale: Tensor | None = None
         self._checked = False
@@ -172,13 +172,11 @@ class LazyOptimizer(torch.optim.Optimizer):
             1, "lazy_update", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
         )
         self._coming: dict[int, tuple[Fetched, dict[str, Fetched]]] = {}
-        streamer.before_read = self.flush
-        worker = self._worker
-        streamer.widen_soon = lambda piece: worker.submit(piece.widen_when_it_lands)
-        if on_device:
-            streamer.on_load, streamer.before_forward = self._fetch_for_step, self._step_in_slot
-            for unit in streamer.units:
-                unit.storage.lock_masters()
+        self.updating: Unit | None = None
+        """The unit that is updated on the device. After an error: the one whose update it cut short."""
+        streamer.updates = self
+        for unit in streamer.units if on_device else ():
+            unit.storage.lock_masters()
 
     # A window ends.
 
@@ -265,7 +263,7 @@ class LazyOptimizer(torch.optim.Optimizer):
             self.streamer.forget(unit)
             pending = self._optimizer_over(groups[unit]), scale
             if self.on_device:
-                self._pending[unit] = pending
+                self.pending[unit] = pending
             else:
                 unit.updating = True
                 unit.update = self._worker.submit(self._step_on_host, unit, *pending)
@@ -306,23 +304,25 @@ class LazyOptimizer(torch.optim.Optimizer):
             master.grad = None
         self.streamer.updated(unit)  # here and not by a callback: once the future is done, no load begins any more
 
-    def _fetch_for_step(self, unit: Unit) -> None:
+    def widen_soon(self, piece: Piece) -> Future:
+        return self._worker.submit(piece.widen_when_it_lands)
+
+    def begin_load(self, unit: Unit) -> None:
         """Start to copy gradients and states to the device beside the weights."""
-        fetch = self.streamer.transfers.fetch
-        groups = self._pending[unit][0].param_groups if unit in self._pending else ()
+        fetch, self.updating = self.streamer.transfers.fetch, unit
+        groups = self.pending[unit][0].param_groups
         for master in [master for group in groups for master in group["params"] if id(master) not in self._coming]:
             # Noted one by one: where memory ends in between, copies under way must not be forgotten.
             _, states = self._coming[id(master)] = fetch(master.grad), {}
             for name, value in self.state.get(master, {}).items():
                 if is_big(value):
                     states[name] = fetch(value)
+        self.updating = None
 
     @torch.no_grad()
-    def _step_in_slot(self, unit: Unit) -> None:
+    def before_forward(self, unit: Unit) -> None:
         """Step a unit in its slot on the device, and copy weights and states back to the host."""
-        if unit not in self._pending:
-            return
-        optimizer, scale = self._pending.pop(unit)
+        self.updating, (optimizer, scale) = unit, self.pending.pop(unit)
         pieces = {id(piece.master): piece for piece in unit.trainable}
         for group in optimizer.param_groups:
             masters, group["params"] = group["params"], []
@@ -330,6 +330,7 @@ class LazyOptimizer(torch.optim.Optimizer):
                 self._step_one(pieces[id(master)], group, scale)
         if unit.slot is not None:
             unit.slot.sent = unit.storage.written
+        self.updating = None
 
     def _step_one(self, piece: Piece, group: dict, scale: Tensor | None) -> None:
         master, transfers = piece.master, self.streamer.transfers
@@ -370,7 +371,7 @@ class LazyOptimizer(torch.optim.Optimizer):
             if unit.update is not None:
                 unit.update.result()
                 unit.update = None
-        for unit in [unit for unit in self.streamer.units if unit in self._pending]:
+        for unit in [unit for unit in self.streamer.units if unit in self.pending]:
             self.streamer.bring_in(unit, backward=False)
             self.streamer.release(unit)
         # Also what comes in: layers that `step` fetched ahead are read from masters, which a leap may write now.
@@ -378,7 +379,7 @@ class LazyOptimizer(torch.optim.Optimizer):
 
     def drop_gradients(self) -> None:
         """Drop gradients that no step used, because the step was withheld or an error cut the window short."""
-        scheduled = {unit for unit in self.streamer.units if unit.update is not None or unit in self._pending}
+        scheduled = {unit for unit in self.streamer.units if unit.update is not None or unit in self.pending}
         for unit in self.streamer.units:
             if unit not in scheduled:
                 for piece in unit.trainable:

@@ -29,7 +29,7 @@ import itertools
 import time
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,25 @@ from hf_hybrid.streaming.units import Piece, SlotPool, Unit, make_units
 
 if TYPE_CHECKING:
     from hf_hybrid.streaming.walk import LayerWalk
+
+
+class Updates:
+    """What a streamer calls while masters are updated. [`LazyOptimizer`] overrides it; without one nothing is done."""
+
+    pending: dict[Unit, Any] = {}
+    """Units that are updated on the device when they are needed next."""
+
+    def flush(self) -> None:
+        """Finish updates, because masters are about to be read."""
+
+    def begin_load(self, unit: Unit) -> None:
+        """The weights of a pending unit begin to travel, so that its gradients and states can follow."""
+
+    def before_forward(self, unit: Unit) -> None:
+        """A pending unit lies in its slot, before its forward: the place for its update."""
+
+    def widen_soon(self, piece: Piece) -> Future | None:
+        """Let another thread widen a gradient when it lands. Called where nothing will be added to it."""
 
 
 class LayerStreamer:
@@ -76,16 +95,9 @@ class LayerStreamer:
         self.seconds_waited = 0.0
         self.walk: LayerWalk | None = None
         """Set while a window is walked layer by layer: it then runs the layers."""
+        self.updates = Updates()
         self.overlay: Callable[[nn.Parameter], Tensor | None] | None = None
         """The weights of a master with a leap under test that is not in it yet; asked for as a unit is brought in."""
-        self.before_read: Callable[[], None] = lambda: None
-        """Called before masters are read: finishes their updates."""
-        self.on_load: Callable[[Unit], None] | None = None
-        """Called when a unit's weights begin to travel, so that its gradients and states can follow."""
-        self.before_forward: Callable[[Unit], None] | None = None
-        """Called with a unit that lies in its slot, before its forward: the place for an update on the device."""
-        self.widen_soon: Callable[[Piece], Future] | None = None
-        """Lets another thread widen a gradient when it lands; used if `one_pass`, so that nothing is added to it."""
         self.one_pass = False
         """The window has one micro-batch."""
         pin = self.transfers.beside
@@ -184,7 +196,7 @@ class LayerStreamer:
 
     def _show(self, unit: Unit, module: nn.Module, state: dict, prefix: str, *_) -> None:
         """Give weights, not placeholders, to a callback that asks for a state dict during a run."""
-        self.before_read()
+        self.updates.flush()
         for name, parameter in module.named_parameters():
             piece = self.streamed.get(id(parameter))
             if piece is not None and piece.host_weights is not None and prefix + name in state:
@@ -292,17 +304,13 @@ class LayerStreamer:
         self.transfers.wait(slot.ready)
         unit.storage.bind(slot.buffer, self._expanded)
         if not backward:
-            if self.before_forward is not None:
-                self.before_forward(unit)
-            if self.overlay is not None:
-                self._displace(unit, self.overlay)
-
-    def _displace(self, unit: Unit, overlay: Callable[[nn.Parameter], Tensor | None]) -> None:
-        for piece in unit.trainable:
-            weights = overlay(piece.master)
-            if weights is not None:
-                copy_to_device_(piece.parameter.data, weights)
-                unit.altered = True
+            if unit in self.updates.pending:
+                self.updates.before_forward(unit)
+            if (overlay := self.overlay) is not None:
+                for piece in unit.trainable:
+                    if (weights := overlay(piece.master)) is not None:
+                        copy_to_device_(piece.parameter.data, weights)
+                        unit.altered = True
 
     def fetch(self, unit: Unit) -> None:
         """Start to copy a unit to the device as soon as its update is done. Without a free slot, do nothing."""
@@ -330,8 +338,8 @@ class LayerStreamer:
                 self.transfers.load(unit.slot, packed, after=unit.storage.written)
                 unit.loaded = True
                 unit.loads += 1
-                if self.on_load is not None:
-                    self.on_load(unit)
+                if unit in self.updates.pending:
+                    self.updates.begin_load(unit)
 
     def release(self, unit: Unit) -> None:
         """Make the unit's parameters placeholders again."""
@@ -395,8 +403,8 @@ class LayerStreamer:
             # Here, and not on the host after the last has arrived, while the device waits for the first update.
             piece.norm = torch.linalg.vector_norm(gradient, dtype=master.dtype)
         piece.sent = self.transfers.send(gradient, piece.landing() if piece.narrow else piece.buffer)
-        if piece.narrow and self.one_pass and self.transfers.beside and self.widen_soon is not None:
-            piece.widening = self.widen_soon(piece)
+        if piece.narrow and self.one_pass and self.transfers.beside:
+            piece.widening = self.updates.widen_soon(piece)
 
     def gradients_arrived(self) -> None:
         """Wait until the gradients of everything computed so far are on the host."""

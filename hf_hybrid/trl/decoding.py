@@ -44,7 +44,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -245,16 +245,21 @@ def why_plain_positions(config: Any, longest: int) -> str | None:
     return None
 
 
-def _reason_plain(
-    model: Any,
-    input_ids: Tensor,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    prompts: Prompts,
-    model_inputs: dict[str, Any],
-) -> str | None:
-    """Return why a call is left to transformers, of what `generate` has prepared; `None` if it is not."""
+class Request(NamedTuple):
+    """What `generate` has prepared, and the prompts of its rows, `input_ids` of shape [rows, width]."""
+
+    input_ids: Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    model_inputs: dict[str, Any]
+    """What the model gets beside tokens."""
+    prompts: Prompts
+
+
+def _reason_plain(model: Any, request: Request) -> str | None:
+    """Return why a call is left to transformers; `None` if it is not."""
+    input_ids, processors, criteria, config, model_inputs, prompts = request
     if (mode := config.get_generation_mode()) not in ("greedy_search", "sample"):
         return f"the generation config asks for `{mode.value}`"
     for name in ("return_dict_in_generate", "prefill_chunk_size", "token_healing"):
@@ -471,16 +476,8 @@ class Decoding(Part):
 
         def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_inputs):
             try:
-                return self._decode(
-                    model,
-                    input_ids,
-                    logits_processor,
-                    stopping_criteria,
-                    generation_config,
-                    known,
-                    counts,
-                    model_inputs,
-                )
+                prepared = input_ids, logits_processor, stopping_criteria, generation_config, model_inputs
+                return self._decode(model, Request(*prepared, known), counts)
             except Exception as error:
                 if isinstance(error, PlainRolloutsError) or is_out_of_memory(error):
                     raise
@@ -513,22 +510,9 @@ class Decoding(Part):
         finally:
             del model.generate
 
-    def _decode(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-        prompts: Prompts,
-        counts: bool,
-        model_inputs: dict[str, Any],
-    ) -> Tensor:
+    def _decode(self, model: Any, request: Request, counts: bool) -> Tensor:
         """
-        Complete the rows of `input_ids`, shape [rows, width]: the loop of `generate`.
-
-        Args:
-            model_inputs: What the model gets beside tokens, as `generate` has prepared it.
+        Complete the rows of a request: the loop of `generate`.
 
         Returns:
             `Tensor`: Prompts and completions, shape [rows, width and tokens of the longest completion].
@@ -536,7 +520,10 @@ class Decoding(Part):
         Raises:
             PlainRolloutsError: If transformers should do it.
         """
-        reason = _reason_plain(model, input_ids, processors, criteria, config, prompts, model_inputs)
+        reason, (input_ids, processors, criteria, config, model_inputs, prompts) = (
+            _reason_plain(model, request),
+            request,
+        )
         if reason is not None:
             raise PlainRolloutsError(reason)
         device, (count, width) = input_ids.device, input_ids.shape

@@ -10,12 +10,13 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers import ProcessorMixin
 
 from hf_hybrid.arguments import HybridArguments, as_declared, option
@@ -43,13 +44,7 @@ from hf_hybrid.trl.groups import (
     rows_that_count,
     total_rewards,
 )
-from hf_hybrid.trl.sft_dpo import (
-    TRLTrainerMixin,
-    check_config,
-    choose_bf16,
-    default_folder,
-    options_of_rows,
-)
+from hf_hybrid.trl.sft_dpo import TRLTrainerMixin, choose_bf16, config_for, options_of_rows
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
@@ -89,13 +84,6 @@ class RowsStay(NamedTuple):
 
     why: str
     change: str = ""
-
-    @property
-    def advice(self) -> str:
-        """What the change brings, as a sentence."""
-        if not self.change:
-            return ""
-        return f"To leave them out, {self.change}. TRL logs the share of their groups as `frac_reward_zero_std`."
 
 
 # A part of the run.
@@ -148,7 +136,10 @@ class Rollouts(Part):
         self.leaves_out = getattr(trainer.args, "exact_skips", "auto") == "auto"
         if self.leaves_out and (reason := trainer._why_every_row()) is not None:
             self.leaves_out = False
-            self.every_row.cannot_be_exact(reason.why, advice=reason.advice)
+            advice = (
+                f"To leave them out, {reason.change}. TRL logs the share of their groups as `frac_reward_zero_std`."
+            )
+            self.every_row.cannot_be_exact(reason.why, advice=advice if reason.change else "")
         shares = trainer.rows.may_share
         may_move = self.leaves_out or (shares and self.skips.mean != "tokens" and trainer._why_rows_stay() is None)
         self.by_prompt = may_move and shares and trainer._drawn_in_training() == "nothing"
@@ -212,36 +203,29 @@ class Rollouts(Part):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        found = self._place() if self._before is None else self._before
-        # Views of one generation batch, each in a tensor of its own.
-        batches = [
-            {k: v.clone() if isinstance(v, Tensor) else v for k, v in batch.items()} for batch in found["batches"]
-        ]
-        return {OWN: {**found, "batches": batches, "layout": self._layout()}}
+        place = self._place() if self._before is None else self._before
+        batches = tree_map_only(Tensor, Tensor.clone, place["batches"])  # they are views of one generation batch
+        return {OWN: {**place, "batches": batches, "layout": self._layout()}}
 
     def resume(self, state: dict[str, Any]) -> None:
         if self.name not in state:
             self.load_state_dict({})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        trainer, found = self.trainer, state.get(OWN)
-        usable = found is not None and found["layout"] == self._layout()
-        if trainer._agree(int(not usable)) or found is None:  # on any process
+        trainer, place = self.trainer, state.get(OWN)
+        usable = place is not None and place["layout"] == self._layout()
+        if trainer._agree(int(not usable)) or place is None:  # on any process
             logger.warning(
                 "The checkpoint %s: completions are generated anew, as TRL does after a resume.",
                 "lacks the completions of a process"
-                if found is None
+                if place is None
                 else "was saved with another division of generation batches",
             )
             return
         device = trainer.args.device
-        batches = [_each(batch, lambda tensor: tensor.to(device)) for batch in found["batches"]]
-        trainer._step, trainer._buffered_inputs = found["step"], batches or None
-        trainer._metrics["train"].update(found["metrics"])
-
-
-def _each(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
-    return {name: function(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        batches = tree_map_only(Tensor, lambda tensor: tensor.to(device), place["batches"])
+        trainer._step, trainer._buffered_inputs = place["step"], batches or None
+        trainer._metrics["train"].update(place["metrics"])
 
 
 # Configs.
@@ -285,9 +269,8 @@ class RolloutConfigBase(ExactSkipArguments, HybridConfigBase, _Arguments):
     enable_predict: bool = option(False, f"Refused: {_NO_LEAPS}.")
 
     def __post_init__(self):
-        self.exact_skips = as_declared("exact_skips", self.exact_skips, Literal["auto", "off"])
-        self.equal_rewards = as_declared("equal_rewards", self.equal_rewards, Literal["zero", "trl"])
-        self.rollouts = as_declared("rollouts", self.rollouts, Literal["auto", "off"])
+        for name, kind in get_type_hints(ExactSkipArguments).items():
+            setattr(self, name, as_declared(name, getattr(self, name), kind))
         choose_bf16(self)
         super().__post_init__()
         if self.enable_predict:
@@ -328,6 +311,9 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     is the part of the run that plans them.
     """
 
+    config_class: type
+    method: str
+    """As TRL names output folders."""
     can_leap = False
     cannot_repeat = (
         "Completions of a step are not generated twice. Lower `per_device_train_batch_size` and raise "
@@ -339,11 +325,13 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     _drawn: Drawn | None = None
     """Which random numbers the model draws in training, once a run has asked."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
+        args = config_for(args, model, self.config_class, self.method)
         for name in ("probe_dataset", "direction"):
             if kwargs.get(name) is not None:
                 raise ValueError(f"`{name}` is for leaps, which are not made here: {_NO_LEAPS}. Leave it out.")
-        super().__init__(*args, **kwargs)
+        self.rows = rows_of_rollouts(args)
+        super().__init__(model, reward_funcs, args, *positional, **kwargs)
 
     def own_parts(self) -> list[Part]:
         self.rollouts = Rollouts(self)
@@ -537,8 +525,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         """Return why other rows in a micro-batch would change the update, or `None` if they would not."""
         own = type(self)._compute_loss is RolloutTrainerMixin._compute_loss
         if not own or type(self).compute_loss is not RolloutTrainerMixin.compute_loss:
-            plain = f"Hybrid{'GRPO' if isinstance(self, GRPOTrainer) else 'RLOO'}Trainer"
-            return RowsStay(f"`{type(self).__name__}` has a loss of its own", f"train with `{plain}` itself")
+            change = f"train with `Hybrid{self.method}Trainer` itself"
+            return RowsStay(f"`{type(self).__name__}` has a loss of its own", change)
         if self._sharding is not None:
             return RowsStay(f"`{self._sharding}` counts the backward passes of a step")
         if isinstance(self.processing_class, ProcessorMixin):
@@ -571,8 +559,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         if not (rollouts.leaves_out or rollouts.by_prompt) or not self.model.training:
             return inputs
         if not rollouts.skips.is_planned:
-            planned = [(batch, batch) for batch in rollouts.plan()]
-            self.rows.copy_ahead(planned, rows_of_completions, known_by="completion_ids")
+            planned = rollouts.plan()
+            self.rows.copy_ahead([batch["completion_ids"] for batch in planned], map(rows_of_completions, planned))
         return rollouts.skips.next()
 
     def _compute_loss(self, model, inputs):
@@ -582,13 +570,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             return super()._compute_loss(model, inputs)
 
     def log(self, logs, *args, **kwargs):
-        of_steps = "loss" in logs and self.model.training
-        if (
-            of_steps
-            and self.rollouts.leaves_out
-            and self._buffered_inputs
-            and not self._metrics["train"].get("entropy")
-        ):
+        left_out = self.rollouts.leaves_out and self._buffered_inputs and not self._metrics["train"].get("entropy")
+        if left_out and "loss" in logs and self.model.training:
             self._measure_left_out()
         super().log(logs, *args, **kwargs)
 
@@ -602,7 +585,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         inputs = dict(self.generated[(self._step - 1) % self.per_generation])
         inputs.pop("old_per_token_logps", None)  # not computed for these rows: their ratios are taken to be 1
         as_before = RandomStates.now(self.args.device).again()
-        with as_before, torch.no_grad(), self.compute_loss_context_manager(), self.rows.uncounted():
+        with as_before, torch.no_grad(), self.compute_loss_context_manager(), self.rows.evaluating():
             self._compute_loss(self.model_wrapped, inputs)
 
 
@@ -633,11 +616,7 @@ class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):  # ty: ignore[incompa
     ```
     """
 
-    def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
-        check_config(args, HybridGRPOConfig, GRPOConfig)
-        args = HybridGRPOConfig(default_folder(model, "GRPO")) if args is None else args
-        self.rows = rows_of_rollouts(args)
-        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+    config_class, method = HybridGRPOConfig, "GRPO"
 
     @property
     def _mean(self) -> Mean:
@@ -680,6 +659,7 @@ class HybridRLOOTrainer(RolloutTrainerMixin, RLOOTrainer):  # ty: ignore[incompa
     Arguments are those of [`~trl.RLOOTrainer`], with a [`HybridRLOOConfig`] as `args`.
     """
 
+    config_class, method = HybridRLOOConfig, "RLOO"
     _mean: Mean = "rows"
 
     def _sampled(self, prompts: list[Any], found: tuple) -> Sampled:
@@ -692,11 +672,8 @@ class HybridRLOOTrainer(RolloutTrainerMixin, RLOOTrainer):  # ty: ignore[incompa
         total, limits = total_rewards(self._rewards, self.reward_weights), self.reward_clip_range
         return total.clamp(*limits) if limits else total
 
-    def __init__(self, model, reward_funcs, args=None, *positional, **kwargs):
-        check_config(args, HybridRLOOConfig, RLOOConfig)
-        args = HybridRLOOConfig(default_folder(model, "RLOO")) if args is None else args
-        self.rows = rows_of_rollouts(args)
-        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+    def __init__(self, model, reward_funcs, *positional, **kwargs):
+        super().__init__(model, reward_funcs, *positional, **kwargs)
 
     @staticmethod
     def _rows_that_count(batch: Batch) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from hf_hybrid.part import Step
 from hf_hybrid.recovery import sequences_in, split_batch
 from hf_hybrid.rows.sharing import SharedRows
 from hf_hybrid.rows.tree import IGNORED, Rows
+from hf_hybrid.rows.windows import quiet_metrics
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 from hf_hybrid.trainer import HybridTrainerMixin
 
@@ -112,12 +112,8 @@ class _QuietLosses(SequenceLosses):
     trainer: Any  # one of TRL's, with what it keeps for itself
 
     def __call__(self, batch) -> Losses:
-        kept = self.trainer._metrics
-        self.trainer._metrics = {mode: defaultdict(list) for mode in kept}
-        try:
+        with quiet_metrics(self.trainer):
             return super().__call__(batch)
-        finally:
-            self.trainer._metrics = kept
 
 
 class CompletionLosses(_QuietLosses):
@@ -232,13 +228,12 @@ class PairRows(SharedRows):
     """Shares the rows of preference pairs, whose micro-batches are copied to the host together."""
 
     def begin_step(self, step: Step) -> None:
-        super().begin_step(step)
         pairs = [
             (batch, on_host)
             for batch, on_host in zip(step.batches, step.on_host)
             if isinstance(batch, Mapping) and all(torch.is_tensor(batch.get(name)) for name in _PAIRS)
         ]
-        self.copy_ahead(pairs, rows_of_pairs, known_by="input_ids")
+        self.copy_ahead([batch["input_ids"] for batch, _ in pairs], (rows_of_pairs(there) for _, there in pairs))
 
 
 class TRLTrainerMixin(HybridTrainerMixin):
@@ -273,19 +268,21 @@ class TRLTrainerMixin(HybridTrainerMixin):
         return True
 
 
-def check_config(args: Any, expected: type, plain: type) -> None:
-    """Refuse a hybrid config without the options of `plain`, which is TRL's; `expected` is the one to use."""
+def config_for(args: Any, model: Any, kind: type, method: str) -> Any:
+    """
+    Return the config of a trainer: the one that it was given, or else one of `kind` with TRL's output folder
+    (`Qwen2-0.5B-GRPO`). A hybrid config without the options of TRL's is refused.
+    """
+    plain = kind.__bases__[-1]
+    if args is None:
+        name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
+        return kind(f"{name.split('/')[-1]}-{method}")
     if isinstance(args, HybridArguments) and not isinstance(args, plain):
         raise TypeError(
-            f"`args` is a `{type(args).__name__}`, which lacks TRL's options. Make it a `{expected.__name__}`: "
+            f"`args` is a `{type(args).__name__}`, which lacks TRL's options. Make it a `{kind.__name__}`: "
             "every option of `HybridConfig` is there as well."
         )
-
-
-def default_folder(model: Any, method: str) -> str:
-    """Return the output folder of a trainer that was given no config: TRL's, `Qwen2-0.5B-GRPO` for example."""
-    name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
-    return f"{name.split('/')[-1]}-{method}"
+    return args
 
 
 # Trainers. Each ignores one rule: TRL's `create_model_card` takes other arguments than `Trainer`'s, as ours does.
@@ -325,9 +322,7 @@ class HybridSFTTrainer(TRLTrainerMixin, SFTTrainer):  # ty: ignore[incompatible-
     processing_class: PreTrainedTokenizerBase | ProcessorMixin
 
     def __init__(self, model, args=None, *positional, **kwargs):
-        check_config(args, HybridSFTConfig, SFTConfig)
-        args = HybridSFTConfig(default_folder(model, "SFT")) if args is None else args
-        super().__init__(model, args, *positional, **kwargs)
+        super().__init__(model, config_for(args, model, HybridSFTConfig, "SFT"), *positional, **kwargs)
 
     def _prepare_probe_set(self, dataset):
         if self._skip_prepare_dataset:
@@ -365,8 +360,7 @@ class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):  # ty: ignore[incompatible-
     blocks_of_rows = 2
 
     def __init__(self, model, ref_model=None, args=None, *positional, **kwargs):
-        check_config(args, HybridDPOConfig, DPOConfig)
-        args = HybridDPOConfig(default_folder(model, "DPO")) if args is None else args
+        args = config_for(args, model, HybridDPOConfig, "DPO")
         self.rows = PairRows(*options_of_rows(args))
         super().__init__(model, ref_model, args, *positional, **kwargs)
 
@@ -376,8 +370,8 @@ class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):  # ty: ignore[incompatible-
 
     def accuracy_of_step(self) -> float | None:
         # TRL has it on the host, for its log.
-        found = self._metrics["train"][ACCURACIES][-self.current_gradient_accumulation_steps :]
-        return sum(found) / len(found) if found else None
+        accuracies = self._metrics["train"][ACCURACIES][-self.current_gradient_accumulation_steps :]
+        return sum(accuracies) / len(accuracies) if accuracies else None
 
     def compute_ref_log_probs(self, model, inputs):
         with self.rows.on(self.accelerator.unwrap_model(model)):

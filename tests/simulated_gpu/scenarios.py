@@ -36,6 +36,7 @@ from hf_hybrid.phase_memory.activations import ActivationCheckpointing, Boundary
 from hf_hybrid.plan.setups import CONTEXT_BYTES, MARGIN
 from hf_hybrid.recovery import MemoryPolicy
 from hf_hybrid.saving.drift import hashes_of
+from hf_hybrid.streaming.streamer import Updates
 from hf_hybrid.streaming.transfers import Transfers
 from simulated_gpu import marks
 from simulated_gpu.real import RealDevice
@@ -127,8 +128,7 @@ class Place:
         # The states of the optimizer stay where they are, as plain Trainer's do: they are not counted.
         trainer.optimizer = trainer.lr_scheduler = None
         if trainer.memory.streams:
-            trainer.memory.optimizer = trainer.memory.streamer.before_read = None
-            trainer.memory.streamer.on_load = trainer.memory.streamer.before_forward = None
+            trainer.memory.optimizer, trainer.memory.streamer.updates = None, Updates()
         trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
         trainer.accelerator.free_memory()
         if self.on_device:

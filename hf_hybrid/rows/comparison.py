@@ -1,0 +1,64 @@
+"""
+Is it the same? Some rows of a batch are computed as padded rows and as a tree, before trees are trained on.
+
+The hidden states that labels are predicted from are compared, and the loss. Both passes are made in evaluation mode.
+Where the model draws random numbers in training, one more pass shows that it takes a flat row in that mode too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_hybrid.rows.tree import Batch, Row, Targets, Tree, padded
+
+TOLERANCES = {False: 1e-3, True: 0.1}
+"""Most difference of the first batch, see [`apart`], in fp32 and in half precision."""
+Observe = Callable[[str, Batch, Tree], tuple[Tensor, Any]]
+"""Runs a forward pass, `padded` or as a `tree`: returns the backbone's hidden states, and a loss or what holds one."""
+
+
+def sample(tree: Tree) -> list[Row]:
+    """Return some rows of a tree: neighbours, which may share, the longest one and the last one."""
+    last = len(tree.rows) - 1
+    longest = max(range(last + 1), key=lambda index: len(tree.rows[index].ids))
+    return [tree.rows[index] for index in sorted({0, min(1, last), longest, last})]
+
+
+def apart(plain: Tensor, tree: Tensor) -> float:
+    """Return the mean distance of two sets of hidden states `[labels, width]`, as a share of their length."""
+    plain, tree = plain.double(), tree.double()
+    return ((tree - plain).norm(dim=-1) / plain.norm(dim=-1).clamp(min=1e-9)).mean().item()
+
+
+def loss_of(result: Any) -> Tensor | None:
+    """Return a loss, of what may be one, or hold one, or TRL's log-probabilities."""
+    if torch.is_tensor(result):
+        return result
+    logs = getattr(result, "log_probs", None)
+    return getattr(result, "loss", None) if logs is None else -logs.sum()
+
+
+def difference(observe: Observe, rows: Tree, batches: Sequence[Batch], most: float) -> str | None:
+    """Return why rows are not the same in both ways: they are further apart than `most` of their size."""
+    batch, tree = padded(rows, batches)
+    targets = Targets.of(tree, [batch])
+    (plain, plain_result), (shared, shared_result) = (observe(way, batch, tree) for way in ("padded", "tree"))
+    if not len(targets.readers):
+        return None
+    distance = apart(plain[tuple(targets.places[:, 1:].t())], shared[0, targets.slots[targets.readers]])
+    if distance > most or distance != distance:
+        return (
+            f"hidden states of the first batch are {distance:.1e} of their length away from those of padded rows, "
+            f"more than {most:g}"
+        )
+    plain_loss, shared_loss = loss_of(plain_result), loss_of(shared_result)
+    if plain_loss is None or shared_loss is None:
+        return None
+    plain_loss, shared_loss = plain_loss.double(), shared_loss.double()
+    if (shared_loss - plain_loss).abs() <= most * plain_loss.abs():
+        return None
+    return f"the loss of the first batch is {shared_loss:.6g}, and {plain_loss:.6g} in padded rows"
