@@ -123,7 +123,7 @@ class RunLog:
     Writes one process's part of a profile folder; docs/profiling.md describes its files.
 
     A new run moves what lies there to a folder of the same name with `-previous` behind it; a resumed one appends, and
-    marks its first line. Other processes than the first write only their own `steps-rankN.jsonl` and `oom-STEP-rankN`.
+    marks its first line. Other processes than the first write only their own `steps-rankN.jsonl`.
     """
 
     def __init__(self, folder: str | Path, *, rank: int = 0, resumed: bool = False):
@@ -152,24 +152,6 @@ class RunLog:
     def records(self) -> Iterator[dict]:
         """What this process wrote to its steps so far, without a line that a kill cut short."""
         return read_lines(self.steps, [])
-
-    def out_of_memory_folder(self, step: int) -> Path:
-        """The folder of an out-of-memory error in step `step`."""
-        return self.folder / (f"oom-{step}" if self.rank == 0 else f"oom-{step}-rank{self.rank}")
-
-    def write_out_of_memory(self, step: int, values: dict, dump: Callable[[str], None] | None = None) -> bool:
-        """
-        Write `records.json` of an error, and the `cuda_snapshot.pickle` of the first error in a step by calling `dump`
-        with its path. Returns whether a snapshot is there by this call.
-        """
-        records = self.out_of_memory_folder(step) / "records.json"
-        snapshot = records.with_name("cuda_snapshot.pickle")
-        self._try(Path.mkdir, records.parent, 0o777, True, True)
-        self._try(write_json, records, shareable(plain(values)))
-        if dump is None or snapshot.exists():
-            return False
-        self._try(lambda path: dump(str(path)), snapshot)
-        return snapshot.exists()
 
     def _try(self, write: Callable[..., Any], path: Path, *values: Any) -> None:
         """Write, and after the first error write nothing more, because a full disk must not end a training."""

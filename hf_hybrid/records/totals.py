@@ -6,8 +6,6 @@ A record is a line of `steps.jsonl`; docs/profiling.md has its fields.
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
 from typing import Any
 
 from hf_hybrid.records.readings import as_dict, number, peak_of, reading
@@ -29,32 +27,13 @@ READINGS = {
 
 class Totals:
     """
-    The sum over the records of a run, as the summary has it: by phase the spread of every reading and the mean bytes
-    by category; the highest peak; the spikes.
-
-    A spike is a record whose peak is `threshold`, as a fraction, above the median of the last `WINDOW` of its phase
-    (`LEAST` at least). Several high records in a row are one spike.
+    The sum over the records of a run: by phase the spread of every reading and the mean bytes by category, and the
+    highest peak.
     """
 
-    WINDOW, LEAST, SPIKES_KEPT = 20, 5, 1000
-
-    def __init__(self, threshold: float = 0.1):
-        self.threshold = threshold
+    def __init__(self) -> None:
         self.phases: dict[str, dict[str, Any]] = {}
         self.peak: dict | None = None
-        self.most_measured = 0
-        self.spikes: list[dict] = []
-        self._last_peaks: dict[str, deque[float]] = {}
-        self._high: set[str] = set()
-        """Phases whose last record stands out."""
-
-    def rises(self, phase: str, peak: float | None) -> bool:
-        """Whether this peak would begin a spike."""
-        return phase not in self._high and self._stands_out(phase, peak)
-
-    def _stands_out(self, phase: str, peak: float | None) -> bool:
-        peaks = self._last_peaks.get(phase, ())
-        return len(peaks) >= self.LEAST and peak is not None and peak > (1 + self.threshold) * statistics.median(peaks)
 
     def add(self, record: dict) -> None:
         """Count one more record. A line without a phase is none; what is no number in one counts as absent."""
@@ -74,16 +53,8 @@ class Totals:
             accounted["records"] += 1
             values = {"held": held, **{key: record.get(key) for key in ("measured", "unexplained")}}
             _take_in(accounted, values, accounted["records"])
-        self.most_measured = max(self.most_measured, reading(record, "measured") or 0)
-        if peak is None:
-            return
-        high = {"step": record["step"], "phase": name, "where": where, "bytes": peak}
-        if self.rises(name, peak) and len(self.spikes) < self.SPIKES_KEPT:
-            self.spikes.append({**high, "usual": statistics.median(self._last_peaks[name])})
-        (self._high.add if self._stands_out(name, peak) else self._high.discard)(name)
-        self._last_peaks.setdefault(name, deque(maxlen=self.WINDOW)).append(peak)
-        if self.peak is None or peak > self.peak["bytes"]:
-            self.peak = high
+        if peak is not None and (self.peak is None or peak > self.peak["bytes"]):
+            self.peak = {"step": record["step"], "phase": name, "where": where, "bytes": peak}
 
 
 def _take_in(means: dict, values: dict, count: int) -> None:
