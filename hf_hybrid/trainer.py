@@ -131,7 +131,7 @@ class HookRouter(CallbackHandler):
     def on_log(self, args, state, control, logs, **kwargs):
         entry = state.log_history[-1]
         control = super().on_log(args, state, control, logs, **kwargs)
-        self.trainer.log_file.add(entry)  # with what callbacks put into it
+        self.trainer.write_log(entry)  # with what callbacks put into it
         return control
 
     def on_train_end(self, args, state, control, **kwargs):

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_hybrid.plan.accounting import ByteTable
+from hf_hybrid.records.log import LogFile
 from hf_hybrid.records.progress import memory_in_use
+from hf_hybrid.records.redaction import shareable
 from hf_hybrid.records.summary import HybridSummary, RunPosition
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ class ReportingMixin(Trainer):
     run: Any
     parts: Any
     memory: Any
+    log_file: LogFile
     saver: Any
     _held: ByteTable | None
     """Bytes that were held at the end of the last training."""
@@ -47,6 +50,12 @@ class ReportingMixin(Trainer):
         for part in self.parts:  # as they are now; the run's own summary ends with it
             found.update(part.summary())
         return HybridSummary({**self.run.summary(), **found})
+
+    def write_log(self, entry: dict[str, Any]) -> None:
+        """Append an entry of Trainer's log to ours; the last of a run that writes no summary file has the summary."""
+        if "train_runtime" in entry and not self.run.has_phases:
+            entry = {**entry, "summary": shareable(self.hybrid_summary())}
+        self.log_file.add(entry)
 
     def memory_summary(self) -> dict:
         """

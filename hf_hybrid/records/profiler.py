@@ -14,7 +14,7 @@ process holds much besides tensors (libraries, the C library's free lists), so a
 Counting takes time in proportion to the number of tensors. The profiler counts only as often as this takes a quarter of
 a percent of the run's time, and at the first step of each phase.
 
-docs/profiling.md describes the files that a profile consists of; `RunLog` in log.py writes them.
+docs/profiling.md describes the file of a profile.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ import hf_hybrid
 from hf_hybrid import machine
 from hf_hybrid.machine import DeviceMemory, DriverMemory
 from hf_hybrid.plan.accounting import ByteTable, measure_held, storage_address
-from hf_hybrid.records.log import PROFILE, RunLog
+from hf_hybrid.records.log import PROFILE, LogFile, load_log
+from hf_hybrid.records.redaction import shareable
 from hf_hybrid.records.totals import Totals
 
 logger = logging.getLogger(__name__)
@@ -185,7 +186,7 @@ class MemoryProfilerCallback(TrainerCallback):
         self.account_every = account_every
         self.own_seconds = self._elapsed = 0.0
         self._trainer: weakref.ref | None = None
-        self._log: RunLog
+        self._log: LogFile
         self._running = False
         self._totals = Totals()
 
@@ -216,13 +217,10 @@ class MemoryProfilerCallback(TrainerCallback):
     # A run begins and ends.
 
     def on_train_begin(self, args, state, control, model: Any = None, optimizer: Any = None, **kwargs):
-        resumed = state.global_step > 0
         folder = getattr(self.trainer, "run_folder", args.output_dir)  # of the trial in a hyperparameter search
-        self._log = RunLog(Path(folder) / PROFILE, rank=args.process_index, resumed=resumed)
+        rank = f"-rank{args.process_index}" if args.process_index else ""
+        self._log = LogFile(Path(folder) / PROFILE, writes=True, name=f"steps{rank}.jsonl")
         self._probes = MemoryProbes(args.device)
-        self._totals = Totals()
-        for record in self._log.records() if resumed else ():  # of the earlier parts of the run
-            self._totals.add(record)
         self._last: dict | None = None
         self._steps, self._step, self._phase = 0, state.global_step, self._current_phase()
         self._accounted_at: dict[str, int] = {}
@@ -231,7 +229,11 @@ class MemoryProfilerCallback(TrainerCallback):
         held = held_bytes(self.trainer, model, optimizer)
         # What the process holds besides the run: libraries, data, whatever else the script has made.
         self._baseline = self._probes.host.read()["rss"] - held.total("device") - held.total("host")
-        self._log.write("run.json", self._describe(args, state, model))
+        about = shareable(self._describe(args, model))
+        self._log.begin(state.global_step, state.max_steps, **about)
+        self._totals = Totals()
+        for record in load_log(self._log.folder, name=self._log.path.name).lines:  # of the earlier parts of the run
+            self._totals.add(record)
         self.own_seconds = self._accounting_seconds = self._elapsed = 0.0
         self._probes.reset_peaks()
         self._begun = self._section_begun = time.perf_counter()
@@ -239,10 +241,9 @@ class MemoryProfilerCallback(TrainerCallback):
 
     @_while_running
     def on_train_end(self, args, state, control, **kwargs):
-        self._log.write("summary.json", self.summary())
         self._running = False
 
-    def _describe(self, args, state, model) -> dict:
+    def _describe(self, args, model) -> dict:
         device = {"type": args.device.type, "name": platform.processor() or platform.machine()}
         device |= machine.describe_device(args.device)
         parameters, name = list(model.parameters()), getattr(getattr(model, "config", None), "name_or_path", None)
@@ -257,9 +258,7 @@ class MemoryProfilerCallback(TrainerCallback):
                 "total": sum(p.numel() for p in parameters),
                 "trainable": sum(p.numel() for p in parameters if p.requires_grad),
             },
-            "max_steps": state.max_steps,
-            "begun_at_step": state.global_step,
-            "begun": time.time(),
+            "time": time.time(),
             "options": {"account_every": self.account_every},
             "peak_rss_source": self._probes.host.peak_source,
             "baseline_rss": self._baseline,
@@ -288,18 +287,17 @@ class MemoryProfilerCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self._steps += 1
         self._step = state.global_step
-        self._log.add_step(self._close(self._phase))
+        self._log.add(self._close(self._phase))
 
     @_while_running
     def on_evaluate(self, args, state, control, **kwargs):
-        self._log.add_step(self._close("evaluate"))
+        self._log.add(self._close("evaluate"))
 
     on_predict = on_evaluate
 
     @_while_running
     def on_save(self, args, state, control, **kwargs):
         self._close("save")
-        self._log.write("summary.json", self.summary())
 
     def _close(self, phase: str) -> dict:
         """Close the record since the last one."""

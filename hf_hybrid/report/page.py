@@ -51,16 +51,9 @@ def write_report(folder: str | Path, output: str | Path | None = None, *, refres
     run = load_run(folder)
     values = shareable(findings(run))
     output = output_folder(output or run.folder / "report")
-    plots = run_plots(run, output) if can_plot() else []
-    return write_files(
-        output,
-        "report",
-        _body(values, plots),
-        f"{run.name}: run report",
-        values,
-        plots,
-        None if run.finished else refresh,
-    )
+    plots = run_plots(run, output) if plots_available() else []
+    refresh = None if run.finished else refresh
+    return write_files(output, "report", _body(values, plots), f"{run.name}: run report", values, plots, refresh)
 
 
 def output_folder(path: str | Path) -> Path:
@@ -72,38 +65,32 @@ def output_folder(path: str | Path) -> Path:
     return output
 
 
-def can_plot() -> bool:
-    """Whether matplotlib is installed; if not, a warning says how to get it."""
-    if not plots_available():
-        logger.warning(INSTALL_HINT)
-    return plots_available()
-
-
 def write_files(
     output: Path, name: str, body: Iterable[str], title: str, values: dict, plots: list[Plot], refresh: int | None
 ) -> list[Path]:
-    """Write the page and the JSON, and return the files, the page first."""
-    files = [output / f"{name}.html", output / f"{name}.json"]
-    values = {**values, "plots": [f"{plot.name}.png" for plot in plots]}
-    write_text(files[0], _page(title, body, refresh))
-    write_text(files[1], json.dumps(plain(values), allow_nan=False) + "\n")
-    return files + [output / f"{plot.name}.png" for plot in plots]
-
-
-def _page(title: str, body: Iterable[str], refresh: int | None = None) -> str:
-    """The whole page. `refresh`: seconds after which a browser loads it anew, which is no request of its content."""
+    """
+    Write the page and the JSON, and return the files, the page first. `refresh`: seconds after which a browser loads
+    the page anew, which is no request of its content.
+    """
+    if not plots_available():
+        logger.warning(INSTALL_HINT)
+    files = [output / f"{name}.html", output / f"{name}.json", *(output / f"{plot.name}.png" for plot in plots)]
     again = "" if refresh is None else f'<meta http-equiv="refresh" content="{int(refresh)}">\n'
     style = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
-    return (
+    page = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         f'{again}<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         # Browsers request an icon unless one is named.
         f'<link rel="icon" href="data:,">\n<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n'
-        + "\n".join(part for part in body if part)
+        + "\n".join(filter(None, body))
         + "\n<footer>Made by <code>hf-hybrid report</code>. The numbers are in the JSON file beside this page.</footer>"
         "\n</body>\n</html>\n"
     )
+    write_text(files[0], page)
+    values = {**values, "plots": [file.name for file in files[2:]]}
+    write_text(files[1], json.dumps(plain(values), allow_nan=False) + "\n")
+    return files
 
 
 def _body(values: dict, plots: Sequence[Plot]) -> list[str]:
@@ -134,7 +121,7 @@ def table(headers: Sequence[str], rows: Sequence, caption: str, *, words: bool =
     if not rows:
         return ""
     kind = "scroll words" if words else "scroll"
-    text = html_table(headers, rows[:MOST_ROWS], caption)
+    text = html_table(headers, rows, caption)
     return f'<div class="{kind}" role="region" aria-label="{escape(caption)}" tabindex="0">{text}</div>'
 
 
@@ -181,16 +168,17 @@ NUMBERS = (
     ("Wall time", "headline.seconds.value", format_seconds, "", "headline.seconds.source"),
     ("Tokens/s", "headline.tokens_per_second.value", format_number, "", "headline.tokens_per_second.source"),
     ("Peak memory", "headline.peak_memory.bytes", format_bytes, "", "headline.peak_memory.where"),
-    ("Needed at least", "memory.floor_bytes", format_bytes, "peak over it", "memory.achieved_over_floor"),
 )
 """The numbers of a run: label, place in the findings, how a value is shown, and a detail with its place."""
 
 
 def _headline(values: dict) -> str:
-    """The numbers that the run has, as cards."""
+    """The numbers that the run has, as cards. The loss of a policy that learns by rewards says nothing."""
+    hidden = ["headline.final_loss"] if "reward" in values["scores"] else []
+    hidden += [] if values["leaps"] else ["headline.steps.predicted"]
     cards = ""
     for label, place, show, about, detail_place in NUMBERS:
-        if (value := at(values, place)) is None or (label == "Predicted steps" and not values["leaps"]):
+        if (value := at(values, place)) is None or place.startswith(tuple(hidden)):
             continue
         detail = at(values, detail_place)
         detail = "" if detail is None else f"{about} {_cell('', detail)}".strip()
@@ -204,23 +192,24 @@ def _headline(values: dict) -> str:
 _CATEGORIES = ("weights", "gradients", "states", "activations", "drift", "buffers")
 _PEAKS = " ".join(f"{peak}.{key}" for peak in ("peak_allocated", "peak_rss") for key in ("mean", "min", "max"))
 _HELD = " ".join(f"accounted.held.{name}.{place}" for place in ("device", "host") for name in _CATEGORIES)
-_BYTES = re.compile(r"(bytes|usual|requested|device|host|unexplained|measured|peak_\w+\.\w+)$")
+_BYTES = re.compile(r"(bytes|device|host|unexplained|measured|peak_\w+\.\w+)$")
 """Columns of bytes."""
 _HEADINGS = {
     "name": " ",
     "phase": "kind",
-    "stage": "while",
-    "requested": "asked for",
     "from_size": "before",
     "to_size": "after",
 }
 _SECTIONS = {
     "Savings": [("What was not computed", "savings", "name value")],
-    "Samples": [("Completions, the newest first", "samples", "step prompt completion")],
+    "Samples": [
+        ("Completions of prompts at evaluations, the newest first", "samples", "step prompt completion"),
+        ("Completions of the training, the best and the worst by step", "completions",
+         "step rewards advantage prompt completion"),
+    ],
     "Steps": [("Their phases", "phases", "name steps seconds")],
     "Leaps": [
         ("What became of them", "leaps.by_verdict", "name value"),
-        ("What they gained and cost, in real steps", "leaps.in_real_steps", "name value"),
         ("The last leaps", "leap_records",
          "step verdict gain horizon worth e loss_before loss_after cosine norm_ratio forecast_error"),
     ],
@@ -228,9 +217,6 @@ _SECTIONS = {
         ("Peaks within a step", "memory.by_phase", f"name records step_seconds.mean {_PEAKS}"),
         ("What they consist of, on average", "memory.by_phase", f"name {_HELD} accounted.unexplained"),
         ("Held between steps at the end of training", "memory.held_at_the_end", "name device host"),
-        ("Other processes", "memory.peak_by_rank", "name bytes where step"),
-        ("Spikes", "memory.spikes", "step phase bytes usual"),
-        ("Out-of-memory errors", "memory.out_of_memory", "step phase stage requested folder error"),
     ],
     "Recovered from out of memory": [("Recoveries", "recoveries", "step phase action from_size to_size error")],
     "Divergence events": [("The last events", "events", "step phase level action reason")],

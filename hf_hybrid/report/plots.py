@@ -57,7 +57,6 @@ MOST_POINTS = 1500
 """More points than that are thinned."""
 _STYLES: dict[str, dict[str, Any]] = {
     "line": {"solid_capstyle": "round"},
-    "steps": {"drawstyle": "steps-post", "linewidth": 0.9},
     "dashes": {"linestyle": (0, (4, 2)), "linewidth": 0.9},
     "dots": {"linestyle": "", "marker": "o", "markersize": 3.5, "mew": 0},
     "crosses": {"linestyle": "", "marker": "X", "markersize": 5, "mew": 0},
@@ -97,7 +96,7 @@ def comparison_plots(runs: dict[str, Run], folder: Path) -> list[Plot]:
     for index, (letter, run) in enumerate(runs.items()):
         style = "dashes" if index >= len(_OF_RUNS) else "line"
         for row in series_of(run):
-            if row.figure in _COMPARED and row.name.startswith(("training", "eval", "peak")) and not row.band:
+            if row.figure in _COMPARED and row.name.startswith(("training", "eval", "peak")):
                 name = row.panel if row.panel == "gradient norm" else f"{row.panel}, {row.name}"
                 line = replace(row, panel=name, name=letter, colour=_OF_RUNS[index % len(_OF_RUNS)], style=style)
                 panels.setdefault((row.figure, name), []).append(line)
@@ -185,7 +184,7 @@ def _svg(figure, alt: str) -> str:
 
 
 def paint(figure, rows: Sequence[Series], run: Run | None = None) -> None:
-    """The rows of a figure, panel under panel. Of a run also where memory ran out, and the phases of the steps."""
+    """The rows of a figure, panel under panel, and of a run also the phases of the steps."""
     panels = list(dict.fromkeys(row.panel for row in rows))
     phases = phases_of_steps(run) if run is not None and rows[0].figure in ("loss", "rate", "memory") else []
     phases = phases if len({phase for _, phase in phases}) > 1 else []  # one alone needs no band
@@ -193,11 +192,6 @@ def paint(figure, rows: Sequence[Series], run: Run | None = None) -> None:
     axes = _stacked(figure, heights, 0.9 + 2.2 * len(panels) + 0.4 * bool(phases))
     for axis, panel in zip(axes, panels):
         _paint_panel(axis, [row for row in rows if row.panel == panel])
-        for crash in run.profile.out_of_memory if run is not None and rows[0].figure == "memory" else ():
-            axis.axvline(crash["step"], color=LOST, linewidth=1.0, linestyle=(0, (3, 2)))
-            axis.text(
-                crash["step"], 0.95, "out of memory ", color=LOST, ha="right", transform=axis.get_xaxis_transform()
-            )
     if phases:
         _paint_phases(axes[-1], phases)
 
@@ -221,18 +215,14 @@ def _paint_panel(axis, rows: Sequence[Series]) -> None:
     first step, the last step and every peak of a long run are drawn.
     """
     figure, panel = rows[0].figure, rows[0].panel
-    values = [value for row in rows if not row.band for _, value in row.points]
+    values = [value for row in rows for _, value in row.points]
     scale, unit = 1, ""
     if figure == "memory":
         scale, unit = (GIB, ", GiB") if max(values) >= GIB else (MIB, ", MiB")
     for row in rows:
         points, name, colour = [(step, value / scale) for step, value in row.points], row.name, PALETTE[row.colour]
         options = dict(_STYLES[row.style])
-        if row.band:
-            steps, (low, high) = [step for step, _ in points], zip(*row.band)
-            axis.fill_between(steps, low, high, step="post", color=colour, alpha=0.25, linewidth=0, label=name)
-            name = None
-        elif row.style == "line" and len(points) >= 100 and figure not in ("memory", "rate"):
+        if row.style == "line" and len(points) >= 100 and figure not in ("memory", "rate"):
             axis.plot(*zip(*thinned(points)), color=colour, alpha=0.22, linewidth=0.7)
             width = max(10, len(points) // 50)
             points, name = running_mean(points, width), f"{name}, mean of {width}"
@@ -248,21 +238,7 @@ def _paint_panel(axis, rows: Sequence[Series]) -> None:
         axis.yaxis.get_major_locator().set_params(subs=(1.0,) if few else (1.0, 2.0, 5.0))
     elif figure in ("memory", "rate", "speed"):
         axis.set_ylim(min(0, 1.12 * min(values)) / scale, 1.12 * max(max(values), 1e-9) / scale)
-    elif any(row.band for row in rows):
-        _limit_to(axis, values, [end for row in rows for ends in row.band for end in ends])
     axis.yaxis.set_major_formatter("{x:g}" if figure == "rate" else "{x:,g}")  # `3e-05`, without an offset beside it
-
-
-def _limit_to(axis, values: Sequence[float], ends: Sequence[float]) -> None:
-    """
-    Limit the axis to the values, and to the ends of intervals as far as they reach half of their range beyond them: a
-    wide early forecast must not press the losses flat.
-    """
-    low, high = min(values, default=min(ends)), max(values, default=max(ends))
-    beyond = 0.5 * (high - low)
-    low, high = max(low - beyond, min(low, *ends)), min(high + beyond, max(high, *ends))
-    margin = 0.05 * (high - low) or 0.1 * abs(high) or 1.0
-    axis.set_ylim(low - margin, high + margin)
 
 
 def _paint_phases(axis, phases: Sequence[tuple[int, str]], most: int = 600) -> None:

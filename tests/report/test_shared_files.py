@@ -36,7 +36,7 @@ def test_no_shared_file_names_a_folder_of_the_machine(tmp_path, monkeypatch):
     files = [path for path in folder.rglob("*") if path.is_file() and "checkpoint-" not in str(path)]
     names = {path.name for path in files}
     assert {"README.md", "hybrid_config.json", "hybrid_summary.json", "hybrid_log.jsonl"} < names
-    assert {"report.html", "report.json", "comparison.html", "run.json", "steps.jsonl"} < names
+    assert {"report.html", "report.json", "comparison.html", "steps.jsonl"} < names
     found = {path.name for path in files if b"-of-ada" in path.read_bytes() or bytes(tmp_path) in path.read_bytes()}
     assert found <= OF_TRAINER
     assert json.loads((folder / "hybrid_config.json").read_text())["output_dir"] == "out"

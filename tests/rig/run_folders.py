@@ -137,13 +137,12 @@ def step_record(step: int, phase: str, *, device: bool = True, seconds: float | 
     return {**found, **values}
 
 
-def profile(folder: Path, records: list[dict], logs: list[dict] = (), **run) -> None:
-    """A profile folder with these lines."""
+def profile(folder: Path, records: list[dict], **run) -> None:
+    """A profile with these lines behind that of its beginning."""
     values = {"versions": {"torch": "2.13"}, "device": {"type": "cuda", "name": NASTY, "total_memory": 24 * GIB}}
-    write(folder / "profile" / "run.json", {**values, "max_steps": 100, "floor": {"bytes": 6 * GIB}, **run})
-    for name, lines in (("steps", records), ("logs", logs)):
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (folder / "profile" / f"{name}.jsonl").write_text(text)
+    lines = [{"step": 0, "begun": True, "max_steps": 100, **values, **run}, *records]
+    (folder / "profile").mkdir(parents=True, exist_ok=True)
+    (folder / "profile" / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def reseal(checkpoint):
