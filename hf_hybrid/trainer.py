@@ -337,7 +337,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         loader = self.callback_handler.train_dataloader
         if self.rows is not None and isinstance(loader, DataLoaderShard):
             loader.device = None  # rows are laid out on the host, and `get_batch_samples` moves the batches of a step
-        self.log_file.begin(self.state.global_step, self.state.max_steps, folder, phases=self.has_phases)
+        self.log_file.begin(self.state.global_step, self.state.max_steps, folder, **self.environment())
         if self.has_phases:
             tell_of_no_leaps(self)
         tell_of_kept_defaults(self)

@@ -17,7 +17,7 @@ import re
 import urllib.parse
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 from huggingface_hub import EvalResult, ModelCardData
@@ -27,14 +27,16 @@ from transformers.modelcard import METRIC_TAGS
 from hf_hybrid.arguments import hybrid_values
 from hf_hybrid.config import config_values
 from hf_hybrid.hub import origins, provenance
-from hf_hybrid.hub.origins import PublishedTrainer, data_facts
+from hf_hybrid.hub.origins import data_facts
 from hf_hybrid.hub.provenance import one_line, unique
 from hf_hybrid.optimizers import optimizer_name
 from hf_hybrid.records.log import load_log
 from hf_hybrid.records.profiler import MemoryProfilerCallback
-from hf_hybrid.records.readings import PHASES
 from hf_hybrid.records.redaction import clean
 from hf_hybrid.records.summary import format_bytes, format_number, format_seconds
+
+if TYPE_CHECKING:
+    from hf_hybrid.trainer import HybridTrainerMixin as PublishedTrainer
 
 # The template and what it writes values with.
 
@@ -120,12 +122,11 @@ def card_facts(trainer: PublishedTrainer, given: dict[str, Any]) -> dict[str, An
         "history": history_of(state.log_history),
         "trackers": provenance.tracker_links(),
         "memory": memory_of(trainer, summary),
-        "hardware": provenance.hardware(args.device.type, args.world_size, max(args.world_size, args.n_gpu)),
+        **trainer.environment(),
         "seconds": seconds,
         "starts": starts,
         "finished": finished is not None,
         "command": provenance.command(secrets),
-        "versions": provenance.versions("peft" if model["adapter"] else "", "trl" if hasattr(trainer, "_name") else ""),
         "papers": origins.papers_of(trainer, summary),
         "state": {"global_step": state.global_step, "max_steps": state.max_steps},
         "rewards": rewards_of(trainer),
@@ -224,12 +225,6 @@ def memory_of(trainer: PublishedTrainer, summary: dict) -> dict[str, Any]:
     peaks = [
         (phase, readings["records"], readings[reading]) for phase, readings in phases.items() if reading in readings
     ]
-    if trained := [peak for peak in peaks if peak[0] in PHASES and not summary.get("leaps_made")]:
-        # Without leaps all steps of the training are of one kind.
-        count = sum(records for _, records, _ in trained)
-        mean = sum(records * peak["mean"] for _, records, peak in trained) / count
-        one = ("train", count, {"mean": mean, "max": max(peak["max"] for *_, peak in trained)})
-        peaks = [one, *(peak for peak in peaks if peak not in trained)]
     held, names = summary["memory"]["held"] or {}, {"states": "optimizer states", "drift": "prediction"}
     return {
         "peaks": peaks,

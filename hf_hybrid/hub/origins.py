@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from huggingface_hub import constants, model_info
 from huggingface_hub.errors import HFValidationError
@@ -21,22 +21,11 @@ from hf_hybrid.hub.provenance import listed, unique
 from hf_hybrid.leaps.directions import DIRECTIONS, Direction, Orthogonal
 from hf_hybrid.leaps.directions.base import direction_class
 from hf_hybrid.optimizers import optimizer_name
-from hf_hybrid.run.trainer_view import TrainerView
+
+if TYPE_CHECKING:
+    from hf_hybrid.trainer import HybridTrainerMixin as PublishedTrainer
 
 logger = logging.getLogger(__name__)
-
-
-class PublishedTrainer(TrainerView, Protocol):
-    """A trainer that a model card tells of."""
-
-    custom_direction: Any
-    processing_class: Any
-    data_collator: Any
-    eval_dataset: Any
-    hub_model_id: str | None
-    log_file: Any
-
-    def hybrid_summary(self) -> Any: ...
 
 
 def is_repo_id(name: object) -> TypeGuard[str]:
@@ -91,9 +80,9 @@ def model_facts(trainer: PublishedTrainer, finetuned_from: str | None, tasks: li
     }
 
 
+_OF_LORA = ("r", "lora_alpha", "lora_dropout", "target_modules")
 _OF_NO_INTEREST = ("peft_type", "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode",
                    "peft_version", "runtime_config")  # fmt: skip
-_OF_LORA = ("r", "lora_alpha", "lora_dropout", "target_modules")
 
 
 def adapter_of(trainer: PublishedTrainer) -> dict[str, Any]:
@@ -105,14 +94,11 @@ def adapter_of(trainer: PublishedTrainer) -> dict[str, Any]:
     shown = {name: getattr(config, name) for name in _OF_LORA if hasattr(config, name)}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        default = field.default_factory() if callable(field.default_factory) else field.default
-        if field.name not in (*_OF_NO_INTEREST, *_OF_LORA) and value != default and value is not None:
-            shown[field.name] = value
-    for name, value in shown.items():
-        if isinstance(value, (set, frozenset)):
-            value = sorted(map(str, value))  # a set has no order of its own
-        shown[name] = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else getattr(value, "value", value)
-    return shown
+        if field.name not in (*_OF_NO_INTEREST, *_OF_LORA) and value not in (None, field.default, {}, []):
+            shown[field.name] = getattr(value, "value", value)
+    # A set has no order of its own.
+    several = {name: sorted(map(str, value)) for name, value in shown.items() if isinstance(value, (set, list, tuple))}
+    return {**shown, **{name: ", ".join(values) for name, values in several.items()}}
 
 
 def count_parameters(parameters: Iterable) -> int:

@@ -73,7 +73,7 @@ class ReportingMixin(Trainer):
     @property
     def phase_name(self) -> str | None:
         """Phase of the step under way; `None` without leaps."""
-        return None if self.run.phase is None else self.run.phase.value
+        return None if self.run.phase is None or self.run.no_leaps is not None else self.run.phase.value
 
     def run_position(self) -> RunPosition | None:
         """Return the values that progress bars and notebooks show; `None` outside a run, and without leaps."""

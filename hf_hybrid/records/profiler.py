@@ -13,8 +13,6 @@ process holds much besides tensors (libraries, the C library's free lists), so a
 
 Counting takes time in proportion to the number of tensors. The profiler counts only as often as this takes a quarter of
 a percent of the run's time, and at the first step of each phase.
-
-docs/profiling.md describes the file of a profile.
 """
 
 from __future__ import annotations
@@ -23,25 +21,21 @@ import copy
 import functools
 import logging
 import os
-import platform
 import time
 import weakref
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import psutil
 import torch
 import transformers
 from torch import nn
 from transformers import TrainerCallback
 
-import hf_hybrid
 from hf_hybrid import machine
 from hf_hybrid.machine import DeviceMemory, DriverMemory
 from hf_hybrid.plan.accounting import ByteTable, measure_held, storage_address
 from hf_hybrid.records.log import PROFILE, LogFile, load_log
-from hf_hybrid.records.redaction import shareable
 from hf_hybrid.records.totals import Totals
 
 logger = logging.getLogger(__name__)
@@ -150,10 +144,8 @@ class MemoryProfilerCallback(TrainerCallback):
     """
     Records the memory of a training, for any `Trainer`, on a GPU or a CPU.
 
-    Every step leaves a record of torch's allocator, the driver (NVML), the resident memory of the process, and the peak
-    of each within the step. From time to time every live tensor is counted, so that the peak is explained by weights,
-    gradients, optimizer states, activations and buffers. The records go to `OUTPUT_DIR/profile`, line by line;
-    docs/profiling.md describes the files. The training itself is not changed: losses are equal to the last bit.
+    The records go to `OUTPUT_DIR/profile/steps.jsonl`, line by line; docs/profiling.md describes them. The training
+    itself is not changed: losses are equal to the last bit.
 
     Args:
         account_every (`int`, *optional*):
@@ -229,7 +221,7 @@ class MemoryProfilerCallback(TrainerCallback):
         held = held_bytes(self.trainer, model, optimizer)
         # What the process holds besides the run: libraries, data, whatever else the script has made.
         self._baseline = self._probes.host.read()["rss"] - held.total("device") - held.total("host")
-        about = shareable(self._describe(args, model))
+        about = {"baseline_rss": self._baseline, "peak_rss_source": self._probes.host.peak_source}
         self._log.begin(state.global_step, state.max_steps, **about)
         self._totals = Totals()
         for record in load_log(self._log.folder, name=self._log.path.name).lines:  # of the earlier parts of the run
@@ -242,27 +234,6 @@ class MemoryProfilerCallback(TrainerCallback):
     @_while_running
     def on_train_end(self, args, state, control, **kwargs):
         self._running = False
-
-    def _describe(self, args, model) -> dict:
-        device = {"type": args.device.type, "name": platform.processor() or platform.machine()}
-        device |= machine.describe_device(args.device)
-        parameters, name = list(model.parameters()), getattr(getattr(model, "config", None), "name_or_path", None)
-        packages = {"hf_hybrid": hf_hybrid, "torch": torch, "transformers": transformers, "accelerate": accelerate}
-        versions = {name: package.__version__ for name, package in packages.items()}
-        return {
-            "versions": {**versions, "python": platform.python_version()},
-            "device": device,
-            "processes": args.world_size,
-            "model": {"type": type(model).__name__, "name": name or None},
-            "parameters": {
-                "total": sum(p.numel() for p in parameters),
-                "trainable": sum(p.numel() for p in parameters if p.requires_grad),
-            },
-            "time": time.time(),
-            "options": {"account_every": self.account_every},
-            "peak_rss_source": self._probes.host.peak_source,
-            "baseline_rss": self._baseline,
-        }
 
     def _current_phase(self) -> str:
         return getattr(self.trainer, "phase_name", None) or "train"

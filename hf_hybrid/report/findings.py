@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_hybrid.records.readings import PHASES, as_dict, count_of, evenly, number
 from hf_hybrid.records.summary import HybridSummary
-from hf_hybrid.report.run_folder import Points, Run, leaps_made, phases_of_steps, verdicts_of
+from hf_hybrid.report.run_folder import Points, Run, leaps_made, verdicts_of
 from hf_hybrid.report.samples import completions_of, samples_of
 from hf_hybrid.report.series import ACCEPTED, SCORES, series_of, speed
 
@@ -27,11 +27,11 @@ def findings(run: Run) -> dict:
 
     What was not recorded is `None` or empty.
     """
-    totals, phases = run.memory, phases_of_steps(run)
+    totals = run.memory
     held = as_dict(as_dict(run.record.get("memory")).get("held"))
     by_phase = {name: {key: as_dict(run.record.get(f"{key}_by_phase")).get(name) for key in ("steps", "seconds")}
                 for name in PHASES}  # fmt: skip
-    profiled = next((line for line in reversed(run.profile.lines) if "begun" in line), {})
+    begun = next((line for line in reversed(run.log.lines) if "begun" in line), {})
     options = {name: value for name, value in run.options.items() if leaps_made(run) or name not in OPTIONS_OF_LEAPS}
     return {
         "schema_version": 3,
@@ -52,7 +52,6 @@ def findings(run: Run) -> dict:
         "completions": completions_of(run.folder, run.notes),
         "savings": dict(HybridSummary(run.record).savings_rows()),
         "phases": by_phase if leaps_made(run) and run.record_steps else {},
-        "phases_of_steps": evenly(phases, MOST_RECORDS),
         "series": [
             {"figure": row.figure, "panel": row.panel, "name": row.name, "points": evenly(row.points, MOST_RECORDS)}
             for row in series_of(run)
@@ -64,11 +63,7 @@ def findings(run: Run) -> dict:
         "events_seen": max(len(run.events), count_of(run.record.get("divergence_events_seen")) or 0),
         "events": run.events[-MOST_RECORDS:],
         "options": {**options, **run.config},
-        "environment": {
-            f"{part}.{name}": value
-            for part in ("versions", "device", "model", "parameters")
-            for name, value in as_dict(profiled.get(part)).items()
-        },
+        "environment": {**as_dict(begun.get("hardware")), **as_dict(begun.get("versions"))},
         "notes": _notes(run),
     }
 
@@ -133,16 +128,11 @@ def _ends(points: Points) -> dict | None:
 
 
 def _steps(run: Run) -> dict:
-    """Count steps by the source that goes farthest: the record, the log after it, or the phase of every step."""
-    steps = as_dict(run.record.get("steps_by_phase"))
-    counts = [(run.record_steps, int(number(steps.get("predict")) or 0))]
+    """Count steps. Predicted ones are those of the record, or of the log where that goes farther."""
+    counts = [(run.record_steps, int(number(as_dict(run.record.get("steps_by_phase")).get("predict")) or 0))]
     counts += [(step, int(value)) for step, value in run.series("hybrid/predicted_steps")[-1:]]
-    phases = [phase for _, phase in phases_of_steps(run)]
-    if len(phases) == run.last_step:
-        counts.append((run.last_step, phases.count("predict")))
-    if not run.record_steps:
-        counts.append((run.last_step, 0))
-    total, predicted = max(counts, key=lambda count: count[0])
+    predicted = max(counts, key=lambda count: count[0])[1]
+    total = run.last_step
     return {"total": total, "real": total - predicted, "predicted": predicted, "planned": run.max_steps}
 
 

@@ -33,8 +33,8 @@ _SUMMARY, _STATE = "hybrid_summary.json", "trainer_state.json"
 _OF_PARTS = ("begun", "leap", "event")
 """Keys of lines that Trainer's log does not have."""
 _SHOWN = (
-    "step", *_OF_PARTS, "max_steps", "loss", "eval_loss", "learning_rate", "grad_norm", "train_runtime", "summary",
-    "seconds", "num_tokens", "num_input_tokens_seen", "tokens_per_second", "train_tokens_per_second",
+    "step", *_OF_PARTS, "max_steps", "hardware", "versions", "loss", "eval_loss", "learning_rate", "grad_norm",
+    "train_runtime", "summary", "seconds", "num_tokens", "num_input_tokens_seen", "train_tokens_per_second",
     "mean_token_accuracy", "eval_mean_token_accuracy", "accuracy", "eval_accuracy", "reward", "eval_reward",
     "rewards/", "eval_rewards/", "hybrid/",
 )  # fmt: skip
@@ -242,17 +242,3 @@ def _merged_logs(history: list[dict], lines: list[dict]) -> list[dict]:
         return history  # of plain `Trainer`
     logged = [line for line in lines if line.keys() - {"step", "seconds"} and not line.keys() & _OF_PARTS]
     return [entry for entry in history if 0 < entry["step"] <= lines[0]["step"]] + logged
-
-
-def phases_of_steps(run: Run) -> list[tuple[int, str]]:
-    """
-    Step and phase, in order: of every step from the profile, else of the steps that were logged. A run without leaps
-    has no phases.
-    """
-    if not leaps_made(run):
-        return []
-    if run.memory.phases:
-        phases = ((entry["step"], entry.get("phase")) for entry in run.profile.lines)
-        return [(step, phase) for step, phase in phases if isinstance(phase, str) and phase != "evaluate"]
-    logged = {step: PHASES[int(index)] for step, index in run.series("hybrid/phase") if 0 <= index < len(PHASES)}
-    return sorted(logged.items())

@@ -9,7 +9,6 @@ something was recorded: SFT logs the accuracy of tokens, DPO that of preferences
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from hf_hybrid.records.readings import number, reading
 from hf_hybrid.report.run_folder import Points, Run
@@ -42,20 +41,19 @@ _MEMORY = (
 
 @dataclass(frozen=True)
 class Series:
-    """A row of the table. `style` says how it is drawn."""
+    """A row of the table."""
 
     figure: str
     panel: str
     name: str
     colour: str
     points: Points
-    style: Literal["line", "dashes", "dots", "crosses"] = "line"
+    dashes: bool = False
 
 
 def series_of(run: Run) -> list[Series]:
     """Return the table of a run."""
     loss = f"loss{'' if run.series('reward') else ' (nats)'}"  # that of a policy, which learns by rewards, has no unit
-    gains = [(leap, gain) for leap in run.leaps if (gain := number(leap.get("gain"))) is not None]
     rows = [
         Series("loss", loss, "training", "ink", run.series("loss")),
         Series("loss", loss, "eval", "line", run.series("eval_loss")),
@@ -68,12 +66,6 @@ def series_of(run: Run) -> list[Series]:
         Series("scores", "rewards", name, colour, points) for (name, points), colour in zip(parts_of(run), colours)
     ]
     rows.append(Series("rate", "learning rate", "learning rate", "ink", run.series("learning_rate")))
-    for name, style, colour, stayed in (
-        ("accepted", "dots", "predict", True),
-        ("rejected or rolled back", "crosses", "bad", False),
-    ):
-        points = [(leap["step"], gain) for leap, gain in gains if (leap.get("verdict") in ACCEPTED) is stayed]
-        rows.append(Series("rate", "gain of each leap", name, colour, points, style))
     norms = [(step, norm) for step, norm in run.series("grad_norm") if norm > 0]  # the axis is logarithmic
     rows.append(Series("gradient", "gradient norm", "training", "ink", norms))
     rows.append(Series("speed", "tokens/s", "training", "ink", speed_of(run)))

@@ -474,15 +474,8 @@ def test_command_of_modules_and_notebooks(monkeypatch, tmp_path):
 def test_trackers_in_use_are_linked(monkeypatch, trained):
     run = types.SimpleNamespace(url="https://wandb.ai/me/run")
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(run=run))
-    space = types.SimpleNamespace(_space_id="me/space", project="p 1", name="r")
-    current = types.SimpleNamespace(current_run=types.SimpleNamespace(get=lambda: space))
-    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(context_vars=current))
-    address = "https://me-space.hf.space?project=p+1&runs=r&sidebar=collapsed"
-    assert tracker_links() == {"Weights & Biases": run.url, "Trackio": address}
-    card = card_of(trained)
-    assert f"trackio:{address}" in metadata_of(card)["tags"] and "(https://wandb.ai/me/run)" in card
-    monkeypatch.setitem(sys.modules, "trackio", types.ModuleType("trackio"))
-    assert not any(tag.startswith("trackio:") for tag in metadata_of(card_of(trained))["tags"])
+    assert tracker_links() == {"Weights & Biases": run.url}
+    assert "(https://wandb.ai/me/run)" in card_of(trained)
 
 
 def test_method_of_the_trainer_is_named_and_cited(tmp_path):

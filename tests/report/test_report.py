@@ -17,7 +17,7 @@ from hf_hybrid.records.profiler import MemoryProfilerCallback
 from hf_hybrid.report.comparison import compare
 from hf_hybrid.report.findings import OPTIONS_OF_LEAPS, PROFILER_HINT, findings
 from hf_hybrid.report.page import write_report
-from hf_hybrid.report.run_folder import load_run, phases_of_steps
+from hf_hybrid.report.run_folder import load_run
 from hf_hybrid.report.series import speed, speed_of
 
 
@@ -254,7 +254,7 @@ def test_the_report_of_a_long_run_is_short_and_says_what_it_leaves_out(tmp_path,
     kept = [record["step"] for record in found["leap_records"]]
     assert len(kept) == 1000 and kept[0] == leaps[0]["step"] and kept[-1] == leaps[-1]["step"]
     notes = " ".join(found["notes"])
-    assert "1,000 of 20,000 leaps" in notes and "1,000 of 10,000 points of a series" in notes
+    assert "1,000 of 20,000 leaps" in notes and "1,000 of 2,000 points of a series" in notes
     assert "1,000 of 2,000 divergence events" in notes
     assert len(series_by_name(found)["loss (nats)", "training"]) == 1000
 
@@ -292,32 +292,16 @@ def test_everything_by_step_is_in_the_json(tmp_path, undrawn):
     assert len(series["host", "process (RSS)"]) == 100 and ("host", "pinned") not in series
     assert dict(series["loss (nats)", "training"])[10] == pytest.approx(4.8)
     assert series["learning rate", "learning rate"][0][1] > 0
-    assert found["phases_of_steps"][:2] == [[1, "warmup"], [2, "warmup"]] and len(found["phases_of_steps"]) == 100
     assert [record["verdict"] for record in found["leap_records"]] == ["kept", "rejected", "kept"]
-    assert [step for step, _ in series["gain of each leap", "accepted"]] == [20, 50]
 
 
-# Phases and forecasts.
-
-
-def test_phases_of_steps_come_from_the_best_source(tmp_path):
-    leaps = hybrid_run(tmp_path)
-    known = phases(leaps, 100)
-    assert phases_of_steps(load_run(tmp_path)) == [], "neither profiled nor logged"
-    (tmp_path / LOG).write_text(
-        "".join(json.dumps(line) + "\n" for line in (
-            {"step": 0, "begun": True}, {"step": 5, "loss": 1.0, "hybrid/phase": 0}, {"step": 21, "hybrid/phase": 2},
-        ))
-    )  # fmt: skip
-    assert phases_of_steps(load_run(tmp_path)) == [(5, "warmup"), (21, "predict")]
-    profile(tmp_path, [step_record(step, phase) for step, phase in known.items()] + [step_record(100, "evaluate")])
-    assert dict(phases_of_steps(load_run(tmp_path))) == known
+# Phases and options.
 
 
 def test_a_run_without_leaps_has_no_phases(tmp_path):
     hybrid_run(tmp_path, leaps=[])
     found = findings(load_run(tmp_path))
-    assert phases_of_steps(load_run(tmp_path)) == [] and found["phases"] == {} and found["leaps"] is None
+    assert found["phases"] == {} and found["leaps"] is None
     assert found["headline"]["steps"] == {"total": 100, "real": 100, "predicted": 0, "planned": 100}
     profile(tmp_path, [step_record(step, "warmup" if step < 10 else "full") for step in range(1, 101)])
     found = findings(load_run(tmp_path))
@@ -452,8 +436,6 @@ def test_a_real_run_that_was_cut_short(tmp_path):
     assert found["headline"]["steps"]["total"] >= 25 and found["headline"]["peak_memory"]["where"] == "host"
     assert {"warmup", "full", "predict", "correct"} == found["phases"].keys() == found["memory"]["by_phase"].keys()
     assert found["memory"]["by_phase"]["warmup"]["accounted"]["held"]["weights"]["host"] > 0
-    phases_logged = dict(found["phases_of_steps"])
-    assert phases_logged[1] == "warmup" and "predict" in phases_logged.values()
 
 
 def test_a_checkpoint_that_is_committed_late_takes_no_steps_away(tmp_path):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from rig.pages import Page
-from rig.run_folders import NASTY, hybrid_run, leap, phases, plain_run, profile, step_record, write
+from rig.run_folders import NASTY, hybrid_run, leap, log, phases, plain_run, profile, step_record, write
 
 from hf_hybrid.report.comparison import write_comparison
 from hf_hybrid.report.page import write_report
@@ -21,6 +21,7 @@ def reported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "<b>run</b>"
     leaps = hybrid_run(folder, leaps=[leap(12 + 6 * k, "kept" if k % 3 else "rejected") for k in range(14)])
     profile(folder, [step_record(step, phase) for step, phase in phases(leaps, 100).items()])
+    log(folder, leaps)
     summary = json.loads((folder / "hybrid_summary.json").read_text())
     summary |= {"tokens": 5000, "tokens_shared": 900}
     summary["divergence_events"] = [{"step": 3, "phase": "full", "level": "warning", "reason": NASTY, "action": "none"}]
@@ -46,7 +47,7 @@ def test_the_page_has_the_five_numbers_all_plots_and_tables(reported):
     ):
         assert text in page.text
     headings = (
-        "Loss", "Learning rate and leaps", "Savings", "Steps", "Leaps", "Memory",
+        "Loss", "Learning rate", "Savings", "Steps", "Leaps", "Memory",
         "Recovered from out of memory", "smaller micro-batches", "Divergence events", "Options",
     )  # fmt: skip
     assert all(heading in page.text for heading in headings)
@@ -100,7 +101,7 @@ def test_plots_take_their_colours_from_the_page(reported):
     used = set(re.findall(r"var\(--(\w+)\)", text))
     defined = [set(re.findall(r"--(\w+):", block)) for block in re.findall(r":root \{(.*?)\}", text, re.S)]
     assert len(defined) == 2 and all(used <= names for names in defined), "light and dark"
-    assert {"warmup", "full", "predict", "correct"} <= used
+    assert {"ink", "line", "muted"} <= used
     ids = re.findall(r' id="([^"]*)"', text)
     assert len(ids) == len(set(ids))
 
