@@ -27,7 +27,6 @@ from transformers.modelcard import METRIC_TAGS
 from hf_hybrid.arguments import hybrid_values
 from hf_hybrid.config import config_values
 from hf_hybrid.hub import origins, provenance
-from hf_hybrid.hub.origins import data_facts
 from hf_hybrid.hub.provenance import one_line, unique
 from hf_hybrid.optimizers import optimizer_name
 from hf_hybrid.records.log import load_log
@@ -254,7 +253,7 @@ def metadata_of(name: str, model: dict, given: dict, metrics: dict[str, float], 
         base_model_relation=("adapter" if model["adapter"] else "finetune") if model["base"] else None,
         pipeline_tag=model["task"],
         tags=unique(one_line(tag) for tag in tags),
-        datasets=given["datasets"] or unique(part["id"] for part in data) or None,
+        datasets=given["datasets"] or None,
         metrics=unique(r.metric_type for r in results if r.metric_type in (*METRIC_TAGS, "perplexity")) or None,
         model_name=name,
         eval_results=results or None,
@@ -265,18 +264,14 @@ def metadata_of(name: str, model: dict, given: dict, metrics: dict[str, float], 
 
 def _result(key: str, value: float, task: str | None, given: dict[str, Any], data: list[dict]) -> EvalResult:
     # With several evaluation sets a metric is logged as `NAME_metric`.
-    sets = {part["name"]: part for part in data if part["role"] == "Evaluation"}
+    sets = [part["name"] for part in data if part["role"] == "Evaluation"]
     name = max((name for name in sets if key.startswith(f"{name}_")), key=len, default="")
-    metric, source = key.removeprefix(f"{name}_" if name else ""), sets.get(name) or data_facts(None)
+    metric = key.removeprefix(f"{name}_" if name else "")
     return EvalResult(
         task_type=task or "other",
         # Results of the same type share an entry, so evaluation sets without an id have their name instead.
-        dataset_type=one_line(next(iter(given["datasets"]), None) or source["id"] or name or "unknown"),
-        dataset_name=one_line(
-            name or next(iter(given["dataset"]), None) or source["id"] or "evaluation set of the run"
-        ),
-        dataset_config=source["config"],
-        dataset_split=source["split"],
+        dataset_type=one_line(next(iter(given["datasets"]), None) or name or "unknown"),
+        dataset_name=one_line(name or next(iter(given["dataset"]), None) or "evaluation set of the run"),
         dataset_args={"config": one_line(given["dataset_args"][0])} if given["dataset_args"] else None,
         metric_type=one_line(metric),
         metric_name=one_line(metric.replace("_", " ").capitalize()),

@@ -7,12 +7,10 @@ import functools
 import logging
 import math
 import os
-import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from huggingface_hub import constants, model_info
+from huggingface_hub import model_info
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers.modelcard import TASK_MAPPING
@@ -120,39 +118,14 @@ def license_of(base: str) -> dict[str, str]:
 
 
 def data_of(trainer: PublishedTrainer) -> list[dict[str, Any]]:
-    """The training set and the evaluation sets: `role`, `name` within the run, and their [`data_facts`]."""
+    """The training set and the evaluation sets: `role`, `name` within the run, and number of `sequences`, if known."""
     sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
     roles = [("Training", "", trainer.train_dataset), *(("Evaluation", name, data) for name, data in sets.items())]
-    return [{"role": role, "name": name, **data_facts(data)} for role, name, data in roles if data is not None]
-
-
-def data_facts(dataset) -> dict[str, Any]:
-    """
-    Of a data set: `sequences` and, where `datasets` fetched it from the Hub, `id`, `config` and `split`.
-
-    A `Subset` is looked through to the set that it selects from, which may be a `Subset` itself.
-    """
-    sequences = len(dataset) if hasattr(dataset, "__len__") else None
-    facts = {"sequences": sequences, "id": None, "config": None, "split": None}
-    while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):
-        dataset = dataset.dataset
-    files = getattr(dataset, "cache_files", None)
-    stored = re.search(r"([^/\\]+)___([^/\\]+)", files[0]["filename"] if files else "")
-    name = stored and _id_on_hub(*stored.groups())
-    if not name:
-        return facts
-    split = re.match(r"\w+", str(dataset.split or ""))
-    return {**facts, "id": name, "config": dataset.config_name, "split": split and split.group()}
-
-
-def _id_on_hub(owner: str, name: str) -> str | None:
-    """`datasets` stores a set under its name in snake case; the download cache knows the real spelling."""
-    for folder in sorted(Path(constants.HF_HUB_CACHE).glob(f"datasets--{owner}--*")):
-        spelling = folder.name.removeprefix(f"datasets--{owner}--")
-        if spelling.replace("_", "").lower() == name.replace("_", "").lower():
-            return f"{owner}/{spelling}"
-    # Without underscores snake case changed nothing: lower case without separators, or the Hub's own spelling of it.
-    return f"{owner}/{name}" if "_" not in name and is_repo_id(f"{owner}/{name}") else None
+    return [
+        {"role": role, "name": name, "sequences": len(data) if hasattr(data, "__len__") else None}
+        for role, name, data in roles
+        if data is not None
+    ]
 
 
 def papers_of(trainer: PublishedTrainer, summary: dict) -> list[tuple[str, str]]:

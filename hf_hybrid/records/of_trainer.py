@@ -102,15 +102,11 @@ class ReportingMixin(Trainer):
         into their base, which is loaded anew.
 
         Args:
-            format (`str`):
-                `merged`, `int8`, `int4`, `nf4`, `bitnet`, or `gguf-` and one of `f16`, `q8_0`, `q5_1`, `q4_m`, `q4_1`,
-                `q4_0`.
+            format (`str`): One of those of [`~hf_hybrid.export.exporter.export`].
             folder (`str` or `PathLike`, *optional*):
                 Folder to write, which must not exist or be empty. Default: `output_dir` with `-FORMAT` after it.
             eval_dataset (*optional*): Held-out sequences with labels. Default: the trainer's `eval_dataset`.
-            dtype (`str`, *optional*):
-                Of weights that are not quantised; `auto`: as they are; in `merged` 16 bits (docs/export.md).
-            max_shard_size (`str`, *optional*): Of a file of weights. A GGUF file is not split.
+            dtype, max_shard_size (`str`, *optional*): As in [`~hf_hybrid.export.exporter.export`].
 
         Returns:
             `dict`: What was measured, as in `export.json`; see [`~hf_hybrid.export.exporter.export`].

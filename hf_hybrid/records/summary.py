@@ -135,15 +135,16 @@ class HybridSummary(dict):
             if any(steps.values())
         ]
 
-    def savings_rows(self) -> list[tuple[str, str]]:
-        """What was not computed again or not at all, and why what could have been saved was not."""
+    def savings_rows(self, *, reasons: bool = True) -> list[tuple[str, str]]:
+        """What was not computed again or not at all, and the `reasons` why what could have been saved was not."""
         rows = []
         for total, saved in self._SAVINGS.items():
             if counts := self._counts(saved):
                 rows += self._counts([total]) + counts
-        if (together := number(self.get("shared_if_together"))) is not None:
+        if reasons and (together := number(self.get("shared_if_together"))) is not None:
             rows.append(("shared if rows that begin alike stood together", f"{together:.0%}"))
-        rows += [(label, str(self[key])) for label, key in self._REASONS.items() if self.get(key)]
+        if reasons:
+            rows += [(label, str(self[key])) for label, key in self._REASONS.items() if self.get(key)]
         failed = texts_of(self.get("failed_savings"))
         return rows + [("savings that did not work", "; ".join(failed))] * bool(failed)
 

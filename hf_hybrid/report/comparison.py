@@ -1,4 +1,4 @@
-"""Several runs side by side: a table of their final numbers, the options that differ, and their curves."""
+"""Several runs side by side: a table of their final numbers, and the options that differ."""
 
 from __future__ import annotations
 
@@ -7,21 +7,14 @@ from pathlib import Path
 
 from hf_hybrid.records.redaction import shareable
 from hf_hybrid.report.findings import findings
-from hf_hybrid.report.page import NUMBERS, at, figure, note_list, output_folder, section, table, write_files
-from hf_hybrid.report.plots import comparison_plots, plots_available
+from hf_hybrid.report.page import NUMBERS, at, output_folder, section, table, write_files
 from hf_hybrid.report.run_folder import Run, load_run
 
 
 def write_comparison(*folders: str | Path, output: str | Path | None = None, refresh: int | None = None) -> list[Path]:
     """
-    Compare runs: `comparison.html`, `comparison.json`, and PNGs of their losses, scores, speeds and memories.
-
-    Args:
-        folders (`str` or `Path`): `output_dir` of each run.
-        output (`str` or `Path`, *optional*): Where the comparison goes; by default `report/comparison` in the last one.
-        refresh (`int`, *optional*): As in `write_report`, while one of the runs is not finished.
-
-    Returns the files, the page first.
+    Compare runs by their folders: `comparison.html` and `comparison.json` in `output`, by default `report/comparison`
+    in the last folder. Returns the files, the page first. `refresh` is as in `write_report`.
 
     Raises:
         ValueError: If there is nothing in one of the folders to report on, or there are fewer than two.
@@ -30,30 +23,25 @@ def write_comparison(*folders: str | Path, output: str | Path | None = None, ref
         raise ValueError(f"A comparison needs two runs at least, got {len(folders)}. Name their folders.")
     runs = [load_run(folder) for folder in folders]
     values, output = compare(*runs), output_folder(output or runs[-1].folder / "report" / "comparison")
-    plots = comparison_plots(dict(zip(values["runs"], runs)), output) if plots_available() else []
     about = [
         f"<p>{number}: {escape(run['name'])}. {escape(run['status'])} "
         f'<span class="muted"><code>{escape(run["folder"])}</code></span></p>'
         for number, run in values["runs"].items()
     ]
+    columns, options = tuple(values["runs"]), values["different_options"]
     body = [
         f"<header><h1>{len(runs)} runs</h1>{''.join(about)}</header>",
-        section("Final numbers", table(("", *values["runs"]), values["table"], "By run")),
-        note_list([]),
-        *map(figure, plots),
-        section(
-            "Options that differ", table(("option", *values["runs"]), values["different_options"], "By run", words=True)
-        ),
+        section("Final numbers", table(("", *columns), values["table"], "By run")),
+        section("Options that differ", table(("option", *columns), options, "By run", words=True)),
     ]
     refresh = None if all(run.finished for run in runs) else refresh
-    return write_files(output, "comparison", body, f"Comparison of {len(runs)} runs", values, plots, refresh)
+    return write_files(output, "comparison", body, f"Comparison of {len(runs)} runs", values, [], refresh)
 
 
 def compare(*runs: Run) -> dict:
     """
     Compare runs, and return plain values: `runs` with the headline and the scores of each, `table` and
-    `different_options` with rows of text (name, and a value by run). A run does not record every option that it left at
-    its default.
+    `different_options` with rows of text (name, and a value by run).
     """
     each = [shareable(findings(run)) for run in runs]
     numbers = [(label, show, [at(values, place) for values in each]) for label, place, show, *_ in NUMBERS]

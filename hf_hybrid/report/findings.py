@@ -8,11 +8,6 @@ from hf_hybrid.report.run_folder import Points, Run, leaps_made, verdicts_of
 from hf_hybrid.report.samples import completions_of, samples_of
 from hf_hybrid.report.series import ACCEPTED, SCORES, series_of, speed
 
-OPTIONS_OF_LEAPS = frozenset((
-    "enable_predict", "warmup_phase_steps", "full_phase_steps", "correct_phase_steps", "max_predict_steps", "direction",
-    "leap_gain", "planner", "leap_worth", "leap_budget", "probe_budget", "predict_states", "checkpoint_phases",
-))  # fmt: skip
-"""Options that do nothing in a run without leaps."""
 MOST_RECORDS = 1000
 """Leaps, events and points of a series in `report.json`. `hybrid_log.jsonl` of the run has all."""
 PROFILER_HINT = (
@@ -32,7 +27,6 @@ def findings(run: Run) -> dict:
     by_phase = {name: {key: as_dict(run.record.get(f"{key}_by_phase")).get(name) for key in ("steps", "seconds")}
                 for name in PHASES}  # fmt: skip
     begun = next((line for line in reversed(run.log.lines) if "begun" in line), {})
-    options = {name: value for name, value in run.options.items() if leaps_made(run) or name not in OPTIONS_OF_LEAPS}
     return {
         "schema_version": 3,
         "name": run.name,
@@ -62,7 +56,7 @@ def findings(run: Run) -> dict:
         "recoveries": run.recoveries,
         "events_seen": max(len(run.events), count_of(run.record.get("divergence_events_seen")) or 0),
         "events": run.events[-MOST_RECORDS:],
-        "options": {**options, **run.config},
+        "options": run.config,
         "environment": {**as_dict(begun.get("hardware")), **as_dict(begun.get("versions"))},
         "notes": _notes(run),
     }

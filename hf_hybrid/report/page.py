@@ -221,7 +221,7 @@ _SECTIONS = {
     "Recovered from out of memory": [("Recoveries", "recoveries", "step phase action from_size to_size error")],
     "Divergence events": [("The last events", "events", "step phase level action reason")],
     "Environment": [("Of the last start", "environment", "name value")],
-    "Options": [("As the run recorded them", "options", "name value")],
+    "Options": [("Those that differ from the defaults", "options", "name value")],
 }  # fmt: skip
 """Tables by section: caption, dotted place in the findings, and the columns, which are dotted places in a row."""
 

@@ -1,5 +1,5 @@
 """
-One painter for the table of series: each figure of a run, and the figures of a comparison.
+One painter for the table of series: each figure of a run.
 
 [`draw`] writes a figure as PNG and as SVG for the page, which takes its colours from the page, so that light and dark
 both work. Matplotlib is optional: it is imported when something is drawn, through its object-oriented interface.
@@ -12,7 +12,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,6 @@ PALETTE = {
 }
 KEPT, LOST = PALETTE["predict"], PALETTE["bad"]
 """Colours of trials that went on to their end, and of those that did not."""
-_OF_RUNS = ("full", "predict", "correct", "bad", "line", "warmup", "evaluate", "ink")
-"""Colours of the runs of a comparison. After the last one they begin again, with dashes."""
 TITLES = {
     "loss": "Loss",
     "scores": "Accuracy and reward",
@@ -70,25 +68,7 @@ def plots_available() -> bool:
 
 def run_plots(run: Run, folder: Path) -> list[Plot]:
     """All figures of a run for which something was recorded, as PNG in `folder` and as SVG."""
-    return _plots(series_of(run), folder)
-
-
-def comparison_plots(runs: dict[str, Run], folder: Path) -> list[Plot]:
-    """What several of the runs recorded, over each other: losses, scores, gradient norms, speeds, peaks of memory."""
-    panels: dict[tuple[str, str], list[Series]] = {}
-    for index, (number, run) in enumerate(runs.items()):
-        dashes = index >= len(_OF_RUNS)
-        for row in series_of(run):
-            if row.figure != "rate" and row.name.startswith(("training", "eval", "peak")):
-                name = row.panel if row.panel == "gradient norm" else f"{row.panel}, {row.name}"
-                line = replace(row, panel=name, name=number, colour=_OF_RUNS[index % len(_OF_RUNS)], dashes=dashes)
-                panels.setdefault((row.figure, name), []).append(line)
-    return _plots([row for rows in panels.values() if len(rows) > 1 for row in rows], folder)
-
-
-def _plots(table: Sequence[Series], folder: Path) -> list[Plot]:
-    """The figures of a table of series."""
-    plots = []
+    table, plots = series_of(run), []
     for name, title in TITLES.items():
         if rows := [row for row in table if row.figure == name]:
             plots.append(draw(name, title, _alt(title, rows), lambda figure, rows=rows: paint(figure, rows), folder))
@@ -165,13 +145,13 @@ def _paint_panel(axis, rows: Sequence[Series]) -> None:
         scale, unit = (GIB, ", GiB") if max(values) >= GIB else (MIB, ", MiB")
     for row in rows:
         points, name, colour = [(step, value / scale) for step, value in row.points], row.name, PALETTE[row.colour]
-        options: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 0.9} if row.dashes else {}
+        options: dict[str, Any] = {}
         if len(points) >= 100 and figure not in ("memory", "rate"):
             axis.plot(*zip(*thinned(points)), color=colour, alpha=0.22, linewidth=0.7)
             width = max(10, len(points) // 50)
             points, name = running_mean(points, width), f"{name}, mean of {width}"
         elif len(points) < 60 and (row.name == "eval" or len(points) < 20):
-            options |= {"marker": "o", "markersize": 3}
+            options = {"marker": "o", "markersize": 3}
         axis.plot(*zip(*thinned(points)), color=colour, label=name, **options)
     axis.set_ylabel(panel + unit)
     if [row.name for row in rows] != [panel]:  # in one row above the plot, where it covers nothing

@@ -57,8 +57,6 @@ class Run:
     record_source: str | None
     config: dict
     """Options that differ from the defaults (`hybrid_config.json`)."""
-    options: dict
-    """All hybrid options, where a checkpoint holds them."""
     profile: Log
     """What `MemoryProfilerCallback` wrote in the first process, see docs/profiling.md; empty for a run without one."""
     memory: Totals
@@ -138,7 +136,6 @@ def load_run(folder: str | Path) -> Run:
         record=record,
         record_source=source,
         config=config,
-        options=as_dict(saved.get("options")),
         profile=profile,
         memory=Totals(),
         recoveries=dicts_of(recoveries),

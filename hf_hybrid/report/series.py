@@ -48,7 +48,6 @@ class Series:
     name: str
     colour: str
     points: Points
-    dashes: bool = False
 
 
 def series_of(run: Run) -> list[Series]:

@@ -1,6 +1,5 @@
 """Reports: what is read of a run's folder, finished, killed, resumed or broken, and what is told of it."""
 
-import dataclasses
 import json
 import math
 import sys
@@ -11,11 +10,10 @@ from rig.run_folders import GIB, NASTY, hybrid_run, leap, log, phases, plain_run
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.records.log import load_log
 from hf_hybrid.records.profiler import MemoryProfilerCallback
 from hf_hybrid.report.comparison import compare
-from hf_hybrid.report.findings import OPTIONS_OF_LEAPS, PROFILER_HINT, findings
+from hf_hybrid.report.findings import PROFILER_HINT, findings
 from hf_hybrid.report.page import write_report
 from hf_hybrid.report.run_folder import load_run
 from hf_hybrid.report.series import speed, speed_of
@@ -44,7 +42,7 @@ def test_a_finished_run(tmp_path):
     assert numbers["peak_memory"] is None and PROFILER_HINT in found["notes"]
     assert found["leaps"]["made"] == 3 and found["leaps"]["accepted"] == 2
     assert found["memory"]["held_at_the_end"]["weights"] == {"device": 0, "host": 4096}
-    assert found["options"]["direction"] == "gradient_memory" and found["options"]["learning_rate"] == 1e-3
+    assert found["options"]["learning_rate"] == 1e-3
 
 
 def test_savings_that_did_not_work_are_named(tmp_path, undrawn):
@@ -295,7 +293,7 @@ def test_everything_by_step_is_in_the_json(tmp_path, undrawn):
     assert [record["verdict"] for record in found["leap_records"]] == ["kept", "rejected", "kept"]
 
 
-# Phases and options.
+# Phases.
 
 
 def test_a_run_without_leaps_has_no_phases(tmp_path):
@@ -307,20 +305,6 @@ def test_a_run_without_leaps_has_no_phases(tmp_path):
     found = findings(load_run(tmp_path))
     assert found["phases"] == {} and found["memory"]["by_phase"].keys() == {"train"}
     assert found["memory"]["by_phase"]["train"]["records"] == 100
-
-
-def test_options_of_leaps_are_shown_where_they_did_something_or_were_set(tmp_path):
-    groups = {field.name: field.metadata["help"].group for field in dataclasses.fields(HybridArguments)}
-    filled, group = {}, None
-    for name, of in groups.items():  # a group is named at its first option
-        group = of or group
-        filled[name] = group
-    of_leaps = {name for name, group in filled.items() if group in ("Phases", "Leaps", "Verification")} - {"preset"}
-    assert of_leaps | {"predict_states", "checkpoint_phases"} == OPTIONS_OF_LEAPS
-    hybrid_run(tmp_path, leaps=[])
-    assert "direction" not in findings(load_run(tmp_path))["options"]
-    write(tmp_path / "hybrid_config.json", {"direction": "none"})
-    assert findings(load_run(tmp_path))["options"]["direction"] == "none"
 
 
 # Accuracy, reward and speed.
@@ -407,7 +391,7 @@ def test_comparison_of_two_runs(tmp_path):
     assert table["Predicted steps"] == ["4", "0"]
     assert table["Backward passes"] == ["96", "–"]
     assert table["Peak memory"][1] == "12.0 GiB"
-    assert ["direction", "gradient_memory", "not recorded"] in found["different_options"]
+    assert ["learning_rate", "0.001", "not recorded"] in found["different_options"]
     assert all(row[0] != "output_dir" for row in found["different_options"])
 
 
