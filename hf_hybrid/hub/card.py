@@ -84,11 +84,7 @@ def render(facts: dict[str, Any]) -> str:
 
 
 def card_facts(trainer: PublishedTrainer, given: dict[str, Any]) -> dict[str, Any]:
-    """
-    Everything that the card says about the run of a `HybridTrainer` so far, by the names that the template uses.
-
-    `given` holds the arguments of [`PublishingMixin.create_model_card`].
-    """
+    """What the card says by the names of the template; `given` are the arguments of `create_model_card`."""
     args, state, summary = trainer.args, trainer.state, trainer.hybrid_summary()
     model = origins.model_facts(trainer, given["finetuned_from"], given["tasks"])
     evaluation, data = evaluation_of(trainer, model["task"]), origins.data_of(trainer)

@@ -120,7 +120,10 @@ def license_of(base: str) -> dict[str, str]:
 def data_of(trainer: PublishedTrainer) -> list[dict[str, Any]]:
     """The training set and the evaluation sets: `role`, `name` within the run, and number of `sequences`, if known."""
     sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
-    roles = [("Training", "", trainer.train_dataset), *(("Evaluation", name, data) for name, data in sets.items())]
+    roles: list[tuple[str, str, Any]] = [
+        ("Training", "", trainer.train_dataset),
+        *(("Evaluation", name, data) for name, data in sets.items()),
+    ]
     return [
         {"role": role, "name": name, "sequences": len(data) if hasattr(data, "__len__") else None}
         for role, name, data in roles

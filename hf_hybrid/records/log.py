@@ -34,12 +34,7 @@ CHECKPOINT = r"checkpoint-(\d+)"
 
 
 def append_line(path: Path, entry: dict) -> None:
-    """
-    Append an entry to a file as a line of JSON, on a new line if the last one was cut short.
-
-    Raises:
-        OSError: If the file cannot be written, or is a link.
-    """
+    """Append an entry to a file as a line of JSON, on a new line if the last one was cut short."""
     line = json.dumps(plain(entry), allow_nan=False, default=str)
     with open_to_append(path) as file:
         size = file.seek(0, os.SEEK_END)
@@ -54,12 +49,7 @@ class LogFile:
 
     The file grows with the run, so that nothing else has to. Without leaps the folder holds only what `Trainer` writes,
     because scripts count its files. The log then moves into the newest checkpoint when the training ends, and back when
-    another training begins.
-
-    Args:
-        folder (`str` or `Path`): The output folder.
-        writes (`bool`): Whether this process writes. Only the first one should.
-        name (`str`, *optional*): Of the file.
+    another training begins. Only the first process `writes`.
     """
 
     def __init__(self, folder: str | Path, *, writes: bool, name: str = LOG_NAME):
@@ -70,10 +60,8 @@ class LogFile:
 
     def begin(self, step: int, max_steps: int, folder: str | Path | None = None, **about: Any) -> None:
         """
-        Begin a training that goes on from `step` to `max_steps`. Nothing is written before.
-
-        A trial of a hyperparameter search has a `folder` of its own; by default it is the run's. The first line holds
-        what else is known `about` the training.
+        Begin a training that goes on from `step` to `max_steps`, with what else is known `about` it. A trial of a
+        hyperparameter search has a `folder` of its own. Nothing is written before.
         """
         if folder is not None:
             self.folder = Path(folder).absolute()
@@ -139,13 +127,10 @@ def load_log(
     folder: str | Path, notes: list[str] | None = None, only: Iterable[str] | None = None, name: str = LOG_NAME
 ) -> Log:
     """
-    Read `hybrid_log.jsonl`: the lines that hold, which means without those that a later training superseded.
+    Read the log of a run by its output folder: the lines that hold, without those that a later training superseded.
 
-    Args:
-        folder (`str` or `Path`): The output folder of the run.
-        notes (`list[str]`, *optional*): Gets a sentence on lines that could not be read; they are left out.
-        only (`Iterable[str]`, *optional*): Keys to keep; `rewards/` keeps all that begin so. Default: all.
-        name (`str`, *optional*): Of the file.
+    `notes` gets a sentence on lines that could not be read. Of `only` these keys the values are kept; `rewards/` keeps
+    all that begin so.
     """
     log, ended, names = Log(), False, None if only is None else frozenset(only)
     under = tuple(name for name in names or () if name.endswith("/"))

@@ -109,7 +109,7 @@ class ReportingMixin(Trainer):
             dtype, max_shard_size (`str`, *optional*): As in [`~hf_hybrid.export.exporter.export`].
 
         Returns:
-            `dict`: What was measured, as in `export.json`; see [`~hf_hybrid.export.exporter.export`].
+            `dict`: What was measured, as in `export.json`.
 
         Raises:
             ValueError: If the format cannot be written here, with what to install; if `folder` is not empty; if several

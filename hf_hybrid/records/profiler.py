@@ -36,7 +36,7 @@ from hf_hybrid import machine
 from hf_hybrid.machine import DeviceMemory, DriverMemory
 from hf_hybrid.plan.accounting import ByteTable, measure_held, storage_address
 from hf_hybrid.records.log import PROFILE, LogFile, load_log
-from hf_hybrid.records.totals import Totals
+from hf_hybrid.records.readings import Totals
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +47,6 @@ class HostMemory:
     """
     Resident memory of this process. Its peak is the kernel's high-water mark where that can be reset (Linux), otherwise
     the highest of the values that were read; `peak_source` says which.
-
-    Args:
-        process (`Path`, *optional*): Folder of the process in the file system of the kernel.
     """
 
     def __init__(self, process: Path = Path("/proc/self")):
@@ -152,9 +149,6 @@ class MemoryProfilerCallback(TrainerCallback):
             Steps between counts of all live tensors. Default: as often as it takes a quarter of a percent of the
             time. The first step of each phase is always counted.
 
-    Raises:
-        ValueError: If `account_every` is not a whole number from 1.
-
     Example:
 
     ```python
@@ -184,15 +178,10 @@ class MemoryProfilerCallback(TrainerCallback):
 
     def attach(self, trainer: transformers.Trainer) -> MemoryProfilerCallback:
         """
-        Give the profiler its trainer, which callbacks do not know.
+        Give the profiler its trainer, which callbacks do not know, and return it.
 
         With it the profiler knows the phases and buffers of a `HybridTrainer`, and comes before the callbacks of
         TensorBoard, W&B and others, so that they see its keys. `HybridTrainer` does this by itself.
-
-        Args:
-            trainer (`Trainer`): The trainer that the profiler is, or is to be, a callback of.
-
-        Returns itself.
         """
         callbacks = trainer.callback_handler.callbacks
         if self in callbacks:
@@ -221,7 +210,7 @@ class MemoryProfilerCallback(TrainerCallback):
         held = held_bytes(self.trainer, model, optimizer)
         # What the process holds besides the run: libraries, data, whatever else the script has made.
         self._baseline = self._probes.host.read()["rss"] - held.total("device") - held.total("host")
-        about = {"baseline_rss": self._baseline, "peak_rss_source": self._probes.host.peak_source}
+        about: dict[str, Any] = {"baseline_rss": self._baseline, "peak_rss_source": self._probes.host.peak_source}
         self._log.begin(state.global_step, state.max_steps, **about)
         self._totals = Totals()
         for record in load_log(self._log.folder, name=self._log.path.name).lines:  # of the earlier parts of the run
@@ -245,7 +234,7 @@ class MemoryProfilerCallback(TrainerCallback):
         self._step, self._phase = state.global_step + 1, self._current_phase()
 
     @_while_running
-    def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
+    def on_pre_optimizer_step(self, args, state, control, model: Any = None, optimizer=None, **kwargs):
         readings = self._probes.read(with_driver=False)  # also where the kernel keeps no mark of the peak
         # The first update makes the optimizer's states. Before it the table would lack them.
         if (self._steps > 0 or getattr(optimizer, "state", None)) and self._accounting_is_due():

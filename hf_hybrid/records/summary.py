@@ -71,17 +71,12 @@ class RunPosition:
     """
     Where a run stands after a step. As text it is what stands behind the progress bar: `phase=full loss=2.31
     end=2.05+-0.08 gib=5.1`.
-
-    Attributes:
-        phase (`str`, *optional*): Of the step that was made last; `None` if the run makes no leaps.
-        loss (`float`, *optional*): Training loss of the last real step; `None` before the first.
-        backward_passes_avoided (`int`): In the run so far.
-        bytes_in_use (`int`): Of device memory on a CUDA device, otherwise of host memory, by this process.
-        forecast (`FinalLoss`, *optional*): Of the loss at the end of the run; half of its 90 % interval is shown.
     """
 
     phase: str | None
+    """Of the step that was made last; `None` if the run makes no leaps."""
     loss: float | None
+    """Of the last real step."""
     backward_passes_avoided: int
     bytes_in_use: int
     forecast: FinalLoss | None = None

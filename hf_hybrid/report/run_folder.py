@@ -17,6 +17,7 @@ from typing import Any
 from hf_hybrid.records.log import CHECKPOINT, LOG_NAME, PROFILE, Log, load_log
 from hf_hybrid.records.readings import (
     PHASES,
+    Totals,
     as_dict,
     count_of,
     dicts_of,
@@ -25,7 +26,6 @@ from hf_hybrid.records.readings import (
     read_json,
     with_steps,
 )
-from hf_hybrid.records.totals import Totals
 
 Points = list[tuple[int, float]]
 """Values by step."""
@@ -34,9 +34,9 @@ _OF_PARTS = ("begun", "leap", "event")
 """Keys of lines that Trainer's log does not have."""
 _SHOWN = (
     "step", *_OF_PARTS, "max_steps", "hardware", "versions", "loss", "eval_loss", "learning_rate", "grad_norm",
-    "train_runtime", "summary", "seconds", "num_tokens", "num_input_tokens_seen", "train_tokens_per_second",
+    "train_runtime", "summary", "seconds", "num_tokens", "num_input_tokens_seen", "tokens_per_second",
     "mean_token_accuracy", "eval_mean_token_accuracy", "accuracy", "eval_accuracy", "reward", "eval_reward",
-    "rewards/", "eval_rewards/", "hybrid/",
+    "train_tokens_per_second", "rewards/", "eval_rewards/", "hybrid/",
 )  # fmt: skip
 """What a report shows of a line of the log. It does not hold the rest, because a log can have a million lines."""
 
@@ -96,11 +96,8 @@ class NothingYetError(ValueError):
 
 def load_run(folder: str | Path) -> Run:
     """
-    Read the output folder of a `HybridTrainer` or `Trainer`, or one of its checkpoints.
-
-    Raises:
-        ValueError: If there is no such folder, or it holds the trials of a search.
-        NothingYetError: If there is nothing in it that a report could show.
+    Read the output folder of a `HybridTrainer` or `Trainer`, or one of its checkpoints. Raises `ValueError` if there is
+    none, and [`NothingYetError`] if it holds nothing yet that a report could show.
     """
     folder, notes = Path(folder), list[str]()
     if not folder.is_dir():

@@ -19,7 +19,7 @@ from hf_hybrid.records.profiler import (
     MemoryProbes,
     MemoryProfilerCallback,
 )
-from hf_hybrid.records.totals import Totals
+from hf_hybrid.records.readings import Totals
 
 MIB = 2**20
 

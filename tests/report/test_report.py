@@ -12,9 +12,8 @@ from transformers import TrainerCallback
 from hf_hybrid import HybridTrainer
 from hf_hybrid.records.log import load_log
 from hf_hybrid.records.profiler import MemoryProfilerCallback
-from hf_hybrid.report.comparison import compare
 from hf_hybrid.report.findings import PROFILER_HINT, findings
-from hf_hybrid.report.page import write_report
+from hf_hybrid.report.page import compare, write_report
 from hf_hybrid.report.run_folder import load_run
 from hf_hybrid.report.series import speed, speed_of
 

@@ -10,8 +10,7 @@ import pytest
 from rig.pages import Page
 from rig.run_folders import NASTY, hybrid_run, leap, log, phases, plain_run, profile, step_record, write
 
-from hf_hybrid.report.comparison import write_comparison
-from hf_hybrid.report.page import write_report
+from hf_hybrid.report.page import write_comparison, write_report
 from hf_hybrid.report.plots import PALETTE, running_mean, thinned
 
 

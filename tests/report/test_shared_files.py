@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.records.profiler import MemoryProfilerCallback
-from hf_hybrid.report.comparison import write_comparison
-from hf_hybrid.report.page import write_report
+from hf_hybrid.report.page import write_comparison, write_report
 
 # Files of Trainer's own that are pushed too: it needs the paths in them.
 OF_TRAINER = {"training_args.bin", "trainer_state.json"}
