@@ -174,7 +174,7 @@ def outcome(metrics: dict[str, Any], prefix: str = "eval_") -> str:
 
 def print_trainer(trainer: Any) -> None:
     """Say what is trained, how long, at which rate, in how much memory, and where it is saved."""
-    from hf_hybrid.hub.origins import count_parameters
+    from hf_hybrid.hub.card import count_parameters
     from hf_hybrid.machine import describe_device
 
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)

@@ -12,8 +12,7 @@ from huggingface_hub.constants import REPOCARD_NAME
 from hf_hybrid.config import HybridConfigBase
 from hf_hybrid.files import write_text
 from hf_hybrid.hub import provenance
-from hf_hybrid.hub.card import card_facts, render
-from hf_hybrid.hub.origins import is_local, is_repo_id
+from hf_hybrid.hub.card import card_facts, is_local, is_repo_id, render
 from hf_hybrid.hub.provenance import listed, unique
 
 if TYPE_CHECKING:

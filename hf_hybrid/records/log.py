@@ -115,10 +115,7 @@ class Log:
     """Seconds of each start, up to the last line of one that was killed; `None` if it left no time."""
 
     def wall_time(self) -> tuple[float | None, int]:
-        """
-        Seconds of all starts together, if all are known, and their number. Steps that were made again count, because
-        their time passed.
-        """
+        """Seconds of all starts, if all are known, and their number. Steps that were made again count too."""
         known = [seconds for seconds in self.starts if seconds is not None]
         return sum(known) if known and len(known) == len(self.starts) else None, len(self.starts)
 

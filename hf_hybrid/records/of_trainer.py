@@ -80,10 +80,8 @@ class ReportingMixin(Trainer):
         run = self.run
         if not run.has_phases:
             return None
-        avoided = run.record.backward_passes_avoided
-        used = memory_in_use(self.args.device)
         phase = run.last_phase.value if run.no_leaps is None and run.last_phase is not None else None
-        return RunPosition(phase, run.last_loss, avoided, used, run.forecast)
+        return RunPosition(phase, run.last_loss, memory_in_use(self.args.device), run.forecast)
 
     def export(
         self,
@@ -95,21 +93,12 @@ class ReportingMixin(Trainer):
         max_shard_size: str = "50GB",
     ) -> dict[str, Any]:
         """
-        Write the model in 16 bits or in a low-bit format, and measure held-out loss, bytes and speed beside those of
-        the original.
+        Write the model in 16 bits or in a low-bit format into `folder` (by default `output_dir` with `-FORMAT` after
+        it), and measure loss on `eval_dataset` (by default the trainer's), bytes and speed beside those of the
+        original; see [`~hf_hybrid.export.exporter.export`], also for what it returns.
 
         Both are loaded from their files, so that memory must have room for them beside the trainer. Adapters are merged
         into their base, which is loaded anew.
-
-        Args:
-            format (`str`): One of those of [`~hf_hybrid.export.exporter.export`].
-            folder (`str` or `PathLike`, *optional*):
-                Folder to write, which must not exist or be empty. Default: `output_dir` with `-FORMAT` after it.
-            eval_dataset (*optional*): Held-out sequences with labels. Default: the trainer's `eval_dataset`.
-            dtype, max_shard_size (`str`, *optional*): As in [`~hf_hybrid.export.exporter.export`].
-
-        Returns:
-            `dict`: What was measured, as in `export.json`.
 
         Raises:
             ValueError: If the format cannot be written here, with what to install; if `folder` is not empty; if several

@@ -139,10 +139,7 @@ READINGS = {
 
 
 class Totals:
-    """
-    The sum over the records of a run: by phase the spread of every reading and the mean bytes by category, and the
-    highest peak.
-    """
+    """The sum over records: by phase the spread of every reading and the mean bytes by category; the highest peak."""
 
     def __init__(self) -> None:
         self.phases: dict[str, dict[str, Any]] = {}

@@ -76,8 +76,6 @@ class RunPosition:
     phase: str | None
     """Of the step that was made last; `None` if the run makes no leaps."""
     loss: float | None
-    """Of the last real step."""
-    backward_passes_avoided: int
     bytes_in_use: int
     forecast: FinalLoss | None = None
 

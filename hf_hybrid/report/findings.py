@@ -17,12 +17,7 @@ PROFILER_HINT = (
 
 
 def findings(run: Run) -> dict:
-    """
-    Return the content of `report.json`, from a run that [`load_run`] read.
-
-    What was not recorded is `None` or empty.
-    """
-    totals = run.memory
+    """Return the content of `report.json`. What was not recorded is `None` or empty."""
     held = as_dict(as_dict(run.record.get("memory")).get("held"))
     by_phase = {name: {key: as_dict(run.record.get(f"{key}_by_phase")).get(name) for key in ("steps", "seconds")}
                 for name in PHASES}  # fmt: skip
@@ -38,7 +33,7 @@ def findings(run: Run) -> dict:
             "steps": _steps(run),
             "backward_passes": _backward_passes(run),
             "seconds": _seconds(run),
-            "peak_memory": totals.peak,
+            "peak_memory": run.memory.peak,
             "tokens_per_second": speed(run),
         },
         "scores": _scores(run),
@@ -52,7 +47,7 @@ def findings(run: Run) -> dict:
         ],
         "leaps": _leaps(run),
         "leap_records": evenly(run.leaps, MOST_RECORDS),
-        "memory": {"peak": totals.peak, "by_phase": totals.phases, "held_at_the_end": held},
+        "memory": {"peak": run.memory.peak, "by_phase": run.memory.phases, "held_at_the_end": held},
         "recoveries": run.recoveries,
         "events_seen": max(len(run.events), count_of(run.record.get("divergence_events_seen")) or 0),
         "events": run.events[-MOST_RECORDS:],
@@ -126,8 +121,8 @@ def _steps(run: Run) -> dict:
     counts = [(run.record_steps, int(number(as_dict(run.record.get("steps_by_phase")).get("predict")) or 0))]
     counts += [(step, int(value)) for step, value in run.series("hybrid/predicted_steps")[-1:]]
     predicted = max(counts, key=lambda count: count[0])[1]
-    total = run.last_step
-    return {"total": total, "real": total - predicted, "predicted": predicted, "planned": run.max_steps}
+    counted = {"total": run.last_step, "real": run.last_step - predicted, "predicted": predicted}
+    return {**counted, "planned": run.max_steps}
 
 
 def _backward_passes(run: Run) -> dict:
@@ -152,9 +147,7 @@ def _seconds(run: Run) -> dict:
     if logged:
         return {"value": logged, "source": "log, to its last line"}
     total = sum(number(value) or 0.0 for value in as_dict(run.record.get("seconds_by_phase")).values())
-    if total > 0:
-        return {"value": total, "source": "steps alone, without evaluation and saving"}
-    return {"value": None, "source": None}
+    return {"value": total or None, "source": "steps alone, without evaluation and saving" if total else None}
 
 
 def _leaps(run: Run) -> dict | None:

@@ -86,10 +86,10 @@ def _write_files(
 
 
 def _body(values: dict, plots: Sequence[Plot]) -> list[str]:
-    samples = [
-        {**one, "completion": one["completion"] + ("" if one.get("ended") else " …")} for one in values["samples"]
+    goes_on = [
+        {**one, "completion": f"{one['completion']} …"} if not one.get("ended") else one for one in values["samples"]
     ]
-    tables = {**values, "samples": samples}
+    tables = {**values, "samples": goes_on}
     return [
         f"<header><h1>{escape(values['name'])}</h1>",
         f'<p>{escape(values["status"])}</p><p class="muted"><code>{escape(values["folder"])}</code></p></header>',

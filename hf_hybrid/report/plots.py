@@ -77,12 +77,8 @@ def run_plots(run: Run, folder: Path) -> list[Plot]:
 
 def _alt(title: str, rows: Sequence[Series]) -> str:
     """What a figure shows, for those who cannot see it."""
-    texts, several = [], len({row.panel for row in rows}) > 1
-    for row in rows:
-        show = format_bytes if row.figure == "memory" else "{:.4g}".format
-        values = [value for _, value in row.points]
-        name = f"{row.panel}, {row.name}" if several and row.name != row.panel else row.name
-        texts.append(f"{name}: first {show(values[0])}, last {show(values[-1])}, highest {show(max(values))}")
+    show = format_bytes if rows[0].figure == "memory" else "{:.4g}".format
+    texts = [f"{row.panel}, {row.name}: {show(row.points[0][1])} to {show(row.points[-1][1])}" for row in rows]
     return f"{title} by step. {'; '.join(texts)}."
 
 

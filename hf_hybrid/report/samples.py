@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hf_hybrid.records.log import up_to
-from hf_hybrid.records.readings import as_dict, number, numbered, read_lines
+from hf_hybrid.records.log import load_log
+from hf_hybrid.records.readings import as_dict, number, numbered
 from hf_hybrid.records.summary import format_number
 
 SAMPLES_NAME = "samples.jsonl"
@@ -21,18 +21,12 @@ MOST_SAMPLES = 300
 
 
 def read_prompts(path: str | Path) -> list[str]:
-    """
-    Return the prompts in a text file, one on each line that is not empty.
-
-    Raises:
-        ValueError: If it cannot be read or is not UTF-8, and if it has no prompt or too many.
-    """
+    """Return the prompts in a text file, one on each line that is not empty. Raises `ValueError`."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(
-            f"`sample_prompts={path}` cannot be read: {error.strerror or error}. Name a text file with a prompt per "
-            "line."
+            f"`sample_prompts={path}` cannot be read: {error.strerror or error}. Name a file with a prompt per line."
         ) from None
     except UnicodeDecodeError:
         raise ValueError(f"`sample_prompts={path}` is not text in UTF-8. Save it as UTF-8.") from None
@@ -52,17 +46,9 @@ def checked_prompts(prompts: list[str], source: str) -> list[str]:
 
 
 def samples_of(folder: Path) -> list[dict]:
-    """
-    Return the samples of the newest run in an output folder: `step`, `prompt`, `completion`, `tokens`, `ended`.
-
-    A line that says where a training begins supersedes those of later steps, as in `hybrid_log.jsonl`.
-    """
-    lines: list[dict] = []
-    for line in read_lines(folder / SAMPLES_NAME, []):
-        if "begun" in line:
-            lines = up_to(lines, line["step"]) if line["step"] else []
-        elif isinstance(line.get("prompt"), str) and isinstance(line.get("completion"), str):
-            lines.append(line)
+    """Return the samples of the newest run in an output folder: `step`, `prompt`, `completion`, `tokens`, `ended`."""
+    lines = [line for line in load_log(folder, name=SAMPLES_NAME).lines if isinstance(line.get("prompt"), str)]
+    lines = [line for line in lines if isinstance(line.get("completion"), str)]
     # A resumed run may evaluate the step of its checkpoint once more.
     return list({(line["step"], line["prompt"]): line for line in lines}.values())[-MOST_SAMPLES:]
 

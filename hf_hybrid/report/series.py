@@ -86,14 +86,8 @@ def parts_of(run: Run) -> list[tuple[str, Points]]:
     return [(name, points) for name, key in named[:_MOST_PARTS] if (points := run.series(key))]
 
 
-# Speed.
-
-
 def _intervals(run: Run) -> list[tuple[int, float, float]]:
-    """
-    Return step, tokens and seconds between entries with a loss. They come from the log, which has the time of each
-    line; each start of a run has its own clock.
-    """
+    """Return step, tokens and seconds between entries with a loss. Each start of a run has its own clock."""
     intervals: list[tuple[int, float, float]] = []
     before: tuple[float, float] | None = None
     for line in run.log.lines:

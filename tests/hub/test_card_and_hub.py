@@ -19,9 +19,8 @@ from rig.hub_server import TOKEN, YAML_BLOCK, card_errors
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer, MemoryProfilerCallback, __version__
-from hf_hybrid.hub import origins
-from hf_hybrid.hub.card import code, rewards_of, text
-from hf_hybrid.hub.origins import is_repo_id, license_of
+from hf_hybrid.hub import card as origins
+from hf_hybrid.hub.card import code, is_repo_id, license_of, rewards_of, text
 from hf_hybrid.hub.provenance import command, hardware, tracker_links
 from hf_hybrid.part import Part
 from hf_hybrid.records.log import load_log

@@ -197,14 +197,6 @@ def test_streamed_layers_are_counted_where_they_would_lie(tmp_path):
     assert held["weights"] == at_the_end["weights"] and held["states"] == at_the_end["states"]
 
 
-def test_the_first_line_says_what_is_trained(tmp_path):
-    model = tiny_model()
-    model.model.embed_tokens.requires_grad_(False)
-    plain(tmp_path, MemoryProfilerCallback(), model=model, max_steps=3, optim="sgd").train()
-    total, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (1, 0))
-    assert all_lines(tmp_path)[0]["parameters"] == {"total": total, "trainable": trained}
-
-
 # The log.
 
 

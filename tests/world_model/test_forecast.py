@@ -131,11 +131,11 @@ def test_the_progress_bar_shows_the_end():
     forecast = begun()
     for step in range(1, 51):
         log(forecast, step, entry(step))
-    shown = str(RunPosition("full", 2.31, 0, 2**30, forecast.last))
+    shown = str(RunPosition("full", 2.31, 2**30, forecast.last))
     assert shown.startswith("phase=full loss=2.31 end=2.") and "+-" in shown and shown.endswith(" gib=1.0")
     for step in range(51, 101):
         log(forecast, step, entry(step))
-    assert "+-" not in str(RunPosition("full", 2.31, 0, 2**30, forecast.last)), "the run has ended"
+    assert "+-" not in str(RunPosition("full", 2.31, 2**30, forecast.last)), "the run has ended"
 
 
 def test_the_callback_leaves_plain_training_as_it_is(tmp_path, train_set):
