@@ -1,4 +1,4 @@
-# The command line with TRL, adapters, 4-bit bases, exports and reports.
+# The command line with all that it needs.
 #
 #   docker build -t hf-hybrid .
 #   docker build -t hf-hybrid --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .       # without CUDA
@@ -23,7 +23,7 @@ COPY constraints.txt ./
 RUN pip install --index-url "$TORCH_INDEX" "$(grep '^torch==' constraints.txt)"
 COPY pyproject.toml README.md LICENSE ./
 COPY hf_hybrid ./hf_hybrid
-RUN pip install --constraint constraints.txt ".[trl,peft,quantization,export,report]"
+RUN pip install --constraint constraints.txt ".[all]"
 
 RUN useradd --uid 1000 --create-home hybrid && mkdir /work /cache && chown hybrid /work /cache
 USER hybrid

@@ -11,7 +11,7 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2t
 
 
 def standard_library() -> Iterator[tuple[str, str]]:
-    """Yield path and source of each module of the standard library, as examples/01_quickstart.py reads them."""
+    """Yield path and source of each module of the standard library, as examples/07_from_scratch.py reads them."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)

@@ -56,9 +56,9 @@ LIMITS = {
     "a step of shared rows": {"files": 10, "changes": 135, "depth": 11, "calls": 638},
     "a step of GRPO": {"files": 9, "changes": 59, "depth": 15, "calls": 150},
     "a streamed step": {"files": 11, "changes": 275, "depth": 14, "calls": 1113},
-    "a plain save": {"files": 8, "changes": 50, "depth": 10, "calls": 102},
-    "a save with leaps": {"files": 21, "changes": 90, "depth": 12, "calls": 807},
-    "options to parts": {"files": 16, "stays": 36},
+    "a plain save": {"files": 6, "changes": 42, "depth": 9, "calls": 84},
+    "a save with leaps": {"files": 16, "changes": 76, "depth": 12, "calls": 567},
+    "options to parts": {"files": 16, "stays": 34},
     "a command to its trainer": {"files": 12, "stays": 28},
     "circles of files": {"circles": 0},
 }

@@ -1,219 +1,128 @@
 """
-Train a small Llama from scratch with HybridTrainer, and compare with plain Trainer (two minutes on two CPU cores).
+Fine-tune on chats with LoRA, beside TRL's trainer with the same settings (two minutes on two CPU cores).
 
+    pip install -c constraints.txt ".[all]"
     python examples/01_quickstart.py
-    python examples/01_quickstart.py --direction gradient_memory --max_steps 600
+    python examples/01_quickstart.py --lora_rank 0 --learning_rate 1e-3    # all weights
 
-On two CPU processes (`accelerate launch --cpu` would ignore `--num_processes` and start only one):
+Nothing is downloaded. The chats are questions about Python's documentation below one system prompt, and the model is
+the small Llama of 06_lora.py, trained on the spot. With a model and a data set from the Hub:
 
-    accelerate launch --config_file examples/accelerate_configs/ddp_cpu.yaml examples/01_quickstart.py --use_cpu
+    python examples/01_quickstart.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name trl-lib/Capybara \\
+        --learning_rate 2e-4 --num_train_epochs 1 --max_steps -1 --use_cpu False --bf16 True --compare False
 
-Nothing is downloaded. The text is the source of Python's standard library, and the tokenizer is trained on it first.
-The same script fine-tunes a real model on your text. Every option of HybridConfig and TrainingArguments is a flag:
-
-    python examples/01_quickstart.py --model_name_or_path Qwen/Qwen2.5-0.5B --text_file my.txt --block_size 512 \\
-        --learning_rate 2e-5 --auto_lr off --num_train_epochs 1 --max_steps -1 --compare_with_trainer False
-    python examples/01_quickstart.py --model_name_or_path openai-community/gpt2 --dataset_name Salesforce/wikitext \\
-        --dataset_config wikitext-2-raw-v1 --text_column text --compare_with_trainer False
-
-To start from it, change two lines of your own script: `Trainer` to `HybridTrainer`, `TrainingArguments` to
-`HybridConfig`.
+To start from it, change two lines of your own script: `SFTTrainer` to `HybridSFTTrainer`, `SFTConfig` to
+`HybridSFTConfig`. Chat templates, packing and completion-only loss are TRL's.
 """
 
 from __future__ import annotations
 
-import sysconfig
+import runpy
 from dataclasses import dataclass, field
 from pathlib import Path
+from pydoc_data import topics
 from typing import Optional
 
 from datasets import Dataset, load_dataset
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    HfArgumentParser,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
+from peft import LoraConfig
+from transformers import AutoTokenizer, HfArgumentParser
+from trl import SFTConfig, SFTTrainer
 
-from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid import HybridSFTConfig, HybridSFTTrainer
+
+lora = runpy.run_path(str(Path(__file__).with_name("06_lora.py")))
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + '\n' + message['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}"
+)
+SYSTEM = (
+    "You explain the Python language. Answer from the language reference, in a few sentences and in plain words. Name "
+    "the statement, the operator or the method that the question is about, and say what it does, what it returns and "
+    "which exception it raises. If the question is not about Python, say so."
+)
+SETTINGS = (
+    "max_steps", "num_train_epochs", "max_length", "packing", "learning_rate", "lr_scheduler_type", "warmup_steps",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "seed", "bf16", "use_cpu", "logging_steps",
+    "disable_tqdm", "dataloader_pin_memory", "activation_checkpointing",
+)  # fmt: skip
+"""What both trainers are given."""
 
 
 @dataclass
 class ScriptArguments:
     model_name_or_path: Optional[str] = field(
-        default=None, metadata={"help": "Model on the Hub or in a folder. Default: a small Llama built from config."}
+        default=None, metadata={"help": "Model on the Hub or in a folder. Default: a small Llama trained on the spot."}
     )
-    dataset_name: Optional[str] = field(default=None, metadata={"help": "Data set on the Hub or in a folder."})
-    dataset_config: Optional[str] = field(default=None, metadata={"help": "Its configuration."})
-    text_column: str = field(default="text", metadata={"help": "Column of the data set that holds the text."})
-    text_file: Optional[str] = field(default=None, metadata={"help": "A text file to train on."})
-    block_size: int = field(default=128, metadata={"help": "Tokens per training sequence."})
-    eval_share: float = field(default=0.05, metadata={"help": "Share of the text used for evaluation."})
-    compare_with_trainer: bool = field(
-        default=True, metadata={"help": "Also run plain Trainer for as many backward passes."}
+    base_steps: int = field(default=300, metadata={"help": "Training steps of the small Llama."})
+    dataset_name: Optional[str] = field(
+        default=None, metadata={"help": "Conversations on the Hub or in a folder. Default: made from Python's docs."}
     )
+    lora_rank: int = field(default=8, metadata={"help": "Train LoRA adapters of this rank; 0: all weights."})
+    compare: bool = field(default=True, metadata={"help": "Also train with TRL's `SFTTrainer`."})
 
 
-def python_source() -> list[str]:
-    """Read the source files of the standard library, which every Python installation has."""
-    root = Path(sysconfig.get_path("stdlib"))
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
-    files = sorted(path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts))
-    return [path.read_text(encoding="utf-8", errors="ignore") for path in files]
-
-
-def train_tokenizer(texts: list[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer, which takes seconds."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
-
-
-def small_llama(tokenizer) -> LlamaForCausalLM:
-    """Build a Llama of a million parameters with random weights."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return LlamaForCausalLM(config)
-
-
-def blocks(texts: Dataset, tokenizer, block_size: int, text_column: str = "text") -> Dataset:
-    """Tokenise, join with end-of-text tokens, and cut into sequences of `block_size`."""
-
-    def cut(batch):
-        ids = [token for ids in tokenizer(batch[text_column])["input_ids"] for token in [*ids, tokenizer.eos_token_id]]
-        rows = [ids[start : start + block_size] for start in range(0, len(ids) - block_size + 1, block_size)]
-        return {"input_ids": rows, "labels": [list(row) for row in rows]}
-
-    return texts.map(cut, batched=True, remove_columns=texts.column_names, desc="Tokenising")
-
-
-def load_texts(script: ScriptArguments) -> Dataset:
-    if script.dataset_name:
-        return load_dataset(script.dataset_name, script.dataset_config, split="train")
-    if script.text_file:
-        return load_dataset("text", data_files=script.text_file, split="train", sample_by="paragraph")
-    return Dataset.from_dict({"text": python_source()})
-
-
-def report(summary: dict, losses: dict[str, float], seconds: dict[str, float]) -> str:
-    """Format the run as a short table."""
-    phases = summary["steps_by_phase"]
-    lines = [
-        "",
-        "steps by phase      " + "  ".join(f"{name} {count}" for name, count in phases.items()),
-        f"backward passes     {summary['backward_passes']} done, {summary['backward_passes_avoided']} avoided",
-        f"forward-only passes {summary['forward_only_passes']} (probes, worth {summary['probe_cost_steps']:.1f} steps)",
-        f"learning rate       scaled by {summary['learning_rate_scale']:.3g} at the end",
-        "leaps               " + "  ".join(f"{v} {n}" for v, n in sorted(summary["leaps_by_verdict"].items())),
-    ]
-    codes = {"unprobed": ".", "kept": "k", "shrunk": "s", "rejected": "R", "rolled_back": "B"}
-    order = "".join(codes[leap["verdict"]] for leap in summary["leaps"])
-    for start in range(0, len(order), 80):
-        lines.append(f"{'' if start else 'the last, in order':19s} {order[start : start + 80]}")
-    probed = [leap for leap in summary["leaps"] if leap["loss_before"] is not None]
-    if probed:
-        lines += ["", "probed leaps: step  gain    loss              standard error  verdict"]
-        lines += [
-            f"{leap['step']:18d}  {leap['gain']:<6.3g}  {leap['loss_before']:.4f} -> {leap['loss_after']:.4f}  "
-            f"{leap['standard_error']:14.4f}  {leap['verdict']}"
-            for leap in probed
-        ]
-    lines += ["", "evaluation loss     " + "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())]
-    lines += ["seconds             " + "  ".join(f"{name} {value:.0f}" for name, value in seconds.items())]
-    return "\n".join(lines)
-
-
-def plain_trainer(model, args: HybridConfig, steps: int, **data) -> Trainer:
-    """Make a plain Trainer with the same settings, and its own schedule over `steps` steps."""
-    names = (
-        "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "learning_rate",
-        "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "optim",
-        "seed", "bf16", "use_cpu", "logging_steps", "disable_tqdm", "dataloader_pin_memory",
-    )  # fmt: skip
-    values = {name: getattr(args, name) for name in names}
-    plain = TrainingArguments(f"{args.output_dir}-trainer", max_steps=steps, save_strategy="no", **values)
-    return Trainer(model, plain, **data)
+def conversations() -> Dataset:
+    """Make conversations. Each asks about a topic of Python's documentation, and a paragraph of it is the answer."""
+    rows = []
+    for topic in sorted(topics.topics):
+        for paragraph in map(str.strip, topics.topics[topic].split("\n\n")[:12]):
+            if len(paragraph) > 40:
+                question = {"role": "user", "content": f"Tell me about {topic}."}
+                prompt = [{"role": "system", "content": SYSTEM}, question]
+                rows.append({"prompt": prompt, "completion": [{"role": "assistant", "content": paragraph}]})
+    return Dataset.from_list(rows)
 
 
 def main() -> None:
-    parser = HfArgumentParser((ScriptArguments, HybridConfig))
+    parser = HfArgumentParser((ScriptArguments, HybridSFTConfig))
     parser.set_defaults(
-        output_dir="out/quickstart",
-        max_steps=300,
-        logging_steps=25,
-        save_strategy="no",
-        report_to="none",
-        dataloader_pin_memory=False,
-        auto_lr="on",  # by name, because a parser does not tell whether you gave a learning rate
-    )
+        output_dir="out/quickstart", max_steps=60, max_length=512, learning_rate=1e-2, lr_scheduler_type="cosine",
+        logging_steps=20, save_strategy="no", report_to="none", dataloader_pin_memory=False, use_cpu=True, bf16=False,
+        activation_checkpointing=False,
+    )  # fmt: skip
     script, args = parser.parse_args_into_dataclasses()
-    set_seed(args.seed)
+    base = script.model_name_or_path or lora["make_base"](f"{args.output_dir}/base", script.base_steps, args.seed)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    data = load_dataset(script.dataset_name, split="train") if script.dataset_name else conversations()
+    split = data.train_test_split(64, seed=args.seed)
 
-    with args.main_process_first(desc="loading the text"):
-        texts = load_texts(script)
-    if script.model_name_or_path:
-        tokenizer = AutoTokenizer.from_pretrained(script.model_name_or_path)
+    def trainer_of(kind, config):
+        """The trainer of either package, with new adapters."""
+        adapters = LoraConfig(r=script.lora_rank, lora_alpha=2 * script.lora_rank, target_modules="all-linear")
+        return kind(
+            base,
+            config,
+            train_dataset=split["train"],
+            eval_dataset=split["test"],
+            processing_class=tokenizer,
+            peft_config=adapters if script.lora_rank else None,
+        )
 
-        def build():
-            return AutoModelForCausalLM.from_pretrained(script.model_name_or_path)
-    else:
-        tokenizer = train_tokenizer(texts[script.text_column])
-
-        def build():
-            set_seed(args.seed)
-            return small_llama(tokenizer)
-
-    with args.main_process_first(desc="tokenising"):  # the other processes read its cache
-        sequences = blocks(texts, tokenizer, script.block_size, script.text_column)
-    split = sequences.train_test_split(script.eval_share, seed=args.seed)
-    evaluation = split["test"].select(range(min(len(split["test"]), 256)))
-
-    trainer = HybridTrainer(
-        build(), args, train_dataset=split["train"], eval_dataset=evaluation, processing_class=tokenizer
-    )
-    losses = {"start": trainer.evaluate()["eval_loss"]}
-    result = trainer.train()
-    losses["HybridTrainer"] = trainer.evaluate()["eval_loss"]
-    seconds = {"HybridTrainer": result.metrics["train_runtime"]}
+    trainer = trainer_of(HybridSFTTrainer, args)
+    losses = {"before": trainer.evaluate()["eval_loss"]}
+    seconds = {"HybridSFTTrainer": trainer.train().metrics["train_runtime"]}
+    losses["HybridSFTTrainer"] = trainer.evaluate()["eval_loss"]
     trainer.save_model()
+    if script.compare:
+        same = {name: getattr(args, name) for name in SETTINGS}
+        plain = trainer_of(
+            SFTTrainer, SFTConfig(f"{args.output_dir}-trl", save_strategy="no", report_to="none", **same)
+        )
+        seconds["SFTTrainer"] = plain.train().metrics["train_runtime"]
+        losses["SFTTrainer"] = plain.evaluate()["eval_loss"]
 
     summary = trainer.hybrid_summary()
-    if script.compare_with_trainer:
-        plain = plain_trainer(
-            build(), args, summary["real_steps"], train_dataset=split["train"], eval_dataset=evaluation
-        )
-        seconds["Trainer"] = plain.train().metrics["train_runtime"]
-        losses["Trainer"] = plain.evaluate()["eval_loss"]
-    if trainer.is_world_process_zero():
-        print(report(summary, losses, seconds))
-        if script.compare_with_trainer:
-            print(f"Both ran {summary['real_steps']} optimizer steps with backward passes and the same settings.")
-    trainer.accelerator.wait_for_everyone()  # a process that exits early looks dead to the others
-    trainer.accelerator.end_training()
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    print(f"\ntrained parameters  {trained:,} of {trainer.model.num_parameters():,}")
+    if summary.get("tokens"):  # `share_rows=off` counts none
+        tokens, padding, shared = (summary[name] for name in ("tokens", "tokens_padding", "tokens_shared"))
+        print(f"tokens              {tokens:,}, {shared:,} of them not computed again, nor {padding:,} of padding")
+    print("evaluation loss     " + "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items()))
+    print("seconds of training " + "  ".join(f"{name} {value:.0f}" for name, value in seconds.items()))
+    print(f"adapters            {args.output_dir}" if script.lora_rank else f"model               {args.output_dir}")
 
 
 if __name__ == "__main__":

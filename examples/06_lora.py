@@ -42,7 +42,7 @@ from transformers import (
 
 from hf_hybrid import HybridConfig, HybridTrainer
 
-quickstart = runpy.run_path(str(Path(__file__).with_name("01_quickstart.py")))
+from_scratch = runpy.run_path(str(Path(__file__).with_name("07_from_scratch.py")))
 
 
 @dataclass
@@ -61,15 +61,15 @@ class ScriptArguments:
 
 def make_base(folder: str, steps: int, seed: int = 0) -> str:
     """Train a small Llama briefly on source code, and return the folder with the model and its tokenizer."""
-    texts = quickstart["python_source"]()[:150]
-    tokenizer = quickstart["train_tokenizer"]([*texts, *topics.topics.values()])
-    data = quickstart["blocks"](Dataset.from_dict({"text": texts}), tokenizer, 128)
+    texts = from_scratch["python_source"]()[:150]
+    tokenizer = from_scratch["train_tokenizer"]([*texts, *topics.topics.values()])
+    data = from_scratch["blocks"](Dataset.from_dict({"text": texts}), tokenizer, 128)
     set_seed(seed)
     args = TrainingArguments(
         folder, max_steps=steps, learning_rate=3e-3, lr_scheduler_type="cosine", warmup_steps=min(20, steps // 5),
         save_strategy="no", report_to="none", disable_tqdm=True, logging_strategy="no", dataloader_pin_memory=False,
     )  # fmt: skip
-    trainer = Trainer(quickstart["small_llama"](tokenizer), args, train_dataset=data, processing_class=tokenizer)
+    trainer = Trainer(from_scratch["small_llama"](tokenizer), args, train_dataset=data, processing_class=tokenizer)
     trainer.train()
     trainer.save_model()
     return folder
@@ -106,7 +106,7 @@ def make_adapters(model, script: ScriptArguments):
 def load_blocks(script: ScriptArguments, tokenizer, seed: int):
     """Load training and evaluation sequences."""
     texts = [Path(script.text_file).read_text()] if script.text_file else list(topics.topics.values())
-    data = quickstart["blocks"](Dataset.from_dict({"text": texts}), tokenizer, script.block_size)
+    data = from_scratch["blocks"](Dataset.from_dict({"text": texts}), tokenizer, script.block_size)
     split = data.train_test_split(0.1, seed=seed)
     return split["train"], split["test"].select(range(min(len(split["test"]), 128)))
 

@@ -32,7 +32,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, set_seed
 
 from hf_hybrid import HybridConfig, HybridTrainer
 
-quickstart = runpy.run_path(str(Path(__file__).with_name("01_quickstart.py")))
+from_scratch = runpy.run_path(str(Path(__file__).with_name("07_from_scratch.py")))
 
 PARAMETERS = 124_439_808
 
@@ -59,8 +59,8 @@ def gpt2(script: ScriptArguments, tokenizer, seed: int) -> GPT2LMHeadModel:
 def load_blocks(script: ScriptArguments, seed: int):
     """Make the tokenizer, the training set and a few sequences for evaluation."""
     texts = [Path(script.text_file).read_text()] if script.text_file else list(topics.topics.values())
-    tokenizer = quickstart["train_tokenizer"](texts, vocab_size=8192)
-    data = quickstart["blocks"](Dataset.from_dict({"text": texts}), tokenizer, script.block_size)
+    tokenizer = from_scratch["train_tokenizer"](texts, vocab_size=8192)
+    data = from_scratch["blocks"](Dataset.from_dict({"text": texts}), tokenizer, script.block_size)
     split = data.train_test_split(0.05, seed=seed)
     return tokenizer, split["train"], split["test"].select(range(min(len(split["test"]), 8)))
 
@@ -111,7 +111,7 @@ def main() -> None:
     if script.compare_with_trainer:
         del trainer, model
         again = gpt2(script, tokenizer, args.seed)
-        plain = quickstart["plain_trainer"](again, args, summary["real_steps"], **data)
+        plain = from_scratch["plain_trainer"](again, args, summary["real_steps"], **data)
         plain.train()
         found["eval_loss"]["Trainer"] = plain.evaluate()["eval_loss"]
     file = Path(args.output_dir) / "validation.json"

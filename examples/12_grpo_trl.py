@@ -50,7 +50,7 @@ class ScriptArguments:
 def begins_of_lines(seed: int = 0) -> Dataset:
     """Make prompts: the first one to three words of lines of the standard library."""
     chance, rows = random.Random(seed), []
-    for text in lora["quickstart"]["python_source"]()[150:200]:
+    for text in lora["from_scratch"]["python_source"]()[150:200]:
         for line in text.splitlines():
             words = line.split()
             if len(words) > 3:

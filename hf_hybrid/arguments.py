@@ -239,7 +239,7 @@ class HybridArguments:
     weight_precision: Optional[str] = option(
         None,
         "Precision in which resident weights compute, by phase: 'bf16' or 'full=bf16,predict=int8'. Masters are kept. "
-        "auto: unchanged. predict=int8_bitsandbytes: int8 probes on bitsandbytes' engine. Default: unchanged.",
+        "auto: unchanged. Default: unchanged.",
     )
     predict_states: Literal["stay", "host", "8bit"] = option(
         "stay",

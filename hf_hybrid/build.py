@@ -46,6 +46,7 @@ from hf_hybrid.machine import LeapObstacleError, check_whole_parameters
 from hf_hybrid.optimizers import (
     MuonAdamW,
     has_adapters,
+    inner_optimizer,
     muon_groups,
     optimizer_name,
     split_parameters,
@@ -68,7 +69,7 @@ from hf_hybrid.records.progress import install_progress
 from hf_hybrid.recovery import OutOfMemoryRecovery, RecoveringTrainer, UnrecoveredMemoryError, first_part
 from hf_hybrid.run.adapters import adapter_rate_scale
 from hf_hybrid.run.monitor import DivergenceMonitor
-from hf_hybrid.run.rate import LearningRateSearch, RateScale, StepCosine, rate_at
+from hf_hybrid.run.rate import LearningRateSearch, RateScale, StepCosine
 from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
 from hf_hybrid.run.trainer_view import (
     made_optimizer,
@@ -300,8 +301,7 @@ def _planner(trainer: BuiltTrainer, trajectory: Trajectory) -> tuple[GainPlanner
         planner = imagined_gain(
             values,
             device=trainer.args.device,
-            seed=trainer.args.seed,
-            factor_at=rate_at(trainer.lr_scheduler),
+            scheduler=trainer.lr_scheduler,
             max_steps=max_steps,
             stride=stride,
         )
@@ -485,7 +485,7 @@ def build_optimizer(trainer: BuiltTrainer, model: torch.nn.Module) -> None:
 
 def share_optimizer(trainer: BuiltTrainer) -> None:
     """Let Muon orthogonalise matrices together with other processes where FSDP2 has spread the weights over them."""
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside accelerate's wrapper
+    optimizer = inner_optimizer(trainer.optimizer)
     if trainer.is_fsdp_enabled and isinstance(optimizer, MuonAdamW):
         matrices = [p for group in optimizer.param_groups if group["algorithm"] == "muon" for p in group["params"]]
         shards = shards_of(matrices)

@@ -216,6 +216,8 @@ def config_values(args: TrainingArguments, *, written_defaults: bool = True) -> 
             with contextlib.suppress(TypeError):
                 json.dumps(value)
                 values[field.name] = value
+    if "activation_checkpointing" in values:
+        values.pop("gradient_checkpointing", None)  # its older name, under which no parser takes `auto`
     return {**values, "output_dir": str(args.output_dir)}
 
 

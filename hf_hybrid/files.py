@@ -32,20 +32,16 @@ def write_text(path: Path, text: str, *, private: bool = False) -> None:
 
 def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
     """
-    Replace a file in one move, so that neither a reader nor a crash ever leaves half of it.
+    Replace a file in one move, so that neither a reader nor a crash ever leaves half of it. The user alone may read a
+    private one (mode 0600).
 
     The temporary file has a name that nobody can predict and must not exist. If the path is a link, the file takes the
     place of the link, and what the link leads to stays as it is.
-
-    Args:
-        path (`Path`): Of the file.
-        content (`bytes`): Of the file.
-        private (`bool`, *optional*): Whether the user alone may read it (mode 0600).
     """
     temporary = path.with_name(f"_{path.name}.{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
-        with os.fdopen(os.open(temporary, flags, _mode(private)), "wb") as file:
+        with os.fdopen(os.open(temporary, flags, 0o600 if private else 0o666), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -55,18 +51,9 @@ def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
 
 
 def open_to_append(path: Path, *, private: bool = False) -> BinaryIO:
-    """
-    Open a file to read it and to append to it. It is made if there is none.
-
-    Raises:
-        OSError: If the path is a link, or cannot be opened.
-    """
+    """Open a file to read it and to append to it. It is made if there is none. A link is refused with `OSError`."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)  # which Windows lacks
-    return os.fdopen(os.open(path, flags, _mode(private)), "ab+")
-
-
-def _mode(private: bool) -> int:
-    return 0o600 if private else 0o666
+    return os.fdopen(os.open(path, flags, 0o600 if private else 0o666), "ab+")
 
 
 def write_note(path: Path, values: dict) -> None:

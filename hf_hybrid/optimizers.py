@@ -64,6 +64,13 @@ def optimizer_name(args: TrainingArguments | type[TrainingArguments]) -> str:
     return str(args.optim.value if isinstance(args.optim, Enum) else args.optim)
 
 
+def inner_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside all wrappers: of accelerate and of users (`optimizer`), and of streaming (`base`)."""
+    while (inner := getattr(optimizer, "optimizer", getattr(optimizer, "base", None))) is not None:
+        optimizer = inner
+    return optimizer
+
+
 def steps_in_backward(optim: str) -> bool:
     """Whether the optimizer `optim` updates weights inside the backward pass and frees their gradients there."""
     return "layerwise" in optim or "lomo" in optim

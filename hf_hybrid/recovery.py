@@ -38,7 +38,7 @@ from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.config import was_given
 from hf_hybrid.leaps.probe import Losses
 from hf_hybrid.machine import RandomStates
-from hf_hybrid.optimizers import optimizer_name, steps_in_backward
+from hf_hybrid.optimizers import inner_optimizer, optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.run.run import Run
 from hf_hybrid.run.trainer_view import LossView
@@ -105,10 +105,11 @@ MemoryProbe = Callable[[], tuple[int, int]]
 
 def device_probe(device: torch.device) -> MemoryProbe | None:
     """
-    Return a function that reads the memory in use on a device, by any process, and the memory that it has.
+    Return a function that reads the memory in use on a device, by any process, and the memory that it has. `None` for a
+    CPU and for devices that cannot tell.
 
     Where this process may use a part of the device only (`torch.cuda.set_per_process_memory_fraction`), what its
-    allocator holds out of that part, if that is the tighter limit. `None` for a CPU and for devices that cannot tell.
+    allocator holds out of that part, if that is the tighter limit.
     """
     module = None if device.type == "cpu" else torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
@@ -152,15 +153,12 @@ class MemoryGuard(Part):
         step.asks_save |= self.after_step(step.index + 1)
 
     def after_step(self, step: int) -> bool:
-        """
-        Read the memory after step `step` (1-based number of steps done).
-
-        Returns whether a checkpoint should be written now.
-        """
+        """Read the memory after this number of steps. Return whether a checkpoint should be written now."""
         if self.probe is None:
             return False
         used, total = self.probe()
-        share, save, text = used / total, False, self._describe(used, total)
+        share, text = used / total, self._describe(used, total)
+        save = share > self.checkpoint_at and not self.asked
         logger.debug("Step %d ends with %s.", step, text)
         if share <= self.warn_at:
             self.warned = self.asked = False
@@ -168,20 +166,13 @@ class MemoryGuard(Part):
             self.warned = True
             logger.warning(
                 "Step %d ends with %s, above `guard_warn_at=%g`. Lower `per_device_train_batch_size` and raise "
-                "`gradient_accumulation_steps`, or see docs/memory.md for what takes less.",
-                step,
-                text,
-                self.warn_at,
-            )
+                "`gradient_accumulation_steps`, or see docs/memory.md for what takes less.", step, text, self.warn_at
+            )  # fmt: skip
             free_memory()
-        if share > self.checkpoint_at and not self.asked:
-            self.asked = save = True
-            logger.warning(
-                "Step %d ends with %s, above %.0f %%: a checkpoint is written now, once.",
-                step,
-                text,
-                100 * self.checkpoint_at,
-            )
+        if save:
+            self.asked = True
+            most = 100 * self.checkpoint_at
+            logger.warning("Step %d ends with %s, above %.0f %%: a checkpoint is written now, once.", step, text, most)
         return save
 
     @staticmethod
@@ -201,12 +192,8 @@ class UnsplittableBatchError(ValueError):
 
 def sequences_in(batch: Any, blocks: int = 1) -> int:
     """
-    Return the number of sequences (or pairs of them) in a collated batch.
-
-    Args:
-        batch (`Any`): A collated batch.
-        blocks (`int`): Blocks that its rows consist of, each with one row per sequence: 2 where all chosen completions
-            are followed by all rejected ones.
+    Return the number of sequences (or pairs of them) in a collated batch. Its rows consist of `blocks`, each with one
+    row per sequence: 2 where all chosen completions are followed by all rejected ones.
 
     Raises:
         UnsplittableBatchError: If it is no mapping, or holds no tensor.
@@ -215,7 +202,7 @@ def sequences_in(batch: Any, blocks: int = 1) -> int:
         raise UnsplittableBatchError(f"The batch is a `{type(batch).__name__}`, not a dictionary of tensors.")
     first = [batch[name] for name in SEQUENCES if name in batch]
     for value in tree_leaves([first, dict(batch)]):
-        if isinstance(value, torch.Tensor) and value.dim() > 0:
+        if isinstance(value, Tensor) and value.dim() > 0:
             return value.shape[0] // blocks
     raise UnsplittableBatchError("The batch holds no tensor with rows.")
 
@@ -227,8 +214,6 @@ def split_batch(batch: Mapping[str, Any], most: int, blocks: int = 1) -> list[di
     Cut are tensors, lists and tuples with one entry per sequence (or per sequence and block), also inside dictionaries.
     Numbers, strings and tensors of one row, which hold for all sequences, go into every part.
 
-    The last part may hold fewer than `most`. About `blocks` see [`sequences_in`].
-
     Raises:
         UnsplittableBatchError: If a tensor or list has neither one entry per sequence nor a single one: images packed
             into rows of patches, for example.
@@ -239,14 +224,14 @@ def split_batch(batch: Mapping[str, Any], most: int, blocks: int = 1) -> list[di
     def part(value: Any, start: int, stop: int, name: str) -> Any:
         if isinstance(value, Mapping):
             return {key: part(inner, start, stop, f"{name}.{key}") for key, inner in value.items()}
-        if not isinstance(value, (torch.Tensor, list, tuple)) or (isinstance(value, torch.Tensor) and not value.dim()):
+        if not isinstance(value, (Tensor, list, tuple)) or (isinstance(value, Tensor) and not value.dim()):
             return value
         if len(value) == count:
             return value[start:stop]
         if len(value) == blocks * count:
             rows = [value[block * count + start : block * count + stop] for block in range(blocks)]
-            return torch.cat(rows) if isinstance(value, torch.Tensor) else type(value)(sum(map(list, rows), []))
-        if len(value) == 1 and isinstance(value, torch.Tensor):
+            return torch.cat(rows) if isinstance(value, Tensor) else type(value)(sum(map(list, rows), []))
+        if len(value) == 1 and isinstance(value, Tensor):
             return value
         raise UnsplittableBatchError(f"`{name}` has {len(value)} entries for {count} sequences.")
 
@@ -281,6 +266,8 @@ class MemoryPolicy:
     """Most sequences that are computed at once; `None` for as many as a micro-batch has."""
     activation_checkpointing: bool = False
     walk_by_micro_batch: bool = False
+    probe_size: int | None = None
+    """Most sequences of a probe that are evaluated at once."""
 
 
 class RecoveringTrainer(LossView, Protocol):
@@ -300,22 +287,19 @@ class RecoveringTrainer(LossView, Protocol):
 
 class OutOfMemoryRecovery(Part):
     """
-    Computes the micro-batches of every window, in parts no larger than what fits.
-
-    Args:
-        trainer: The trainer of the run. Read: its arguments, model, callbacks and `memory`; written:
-            `current_gradient_accumulation_steps`, by which `Trainer` divides losses that are means.
+    Computes the micro-batches of every accumulation window, in parts no larger than what fits. Of the trainer it writes
+    `current_gradient_accumulation_steps`, by which `Trainer` divides losses that are means.
     """
 
     name = "out_of_memory"
 
     def __init__(self, trainer: RecoveringTrainer):
-        self.trainer = trainer
+        self.trainer, self.blocks = trainer, trainer.blocks_of_rows
         self.reset()
         self.reason = ""
         """First line of the message of the last out-of-memory."""
         self._batches: list = []
-        self._items: Any = None
+        self._num_items: Any = None
         self._returned: list[Tensor] = []
         self._random: RandomStates | None = None
         self._laid_out = False
@@ -341,36 +325,30 @@ class OutOfMemoryRecovery(Part):
             self._checkpointing = None
         self._batches, self._returned, self._random = [], [], None
 
-    @property
-    def blocks(self) -> int:
-        """Blocks of rows in a batch: 2 where chosen completions are followed by rejected ones, as in TRL."""
-        return self.trainer.blocks_of_rows
-
     # A window.
 
-    def begin_window(self, batches: list, items: Any = None) -> None:
-        """An accumulation window begins; `batches` are its micro-batches, `items` see [`compute`]."""
-        self._batches, self._items = list(batches), items
+    def begin_window(self, batches: list, num_items: Any = None) -> None:
+        """An accumulation window begins; `batches` are its micro-batches, `num_items` see [`compute`]."""
+        self._batches, self._num_items = list(batches), num_items
         self._returned, self._random = [], None
         if (window := self.trainer.memory.window) is not None:
             self._begin_walk(window)
 
-    def compute(self, inputs: Any, run: Callable[[Any], Tensor], items: Any) -> Tensor:
+    def compute(self, inputs: Any, run: Callable[[Any], Tensor], num_items: Any) -> Tensor:
         """
-        Compute one micro-batch and its gradients. After an out-of-memory error, compute the whole window so far again.
+        Compute one micro-batch and its gradients, and return its share of the loss of the window. After an
+        out-of-memory error, compute the whole window so far again.
 
         Args:
             inputs (`Any`): The micro-batch.
             run (`Callable`): Computes a batch, or a part of one, and accumulates its gradients; returns its loss.
-            items (`Any`): Items of the window by which losses are normalised; `None` where they are means.
-
-        Returns the micro-batch's share of the loss of the window.
+            num_items (`Any`): Labels of the window, whose number divides losses; `None` where they are means.
 
         Raises:
             UnrecoveredMemoryError: If nothing helped, or nothing may be tried.
         """
         if len(self._returned) >= len(self._batches):
-            self.begin_window([inputs], items)  # called outside of a training loop
+            self.begin_window([inputs], num_items)  # called outside of a training loop
         if self._random is None and self.retries:
             self._random = RandomStates.now(self.trainer.args.device)
         position = len(self._returned)
@@ -378,8 +356,8 @@ class OutOfMemoryRecovery(Part):
         while loss is None:
             self._escalate()
             self._discard_attempt()
-            whole = self._compute(self._batches[: position + 1], run)
-            loss = None if whole is None else whole - sum(self._returned)
+            total = self._compute(self._batches[: position + 1], run)
+            loss = None if total is None else total - sum(self._returned)
         self._returned.append(loss)
         return loss
 
@@ -403,7 +381,7 @@ class OutOfMemoryRecovery(Part):
         return None
 
     def _parts(self, batch: Any) -> list[tuple[Any, float]]:
-        """Yield the parts that are computed at a time, each with its share of the micro-batch."""
+        """Return the parts that are computed at a time, each with its share of the micro-batch."""
         if self.policy.micro_batch_size is None:
             return [(batch, 1.0)]
         parts = parts_of(batch, self.policy.micro_batch_size, self.blocks)
@@ -415,34 +393,57 @@ class OutOfMemoryRecovery(Part):
     def _begin_walk(self, window: Window) -> None:
         """Streamed layers walk a window in one go: losses that are means must count alike, or each part goes alone."""
         parts = [part for batch in self._batches for part in self._parts(batch)]
-        alike = self._items is not None or len({share for _, share in parts}) <= 1
+        alike = self._num_items is not None or len({share for _, share in parts}) <= 1
         window.begin([part for part, _ in parts] if alike else [])
+
+    # Probes: after an out-of-memory error their batches are evaluated in smaller parts, for the rest of the run.
+
+    def probe_losses(self, evaluate: Callable[[Any], Losses]) -> Callable[[Any], Losses]:
+        def in_parts(batch: Any) -> Losses:
+            while True:
+                try:
+                    if self.policy.probe_size is None:
+                        return evaluate(batch)
+                    return Losses.joined(map(evaluate, parts_of(batch, self.policy.probe_size, self.blocks)))
+                except Exception as error:
+                    self.catch(error)
+                free_memory()
+                self._halve_probes(batch)
+
+        return in_parts
+
+    def _halve_probes(self, batch: Any) -> None:
+        try:
+            size = sequences_in(batch, self.blocks)
+            split_batch(batch, 1, self.blocks)
+        except UnsplittableBatchError:
+            size = 1
+        size = min(size, self.policy.probe_size or size)
+        if size == 1:
+            # The trial of the leap catches it: the leap is undone.
+            raise torch.OutOfMemoryError(f"A probe of 1 sequence does not fit: {self.reason}")
+        smaller = self.policy.probe_size = (size + 1) // 2
+        self.note("split probes", before=size, after=smaller)
+        logger.warning("A probe of %d sequences does not fit: %d at a time from here on.", size, smaller)
 
     # An out-of-memory error.
 
     def survive(self, error: Exception, otherwise: str) -> None:
         """
         Go on without the work that raised `error`, if it left everything unchanged or training does not need it.
-
-        Args:
-            error (`Exception`): Possibly an out-of-memory.
-            otherwise (`str`): What happens instead, for the log and the summary.
+        `otherwise` says what happens instead, for the log and the summary.
 
         Raises:
             Exception: `error`, unless it is an out-of-memory that may be survived.
         """
         self.catch(error)
         free_memory()
-        self.note(otherwise)
-        self._warn(otherwise)
+        self._take(otherwise, otherwise)
 
     def catch(self, error: Exception) -> None:
         """
-        Handle an exception that may be an out-of-memory error: report it, and release what it holds.
-
-        Raises:
-            Exception: `error` itself, if it is none or `out_of_memory=raise`.
-            UnrecoveredMemoryError: If nothing may be tried here.
+        Report an out-of-memory error, and release what it holds. Raise `error` itself, if it is none or with
+        `out_of_memory=raise`, and [`UnrecoveredMemoryError`] if nothing may be tried here.
         """
         if isinstance(error, UnrecoveredMemoryError) or not is_out_of_memory(error):
             raise error
@@ -462,17 +463,13 @@ class OutOfMemoryRecovery(Part):
         """Return the exception to raise for one that ended the run; in the optimizer's step its message says so."""
         if not self.stepping or not self.retries or not is_out_of_memory(error):
             return error
-        self.reason = _first_line(error)
-        optimizer = self.trainer.optimizer
-        for wrapped in ("optimizer", "base"):  # by accelerate; around streamed layers
-            optimizer = getattr(optimizer, wrapped, optimizer)
+        self.reason, optimizer = _first_line(error), type(inner_optimizer(self.trainer.optimizer)).__name__
         self.trainer.saver.writer.join()
         checkpoint = last_checkpoint(self.trainer.run_folder)
         where = f"from `{checkpoint}`" if checkpoint else "from the start (no checkpoint was saved yet)"
         return UnrecoveredMemoryError(
-            f"{self.where()}, in the step of `{type(optimizer).__name__}`: {self.reason} Some weights may have been "
-            f"stepped and others not, so this state is not saved. Resume {where} with less: "
-            f"{', '.join(self._less_memory())}."
+            f"{self.where()}, in the step of `{optimizer}`: {self.reason} Some weights may have been stepped and "
+            f"others not, so this state is not saved. Resume {where} with less: {', '.join(self._less_memory())}."
         )
 
     def where(self) -> str:
@@ -482,18 +479,14 @@ class OutOfMemoryRecovery(Part):
 
     def note(self, action: str, *, before: int | None = None, after: int | None = None) -> None:
         """Record a measure, with `before` and `after` in sequences if a size changed."""
-        event = {
-            "step": self.trainer.state.global_step,
-            "phase": self.trainer.phase_name,
-            "from_size": before,
-            "to_size": after,
-            "action": action,
-            "error": self.reason,
-        }
+        event = {"step": self.trainer.state.global_step, "phase": self.trainer.phase_name}
+        event |= {"from_size": before, "to_size": after, "action": action, "error": self.reason}
         if len(self.events) < MAX_EVENTS:
             self.events.append(event)
 
-    def _warn(self, text: str) -> None:
+    def _take(self, action: str, text: str, *, before: int | None = None, after: int | None = None) -> None:
+        """Record a measure, and warn of it in words."""
+        self.note(action, before=before, after=after)
         logger.warning("%s (%s): %s.", self.where(), self.reason, text)
 
     def _discard_attempt(self) -> None:
@@ -510,27 +503,22 @@ class OutOfMemoryRecovery(Part):
         """Take one measure: ask the parts; halve the sequences at a time; trade time for memory; give up."""
         for part in self.trainer.parts:
             if (measure := part.spare_memory()) is not None:
-                self.note(measure)
-                self._warn(f"{measure} from here on")
+                self._take(measure, f"{measure} from here on")
                 return
         size, obstacle = self._largest_part()
         if size > 1 and obstacle is None:
-            smaller = (size + 1) // 2
-            self.policy.micro_batch_size = smaller
-            self.note("split micro-batches", before=size, after=smaller)
-            self._warn(
-                f"micro-batches are computed in parts of at most {smaller} sequences instead of {size} from here on; "
-                "the effective batch stays the same"
-            )
-        elif self._parts_in_window() > 1 and self.trainer.memory.walk_by_micro_batch():
+            smaller = self.policy.micro_batch_size = (size + 1) // 2
+            text = f"micro-batches are computed in parts of at most {smaller} sequences instead of {size} from here on;"
+            self._take("split micro-batches", f"{text} the effective batch stays the same", before=size, after=smaller)
+        elif sum(len(self._parts(batch)) for batch in self._batches) > 1 and self.trainer.memory.walk_by_micro_batch():
             self.policy.walk_by_micro_batch = True
-            self.note("walk by micro-batch", before=size, after=size)
-            self._warn("windows are walked micro-batch by micro-batch from here on, not layer by layer")
+            text = "windows are walked micro-batch by micro-batch from here on, not layer by layer"
+            self._take("walk by micro-batch", text, before=size, after=size)
         elif self._can_checkpoint():
             self.policy.activation_checkpointing = True
             self._checkpoint_activations()
-            self.note("activation checkpointing", before=size, after=size)
-            self._warn("activations are checkpointed from here on")
+            text = "activations are checkpointed from here on"
+            self._take("activation checkpointing", text, before=size, after=size)
         else:
             self._discard_attempt()
             self._give_up(size, obstacle)
@@ -548,15 +536,12 @@ class OutOfMemoryRecovery(Part):
                 raise UnsplittableBatchError(f"It has {size} rows for {trainer._train_batch_size} examples.")
         except UnsplittableBatchError as error:
             return size, f"The batch cannot be split: {error}"
-        if scaled and self._items is None and size > 1:
+        if scaled and self._num_items is None and size > 1:
             return size, (
                 "The batch cannot be split: the loss is said to be normalised over the whole window "
                 "(`compute_loss_func`, `loss_is_scaled_for_ga`), but its items cannot be counted."
             )
         return min(size, self.policy.micro_batch_size or size), None
-
-    def _parts_in_window(self) -> int:
-        return sum(len(self._parts(batch)) for batch in self._batches)
 
     def _can_checkpoint(self) -> bool:
         if self.trainer.memory.streams:
@@ -584,18 +569,15 @@ class OutOfMemoryRecovery(Part):
         tried = [f"{event['action']} ({event['from_size']} to {event['to_size']})" for event in self.events]
         tried = list(dict.fromkeys(text.replace(" (None to None)", "") for text in tried))
         at_a_time = f", with {size} sequence{'' if size == 1 else 's'} at a time" if size else ""
-        what = f"{self.where()}{at_a_time}: {self.reason}"
-        parts = [what if what.endswith(".") else f"{what}."]
-        parts += [obstacle] if obstacle else []
-        parts.append(f"Tried in this run: {', '.join(tried)}." if tried else "Nothing else could be tried.")
-        parts.append(self._emergency_checkpoint())
-        parts.append(f"Resume from it with less: {', '.join(self._less_memory())}.")
-        raise UnrecoveredMemoryError(" ".join(parts))
+        sentences = [f"{self.where()}{at_a_time}: {self.reason.removesuffix('.')}.", *([obstacle] if obstacle else [])]
+        sentences.append(f"Tried in this run: {', '.join(tried)}." if tried else "Nothing else could be tried.")
+        sentences.append(self._emergency_checkpoint())
+        sentences.append(f"Resume from it with less: {', '.join(self._less_memory())}.")
+        raise UnrecoveredMemoryError(" ".join(sentences))
 
     def _emergency_checkpoint(self) -> str:
         """Save the state after the last step, and return a sentence that says where, or why not."""
-        trainer = self.trainer
-        step = trainer.state.global_step
+        trainer, step = self.trainer, self.trainer.state.global_step
         trainer.saver.writer.join()
         if self.saved_step != step:
             try:
@@ -674,56 +656,3 @@ class OutOfMemoryRecovery(Part):
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-class SmallerProbes(Part):
-    """
-    Evaluates the batches of probes in smaller parts after an out-of-memory, for the rest of the run.
-
-    Args:
-        recovery (`OutOfMemoryRecovery`): What may be tried, and where it is written down.
-    """
-
-    name = "smaller_probes"
-
-    def __init__(self, recovery: OutOfMemoryRecovery):
-        self.recovery = recovery
-        self.most: int | None = None
-
-    def probe_losses(self, evaluate: Callable[[Any], Losses]) -> Callable[[Any], Losses]:
-        def in_parts(batch: Any) -> Losses:
-            while True:
-                try:
-                    if self.most is None:
-                        return evaluate(batch)
-                    parts = parts_of(batch, self.most, self.recovery.blocks)
-                    return Losses.joined(evaluate(part) for part in parts)
-                except Exception as error:
-                    self.recovery.catch(error)
-                free_memory()
-                self._halve(batch)
-
-        return in_parts
-
-    def _halve(self, batch: Any) -> None:
-        try:
-            size = sequences_in(batch, self.recovery.blocks)
-            split_batch(batch, 1, self.recovery.blocks)
-        except UnsplittableBatchError:
-            size = 1
-        size = min(size, self.most or size)
-        if size == 1:
-            # The trial of the leap catches it: the leap is undone.
-            raise torch.OutOfMemoryError(f"A probe of 1 sequence does not fit: {self.recovery.reason}")
-        self.most = (size + 1) // 2
-        self.recovery.note("split probes", before=size, after=self.most)
-        logger.warning("A probe of %d sequences does not fit: %d at a time from here on.", size, self.most)
-
-    def begin(self, run: Run) -> None:
-        self.most = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"most": self.most}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.most = state["most"]

@@ -68,7 +68,7 @@ from hf_hybrid.records.log import LogFile
 from hf_hybrid.records.of_trainer import ReportingMixin
 from hf_hybrid.records.profiler import MemoryProfilerCallback, held_bytes
 from hf_hybrid.records.redaction import shareable
-from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, SmallerProbes, device_probe
+from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, device_probe
 from hf_hybrid.run.epochs import Epochs
 from hf_hybrid.run.monitor import TrainingDivergedError
 from hf_hybrid.run.run import DataOrder, Run, loss_and_norm, overflowed
@@ -77,7 +77,7 @@ from hf_hybrid.saving.manifest import last_checkpoint
 from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
 from hf_hybrid.saving.saver import InStep, Saver
 from hf_hybrid.saving.sharded import load_optimizer, load_weights
-from hf_hybrid.saving.start import names_digest, restoring
+from hf_hybrid.saving.start import restoring
 from hf_hybrid.streaming.engine import Resident
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 
@@ -240,7 +240,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.rows = rows_part(self) if self.rows is None else self.rows
         self.order = DataOrder(self.args.device, self.is_world_process_zero)
         own = [self.order] if self.rows is None else [self.order, self.rows]
-        own += [self.recovery, self.memory_guard, SmallerProbes(self.recovery), *phase_memory_parts(self)]
+        own += [self.recovery, self.memory_guard, *phase_memory_parts(self)]
         own += adapter_parts(self)
         self.parts = [*own, *self.own_parts(), *parts]
         check_parts(self.parts)
@@ -280,7 +280,6 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         model = super().call_model_init(trial)
         keep_differentiable(model)
         self._tag(model)
-        self.saver.start.model = names_digest(model)
         return model
 
     def train(self, resume_from_checkpoint=None, trial=None, *args, **kwargs):

@@ -45,7 +45,7 @@ COMMANDS = {
     "smollm2-grpo-lora": f"grpo --model {BASE} --dataset sums.jsonl --reward numeric_answer --peft lora --max_steps 2 "
     "--learning_rate 1e-4 --per_device_train_batch_size 4 --num_generations 4 --max_completion_length 16 --use_cpu "
     "--output_dir smollm2-grpo-lora",
-    "smollm2-sft-lora-merged": "export smollm2-sft-lora --format merged",
+    "smollm2-sft-lora-merged": "export smollm2-sft-lora --format merged --measure",
 }
 """Of each card, the words behind `hf-hybrid`; an export comes after its run."""
 

@@ -128,7 +128,14 @@ def test_a_launch_that_started_one_process_instead_of_two_warns(monkeypatch, cap
 @pytest.mark.processes
 @pytest.mark.slow
 def test_the_plain_cpu_launch_trains_in_one_process_and_says_so(tmp_path):
-    command = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", ROOT / "examples/01_quickstart.py"]
+    command = [
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        ROOT / "examples/07_from_scratch.py",
+    ]
     options = ["--max_steps", "10", "--output_dir", tmp_path / "out", "--report_to", "none"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}"}
     ended = subprocess.run(

@@ -1,11 +1,11 @@
 """
-What each low-bit format costs: held-out loss, bytes and speed of a model and of its exports.
+What each low-bit format costs: held-out loss and bytes of a model and of its exports.
 
     python -m benchmarks.export.formats --model quickstart
     python -m benchmarks.export.formats --model smollm2     # after `python -m benchmarks.speedup.pretrained`
     python -m benchmarks.export.formats --model reordered
 
-`quickstart` is the model of examples/01_quickstart.py after its 300 steps, measured on the sources that it held out.
+`quickstart` is the model of examples/07_from_scratch.py after its 300 steps, measured on the sources that it held out.
 `smollm2` is SmolLM2-135M-Instruct, measured on Python's language reference. Its weights come from a GGUF file in the
 format q4_1 (see benchmarks/speedup/pretrained.py), so that `gguf-q4_1` finds them on its own grid and changes nothing:
 that line says nothing about other models. Some steps of fine-tuning would hardly change that: two values of the grid

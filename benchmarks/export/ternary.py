@@ -3,7 +3,7 @@
 
     python -m benchmarks.export.ternary
 
-`fp32` is the model of examples/01_quickstart.py after its 300 steps, `bitnet` the same with ternary layers
+`fp32` is the model of examples/07_from_scratch.py after its 300 steps, `bitnet` the same with ternary layers
 (`hf_hybrid.export.bitnet`): the same initial weights, data, options and number of steps. Both are then exported to
 packed ternary weights. For `fp32` that is rounding after training: the control.
 """

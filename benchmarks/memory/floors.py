@@ -45,6 +45,12 @@ def step_traffic(plan: Plan) -> dict[str, float]:
     return {"h2d": moved.into, "d2h": moved.back, "dram": moved.into + moved.back + moved.host}
 
 
+def rounded_weights(per: WeightBytes, unit: WeightCount) -> int:
+    """Return the trained weights of a unit that travel rounded, beside masters that stay on the host."""
+    trained = (p for p in unit.by_parameter if p.trained)
+    return sum(p.count for p in trained if per.travelling(p) < per.stored.trainable)
+
+
 def _parked(plan: Plan) -> Traffic:
     """Activations that wait on the host, once each way in every pass."""
     away = plan.parked * (plan.setup.gradient_accumulation_steps // plan.setup.micro_batches_in_flight)
@@ -106,14 +112,14 @@ class StreamedTraffic:
         first, whole = stored * unit.trainable if summed else per.gradients(unit), stored * unit.trainable
         if times > 1:
             return Traffic(first + whole * (times - 2), first + whole * (times - 1))
-        converted = 0 if summed else (per.computed.trainable + stored) * per.rounded_weights(unit)
+        converted = 0 if summed else (per.computed.trainable + stored) * rounded_weights(per, unit)
         return Traffic(0, first, converted)
 
     def update(self) -> Traffic:
         """The optimizer's step of everything that travels."""
         per, stored, rounded = self.per, self.per.stored.trainable, self.per.computed.trainable
         travelling = self.travelling
-        rounding = per.rounded_weights(travelling)
+        rounding = rounded_weights(per, travelling)
         if per.eight_bit:
             # On the device. Gradients and states come, states and weights go; the masters come too where the slot
             # holds a rounded copy.

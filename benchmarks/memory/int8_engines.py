@@ -1,14 +1,13 @@
 """
-int8 probes on torch's and on bitsandbytes' engine: noise and seconds, on the CPU. A minute; one thread.
+int8 probes: noise and seconds, on the CPU. A minute; one thread.
 
     python -m benchmarks.memory.int8_engines
 
 - `noise`: variance that int8 adds to the paired difference of a probe, over the probe's own variance ([`added_noise`]),
-  for each probe of a short training. Probes run in full precision and in int8, and the former count, so both engines
-  see the same leaps of the same weights. The model is the 1.1M Llama of
-  `examples/01_quickstart.py` on the source of Python's standard library.
-- `seconds`: median forward pass of a Llama of width 512 with 4 layers, 8 x 128 tokens, in full precision (fp32) and on
-  each engine, in turn. Weights are rounded before the pass, as for a probe, and this is not in it.
+  for each probe of a short training. Probes run in full precision and in int8, and the former count. The model is the
+  1.1M Llama of `examples/07_from_scratch.py` on the source of Python's standard library.
+- `seconds`: median forward pass of a Llama of width 512 with 4 layers, 8 x 128 tokens, in full precision (fp32) and in
+  int8, in turn. Weights are rounded before the pass, as for a probe, and this is not in it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from hf_hybrid.part import Phase
 from hf_hybrid.phase_memory.precision import PhaseMemory
 from hf_hybrid.run.run import Run
 
-ENGINES = {"torch": "int8", "bitsandbytes": "int8_bitsandbytes"}
 SEEDS, STEPS, PASSES = (0,), 20, 3
 
 
@@ -50,8 +48,8 @@ def added_noise(full_before: list, full_after: list, int8_before: list, int8_aft
 class Measuring(PhaseMemory):
     """Evaluates each batch of a probe in full precision, which counts, and in int8, and compares them."""
 
-    def __init__(self, engine: str):
-        super().__init__(f"predict={ENGINES[engine]}")
+    def __init__(self):
+        super().__init__("predict=int8")
         self.int8, self.pairs, self.noises = False, {}, []
 
     def probe_losses(self, evaluate):
@@ -80,9 +78,9 @@ class Measuring(PhaseMemory):
             self.noises.append(added_noise(*losses))
 
 
-def noises(sources: TextAndModels, engine: str, seed: int) -> list[float]:
+def noises(sources: TextAndModels, seed: int) -> list[float]:
     """Return the added noise of each probe of a training, ascending."""
-    part = Measuring(engine)
+    part = Measuring()
     options = {"probe_budget": 1.0, "leap_budget": 100.0, "learning_rate": 1e-3, "warmup_steps": 5, "seed": seed}
     with tempfile.TemporaryDirectory() as folder:
         config = HybridConfig(folder, max_steps=STEPS, per_device_train_batch_size=8, use_cpu=True, **QUIET, **options)
@@ -93,22 +91,21 @@ def noises(sources: TextAndModels, engine: str, seed: int) -> list[float]:
 
 
 def seconds() -> dict[str, float]:
-    """Return the median seconds of a forward pass, by engine and in full precision."""
+    """Return the median seconds of a forward pass, in full precision and in int8."""
     model, ids = llama(512, 4), torch.randint(256, (8, 128))
-    parts = {engine: PhaseMemory(f"predict={word}") for engine, word in ENGINES.items()}
-    for part in parts.values():
-        part.begin(Run(model=model, max_steps=1))
-    found: dict[str, list[float]] = {name: [] for name in ("fp32", *ENGINES)}
+    part = PhaseMemory("predict=int8")
+    part.begin(Run(model=model, max_steps=1))
+    found: dict[str, list[float]] = {"fp32": [], "int8": []}
     for _ in range(PASSES):
         for name, values in found.items():
-            if name in parts:
-                parts[name].before_probe()
+            if name == "int8":
+                part.before_probe()
             began = time.perf_counter()
             with torch.no_grad():
                 model(input_ids=ids, use_cache=False)
             values.append(time.perf_counter() - began)
-            if name in parts:
-                parts[name].after_probe()
+            if name == "int8":
+                part.after_probe()
     return {name: statistics.median(values) for name, values in found.items()}
 
 
@@ -116,12 +113,11 @@ def main() -> None:
     args = command_line(__doc__, Path(__file__).resolve().parent).parse_args()
     torch.set_num_threads(1)
     results, sources, clocked = Results(args.results, "int8_engines", ("engine",)), TextAndModels(), seconds()
-    for engine in ENGINES:
-        found = sorted(noise for seed in SEEDS for noise in noises(sources, engine, seed))
-        noise = {"probes": len(found), "median": statistics.median(found), "largest": found[-1],
-                 "above_a_tenth": sum(value >= 0.1 for value in found)}  # fmt: skip
-        row = {"engine": engine, "noise": noise, "seconds": clocked[engine], "seconds_fp32": clocked["fp32"]}
-        print(json.dumps(results.add({**row, "steps": STEPS, "seeds": SEEDS, **provenance(1)}), indent=1))
+    found = sorted(noise for seed in SEEDS for noise in noises(sources, seed))
+    noise = {"probes": len(found), "median": statistics.median(found), "largest": found[-1],
+             "above_a_tenth": sum(value >= 0.1 for value in found)}  # fmt: skip
+    row = {"engine": "torch", "noise": noise, "seconds": clocked["int8"], "seconds_fp32": clocked["fp32"]}
+    print(json.dumps(results.add({**row, "steps": STEPS, "seeds": SEEDS, **provenance(1)}), indent=1))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ What MemoryProfilerCallback costs, on the quickstart's model and on a larger one
 - `pairs`: median CPU seconds of a step with and without it, in short runs in turn, as a check on `own`: the difference
   of two noisy numbers.
 
-Plain Trainer, AdamW, defaults of the callback. `quickstart` is the 1.1M Llama of `examples/01_quickstart.py` with
+Plain Trainer, AdamW, defaults of the callback. `quickstart` is the 1.1M Llama of `examples/07_from_scratch.py` with
 batches of 8 x 128 tokens on the source of Python's standard library; `larger` a Llama of 47M parameters with the same
 batches.
 """

@@ -14,7 +14,7 @@ from benchmarks.texts import language_reference
 BASE = Path(__file__).resolve().parent / "base"
 """The model that fine-tuning starts from, made when it is first needed: plain Trainer on `code`."""
 BASE_STEPS, BASE_RATE = 900, 3e-3
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "01_quickstart.py"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "07_from_scratch.py"
 SEQUENCE, BATCH = 128, 8
 PROBE, TEST = 64, 480
 """Sequences for the probes and for the final evaluation, disjoint from each other and from training."""
@@ -263,7 +263,7 @@ TASKS = {
 
 @functools.cache
 def quickstart():
-    """The functions of examples/01_quickstart.py: the benchmark trains what a new user sees."""
+    """The functions of examples/07_from_scratch.py: the benchmark trains what a new user sees."""
     spec = importlib.util.spec_from_file_location("quickstart", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
     sys.modules["quickstart"] = module  # dataclasses look their module up

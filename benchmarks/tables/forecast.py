@@ -17,7 +17,7 @@ def interval(found: dict, digits: int = 3) -> str:
 
 @table("forecast-world-model")
 def forecast_world_model() -> str:
-    ours = results("world_model", "forecast", "arm").get(arm="start weights, learns")["horizons"]
+    ours = results("world_model", "forecast", "arm").get(arm="start weights, fixed")["horizons"]
     theirs = results("world_model", "baselines").get()["horizons"]
     rows = []
     for windows, row in ours.items():

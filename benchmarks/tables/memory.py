@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import statistics
 
-from benchmarks.memory.correction import KEY as CORRECTION_KEY
-from benchmarks.memory.correction import summarise as summarise_corrections
 from benchmarks.memory.host_update import KEY as UPDATE
 from benchmarks.memory.low_bit import summarise
 from benchmarks.memory.peaks import KEY as PEAK_KEY
@@ -132,29 +130,6 @@ def memory_low_bit() -> str:
     return markdown(["weights, states", "loss", "above fp32 AdamW", "by seed", "bytes per weight"], rows)
 
 
-CORRECTIONS = {
-    "fp32": "fp32, fp32", "fp32-autocast": "fp32, fp32, `bf16=True`",
-    "8bit": '**bf16 rounded stochastically, 8-bit** (`optimizer_states="8bit"`)',
-    "stochastic": "bf16 rounded stochastically, fp32", "nearest": "bf16 rounded to nearest, fp32",
-    "24bit": "24 bits rounded to nearest, fp32", "24bit-stochastic": "24 bits rounded stochastically, fp32",
-    "8bit-24bit-stochastic": "24 bits rounded stochastically, 8-bit",
-}  # fmt: skip
-
-
-@table("memory-correction")
-def memory_correction() -> str:
-    start = results("memory", "correction_start").get()["eval_loss"]
-    rows = []
-    for found in summarise_corrections(results("memory", "correction", *CORRECTION_KEY).rows(), start):
-        cells = []
-        for name in ("exact", "saved"):
-            lost = ", ".join(f"{100 * share:+.1f}" for share in found[f"{name}_lost"])
-            cells += [f"{found[name]:.4f}", "" if (found["arm"], name) == ("fp32", "exact") else f"{lost} %"]
-        rate = f"{found['rate']:.0e}".replace("e-0", "e-")
-        rows.append([f"{rate}, {found['steps']}", CORRECTIONS[found["arm"]], *cells])
-    return markdown(["rate, steps", "weights, states", "loss", "lost, by seed", "saved in bf16", "lost, by seed"], rows)
-
-
 ROUNDED = {
     "nearest": "nearest bf16", "stochastic": "**bf16, stochastically**", "matrices": "the same, matrices alone",
     "diffusion": "bf16, error carried along a row", "fp16": "nearest fp16",
@@ -206,11 +181,9 @@ def memory_parts() -> str:
 @table("memory-int8")
 def memory_int8() -> str:
     stored = results("memory", "int8_engines", "engine")
-    rows = [["fp32", "0", "0", f"{stored.get(engine='torch')['seconds_fp32']:.2f}"]]
-    for engine, name in (("torch", "`predict=int8` (torch)"), ("bitsandbytes", "`predict=int8_bitsandbytes`")):
-        row = stored.get(engine=engine)
-        noise = [f"{row['noise'][key]:.1e}".replace("e-0", "e-") for key in ("median", "largest")]
-        rows.append([name, *noise, f"{row['seconds']:.2f}"])
+    row = stored.get(engine="torch")
+    noise = [f"{row['noise'][key]:.1e}".replace("e-0", "e-") for key in ("median", "largest")]
+    rows = [["fp32", "0", "0", f"{row['seconds_fp32']:.2f}"], ["`predict=int8`", *noise, f"{row['seconds']:.2f}"]]
     return markdown(["", "noise: median", "largest", "seconds per forward pass"], rows)
 
 

@@ -32,11 +32,12 @@ def formats(model: str) -> str:
     for form in FORMATS[model]:
         row = exported(model, form)
         found = row["exported"]
-        last = [BITS[form]] if model == "reordered" else [size(found["memory_bytes"])]
-        rows.append([f"`{form}`", f"{found['loss']:.4f}", change(row), size(found["disk_bytes"]), *last])
-    last = "bits a weight" if model == "reordered" else "in memory"
-    text = markdown(["format", "held-out loss", "change", "on disk", last], rows)
-    return text.replace("|---|---|---|---|---|", "|---|---:|---:|---:|---:|")
+        rows.append([f"`{form}`", f"{found['loss']:.4f}", change(row), size(found["disk_bytes"]), BITS.get(form, "")])
+    headings = ["format", "held-out loss", "change", "on disk", "bits a weight"]
+    if model != "reordered":
+        headings, rows = headings[:-1], [row[:-1] for row in rows]
+    first, _, *others = markdown(headings, rows).splitlines()
+    return "\n".join([first, "|---" + "|---:" * (len(headings) - 1) + "|", *others])
 
 
 @table("export-quickstart")

@@ -15,7 +15,6 @@ from benchmarks.speedup.tasks import TASKS
 from benchmarks.tables import (
     all_lines,
     between,
-    in_set,
     losses,
     markdown,
     percent,
@@ -148,19 +147,6 @@ def elsewhere_s() -> list[float]:
     return values
 
 
-@table("leaps-beta1")
-def leaps_beta1() -> str:
-    rows = []
-    for task in ("code", "docs"):
-        arms = table_of(speedup(), task, None, SEEDS)["arms"]
-        for arm, name in (("beta1-0.7", "AdamW, 0.7"), ("hybrid-beta1-0.7", "**hybrid, 0.7**")):
-            row = arms[arm]
-            ends, passes, s, _ = arm_cells(row)
-            first = f"`{task}`" if arm == "beta1-0.7" else ""
-            rows.append([first, f"{name}, {rate(row['rate'])}", ends, passes, s])
-    return markdown(["task", "arm, best rate", "held-out loss by seed", "backward passes", "S over AdamW at 0.9"], rows)
-
-
 @table("leaps-default-rate")
 def leaps_default_rate() -> str:
     rows, arms = [], {"adamw": "AdamW", "hybrid": "**hybrid**", "fast": "`fast`", "none": "frozen control"}
@@ -235,19 +221,6 @@ def leaps_overhead() -> str:
         digits = 2 if row["share"] < 0.01 else 1
         rows.append([name, f"{row['own_seconds']:.2f} s, {100 * row['share']:.{digits}f} %{probes}"])
     return markdown(["", "measured"], rows)
-
-
-@table("leaps-immediate-gain")
-def leaps_immediate_gain() -> str:
-    (run,) = in_set("speedup", "immediate_gain")
-    leaps, rows = run["leaps"], []
-    for name, low, high in (("1 to 66", 1, 66), ("67 to 133", 67, 133), ("134 to 200", 134, 200), ("all", 1, 200)):
-        some = [leap for leap in leaps if low <= leap["step"] + 1 <= high]
-        falls = [leap["decrease"] for leap in some]
-        worth = statistics.fmean(leap["worth"] * leap["slope"] for leap in some)
-        mean = f"{statistics.fmean(falls):+.4f} +- {standard_error(falls):.4f}"
-        rows.append([f"{name} ({len(some)} leaps)", mean, f"{worth:.4f}"])
-    return markdown(["leaps before step", "mean fall of the loss (nats)", "fall that their worth stands for"], rows)
 
 
 # Learning rates.
@@ -346,39 +319,6 @@ def rates_fast() -> str:
     return markdown([*heading, "S at the same, three seeds"], rows)
 
 
-@table("rates-fast-models")
-def rates_fast_models() -> str:
-    found, rates_ = {}, (1e-3, 1.5e-3, 2e-3, 3e-3, 4e-3, 6e-3)
-    for row in in_set("speedup", "rate_scale"):
-        if row.get("steps") == 300:
-            at = row["rate"] / (1 if row["what"] == "AdamW" else 4)
-            found[row["model"], row["what"], float(f"{at:.3g}")] = row["eval_loss"]
-    rows = []
-    for model in ("Llama, width 64", "Llama, width 256", "GPT-2, width 128"):
-        for what in ("AdamW", "fast"):
-            least = min(loss for (m, w, _), loss in found.items() if (m, w) == (model, what))
-            cells = [found.get((model, what, at)) for at in rates_]
-            told = ["" if c is None else f"**{c:.3f}**" if c == least else f"{c:.3f}" for c in cells]
-            rows.append([model if what == "AdamW" else "", "`fast`" if what == "fast" else what, *told])
-    return markdown(["model", "optimizer", *map(rate, rates_)], rows)
-
-
-@table("rates-fast-adapters")
-def rates_fast_adapters() -> str:
-    rows = []
-    for task, steps, muon in (
-        ("lora", 200, "muon"), ("smol-lora", 40, "fast-muon"), ("smol-lora-long", 200, "fast-muon"),
-        ("smol-dpo", 40, "fast-muon"),
-    ):  # fmt: skip
-        cells = []
-        for arm in ("adamw", muon):
-            found = speedup().rows(task=task, arm=arm, steps=steps, seed=0)
-            best = min(found, key=lambda row: row["eval_loss"])
-            cells.append(f"{best['eval_loss']:.3f} ({rate(best['rate'])})")
-        rows.append([f"`{task}`, {steps} steps", *cells])
-    return markdown(["task", "AdamW", "Muon"], rows)
-
-
 # A pretrained model.
 
 SMOL = {
@@ -421,51 +361,6 @@ def pretrained_tasks() -> str:
             rows.append([first, f"{name}, {rate(at)}", loss, of_seeds(found, "other_loss", 3, ", "), passes, seconds])
     heading = ["task", "arm, rate", "held-out loss", "other text", "backward passes", "CPU seconds"]
     return markdown(heading, rows)
-
-
-@table("pretrained-grpo")
-def pretrained_grpo() -> str:
-    rows = []
-    for arm, name, rates_ in (
-        ("adamw", "TRL, AdamW", (5e-4, 1e-3, 2e-3, 4e-3)), ("hybrid", "**hybrid**", (5e-4, 1e-3, 2e-3, 4e-3)),
-        ("beta1-0.7", "TRL, AdamW, `adam_beta1=0.7`", (5e-4, 1e-3, 2e-3)),
-    ):  # fmt: skip
-        for at in rates_:
-            found = [row for row in runs("smol-grpo", arm, at, 24) if row["seed"] in SEEDS]
-            rewards = losses((row["reward"] for row in found), 2)
-            mean = losses((statistics.fmean(row["sampled_rewards"]) for row in found), 2)
-            seconds = between([row["cpu_seconds"] for row in found])
-            rows.append([name, rate(at), rewards, mean, of_seeds(found, "other_loss", 3, ", "), seconds])
-    heading = ["arm", "rate", "held-out reward", "mean reward while training", "other text", "CPU seconds"]
-    return markdown(heading, rows)
-
-
-def pair_steps() -> list[Row]:
-    """`pair-steps` at 1e-3: two seeds are of the script that came before."""
-    earlier = [row for row in in_set("speedup", "low_rank_pairs") if row["rule"].startswith("after every fifth")]
-    return sorted([*earlier, *runs("smol-lora", "pair-steps", 1e-3, 40)], key=lambda row: row["seed"])
-
-
-@table("pretrained-pairs")
-def pretrained_pairs() -> str:
-    rows, where = [], ""
-    for task, name, arm, at in (
-        ("smol-lora", "**AdamW**", "adamw", 1.4e-3), ("", "AdamW", "adamw", 1e-3), ("", "AdamW", "adamw", 2e-3),
-        ("", "**AdamW, `adam_beta1=0.7`**", "beta1-0.7", 2e-3), ("", "AdamW, `adam_beta1=0.7`", "beta1-0.7", 1.4e-3),
-        ("", "AdamW, `adam_beta1=0.7`", "beta1-0.7", 2.8e-3), ("", "**`pair-steps`**", "pair-steps", 1e-3),
-        ("", "control `pair-adam`", "pair-adam", 1e-3), ("lora", "**AdamW**", "adamw", 1.6e-2),
-        ("", "**AdamW, `adam_beta1=0.7`**", "beta1-0.7", 1.6e-2), ("", "**`pair-steps`**", "pair-steps", 1.6e-2),
-    ):  # fmt: skip
-        where = task or where
-        found = pair_steps() if (where, arm) == ("smol-lora", "pair-steps") else runs(where, arm, at)
-        if where == "smol-lora":
-            found = [row for row in found if row["steps"] == 40]
-        found = [row for row in found if row["seed"] in SEEDS]
-        mean = f"{statistics.fmean(row['eval_loss'] for row in found):.3f}" if len(found) > 1 else ""
-        other = of_seeds(found, "other_loss", 3, ", ") if where == "smol-lora" else ""
-        steps = 40 if where == "smol-lora" else 200
-        rows.append([f"`{task}`, {steps} steps" if task else "", f"{name}, {rate(at)}", of_seeds(found), mean, other])
-    return markdown(["task", "arm, rate", "held-out loss by seed", "mean", "other text (before: 3.335)"], rows)
 
 
 @table("experts")

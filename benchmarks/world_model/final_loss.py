@@ -42,7 +42,6 @@ from hf_hybrid.world_model.final_loss import (
     Prior,
     final_steps,
     forecast_final_loss,
-    forecast_held_out_loss,
     forecast_of_laws,
     looks,
     mixture,
@@ -315,7 +314,7 @@ def shipped(cases: list[Case]) -> list[Mixture]:
 
 def shipped_held_out(cases: list[HeldOutCase]) -> list[Mixture]:
     """What users get of the held-out loss."""
-    return [Mixture(forecast_held_out_loss(*arguments_of(case), case.held_out)) for case in cases]
+    return [Mixture(forecast_final_loss(*arguments_of(case), case.held_out)) for case in cases]
 
 
 def arguments_of(case: Case) -> tuple:
@@ -450,8 +449,7 @@ def cost() -> dict:
             forecast_final_loss(steps, losses, rates, 10_000)
             seconds.append(time.process_time() - began)
         found[f"ms_from_{logs}_losses"] = round(1e3 * float(np.median(seconds)), 2)
-    forecast = RunForecast()
-    forecast.begin(1000, None, [])
+    forecast = RunForecast(1000, None)
     seconds = 0.0
     for step in range(1, 1001):
         began = time.process_time()
@@ -494,13 +492,13 @@ def actions_to_come(run: FollowedRun, done: int) -> np.ndarray:
 
 
 def forecast_of_rssm(run: FollowedRun, case: Case, *, told: bool) -> Gaussian:
-    """It learns online, as in a run, and is `told` the leaps that come, or expects more of those that it saw last."""
-    model, steps = DynamicsModel(RSSM().load(START_WEIGHTS)), len(run.losses)
+    """It calibrates itself as in a run. It is `told` the leaps that come, or expects more of those that it saw last."""
+    model, steps = DynamicsModel(RSSM.load(START_WEIGHTS)), len(run.losses)
     done = int((run.ends <= case.steps[-1]).sum())
     for stretch in range(done):
         model.observe_stretch(run.features[stretch], run.actions[stretch], float(run.stretch_losses[stretch]))
         actions = run.actions[stretch + 1 :] if told else actions_to_come(run, stretch + 1)
-        ahead = model.forecast(actions, keep=True)
+        ahead = model.forecast(actions)
     last = max(int((actions[:, 2] * steps > steps - final_steps(steps) + 0.5).sum()), 1)
     now = float(run.stretch_losses[done - 1])
     mean = now * float(np.exp(ahead.mean)[-last:].mean())

@@ -13,7 +13,7 @@ index does not end in 4 or 9. It has seen nothing of the other kinds:
   to 1,800 or 40 to 80 steps. Settings are those of curves.py; some learning rates are lower than any that it was
   trained on.
 - `code`, `docs`, `lora`, `smol-lora`, `smol-full`: tasks of the speed-up benchmark through `HybridTrainer` with
-  `planner="dynamics"`. Stretches are taken from the replay of its world model. Those that start from SmolLM2 train in
+  `planner="dynamics"`. Stretches are those that its planner observes. Those that start from SmolLM2 train in
   batches of two rows, for 100 or 200 steps, so that a tenth of the run has a stretch.
 
 Runs with an odd index leap, in the tiny models by a policy that is drawn like those of record.py. One process, one
@@ -43,6 +43,7 @@ from benchmarks.world_model.record import draw_policy, draw_settings
 from benchmarks.world_model.small_run import Course, DivergedError, Settings, Stretches, Training
 from benchmarks.world_model.storage import HELD_OUT_EVERY, RECORDINGS, write
 from hf_hybrid.part import Part
+from hf_hybrid.world_model.observer import PlannerObserver, Stretch
 from hf_hybrid.world_model.rssm import FEATURES
 
 FOLLOWED = RECORDINGS / "followed"
@@ -136,17 +137,21 @@ def tiny_run(kind: str, index: int, settings: Settings) -> FollowedRun:
     )
 
 
-class Replays(Part):
-    """Keeps what the world model of a trainer has observed, before the trainer forgets it."""
+class Watcher(Part):
+    """Keeps what the planner of a trainer observes."""
 
     def __init__(self):
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.stretches: list[Stretch] = []
 
-    def follow(self, trainer) -> None:
-        self.trainer = trainer
+    def begin(self, run) -> None:
+        planner = run.part(PlannerObserver).planner
+        observe = planner.observe
 
-    def end(self) -> None:
-        self.tensors = self.trainer.run.gains.dynamics.replay.tensors()
+        def watched(stretch: Stretch) -> None:
+            self.stretches.append(stretch)
+            observe(stretch)
+
+        planner.observe = watched
 
 
 def trainer_run(kind: str, index: int) -> FollowedRun:
@@ -161,7 +166,7 @@ def trainer_run(kind: str, index: int) -> FollowedRun:
         task = replace(task, batch=2)
     elif not task.scratch and not BASE.is_dir():
         make_base()
-    sources, replays = sources_of(task), Replays()
+    sources, watcher = sources_of(task), Watcher()
     model, data = sources.model(task, index), sources.split(task.text)
     trainer_kind, config_kind, more = sources.trainer(task, hybrid=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -171,8 +176,7 @@ def trainer_run(kind: str, index: int) -> FollowedRun:
         if schedule == "warmup_stable_decay":
             values["lr_scheduler_kwargs"] = {"num_decay_steps": steps // 5}
         config = config_kind(**values)
-        trainer = trainer_kind(model, args=config, train_dataset=data["train"], parts=[replays], **more)
-        replays.follow(trainer)
+        trainer = trainer_kind(model, args=config, train_dataset=data["train"], parts=[watcher], **more)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     losses, rates = np.full(steps, math.nan), np.zeros(steps)
@@ -180,19 +184,18 @@ def trainer_run(kind: str, index: int) -> FollowedRun:
         if "learning_rate" in entry:
             rates[entry["step"] - 1] = entry["learning_rate"]
             losses[entry["step"] - 1] = entry.get("loss", math.nan)
-    seen = {name: replays.tensors[name].numpy() for name in ("observations", "actions", "log_losses")}
+    seen = [stretch for stretch in watcher.stretches if math.isfinite(stretch.loss)]
     about = {
         **{"steps": steps, "batch": task.batch, "schedule": schedule, "rate": rate},
         "leaps": bool(index % 2),
         "diverged": not np.isfinite(losses[-5:]).any(),
     }
-    features, actions, ends = (
-        seen["observations"][:, :FEATURES],
-        seen["actions"],
-        np.rint(seen["actions"][:, 2] * steps),
-    )
-    stretch_losses = np.exp(seen["log_losses"])
-    return FollowedRun(kind, index, about, losses, rates, features, actions, stretch_losses, ends.astype(np.int32))
+    features = np.array([stretch.features for stretch in seen], dtype=np.float32).reshape(-1, FEATURES)
+    actions = [[stretch.gain, stretch.horizon, stretch.progress, stretch.rate] for stretch in seen]
+    actions = np.array(actions, dtype=np.float32).reshape(-1, 4)
+    stretch_losses = np.array([stretch.loss for stretch in seen], dtype=np.float32)
+    ends = np.rint(actions[:, 2] * steps).astype(np.int32)
+    return FollowedRun(kind, index, about, losses, rates, features, actions, stretch_losses, ends)
 
 
 KINDS: dict[str, tuple[range, Callable[[str, int], FollowedRun]]] = {

@@ -159,14 +159,14 @@ def long_trend(case: dict) -> Forecasts:
 def world_model(case: dict) -> Forecasts:
     """The RSSM's forecast of the next two stretches, calibrated on this run, with the noise of fewer losses added."""
     features, actions, means = case["stretches"]
-    dynamics, steps, ahead = DynamicsModel(RSSM().load(START_WEIGHTS)), len(case["rates"]), 2
+    dynamics, steps, ahead = DynamicsModel(RSSM.load(START_WEIGHTS)), len(case["rates"]), 2
     for number, stretch in enumerate(zip(features, actions, means), 1):
         dynamics.observe_stretch(*stretch)
         ends = [min((number + k) * STRIDE, steps) for k in range(1, ahead + 1)]
         coming = [[0.0, 0.0, end / steps, case["rates"][end - 1]] for end in ends]
         if number == len(means):
             coming[0][0] = max(case["gain"], 0.0) / STRIDE  # the leap, as it was meant
-        forecast = dynamics.forecast(coming, keep=True)
+        forecast = dynamics.forecast(coming)
     _, deviation = linear_trend(case["losses"][-FORECAST_WINDOW:])
     found = []
     for count in COUNTED:

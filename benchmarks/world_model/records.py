@@ -1,7 +1,7 @@
 """
 Offline training and scoring of the world model, on recorded runs: how the start weights of the package are made.
 
-Beside what the model learns during a run (hf_hybrid/world_model/learning.py), records allow three things. Runs were
+Beside the loss of single runs (learning.py), records allow three things. Runs were
 branched: from one state training continued in two ways, on the same data, so the model can learn *differences* between
 futures, in which the noise that both share cancels. A linear part can be fitted to all stretches at once by a robust
 ridge regression, before anything is trained. And runs that were left out tell how wide intervals and how high
@@ -20,17 +20,18 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from hf_hybrid.world_model.dynamics import VARIANCE, history_of, log_loss, student_t_cdf
-from hf_hybrid.world_model.learning import (
+from benchmarks.world_model.learning import (
     CHANGE_LIMIT,
-    FREEDOM,
     StretchBatch,
     descend,
     futures,
+    history_of,
+    parameters,
     rssm_loss,
     student_t_nll,
     weighted_mean,
 )
+from hf_hybrid.world_model.dynamics import FREEDOM, VARIANCE, log_loss, student_t_cdf
 from hf_hybrid.world_model.rssm import FEATURES, LINEAR_HORIZON, RSSM, SCORED, State, interpolated, power_law
 
 Tensor = torch.Tensor
@@ -160,7 +161,7 @@ def pair_difference(model: RSSM, batch: PairedBatch, states: State) -> Tensor:
 
 def save_weights(model: RSSM, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
     """Write an ensemble as safetensors in this `dtype`, as start weights that `RSSM.load` reads."""
-    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.weights.items()}
     save_file(tensors, str(path))
 
 
@@ -248,8 +249,8 @@ def _pad(values: Tensor, length: int) -> Tensor:
 def normalise_features(model: RSSM, features: Tensor) -> None:
     """Set the model's normalisation from features `[..., 64]`."""
     flat = features.reshape(-1, FEATURES)
-    model.feature_mean.copy_(flat.mean(0))
-    model.feature_scale.copy_(flat.std(0, unbiased=False).clamp_min(MIN_SCALE))
+    model.weights["feature_mean"].copy_(flat.mean(0))
+    model.weights["feature_scale"].copy_(flat.std(0, unbiased=False).clamp_min(MIN_SCALE))
 
 
 @torch.no_grad()
@@ -264,7 +265,7 @@ def fit_linear(model: RSSM, sequences: Sequence[_Sequence], weights: Tensor, pen
     """
     batch = make_batch(sequences, weights, LINEAR_HORIZON, torch.zeros(len(sequences), 1))
     starts = torch.arange(batch.observed - 1).expand(len(sequences), -1)
-    batch = replace(batch, starts=starts, pairs=None).to(model.feature_mean.device)
+    batch = replace(batch, starts=starts, pairs=None).to(model.weights["feature_mean"].device)
     actions, change, valid = futures(batch)
     shared, own = model.linear_inputs(batch.observations[:, :-1].flatten(0, 1), actions)
     weights = batch.weights.repeat_interleave(starts.shape[1], 1)
@@ -275,7 +276,7 @@ def fit_linear(model: RSSM, sequences: Sequence[_Sequence], weights: Tensor, pen
         inputs = torch.cat((shared[known], own[known, k]), -1)
         target = change[known, k] - 0.5 * own[known, k, -1]
         for member in range(model.members):
-            model.linear[member, :, k] = _robust_ridge(inputs, target, weights[member, known], penalty)
+            model.weights["linear"][member, :, k] = _robust_ridge(inputs, target, weights[member, known], penalty)
 
 
 def _robust_ridge(inputs: Tensor, target: Tensor, weights: Tensor, penalty: float, rounds: int = 6) -> Tensor:
@@ -326,12 +327,13 @@ def train_on_records(
     Raises:
         ValueError: If no record has two stretches.
     """
-    device, generator = model.feature_mean.device, torch.Generator().manual_seed(seed)
+    device, generator = model.weights["feature_mean"].device, torch.Generator().manual_seed(seed)
     sampler = torch.Generator(device).manual_seed(seed)
     sequences, weights = _weighted(model.members, records, generator)
     normalise_features(model, torch.cat([s.observations[:, :FEATURES] for s in sequences]))
     fit_linear(model, sequences, weights)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay)
+    trained = list(parameters(model).values())
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=weight_decay)
     updates = max(epochs * math.ceil(len(sequences) / batch_size), 1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, updates)
     best: tuple[float, dict[str, Tensor]] = (math.inf, {})
@@ -351,21 +353,23 @@ def train_on_records(
             best = min(best, _snapshot(model, totals), key=lambda found: found[0])
         if progress:
             progress({"epoch": epoch, **totals})
+    for weight in trained:
+        weight.requires_grad_(False)
     if best[1]:
-        model.load_state_dict(best[1])
+        model.weights.update(best[1])
         calibrate(model, [forecast_errors(model, validation)])
 
 
 def _snapshot(model: RSSM, totals: dict[str, float]) -> tuple[float, dict[str, Tensor]]:
     score = totals["validation"] + totals["validation_paired"]
-    return score, {name: value.clone() for name, value in model.state_dict().items()}
+    return score, {name: value.detach().clone() for name, value in model.weights.items()}
 
 
 def _corrupt(model: RSSM, batch: PairedBatch, share: float, generator: torch.Generator) -> None:
     if share:
         gone = torch.rand(len(batch.actions), 1, FEATURES, generator=generator) < share
         features = batch.observations[..., :FEATURES]
-        features.copy_(torch.where(gone, model.feature_mean.cpu(), features))
+        features.copy_(torch.where(gone, model.weights["feature_mean"].cpu(), features))
 
 
 @torch.no_grad()
@@ -373,7 +377,7 @@ def _validate(model: RSSM, records: Sequence[Record], horizon: int, seed: int) -
     sequences = [sequence for record in records for sequence in sequences_of(record, continuations=False)]
     at = torch.linspace(0, 1, 14)[:-1].repeat(len(sequences), 1)
     batch = make_batch(sequences, torch.ones(model.members, len(sequences)), horizon, at)
-    device = model.feature_mean.device
+    device = model.weights["feature_mean"].device
     losses = paired_rssm_loss(model, batch.to(device), torch.Generator(device).manual_seed(seed))
     return {"validation": losses["loss"].item(), "validation_paired": losses["paired"].item()}
 
@@ -391,25 +395,25 @@ def calibrate(model: RSSM, tables: Sequence[dict[str, Tensor]]) -> None:
         known = table["valid"][:, k - 1] > 0
         if known.any():
             columns = (table[name][known, k - 1] for name in ("error", "log_scale", "spread"))
-            model.scale_shift[index] = _covering_shift(*columns)
+            model.weights["scale_shift"][index] = _covering_shift(*columns)
     column = CONFIDENCE_HORIZON - 1
     known = table["valid"][:, column] > 0
     if known.any():
         mean, error, log_scale, spread = (
             table[name][known, column] for name in ("mean", "error", "log_scale", "spread")
         )
-        scale = _combined(log_scale + interpolated(model.scale_shift, CONFIDENCE_HORIZON)[-1], spread)
+        scale = _combined(log_scale + interpolated(model.weights["scale_shift"], CONFIDENCE_HORIZON)[-1], spread)
         z = (math.log1p(TOLERANCE) - mean) / scale
         probability = torch.tensor([student_t_cdf(value) for value in z.tolist()], device=z.device)
         happened = (mean + error <= math.log1p(TOLERANCE)).float()
-        model.confidence_map.copy_(_platt(probability.clamp(1e-6, 1 - 1e-6).logit(), happened))
+        model.weights["confidence_map"].copy_(_platt(probability.clamp(1e-6, 1 - 1e-6).logit(), happened))
 
 
 @torch.no_grad()
 def forecast_errors(model: RSSM, records: Sequence[Record]) -> dict[str, Tensor]:
     """Forecasts from every stretch of some runs and their errors, `[stretches, 20]`, without calibrated scales."""
     table = _forecasts(model, records, max(SCORED))
-    table["log_scale"] = table["log_scale"] - interpolated(model.scale_shift, max(SCORED))
+    table["log_scale"] = table["log_scale"] - interpolated(model.weights["scale_shift"], max(SCORED))
     return {name: table[name] for name in ("mean", "error", "log_scale", "spread", "valid")}
 
 
@@ -506,7 +510,7 @@ def _whole_runs(model: RSSM, records: Sequence[Record], horizon: int) -> Iterato
         for sequence in sequences_of(record, continuations=False):
             starts = torch.arange(len(sequence.log_losses) - 1)[None]
             batch = make_batch([sequence], torch.ones(model.members, 1), horizon, torch.zeros(1, 1))
-            yield replace(batch, starts=starts).to(model.feature_mean.device)
+            yield replace(batch, starts=starts).to(model.weights["feature_mean"].device)
 
 
 def _observed(model: RSSM, batch: PairedBatch) -> tuple[State, Tensor, State]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hf_hybrid.world_model.dynamics import history_of
-from hf_hybrid.world_model.learning import FREEDOM, student_t_nll
+from benchmarks.world_model.learning import history_of, student_t_nll
+from hf_hybrid.world_model.dynamics import FREEDOM
 from hf_hybrid.world_model.rssm import SCORED, power_law
 
 FIRST = 3

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.world_model import train
+from benchmarks.world_model.learning import history_of, new_rssm, parameters
 from benchmarks.world_model.records import (
     TOLERANCE,
     Record,
@@ -26,7 +27,7 @@ from benchmarks.world_model.records import (
     train_on_records,
 )
 from benchmarks.world_model.storage import load_records
-from hf_hybrid.world_model.dynamics import history_of, student_t_cdf
+from hf_hybrid.world_model.dynamics import student_t_cdf
 from hf_hybrid.world_model.rssm import FEATURES, RSSM, State
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
@@ -38,19 +39,19 @@ from test_rssm import SMALL, an_observation, generator  # noqa: E402
 
 @pytest.fixture(scope="module")
 def trained():
-    model = RSSM(**SMALL)
+    model = new_rssm(**SMALL)
     runs = [make_run(seed, stretches=20) for seed in range(128)]
     train_on_records(model, runs, epochs=10, learning_rate=1e-2, starts=4, horizon=5)
     return model
 
 
 def test_weights_round_trip(tmp_path):
-    model, other = RSSM(**SMALL), RSSM(**SMALL, seed=1)
-    model.feature_mean.fill_(0.5)
+    model = new_rssm(**SMALL)
+    model.weights["feature_mean"].fill_(0.5)
     save_weights(model, tmp_path / "start.safetensors")
-    other.load(tmp_path / "start.safetensors")
-    for ours, theirs in zip(model.state_dict().values(), other.state_dict().values()):
-        assert torch.equal(ours, theirs)
+    other = RSSM.load(tmp_path / "start.safetensors")
+    for name, ours in model.weights.items():
+        assert torch.equal(ours, other.weights[name])
 
 
 def test_quantiles_invert_the_distribution_function():
@@ -61,12 +62,13 @@ def test_quantiles_invert_the_distribution_function():
 
 
 def test_gradient_reaches_every_parameter():
-    model = RSSM(**SMALL)
+    model = new_rssm(**SMALL)
     sequences = [sequences_of(make_run(seed))[0] for seed in range(2)]
     shares = torch.linspace(0, 1, 3).repeat(len(sequences), 1)
     batch = make_batch(sequences, torch.ones(model.members, len(sequences)), 5, shares)
+    trained = parameters(model)
     paired_rssm_loss(model, batch, generator())["total"].backward()
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained.items():
         assert parameter.grad is not None and parameter.grad.flatten(1).abs().sum(1).gt(0).all(), name
 
 
@@ -85,25 +87,25 @@ def test_branches_with_features_are_sequences_of_their_own():
 def test_training_is_reproducible():
     results = []
     for _ in range(2):
-        model, told = RSSM(**SMALL), []
+        model, told = new_rssm(**SMALL), []
         train_on_records(
             model, [make_run(s, stretches=10) for s in range(4)], epochs=2, horizon=3, progress=told.append
         )
-        results.append((told, [p.detach().clone() for p in model.parameters()]))
+        results.append((told, [p.detach().clone() for p in model.weights.values()]))
     assert results[0][0] == results[1][0] and [entry["epoch"] for entry in results[0][0]] == [1, 2]
     assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1]))
 
 
 def test_nothing_to_learn_from_is_an_error():
     with pytest.raises(ValueError, match="`records`"):
-        train_on_records(RSSM(**SMALL), [Record(torch.zeros(1, 64), torch.zeros(1, 4), torch.ones(1))])
+        train_on_records(new_rssm(**SMALL), [Record(torch.zeros(1, 64), torch.zeros(1, 4), torch.ones(1))])
 
 
 def test_the_linear_part_is_a_regression_on_what_is_known():
-    model, runs = RSSM(**SMALL), []
+    model, runs = new_rssm(**SMALL), []
     with torch.no_grad():  # nothing else to say than half the power law
         for name in ("loss_out", "start_out"):
-            getattr(model, name).weight.zero_()
+            model.weights[f"{name}.weight"].zero_()
     rng = np.random.default_rng(0)
     for seed in range(40):
         run = make_run(seed, stretches=16, branches=0, leaps=False, noise=0.0)
@@ -112,7 +114,7 @@ def test_the_linear_part_is_a_regression_on_what_is_known():
         steps = np.concatenate(([0.0], 0.05 * features[:-1, 7] - 0.1))  # what feature 7 says comes next
         runs.append(Record(features, run.actions, np.exp(np.cumsum(steps))))
     train_on_records(model, runs[:32], epochs=0, horizon=5)
-    assert model.linear.any() and not model.linear[..., 15:].any()  # no run is that long
+    assert model.weights["linear"].any() and not model.weights["linear"][..., 15:].any()  # no run is that long
     scores = score_records(model, runs[32:], horizon=5)
     assert scores["error_1"] < 0.15 * scores["law_1"] and scores["error_5"] < scores["law_5"]
     many = model.forecast(State(*(part for part in model.initial(1))), an_observation(), torch.ones(1, 30, 4)).mean
@@ -122,16 +124,16 @@ def test_the_linear_part_is_a_regression_on_what_is_known():
 def test_the_epoch_is_kept_that_forecasts_other_runs_best():
     runs, others = [make_run(seed, stretches=12) for seed in range(6)], [make_run(50, stretches=12)]
     seen, states = [], []
-    model = RSSM(**SMALL)
+    model = new_rssm(**SMALL)
 
     def progress(values):
         seen.append(values["validation"] + values["validation_paired"])
-        states.append({name: value.clone() for name, value in model.state_dict().items()})
+        states.append({name: value.detach().clone() for name, value in model.weights.items()})
 
     options = {"epochs": 4, "horizon": 3, "starts": 2, "learning_rate": 0.05, "corruption": 0.2}
     train_on_records(model, runs, validation=others, progress=progress, **options)
     best = states[seen.index(min(seen))]
-    kept = {name: value for name, value in model.state_dict().items() if name not in ("scale_shift", "confidence_map")}
+    kept = {name: value for name, value in model.weights.items() if name not in ("scale_shift", "confidence_map")}
     assert all(torch.equal(value, best[name]) for name, value in kept.items())
 
 
@@ -140,23 +142,23 @@ def test_scales_are_calibrated_on_runs_that_were_not_learned(trained, wrong_by):
     model = copy.deepcopy(trained)
     runs = [make_run(100 + seed, stretches=20, leaps=False) for seed in range(12)]
     calibrate(model, [forecast_errors(model, runs)])
-    right = model.scale_shift.clone()
+    right = model.weights["scale_shift"].clone()
     with torch.no_grad():
-        model.loss_out.bias[:, 0, 2:] += wrong_by
+        model.weights["loss_out.bias"][:, 0, 2:] += wrong_by
     calibrate(model, [forecast_errors(model, runs)])
-    torch.testing.assert_close(model.scale_shift[:2], right[:2] - wrong_by, atol=0.06, rtol=0)
+    torch.testing.assert_close(model.weights["scale_shift"][:2], right[:2] - wrong_by, atol=0.06, rtol=0)
 
 
 def test_the_confidence_is_mapped_to_how_often_it_was_right():
-    model, count, rng = RSSM(**SMALL), 4000, np.random.default_rng(0)
+    model, count, rng = new_rssm(**SMALL), 4000, np.random.default_rng(0)
     mean = torch.tensor(rng.uniform(-0.1, 0.1, (count, 20)), dtype=torch.float32)
     error = torch.tensor(-0.02 + 0.02 * rng.standard_t(5, (count, 20)), dtype=torch.float32)  # losses fall further
     ones = torch.ones(count, 20)
     table = {"mean": mean, "error": error, "log_scale": math.log(0.02) * ones, "spread": 0 * ones, "valid": ones}
     calibrate(model, [table])
-    scale = 0.02 * model.scale_shift[1].exp().item()
+    scale = 0.02 * model.weights["scale_shift"][1].exp().item()
     below = [student_t_cdf((math.log1p(TOLERANCE) - value) / scale) for value in mean[:, 4].tolist()]
-    mapped = torch.tensor([platt_scaled(p, *model.confidence_map.tolist()) for p in below])
+    mapped = torch.tensor([platt_scaled(p, *model.weights["confidence_map"].tolist()) for p in below])
     happened = ((mean + error)[:, 4] <= math.log1p(TOLERANCE)).float()
     for low, high in ((0.1, 0.4), (0.4, 0.7), (0.7, 0.95)):
         inside = (mapped > low) & (mapped < high)
@@ -167,7 +169,7 @@ def test_the_confidence_is_mapped_to_how_often_it_was_right():
 
 def test_training_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     runs = [SimpleNamespace(**make_run(seed, stretches=20)._asdict(), settings={"index": seed}) for seed in range(6)]
-    monkeypatch.setattr(train, "RSSM", lambda seed: RSSM(**SMALL, seed=seed))
+    monkeypatch.setattr(train, "new_rssm", lambda seed: new_rssm(**SMALL, seed=seed))
     monkeypatch.setitem(train.SETTINGS, "epochs", 1)
     calls = []
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.results import Results, command_line, provenance
+from benchmarks.world_model.learning import new_rssm, parameters
 from benchmarks.world_model.record import RUNS, record
 from benchmarks.world_model.records import (
     calibrate,
@@ -85,7 +86,7 @@ def leave_out(fold: int, records: list) -> dict:
     """Train without one part, and forecast it."""
     started, left_out = time.perf_counter(), records[fold::FOLDS]
     learned = [record for index, record in enumerate(records) if index % FOLDS != fold]
-    model, progress = RSSM(seed=SETTINGS["seed"]), Progress(fold)
+    model, progress = new_rssm(seed=SETTINGS["seed"]), Progress(fold)
     train_on_records(model, learned, validation=left_out, progress=progress, **SETTINGS)
     return {
         "epochs": progress.best_epoch,
@@ -119,19 +120,18 @@ def train(records: list, held_out: list, path: Path, folder: Path) -> dict:
     """
     epochs, errors, scores, curves, seconds = cross_validate(records, folder)
     started = time.perf_counter()
-    model, progress = RSSM(seed=SETTINGS["seed"]), Progress(None)
+    model, progress = new_rssm(seed=SETTINGS["seed"]), Progress(None)
     train_on_records(model, records, progress=progress, **{**SETTINGS, "epochs": epochs})
     calibrate(model, errors)
     seconds += time.perf_counter() - started
     save_weights(model, path, torch.float16)
-    shipped = RSSM(seed=1)
-    shipped.load(path)
+    shipped = RSSM.load(path)
     return {
         "settings": {**SETTINGS, "folds": FOLDS, "epochs_kept": epochs},
         "runs": {"learned": len(records), "held_out": len(held_out)},
         "windows": {"learned": sum(len(r.losses) for r in records), "held_out": sum(len(r.losses) for r in held_out)},
         "branches": {"learned": sum(len(r.branches) for r in records)},
-        "parameters_per_member": sum(p.numel() for p in model.parameters()) // model.members,
+        "parameters_per_member": sum(weight.numel() for weight in parameters(model).values()) // model.members,
         "file_bytes": path.stat().st_size,
         "seconds": round(seconds, 1),
         "scale_shift": [round(value, 3) for value in shipped.scale_shift.tolist()],

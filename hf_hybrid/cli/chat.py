@@ -7,10 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hf_hybrid.arguments import check_range
 from hf_hybrid.cli import console
 from hf_hybrid.cli.options import OptionError
 
 HELP = "/reset forgets the conversation, /system TEXT sets a system message, /exit or Ctrl-D ends."
+LIMITS: dict[str, dict[str, float]] = {
+    "max_new_tokens": {"at_least": 1},
+    "temperature": {"at_least": 0, "at_most": 100},
+    "top_p": {"above": 0, "at_most": 1},
+}
 
 
 def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
@@ -43,10 +49,10 @@ def run(args: argparse.Namespace) -> int:
     """Chat. Returns 0; 2 after a message if the model or an option cannot be used; 130 after Ctrl-C."""
     try:
         _check(args)
+        console.print_line(f"{args.model}. {HELP}")
         with console.speaking():
             with console.quiet_imports():
                 model, tokenizer = load(args)
-            console.print_line(f"{args.model}. {HELP}")
             _talk(model, tokenizer, args)
     except (OptionError, ImportError) as error:
         sys.stderr.write(f"hf-hybrid chat: error: {error}\n")
@@ -59,13 +65,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse wrong numbers and folders without a model, before torch is imported."""
-    for name, wrong, limits in (
-        ("max_new_tokens", args.max_new_tokens < 1, "at least 1"),
-        ("temperature", args.temperature is not None and not 0 <= args.temperature < 100, "between 0 and 100"),
-        ("top_p", args.top_p is not None and not 0 < args.top_p <= 1, "greater than 0 and at most 1"),
-    ):
-        if wrong:
-            raise OptionError(f"`--{name}` must be {limits}, got {getattr(args, name)}.")
+    try:
+        for name, limits in LIMITS.items():
+            check_range(f"--{name}", getattr(args, name), limits)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
     path, kinds = Path(args.model).expanduser(), ("config.json", "adapter_config.json", "*.gguf")
     if path.is_dir() and not any(any(path.glob(kind)) for kind in kinds):
         from hf_hybrid.saving.manifest import last_checkpoint
@@ -91,29 +95,25 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
 
     path = Path(args.model).expanduser()
     folder = path.parent if path.suffix == ".gguf" else path
-    file = path if path.suffix == ".gguf" else next(folder.glob("*.gguf"), None)
-    is_gguf = file is not None and not (path / "config.json").is_file()
+    files = () if (path / "config.json").is_file() else folder.glob("*.gguf" if folder == path else path.name)
+    file = next(iter(files), None)
     name = str(folder) if folder.exists() else args.model
     options: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
-    options |= {"gguf_file": file.name} if is_gguf else {}
-    of_tokenizer = dict(options)
-    if (folder / "tokenizer_config.json").is_file():
-        of_tokenizer.pop("gguf_file", None)  # a GGUF file has one without its chat template
+    weights = options if file is None else {**options, "gguf_file": file.name}
+    # A GGUF file has a tokenizer too, but not its chat template.
+    of_tokenizer = options if (folder / "tokenizer_config.json").is_file() else weights
+    loader: Any = AutoModelForCausalLM
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(name, **of_tokenizer)
         if (path / "adapter_config.json").is_file():
-            from peft import AutoPeftModelForCausalLM
-
-            model: Any = AutoPeftModelForCausalLM.from_pretrained(name, dtype=args.dtype, **options)
-        else:
-            with quiet_reading():
-                model = AutoModelForCausalLM.from_pretrained(name, dtype=args.dtype, **options)
+            from peft import AutoPeftModelForCausalLM as loader
+        tokenizer: Any = AutoTokenizer.from_pretrained(name, **of_tokenizer)
+        with quiet_reading():
+            model: Any = loader.from_pretrained(name, dtype=args.dtype, **weights)
     except ImportError:
         raise
     except Exception as error:  # whatever a broken file leads to
-        raise OptionError(
-            f"`{args.model}` cannot be loaded: {' '.join(str(error.__cause__ or error).split())}"
-        ) from error
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise OptionError(f"`{args.model}` cannot be loaded: {reason}") from error
     if not tokenizer.chat_template:
         raise OptionError(
             f"The tokenizer of `{args.model}` has no chat template, so the model was not made for chats. Train it with "
@@ -131,10 +131,8 @@ def _talk(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
     system, messages = args.system, []
     while (line := input("> ").strip()) not in ("/exit", "/quit"):
         word, _, rest = line.partition(" ")
-        if word == "/reset":
-            messages = []
-        elif word == "/system":
-            system, messages = rest.strip(), []
+        if word in ("/reset", "/system"):
+            system, messages = rest.strip() if word == "/system" else system, []
         elif word.startswith("/") and word[1:].isalpha():
             console.print_line(HELP)
         elif line:
@@ -150,10 +148,9 @@ def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], args: ar
     from jinja2 import TemplateError
     from transformers import TextStreamer
 
+    options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
     try:
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        ).to(model.device)
+        inputs = tokenizer.apply_chat_template(messages, **options).to(model.device)
     except TemplateError as error:  # some templates take no system message
         raise OptionError(f"The chat template cannot format the conversation: {error}") from error
     length = inputs["input_ids"].shape[1]
@@ -168,13 +165,11 @@ def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], args: ar
 
 
 def _sampling(model: Any, tokenizer: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Return options of `generate`: also what the template ends an answer with ends it."""
     own_end, ends = tokenizer.eos_token_id, model.generation_config.eos_token_id
-    options: dict[str, Any] = {"pad_token_id": tokenizer.pad_token_id or own_end}
-    if own_end is not None:  # what the template ends an answer with
-        known = ends if isinstance(ends, list) else [] if ends is None else [ends]
-        options["eos_token_id"] = sorted({*known, own_end})
+    known = {own_end, *(ends if isinstance(ends, list) else [ends])} - {None}
+    options: dict[str, Any] = {"pad_token_id": tokenizer.pad_token_id or own_end, "eos_token_id": sorted(known) or None}
     if args.temperature == 0:
         return options | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    asked = {"temperature": args.temperature, "top_p": args.top_p}
-    asked = {name: value for name, value in asked.items() if value is not None}
+    asked = {name: getattr(args, name) for name in ("temperature", "top_p") if getattr(args, name) is not None}
     return options | asked | ({"do_sample": True} if asked else {})

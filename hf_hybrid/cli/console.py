@@ -88,36 +88,29 @@ class Said(logging.Handler):
         self.unsaid = unsaid
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.msg not in self.unsaid and first_process():
-            from tqdm import tqdm
-
-            tqdm.write(_wrapped(record.getMessage()), file=sys.stdout)
+        if record.msg not in self.unsaid:
+            print_line(record.getMessage())
 
 
-def first_process() -> bool:
-    """Whether this is the process that speaks, of those that a launcher started."""
-    return int(os.environ.get("RANK", 0)) == 0
+def print_line(text: str = "", indent: int = 0, *, unwrapped: bool = False) -> None:
+    """Write a line, past a bar and wrapped to the terminal; of several processes the first one speaks."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        from tqdm import tqdm
 
-
-def print_line(text: str = "") -> None:
-    """Write a line, wrapped to the terminal."""
-    if first_process():
-        sys.stdout.write(f"{_wrapped(text)}\n")
+        lines = [text]
+        if not unwrapped:
+            further = " " * max(indent, INDENT)
+            lines = textwrap.wrap(
+                text, terminal_width(), subsequent_indent=further, break_long_words=False, break_on_hyphens=False
+            )
+        tqdm.write("\n".join(lines))
         sys.stdout.flush()
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, terminal_width(), subsequent_indent=" " * INDENT)
 
 
 def print_fact(name: str, text: str, *, unwrapped: bool = False) -> None:
     """Write a fact: its name, and behind it the text, wrapped; `unwrapped`: in one line, for commands to copy."""
-    if first_process():
-        before = f"{'':{INDENT}}{name:<{NAME}} "
-        room = terminal_width() - len(before)
-        lines = [text] if unwrapped else textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
-        sys.stdout.write(before + f"\n{'':{len(before)}}".join(lines) + "\n")
-        sys.stdout.flush()
+    before = f"{'':{INDENT}}{name:<{NAME}} "
+    print_line(before + text, len(before), unwrapped=unwrapped)
 
 
 def terminal_width() -> int:
@@ -139,13 +132,6 @@ def count(number: float) -> str:
 def plural(number: float, name: str) -> str:
     """Return a number of things, with an s where there is not one."""
     return f"{number:,} {name}" + ("" if number == 1 else "s")
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as people write them: 0:12, 1:05:00."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def is_number(value: Any) -> bool:
@@ -172,8 +158,12 @@ def outcome(metrics: dict[str, Any], prefix: str = "eval_") -> str:
 # Before and after.
 
 
-def print_trainer(trainer: Any) -> None:
-    """Say what is trained, how long, at which rate, in how much memory, and where it is saved."""
+def print_trainer(trainer: Any, *, by_rule: bool) -> None:
+    """
+    Say what is trained, how long, at which rate, in how much memory, and where it is saved.
+
+    `by_rule`: the command chose the rate where a rule has one.
+    """
     from hf_hybrid.hub.card import count_parameters
     from hf_hybrid.machine import describe_device
 
@@ -184,17 +174,21 @@ def print_trainer(trainer: Any) -> None:
     name = Path(getattr(model, "name_or_path", "") or type(model).__name__).name
     dtype = str(next(iter(parameters)).dtype).removeprefix("torch.")
     device = describe_device(args.device).get("name", args.device)
-    print_fact("model", f"{name}: {count(total)} parameters in {dtype}, on {device}")
+    base = total - trained if hasattr(model, "peft_config") else total
+    print_fact("model", f"{name}: {count(base)} parameters in {dtype}, on {device}")
     if trained < total:
         share = trained / total
         print_fact("trained", f"{count(trained)} ({share:{'.1%' if share >= 0.001 else '.2g'}}) in adapters")
     else:
         print_fact("trained", "all of them")
     print_fact("steps", _steps(trainer))
-    print_fact("rate", _rate(trainer))
+    print_fact("rate", _rate(trainer, by_rule))
     if (memory := _memory(trainer)) is not None:
         print_fact("memory", memory)
-    print_fact("output", f"{args.output_dir}{_saving(trainer)}", unwrapped=True)
+    steps = f"{args.save_steps:.0%} of the run" if args.save_steps < 1 else f"{int(args.save_steps):,} steps"
+    every = {"steps": steps, "epoch": "epoch"}.get(getattr(args.save_strategy, "value", args.save_strategy))
+    saves = f"a checkpoint every {every}" if every else "no checkpoints on the way"
+    print_fact("output", f"{args.output_dir}; {saves}", unwrapped=True)
     print_line()
 
 
@@ -217,20 +211,20 @@ def _steps(trainer: Any) -> str:
     return f"{steps:,} ({plural(args.num_train_epochs, 'epoch').replace('.0 ', ' ')}), {text}"
 
 
-def _rate(trainer: Any) -> str:
+def _rate(trainer: Any, by_rule: bool) -> str:
     from hf_hybrid.build import chooses_rate
     from hf_hybrid.config import was_given
 
-    args, options = trainer.args, trainer.hybrid_args
-    given = was_given(args, "learning_rate")
+    args, written = trainer.args, was_given(trainer.args, "learning_rate")
+    source = "the rule for adapters" if by_rule and written else "as given" if written else "the default"
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)).replace("_", " ")
-    text = f"{args.learning_rate:g} ({'as given' if given else 'the default'}), {schedule}"
+    text = f"{args.learning_rate:.3g} ({source}), {schedule}"
     adapters = any(not parameter.requires_grad for parameter in trainer.model.parameters())
-    if trainer.has_phases and chooses_rate(args, options):
+    if trainer.has_phases and chooses_rate(args, trainer.hybrid_args):
         choice = "times a factor that auto_lr knows for adapters" if adapters else "raised by auto_lr if that helps"
         return f"{text}, {choice}; --learning_rate turns that off"
-    if not trainer.has_phases and adapters and not given:
-        return f"{text} of training all weights; adapters often need ten times as much: set --learning_rate"
+    if adapters and not written:
+        return f"{text}; adapters often need ten times the rate of all weights: set --learning_rate"
     return text
 
 
@@ -253,21 +247,10 @@ def _memory(trainer: Any) -> str | None:
     return text
 
 
-def _saving(trainer: Any) -> str:
-    args = trainer.args
-    strategy = getattr(args.save_strategy, "value", args.save_strategy)
-    if strategy == "steps":
-        every = f"{int(args.save_steps):,} steps" if args.save_steps >= 1 else f"{args.save_steps:.0%} of the run"
-        return f"; a checkpoint every {every}"
-    return "; a checkpoint every epoch" if strategy == "epoch" else "; no checkpoints on the way"
-
-
 def print_interruption(trainer: Any) -> None:
     """Say what an interrupted run has saved, and how to go on."""
     from hf_hybrid.saving import manifest
 
-    if not first_process():
-        return
     step, last = trainer.state.global_step, manifest.last_checkpoint(Path(trainer.args.output_dir))
     print_line()
     if last is None:
@@ -281,19 +264,24 @@ def print_interruption(trainer: Any) -> None:
 
 def print_end(trainer: Any, trained: dict[str, Any], metrics: dict[str, Any]) -> None:
     """Say how a run ended, where the model is, and what can be done with it."""
-    if not first_process():
-        return
-    state, folder = trainer.state, shlex.quote(trainer.args.output_dir)
-    summary = trainer.hybrid_summary()
-    print_line()
-    print_line(f"Done: {plural(state.global_step, 'step')} in {duration(trained.get('train_runtime', 0))}.")
+    from tqdm import tqdm
+
+    state, folder, summary = trainer.state, shlex.quote(trainer.args.output_dir), trainer.hybrid_summary()
     logged = [entry for entry in state.log_history if "loss" in entry]
-    if logged and "reward" in logged[-1]:
-        print_fact("reward", f"{logged[-1]['reward']:.3g} at the end ({logged[0]['reward']:.3g} at first)")
-    elif logged:
-        print_fact("loss", f"{logged[-1]['loss']:.4g} at the end ({logged[0]['loss']:.4g} at first)")
-        if (accuracy := logged[-1].get("rewards/accuracies")) is not None:
-            print_fact("accuracy", f"{accuracy:.0%} of the pairs ranked right at the end")
+    print_line()
+    if logged and all(entry.get("frac_reward_zero_std") == 1 for entry in logged):
+        print_nothing_learned(trainer, logged[-1])
+    else:
+        seconds = tqdm.format_interval(trained.get("train_runtime", 0))
+        steps = f"{state.global_step:,} of {plural(state.max_steps, 'step')}"
+        steps = plural(state.global_step, "step") if state.global_step >= state.max_steps else steps
+        print_line(f"Done: {steps} in {seconds}.")
+    for name in ("reward", "loss"):
+        if values := [entry[name] for entry in logged if is_number(entry.get(name))]:
+            print_fact(name, f"{values[-1]:.4g} at the end ({values[0]:.4g} at first)")
+            break
+    if logged and (accuracy := logged[-1].get("rewards/accuracies")) is not None:
+        print_fact("accuracy", f"{accuracy:.0%} of the pairs ranked right at the end")
     if text := outcome(metrics):
         print_fact("eval", text)
     if (scale := summary.get("learning_rate_scale", 1.0)) != 1.0:
@@ -311,15 +299,36 @@ def print_end(trainer: Any, trained: dict[str, Any], metrics: dict[str, Any]) ->
         print_fact("" if number else "next", f"hf-hybrid {command}", unwrapped=True)
 
 
+def print_nothing_learned(trainer: Any, last: dict[str, Any]) -> None:
+    """Say that no reward differed, and what to look at, by the last entry of the log."""
+    args, cut = trainer.args, last.get("completions/clipped_ratio") or 0
+    print_line(
+        f"No reward differed in {plural(trainer.state.global_step, 'step')}, so nothing was learned: all completions "
+        "of a prompt got the same reward. Look at"
+    )
+    for line in (
+        "the completions above: do they have the form that the reward reads?",
+        f"--max_completion_length {args.max_completion_length}, which cut {cut:.0%} of the last ones;" if cut else "",
+        "the prompts: a model learns from those that it gets right sometimes;",
+        f"--num_generations {args.num_generations} and --temperature {args.temperature:g}: with higher ones "
+        "completions differ more.",
+    ):
+        if line:
+            print_line(f"  - {line}", 4)
+
+
 def _saved_work(summary: dict[str, Any]) -> str:
     """What was not computed, in words."""
     tokens, shared, padding = (summary.get(name) or 0 for name in ("tokens", "tokens_shared", "tokens_padding"))
-    parts = []
+    parts, of_what = [], "the tokens"
+    if summary.get("rows_skipped"):
+        parts, of_what = (
+            [f"{summary['rows_skipped']:,} of {summary['rows']:,} rows had no advantage"],
+            "the others' tokens",
+        )
     if tokens and (shared or padding):
         parts.append(
-            f"{(shared + padding) / (tokens + padding):.0%} of the tokens were not computed: {count(shared)} in shared "
+            f"{(shared + padding) / (tokens + padding):.0%} of {of_what} were not computed: {count(shared)} in shared "
             f"prefixes or after the last label, {count(padding)} padding"
         )
-    if summary.get("rows_skipped"):
-        parts.append(f"{summary['rows_skipped']:,} of {summary['rows']:,} rows had no advantage")
     return "; ".join(parts)

@@ -10,7 +10,6 @@ import argparse
 import os
 import platform
 import sys
-from collections.abc import Callable
 from importlib import metadata
 
 import hf_hybrid
@@ -43,23 +42,20 @@ def report() -> str:
     facts = {"hf_hybrid": hf_hybrid.__version__, "Python": platform.python_version(), "Platform": platform.platform()}
     versions = {distribution.name.replace("-", "_"): distribution.version for distribution in metadata.distributions()}
     facts |= {name: versions.get(name, "not installed") for name in PACKAGES}
-    facts |= {name: _or_unknown(find) for name, find in {"CPU": cpu, "RAM": _ram, "GPUs": _gpus}.items()}
+    for name, find in {"CPU": cpu, "RAM": _ram, "GPUs": _gpus}.items():
+        try:
+            facts[name] = find()
+        except Exception as error:  # a report on a broken machine must not break
+            facts[name] = f"unknown ({type(error).__name__})"
     facts |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
     return "".join(f"- {name}: {fact}\n" for name, fact in facts.items())
 
 
-def _or_unknown(find: Callable[[], str]) -> str:
-    try:
-        return find()
-    except Exception as error:  # a report on a broken machine must not break
-        return f"unknown ({type(error).__name__})"
-
-
 def _ram() -> str:
-    from hf_hybrid.plan.accounting import host_memory
+    import psutil
 
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{total:.1f} GiB, {host_memory() / 2**30:.1f} GiB available"
+    total, available = psutil.virtual_memory()[:2]
+    return f"{total / 2**30:.1f} GiB, {available / 2**30:.1f} GiB available"
 
 
 def _gpus() -> str:
@@ -68,9 +64,7 @@ def _gpus() -> str:
     from hf_hybrid.machine import describe_device
 
     kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None:
-        return f"none (CUDA of torch: {torch.version.cuda or torch.version.hip or 'none'})"
-    devices = [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
-    gpus = [describe_device(device) for device in devices]
-    names = [f"{gpu['name']}, {gpu['total_memory'] / 2**30:.1f} GiB" if gpu else kind.type for gpu in gpus]
-    return f"{'; '.join(names)} (CUDA of torch: {torch.version.cuda or torch.version.hip or 'none'})"
+    devices = [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())] if kind else []
+    gpus = [(device.type, describe_device(device)) for device in devices]
+    names = [f"{gpu['name']}, {gpu['total_memory'] / 2**30:.1f} GiB" if gpu else name for name, gpu in gpus]
+    return f"{'; '.join(names) or 'none'} (CUDA of torch: {torch.version.cuda or torch.version.hip or 'none'})"

@@ -23,8 +23,7 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
         help=summary,
         description=(
             "Write the model of a run, or of one of its checkpoints, in 16 bits (`merged`) or in a low-bit format, "
-            "with tokenizer, generation config and model card, and measure held-out loss, bytes and speed beside the "
-            "original. Adapters are merged. Nothing is written over."
+            "with tokenizer, generation config and model card. Adapters are merged. Nothing is written over."
         ),
     )
 
@@ -32,7 +31,7 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
         names = dict.fromkeys((name, name.replace("_", "-")))  # as `train` takes them
         parser.add_argument(*names, **options)
 
-    text = "merged (16 bit), int8, int4, nf4, bitnet, gguf-f16, gguf-q8_0, gguf-q5_1, gguf-q4_m, gguf-q4_1 or gguf-q4_0"
+    text = "merged (16 bit), int8, nf4, bitnet, gguf-f16, gguf-q8_0, gguf-q5_1, gguf-q4_m, gguf-q4_1 or gguf-q4_0"
     add("folder", help="output_dir of a run, or a checkpoint in it")
     add("--format", required=True, help=text)
     add("--output", help="folder to write, which must not exist (default: FOLDER-FORMAT)")
@@ -40,7 +39,9 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     text += "with merged bfloat16, or float16 if they are saved so)"
     add("--dtype", default="auto", help=text)
     add("--max_shard_size", default="5GB", help="largest file of weights (default: 5GB); a GGUF file is not split")
-    text = "data to measure the loss on, of a format that the run takes (default: what the run held out)"
+    text = "measure the held-out loss of the original and of the export, after it is written"
+    add("--measure", action="store_true", help=text)
+    text = "data to measure on, of a format that the run takes (default: what the run held out); asks for --measure"
     add("--eval_dataset", help=text)
     add("--eval_split", help="split of --eval_dataset (default: as the run, else train)")
     add("--columns", nargs="+", help="other names of columns of --eval_dataset, as NEW=OLD: text=body")
@@ -53,42 +54,57 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export and print the table. Returns 0; 2 after a message if the run, the format or the data cannot be used."""
+    """Export, say so, and measure if asked. Returns 0; 2 after a message if run, format or data cannot be used."""
     from hf_hybrid.cli import console
 
     with console.quiet_imports():
+        from tqdm import tqdm
+
         from hf_hybrid.export import exporter, source
 
     folder = Path(args.folder)
     output = Path(args.output or f"{folder.resolve()}-{args.format}")
+    absolute = output.resolve()
+    shown = absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute
+    batches: list[dict[str, Any]] = []
+
+    def say_written() -> None:
+        sys.stderr.write(f"Written: {shown}\n")
+        if batches:
+            sys.stderr.write("Measuring the loss of the original and of the export. Ctrl-C is safe now.\n")
+
+    def bar(name: str, batches: list) -> Any:
+        return tqdm(batches, name, leave=False, disable=not sys.stderr.isatty(), ncols=console.terminal_width())
+
     try:
         with console.quiet_dependencies():
             exporter.check_output(output)
             source.check_source(folder)
             source.read_config(folder)
-            batches = held_out_batches(args, folder)
-            options: dict[str, Any] = {"dtype": args.dtype, "max_shard_size": args.max_shard_size}
-            result = exporter.export(folder, output, args.format, batches=batches, **options)
+            if args.measure or args.eval_dataset is not None:
+                batches = held_out_batches(args, folder)
+            sys.stderr.write(f"Writing {args.format} ...\n")
+            result = exporter.export(
+                folder, output, args.format, batches=batches, dtype=args.dtype, max_shard_size=args.max_shard_size,
+                when_written=say_written, progress=bar,
+            )  # fmt: skip
     except (ValueError, ImportError, OSError) as error:
         sys.stderr.write(f"hf-hybrid export: error: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        if not (output / exporter.RESULT_NAME).is_file():
+            raise
+        sys.stderr.write(f"\nStopped: `{shown}` is whole, and its loss was not measured.\n")
+        return 0
     width = console.terminal_width()
     sys.stdout.write(json.dumps(result, indent=1) + "\n" if args.json else exporter.as_text(result, width))
-    whole = output.resolve()
-    written = whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else whole
-    sys.stderr.write(f"Written: {written}\n")
     if (output / "chat_template.jinja").is_file():
-        sys.stderr.write(f"To try it: hf-hybrid chat {shlex.quote(str(written))}\n")
+        sys.stderr.write(f"To try it: hf-hybrid chat {shlex.quote(str(shown))}\n")
     return 0
 
 
-def held_out_batches(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]] | None:
-    """
-    Batches of held-out rows: of `--eval_dataset`, or of what the run noted; `None` if there is neither.
-
-    Raises:
-        OptionError: If the data cannot be read.
-    """
+def held_out_batches(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Batches of held-out rows, of `--eval_dataset` or of what the run noted, or an `OptionError` that says why not."""
     from hf_hybrid.cli.data import NOTE_NAME, Reader
     from hf_hybrid.cli.options import OptionError, TextDataOptions
     from hf_hybrid.export.source import read_tokenizer
@@ -106,23 +122,16 @@ def held_out_batches(args: argparse.Namespace, folder: Path) -> list[dict[str, A
         options.setdefault("eval_split", None)
     reader = dataclasses.replace(reader, data=dataclasses.replace(reader.data, **options))
     if reader.command == "grpo" or not reader.evaluates:  # prompts of GRPO have no completions
-        return None
+        raise OptionError("`--measure`: the run held out no texts with answers. Name some with `--eval_dataset`.")
     tokenizer = read_tokenizer(folder)
     if tokenizer is None:
         raise OptionError(f"`{folder}` has no tokenizer, which the texts need. Save it there.")
     rows = held_out_rows(reader, tokenizer, args.eval_sequences)
-    return [_padded(rows[start : start + BATCH]) for start in range(0, len(rows), BATCH)] or None
+    return [_padded(rows[start : start + BATCH]) for start in range(0, len(rows), BATCH)]
 
 
 def held_out_rows(reader: Any, tokenizer: Any, most: int) -> list[dict[str, list[int]]]:
-    """
-    Return rows that a run did not train on, with `input_ids` and `labels`; of preference pairs the chosen side.
-
-    Args:
-        reader (`Reader`): Of the run.
-        tokenizer: Of the run, with its chat template.
-        most (`int`): Rows that are returned at most.
-    """
+    """Return at most so many rows that a run did not train on, tokenised; of preference pairs the chosen side."""
     rows = list(itertools.islice(reader.eval_set(tokenizer), most))
     if reader.command == "dpo":
         rows = _chosen(rows, reader, tokenizer)
@@ -164,12 +173,7 @@ def _padded(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
 
 
 def read_note(path: Path) -> Any:
-    """
-    Return the `Reader` of a run.
-
-    Raises:
-        OptionError: If the file is damaged, or holds something else.
-    """
+    """Return the `Reader` of a run, or raise an `OptionError` if the file is damaged or holds something else."""
     from hf_hybrid.cli.data import Reader
     from hf_hybrid.cli.options import TRAIN, TRAINING, OptionError
 

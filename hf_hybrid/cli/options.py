@@ -16,13 +16,15 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_origin, get_type_hints
 
 from hf_hybrid.arguments import HybridArguments, check_ranges, option
 from hf_hybrid.cli.yaml_file import ENVIRONMENT, holds_secret, read_options
 
+COMMAND = "command"
+"""Key of a YAML file under which the command stands that its options are for."""
 PRIVATE = "HF_HYBRID_PRIVATE_OPTIONS"
 """Environment variable with options as JSON, which stand in no file: a sweep gives them to its trials so."""
 
@@ -117,6 +119,12 @@ class DataOptions(OptionGroup):
         "Share of the rows to evaluate on. 0: no evaluation. Default: 0.05, and 0 in grpo and while streaming.",
         at_least=0,
         below=1,
+    )
+    early_stopping_patience: Optional[int] = option(
+        None,
+        "Stop after so many evaluations without a better loss (grpo: reward), and keep the best model. Evaluates and "
+        "saves ten times in a run, or every eval_steps.",
+        at_least=1,
     )
 
 
@@ -213,8 +221,36 @@ ALIASES = {
     "reward_funcs": "reward",
 }
 """Names of options in TRL's scripts, which are taken too."""
-REPLACED = {"text_column": "columns text=NAME", "messages_column": "columns messages=NAME"}
-"""Names that are no options, and what to write in their place."""
+_ROW_LENGTHS = "max_seq_length max_seq_len sequence_len cutoff_len block_size max_length sequence_length"
+OTHER_NAMES = {
+    "columns text=NAME": "text_column",
+    "columns messages=NAME": "messages_column",
+    "model": "base_model model_name",
+    "dataset": "datasets dataset_path train_file",
+    "eval_dataset": "test_datasets validation_file",
+    "eval_share": "val_set_size val_size",
+    "limit": "max_samples",
+    "max_length": _ROW_LENGTHS,
+    "sequence_length": _ROW_LENGTHS,
+    "packing": "sample_packing",
+    "per_device_train_batch_size": "micro_batch_size train_batch_size batch_size",
+    "num_train_epochs": "num_epochs epochs",
+    "learning_rate": "lr",
+    "lr_scheduler_type": "lr_scheduler",
+    "warmup_steps 0.1": "warmup_ratio",
+    "optim": "optimizer",
+    "eval_strategy": "evaluation_strategy",
+    "early_stopping_patience": "early_stopping_steps",
+    "peft": "adapter finetuning_type",
+    "lora_r": "lora_rank rank",
+    "lora_target_modules": "lora_target target_modules",
+    "attn_implementation flash_attention_2": "flash_attention flash_attn",
+    "max_completion_length": "max_new_tokens",
+    "num_generations": "group_size",
+    "chat_template_path": "chat_template",
+    "use_cpu": "no_cuda",
+}
+"""By what to write here: the names in other tools, and in older versions of transformers and of this package."""
 
 
 @dataclass(frozen=True)
@@ -230,6 +266,7 @@ class Command:
         kind (`str`): The class that the training arguments extend, for people.
         model, data (`type[OptionGroup]`): Classes of its options.
         more (`tuple[type[OptionGroup], ...]`): Of options that it has alone.
+        training (`tuple[str, ...]`): Of its training arguments those in [`TRAINING_OPTIONS`] that no other command has.
         defaulted (`tuple[str, ...]`): Training arguments that the command decides itself unless they are given.
     """
 
@@ -241,6 +278,7 @@ class Command:
     model: type[ModelOptions] = ModelOptions
     data: type[DataOptions] = DataOptions
     more: tuple[type[OptionGroup], ...] = ()
+    training: tuple[str, ...] = ("max_length",)
     defaulted: tuple[str, ...] = ("logging_steps",)
 
     @property
@@ -254,7 +292,8 @@ class Command:
 
     @property
     def usage(self) -> str:
-        return f"{self.program} [--config run.yaml] [--model MODEL] [--dataset DATASET] [option ...]"
+        reward = " --reward R" if RewardOptions in self.more else ""
+        return f"{self.program} [--config FILE] --model NAME --dataset DATA{reward} ..."
 
 
 def imported(place: str) -> Any:
@@ -271,6 +310,7 @@ TRAIN = Command(
     "transformers.TrainingArguments",
     model=TextModelOptions,
     data=TextDataOptions,
+    training=(),
 )
 SFT = Command(
     "sft",
@@ -278,6 +318,7 @@ SFT = Command(
     "hf_hybrid.trl.sft_dpo:HybridSFTConfig",
     "hf_hybrid.trl.sft_dpo:HybridSFTTrainer",
     "trl.SFTConfig",
+    training=("max_length", "packing"),
     defaulted=("logging_steps", "assistant_only_loss"),
 )
 DPO = Command(
@@ -286,6 +327,7 @@ DPO = Command(
     "hf_hybrid.trl.sft_dpo:HybridDPOConfig",
     "hf_hybrid.trl.sft_dpo:HybridDPOTrainer",
     "trl.DPOConfig",
+    training=("max_length", "beta"),
 )
 GRPO = Command(
     "grpo",
@@ -294,6 +336,8 @@ GRPO = Command(
     "hf_hybrid.trl.rl:HybridGRPOTrainer",
     "trl.GRPOConfig",
     more=(RewardOptions,),
+    training=("num_generations", "max_completion_length", "temperature"),
+    defaulted=("logging_steps", "learning_rate", "log_completions"),
 )
 TRAINING = {command.name: command for command in (TRAIN, SFT, DPO, GRPO)}
 
@@ -317,42 +361,87 @@ class Options(NamedTuple):
 
 # Help.
 
-_TRAINING_OPTIONS = """\
-Every option of {kind} is taken as well; --help_all lists them. The usual ones:
-  --output_dir --max_steps --num_train_epochs --learning_rate --per_device_train_batch_size
-  --gradient_accumulation_steps --bf16 --optim --lr_scheduler_type --warmup_steps --logging_steps --save_steps
-  --save_total_limit --eval_strategy --seed --report_to --push_to_hub --hub_model_id --resume_from_checkpoint true
-
-Names may be written with dashes too: --max-steps. A YAML file has the same names without leading dashes. More in
-docs/cli.md, docs/launch.md and examples/configs/."""
+USUAL = {
+    "Model and data": (
+        "model", "dataset", "columns", "limit", "system_prompt", "sequence_length", "eval_dataset", "eval_share",
+        "early_stopping_patience",
+    ),
+    "Rewards": ("reward", "reward_pattern"),
+    "Adapters": ("peft", "lora_r", "lora_alpha", "lora_target_modules"),
+    "Processes": ("num_processes", "cpu"),
+}  # fmt: skip
+"""Options that `--help` shows, by heading; then it shows those of [`TRAINING_OPTIONS`]."""
+TRAINING_OPTIONS = {
+    "output_dir": "Folder of the model and its checkpoints.",
+    "max_length": "Tokens of a row; longer ones are cut. Default: 1024.",
+    "packing": "Put several rows into one of max_length tokens.",
+    "num_generations": "Completions of a prompt, whose rewards are compared. Default: 8.",
+    "max_completion_length": "Tokens of a completion at most. Default: 512.",
+    "temperature": "Of the sampling. Default: 1.",
+    "beta": "How close the model stays to its beginning. Default: 0.1.",
+    "learning_rate": "Default: with lora by a rule, from the shape of the adapters.",
+    "num_train_epochs": "Passes over the data. Default: 3.",
+    "max_steps": "Steps, in place of epochs.",
+    "per_device_train_batch_size": "Rows of a micro-batch on each device. Default: 8.",
+    "gradient_accumulation_steps": "Micro-batches of a step. Default: 1.",
+    "warmup_steps": "Steps, or a share of all steps, in which the rate rises.",
+    "bf16": "Compute in bf16. Default: where the GPU does, but in train false.",
+    "activation_checkpointing": "true, false or auto (as few layers as memory asks for).",
+    "eval_steps": "Evaluate every so many steps, with --eval_strategy steps.",
+    "save_steps": "Save a checkpoint every so many steps. Default: 500.",
+    "resume_from_checkpoint": "true: go on from the last checkpoint.",
+    "report_to": "wandb, tensorboard, trackio, ... Default: none.",
+    "seed": "Default: 42.",
+}
+"""What `--help` says of options of transformers and TRL, in a line: their own help takes many."""
 
 
 def help_text(command: Command = TRAIN) -> str:
-    """Return the text of `--help`: the options of this package, in groups."""
-    parser = argparse.ArgumentParser(
-        prog=command.program,
-        usage=command.usage,
-        description=f"{command.summary} Order of the options: default < YAML < command line.",
-        epilog=_TRAINING_OPTIONS.format(kind=command.kind),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=False,
-    )
-    group = parser.add_argument_group("General")
-    text = "YAML file with options, for example one that `plan` wrote; environment variables are under `env`."
-    group.add_argument("--config", metavar="FILE", help=text)
-    text = f"Show these options and all options of {command.kind}."
-    group.add_argument("--help_all", "--help-all", action="store_true", help=text)
-    for owner in (*command.groups, HybridArguments):
-        hints = get_type_hints(owner)
-        if owner is not HybridArguments:  # of which the first option has a heading of its own
-            group = parser.add_argument_group(owner._argument_group_name)
-        for described in fields(owner):
-            text = described.metadata["help"]
-            if text.group:
-                group = parser.add_argument_group(text.group)
-            text += "" if described.default is None else f" (default: {described.default})"
-            group.add_argument(f"--{described.name}", metavar=_metavar(hints[described.name]), help=text)
+    """Return the text of `--help`: the usual options, on three screens at most."""
+    end = f"`{command.program} --help all` lists every option, also those of {command.kind}. More in docs/cli.md."
+    parser, described = _help_parser(command, end), {}
+    for owner in command.groups:
+        described |= {known.name: (known, get_type_hints(owner)[known.name]) for known in fields(owner)}
+    for title, names in USUAL.items():
+        group = parser.add_argument_group(title)
+        for name in names:
+            if name in described:
+                _describe(group, *described[name])
+    group = parser.add_argument_group("Training")
+    group.add_argument("--config", metavar="FILE", help="YAML file with options, under those of the command line.")
+    others = {name for other in TRAINING.values() for name in other.training} - {*command.training}
+    for name, text in TRAINING_OPTIONS.items():
+        if name not in others:
+            group.add_argument(f"--{name}", metavar="X", help=text)
     return parser.format_help()
+
+
+def help_all(command: Command = TRAIN) -> str:
+    """Return the text of `--help all`: all options, also those of the training arguments."""
+    parser = _help_parser(command, "Names may be written with dashes too: --max-steps. More in docs/cli.md.")
+    for owner in (*command.groups, HybridArguments):
+        hints, title = get_type_hints(owner), getattr(owner, "_argument_group_name", "")
+        group = parser.add_argument_group(title) if title else parser
+        for known in fields(owner):
+            if known.metadata["help"].group:
+                group = parser.add_argument_group(known.metadata["help"].group)
+            _describe(group, known, hints[known.name])
+    described = {action.dest for action in parser._actions}
+    group = parser.add_argument_group(command.kind)
+    for action in _parser(command)._actions:
+        if action.dest not in described:
+            group._add_action(action)
+    return parser.format_help()
+
+
+def _help_parser(command: Command, end: str) -> argparse.ArgumentParser:
+    name, usage, summary = command.program, command.usage, command.summary
+    return argparse.ArgumentParser(prog=name, usage=usage, description=summary, epilog=end, add_help=False)
+
+
+def _describe(group: Any, known: Field, hint: Any) -> None:
+    text = known.metadata["help"] + ("" if known.default is None else f" (default: {known.default})")
+    group.add_argument(f"--{known.name}", metavar=_metavar(hint), help=text)
 
 
 def _metavar(hint: Any) -> str:
@@ -361,13 +450,6 @@ def _metavar(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "{" + ",".join(get_args(hint)) + "}"
     return {bool: "BOOL", int: "INT", float: "FLOAT"}.get(hint, "TEXT")
-
-
-def help_all(command: Command = TRAIN) -> str:
-    """Return the text of `--help_all`: all options, also those of the training arguments."""
-    parser = _parser(command)
-    parser.usage = command.usage
-    return parser.format_help()
 
 
 # Parsing.
@@ -421,7 +503,9 @@ class CommandLine:
         self.path = known.config
         self._words = [_by_own_name(word) for word in words]
         file = {} if self.path is None else _read_yaml(self.path)
-        self._variables = file.pop(ENVIRONMENT, None)
+        self._variables, wanted = file.pop(ENVIRONMENT, None), file.pop(COMMAND, command.name)
+        if wanted != command.name:
+            raise OptionError(f"`--config {self.path}` is for another command: `hf-hybrid {wanted}`.")
         names = {key: key.replace("-", "_") for key in file}
         self._from_file = {ALIASES.get(names[key], names[key]): value for key, value in file.items()}
         self._from_file |= _private_options()
@@ -491,10 +575,13 @@ class CommandLine:
         return _parser(self.command)
 
     def _advice(self, name: str, names: Iterable[str]) -> str:
-        if (bare := name.removeprefix("--").replace("-", "_")) in REPLACED:
-            return f" Write `--{REPLACED[bare]}` in its place; in YAML the words behind `--columns` are a list."
+        known = {own.removeprefix("--") for own in names}
+        for own, others in OTHER_NAMES.items():
+            if name.removeprefix("--").replace("-", "_") in others.split() and own.split()[0] in known:
+                in_yaml = "; in YAML the words behind `--columns` are a list" if own.startswith("columns") else ""
+                return f" Write `--{own}` in its place{in_yaml}."
         near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.75)
-        return f" Did you mean `{near[0]}`?" if near else f" `{self.command.program} --help_all` lists all."
+        return f" Did you mean `{near[0]}`?" if near else f" `{self.command.program} --help all` lists all."
 
     def _words_of_file(self, actions: dict[str, argparse.Action]) -> tuple[list[str], dict[str, Any]]:
         """The options of the file as words, and those that no word can say (nothing, a list) as values."""
@@ -547,14 +634,27 @@ class CommandLine:
         """The options that the command decides, as they were not given."""
         return frozenset(name for name in self.command.defaulted if getattr(self.values, name) is None)
 
+    def _decided(self) -> dict[str, Any]:
+        """Training arguments that follow from other options, or are the command's, where they are not written."""
+        written, values = self._parsed[1], {}
+        if self.command is not TRAIN and not any("checkpointing" in name for name in written):
+            values["activation_checkpointing"] = "auto"
+        if written.get("early_stopping_patience") is not None:
+            rewarded, by = self.command is GRPO, written.get("eval_strategy", "steps")
+            values |= {"load_best_model_at_end": True, "greater_is_better": rewarded, "eval_strategy": by}
+            values |= {"metric_for_best_model": f"eval_{'reward' if rewarded else 'loss'}", "save_strategy": by}
+            steps = written.get("eval_steps", written.get("save_steps", 0.1))
+            values |= {"eval_steps": steps, "save_steps": steps, "save_total_limit": 1}  # beside the best one
+        return values
+
     def options(self) -> Options:
         """
         Check the options and build the config of the trainer; a `ValueError` says what it refuses.
 
         The dataclasses get what was written and nothing else, so that they know which defaults the user wrote.
         """
-        defaulted = self.defaulted
-        model, data, adapters, launch, *more, config = self._parser.parse_dict(self._parsed[1], allow_extra_keys=True)
+        defaulted, values = self.defaulted, {**self._decided(), **self._parsed[1]}
+        model, data, adapters, launch, *more, config = self._parser.parse_dict(values, allow_extra_keys=True)
         trusted = (model if isinstance(model, TextModelOptions) else config).trust_remote_code
         return Options(self.command, model, data, adapters, launch, config, defaulted, trusted, *more)
 

@@ -1,16 +1,18 @@
-"""`hf-hybrid plan`: the memory that each way to train a model needs, which of them fit, and the best as a YAML file."""
+"""`hf-hybrid plan`: the memory that each way to train a model needs, and the best that fit, as commands and a file."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import json
+import math
+import shlex
 import sys
-import tempfile
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_hybrid.cli.console import quiet_imports
+from hf_hybrid.cli.console import quiet_imports, terminal_width
 from hf_hybrid.files import write_text
 
 if TYPE_CHECKING:
@@ -18,8 +20,15 @@ if TYPE_CHECKING:
     from hf_hybrid.plan.ways import WayPlan
 
 GIB = 2**30
-COLUMNS = ("weights", "gradients", "states", "activations")
-HEADINGS = ("weights", "gradients", "states", "activ.", "other", "device", "host")
+LENGTHS = {"train": "sequence_length", "sft": "max_length", "dpo": "max_length", "grpo": "max_completion_length"}
+"""The option of each command for the length of a sequence; of GRPO half of it is planned for the prompt."""
+DATA = dict.fromkeys(LENGTHS, "--dataset DATA") | {"grpo": "--dataset DATA --reward REWARD"}
+"""What each command needs beside its plan."""
+DEFAULTS = {
+    "optim": "adamw_torch_fused", "memory": "off", "optimizer_states": "exact", "chunked_loss": "off", "lora_r": 16,
+    "gradient_accumulation_steps": 1, "offload_activations": False, "base_precision": "same",
+}  # fmt: skip
+"""Options that a printed command need not have."""
 
 
 def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
@@ -30,7 +39,7 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
         description=(
             "Plan the memory of training a model from its config alone: no weights, no data, no GPU. Prints how much "
             "device and host memory each way to train needs and which of them fit, and recommends the cheapest exact "
-            "one."
+            "one of each kind: full training, LoRA, and QLoRA."
         ),
     )
 
@@ -42,11 +51,13 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     add("--sequence_length", type=int, help="tokens per sequence (default: 1024, less if the model takes less)")
     add("--batch_size", type=int, default=8, help="sequences per micro-batch (default: 8)")
     add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches per optimizer step (default: 1)")
-    add("--vram", help="device memory, as 24GiB, 24GB (decimal) or bytes (default: what is free on the GPU)")
+    add("--vram", help="device memory, as 24 or 24GiB, or 24GB (decimal) (default: what is free on the GPU)")
     add("--ram", help="host memory (default: what is available on this machine)")
     text = "mixed: fp32 weights (a frozen base: bf16) under bf16 autocast; or all in one type (default: mixed)"
     add("--dtype", choices=("mixed", "float32", "bfloat16"), default="mixed", help=text)
-    add("--peft", choices=("none", "lora", "qlora"), default="none", help="what the best plan trains (default: none)")
+    text = "command that trains; the plan is of its options (default: sft)"
+    add("--for", dest="task", choices=tuple(LENGTHS), default="sft", help=text)
+    add("--peft", choices=("none", "lora", "qlora"), help="plan this alone; none: all weights (default: all three)")
     text = "bitnet: ternary weights, with their rounded copies beside the latent ones (default: none)"
     add("--qat", choices=("none", "bitnet"), default="none", help=text)
     add("--lora_r", type=int, default=16, help="rank of the adapters (default: 16)")
@@ -54,11 +65,8 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     add("--num_processes", type=int, default=1, help="processes, one for each GPU; more with --accelerate_config")
     add("--accelerate_config", choices=("fsdp2",), help="how processes share the model; plans are of each of them")
     add("--enable_predict", action="store_true", help="count the memory of leaps, which adapters train without")
-    add(
-        "--output",
-        metavar="FILE",
-        help="write the recommended plan as YAML: options of `hf-hybrid train`, which then needs a data set",
-    )
+    text = "write the best plan (of several kinds the first that needs no streaming) as YAML, for --config of --for"
+    add("--output", metavar="FILE", help=text)
     add("--details", action="store_true", help="print every plan by category, on device and host")
     add("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
@@ -68,9 +76,7 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Plan, print, write a YAML file. Returns 0; 1 if nothing fits to be written; 2 for wrong options."""
     try:
-        if args.output is not None:
-            _check_output(args.output)
-        with quiet_imports():  # of a model that is never trained nothing is told
+        with quiet_imports():
             report = _Report(args)
     except (ImportError, ValueError) as error:
         sys.stderr.write(f"hf-hybrid plan: error: {error}\n")
@@ -78,42 +84,30 @@ def run(args: argparse.Namespace) -> int:
     sys.stdout.write(report.as_json() if args.json else report.as_text())
     if args.output is None:
         return 0
-    if report.best is None:
+    best = report.written()
+    if best is None:
         sys.stderr.write(f"hf-hybrid plan: nothing fits, so `{args.output}` is not written.\n")
         return 1
     try:
-        write_text(Path(args.output), report.as_yaml(report.best))
-    except OSError as error:  # the disk may be full by now
-        sys.stderr.write(f"hf-hybrid plan: error: `--output {args.output}` cannot be written: {error.strerror}.\n")
+        write_text(Path(args.output), report.as_yaml(best))
+    except (OSError, ValueError) as error:  # a ValueError: of a NUL in the name
+        reason = getattr(error, "strerror", error)
+        sys.stderr.write(f"hf-hybrid plan: error: `--output {args.output}` cannot be written: {reason}.\n")
         return 2
-    sys.stderr.write(f"Written: {args.output}\n")
+    sys.stderr.write(f"Written: {args.output} ({best.title})\n")
     return 0
-
-
-def _check_output(name: str) -> None:
-    """Refuse a file that cannot be written, before the work that would be lost with it."""
-    try:
-        if Path(name).is_dir():
-            raise ValueError("it is a folder")
-        with tempfile.TemporaryFile(dir=Path(name).parent):
-            pass
-    except (OSError, ValueError) as error:  # a ValueError: of a NUL, too
-        raise ValueError(f"`--output {name}` cannot be written: {getattr(error, 'strerror', error)}.") from None
 
 
 class _Report:
     """All plans for one command line."""
 
     def __init__(self, args: argparse.Namespace):
-        import torch
-
         from hf_hybrid.machine import device_memory
         from hf_hybrid.plan.accounting import host_memory
-        from hf_hybrid.plan.exports import exported_bytes
-        from hf_hybrid.plan.models import build, lora_config
+        from hf_hybrid.plan.models import lora_config
         from hf_hybrid.plan.planner import Planner, recommended
         from hf_hybrid.plan.setups import with_context
-        from hf_hybrid.plan.ways import parse_size
+        from hf_hybrid.plan.ways import KINDS, parse_size
 
         if (args.num_processes > 1) != (args.accelerate_config is not None):
             raise ValueError(
@@ -123,19 +117,25 @@ class _Report:
             )
         if args.num_processes > 1 and args.peft == "qlora":
             raise ValueError("`--peft qlora` is not planned with FSDP2. Give `--peft lora`, or plan for one process.")
-        if args.qat != "none" and args.peft != "none":
+        if args.qat != "none" and args.peft in ("lora", "qlora"):
             raise ValueError(f"`--qat {args.qat}` trains all weights, and `--peft {args.peft}` freezes them.")
+        if args.task == "grpo" and args.batch_size * args.gradient_accumulation_steps % 2:
+            raise ValueError(f"`--batch_size {args.batch_size}` holds no groups of completions. Give an even number.")
         self.args = args
-        self.with_adapters = importlib.util.find_spec("peft") is not None
-        asks = self.with_adapters or args.peft != "none"  # without peft the error says what to install
-        with_adapters = self.with_adapters and args.qat == "none"
+        self.with_peft = importlib.util.find_spec("peft") is not None
+        kinds = KINDS if self.with_peft and args.qat == "none" else KINDS[:1]
+        if args.peft is not None:
+            kinds = tuple(kind for kind in KINDS if kind.lower() == args.peft.replace("none", "full"))
+        elif args.num_processes > 1:
+            kinds = kinds[:2]
+        adapters = kinds != KINDS[:1]  # without peft the error says what to install
         self.ram = parse_size(args.ram or host_memory(), "ram") // args.num_processes
         self.planner: Planner = Planner(
             args.model,
             sequence_length=args.sequence_length,
-            batch_size=args.batch_size,
+            batch_size=args.batch_size * (2 if args.task == "dpo" else 1),  # both sides of a pair
             gradient_accumulation_steps=args.gradient_accumulation_steps,
-            peft=lora_config(args.lora_r, args.lora_target_modules or "all-linear") if asks else None,
+            peft=lora_config(args.lora_r, args.lora_target_modules or "all-linear") if adapters else None,
             qat=args.qat,
             vram=args.vram or with_context(device_memory()),
             ram=self.ram,
@@ -143,116 +143,142 @@ class _Report:
             enable_predict=args.enable_predict,
             accelerator="cuda",
         )
-        self.plans: list[WayPlan] = self.planner.plans(args.dtype, with_adapters=with_adapters)
-        self.exports = exported_bytes(build(self.planner.config, torch.float32))
-        self.best = recommended(self.plans, None if args.peft == "none" else args.peft)
+        of_trl, can_stream = args.task != "train", args.task in ("train", "sft")
+        self.plans: list[WayPlan] = self.planner.plans(args.dtype, kinds, own_loss=of_trl, can_stream=can_stream)
+        self.best = {kind: recommended(self.plans, kind) for kind in kinds}
+
+    def written(self) -> WayPlan | None:
+        """The plan for `--output`."""
+        fitting = [plan for plan in self.best.values() if plan is not None]
+        return next((plan for plan in fitting if plan.mode != "streamed"), next(iter(fitting), None))
 
     def as_json(self) -> str:
-        """All plans, and the recommended one, as JSON."""
+        """All plans, and the recommended ones, as JSON."""
         plans, setup = [self._row(plan) for plan in self.plans], self.planner.setup
-        best = None if self.best is None else self.best.way.title
-        values = {"vram": setup.vram, "ram": setup.ram, "plans": plans, "recommended": best, "exports": self.exports}
-        return json.dumps(values, indent=2) + "\n"
+        best = {kind: plan and plan.way.title for kind, plan in self.best.items()}
+        return json.dumps({"vram": setup.vram, "ram": setup.ram, "plans": plans, "recommended": best}, indent=2) + "\n"
 
     def _row(self, plan: WayPlan) -> dict:
-        names = ("peak_device_bytes", "peak_host_bytes", "margin_bytes", "categories", "stage", "traced", "fits")
-        names += ("device_shortfall", "host_shortfall", "options")
-        values = {name: getattr(plan, name) for name in (*names, "recomputed_layers")}
-        return {"title": plan.way.title, **values, "exact": plan.way.exact}
+        names = "peak_device_bytes peak_host_bytes margin_bytes categories stage traced fits device_shortfall"
+        names += " host_shortfall options recomputed_layers"
+        values = {name: getattr(plan, name) for name in names.split()}
+        return {"title": plan.way.title, "kind": plan.way.kind, **values, "exact": plan.way.exact}
 
     def as_text(self) -> str:
-        """The table, and the recommended plan by category."""
-        sizes = ", ".join(f"{name} {count / GIB:.2f}" for name, count in self.exports.items())
-        exports = f"GiB of weights after `hf-hybrid export --dtype bfloat16`: {sizes}\n"
-        parts = [self._head(), self._table(), self._legend(), exports]
+        """The table of all plans, and the best of each kind with its command."""
+        parts = [self._head(), self._table(), self._legend()]
         if self.args.details:
             parts += [f"{plan.title}, estimated\n{plan.table}\n" for plan in self.plans]
-        if self.best is None:
-            parts.append(
-                "Nothing fits. Lower --batch_size or --sequence_length, or see above which plan is short by least.\n"
-            )
-        else:
-            exact = "" if self.best.way.exact else ", as nothing exact fits"
-            parts.append(f"Recommended{exact}: {self.best.title}\nestimated at the peak:\n{self.best.table}\n")
-        return "\n".join(parts)
+        return "\n".join([*parts, self._recommended()])
 
     def _head(self) -> str:
-        args, setup, shape = self.args, self.planner.setup, self.plans[0].shape
-        config = self.planner.config.get_text_config()
-        experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-        facts = [f"{shape.total.weights / 1e9:.2f} billion weights", f"{config.num_hidden_layers} layers"]
-        facts += [f"width {shape.hidden}", f"{config.num_attention_heads} heads"]
-        facts += [f"{experts} experts"] * bool(experts)
-        facts += [f"vocabulary {shape.vocab}" + ", tied to the head" * shape.tied]
-        count = setup.gradient_accumulation_steps
-        steps = f" x {count} micro-batches" * (count > 1)
+        args, setup, shape, config = self.args, self.planner.setup, self.plans[0].shape, self.planner.config
+        weights = shape.total.frozen or shape.total.trainable  # without adapters
+        model = (
+            f"{args.model} ({config.get_text_config().model_type}): {weights / 1e9:.2f} billion weights, "
+            f"{len(shape.layers)} layers, width {shape.hidden}, vocabulary {shape.vocab}"
+            f"{', tied to the head' * shape.tied}"
+        )
+        pairs, steps = " pairs of two" * (args.task == "dpo"), setup.gradient_accumulation_steps
+        source = "--vram" if args.vram else "free on this GPU, and the CUDA context of this process"
         device = "no GPU here and no --vram: no limit"
         if setup.vram is not None:
-            source = "free on this GPU, and the CUDA context of this process"
-            device = f"{setup.vram / GIB:.2f} GiB ({'--vram' if args.vram else source})"
-        host = f"{self.ram / GIB:.2f} GiB ({'--ram' if args.ram else 'available on this machine'})"
-        share = ""
-        if setup.processes > 1:
-            share = f"{setup.processes} processes share the weights (FSDP2): all numbers are of each of them\n"
-            host = f"{host[:-1]}, divided by {setup.processes})"
-        return (
-            f"{args.model} ({config.model_type}): {', '.join(facts)}\n"
-            f"{setup.batch_size} sequences of {setup.sequence_length} tokens{steps}\n{share}"
-            f"device: {device}\nhost:   {host}\n"
-        )
+            device = f"{setup.vram / GIB:.2f} GiB ({source})"
+        source, processes = "--ram" if args.ram else "available on this machine", setup.processes
+        lines = textwrap.wrap(model, terminal_width())
+        micro_batches = f" x {steps} micro-batches" * (steps > 1)
+        lines.append(f"{args.batch_size}{pairs} sequences of {setup.sequence_length} tokens{micro_batches}")
+        if processes > 1:
+            lines.append(f"{processes} processes share the weights (FSDP2): all numbers are of each of them")
+            source += f", divided by {processes}"
+        return "\n".join([*lines, f"device: {device}", f"host:   {self.ram / GIB:.2f} GiB ({source})", ""])
 
     def _table(self) -> str:
-        width = max(len(plan.title) for plan in self.plans) + 4
-        headings = "".join(f"{name:>10}" for name in HEADINGS)
-        lines = [f"{'GiB at the peak, estimated':<{width}}{headings}  fits"]
+        lines = ["   device    host  fits        GiB at the peak, estimated"]
         for plan in self.plans:
-            name = f"{'> ' if plan is self.best else '  '}{plan.title}{'' if plan.way.exact else ' *'}"
-            by_category = [plan.table.get(category, "device") for category in COLUMNS]
-            total = plan.peak_device_bytes
-            numbers = [count / GIB for count in (*by_category, total - sum(by_category), total, plan.peak_host_bytes)]
-            lines.append(f"{name:<{width}}{''.join(f'{number:>10.2f}' for number in numbers)}  {_verdict(plan)}")
+            mark, exact = ">" if plan in self.best.values() else " ", "" if plan.way.exact else " *"
+            device, host, short = plan.peak_device_bytes, plan.peak_host_bytes, plan.device_shortfall
+            fits = f"-{(short or plan.host_shortfall) / GIB:.2f}{'' if short else ' host'}" if plan.shortfall else "yes"
+            row = f"{mark}{device / GIB:8.2f}{host / GIB:8.2f}  {fits:<12}{plan.title}{exact}"
+            lines += textwrap.wrap(row, terminal_width(), subsequent_indent=" " * 31, break_on_hyphens=False)
         return "\n".join(lines) + "\n"
 
     def _legend(self) -> str:
         from hf_hybrid.plan.setups import CONTEXT_BYTES, MARGIN
 
-        missing = 'Plans with adapters need peft: pip install "hf-hybrid[peft]"\n'
-        return (
-            "*: not exact AdamW: rounded states, or a rounded base.\n"
+        text = (
             f"fits: with {CONTEXT_BYTES / GIB:.1f} GiB for the CUDA context and {MARGIN:.0%} for the allocator, both "
-            "assumed.\nAttention is fused, and batches are not padded.\n"
-            f"{missing * (not self.with_adapters)}"
+            "assumed; or what is missing. *: not exact AdamW: rounded states, or a rounded base. Attention is fused, "
+            "and batches are not padded."
         )
+        text += " What generation holds is not counted." * (self.args.task == "grpo")
+        text += ' Plans with adapters need peft: pip install "hf-hybrid[peft]"' * (not self.with_peft)
+        return textwrap.fill(text, terminal_width()) + "\n"
 
-    def as_yaml(self, best: WayPlan) -> str:
-        """A plan as options of `hf-hybrid train`, which needs nothing but a data set beside them."""
-        import yaml
+    def _recommended(self) -> str:
+        lines = [f"Best of each kind for `hf-hybrid {self.args.task}`:"]
+        for kind, plan in self.best.items():
+            if plan is None:
+                least = min((plan for plan in self.plans if plan.way.kind == kind), key=lambda plan: plan.shortfall)
+                places = {"device": least.device_shortfall, "host": least.host_shortfall}
+                short = ", ".join(f"{short / GIB:.2f} GiB ({place})" for place, short in places.items() if short)
+                lines.append(f"{kind}: does not fit, short by {short}")
+                continue
+            exact = "" if plan.way.exact else " *"
+            lines += textwrap.wrap(f"{plan.title}, {plan.peak_device_bytes / GIB:.2f} GiB{exact}", terminal_width())
+            options = {name: value for name, value in self._options(plan).items() if DEFAULTS.get(name) != value}
+            words = [f"hf-hybrid {self.args.task}", *(f"--{name} {_word(value)}" for name, value in options.items())]
+            text = " ".join(word.replace(" ", "\0") for word in [*words, DATA[self.args.task]])  # no break within
+            how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": " " * 4}
+            command = textwrap.wrap(text, terminal_width() - 2, initial_indent="  ", **how)
+            lines.append(" \\\n".join(command).replace("\0", " "))
+        if not any(self.best.values()):
+            lines.append("Nothing fits. Lower --batch_size or --sequence_length.")
+        return "\n".join(lines) + "\n"
 
-        args = self.args
-        values: dict[str, Any] = {
-            "model": args.model,
-            "sequence_length": best.setup.sequence_length,
-            "dtype": best.way.weights,
-        }
-        if best.way.trains == "adapters":
-            values |= {"peft": "qlora" if best.way.packed else "lora", "lora_r": args.lora_r}
+    def _options(self, plan: WayPlan) -> dict[str, Any]:
+        """A plan as options of its command, which needs nothing but data beside them."""
+        args, length, task = self.args, plan.setup.sequence_length, self.args.task
+        values: dict[str, Any] = {"model": args.model, "dtype": plan.way.weights}
+        values[LENGTHS[task]] = max(length // 2, 1) if task == "grpo" else length
+        if plan.way.kind != "full":
+            values |= {"peft": plan.way.kind.lower(), "lora_r": args.lora_r}
             if args.lora_target_modules:
                 values["lora_target_modules"] = args.lora_target_modules
         if args.qat != "none":
             values["qat"] = args.qat
         if args.accelerate_config is not None:
             values |= {"num_processes": args.num_processes, "accelerate_config": args.accelerate_config}
+        values |= {"output_dir": "out", **plan.options}
+        values["per_device_train_batch_size"] = args.batch_size
+        # Leaps alone are left out: `enable_predict=False` would leave out shared rows and the rule for rates too.
+        del values["enable_predict"]
+        if plan.way.kind == "full" and task in ("train", "sft") and not args.enable_predict:
+            values["leap_gain"] = 0
+        if task != "train":
+            del values["chunked_loss"]
+        if task == "dpo" and plan.way.kind == "full":
+            values["precompute_ref_log_probs"] = True  # a second model is not planned
+        if task == "grpo":
+            completions = args.batch_size * args.gradient_accumulation_steps * args.num_processes
+            values["num_generations"] = math.gcd(completions, 8)  # 8 as in TRL, or what divides them
+        return values
+
+    def as_yaml(self, best: WayPlan) -> str:
+        """A plan as a file for `--config`."""
+        import yaml
+
         device, host = best.peak_device_bytes / GIB, best.peak_host_bytes / GIB
         head = (
             f"# {best.title}: {device:.2f} GiB on the device, {host:.2f} GiB on the host, estimated by "
             "`hf-hybrid plan`\n"
-            f"# hf-hybrid train --config {args.output} --dataset ...\n"
+            f"# hf-hybrid {self.args.task} --config {self.args.output} {DATA[self.args.task]}\n"
         )
-        return head + yaml.safe_dump({**values, "output_dir": "out", **best.options}, sort_keys=False)
+        return head + yaml.safe_dump(self._options(best), sort_keys=False)
 
 
-def _verdict(plan: WayPlan) -> str:
-    if plan.fits:
-        return "yes"
-    shortfalls = {"device": plan.device_shortfall, "host": plan.host_shortfall}
-    return "short by " + ", ".join(f"{short / GIB:.2f} ({place})" for place, short in shortfalls.items() if short)
+def _word(value: Any) -> str:
+    """A value of YAML as on the command line."""
+    if isinstance(value, list):
+        return shlex.join(value)
+    return shlex.quote(value if isinstance(value, str) else json.dumps(value))

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import signal
 import sys
+import textwrap
 import threading
 import time
+from collections.abc import Generator
 from typing import Any
 
+from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from hf_hybrid.cli.console import duration, is_number, outcome, plural, print_line, terminal_width
+from hf_hybrid.cli.console import is_number, outcome, plural, print_line, terminal_width
 from hf_hybrid.records.progress import HybridProgressCallback, PositionBar
+from hf_hybrid.trl.rewards import text_of
 
 LINES = 20
 """Lines of losses that a run of any length shows, about, if `logging_steps` is not given."""
@@ -28,55 +34,51 @@ FORMATS = {
     "grad_norm": "grad {:.2f}",
 }
 """Of a log entry, what a line shows and how, in this order."""
-LEAST_IMPORTANT = ("grad ", "token acc ", " tokens/s", "zero-std groups ", "margin ")
+LEAST_IMPORTANT = ("grad ", "token acc ", " tokens/s", "margin ", " skipped", "length ")
 """What a narrow terminal has no room for, the least important first."""
 
 
-class Interrupts:
+@contextlib.contextmanager
+def interrupts(alone: bool) -> Generator[threading.Event]:
     """
-    Ctrl-C in a training on one process: the first lets the step end, saves a checkpoint and stops, the second stops at
-    once.
-
-    Attributes:
-        asked (`bool`): Whether Ctrl-C was pressed.
+    Context of a training, whose event Ctrl-C sets: the first lets the step end, saves a checkpoint and stops, the
+    second stops at once. If the process is not `alone`, the first does.
     """
+    asked = threading.Event()
 
-    def __init__(self, alone: bool):
-        self.asked = False
-        self._works = alone and threading.current_thread() is threading.main_thread()
-
-    def __enter__(self) -> Interrupts:
-        if self._works:
-            self._before = signal.signal(signal.SIGINT, self._first)
-        return self
-
-    def __exit__(self, *error) -> None:
-        if self._works:
-            signal.signal(signal.SIGINT, self._before)
-
-    def _first(self, number: int, frame: Any) -> None:
-        self.asked = True
+    def first(number: int, frame: Any) -> None:
+        asked.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.stderr.write("\nCtrl-C: the step ends, then a checkpoint is saved. Ctrl-C again stops at once.\n")
+
+    if not alone or threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = signal.signal(signal.SIGINT, first)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Progress(TrainerCallback):
     """
-    Writes the lines and, on a terminal, the bar, in place of Trainer's own.
+    Writes the lines and, on a terminal, the bar, in place of Trainer's own. With `log_completions` each line is
+    followed by a completion.
 
     Args:
         trainer: Whose run it is. Its own callbacks of this kind are removed.
-        interrupts (`Interrupts`): Of Ctrl-C.
+        interrupted (`threading.Event`): Of Ctrl-C.
         chooses_steps (`bool`): Whether `logging_steps` follows from the length of the run.
 
     Attributes:
         stepped (`bool`): Whether a step has begun.
     """
 
-    def __init__(self, trainer: Any, interrupts: Interrupts, *, chooses_steps: bool):
+    def __init__(self, trainer: Any, interrupted: threading.Event, *, chooses_steps: bool):
         for kind in (HybridProgressCallback, ProgressCallback, PrinterCallback):
             trainer.remove_callback(kind)
-        self.trainer, self.interrupts, self.chooses_steps = trainer, interrupts, chooses_steps
+        self.trainer, self.interrupted, self.chooses_steps = trainer, interrupted, chooses_steps
         self.bar: PositionBar | None = None
         self.begun: float | None = None
         self.stepped = False
@@ -97,33 +99,49 @@ class Progress(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
-        if self.interrupts.asked:
+        if self.interrupted.is_set():
             control.should_save = control.should_training_stop = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or not logs or "train_runtime" in logs or self.begun is None:
             return  # without a beginning it is an evaluation without a training
-        now, done = time.monotonic(), state.global_step - self.first_step
-        seconds = (now - self.begun) / max(done, 1) * (state.max_steps - state.global_step)
-        left = duration(seconds) if seconds >= 1 else ""
+        clock, steps = time.monotonic(), state.global_step - self.first_step
+        seconds = (clock - self.begun) / max(steps, 1) * (state.max_steps - state.global_step)
+        left = tqdm.format_interval(seconds) if seconds >= 1 else ""
         tokens = logs.get("num_tokens") or 0
-        rate = (tokens - self.tokens) / max(now - self.logged, 1e-9) if tokens > self.tokens else None
+        rate = (tokens - self.tokens) / max(clock - self.logged, 1e-9) if tokens > self.tokens else None
         scale = logs.get("hybrid/learning_rate_scale")
         if scale == self.scale:  # said before
             logs = {name: value for name, value in logs.items() if name != "hybrid/learning_rate_scale"}
         self.scale = scale or self.scale
         text = log_line(state.global_step, state.max_steps, logs, rate=rate, left=left, width=terminal_width())
         if "loss" in logs:
-            self.tokens, self.logged = tokens, now
-        if text and self.bar is not None:
-            self.bar.write(text)
-        elif text:
+            self.tokens, self.logged = tokens, clock
+        if text:
             print_line(text)
+        if "reward" in logs and getattr(args, "log_completions", False):
+            print_line(f"  {last_completion(self.trainer)}", 4)
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.bar is not None:
             self.bar.close()
             self.bar = None
+
+
+def last_completion(trainer: Any) -> str:
+    """
+    Return the last completion that TRL has noted: its rewards, the prompt and the text.
+
+    The texts are JSON, so that nothing that a model writes reaches the terminal as a command to it.
+    """
+    noted = trainer._logs
+    prompt, completion = noted["prompt"][-1], noted["completion"][-1]
+    rewards = ", ".join(f"{name} {values[-1]:.3g}" for name, values in noted["rewards"].items())
+    asked, answer = (
+        json.dumps(textwrap.shorten(text, 100, placeholder=" ..."), ensure_ascii=False)
+        for text in (text_of(prompt if isinstance(prompt, str) else prompt[-1:]), text_of(completion))
+    )
+    return f"{rewards}: {asked} -> {answer}"
 
 
 def logging_steps(max_steps: int) -> int:

@@ -2,7 +2,8 @@
 From a command (`hf-hybrid train | sft | dpo | grpo`) to a trained model, in the order of events.
 
 1. [`run`] reads the words and the YAML file, and sets the environment variables under `env`.
-2. [`check_early`] refuses what can be seen to be wrong before torch is imported, which takes seconds.
+2. [`check_early`] refuses what can be seen to be wrong before torch is imported, which takes seconds. Then comes the
+   first line on the terminal.
 3. Several processes are launched if there are several GPUs ([`launch`]). Each of them begins here again at 1.
 4. [`train`] begins in each process that trains.
 5. [`make_trainer`] builds the options and checks them together ([`check_options`]); then come the tokenizer, every row
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import importlib.util
 import logging
 import os
 import signal
@@ -45,10 +47,13 @@ from hf_hybrid.cli.options import (
     required,
 )
 from hf_hybrid.files import is_disk_full, write_note
+from hf_hybrid.records.redaction import shareable
 from hf_hybrid.trl import rewards
 
 logger = logging.getLogger(__name__)
 
+TRACKERS = frozenset({"wandb", "trackio", "mlflow", "comet_ml", "swanlab", "clearml", "dvclive"})
+"""What `--report_to` takes that is a package of the same name."""
 TRY_AGAIN = 75
 """Exit status that asks for the same command once more (EX_TEMPFAIL of BSD's sysexits.h)."""
 
@@ -64,18 +69,21 @@ def run(name: str, arguments: Sequence[str]) -> int:
         failed.
     """
     command = TRAINING[name]
-    if not arguments or {"-h", "--help"} & set(arguments):
-        sys.stdout.write(help_text(command))
-        return 0
-    if {"--help_all", "--help-all"} & set(arguments):
+    if {"--help_all", "--help-all"} & set(arguments) or "--help all" in " ".join(arguments):
         with console.quiet_imports():
             sys.stdout.write(help_all(command))
+        return 0
+    if not arguments or {"-h", "--help"} & set(arguments):
+        sys.stdout.write(help_text(command))
         return 0
     try:
         line = CommandLine(arguments, command)
         line.set_environment()
         line.check_required()
         check_early(line)
+        if "LOCAL_RANK" not in os.environ:
+            names = {name: Path(words[0]).name for name, words in line.early("model", "dataset").items()}
+            console.print_line(f"{command.program}: {names['model']} on {names['dataset']}; importing torch ...")
         with console.quiet_imports():
             processes = line.processes  # imports what knows all options
         # A launcher of the user's that started this process has decided on the number of processes.
@@ -89,7 +97,6 @@ def run(name: str, arguments: Sequence[str]) -> int:
 
         # The message about leaps would confuse users who fine-tune.
         with console.speaking(unsaid=() if command is TRAIN else (NO_LEAPS,)):
-            console.print_line(command.program)
             return train(line)
     except (OptionError, ImportError) as error:  # an ImportError: of TRL, with how to install it
         return complain(error, command.program)
@@ -106,8 +113,12 @@ def run(name: str, arguments: Sequence[str]) -> int:
 
 def check_early(line: CommandLine) -> None:
     """Refuse what can be seen to be wrong without torch. Raises [`OptionError`]."""
-    early = line.early("model", "dataset", "eval_dataset", "columns", "reward", "reward_pattern", "sample_prompts")
+    early = line.early(
+        "model", "dataset", "eval_dataset", "columns", "reward", "reward_pattern", "sample_prompts", "report_to"
+    )
     names = required("reward", early["reward"] or None, line.command.program) if line.command is GRPO else []
+    if names:
+        check_generations(line)
     try:
         for path in early["sample_prompts"]:
             from hf_hybrid.report.samples import read_prompts
@@ -121,11 +132,36 @@ def check_early(line: CommandLine) -> None:
     check_paths("dataset", early["dataset"])
     check_paths("eval_dataset", early["eval_dataset"])
     new_names(early["columns"])
+    for tracker in TRACKERS.intersection(early["report_to"]):
+        if importlib.util.find_spec(tracker) is None:
+            raise OptionError(
+                f"`--report_to {tracker}`: {tracker} is not installed. `pip install {tracker}`, or leave it out."
+            )
+
+
+def check_generations(line: CommandLine) -> None:
+    """Refuse a generation batch that is no multiple of a prompt's completions, unless several GPUs may be counted."""
+    sizes = {"num_generations": 8, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    words = line.early(*sizes, "num_processes", "steps_per_generation", "generation_batch_size")
+    alone = len(list(Path("/dev").glob("nvidia[0-9]*"))) < 2
+    try:
+        processes = int(os.environ.get("WORLD_SIZE") or next(iter(words["num_processes"]), alone))
+        together, rows, accumulated = (int(next(iter(words[name]), size)) for name, size in sizes.items())
+    except ValueError:  # the parser will name it
+        return
+    batch = rows * accumulated * processes
+    if words["steps_per_generation"] or words["generation_batch_size"] or together < 2 or batch % together == 0:
+        return
+    raise OptionError(
+        f"`--num_generations {together}`: all completions of a prompt lie in one batch, and a batch has {batch} "
+        "(`per_device_train_batch_size` x `gradient_accumulation_steps` x processes), which is no multiple of that. "
+        f"Set `--per_device_train_batch_size {together}`."
+    )
 
 
 def train(line: CommandLine) -> int:
     """Train in this process, and say how it ended. Returns the exit status, as [`run`]."""
-    from hf_hybrid.cli.progress import Interrupts, Progress
+    from hf_hybrid.cli.progress import Progress, interrupts
     from hf_hybrid.recovery import UnrecoveredMemoryError
     from hf_hybrid.run.monitor import TrainingDivergedError
     from hf_hybrid.saving.drift import RanksDriftedError
@@ -134,9 +170,9 @@ def train(line: CommandLine) -> int:
     try:
         options = line.options()
         trainer = make_trainer(options)
-        console.print_trainer(trainer)
-        with Interrupts(alone=trainer.args.world_size == 1) as interrupts:
-            progress = Progress(trainer, interrupts, chooses_steps="logging_steps" in options.defaulted)
+        console.print_trainer(trainer, by_rule="learning_rate" in options.defaulted)
+        with interrupts(alone=trainer.args.world_size == 1) as interrupted:
+            progress = Progress(trainer, interrupted, chooses_steps="logging_steps" in options.defaulted)
             trainer.add_callback(progress)
             # `true` resumes from the last checkpoint, `false` from none.
             words = {None: None, "": None, "none": None, "false": None, "true": True}
@@ -144,6 +180,12 @@ def train(line: CommandLine) -> int:
             result = trainer.train(resume_from_checkpoint=words.get(resume and resume.lower(), resume))
     except (TrainingDivergedError, UnrecoveredMemoryError) as error:
         complain(error, program)
+        return 1
+    except rewards.RewardError as error:
+        if progress is None or not progress.stepped:
+            return complain(error, program)
+        sys.stderr.write(f"{program}: error: {error}\n")  # of any process
+        console.print_interruption(trainer)
         return 1
     except RanksDriftedError as error:
         complain(error, program)
@@ -158,7 +200,7 @@ def train(line: CommandLine) -> int:
         if trainer is not None:
             console.print_interruption(trainer)
         return 128 + signal.SIGINT
-    if interrupts.asked and trainer.state.global_step < trainer.state.max_steps:
+    if interrupted.is_set() and trainer.state.global_step < trainer.state.max_steps:
         console.print_interruption(trainer)
         return 128 + signal.SIGINT
     if trainer.preempted:
@@ -179,7 +221,7 @@ def make_trainer(options: Options) -> Any:
     Raises:
         OptionError, ValueError, TypeError, ImportError: What cannot be used, in one sentence.
     """
-    from transformers import default_data_collator, set_seed
+    from transformers import EarlyStoppingCallback, default_data_collator, set_seed
 
     command, args = options.command, options.config
     check_options(options)
@@ -194,10 +236,13 @@ def make_trainer(options: Options) -> Any:
     with args.main_process_first(desc="reading the data"):
         train_set, eval_set = load_data(options, reader, tokenizer)
     more: dict[str, Any] = {} if command is TRAIN else {"peft_config": adapters}
+    if "log_completions" in options.defaulted:
+        args.log_completions, args.num_completions_to_print = True, 0  # TRL writes them, and `Progress` shows one
     if options.rewards is not None:
         pattern, names = options.rewards.reward_pattern, options.rewards.reward or []
-        more["reward_funcs"], names = rewards.load_all(names, pattern, args.reward_weights, train_set)
-        console.print_fact("rewards", names)
+        functions, text = rewards.load_all(names, pattern, args.reward_weights, train_set)
+        more["reward_funcs"] = rewards.checked(names, functions, next(iter(train_set)))
+        console.print_fact("rewards", text)
     set_seed(args.seed)  # as if the data had taken no random numbers
     with args.main_process_first(desc="loading the model's files"):
         model = loading.load_model(options, config)
@@ -212,10 +257,24 @@ def make_trainer(options: Options) -> Any:
     trainer = imported(command.trainer)(
         model, args=args, train_dataset=train_set, eval_dataset=eval_set, processing_class=tokenizer, **more
     )
+    if "learning_rate" in options.defaulted:
+        from hf_hybrid.run.adapters import reward_rate
+
+        if (rate := reward_rate(trainer)) is not None:
+            args.learning_rate = rate
+    if options.data.early_stopping_patience is not None:
+        trainer.add_callback(EarlyStoppingCallback(options.data.early_stopping_patience))
     if command is DPO:
         _print_pairs(trainer, train_set)
     if args.should_save:
+        from hf_hybrid.config import CONFIG_NAME, config_values
+
         write_note(Path(args.output_dir) / NOTE_NAME, reader.to_dict())
+        if not trainer.has_phases:  # else it is written when training begins
+            values = config_values(args)
+            if "steps_per_generation" in values:
+                values.pop("generation_batch_size", None)  # TRL sets both, and takes one of them
+            write_note(Path(args.output_dir) / CONFIG_NAME, shareable(values))
     return trainer
 
 
@@ -236,6 +295,10 @@ def check_options(options: Options) -> None:
         )
     if data.eval_dataset and data.eval_share:
         raise OptionError("`--eval_share` and `--eval_dataset` both say what is evaluated on. Leave one out.")
+    if data.early_stopping_patience is not None and not args.load_best_model_at_end:
+        raise OptionError(
+            "`--early_stopping_patience` keeps the best model. Leave out `--load_best_model_at_end false`."
+        )
     if adapters.load_in_8bit and adapters.load_in_4bit:
         raise OptionError("`--load_in_8bit` and `--load_in_4bit` cannot be combined. Leave one out.")
     if (adapters.load_in_8bit or adapters.load_in_4bit) and not adapters.use_peft:
@@ -302,6 +365,10 @@ def finish(trainer: Any, trained: dict[str, Any], options: Options, evaluated: d
         if trainer.eval_dataset is not None:
             evaluated = evaluated or trainer.evaluate()
             trainer.save_metrics("eval", evaluated)
+        if not trainer.has_phases and trainer.args.should_save:
+            from hf_hybrid.trainer import SUMMARY_NAME
+
+            write_note(Path(trainer.args.output_dir) / SUMMARY_NAME, shareable(trainer.hybrid_summary()))
         card = _card(options)
         if trainer.args.push_to_hub:
             trainer.push_to_hub(**card)

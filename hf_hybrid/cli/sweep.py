@@ -1,7 +1,7 @@
 """
 `hf-hybrid sweep`: try learning rates, and other options, and write the YAML of the best.
 
-Every trial is a `hf-hybrid train` with the same data and seeds; `cli/trials.py` runs them. Two rules choose the
+Every trial is a training with the same data and seeds; `cli/trials.py` runs them. Two rules choose the
 values. The range of a single parameter becomes a grid of `--trials` values, evenly spaced, on a logarithmic scale where
 it spans a decade or more. The grid is searched, not walked through: see [`Range.next_value`]. The values of several
 parameters are proposed by Optuna's TPE.
@@ -12,20 +12,21 @@ from __future__ import annotations
 import argparse
 import enum
 import math
-import os
 import signal
 import sys
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_hybrid.cli.options import CommandLine, OptionError
+from hf_hybrid.cli.console import quiet_imports
+from hf_hybrid.cli.options import COMMAND, TRAIN, TRAINING, Command, CommandLine, OptionError
+from hf_hybrid.cli.yaml_file import as_yaml
+from hf_hybrid.files import write_text
 from hf_hybrid.records.redaction import is_secret_name
 
 if TYPE_CHECKING:
-    import optuna
+    from hf_hybrid.cli.trials import Trials
 
 PROGRAM = "hf-hybrid sweep"
 RESERVED = ("output_dir", "config", "resume_from_checkpoint", "num_processes", "accelerate_config")
@@ -40,9 +41,9 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
         "sweep",
         help=summary,
         description=(
-            "Try learning rates, and other options of `train`. Each trial is a training with the same data and seeds; "
-            "it ends early when the forecast of its final loss says that it cannot win. The same command goes on with "
-            "an interrupted sweep. Ends with a table, sweep.png, and best.yaml for `hf-hybrid train --config`."
+            "Try learning rates, and other options of a training. Each trial has the same data and seeds; it ends "
+            "early when the forecast of its final loss says that it cannot win. The same command goes on with an "
+            "interrupted sweep. Ends with a table, and best.yaml for `--config`."
         ),
     )
 
@@ -50,36 +51,18 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
         names = dict.fromkeys((name, name.replace("_", "-")))  # as `train` takes them
         parser.add_argument(*names, **options)
 
-    add("--config", required=True, metavar="FILE", help="YAML file with the options of all trials, as `train` takes it")
+    text = "what trains: train (default), sft, dpo or grpo"
+    add("trainer", nargs="?", choices=TRAINING, default="train", metavar="COMMAND", help=text)
+    add("--config", required=True, metavar="FILE", help="YAML file with the options of all trials, for that command")
     add("--learning_rate", metavar="VALUES", help="learning rates to try: a range, 1e-5..1e-2, or values, 1e-4,3e-4")
-    text = "another option of `train` to try, and its values: lora_r=8,32 or weight_decay=0..0.1; may be repeated"
+    text = "another option to try, and its values: lora_r=8,32 or weight_decay=0..0.1; may be repeated"
     add("--param", action="append", default=[], metavar="NAME=VALUES", help=text)
     add("--trials", type=int, default=10, help="trials, those that end early included (default: 10)")
     add("--output", metavar="FOLDER", help="folder of the sweep (default: OUTPUT_DIR-sweep)")
-    add("--processes", type=int, default=1, help="trials at a time, which share the GPUs or cores (default: 1)")
     text = "end a trial when its probability of winning is below; 0: only when it diverges (default: 0.15)"
     add("--threshold", type=float, default=0.15, help=text)
     parser.set_defaults(run=run)
     return parser
-
-
-def run(args: argparse.Namespace) -> int:
-    """
-    Run the trials and say which is the best.
-
-    Returns 0; 2 after a message for options that cannot work; 1 if no trial finished, or after a message if the disk is
-    full for example; 130 after Ctrl-C.
-    """
-    try:
-        sweep = _Sweep(args)
-    except (OptionError, ValueError, ImportError, OSError) as error:
-        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
-        return 2
-    try:
-        return sweep.run()
-    except (OSError, OptionError) as error:
-        sys.stderr.write(f"{PROGRAM}: error: {error} The same command goes on when that is put right.\n")
-        return 1
 
 
 # What is tried.
@@ -87,16 +70,10 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Choices:
-    """An option of `train`, spelled with underscores, and the values that are tried in their order."""
+    """An option, spelled with underscores, and the values that are tried in their order."""
 
     name: str
     choices: tuple
-
-    def distribution(self) -> optuna.distributions.BaseDistribution:
-        """Return it as Optuna wants it."""
-        from hf_hybrid.integrations.optuna import optuna
-
-        return optuna.distributions.CategoricalDistribution(self.choices)
 
     def next_value(self, count: int, ended: dict[Any, tuple], running: Collection) -> Any:
         """Return the first that was not tried, `None` if all were; the arguments are those of [`Range`]."""
@@ -106,7 +83,7 @@ class Choices:
 @dataclass(frozen=True)
 class Range:
     """
-    An option of `train`, spelled with underscores, and the numbers from `low` to `high`.
+    An option, spelled with underscores, and the numbers from `low` to `high`.
 
     Numbers of an option that takes integers are integers.
     """
@@ -119,14 +96,6 @@ class Range:
     def logarithmic(self) -> bool:
         """Whether values are spaced by ratio and not by difference."""
         return self.low > 0 and (self.name == "learning_rate" or self.high / self.low >= DECADE)
-
-    def distribution(self) -> optuna.distributions.BaseDistribution:
-        """Return it as Optuna wants it."""
-        from hf_hybrid.integrations.optuna import optuna
-
-        if isinstance(self.low, int) and isinstance(self.high, int):
-            return optuna.distributions.IntDistribution(self.low, self.high, log=self.logarithmic)
-        return optuna.distributions.FloatDistribution(self.low, self.high, log=self.logarithmic)
 
     def grid(self, count: int) -> list:
         """`count` values over the range, in order; fewer if there are no more integers."""
@@ -177,18 +146,18 @@ class Range:
         return (count - 1) * (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
 
 
-def read_parameter(name: str, values: str, config: str) -> Choices | Range:
+def read_parameter(name: str, values: str, config: str, command: Command = TRAIN) -> Choices | Range:
     """
-    Read `lo..hi` or `a,b,c`, as `train` would read each value with this `--config`.
+    Read `lo..hi` or `a,b,c`, as the command would read each value with this `--config`.
 
     Raises:
-        OptionError: If `train` has no such option, or refuses a value; if the range is empty or reversed.
+        OptionError: If the command has no such option, or refuses a value; if the range is empty or reversed.
     """
     name, shown = name.replace("-", "_"), f"`{values}` for `{name}`"
     if name in RESERVED or is_secret_name(name):
         raise OptionError(f"`{name}` cannot be swept. Set it in the file of `--config`, or leave it out.")
     words = values.split("..") if ".." in values else values.split(",")
-    read = [_value(name, word.strip(), config) for word in words]
+    read = [_value(name, word.strip(), config, command) for word in words]
     if len(read) < 2 or len(read) > 2 and ".." in values:
         raise OptionError(
             f"{shown} is no range and no list. Write `lo..hi`, for example `1e-5..1e-2`, or two values or more with "
@@ -208,9 +177,9 @@ def read_parameter(name: str, values: str, config: str) -> Choices | Range:
     return Range(name, low, high)
 
 
-def _value(name: str, word: str, config: str) -> Any:
-    """Return a value as `train` reads it. Building all options checks it, also against the others."""
-    line = CommandLine(["--config", config, f"--{name}={word}"])
+def _value(name: str, word: str, config: str, command: Command) -> Any:
+    """Return a value as the command reads it. Building all options checks it, also against the others."""
+    line = CommandLine(["--config", config, f"--{name}={word}"], command)
     value = getattr(line.values, name)
     line.options()
     return value.value if isinstance(value, enum.Enum) else value
@@ -219,119 +188,93 @@ def _value(name: str, word: str, config: str) -> Any:
 # The command.
 
 
-class _Sweep:
-    """The command line, checked, and the folder of the sweep."""
-
-    def __init__(self, args: argparse.Namespace):
-        from hf_hybrid.cli.study import SweepFolder
-        from hf_hybrid.integrations.optuna import ForecastPruner  # says what to install
-
-        if args.trials < 1 or args.processes < 1:
-            raise OptionError(f"`--trials {args.trials}` and `--processes {args.processes}` must be 1 or more.")
-        line = CommandLine(["--config", args.config])
-        line.set_environment()
-        line.check_required()
-        self.parameters = self._read_parameters(args)
-        options = line.options()
-        if options.data.eval_dataset is None and options.data.eval_share == 0:
-            raise OptionError(
-                f"`eval_share: 0` in `{args.config}` leaves nothing to compare trials on. Leave it out, or name an "
-                "`eval_dataset`."
-            )
-        self.processes = args.processes
-        self.environments, share = _environments(args.processes, options.config)
-        folder = Path(args.output or f"{options.config.output_dir}-sweep")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OptionError(f"`--output {folder}` cannot be made: {error.strerror}. Choose another.") from None
-        pruner = ForecastPruner(options.config, threshold=args.threshold)
-        distributions = {parameter.name: parameter.distribution() for parameter in self.parameters}
-        self.count = args.trials
-        self.sweep = SweepFolder(folder, pruner, {**line.from_file(), **share}, distributions)
-        self.sweep.study()  # refuses the folder of another sweep
-
-    def _read_parameters(self, args: argparse.Namespace) -> list[Choices | Range]:
-        pairs = [] if args.learning_rate is None else [("learning_rate", args.learning_rate)]
-        for word in args.param:
-            name, equals, values = word.partition("=")
-            if not equals:
-                raise OptionError(f"`--param {word}` must be `NAME=VALUES`, for example `lora_r=8,32`.")
-            pairs.append((name, values))
-        parameters = [read_parameter(name, values, args.config) for name, values in pairs]
-        names = [parameter.name for parameter in parameters]
-        if not names:
-            raise OptionError("Nothing is tried. Give `--learning_rate 1e-5..1e-2`, or `--param NAME=VALUES`.")
-        if len(set(names)) < len(names):
-            raise OptionError(f"A parameter is given twice: {', '.join(names)}.")
-        return parameters
-
-    def _propose(self, study: optuna.Study) -> dict[str, Any] | None:
-        """Return the values of the next trial; `None` where no other can be the best."""
-        from hf_hybrid.integrations.optuna import optuna
-
-        trials = study.get_trials(deepcopy=False)
-        if len(self.parameters) > 1:
-            # A proposal depends on the trials that there are, not on the process that asks.
-            study.sampler = optuna.samplers.TPESampler(seed=len(trials))
-            return study.ask(self.sweep.distributions).params
-        [parameter] = self.parameters
-        known = [trial for trial in trials if parameter.name in trial.params]  # of a lost trial nothing is known
-        standings = [(trial.params[parameter.name], self.sweep.pruner.standing(study, trial)) for trial in known]
-        ended = {value: standing for value, standing in standings if standing is not None}
-        value = parameter.next_value(self.count, ended, [value for value, standing in standings if standing is None])
-        return None if value is None else {parameter.name: value}
-
-    def run(self) -> int:
-        """Run the rest of the sweep. Returns the exit status."""
-        from hf_hybrid.cli.study import best_trial
-        from hf_hybrid.cli.sweep_results import table, write_best, write_plot
-        from hf_hybrid.cli.trials import Trials
-
-        trials = Trials(self.sweep, count=self.count, propose=self._propose, tell=_tell)
-        with ThreadPoolExecutor(self.processes) as pool:
-            futures = [pool.submit(trials.work, environment) for environment in self.environments]
-            try:
-                for future in as_completed(futures):
-                    future.result()
-            except KeyboardInterrupt:
-                _tell("Interrupted. The same command goes on.")
-                return 128 + signal.SIGINT
-            finally:
-                trials.stopping.set()  # after an error, too: the other threads end their trials
-        study, pruner, folder = self.sweep.study(), self.sweep.pruner, self.sweep.path
-        sys.stdout.write(table(study, pruner, self.count))
-        best = best_trial(study)
-        if best is None:
-            sys.stderr.write(f"{PROGRAM}: no trial finished. `output.txt` in `{folder}/trial-*` says why.\n")
-            return 1
-        written = [write_best(folder, {**self.sweep.options, **best.params}), *write_plot(folder, study, pruner, best)]
-        sys.stdout.write(f"Written: {', '.join(map(str, written))}\n")
-        return 0
-
-
-def _environments(processes: int, config: Any) -> tuple[list[dict[str, str]], dict[str, int]]:
+def run(args: argparse.Namespace) -> int:
     """
-    The environment variables of each of the trials that run at a time, and the options that all trials get with them.
+    Run the trials and say which is the best.
 
-    A single trial has all that a training without a sweep has. Several share the GPUs evenly; without GPUs, the cores.
+    Returns 0; 2 after a message for options that cannot work; 1 if no trial finished, or after a message if the disk is
+    full for example; 130 after Ctrl-C.
     """
-    if processes == 1:
-        return [{}], {}
-    import torch
+    try:
+        with quiet_imports():
+            trials = _prepare(args)
+    except (OptionError, ValueError, ImportError, OSError) as error:
+        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
+        return 2
+    try:
+        return _work(trials)
+    except KeyboardInterrupt:
+        sys.stdout.write("Interrupted. The same command goes on.\n")
+        return 128 + signal.SIGINT
+    except (OSError, OptionError) as error:
+        sys.stderr.write(f"{PROGRAM}: error: {error} The same command goes on when that is put right.\n")
+        return 1
 
-    gpus = 0 if config.use_cpu else torch.cuda.device_count()
-    if gpus == 0:
-        threads = max((os.cpu_count() or 1) // processes, 1)
-        return [{"OMP_NUM_THREADS": str(threads)}] * processes, {}
-    share = gpus // processes
-    if share == 0:
-        raise OptionError(f"`--processes {processes}` is more than the {gpus} GPUs of this machine.")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-    parts = [visible[index * share : (index + 1) * share] for index in range(processes)]
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts], {"num_processes": share}
+
+def _prepare(args: argparse.Namespace) -> Trials:
+    """Return the trials of the sweep, some of which may have been made."""
+    from hf_hybrid.cli.data import Reader
+    from hf_hybrid.cli.trials import Trials
+    from hf_hybrid.integrations.optuna import ForecastPruner  # says what to install
+
+    if args.trials < 1:
+        raise OptionError(f"`--trials {args.trials}` must be 1 or more.")
+    command = TRAINING[args.trainer]
+    line = CommandLine(["--config", args.config], command)
+    line.set_environment()
+    line.check_required()
+    parameters = _read_parameters(args, command)
+    options = line.options()
+    if not Reader.of(options).evaluates:
+        raise OptionError(
+            f"`eval_share: 0` in `{args.config}` leaves nothing to compare trials on (in grpo it is the default). Set "
+            "`eval_share` to another share, or name an `eval_dataset`."
+        )
+    if options.data.early_stopping_patience is not None:
+        raise OptionError("`early_stopping_patience` does not go with a sweep, which ends trials itself. Leave it out.")
+    folder = Path(args.output or f"{options.config.output_dir}-sweep")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"`--output {folder}` cannot be made: {error.strerror}. Choose another.") from None
+    pruner = ForecastPruner(options.config, threshold=args.threshold)
+    values = {**({} if command is TRAIN else {COMMAND: command.name}), **line.from_file()}
+    return Trials(folder, values, parameters, pruner=pruner, count=args.trials)
 
 
-def _tell(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+def _read_parameters(args: argparse.Namespace, command: Command) -> list[Choices | Range]:
+    pairs = [] if args.learning_rate is None else [("learning_rate", args.learning_rate)]
+    for word in args.param:
+        name, equals, values = word.partition("=")
+        if not equals:
+            raise OptionError(f"`--param {word}` must be `NAME=VALUES`, for example `lora_r=8,32`.")
+        pairs.append((name, values))
+    parameters = [read_parameter(name, values, args.config, command) for name, values in pairs]
+    names = [parameter.name for parameter in parameters]
+    if not names:
+        raise OptionError("Nothing is tried. Give `--learning_rate 1e-5..1e-2`, or `--param NAME=VALUES`.")
+    if len(set(names)) < len(names):
+        raise OptionError(f"A parameter is given twice: {', '.join(names)}.")
+    return parameters
+
+
+def _work(trials: Trials) -> int:
+    """Run the rest of the sweep. Returns the exit status."""
+    from hf_hybrid.cli.trials import best_trial, table, tell
+
+    trials.work()
+    study, folder = trials.study(), trials.folder
+    sys.stdout.write(f"{table(study, trials.pruner, trials.count)}\n")
+    best = best_trial(study)
+    if best is None:
+        sys.stderr.write(f"{PROGRAM}: no trial finished. `output.txt` in `{folder}/trial-*` says why.\n")
+        return 1
+    for name, value in best.params.items():
+        tried = {trial.params[name] for trial in study.get_trials(deepcopy=False) if name in trial.params}
+        if len(tried) > 1 and not isinstance(value, (str, bool)) and value in (min(tried), max(tried)):
+            beyond = "lower" if value == min(tried) else "higher"
+            tell(f"No `{name}` that was tried is {beyond} than the best one. Try {beyond} ones too.")
+    write_text(folder / "best.yaml", as_yaml({**trials.options, **best.params}))
+    command = trials.options.get(COMMAND, "train")
+    tell(f"Written: {folder / 'best.yaml'}, for `hf-hybrid {command} --config {folder / 'best.yaml'}`")
+    return 0

@@ -1,5 +1,5 @@
 """
-The process of a trial of `hf-hybrid sweep`: `hf-hybrid train`, which ends when the sweep ends.
+The process of a trial of `hf-hybrid sweep`: a training, which ends when the sweep ends.
 
 The sweep holds the other end of this process's standard input. If the sweep closes it or dies, by `kill -9` too, the
 system reports the end of the input here, and the training stops. So no training outlives its sweep.
@@ -30,4 +30,4 @@ def end_with_the_sweep() -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=end_with_the_sweep, daemon=True).start()
-    sys.exit(main(["train", *sys.argv[1:]]))
+    sys.exit(main())

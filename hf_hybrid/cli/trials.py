@@ -1,19 +1,24 @@
 """
-The trials of a sweep: which one is next, its process, and its outcome.
+The trials of a sweep: what their folders say, which is next, its process, and its outcome.
 
-The whole state of a sweep is in its folder:
+The folders are the only truth, and Optuna's study is made of them in memory. So a sweep survives a `kill -9`, and
+several processes may work on one folder.
 
 | file | what it holds |
 |---|---|
-| `trial-007/` | `output_dir` of a trial (`cli/study.py` names its files), with what it printed, `output.txt` |
-| `trial-007.lock` | a file lock, held by the process that works on that trial |
-| `sweep.lock` | a file lock, held by the process that chooses the next trial |
+| `trial-007/trial.yaml` | the values of the trial, and the options that it has in common with the others |
+| `trial-007/hybrid_log.jsonl` | its steps and losses |
+| `trial-007/eval_results.json` | the held-out loss: written by the training, if it came to its end |
+| `trial-007/outcome.json` | how it ended: written by the sweep |
+| `trial-007/output.txt` | what it printed |
+| `trial-007.lock`, `sweep.lock` | locks, held by the process that works on that trial, or chooses the next one |
 
 A trial begins with its `trial.yaml` and ends with its `outcome.json`. The system releases the lock of a process that
 dies, however it dies. So a trial without an outcome that is not locked was interrupted: it is taken up before a new one
 is chosen, from its last checkpoint if it has one. It stays the same trial, so that it is never counted twice. The same
 holds for a trial whose process alone was killed, by the system when memory is short for example, until that has
-happened too often without a new checkpoint.
+happened too often without a new checkpoint. Folders of a sweep with other options, or of which nothing says the values,
+are refused. Nothing is deleted that a sweep did not make.
 
 No file holds a secret. A trial inherits the environment of the sweep, with the variables that stand under `env` in its
 YAML file. Options that hold a secret reach it by a variable too.
@@ -29,41 +34,148 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import xxhash
 from filelock import FileLock, Timeout
 
-from hf_hybrid.cli.options import PRIVATE
-from hf_hybrid.cli.study import (
-    ENDED,
-    REASON,
-    TRIAL_NAME,
-    Outcome,
-    SweepFolder,
-    best_trial,
-    ended_early,
-    held_out_loss,
-    logged,
-    read_outcome,
-    write_outcome,
-)
-from hf_hybrid.cli.yaml_file import ENVIRONMENT, as_yaml, split_private
-from hf_hybrid.files import open_to_append, write_text
+from hf_hybrid.cli.console import print_line
+from hf_hybrid.cli.options import COMMAND, PRIVATE, OptionError
+from hf_hybrid.cli.yaml_file import ENVIRONMENT, as_yaml, read_options, split_private
+from hf_hybrid.files import open_to_append, write_json, write_text
 from hf_hybrid.integrations.optuna import MAX_STEPS, ForecastPruner, FrozenTrial, TrialState, optuna
+from hf_hybrid.records.log import LOG_NAME, load_log
+from hf_hybrid.records.readings import as_dict, count_of, number, numbered, read_json
 from hf_hybrid.records.redaction import redact
 from hf_hybrid.saving.manifest import last_checkpoint
 
+if TYPE_CHECKING:
+    from hf_hybrid.cli.sweep import Choices, Range
+
+TRIAL_NAME = "trial.yaml"
+OUTCOME_NAME = "outcome.json"
+RESULT_NAMES = ("eval_results.json", "all_results.json")
+REASON = "reason"
+"""User attribute of a trial: why it was ended or failed."""
+REWARDED = "rewarded"
+"""User attribute of a trial: whether its value is a reward, negative."""
+ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
 PROCESS = (sys.executable, "-m", "hf_hybrid.cli.trial")
 POLL_SECONDS = 0.5
 """Between two looks at the losses of a trial."""
 KILLS = 3
 """A trial that was killed so often after the same checkpoint has failed."""
-KILLED = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+_SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+KILLED = {int(signal.Signals[name]): name for name in _SIGNALS}
 """Signals that come from outside: of the system when memory is short, of a scheduler, of a person."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
+UNFINISHED = (2, math.inf)
+"""Behind all that ended."""
+_STATES = {state.name.lower(): state for state in ENDED}
+_OF_EACH_TRIAL = ("output_dir", "logging_steps", "num_processes")
+"""Options that a sweep sets itself."""
+
+
+# What the folder of a trial says.
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a trial ended. The `loss` of completions is their reward, negative."""
+
+    state: TrialState
+    loss: float | None = None
+    reason: str = ""
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+
+def write_outcome(folder: Path, outcome: Outcome) -> None:
+    """Note in the folder of a trial how it ended, with a checksum, as no other file says the same."""
+    values: dict[str, Any] = {"state": outcome.state.name.lower(), "eval_loss": outcome.loss, REASON: outcome.reason}
+    values |= {"parameters": outcome.parameters}
+    write_json(folder / OUTCOME_NAME, {**values, "xxh3_128": _digest(values)})
+
+
+def read_outcome(folder: Path) -> Outcome | None:
+    """Return how a trial ended; `None` if nothing says so, or what says so is damaged."""
+    values = as_dict(read_json(folder / OUTCOME_NAME, []))
+    digest = values.pop("xxh3_128", None)
+    state, loss = _STATES.get(str(values.get("state"))), number(values.get("eval_loss"))
+    if digest != _digest(values) or state is None or state == TrialState.COMPLETE and loss is None:
+        return None
+    return Outcome(state, loss, str(values.get(REASON) or ""), as_dict(values.get("parameters")))
+
+
+def _digest(values: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())
+
+
+def ended_early(folder: Path) -> bool:
+    """Whether a training was told to end before its last step, as `enable_jit_checkpoint` does on a signal."""
+    state = as_dict(read_json(folder / "trainer_state.json", []))
+    step, max_steps = count_of(state.get("global_step")), count_of(state.get("max_steps"))
+    return step is not None and max_steps is not None and step < max_steps
+
+
+def held_out_loss(folder: Path) -> float | None:
+    """
+    Return the loss, or the negative reward, with which a training came to its end, NaN if it was not finite; `None` if
+    it did not.
+
+    `Trainer` writes its results in place, so a kill may have left half of a file.
+    """
+    if ended_early(folder):
+        return None
+    for name in RESULT_NAMES:
+        results = as_dict(read_json(folder / name, []))
+        loss = results.get("eval_loss", "absent")
+        if "eval_reward" in results:  # the loss of completions says nothing
+            loss = results["eval_reward"] if number(results["eval_reward"]) is None else -results["eval_reward"]
+        if loss is None or isinstance(loss, float) and not math.isfinite(loss):
+            return math.nan
+        if number(loss) is not None:
+            return number(loss)
+    return None
+
+
+def logged(folder: Path) -> tuple[int | None, dict[int, float]]:
+    """
+    Return the steps that a trial has to make, and its training losses by step, NaN for one that was not finite. Rewards
+    follow no curve that could be forecast, and so give no losses.
+    """
+    max_steps, losses = None, {}
+    for line in load_log(folder, only=("step", MAX_STEPS, "loss", "reward")).lines:
+        max_steps = count_of(line.get(MAX_STEPS)) or max_steps
+        if "loss" in line and "reward" not in line:
+            loss = number(line["loss"])
+            losses[line["step"]] = math.nan if loss is None else loss
+    return max_steps, losses
+
+
+def _has_begun(folder: Path) -> bool:
+    """Whether a folder has a file of a trial. A sweep that dies while it makes a folder may leave one without."""
+    return any((folder / name).is_file() for name in (TRIAL_NAME, OUTCOME_NAME, LOG_NAME, *RESULT_NAMES))
+
+
+def distribution(parameter: Any) -> optuna.distributions.BaseDistribution:
+    """Return a `Choices` or a `Range` as Optuna wants it."""
+    if hasattr(parameter, "choices"):
+        return optuna.distributions.CategoricalDistribution(parameter.choices)
+    integers = isinstance(parameter.low, int) and isinstance(parameter.high, int)
+    kind = optuna.distributions.IntDistribution if integers else optuna.distributions.FloatDistribution
+    return kind(parameter.low, parameter.high, log=parameter.logarithmic)
+
+
+def best_trial(study: optuna.Study) -> FrozenTrial | None:
+    """The finished trial with the lowest held-out loss."""
+    finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    return min(finished, key=lambda trial: math.inf if trial.value is None else trial.value, default=None)
+
+
+# The trials of a sweep.
 
 
 class Trials:
@@ -71,97 +183,166 @@ class Trials:
     The trials of one sweep.
 
     Args:
-        sweep (`SweepFolder`): Its folder, and what all trials have in common.
+        folder (`Path`): Of the sweep. It exists.
+        options (`dict`): Of all trials, by name; under [`COMMAND`] the command that trains, if it is not `train`.
+        parameters (`list[Choices | Range]`): What is tried.
+        pruner (`ForecastPruner`): Of the study.
         count (`int`): No more trials than that.
-        propose (`Callable`): Returns the values of the next trial from a study of those before it; `None` where no
-            other is worth trying.
-        tell (`Callable`): Takes a line for the user.
+
+    Raises:
+        OptionError: If the folder is of another sweep.
     """
 
     def __init__(
         self,
-        sweep: SweepFolder,
+        folder: Path,
+        options: dict[str, Any],
+        parameters: list[Choices | Range],
         *,
+        pruner: ForecastPruner,
         count: int,
-        propose: Callable[[optuna.Study], dict[str, Any] | None],
-        tell: Callable[[str], None],
     ):
-        self.sweep, self.count, self.propose, self.tell = sweep, count, propose, tell
-        self.stopping = threading.Event()
+        self.folder, self.options, self.parameters = folder, options, parameters
+        self.distributions = {parameter.name: distribution(parameter) for parameter in parameters}
+        self.pruner, self.count, self.hopeless = pruner, count, False
         self._kills: dict[tuple[int, str | None], int] = {}  # by trial, and the checkpoint that it had
-        _, self._private = split_private(sweep.options)
-        variables = sweep.options.get(ENVIRONMENT)
+        _, self._private = split_private(options)
+        variables = options.get(ENVIRONMENT)
         of_environment = variables.values() if isinstance(variables, dict) else ()
         self._secrets = [str(value) for value in (*self._private.values(), *of_environment) if len(str(value)) >= 8]
+        self.study()
 
-    def work(self, environment: dict[str, str]) -> None:
-        """Run trials, one after the other, while there is one to choose, with `environment` for their processes."""
-        while not self.stopping.is_set() and (chosen := self._choose()) is not None:
+    def trial(self, number: int) -> Path:
+        """Return the `output_dir` of a trial."""
+        return self.folder / f"trial-{number:03d}"
+
+    def study(self) -> optuna.Study:
+        """
+        Return a study in memory of all trials, as their folders are now.
+
+        Raises:
+            OptionError: If a folder is of another sweep, or nothing says which values its trial had.
+        """
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        study = optuna.create_study(pruner=self.pruner)
+        numbers = [number for number, folder in numbered(self.folder, r"trial-(\d+)") if _has_begun(folder)]
+        study.add_trials([self._read(self.trial(number)) for number in range(max(numbers, default=-1) + 1)])
+        return study
+
+    def _read(self, folder: Path) -> FrozenTrial:
+        """What the folder of a trial says; a trial that failed in the place of a folder that is missing."""
+        if not _has_begun(folder):
+            return optuna.trial.create_trial(state=TrialState.FAIL, user_attrs={REASON: "its folder is missing"})
+        outcome = read_outcome(folder) or Outcome(TrialState.RUNNING)
+        max_steps, losses = logged(folder)
+        attributes = {MAX_STEPS: max_steps, REASON: outcome.reason, REWARDED: self.options.get(COMMAND) == "grpo"}
+        parameters = self._parameters(folder, outcome)
+        try:
+            return optuna.trial.create_trial(
+                state=outcome.state,
+                value=outcome.loss if outcome.state == TrialState.COMPLETE else None,
+                params=parameters,
+                distributions=self.distributions,
+                user_attrs={name: value for name, value in attributes.items() if value},
+                intermediate_values=losses if max_steps else {},
+            )
+        except (ValueError, TypeError):  # a value that is not in its distribution
+            raise _of_another(folder) from None
+
+    def _parameters(self, folder: Path, outcome: Outcome) -> dict[str, Any]:
+        """The values of a trial, whose other options must be those of this sweep."""
+        try:
+            options = as_dict(read_options((folder / TRIAL_NAME).read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            options = {}
+        if not options and not outcome.parameters:
+            raise OptionError(
+                f"`{folder / TRIAL_NAME}` is missing or damaged, so nothing says which values the trial had. Restore "
+                f"it, or move `{folder.name}` to another place."
+            )
+        missing = [name for name in self.distributions if name not in options]
+        if options and (missing or self._common(options) != self._common(self.options)):
+            raise _of_another(folder)
+        return outcome.parameters or {name: options[name] for name in self.distributions}
+
+    def _common(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The options that are the same in all trials and stand in their files."""
+        shown, _ = split_private(options)
+        return {name: value for name, value in shown.items() if name not in (*_OF_EACH_TRIAL, *self.distributions)}
+
+    def work(self) -> None:
+        """Run trials, one after the other, while there is one to choose."""
+        while not self.hopeless and (chosen := self._choose()) is not None:
             number, lock = chosen
             try:
-                self._run(number, environment)
+                self._run(number)
             finally:
                 lock.release()
 
+    def _propose(self, study: optuna.Study) -> dict[str, Any] | None:
+        """Return the values of the next trial; `None` where no other can be the best."""
+        trials = study.get_trials(deepcopy=False)
+        if len(self.parameters) > 1:
+            # A proposal depends on the trials that there are, not on the process that asks.
+            study.sampler = optuna.samplers.TPESampler(seed=len(trials))
+            return study.ask(self.distributions).params
+        [parameter] = self.parameters
+        known = [trial for trial in trials if parameter.name in trial.params]  # of a lost trial nothing is known
+        standings = [(trial.params[parameter.name], self.pruner.standing(study, trial)) for trial in known]
+        ended = {value: standing for value, standing in standings if standing is not None}
+        running = [value for value, standing in standings if standing is None]
+        value = parameter.next_value(self.count, ended, running)
+        return None if value is None else {parameter.name: value}
+
     def _choose(self) -> tuple[int, FileLock] | None:
         """Choose a trial that was interrupted, or else a new one. Returns its number and its lock, which is held."""
-        with FileLock(self.sweep.path / "sweep.lock"):
-            study = self.sweep.study()
+        with FileLock(self.folder / "sweep.lock"):
+            study = self.study()
             for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
                 lock = self._lock(trial.number)
                 try:
                     lock.acquire(timeout=0)
                 except Timeout:
                     continue
-                if read_outcome(self.sweep.trial(trial.number)) is not None:  # it ended a moment ago
+                if read_outcome(self.trial(trial.number)) is not None:  # it ended a moment ago
                     lock.release()
                     continue
-                self.tell(f"trial {trial.number} was interrupted and goes on")
+                tell(f"trial {trial.number} was interrupted and goes on")
                 self._write_options(trial.number, trial.params)
                 return trial.number, lock
             number = len(study.trials)
-            parameters = self.propose(study) if number < self.count else None
+            parameters = self._propose(study) if number < self.count else None
             if parameters is None:
                 return None
             lock = self._lock(number)
             lock.acquire()
-            self._make_way(self.sweep.trial(number))
+            make_way(self.trial(number))
             self._write_options(number, parameters)
             return number, lock
 
     def _lock(self, number: int) -> FileLock:
-        return FileLock(f"{self.sweep.trial(number)}.lock", thread_local=False)
-
-    def _make_way(self, folder: Path) -> None:
-        """Give what lies in the place of a new trial another name: nothing that a sweep did not make is deleted."""
-        if folder.is_symlink() or folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-            names = (f"{folder.name}.earlier-{count}" for count in range(1, 10_000))
-            aside = next(folder.with_name(name) for name in names if not os.path.lexists(folder.with_name(name)))
-            os.replace(folder, aside)
-            self.tell(f"`{folder.name}` is none of this sweep, and is now `{aside.name}`")
+        return FileLock(f"{self.trial(number)}.lock", thread_local=False)
 
     def _write_options(self, number: int, parameters: dict[str, Any]) -> None:
         """Write the options of a trial, with which it begins."""
-        folder = self.sweep.trial(number)
+        folder = self.trial(number)
         folder.mkdir(exist_ok=True)
-        values = {"logging_steps": 0.01, **self.sweep.options, **parameters, "output_dir": str(folder)}
+        values = {"logging_steps": 0.01, **self.options, **parameters, "output_dir": str(folder)}
         write_text(folder / TRIAL_NAME, as_yaml(values))
 
     # One trial.
 
-    def _run(self, number: int, environment: dict[str, str]) -> None:
+    def _run(self, number: int) -> None:
         """Train in a process of its own, and follow its losses until it ends or cannot win."""
-        folder = self.sweep.trial(number)
+        folder = self.trial(number)
         if held_out_loss(folder) is None:  # else the sweep died between the trial's end and its outcome
-            process = self._start(folder, environment)
+            process = self._start(folder)
             try:
                 pruned = self._follow(number, process)
             finally:
                 if process.stdin is not None:
                     process.stdin.close()  # which ends the process
                 process.wait()
-            if self.stopping.is_set():
-                return  # the trial is left as interrupted
             if pruned:
                 self._end(number, TrialState.PRUNED)
                 return
@@ -182,8 +363,8 @@ class Trials:
             return False
         if status and killed_by is None:
             self._end(number, TrialState.FAIL, reason=redact(_last_words(folder / "output.txt"), self._secrets))
-            if not any(MAX_STEPS in other.user_attrs for other in self.sweep.study().trials):
-                self.stopping.set()  # no trial ever began, and the next ones would fail as this one did
+            if not any(MAX_STEPS in other.user_attrs for other in self.study().trials):
+                self.hopeless = True  # no trial ever began, and the next ones would fail as this one did
             return True
         checkpoint, how = last_checkpoint(folder), f"killed by {killed_by}" if killed_by else "told to end early"
         key = (number, None if checkpoint is None else str(checkpoint))
@@ -193,11 +374,11 @@ class Trials:
             short = "; is memory short?" if killed_by == "SIGKILL" else ""
             self._end(number, TrialState.FAIL, reason=f"{how} {KILLS} times {since}{short}")
         else:
-            self.tell(f"trial {number} was {how} {since}")
+            tell(f"trial {number} was {how} {since}")
         return True
 
-    def _start(self, folder: Path, environment: dict[str, str]) -> subprocess.Popen:
-        words = ["--config", str(folder / TRIAL_NAME)]
+    def _start(self, folder: Path) -> subprocess.Popen:
+        words = [self.options.get(COMMAND, "train"), "--config", str(folder / TRIAL_NAME)]
         if last_checkpoint(folder) is not None:
             words += ["--resume_from_checkpoint", "true"]
         private = {PRIVATE: json.dumps(self._private, default=str)} if self._private else {}
@@ -210,39 +391,83 @@ class Trials:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **private, **environment},
+                env={**os.environ, **private},
                 start_new_session=True,  # Ctrl-C reaches the sweep alone, which then ends its trials
             )
 
     def _follow(self, number: int, process: subprocess.Popen) -> bool:
         """Wait for the end of a trial. Returns whether it cannot win, once that is known."""
         judged: int | None = None
-        while process.poll() is None and not self.stopping.is_set():
-            _, losses = logged(self.sweep.trial(number))
+        while process.poll() is None:
+            _, losses = logged(self.trial(number))
             step = max(losses, default=None)
             if step != judged:
-                judged, study = step, self.sweep.study()
-                if self.sweep.pruner.prune(study, study.trials[number]):
+                judged, study = step, self.study()
+                if self.pruner.prune(study, study.trials[number]):
                     return True
-            self.stopping.wait(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         return False
 
     def _end(self, number: int, state: TrialState, loss: float | None = None, reason: str = "") -> None:
-        parameters = self.sweep.study().trials[number].params
-        write_outcome(self.sweep.trial(number), Outcome(state, loss, reason, parameters))
-        study = self.sweep.study()
+        parameters = self.study().trials[number].params
+        write_outcome(self.trial(number), Outcome(state, loss, reason, parameters))
+        study = self.study()
         trial, best = study.trials[number], best_trial(study)
         step, max_steps = trial_steps(trial)
-        outcome = outcome_text(study, self.sweep.pruner, trial)
-        self.tell(f"trial {number}, {parameters_text(trial)}, step {step:,} of {max_steps:,}: {outcome}")
+        outcome = outcome_text(study, self.pruner, trial)
+        tell(f"trial {number}, {parameters_text(trial)}, step {step:,} of {max_steps:,}: {outcome}")
         for other in study.get_trials(deepcopy=False, states=ENDED):
-            _drop_weights(self.sweep.trial(other.number), model=best is None or other.number != best.number)
+            _drop_weights(self.trial(other.number), model=best is None or other.number != best.number)
+
+
+def tell(line: str) -> None:
+    """Write a line for the user."""
+    print_line(line, unwrapped=True)
+
+
+def make_way(folder: Path) -> None:
+    """Give what lies in the place of a new trial another name: nothing that a sweep did not make is deleted."""
+    if folder.is_symlink() or folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        names = (f"{folder.name}.earlier-{count}" for count in range(1, 10_000))
+        aside = next(folder.with_name(name) for name in names if not os.path.lexists(folder.with_name(name)))
+        os.replace(folder, aside)
+        tell(f"`{folder.name}` is none of this sweep, and is now `{aside.name}`")
+
+
+def _of_another(folder: Path) -> OptionError:
+    return OptionError(
+        f"`{folder}` holds a trial with other options or other values, and their losses cannot be compared. Name "
+        "another folder with `--output`."
+    )
+
+
+# In words.
+
+
+def table(study: optuna.Study, pruner: ForecastPruner, count: int) -> str:
+    """One line per trial, the best first, and how many steps were made, of those of `count` whole trials."""
+    trials, best = study.get_trials(deepcopy=False), best_trial(study)
+    names = sorted({name for trial in trials for name in trial.params})
+    rows = [("trial", *names, "steps", "outcome")]
+    for trial in sorted(trials, key=lambda trial: pruner.standing(study, trial) or UNFINISHED):
+        step, max_steps = trial_steps(trial)
+        values = [_value_text(trial.params.get(name, "-")) for name in names]
+        outcome = outcome_text(study, pruner, trial) + ("  <- best" if trial is best else "")
+        rows.append((str(trial.number), *values, f"{step:,}/{max_steps:,}", outcome))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join([*(cell.rjust(width) for cell, width in zip(row, widths[:-1])), row[-1]]) for row in rows]
+    steps, planned = (sum(column) for column in zip(*map(trial_steps, trials)))
+    share = f", {steps / (planned * count / len(trials)):.0%} of those of {count} whole trials" if planned else ""
+    return "\n".join(lines) + f"\n\n{len(trials)} trials made {steps:,} steps{share}."
+
+
+def _value_text(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def parameters_text(trial: FrozenTrial) -> str:
     """`learning_rate=0.001 lora_r=8`"""
-    return " ".join(f"{name}={value:.3g}" if isinstance(value, float) else f"{name}={value}"
-                    for name, value in trial.params.items())  # fmt: skip
+    return " ".join(f"{name}={_value_text(value)}" for name, value in trial.params.items())
 
 
 def trial_steps(trial: FrozenTrial) -> tuple[int, int]:
@@ -253,8 +478,9 @@ def trial_steps(trial: FrozenTrial) -> tuple[int, int]:
 
 def outcome_text(study: optuna.Study, pruner: ForecastPruner, trial: FrozenTrial) -> str:
     """What became of a trial, as a few words."""
-    if trial.state == TrialState.COMPLETE:
-        return f"held-out loss {trial.value:.4f}"
+    if trial.state == TrialState.COMPLETE and trial.value is not None:
+        rewarded = trial.user_attrs.get(REWARDED)
+        return f"held-out reward {-trial.value:.4f}" if rewarded else f"held-out loss {trial.value:.4f}"
     if trial.state == TrialState.FAIL:
         return f"failed: {trial.user_attrs.get(REASON)}"
     if trial.state == TrialState.PRUNED:
@@ -268,23 +494,20 @@ def outcome_text(study: optuna.Study, pruner: ForecastPruner, trial: FrozenTrial
 
 def _signal(status: int) -> str | None:
     """The signal from outside that ended a process, by the status that it had itself or in a shell; or `None`."""
-    number = -status if status < 0 else status - 128
-    known = {getattr(signal, name): name for name in KILLED if hasattr(signal, name)}
-    return known.get(number)
+    return KILLED.get(-status if status < 0 else status - 128)
 
 
 def _last_words(path: Path) -> str:
     """The last line that a process printed and that is no progress bar."""
-    try:
-        lines = re.split(r"[\r\n]", path.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        lines = []
+    lines = re.split(r"[\r\n]", path.read_text(encoding="utf-8", errors="replace"))
     lines = [line.strip() for line in lines if line.strip() and not re.search(r"\d+%\|.*\||\d(s/it|it/s)", line)]
     return lines[-1] if lines else "it printed nothing"
 
 
 def _drop_weights(folder: Path, *, model: bool) -> None:
-    """Delete the checkpoints of a trial that ended, and its model too unless it is the best one."""
+    """Delete the checkpoints of a trial that ended, but not its log, and its model too unless it is the best one."""
+    for log in folder.glob(f"checkpoint-*/{LOG_NAME}"):
+        log.replace(folder / LOG_NAME)
     for checkpoint in folder.glob("checkpoint-*"):
         shutil.rmtree(checkpoint, ignore_errors=True)
     for path in [path for pattern in WEIGHTS for path in folder.glob(pattern)] if model else []:

@@ -38,16 +38,8 @@ def to_bitnet(model: PreTrainedModel) -> PreTrainedModel:
     """
     Make the linear layers of a model ternary in the forward pass, for training. Weights become latent weights.
 
-    The model is changed in place. Its config says so, and `from_pretrained` then loads what it saves with these layers.
-
-    Args:
-        model (`PreTrainedModel`): In full precision or bf16, with random or pretrained weights.
-
-    Returns:
-        The model.
-
-    Raises:
-        ValueError: If it is quantised already, or a layer cannot be packed later.
+    The model is changed in place and returned. Its config says so, and `from_pretrained` then loads what it saves with
+    these layers. A `ValueError` says if it is quantised already, or a layer cannot be packed later.
     """
     from transformers.integrations.bitnet import replace_with_bitnet_linear
     from transformers.quantizers.quantizer_bitnet import BitNetHfQuantizer
@@ -83,14 +75,7 @@ def _ternary_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 @torch.no_grad()
 def write_packed(model: PreTrainedModel, folder: Path, max_shard_size: str) -> None:
-    """
-    Write the rounded weights of a model packed, as transformers loads them into its `BitLinear` layers.
-
-    Args:
-        model (`PreTrainedModel`): That [`to_bitnet`] made.
-        folder (`Path`): Where to write weights, config and generation config.
-        max_shard_size (`str`): Of a file of weights, as `5GB`.
-    """
+    """Write the rounded weights of a model of [`to_bitnet`] packed, as transformers loads them into `BitLinear`."""
     from transformers.integrations.bitnet import WeightQuant, pack_weights
 
     state = dict(model.state_dict())

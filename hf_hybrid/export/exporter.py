@@ -1,11 +1,11 @@
 """
-Export a run as a merged or a low-bit model, measure what that costs, and write both down.
+Export a run as a merged or a low-bit model, and if asked measure the held-out loss that this costs.
 
 The order of work. Everything that can be refused is refused first: an output that exists, a folder that is not whole, a
-format that cannot be written. Adapters are merged. The format is written, with tokenizer and generation config. The
-files are then loaded again, as a user will load them, and it is that model whose loss, bytes and speed are
-measured beside those of the original. `export.json` and the card get the numbers. All of this happens in a folder
-beside the output, which takes its name as the last step, so that an output is whole or is not there.
+format that cannot be written. Adapters are merged. The format is written, with tokenizer, generation config, card and
+`export.json`, in a folder beside the output, which takes its name as the last step: an output is whole or is not there.
+Only then the loss is measured: of the original, and of the export as it is loaded from its files. `export.json` and the
+card are written anew with both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,6 @@ from hf_hybrid.records.summary import format_bytes, format_number
 logger = logging.getLogger(__name__)
 
 RESULT_NAME = "export.json"
-SHARD = "5GB"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _WRITTEN_BY = "*Written by `hf_hybrid`"
 """In every card of this package, and in no other."""
@@ -62,30 +61,33 @@ def export(
     *,
     batches: Iterable[Mapping[str, Any]] | None = None,
     dtype: str = "auto",
-    max_shard_size: str = SHARD,
+    max_shard_size: str = "5GB",
     card: str | os.PathLike | None = None,
+    when_written: Callable[[], None] | None = None,
+    progress: Callable[[str, list], Iterable] = lambda name, batches: batches,
 ) -> dict[str, Any]:
     """
-    Export a saved model, or adapters with their base, and measure the export beside the original.
+    Export a saved model, or adapters with their base.
 
     Args:
         source (`str` or `PathLike`): Folder of a run or of a checkpoint, with safetensors. It is only read.
         output (`str` or `PathLike`): Folder to write, which must not exist or be empty.
         format (`str`): Of `FORMATS`, for example `merged`, `int8` or `gguf-q8_0`.
         batches (*optional*):
-            Held-out batches with `labels`, as the model's `forward` takes them. They are read twice. Without them no
-            loss is measured.
+            Held-out batches with `labels`, as the model's `forward` takes them. Without them no loss is measured.
         dtype (`str`, *optional*):
             Of the weights that are not quantised. `auto`: as they are saved; in `merged` float16 if they are saved
             so, else bfloat16.
         max_shard_size (`str`, *optional*): Of a file of weights. A GGUF file is not split.
         card (`str` or `PathLike`, *optional*): Model card of the run, if this package wrote it. Default: in `source`.
+        when_written (*optional*): Called when the output is whole, before its loss is measured.
+        progress (*optional*): Called with `original` or `exported` and the batches, which it returns one by one.
 
     Returns:
         `dict`: What `export.json` holds: `format`, `dtype` and `rounding` of the weights that are not quantised
         (`stochastic` or `nearest`), `caveat` (what to know before the model is used, or `None`), `original` and
-        `exported` (each with `loss`, `perplexity`, `disk_bytes`, `memory_bytes` and `tokens_per_second`),
-        `loss_change` (relative), `sequences` and `tokens` that the loss is of, and where it was measured.
+        `exported` (each with `disk_bytes`, `loss` and `perplexity`), `loss_change` (relative), `sequences` and `tokens`
+        that the loss is of, and where this was done. What was not measured is `None`.
 
     Raises:
         ExportError: If the run is not whole, the format cannot be written, or `output` exists. Nothing is left behind.
@@ -98,35 +100,54 @@ def export(
     check_source(source)
     config, tokenizer = read_config(source), read_tokenizer(source)
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    kept = kept_dtype(format, dtype, own)
-    check_format(format, config, tokenizer, kept)
+    weights = kept_dtype(format, dtype, own)
+    check_format(format, config, tokenizer)
+    held_out = measure.checked(batches or ())
     warning = caveat(format, config)
     if warning is not None:
         logger.warning(warning)
+    run_card = _card_of_run(Path(card or source / REPOCARD_NAME))
+    stochastic = format == MERGED and weights in HALVES and own in (torch.float32, weights)
+    result: dict[str, Any] = {
+        "format": format,
+        "dtype": str(weights).removeprefix("torch."),
+        "caveat": warning,
+        "rounding": "stochastic" if stochastic else "nearest",
+        "command": provenance.command(),
+        "hardware": provenance.hardware(device().type, 1, 1),
+        "device": device().type,
+        "versions": provenance.versions(FORMATS[format].package or ""),
+        "loss_change": None,
+        "sequences": 0,
+        "tokens": 0,
+    }
+
+    def describe(folder: Path) -> None:
+        shared = shareable(result)
+        write_json(folder / RESULT_NAME, shared)
+        write_text(folder / REPOCARD_NAME, export_card(run_card, output.name, shared, tokenizer))
+
     with _workshop(output) as work:
         plain, exported = plain_folder(source, work, as_trained=format == MERGED), work / "model"
-        write(format, plain, exported, tokenizer, own, kept, max_shard_size)
-        result = {"format": format, "dtype": str(kept).removeprefix("torch."), "caveat": warning}
-        stochastic = format == MERGED and kept in HALVES and own in (torch.float32, kept)
-        result["rounding"] = "stochastic" if stochastic else "nearest"
-        result |= _measured(plain, own, exported, kept, list(batches or ()))
-        result |= {"command": provenance.command(), "hardware": provenance.hardware(device().type, 1, 1)}
-        result["versions"] = provenance.versions(FORMATS[format].package or "")
-        result = shareable(result)
-        write_json(exported / RESULT_NAME, result)
-        run_card = _card_of_run(Path(card or source / REPOCARD_NAME))
-        write_text(exported / REPOCARD_NAME, export_card(run_card, output.name, result, tokenizer))
+        write(format, plain, exported, tokenizer, own, weights, max_shard_size)
+        for name, folder in (("original", plain), ("exported", exported)):
+            result[name] = {"disk_bytes": measure.disk_bytes(folder), "loss": None, "perplexity": None}
+        describe(exported)
         os.replace(exported, output)
-    return result
+        if when_written is not None:
+            when_written()
+        if held_out:
+            for name, folder, loaded in (("original", plain, own), ("exported", output, weights)):
+                measured = measure.held_out(load(folder, loaded), progress(name, held_out))
+                result |= {count: measured.pop(count) for count in ("sequences", "tokens")}
+                result[name] |= measured
+            result["loss_change"] = result["exported"]["loss"] / result["original"]["loss"] - 1
+            describe(output)
+    return shareable(result)
 
 
 def check_output(output: Path) -> None:
-    """
-    Refuse to write over anything.
-
-    Raises:
-        ExportError: If there is something under the name already, a link to an empty folder too.
-    """
+    """Refuse to write over anything, a link to an empty folder too, with an [`ExportError`]."""
     if output.is_symlink():
         raise ExportError(f"`{output}` is a link, and nothing is written through one. Name the folder, or delete it.")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
@@ -156,34 +177,15 @@ def _workshop(output: Path) -> Generator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _measured(plain: Path, own: torch.dtype, exported: Path, kept: torch.dtype, batches: list) -> dict[str, Any]:
-    models, folders = [load(plain, own), load(exported, kept)], (plain, exported)
-    losses = [measure.held_out(model, batches) for model in models] if batches else []
-    original, quantised = (
-        {
-            **{name: losses[index][name] if losses else None for name in ("loss", "perplexity")},
-            "disk_bytes": measure.disk_bytes(folders[index]),
-            "memory_bytes": measure.memory_bytes(models[index]),
-            "tokens_per_second": speed,
-        }
-        for index, speed in enumerate(measure.generation_speeds(*models))
-    )
-    counts = {name: losses[0][name] if losses else 0 for name in ("sequences", "tokens")}
-    change = losses[1]["loss"] / losses[0]["loss"] - 1 if losses else None
-    return {"original": original, "exported": quantised, "loss_change": change, **counts, "device": device().type}
-
-
 # The numbers for people: on the terminal and in the card.
 
 
 def rows(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the rows of the table: title, value of the original, value of the export. Unmeasured values have none."""
+    """Return the rows of the table: title, value of the original, value of the export."""
     names = {
         "loss": ("eval loss", "{:.4f}".format),
         "perplexity": ("perplexity", format_number),
         "disk_bytes": ("weights on disk", format_bytes),
-        "memory_bytes": ("weights in memory", format_bytes),
-        "tokens_per_second": ("tokens/s", format_number),
     }
     original, exported = result["original"], result["exported"]
     lines = [
@@ -198,13 +200,13 @@ def rows(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def measured_on(result: Mapping[str, Any]) -> str:
-    """Say on what data and hardware the numbers were measured."""
-    on = f"Measured in one run on {result['hardware'].get('Accelerator', result['hardware']['CPU'])}"
-    parts = [f"generation of {measure.GENERATED} tokens, one sequence, median of {measure.TURNS}"]
-    if result["tokens"]:
-        parts.insert(0, f"the loss over {result['tokens']:,} tokens in {result['sequences']:,} held-out sequences")
-    no_loss = "" if result["tokens"] else " No held-out text was given, so no loss was measured."
-    return f"{on}: {', and '.join(parts)}.{no_loss}"
+    """Say on what data and hardware the loss was measured."""
+    if not result["tokens"]:
+        return "No held-out loss was measured."
+    on = result["hardware"].get("Accelerator", result["hardware"]["CPU"])
+    return (
+        f"The loss is of {result['tokens']:,} tokens in {result['sequences']:,} held-out sequences, measured on {on}."
+    )
 
 
 def as_text(result: Mapping[str, Any], width: int = 80) -> str:
@@ -217,15 +219,7 @@ def as_text(result: Mapping[str, Any], width: int = 80) -> str:
 
 
 def export_card(card: ModelCard | None, name: str, result: Mapping[str, Any], tokenizer: Any) -> str:
-    """
-    Return the card of an export.
-
-    Args:
-        card (`ModelCard`, *optional*): Of the run. Its results and usage give way to those of the export.
-        name (`str`): Title, if the run has no card.
-        result (`dict`): As [`export`] returns it.
-        tokenizer (*optional*): That was exported.
-    """
+    """Return the card of an export: that of the run, whose results and usage give way, or a short one under `name`."""
     card = card or ModelCard(f"---\nlibrary_name: transformers\n---\n\n# {name}\n")
     metadata = {key: value for key, value in card.data.to_dict().items() if key not in ("model-index", "metrics")}
     tags = [tag for tag in provenance.listed(metadata.get("tags")) if isinstance(tag, str)]
@@ -237,9 +231,9 @@ def export_card(card: ModelCard | None, name: str, result: Mapping[str, Any], to
     head, *sections = re.split(r"^(?=## )", card.text.strip() + "\n", flags=re.M)
     merged = r"The adapter of a run is merged into these weights. The run trained a \1 adapter for "
     head = re.sub(r"^A (\S+) adapter for ", merged, head, flags=re.M)
-    kept = [section for section in sections if not section.startswith(("## Results", "## Usage"))]
+    others = [section for section in sections if not section.startswith(("## Results", "## Usage"))]
     own = [_section(result, tokenizer), _serving(name, result["format"], tokenizer)]
-    body = re.sub(r"\n{3,}", "\n\n", "\n".join([head, *filter(None, own), *kept]))
+    body = re.sub(r"\n{3,}", "\n\n", "\n".join([head, *own, *others]))
     return f"---\n{yaml_dump(metadata, sort_keys=False).strip()}\n---\n\n{body.strip()}\n"
 
 
@@ -254,53 +248,44 @@ def _card_of_run(path: Path) -> ModelCard | None:
 
 
 def _section(result: Mapping[str, Any], tokenizer: Any) -> str:
-    of_gguf = f', gguf_file="{GGUF_NAME}"' if FORMATS[result["format"]].package == "gguf" else ""
-    package = FORMATS[result["format"]].package
-    merged = result["format"] == MERGED
-    stochastically = ", rounded stochastically" if result.get("rounding") == "stochastic" else ""
-    lines = [
+    form, merged = FORMATS[result["format"]], result["format"] == MERGED
+    kept = "They are" if merged else "What is not quantised is"
+    rounding = ", rounded stochastically" if result.get("rounding") == "stochastic" else ""
+    table = [f"| | original | {result['format']} |", "|---|---:|---:|"]
+    table += [f"| {title} | {before} | {after} |" for title, before, after in rows(result)]
+    classes, gguf_file = "AutoModelForCausalLM", f', gguf_file="{GGUF_NAME}"' * (form.package == "gguf")
+    code = [f'model = AutoModelForCausalLM.from_pretrained("path/to/this/folder"{gguf_file})']
+    if tokenizer is not None:
+        classes += ", AutoTokenizer"
+        code.append('tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")')
+    paragraphs = [
         "## Merged export" if merged else "## Low-bit export",
-        "",
-        f"The weights are those of the run below in the format `{result['format']}`, "
-        f"{FORMATS[result['format']].about}. "
-        f"{'They are' if merged else 'What is not quantised is'} in {result['dtype']}{stochastically}.",
-        "",
-        *([result["caveat"], ""] if result["caveat"] is not None else []),
-        f"| | original | {result['format']} |",
-        "|---|---:|---:|",
-        *(f"| {title} | {before} | {after} |" for title, before, after in rows(result)),
-        "",
+        f"The weights are those of the run below in the format `{result['format']}`, {form.about}. {kept} in "
+        f"{result['dtype']}{rounding}.",
+        result["caveat"],
+        "\n".join(table),
         measured_on(result),
-        "",
         "## Usage",
-        "",
-        *([f"It needs `{package}` {result['versions'][package]} or newer.", ""] if package is not None else []),
-        "```python",
-        f"from transformers import AutoModelForCausalLM{', AutoTokenizer' if tokenizer is not None else ''}",
-        "",
-        f'model = AutoModelForCausalLM.from_pretrained("path/to/this/folder"{of_gguf})',
-        *(['tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")'] if tokenizer is not None else []),
-        "```",
-        "",
+        form.package and f"It needs `{form.package}` {result['versions'][form.package]} or newer.",
+        "\n".join(["```python", f"from transformers import {classes}", "", *code, "```"]),
     ]
-    return "\n".join(lines)
+    return "\n\n".join(filter(None, paragraphs)) + "\n"
 
 
 def _serving(name: str, format: str, tokenizer: Any) -> str:
     """How servers load an export, and what of it was tried; empty for formats that none of them is known to load."""
-    of_gguf = FORMATS[format].package == "gguf"
-    if tokenizer is None or not (of_gguf or format == MERGED):
+    if tokenizer is None:
         return ""
-    if of_gguf:
+    if FORMATS[format].package == "gguf":
         tag = re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._") or "model"
         chats = ", with the chat template that is in it" if getattr(tokenizer, "chat_template", None) else ""
         said = f"llama.cpp and Ollama take `{GGUF_NAME}`{chats}. Files of this format were run in llama.cpp itself "
         said += "when `hf_hybrid` was tested (node-llama-cpp). This file, these lines and Ollama were not tried."
-        lines = [
-            f"llama-server -m {GGUF_NAME}",
-            f'echo "FROM ./{GGUF_NAME}" > Modelfile && ollama create {tag} -f Modelfile && ollama run {tag}',
-        ]
-    else:
+        commands = f"llama-server -m {GGUF_NAME}\n"
+        commands += f'echo "FROM ./{GGUF_NAME}" > Modelfile && ollama create {tag} -f Modelfile && ollama run {tag}'
+    elif format == MERGED:
         said = "vLLM takes this folder, if it knows the architecture. This line was not tried."
-        lines = ["vllm serve path/to/this/folder"]
-    return "\n".join(["## Serving", "", said, "", "```bash", *lines, "```", ""])
+        commands = "vllm serve path/to/this/folder"
+    else:
+        return ""
+    return f"## Serving\n\n{said}\n\n```bash\n{commands}\n```\n"

@@ -1,7 +1,7 @@
 """
 The formats of an export: what writes each of them, what it needs, and how its folder is loaded again.
 
-No format is quantised by code of this package. torchao (int8, int4) and bitsandbytes (nf4) quantise the linear layers
+No format is quantised by code of this package. torchao (int8) and bitsandbytes (nf4) quantise the linear layers
 while transformers loads a model; the `gguf` package quantises the tensors of a GGUF file (gguf.py); transformers has
 the ternary layers (bitnet.py). `merged` is not quantised: it is the plain model in 16 bits. A format that the installed
 libraries cannot write on this device is refused before any work, with what to install.
@@ -23,17 +23,8 @@ from hf_hybrid.export.rounding import HALVES, round_weights_
 
 GGUF_NAME = "model.gguf"
 MERGED = "merged"
-INT4_GROUP = 32
-"""Weights that share a scale in torchao's int4."""
 NF4_BLOCK = 64
-"""And in the nf4 of bitsandbytes."""
-
-
-INSTALL = {
-    "torchao": 'pip install "hf-hybrid[export]"',
-    "gguf": 'pip install "hf-hybrid[export]"',
-    "bitsandbytes": 'pip install "hf-hybrid[quantization]"',
-}
+"""Weights that share a scale in the nf4 of bitsandbytes."""
 
 
 class ExportError(ValueError):
@@ -41,14 +32,11 @@ class ExportError(ValueError):
 
 
 class Format(NamedTuple):
-    """
-    A format: the package that writes it (`None`: transformers itself), what it is in a few words, and what makes the
-    quantization config of transformers from the dtype of the weights that stay (`None`: a writer of its own).
-    """
+    """A format of an export."""
 
-    package: str | None
+    package: str | None  # that writes it; None: transformers itself
     about: str
-    quantization: Callable[[torch.dtype], Any] | None = None
+    quantization: Callable[[torch.dtype], Any] | None = None  # transformers' config, by the dtype of weights that stay
 
 
 def _int8(dtype: torch.dtype):
@@ -56,13 +44,6 @@ def _int8(dtype: torch.dtype):
     from transformers import TorchAoConfig
 
     return TorchAoConfig(Int8WeightOnlyConfig())
-
-
-def _int4(dtype: torch.dtype):
-    from torchao.quantization import Int4WeightOnlyConfig
-    from transformers import TorchAoConfig
-
-    return TorchAoConfig(Int4WeightOnlyConfig(group_size=INT4_GROUP))
 
 
 def _nf4(dtype: torch.dtype):
@@ -76,7 +57,6 @@ def _nf4(dtype: torch.dtype):
 FORMATS: dict[str, Format] = {
     MERGED: Format(None, "16 bits in safetensors (transformers)"),
     "int8": Format("torchao", "8 bits, a scale for each row (torchao)", _int8),
-    "int4": Format("torchao", f"4 bits, a scale for each {INT4_GROUP} weights (torchao; a GPU)", _int4),
     "nf4": Format("bitsandbytes", "4 bits, spaced as normally distributed weights (bitsandbytes)", _nf4),
     "bitnet": Format(None, "1.58 bits, -1, 0 or 1, for models trained with `--qat bitnet` (transformers)"),
     **{f"gguf-{kind}": Format("gguf", about) for kind, about in gguf.KINDS.items()},
@@ -85,14 +65,7 @@ FORMATS: dict[str, Format] = {
 
 
 def kept_dtype(name: str, asked: str, own: torch.dtype) -> torch.dtype:
-    """
-    Return the dtype of the weights that a format does not quantise.
-
-    Args:
-        name (`str`): Of `FORMATS`.
-        asked (`str`): A dtype by name, or `auto`: the model's own; 16 bits in `merged`.
-        own (`torch.dtype`): Of the model as it is saved.
-    """
+    """Return the dtype of the weights that a format does not quantise; `auto`: the model's own, 16 bits in `merged`."""
     if asked != "auto":
         return getattr(torch, asked)
     if name == MERGED:
@@ -110,57 +83,23 @@ def caveat(name: str, config: PreTrainedConfig) -> str | None:
     return None
 
 
-def check_format(name: str, config: PreTrainedConfig, tokenizer: Any, dtype: torch.dtype) -> None:
-    """
-    Refuse a format that does not exist, or that cannot be written here for this model.
-
-    Args:
-        name (`str`): Of `FORMATS`.
-        config (`PreTrainedConfig`): Of the model to export.
-        tokenizer (*optional*): Of the model; a GGUF file holds it.
-        dtype (`torch.dtype`): Of the weights that are not quantised.
-
-    Raises:
-        ExportError: With what to install, or which format to take instead.
-    """
+def check_format(name: str, config: PreTrainedConfig, tokenizer: Any) -> None:
+    """Refuse a format that does not exist, or that cannot be written here for this model, with what to do instead."""
     if name not in FORMATS:
-        of_llama_cpp = (
+        advice = (
             f" `{name}` is written by llama.cpp's own tool: export `gguf-f16`, install llama.cpp, and run "
             f"`llama-quantize {GGUF_NAME} OUTPUT.gguf {name.removeprefix('gguf-')}`."
-            if name.startswith("gguf-")
-            else ""
         )
-        raise ExportError(f"`format` must be one of {', '.join(FORMATS)}, got `{name}`.{of_llama_cpp}")
+        advice = advice if name.startswith("gguf-") else ""
+        raise ExportError(f"`format` must be one of {', '.join(FORMATS)}, got `{name}`.{advice}")
     if bitnet.trains_bitnet(config) and name != "bitnet":
         raise ExportError(f"The model was trained to be ternary: export it with `format=bitnet`, got `{name}`.")
     package = FORMATS[name].package
     if package is not None and importlib.util.find_spec(package) is None:
-        raise ExportError(f"`format={name}` needs {package}. Install it: {INSTALL[package]}")
-    if package == "gguf":
-        try:
-            gguf.check(config, tokenizer)
-        except ValueError as error:
-            raise ExportError(
-                f"`format={name}`: {error} Convert the model with llama.cpp's `convert_hf_to_gguf.py`."
-            ) from None
-    if name == "int4":
-        _try_int4(dtype)
-
-
-def _try_int4(dtype: torch.dtype) -> None:
-    """Quantise a layer: which devices and packages torchao's int4 needs changes with its version."""
-    from torchao.quantization.quant_api import quantize_
-
-    try:
-        layer = nn.Sequential(nn.Linear(256, 256, dtype=dtype)).to(device())
-        quantize_(layer, _int4(dtype).quant_type)
-        layer(torch.zeros(1, 256, dtype=dtype, device=device()))
-    except Exception as error:  # of any kernel
-        raise ExportError(
-            f"`format=int4` cannot be computed by torchao on `{device()}` with `dtype={str(dtype)[6:]}`: {error}. It "
-            "needs a GPU, bfloat16 and mslk (`pip install mslk`). Set `format=nf4` or `format=gguf-q4_m` for 4 bits "
-            "elsewhere."
-        ) from None
+        extra = "quantization" if package == "bitsandbytes" else "export"
+        raise ExportError(f'`format={name}` needs {package}. Install it: pip install "hf-hybrid[{extra}]"')
+    if package == "gguf" and (reason := gguf.reason_not_written(config, tokenizer)) is not None:
+        raise ExportError(f"`format={name}`: {reason} Convert the model with llama.cpp's `convert_hf_to_gguf.py`.")
 
 
 def _check_rows(model: nn.Module) -> None:
@@ -193,13 +132,7 @@ def load(folder: Path, dtype: torch.dtype, **quantization: Any) -> PreTrainedMod
     """
     Load a model, and refuse one whose weights are not all there: transformers would draw the missing ones at random.
 
-    Args:
-        folder (`Path`): With safetensors, or with a GGUF file.
-        dtype (`torch.dtype`): Of the weights that are not quantised.
-        quantization (`dict`): `quantization_config=` quantises while the model is loaded.
-
-    Raises:
-        ExportError: If a file cannot be read, or weights are missing.
+    The folder has safetensors or a GGUF file. `quantization_config=` quantises while the model is loaded.
     """
     in_gguf = {"gguf_file": GGUF_NAME} if (folder / GGUF_NAME).is_file() else {}
     try:
@@ -228,16 +161,9 @@ def write(
     name: str, plain: Path, folder: Path, tokenizer: Any, own: torch.dtype, dtype: torch.dtype, max_shard_size: str
 ) -> None:
     """
-    Write a format, with tokenizer and generation config.
+    Write a checked format of a plain model into a new folder, with tokenizer and generation config.
 
-    Args:
-        name (`str`): Of `FORMATS`, checked.
-        plain (`Path`): The model to quantise: whole, without adapters.
-        folder (`Path`): Where to write; it is made.
-        tokenizer (*optional*): That goes along.
-        own (`torch.dtype`): Of the weights in `plain`.
-        dtype (`torch.dtype`): Of the weights that are not quantised.
-        max_shard_size (`str`): Of a file of weights, as `5GB`. A GGUF file is not split.
+    `own` is the dtype of the weights in `plain`, `dtype` that of those that are not quantised.
     """
     folder.mkdir()
     if tokenizer is not None:

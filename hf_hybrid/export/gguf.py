@@ -66,27 +66,21 @@ SPLITS = {
 """Patterns that split text into words, by llama.cpp's names, as the steps that `tokenizer.json` has for them."""
 
 
-def check(config: PreTrainedConfig, tokenizer: Any) -> None:
-    """
-    Refuse a model or a tokenizer that is not written here.
-
-    Raises:
-        ValueError: With what stands against it, as a sentence.
-    """
+def reason_not_written(config: PreTrainedConfig, tokenizer: Any) -> str | None:
+    """Return why a model or its tokenizer is not written here, as a sentence."""
     if config.model_type not in ARCHITECTURES:
-        raise ValueError(f"models of type `{config.model_type}` are not written, only {', '.join(ARCHITECTURES)}.")
+        return f"models of type `{config.model_type}` are not written, only {', '.join(ARCHITECTURES)}."
     rope = config.rope_parameters.get("rope_type", "default")
     if rope != "default":
-        raise ValueError(f"stretched positions (`rope_type={rope}`) are not written.")
+        return f"stretched positions (`rope_type={rope}`) are not written."
     for option, wanted in USUAL.items():
         if (value := getattr(config, option, wanted)) != wanted:
-            raise ValueError(f"`{option}={value}` is not written, only `{wanted}`.")
+            return f"`{option}={value}` is not written, only `{wanted}`."
     if tokenizer is None:
-        raise ValueError("the file holds the tokenizer, and the run has none.")
+        return "the file holds the tokenizer, and the run has none."
     if _words(tokenizer) is None:
-        raise ValueError(
-            f"the tokenizer (`{type(tokenizer).__name__}`) is no byte-level BPE that llama.cpp has a name for."
-        )
+        return f"the tokenizer (`{type(tokenizer).__name__}`) is no byte-level BPE that llama.cpp has a name for."
+    return None
 
 
 def _words(tokenizer: Any) -> str | None:
@@ -106,15 +100,7 @@ def _words(tokenizer: Any) -> str | None:
 
 
 def write(model: PreTrainedModel, tokenizer: Any, path: Path, kind: str) -> None:
-    """
-    Write a model and its tokenizer as a GGUF file.
-
-    Args:
-        model (`PreTrainedModel`): That [`check`] takes.
-        tokenizer: That [`check`] takes, saved in the folder of `path`.
-        path (`Path`): Of the file.
-        kind (`str`): Of `KINDS`.
-    """
+    """Write a model and its tokenizer, which is saved in the folder of `path`, as a GGUF file of a kind of `KINDS`."""
     import gguf
 
     config = model.config

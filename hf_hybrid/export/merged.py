@@ -24,7 +24,7 @@ import json
 import logging
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,26 +39,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def merge(folder: Path, peft: Any, device: torch.device, as_trained: bool) -> PreTrainedModel:
+def merge(folder: Path, device: torch.device, as_trained: bool) -> PreTrainedModel:
     """
-    Load adapters on their base and merge them.
+    Load adapters on their base and merge them. Returns a plain model in the dtype of the base.
 
-    Args:
-        folder (`Path`): With adapters that name their base.
-        peft: The module.
-        device (`torch.device`): Where to compute.
-        as_trained (`bool`):
-            Start from the quantised base that training had, if it had one, and not from the base as it is saved.
-
-    Returns:
-        A plain model in the dtype of the base.
+    With `as_trained` the base is the quantised one that training had, if it had one, and not the base as it is saved.
     """
+    from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    base = _base(folder, peft, device, as_trained)
-    model = peft.PeftModel.from_pretrained(base, folder)
+    base = _base(folder, device, as_trained)
+    model = PeftModel.from_pretrained(base, folder)
     shared = _give_each_its_own(base)
-    trained_whole = _load_in_fp32(folder, peft, model)
+    trained_whole = _load_in_fp32(folder, model)
     unrounded = []
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):
@@ -77,8 +70,10 @@ def merge(folder: Path, peft: Any, device: torch.device, as_trained: bool) -> Pr
     return merged
 
 
-def _base(folder: Path, peft: Any, device: torch.device, as_trained: bool) -> PreTrainedModel:
-    adapters = peft.PeftConfig.from_pretrained(folder)
+def _base(folder: Path, device: torch.device, as_trained: bool) -> PreTrainedModel:
+    from peft import PeftConfig
+
+    adapters = PeftConfig.from_pretrained(str(folder))
     name = adapters.base_model_name_or_path
     more: dict[str, Any] = {"revision": adapters.revision, "trust_remote_code": False}
     note = folder / BASE_NAME
@@ -109,8 +104,9 @@ class Sum(NamedTuple):
     dtype: torch.dtype
 
 
-def _load_in_fp32(folder: Path, peft: Any, model: nn.Module) -> list[Sum]:
+def _load_in_fp32(folder: Path, model: nn.Module) -> list[Sum]:
     """Load the layers anew that trained whole, in fp32."""
+    from peft import load_peft_weights, set_peft_model_state_dict
     from peft.utils.other import ModulesToSaveWrapper
 
     trained_whole = {}  # each once: tied ones have two layers
@@ -121,7 +117,7 @@ def _load_in_fp32(folder: Path, peft: Any, model: nn.Module) -> list[Sum]:
                     trained_whole[parameter] = Sum(f"{name}.{part}", parameter, parameter.dtype)
                     parameter.data = parameter.data.float()
     if trained_whole:
-        peft.set_peft_model_state_dict(model, peft.load_peft_weights(folder, device="cpu"))
+        set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
     return list(trained_whole.values())
 
 
@@ -145,12 +141,10 @@ def _round(sums: list[Sum]) -> None:
 
 def _embeddings(model: PreTrainedModel) -> list[nn.Module]:
     """Input embeddings and head, as far as there are any, without adapters around them."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
-    return [layer.get_base_layer() if _has_adapters(layer) else layer for layer in layers if layer is not None]
-
-
-def _has_adapters(layer: nn.Module | None) -> TypeGuard[BaseTunerLayer]:
-    return hasattr(layer, "get_base_layer")
+    return [one.get_base_layer() if isinstance(one, BaseTunerLayer) else one for one in layers if one is not None]
 
 
 def _give_each_its_own(model: PreTrainedModel) -> bool:

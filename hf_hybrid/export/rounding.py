@@ -31,16 +31,10 @@ HALVES = (torch.bfloat16, torch.float16)
 @torch.no_grad()
 def round_(target: Tensor, exact: Tensor, name: str) -> Tensor:
     """
-    Round a tensor to 16 bits, up or down at random so that the expectation is exact.
+    Round `exact` (fp32) into `target` (bf16 or fp16), up or down at random so that the expectation is exact.
 
-    Args:
-        target (`torch.Tensor`): bf16 or fp16; overwritten.
-        exact (`torch.Tensor`): fp32, of the same shape, on the same device; unchanged.
-        name (`str`): Of the tensor. The random numbers follow from it.
-
-    Returns:
-        `target`. Values that its type holds, infinity and NaN are what they were. What is larger than its largest
-        number is rounded to nearest: to that number, or to infinity.
+    The random numbers follow from `name`. Values that the type of `target` holds, infinity and NaN are what they were.
+    What is larger than its largest number is rounded to nearest: to that number, or to infinity. Returns `target`.
     """
     generator = torch.Generator(exact.device).manual_seed(zlib.crc32(name.encode()))
     target_rows, exact_rows = torch.atleast_1d(target), torch.atleast_1d(exact)
@@ -58,13 +52,7 @@ def round_(target: Tensor, exact: Tensor, name: str) -> Tensor:
 
 
 def round_weights_(model: nn.Module, exact: nn.Module) -> None:
-    """
-    Round the weights of a model anew, stochastically.
-
-    Args:
-        model (`nn.Module`): Loaded in bf16 or fp16. Weights that transformers keeps in fp32 nevertheless stay so.
-        exact (`nn.Module`): The same model in fp32, on the same device.
-    """
+    """Round the weights of a model anew from `exact`, the same in fp32; those that transformers keeps in fp32 stay."""
     sources = dict(exact.named_parameters())
     for name, parameter in model.named_parameters():
         if parameter.dtype in HALVES:

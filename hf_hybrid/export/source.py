@@ -18,12 +18,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def check_source(folder: Path) -> None:
-    """
-    Refuse a folder that does not hold the whole weights of a model or of adapters, in safetensors.
-
-    Raises:
-        ExportError: Which file is missing or damaged, and what to export instead.
-    """
+    """Refuse a folder that lacks weights of a model or of adapters, in safetensors, or whose files are damaged."""
     if not folder.is_dir():
         raise ExportError(f"`{folder}` is no folder. Give the `output_dir` of a run, or one of its checkpoints.")
     try:
@@ -58,8 +53,7 @@ def shard_names(index: Path) -> list[str]:
     """
     Return the files that the index of a model in several files names, each once, in order.
 
-    Raises:
-        ValueError: If the index is damaged, or names a file outside of its folder; with a phrase that says so.
+    A `ValueError` with a phrase says that the index is damaged, or names a file outside of its folder.
     """
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -84,39 +78,42 @@ def _hint(folder: Path) -> str:
     )
 
 
-def read_config(folder: Path) -> PreTrainedConfig:
-    """
-    Return the config of the model in a folder, or of the base of its adapters.
-
-    Raises:
-        ExportError: If it cannot be read, or the model is quantised already. The base of adapters may be.
-    """
-    is_adapter = (folder / ADAPTER_CONFIG).is_file()
+def _origin(folder: Path) -> tuple[str, dict[str, Any]]:
+    """What `from_pretrained` takes to read the model in a folder, or the base of the adapters there."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return str(folder), {"trust_remote_code": False}
     try:
-        base = folder
-        if is_adapter:
-            base = _peft().PeftConfig.from_pretrained(folder).base_model_name_or_path
-            if not base:
-                raise ExportError(
-                    f"The adapters in `{folder}` do not say what their base is, because it was not loaded with "
-                    "`from_pretrained`. Save the base, set `base_model_name_or_path` in their "
-                    f"`{ADAPTER_CONFIG}` to its folder, and export again."
-                )
-        config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+        from peft import PeftConfig
+    except ImportError:
+        raise ExportError('Adapters need peft. Install it: pip install "hf-hybrid[peft]"') from None
+    adapters = PeftConfig.from_pretrained(str(folder))
+    if not adapters.base_model_name_or_path:
+        raise ExportError(
+            f"The adapters in `{folder}` do not say what their base is, because it was not loaded with "
+            f"`from_pretrained`. Save the base, set `base_model_name_or_path` in their `{ADAPTER_CONFIG}` to its "
+            "folder, and export again."
+        )
+    return adapters.base_model_name_or_path, {"revision": adapters.revision, "trust_remote_code": False}
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    """Return the config of the model in a folder, or of the base of its adapters; the base alone may be quantised."""
+    try:
+        name, options = _origin(folder)
+        config = AutoConfig.from_pretrained(name, **options)
         quantised = getattr(config, "quantization_config", None) is not None and not trains_bitnet(config)
         method = dict(config.quantization_config).get("quant_method") if quantised else None
     except ExportError:
         raise
     except Exception as error:  # whatever a broken file leads to
+        reason = f"cannot be read: {_sentence(error)} {_hint(folder)}"
         if "trust_remote_code" in str(error):
-            raise ExportError(
-                f"The config of the model in `{folder}` brings code of its own (`auto_map`), and an export runs none. "
-                "Only models that transformers has itself can be exported."
-            ) from error
-        raise ExportError(
-            f"The config of the model in `{folder}` cannot be read: {_sentence(error)} {_hint(folder)}"
-        ) from error
-    if quantised and not is_adapter:
+            reason = (
+                "brings code of its own (`auto_map`), and an export runs none. Only models that transformers has "
+                "itself can be exported."
+            )
+        raise ExportError(f"The config of the model in `{folder}` {reason}") from error
+    if quantised and name == str(folder):
         raise ExportError(
             f"The model of `{folder}` is quantised already (`{method}`). Export the run it was made from."
         )
@@ -124,28 +121,17 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """
-    Return the tokenizer in a folder, or that of the base of its adapters; `None` if there is none.
-
-    Raises:
-        ExportError: If the folder has one that cannot be read.
-    """
+    """Return the tokenizer in a folder, or that of the base of its adapters; `None` if there is none."""
     if (folder / "tokenizer_config.json").is_file():
         try:
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:  # whatever a broken file leads to
-            raise ExportError(
-                f"The tokenizer in `{folder}` cannot be read: {_sentence(error)} Save it again."
-            ) from error
-    if not (folder / ADAPTER_CONFIG).is_file():
-        return None
-    peft = _peft()
+            reason = f"cannot be read: {_sentence(error)} Save it again."
+            raise ExportError(f"The tokenizer in `{folder}` {reason}") from error
+    name, options = _origin(folder)
     try:
-        base = peft.PeftConfig.from_pretrained(folder)
-        return AutoTokenizer.from_pretrained(
-            base.base_model_name_or_path, revision=base.revision, trust_remote_code=False
-        )
-    except Exception:  # the base has none, or its name is none, or the file is broken, which `read_config` refuses
+        return None if name == str(folder) else AutoTokenizer.from_pretrained(name, **options)
+    except Exception:  # the base has none, or one that brings code of its own
         return None
 
 
@@ -155,32 +141,17 @@ def _sentence(error: BaseException) -> str:
     return text if text.endswith(".") else f"{text}."
 
 
-def plain_folder(folder: Path, work: Path, as_trained: bool = False) -> Path:
+def plain_folder(folder: Path, work: Path, *, as_trained: bool) -> Path:
     """
     Return a folder with a plain model: the run's own, or for adapters one in `work`, merged into their base.
 
-    Args:
-        folder (`Path`): That [`check_source`] takes.
-        work (`Path`): Where a folder may be made.
-        as_trained (`bool`, *optional*): Merge into the quantised base that training had, if it had one.
-
-    Raises:
-        ExportError: If the base or the adapters cannot be loaded.
+    With `as_trained` they are merged into the quantised base that training had, if it had one.
     """
     if not (folder / ADAPTER_CONFIG).is_file():
         return folder
-    peft = _peft()
     try:
-        model = merged.merge(folder, peft, device(), as_trained)
+        model = merged.merge(folder, device(), as_trained)
     except Exception as error:  # whatever a broken file leads to
         raise ExportError(f"The adapters in `{folder}` cannot be put on their base: {error}") from error
     model.save_pretrained(work / "plain")
     return work / "plain"
-
-
-def _peft():
-    try:
-        import peft
-    except ImportError:
-        raise ExportError('Adapters need peft. Install it: pip install "hf-hybrid[peft]"') from None
-    return peft

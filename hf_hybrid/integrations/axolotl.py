@@ -39,7 +39,6 @@ _REFUSED = {
     "trainer_cls": "names another trainer, and a run has only one",
 }
 
-
 # Every hybrid option, all optional; other names are refused.
 _OPTIONAL: dict[str, Any] = {name: (hint | None, None) for name, hint in get_type_hints(HybridArguments).items()}
 HybridOptions = create_model("HybridOptions", __config__=ConfigDict(extra="forbid"), **_OPTIONAL)
@@ -78,13 +77,10 @@ class HybridPlugin(BasePlugin):
 
     def get_training_args(self, cfg: Any) -> dict[str, Any]:
         """The options given under `hybrid`. A name that is no option, or a value of another type, is a `ValueError`."""
-        given = _get(cfg, KEY)
-        if given is None:
-            return {}
-        if isinstance(given, BaseModel):
-            given = given.model_dump()
+        written = _get(cfg, KEY) or {}
+        written = written.model_dump() if isinstance(written, BaseModel) else dict(written)
         # Validated here, as not every version of Axolotl validates the keys of plugins.
-        options = HybridOptions.model_validate(dict(given))
+        options = HybridOptions.model_validate(written)
         return {name: value for name, value in options.model_dump().items() if value is not None}
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
@@ -92,15 +88,13 @@ class HybridPlugin(BasePlugin):
         _check(cfg)
 
     def pre_model_load(self, cfg: Any) -> None:
-        """Refuse a configuration before a model is loaded. Raises as [`get_trainer_cls`]."""
+        """The same where the data were prepared before."""
         _check(cfg)
 
     def get_trainer_cls(self, cfg: Any) -> type:
         """
-        Axolotl's trainer of causal language models with [`HybridTrainerMixin`] in front.
-
-        Raises:
-            ValueError: For reinforcement learning, reward models, Mamba and another `trainer_cls`.
+        Axolotl's trainer of causal language models with [`HybridTrainerMixin`] in front. Raises `ValueError` for
+        reinforcement learning, reward models, Mamba and another `trainer_cls`.
         """
         _check(cfg)
         # Not at the top: Axolotl's trainers import its plugins.

@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from hf_hybrid.world_model.final_loss import FinalLoss, forecast_final_loss
 
@@ -78,12 +79,7 @@ class ForecastPruner(optuna.pruners.BasePruner):
         self._forecasts: dict[tuple[int, int], FinalLoss | None] = {}  # by trial, and step that it was made after
 
     def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
-        """
-        Whether the trial should end now.
-
-        Raises:
-            ValueError: If the study maximizes, or nothing says how many steps the trial has.
-        """
+        """Whether the trial should end now. Raises `ValueError` if the study maximizes, or nothing says its steps."""
         if study.direction != optuna.study.StudyDirection.MINIMIZE:
             raise ValueError("`ForecastPruner` compares losses, so the study must have `direction='minimize'`.")
         if trial.last_step is None:
@@ -117,18 +113,19 @@ class ForecastPruner(optuna.pruners.BasePruner):
         """
         rivals = []
         for other in study.get_trials(deepcopy=False):
-            found = None if other.number == trial.number else self.forecast(other)
-            if found is not None and other.state != TrialState.FAIL:
-                reached = found.median if other.state == TrialState.COMPLETE else found.high
-                rivals.append((reached, other.number, other, found))
+            if other.number == trial.number or other.state == TrialState.FAIL:
+                continue
+            if (forecast := self.forecast(other)) is not None:
+                reached = forecast.median if other.state == TrialState.COMPLETE else forecast.high
+                rivals.append((reached, other.number, other, forecast))
         if not rivals:
             return None
-        mark, _, rival, now = min(rivals)  # numbers differ, so trials are never compared
+        mark, _, rival, latest = min(rivals)  # numbers differ, so trials are never compared
         step = last_step if rival.last_step is None else min(last_step, rival.last_step)
-        then = self.forecast(rival, step)
-        if then is None or min(then.median, now.median) <= 0:
+        earlier = self.forecast(rival, step)
+        if earlier is None or min(earlier.median, latest.median) <= 0:
             return mark, 1.0
-        return mark, min(now.median / then.median, 1.0)
+        return mark, min(latest.median / earlier.median, 1.0)
 
     def forecast(self, trial: FrozenTrial, step: int | None = None) -> FinalLoss | None:
         """
@@ -141,11 +138,11 @@ class ForecastPruner(optuna.pruners.BasePruner):
             return None
         key = (trial.number, step)
         if key not in self._forecasts:
-            seen = {at: loss for at, loss in sorted(trial.intermediate_values.items()) if at <= step}
+            losses = {at: loss for at, loss in sorted(trial.intermediate_values.items()) if at <= step}
             rates = scheduled_rates(self.args, self.max_steps(trial), trial.params)
-            known = seen and all(map(math.isfinite, seen.values()))
+            known = losses and all(map(math.isfinite, losses.values()))
             self._forecasts[key] = (
-                forecast_final_loss(list(seen), list(seen.values()), rates, len(rates)) if known else None
+                forecast_final_loss(list(losses), list(losses.values()), rates, len(rates)) if known else None
             )
         return self._forecasts[key]
 
@@ -159,8 +156,8 @@ class ForecastPruner(optuna.pruners.BasePruner):
             return 0, trial.value
         if trial.state not in (TrialState.PRUNED, TrialState.FAIL):
             return None
-        found = self.expected_end(study, trial)
-        return 1, math.inf if found is None else found[1]
+        end = self.expected_end(study, trial)
+        return 1, math.inf if end is None else end[1]
 
     def max_steps(self, trial: FrozenTrial) -> int:
         """Optimizer steps of a trial."""
@@ -174,7 +171,7 @@ class ForecastPruner(optuna.pruners.BasePruner):
         return steps
 
 
-def scheduled_rates(args: TrainingArguments, max_steps: int, parameters: dict[str, Any]) -> Sequence[float]:
+def scheduled_rates(args: TrainingArguments, max_steps: int, parameters: dict[str, Any]) -> np.ndarray:
     """
     The learning rates of the steps 1 to `max_steps` under the scheduler of `args`, with `parameters` in its options'
     place. A scheduler that watches the loss has a constant rate here.
@@ -182,20 +179,17 @@ def scheduled_rates(args: TrainingArguments, max_steps: int, parameters: dict[st
     import torch
     from transformers import get_scheduler
 
-    from hf_hybrid.run.rate import rate_at
+    from hf_hybrid.world_model.forecast import schedule_of
 
     args = copy.copy(args)
-    for name, value in parameters.items():
-        if hasattr(args, name):
-            setattr(args, name, value)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
-    given = args.lr_scheduler_kwargs  # text only until the arguments are made
+    for name in parameters.keys() & vars(args).keys():
+        setattr(args, name, parameters[name])
+    options = args.lr_scheduler_kwargs  # text only until the arguments are made
     scheduler = get_scheduler(
         args.lr_scheduler_type,
-        optimizer,
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate),
         num_warmup_steps=args.get_warmup_steps(max_steps),
         num_training_steps=max_steps,
-        scheduler_specific_kwargs=dict(given) if isinstance(given, dict) else {},
+        scheduler_specific_kwargs=dict(options) if isinstance(options, dict) else {},
     )
-    factor = rate_at(scheduler)
-    return [args.learning_rate * (1.0 if factor is None else factor(step)) for step in range(max_steps)]
+    return args.learning_rate * schedule_of(scheduler, max_steps)

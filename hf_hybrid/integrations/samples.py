@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, TrainerCallback
+from transformers.trainer_utils import IntervalStrategy
 
 from hf_hybrid.machine import RandomStates, sharding_of
 from hf_hybrid.optimizers import text_config
@@ -39,26 +40,17 @@ class SampleCallback(TrainerCallback):
     once, also with several evaluation sets.
 
     Args:
-        prompts (`str`, `Path` or `Sequence[str]`): Text file with a prompt per line, or the prompts themselves.
+        prompts (`str`, `Path` or `Sequence[str]`): Text file with a prompt per line, or the prompts themselves, as in
+            `callbacks=[SampleCallback(["The capital of France is", "2 + 2 ="])]`.
         max_new_tokens (`int`, defaults to 64): Tokens of a completion at most.
 
     Raises:
         ValueError: If there is no prompt, there are more than 32, or `max_new_tokens` is not a whole number from 1;
             when the trainer is made, if it has no tokenizer, if its model generates no text, or a prompt fills it.
-
-    Example:
-
-    ```python
-    from hf_hybrid import SampleCallback
-
-    callbacks = [SampleCallback(["The capital of France is", "2 + 2 ="])]
-    trainer = Trainer(model, args, processing_class=tokenizer, callbacks=callbacks, ...)
-    ```
     """
 
     def __init__(self, prompts: str | Path | Sequence[str], max_new_tokens: int = 64):
-        is_count = isinstance(max_new_tokens, int) and not isinstance(max_new_tokens, bool) and max_new_tokens >= 1
-        if not is_count:
+        if type(max_new_tokens) is not int or max_new_tokens < 1:
             raise ValueError(f"`max_new_tokens` must be a whole number from 1, got `{max_new_tokens!r}`.")
         if isinstance(prompts, (str, Path)):
             self.prompts = read_prompts(prompts)
@@ -67,15 +59,9 @@ class SampleCallback(TrainerCallback):
             if wrong := [prompt for prompt in self.prompts if not isinstance(prompt, str)]:
                 raise ValueError(f"`prompts` must be texts, got `{wrong[0]!r}`.")
         self.max_new_tokens = max_new_tokens
-        self._trainer: weakref.ref | None = None
+        self.trainer: weakref.ref | None = None  # its trials in a hyperparameter search have folders of their own
         self._sampled_at: int | None = None
         self._left_out: str | None = None
-
-    def attach(self, trainer: Any) -> None:
-        """Make this a callback of a trainer, whose trials in a hyperparameter search have folders of their own."""
-        self.check(trainer.model, trainer.processing_class)
-        self._trainer = weakref.ref(trainer)
-        trainer.add_callback(self)
 
     def check(self, model: Any, processing_class: Any) -> None:
         """Refuse a trainer that cannot complete the prompts. Raises `ValueError`."""
@@ -105,12 +91,11 @@ class SampleCallback(TrainerCallback):
         self._sampled_at, self._left_out = None, None
         if (sharding := sharding_of(args)) is not None:
             self._leave_out(state, f"`{sharding}` leaves each process a part of the weights")
-        elif getattr(args.eval_strategy, "value", args.eval_strategy) == "no":
-            if state.is_world_process_zero:
-                logger.warning(
-                    "`sample_prompts` are completed at evaluations, and `eval_strategy=no` makes none while it trains. "
-                    "Set `eval_strategy` and `eval_steps`."
-                )
+        elif args.eval_strategy == IntervalStrategy.NO and state.is_world_process_zero:
+            logger.warning(
+                "`sample_prompts` are completed at evaluations, and `eval_strategy=no` makes none while it trains. Set "
+                "`eval_strategy` and `eval_steps`."
+            )
         self._write(args, state, {"step": state.global_step, "begun": True})
 
     def on_evaluate(self, args, state, control, model=None, processing_class=None, **kwargs):
@@ -133,7 +118,7 @@ class SampleCallback(TrainerCallback):
     def _write(self, args: Any, state: Any, entry: dict) -> None:
         if self._left_out or not state.is_world_process_zero:
             return
-        trainer = None if self._trainer is None else self._trainer()
+        trainer = None if self.trainer is None else self.trainer()
         folder = Path(getattr(trainer, "run_folder", args.output_dir))
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -143,21 +128,17 @@ class SampleCallback(TrainerCallback):
 
 
 def install(trainer: Any) -> None:
-    """
-    Give a trainer the callback that its options ask for.
-
-    Raises:
-        ValueError: As [`SampleCallback`].
-    """
-    options = trainer.hybrid_args
-    callback = SampleCallback(options.sample_prompts)
+    """Give a trainer the callback that its options ask for. Raises `ValueError` as [`SampleCallback`]."""
+    callback = SampleCallback(trainer.hybrid_args.sample_prompts)
     if trainer.memory.streams:
         logger.warning(
             "No samples of generations are made: with `memory=%s` each layer would be fetched once for each token.",
-            options.memory,
+            trainer.hybrid_args.memory,
         )
         return
-    callback.attach(trainer)
+    callback.check(trainer.model, trainer.processing_class)
+    callback.trainer = weakref.ref(trainer)
+    trainer.add_callback(callback)
 
 
 def positions_of(model: Any) -> int | None:
@@ -176,11 +157,7 @@ def tokens_of(prompt: str, processing_class: Any) -> torch.Tensor:
 
 
 def complete(model: Any, processing_class: Any, prompts: Sequence[str], max_new_tokens: int) -> list[dict]:
-    """
-    Complete prompts greedily, and leave modes and random states as they were.
-
-    Returns `prompt`, `completion`, `tokens` and `ended` of each.
-    """
+    """Complete prompts greedily: `prompt`, `completion`, `tokens` and `ended` of each. Modes and random states stay."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     device, positions, samples = model.device, positions_of(model), []
     ends = getattr(model.generation_config, "eos_token_id", None)
@@ -197,23 +174,13 @@ def complete(model: Any, processing_class: Any, prompts: Sequence[str], max_new_
                 tokens = tokens_of(prompt, processing_class).to(device)
                 length = tokens.shape[1]
                 room = max_new_tokens if positions is None else min(max_new_tokens, positions - length)
-                config = GenerationConfig(
-                    do_sample=False,
-                    num_beams=1,
-                    max_new_tokens=room,
-                    pad_token_id=pad,
-                    eos_token_id=known or None,
-                )
-                made = model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
-                new = made[0, length:].tolist()
-                samples.append(
-                    {
-                        "prompt": prompt,
-                        "completion": tokenizer.decode(new, skip_special_tokens=True),
-                        "tokens": len(new),
-                        "ended": bool(new) and new[-1] in known,
-                    }
-                )
+                ids = {"pad_token_id": pad, "eos_token_id": known or None}
+                config = GenerationConfig(do_sample=False, num_beams=1, max_new_tokens=room, **ids)
+                sequence = model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
+                new = sequence[0, length:].tolist()
+                completion = tokenizer.decode(new, skip_special_tokens=True)
+                ended = bool(new) and new[-1] in known
+                samples.append({"prompt": prompt, "completion": completion, "tokens": len(new), "ended": ended})
     finally:
         for module in training:
             module.training = True

@@ -563,13 +563,16 @@ class Leaps(Part):
 
     def state_dict(self) -> dict[str, Any]:
         tensors, trajectory = self.trajectory.state_dict()
-        opened = self.trajectory.open
+        opened, probe = self.trajectory.open, None
+        if self.probe is not None:
+            probe = {name: getattr(self.probe, name) for name in ("price", "forward_passes", "cost_steps")}
+            probe["next_batch"] = self.probe.source.next_batch
         return {
             "tensors": tensors,
             "trajectory": trajectory,
             "controller": self.controller.state_dict(),
-            "trust": self.trust.state_dict(),
-            "probe": None if self.probe is None else self.probe.state_dict(),
+            "trust": dict(vars(self.trust)),
+            "probe": probe,
             "gains": self.gains.state_dict(),
             "credit": self.credit,
             "leap_cost": self.leap_cost,

@@ -222,14 +222,11 @@ class Probe:
             self.cost_steps += batch.cost
         return Losses.joined(found)
 
-    def state_dict(self) -> dict:
-        counted = {name: getattr(self, name) for name in ("price", "forward_passes", "cost_steps")}
-        return {**counted, "next_batch": self.source.next_batch}
-
     def load_state_dict(self, state: dict) -> None:
+        """Go on with the counts of a saved run."""
         self.source.next_batch = state["next_batch"]
-        for name in ("price", "forward_passes", "cost_steps"):
-            setattr(self, name, state[name])
+        self.price, self.forward_passes = state["price"], state["forward_passes"]
+        self.cost_steps = state["cost_steps"]
 
 
 # The losses.

@@ -6,6 +6,7 @@ numbers only: no tensors, no clock, no randomness.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hf_hybrid.leaps.probe import Probe
@@ -56,9 +57,8 @@ class GainPlanner:
         """Return the choices as plain values, for the summary of the run."""
         return {}
 
-    def state_dict(self) -> dict:
-        """Return plain values, and dictionaries of tensors."""
-        return {}
+    state_dict: Callable[[], dict] = dict
+    """Returns plain values, and dictionaries of tensors. The schedule has none."""
 
     def load_state_dict(self, state: dict) -> None:
         """Restore what `state_dict` returned."""
@@ -175,8 +175,7 @@ class Trust:
         """Halve later leaps, until kept leaps raise the level again."""
         self.level = max(self.level / 2, self.LOWEST_LEVEL)
 
-    def state_dict(self) -> dict:
-        return {name: value for name, value in vars(self).items() if name not in ("probe_budget", "max_steps")}
-
     def load_state_dict(self, state: dict) -> None:
+        """Restore the attributes of the saved one, but for the options."""
+        state = {**state, "probe_budget": self.probe_budget, "max_steps": self.max_steps}
         vars(self).update(state, proven=float(state["proven"]), refused=float(state["refused"]))

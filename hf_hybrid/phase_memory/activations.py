@@ -50,18 +50,17 @@ _SETTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
 class ActivationCheckpointing(Part):
     """
-    Checkpoints the activations of layers in the given phases, and in no others.
+    Checkpoints the activations of layers in the given phases, and in no others, by transformers' own means.
 
-    It is transformers' own (non-reentrant). During a run this part decides, also where
-    `TrainingArguments.activation_checkpointing` is set; after it the model has its earlier setting again.
+    During a run this part decides, also where `TrainingArguments.activation_checkpointing` is set; after it the model
+    has its earlier setting again.
 
     Args:
         phases (`Iterable[str]`, *optional*): Phases with checkpointing; not Predict, which has no backward pass.
-        layers (`int`, *optional*):
-            How many layers are checkpointed, from the first on, and more after an out-of-memory error; all of them
-            where transformers cannot checkpoint some without the others. `None`: all in any case.
         offload (`bool`, *optional*): Also keep the inputs of the layers on the host, see [`BoundaryOffload`].
         min_bytes (`int`, *optional*): Smallest layer input that is worth the way to the host.
+        layers (`int`, *optional*): How many layers are checkpointed, from the first on, and more after an out-of-memory
+            error; all of them where transformers cannot checkpoint some without the others. `None`: all in any case.
 
     Raises:
         ValueError: If `phases` names anything else; when a run begins, if transformers cannot checkpoint the model.
@@ -88,7 +87,7 @@ class ActivationCheckpointing(Part):
         self.offload, self.min_bytes = offload, min_bytes
         self.layers = layers
         self._of: list[nn.Module] = []  # the layers that can be checkpointed one without the other
-        self._before: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._before: dict[nn.Module, dict[str, Any]] = {}  # settings of all modules that have the switch
         self._differentiable_inputs: list[PreTrainedModel] = []
         self._boundaries: BoundaryOffload | None = None
         self._on = False
@@ -98,7 +97,7 @@ class ActivationCheckpointing(Part):
         boundaries = BoundaryOffload(wrapped, min_bytes=self.min_bytes) if self.offload else None
         for model in _checkpointable(wrapped):
             for module in _switches(model):
-                self._before.append((module, {name: vars(module)[name] for name in _SETTING if name in vars(module)}))
+                self._before[module] = {name: vars(module)[name] for name in _SETTING if name in vars(module)}
             if self.layers is not None and getattr(model, "_require_grads_hooks", None):
                 self._differentiable_inputs.append(model)
             _enable(model, keep_input_gradients=self.layers is None)
@@ -117,19 +116,15 @@ class ActivationCheckpointing(Part):
         self._follow(phase)  # a run without warmup, or a resumed one, begins in a phase that nothing announced
 
     def _follow(self, phase: Phase | None) -> None:
-        on = self._on if phase is None else phase in self.phases  # a run without phases stays as it began
-        if on is not self._on:
-            self._switch(on)
+        if phase is not None and (phase in self.phases) is not self._on:  # a run without phases stays as it began
+            self._switch(not self._on)
 
     def _switch(self, on: bool) -> None:
         # The public switch adds hooks to the embeddings at each call and never removes them.
-        left_out = set() if self.layers is None else set(self._of[self.layers :] if self.layers else self._switches())
-        for module in self._switches():
+        left_out = set() if self.layers is None else set(self._of[self.layers :] if self.layers else self._before)
+        for module in self._before:
             vars(module)["gradient_checkpointing"] = on and module not in left_out
         self._on = on
-
-    def _switches(self) -> list[nn.Module]:
-        return [module for module, _ in self._before]
 
     def _in_words(self) -> str:
         if self.layers and not self._of:
@@ -163,7 +158,7 @@ class ActivationCheckpointing(Part):
         if self._boundaries is not None:
             self._boundaries.__exit__()
             self._boundaries = None
-        for module, setting in self._before:
+        for module, setting in self._before.items():
             for name in _SETTING:
                 vars(module).pop(name, None)
             vars(module).update(setting)
@@ -173,13 +168,11 @@ class ActivationCheckpointing(Part):
         self._differentiable_inputs.clear()
 
 
-def _topmost(model: nn.Module, kind: type) -> list:
+def _topmost(module: nn.Module, kind: type) -> list:
     """Return the modules of a class that are not part of another module of this class."""
-    topmost: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, kind) and not any(name.startswith(above and f"{above}.") for above in topmost):
-            topmost[name] = module
-    return list(topmost.values())
+    if isinstance(module, kind):
+        return [module]
+    return list(dict.fromkeys(found for child in module.children() for found in _topmost(child, kind)))
 
 
 def _switches(model: nn.Module) -> list[nn.Module]:
@@ -208,10 +201,9 @@ def _separate_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _enable(model: PreTrainedModel, keep_input_gradients: bool) -> None:
-    options = {"use_reentrant": False}
     had_input_gradients = bool(getattr(model, "_require_grads_hooks", None))
     model.disable_input_require_grads()
-    switch_checkpointing_on(model, options)
+    switch_checkpointing_on(model, {"use_reentrant": False})
     # Enabling makes the embeddings' output require gradients, which only reentrant checkpointing needs: where lower
     # layers are frozen it would send the backward pass all the way down for nothing.
     model.disable_input_require_grads()

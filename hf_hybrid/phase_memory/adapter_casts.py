@@ -1,10 +1,10 @@
 """
 Casts of LoRA adapters, and of the weights below them, that change nothing.
 
-Inputs: PEFT casts the input of an adapter to the type of its weights, which is fp32. Under bf16 autocast
-the matrix product casts it back at once. An input in bf16 comes back as it was, to the last bit, but the copy in fp32
-is kept for the backward pass. [`UncastInputs`] switches PEFT's cast off while a micro-batch computes. With dropout in
-between it would not be the same, so such adapters keep their casts.
+Inputs: PEFT casts the input of an adapter to the type of its weights, which is fp32. Under bf16 autocast the matrix
+product casts it back at once. An input in bf16 comes back as it was, to the last bit, but the copy in fp32 is kept for
+the backward pass. [`UncastInputs`] switches PEFT's cast off while a micro-batch computes. With dropout in between it
+would not be the same, so such adapters keep their casts.
 
 Weights: autocast rounds frozen fp32 weights to bf16 again and again. [`FrozenInBf16`] holds them rounded.
 """
@@ -40,12 +40,7 @@ def cast_parts(trainer: TrainerView) -> list[Part]:
 
 
 class UncastInputs(Part):
-    """
-    Leaves out casts of the inputs of LoRA layers under bf16 autocast, where they change nothing.
-
-    Args:
-        layers (`list[torch.nn.Module]`): See [`layers_with_idle_casts`].
-    """
+    """Leaves out casts of the inputs of LoRA layers under bf16 autocast; see [`layers_with_idle_casts`]."""
 
     name = "uncast_inputs"
 
@@ -71,11 +66,7 @@ class FrozenInBf16(Part):
     product has the same bits. Weights that would be rounded stay as they are.
 
     Outside of autocast the layer computes in the precision of its input, as before. Before adapters are merged, and
-    when the training is left, all weights are in fp32 again.
-
-    Args:
-        layers (`list[torch.nn.Linear]`): See [`frozen_linear_layers`].
-        adapters (`list[torch.nn.Module]`): The LoRA layers of the model, which merge their products into weights.
+    when the training is left, all weights are in fp32 again. See [`frozen_linear_layers`] for the arguments.
     """
 
     name = "frozen_in_bf16"

@@ -1,17 +1,18 @@
 """
 What resident weights compute in, and where optimizer states are, by phase: [`PhaseMemory`].
 
-**Working copies.** Under autocast a linear layer casts its fp32 weight to bf16 whenever it computes. Training on bf16
-*working copies* of the weights, with gradients added up on fp32 *masters*, computes the same bits. The copies stand in
-the modules for the length of a micro-batch or of a probe. It is useful for probes in half precision in a run without
-autocast: activations are smaller, and the probe is faster if the hardware is. In real phases it saves only the casts
-that autocast repeats when layers are recomputed. The price is two bytes per weight while the copies are in place.
+**Working copies.** Under autocast a linear layer casts its fp32 weight to bf16 whenever it computes. Computing with a
+bf16 *working copy* of the weight, through which autograd adds the gradient up on the fp32 *master*, gives the same
+bits. The copies are there for the length of a micro-batch or of a probe. It is useful for probes in half precision in
+a run without autocast: activations are smaller, and the probe is faster if the hardware is. In real phases it saves
+only the casts that autocast repeats when layers are recomputed. The price is two bytes per weight while the copies are
+there.
 
 **int8 probes.** A probe needs neither gradients nor optimizer states, so it can run on rounded weights if there is no
 room for a normal one. The matrices of the layers are rounded row by row for each probed batch, and the training weights
-wait on the host. A probe compares losses before and after a leap: most of the rounding is the same and cancels, and
-what does not shifts the differences of all sequences alike. `int8` expands the weights with torch before each use.
-`int8_bitsandbytes` multiplies int8 by int8, so the inputs of every layer are rounded as well: faster, and noisier.
+wait on the host. They are multiplied out to the dtype of the computation before each use. A probe compares losses
+before and after a leap: most of the rounding is the same and cancels, and what does not shifts the differences of all
+sequences alike.
 
 **States.** AdamW keeps two values per trained weight, and no code reads them in skipped steps. On the host they come
 back to the last bit. In 8 bits, values are coded in blocks of 256 with one scale each (Dettmers et al., 2022, arXiv
@@ -37,7 +38,6 @@ from hf_hybrid.machine import copies_beside, host_tensor, wait_for
 from hf_hybrid.part import Part, Phase
 from hf_hybrid.streaming.low_bit import (
     BLOCK,
-    CHUNK,
     bitsandbytes_functional,
     clear_false_zeros_,
     dequantize_rows,
@@ -51,11 +51,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-INT8 = ("int8", "int8_bitsandbytes")
-_CHOICES = ("auto", *DTYPES, *INT8)
-
-
-# What is asked for.
+_CHOICES = ("auto", *DTYPES, "int8")
 
 
 def parse_precision(text: str) -> dict[Phase, str]:
@@ -69,17 +65,20 @@ def parse_precision(text: str) -> dict[Phase, str]:
     """
     words: dict[str, str] = {}
     for part in text.lower().split(","):
-        phase, equals, precision = (word.strip() for word in part.partition("="))
-        if not equals:
-            phase, precision = "", phase
-        elif phase not in list(Phase):
-            _refuse("phase", phase, [p.value for p in Phase], text)
-        if precision not in _CHOICES:
-            _refuse("precision", precision, _CHOICES, text)
-        if precision in INT8 and phase != Phase.PREDICT.value:
+        phase, _, precision = (word.strip() for word in part.rpartition("="))
+        phases = [p.value for p in Phase]
+        for kind, word, choices in (("phase", phase, ["", *phases]), ("precision", precision, _CHOICES)):
+            if word not in choices:
+                close = difflib.get_close_matches(word, choices, n=1, cutoff=0.4)
+                hint = f" Did you mean `{close[0]}`?" if close else ""
+                raise ValueError(
+                    f"`{word}` in `weight_precision={text}` is not a {kind}: choose one of "
+                    f"{', '.join(filter(None, choices))}.{hint}"
+                )
+        if precision == "int8" and phase != Phase.PREDICT.value:
             raise ValueError(
-                f"`{precision}` in `weight_precision={text}` is for forward-only probes: write `predict={precision}`. "
-                "Nothing trains in it."
+                f"`int8` in `weight_precision={text}` is for forward-only probes: write `predict=int8`. Nothing trains "
+                "in it."
             )
         if phase in words:
             raise ValueError(
@@ -88,14 +87,6 @@ def parse_precision(text: str) -> dict[Phase, str]:
             )
         words[phase] = precision
     return {phase: words.get(phase.value, words.get("", "auto")) for phase in Phase}
-
-
-def _refuse(kind: str, word: str, choices, text: str) -> None:
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.4)
-    hint = f" Did you mean `{close[0]}`?" if close else ""
-    raise ValueError(
-        f"`{word}` in `weight_precision={text}` is not a {kind}: choose one of {', '.join(choices)}.{hint}"
-    )
 
 
 def resolve(precisions: Mapping[Phase, str], *, weights: str, autocast: str | None = None) -> dict[Phase, str]:
@@ -109,11 +100,11 @@ def resolve(precisions: Mapping[Phase, str], *, weights: str, autocast: str | No
     by_phase = {phase: weights if asked == "auto" else asked for phase, asked in precisions.items()}
     for phase, precision in by_phase.items():
         request = f"`weight_precision`: `{phase.value}={precision}`"
-        if precision in INT8 and weights == "none":
+        if precision == "int8" and weights == "none":
             raise ValueError(
                 f"{request} rounds the `nn.Linear` modules of the layers, and this model has none there. Leave it out."
             )
-        if precision in (weights, *INT8):
+        if precision in (weights, "int8"):
             continue
         if weights != "fp32":
             raise ValueError(
@@ -136,7 +127,7 @@ def layer_linears(model: nn.Module) -> list[nn.Linear]:
     Left out as well are subclasses (quantised or parametrised elsewhere), sharded weights, modules whose `forward` was
     replaced, and weights that a module outside shares.
     """
-    linears = [module for module in _inside_layers(model) if _is_plain(module)]
+    linears = list(_inside_layers(model))
     chosen = set(map(id, linears))
     outside = {id(p) for m in model.modules() if id(m) not in chosen for p in m.parameters(recurse=False)}
     return [module for module in linears if id(module.weight) not in outside]
@@ -147,16 +138,13 @@ def _inside_layers(module: nn.Module, inside: bool = False) -> Iterator[nn.Linea
     for name, child in module.named_children():
         if name in adapters:
             continue
-        if inside and type(child) is nn.Linear:
-            yield child
-        else:
+        if not (inside and type(child) is nn.Linear):
             yield from _inside_layers(child, inside or isinstance(module, nn.ModuleList))
-
-
-def _is_plain(module: nn.Linear) -> bool:
-    weight = module.weight
-    plain = type(weight) is nn.Parameter and type(weight.data) is Tensor and not weight.is_meta
-    return plain and weight.dtype in _NAMES and "forward" not in vars(module)
+            continue
+        weight = child.weight
+        plain = type(weight) is nn.Parameter and type(weight.data) is Tensor and not weight.is_meta
+        if plain and weight.dtype in _NAMES and "forward" not in vars(child):
+            yield child
 
 
 def held_precision(model: nn.Module) -> str:
@@ -164,16 +152,11 @@ def held_precision(model: nn.Module) -> str:
     return " and ".join(sorted({_NAMES[module.weight.dtype] for module in layer_linears(model)})) or "none"
 
 
-# The part.
-
-
 class PhaseMemory(Part):
     """
     Computes chosen phases in lower precision, and keeps optimizer states elsewhere while steps are predicted.
 
-    Gradients of working copies arrive on the fp32 masters, in fp32, as soon as autograd has finished with a layer, and
-    add up there over an accumulation window. Optimizer, clipping, saving and evaluation see nothing but masters.
-    Training weights are never rounded.
+    Modules compute through another `forward`; optimizer, clipping, saving and evaluation see nothing but masters.
 
     Args:
         weight_precision (`str`): As [`parse_precision`] reads it.
@@ -184,7 +167,7 @@ class PhaseMemory(Part):
 
     Raises:
         ValueError: If a word is not known.
-        ImportError: If it needs bitsandbytes, which is not installed.
+        ImportError: If `"8bit"` needs bitsandbytes, which is not installed.
     """
 
     name = "phase_memory"
@@ -196,14 +179,10 @@ class PhaseMemory(Part):
         self.predict_states = predict_states
         if predict_states == "8bit":
             bitsandbytes_functional()
-        self.int8 = self.precisions[Phase.PREDICT] in INT8
-        self._forward: Callable = _expanded_linear
-        if self.precisions[Phase.PREDICT] == "int8_bitsandbytes":
-            self._forward = partial(_int8_linear, _matmul_of_bitsandbytes())
+        self.int8 = self.precisions[Phase.PREDICT] == "int8"
         self._dtypes: dict[Phase, torch.dtype | None] = {}
         self._linears: list[nn.Linear] = []
-        self._masters: list[tuple[nn.Linear, Tensor]] = []
-        self._rounded: list[nn.Linear] = []
+        self._replaced: list[nn.Linear] = []
         self._parked: list[tuple[Tensor, Tensor]] = []
         self._probe = ExitStack()
         self._optimizer: torch.optim.Optimizer | None = None
@@ -212,18 +191,16 @@ class PhaseMemory(Part):
 
     def check(self, model: nn.Module) -> dict[Phase, str]:
         """
-        Return the precision of each phase.
-
-        Raises:
-            ValueError: If one cannot be had with this model, this autocast or several processes.
+        Return the precision of each phase. Raises `ValueError` if one cannot be had with this model, this autocast or
+        several processes.
         """
         held = held_precision(model)
         chosen = resolve(self.precisions, weights=held, autocast=self.autocast)
         lower = [phase.value for phase in Phase if phase is not Phase.PREDICT and chosen[phase] != held]
         if lower and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise ValueError(
-                f"`{lower[0]}={chosen[Phase(lower[0])]}` works in one process only: gradients of working copies are "
-                "not reduced. Leave real phases at `auto` under several processes: autocast computes the same."
+                f"`{lower[0]}={chosen[Phase(lower[0])]}` works in one process only. Leave real phases at `auto` under "
+                "several processes: autocast computes the same."
             )
         return chosen
 
@@ -235,36 +212,17 @@ class PhaseMemory(Part):
         self._optimizer = run.optimizer
 
     def before_forward(self, phase: Phase | None) -> None:
-        self._restore()
-        dtype = None if phase is None else self._dtypes[phase]
-        copies: dict[int, nn.Parameter] = {}
-        try:
-            for module in self._linears:
-                master = module.weight
-                if dtype is None or master.dtype == dtype:
-                    continue
-                if id(master) not in copies:
-                    copies[id(master)] = _working_copy(master, dtype)
-                self._masters.append((module, master))
-                module.weight = copies[id(master)]
-        except BaseException:  # out of memory half-way
-            self._restore()
-            raise
+        self._replace(None if phase is None else self._dtypes[phase])
 
     def after_backward(self, phase: Phase | None) -> None:
         self._restore()
 
     def before_probe(self) -> None:
-        self.before_forward(Phase.PREDICT)
-        if self._masters and self.autocast is None:
-            copy = self._masters[0][0].weight
-            self._probe.enter_context(torch.autocast(copy.device.type, copy.dtype))
-        if self.int8:
-            try:
-                self._round()
-            except BaseException:  # out of memory half-way: the caller has not begun, so it will not end
-                self._restore()
-                raise
+        dtype = self._dtypes[Phase.PREDICT]
+        self._replace(dtype, int8=self.int8)
+        if self._replaced and dtype is not None and self.autocast is None:
+            device = self._replaced[0].weight.device.type
+            self._probe.enter_context(torch.autocast(device, dtype))
 
     def after_probe(self) -> None:
         self._restore()
@@ -275,38 +233,46 @@ class PhaseMemory(Part):
             self._send_states(self._optimizer.state)
 
     def before_export(self) -> None:
-        self._restore()  # an export finds copies where a forward or backward pass was broken off
+        self._restore()  # a forward or backward pass may have been broken off
         self._bring_states()
 
     def end(self) -> None:
         self.before_export()
         self._linears, self._optimizer = [], None
 
-    # Weights.
+    def _replace(self, dtype: torch.dtype | None, int8: bool = False) -> None:
+        """Let modules compute with their weights in this dtype, or in int8."""
+        self._restore()
+        forwards: dict[int, Callable] = {}  # by weight, which modules may share
+        try:
+            for module in self._linears:
+                weight = module.weight
+                if not int8 and dtype in (None, weight.dtype):
+                    continue
+                if id(weight) not in forwards:
+                    forwards[id(weight)] = self._rounded(weight) if int8 else partial(_linear, weight.to(dtype))
+                module.forward = partial(forwards[id(weight)], module)
+                self._replaced.append(module)
+        except BaseException:  # out of memory half-way: the caller has not begun, so it will not end
+            self._restore()
+            raise
 
-    def _round(self) -> None:
-        stored: dict[int, tuple[Tensor, Tensor]] = {}
-        for module in self._linears:
-            weight = module.weight
-            if id(weight) not in stored:
-                stored[id(weight)] = quantize_rows(weight)
-                beside = copies_beside(weight.device)
-                # Nobody reads it before it is copied back, on the same stream.
-                host = host_tensor(weight.shape, weight.dtype, pin=beside).copy_(weight.data, non_blocking=beside)
-                self._parked.append((weight, host))
-                # One NaN seen as the whole matrix: shape and dtype are right, and using it by mistake gives NaN.
-                weight.data = weight.data.new_full((), math.nan).expand(weight.shape)
-            module.forward = partial(self._forward, module, *stored[id(weight)])
-            self._rounded.append(module)
+    def _rounded(self, weight: Tensor) -> Callable:
+        """Round a weight, park it on the host, and return what computes with the rounded one."""
+        codes, scales = quantize_rows(weight)
+        beside = copies_beside(weight.device)
+        # Nobody reads it before it is copied back, on the same stream.
+        host = host_tensor(weight.shape, weight.dtype, pin=beside).copy_(weight.data, non_blocking=beside)
+        self._parked.append((weight, host))
+        # One NaN seen as the whole matrix: shape and dtype are right, and using it by mistake gives NaN.
+        weight.data = weight.data.new_full((), math.nan).expand(weight.shape)
+        return partial(_expanded_linear, codes, scales)
 
     def _restore(self) -> None:
-        """Put the masters back into the modules."""
+        """Let modules compute with their own weights again."""
         self._probe.close()
-        while self._masters:
-            module, master = self._masters.pop()
-            module.weight = master
-        while self._rounded:
-            vars(self._rounded.pop()).pop("forward")
+        while self._replaced:
+            vars(self._replaced.pop()).pop("forward")
         coming = []
         while self._parked:
             weight, host = self._parked[-1]
@@ -314,8 +280,6 @@ class PhaseMemory(Part):
             coming.append(self._parked.pop())
         for device in {weight.device for weight, _ in coming if copies_beside(weight.device)}:
             wait_for(device)  # what is copied from is freed as this returns
-
-    # States.
 
     def _send_states(self, states: dict[Tensor, dict[str, Any]]) -> None:
         for parameter, state in list(states.items()):
@@ -350,53 +314,15 @@ def in_host_memory(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _working_copy(master: Tensor, dtype: torch.dtype) -> nn.Parameter:
-    copy = nn.Parameter(master.detach().to(dtype), requires_grad=master.requires_grad)
-    if copy.requires_grad:
-        copy.register_post_accumulate_grad_hook(partial(_hand_over, master))
-    return copy
+def _linear(weight: Tensor, module: nn.Linear, input: Tensor) -> Tensor:
+    return F.linear(input, weight, module.bias)
 
 
-def _hand_over(master: Tensor, copy: Tensor) -> None:
-    """The gradient of a copy is complete: add it to the master's, as autograd would have done, and drop it."""
-    gradient, copy.grad = copy.grad, None
-    if gradient is None:
-        return
-    if master.grad is None:
-        master.grad = gradient.to(master.dtype)
-    else:
-        master.grad.add_(gradient)
-
-
-def _matmul_of_bitsandbytes() -> Callable:
-    try:
-        return bitsandbytes_functional().int8_linear_matmul
-    except ImportError as error:
-        raise ImportError(
-            "`weight_precision`: `predict=int8_bitsandbytes` multiplies with bitsandbytes, which cannot be imported. "
-            'Install it with `pip install "hf-hybrid[quantization]"`, or write `predict=int8`, which needs torch alone.'
-        ) from error
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that `F.linear` would compute in: a replaced forward must return what the real one returns."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-def _expanded_linear(module: nn.Linear, codes: Tensor, scales: Tensor, input: Tensor) -> Tensor:
-    weight = torch.empty(codes.shape, dtype=_compute_dtype(input), device=codes.device)
-    return F.linear(input, dequantize_rows(codes, scales, weight), module.bias)
-
-
-def _int8_linear(matmul: Callable, module: nn.Linear, codes: Tensor, scales: Tensor, input: Tensor) -> Tensor:
-    dtype = _compute_dtype(input)
-    # Quantised and scaled back here: the matching functions of bitsandbytes go through fp16, which bf16 can exceed.
-    inputs, steps = quantize_rows(input.to(dtype).reshape(-1, input.shape[-1]))
-    out = matmul(inputs, codes).float().mul_(steps).mul_(scales.view(-1))
-    if module.bias is not None:
-        out += module.bias
-    return out.to(dtype).view(*input.shape[:-1], -1)
+def _expanded_linear(codes: Tensor, scales: Tensor, module: nn.Linear, input: Tensor) -> Tensor:
+    device = input.device.type
+    # The dtype that `F.linear` would compute in: a replaced forward must return what the real one returns.
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+    return _linear(dequantize_rows(codes, scales, codes.new_empty(codes.shape, dtype=dtype)), module, input)
 
 
 @dataclass(frozen=True)
@@ -416,36 +342,24 @@ class QuantizedTensor:
     @classmethod
     def of(cls, tensor: Tensor) -> QuantizedTensor:
         """Quantise; `tensor` is left as it is."""
-        flat = tensor.reshape(-1)
-        rooted = bool(flat.min() >= 0)
-        codes = torch.empty(flat.shape, dtype=torch.uint8, device=flat.device)
-        absmax = torch.empty(math.ceil(flat.numel() / BLOCK), dtype=torch.float32, device=flat.device)
-        values_of_codes = dynamic_map(not rooted, flat.device)
-        for start in range(0, flat.numel(), CHUNK):
-            part = flat[start : start + CHUNK].float()
-            part = part.sqrt() if rooted else part
-            code, scale = bitsandbytes_functional().quantize_blockwise(part, code=values_of_codes, blocksize=BLOCK)
-            if rooted:
-                code.masked_fill_((code == 0) & (part > 0), 1).masked_fill_(part == 0, 0)
-            else:
-                clear_false_zeros_(code)
-            codes[start : start + CHUNK] = code
-            absmax[start // BLOCK :][: scale.absmax.numel()] = scale.absmax
-        return cls(codes.view(tensor.shape), absmax, rooted, tensor.dtype)
+        rooted = bool(tensor.min() >= 0)
+        values = tensor.contiguous().float()
+        values = values.sqrt() if rooted else values
+        codes, scale = bitsandbytes_functional().quantize_blockwise(
+            values, code=dynamic_map(not rooted, tensor.device), blocksize=BLOCK
+        )
+        if rooted:
+            codes.masked_fill_((codes == 0) & (values > 0), 1).masked_fill_(values == 0, 0)
+        else:
+            clear_false_zeros_(codes)
+        return cls(codes, scale.absmax, rooted, tensor.dtype)
 
     def restore(self) -> Tensor:
         """A new tensor of the old dtype."""
-        result = torch.empty(self.codes.shape, dtype=self.dtype, device=self.codes.device)
-        flat, codes = result.view(-1), self.codes.view(-1)
-        values_of_codes = dynamic_map(not self.rooted, codes.device)
-        for start in range(0, flat.numel(), CHUNK):
-            part = codes[start : start + CHUNK]
-            absmax = self.absmax[start // BLOCK :][: math.ceil(part.numel() / BLOCK)]
-            values = bitsandbytes_functional().dequantize_blockwise(
-                part, absmax=absmax, code=values_of_codes, blocksize=BLOCK
-            )
-            flat[start : start + CHUNK] = values.square_() if self.rooted else values
-        return result
+        values = bitsandbytes_functional().dequantize_blockwise(
+            self.codes, absmax=self.absmax, code=dynamic_map(not self.rooted, self.codes.device), blocksize=BLOCK
+        )
+        return (values.square_() if self.rooted else values).to(self.dtype)
 
 
 class QuantizedState(dict):

@@ -94,7 +94,7 @@ def measure_held(
     [`storage_address`] of each tensor that counts as host; left out, tensors on the CPU are host.
     """
     model = nn.Module() if model is None else model
-    found: list[tuple[str, Iterable[Tensor]]] = [
+    by_category: list[tuple[str, Iterable[Tensor]]] = [
         ("weights", model.parameters()),
         ("gradients", [p.grad for p in model.parameters() if p.grad is not None]),
         ("states", () if optimizer is None else _tensors_in(optimizer.state)),
@@ -102,7 +102,7 @@ def measure_held(
         *(extra or {}).items(),
     ]
     table, seen = ByteTable(), set()
-    for category, tensors in found:
+    for category, tensors in by_category:
         for tensor in tensors:
             for (device, address), count in _new_storages(tensor, seen):
                 on_host = device.type == "cpu" if host_storages is None else address in host_storages
@@ -175,8 +175,8 @@ class WeightCount(NamedTuple):
     @property
     def by_parameter(self) -> tuple[ParameterCount, ...]:
         """The parameters; those of a unit that was made from its numbers alone count as one, or one of each kind."""
-        made = (ParameterCount(self.trainable, True), ParameterCount(self.frozen, False))
-        return self.parameters or tuple(piece for piece in made if piece.count)
+        by_kind = (ParameterCount(self.trainable, True), ParameterCount(self.frozen, False))
+        return self.parameters or tuple(piece for piece in by_kind if piece.count)
 
     def join(self, other: WeightCount) -> WeightCount:
         """Both parts together."""
@@ -307,15 +307,15 @@ class Placement(NamedTuple):
 
 
 def _count(module: nn.Module | None, *, seen: set[int], muon: Collection[int], rounds: Collection[int]) -> WeightCount:
-    counts, found = [0, 0, 0], []
+    counts, parameters = [0, 0, 0], []
     for parameter in module.parameters() if module is not None else ():
         if id(parameter) not in seen:
             seen.add(id(parameter))
             counts[not parameter.requires_grad] += parameter.numel()
             counts[2] += parameter.numel() * (id(parameter) in muon)
             rows = parameter.shape[0] if parameter.ndim else None
-            found.append(ParameterCount(parameter.numel(), parameter.requires_grad, id(parameter) in rounds, rows))
-    return WeightCount(*counts, tuple(found))
+            parameters.append(ParameterCount(parameter.numel(), parameter.requires_grad, id(parameter) in rounds, rows))
+    return WeightCount(*counts, tuple(parameters))
 
 
 def _usual_size(parameters: list[nn.Parameter]) -> int:

@@ -44,11 +44,9 @@ from hf_hybrid.plan.setups import Setup, config_option
 from hf_hybrid.plan.step_memory import (
     SharedStep,
     StreamedStep,
-    UntracedStep,
     WeightBytes,
     estimated_activations,
-    estimated_shared_activations,
-    growing_gradient_bytes,
+    untraced_table,
 )
 from hf_hybrid.plan.trace import TRACED, Activations, Tracer
 
@@ -131,9 +129,9 @@ class Plan:
         names += streamed if self.mode == "streamed" else ["activation_checkpointing"]
         mode = "stream" if self.mode == "streamed" else "off"
         decided = replace(self.setup, memory=mode, resident_layers=self.resident_layers)
-        found = (config_option(name, getattr(decided, name)) for name in names)
+        options = (config_option(name, getattr(decided, name)) for name in names)
         offload = {"fsdp": True, "fsdp_config": {"cpu_offload": True}} if self.setup.cpu_offload else {}
-        return {"optim": "adamw_torch_fused", **{name: value for name, value in found if value is not None}, **offload}
+        return {"optim": "adamw_torch_fused", **{key: value for key, value in options if value is not None}, **offload}
 
     def to_dict(self) -> dict:
         """Plain values for JSON: what was decided, and the peaks expected by category."""
@@ -177,10 +175,10 @@ class Estimator:
 
     def plan(self, setup: Setup) -> Plan:
         """Return the best plan. If nothing fits, raise [`PlanError`] with the bytes and the nearest plan that works."""
-        found = self.best(setup)
-        if not found.fits:
-            raise self._refusal(setup, found)
-        return found
+        plan = self.best(setup)
+        if not plan.fits:
+            raise self._refusal(setup, plan)
+        return plan
 
     def best(self, setup: Setup) -> Plan:
         """The first candidate that fits, else the one that is over by least."""
@@ -227,35 +225,35 @@ class Estimator:
         """Everything on the device."""
         shape, per = self.shape, WeightBytes(self.shape, setup)
         scratch = per.update_scratch + per.orthogonal_device
-        found = self._ask_tracer(lambda tracer: (tracer.peak(setup, scratch), tracer.states(setup)))
-        parked = 0
-        if setup.offload_activations:  # boundaries, but for those of two layers
-            waiting, boundary = max(len(shape.layers) - 2, 0), self._activations(setup).boundary
-            parked = waiting * boundary
-        if found is None:
-            table = UntracedStep(shape, setup, self._activations(setup)).table(parked)
+        traced = self._ask_tracer(lambda tracer: (tracer.peak(setup, scratch), tracer.states(setup)))
+        waiting = max(len(shape.layers) - 2, 0) if setup.offload_activations else 0  # boundaries that lie on the host
+        boundary = self._activations(setup).boundary if waiting else 0
+        stage, parked = "", waiting * boundary
+        if traced is None:
+            table = untraced_table(shape, setup, self._activations(setup), parked)
         else:
-            peak, states = found
-            table = ByteTable()
+            peak, states = traced
+            stage, table = peak.stage, ByteTable()
             for category in TRACED:
                 away = parked if category == "activations" else 0
                 table.add(category, "device", max(peak.get(category) - away, 0))
             table.add("states", "device", states - math.ceil(shape.total.muon * per.stored.trainable))
             table.add("buffers", "device", setup.workspaces(False))
             per.add_leaps(table, shape.total)
-        if parked:
-            table.add("activations", "host", waiting * per.locked(boundary))
-        stage = "" if found is None else found[0].stage
-        return Plan(setup, shape, "resident", len(shape.layers), False, table, stage, found is not None, parked)
+        table.add("activations", "host", waiting * per.locked(boundary))
+        return Plan(setup, shape, "resident", len(shape.layers), False, table, stage, traced is not None, parked)
 
     def shared(self, setup: Setup) -> Plan:
         """Rows on each of several processes."""
-        shape, gradient = self.shape, growing_gradient_bytes(self.shape, setup)
-        at_layer, at_loss = self._ask_tracer(
-            lambda tracer: tracer.shared(setup, gradient)
-        ) or estimated_shared_activations(shape, setup, gradient)
-        table = SharedStep(shape, setup, at_layer, at_loss).table()
-        return Plan(setup, shape, "shared", len(shape.layers), False, table, traced=self.tracer is not None)
+        shape = self.shape
+        # Rows of gradients grow on the device while a step goes backward that sends them at once.
+        sent_at_once = setup.gradient_accumulation_steps == 1 and not setup.cpu_offload
+        growing = shape.trainable_bytes if sent_at_once else 0
+        traced = self._ask_tracer(lambda tracer: tracer.shared(setup, growing))
+        if traced is None:
+            raise ValueError(f"`processes={setup.processes}`: no step of this model can be traced. Plan one process.")
+        table = SharedStep(shape, setup, *traced).table()
+        return Plan(setup, shape, "shared", len(shape.layers), False, table, traced=True)
 
     def streamed(self, setup: Setup, resident_layers: int, stream_embeddings: bool) -> Plan:
         """Layers on the host but for so many, and maybe embeddings and head."""

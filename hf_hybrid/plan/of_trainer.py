@@ -35,22 +35,14 @@ class PlannedTrainer(TrainerView, Protocol):
 
 
 class LeapBuffers(NamedTuple):
-    """
-    What leaps hold beside the model.
+    """What leaps hold beside the model."""
 
-    Attributes:
-        values_per_weight (`float`, *optional*): See [`Direction`]; `None` if no leaps are made.
-        orthogonalises (`bool`): Whether their direction orthogonalises matrices.
-    """
-
-    values_per_weight: float | None
-    orthogonalises: bool
+    values_per_weight: float | None  # see [`Direction`]; None if no leaps are made
+    orthogonalises: bool  # whether their direction orthogonalises matrices
 
 
 HOST_SHARE = 0.9
 """Share of the free host memory that a step on a CPU may take before layers are recomputed. Assumed, not measured."""
-
-
 SAMPLED_LENGTHS = 256
 """Sequences of the data, evenly spread, the longest of which decides how many layers are recomputed."""
 
@@ -98,8 +90,8 @@ def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBu
 
 def checkpointing(args: TrainingArguments) -> bool | str:
     """Return whether activations are checkpointed: a truth value, or `auto`."""
-    given = getattr(args, checkpointing_option())
-    return given if given == "auto" else bool(given)
+    value = getattr(args, checkpointing_option())
+    return value if value == "auto" else bool(value)
 
 
 def fewest_recomputed_layers(trainer: PlannedTrainer, leaps: LeapBuffers) -> int | None:
@@ -167,12 +159,7 @@ def shape_of(model: torch.nn.Module, device_map: dict | None, **matrices) -> Mod
 
 
 def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> None:
-    """
-    Refuse options that streaming cannot be combined with, before anything is built.
-
-    Raises:
-        ValueError: The message names the option to change, or has the model's bytes and the nearest plan that works.
-    """
+    """Refuse options that streaming cannot be combined with, before anything is built, with what to change."""
     why = None
     if args.device.type != "cpu" and not copies_beside(args.device):
         why = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from hf_hybrid.plan.models import add_adapters, build, lora_config, read_config
 from hf_hybrid.plan.setups import Setup
 from hf_hybrid.plan.stand_ins import make_ternary, pack_base
 from hf_hybrid.plan.trace import Excerpt, Tracer
-from hf_hybrid.plan.ways import Way, WayPlan, loaded, parse_size, usual_ways
+from hf_hybrid.plan.ways import KINDS, Way, WayPlan, loaded, parse_size, usual_ways
 from hf_hybrid.streaming.layers import find_layers
 
 if TYPE_CHECKING:
@@ -113,9 +113,9 @@ def plan_memory(
         processes=processes,
         cpu_offload=cpu_offload,
     )
-    trains = "all" if peft is None else "adapters"
-    weights, autocast = loaded(dtype, trains)
-    return planner.plan(Way(memory, replace(planner.setup, autocast=autocast), trains, weights, peft == "qlora"))
+    kind = "full" if peft is None else "QLoRA" if peft == "qlora" else "LoRA"
+    weights, autocast = loaded(dtype, kind)
+    return planner.plan(Way(memory, replace(planner.setup, autocast=autocast), kind, weights))
 
 
 class Planner:
@@ -149,42 +149,52 @@ class Planner:
                 "(`max_position_embeddings`). Lower it, or raise that number in the config."
             )
         self._full_model = functools.cache(lambda weights: build(self.config, getattr(torch, weights)))
-        self._estimators: dict[tuple[str, str, bool], Estimator] = {}
+        self._estimators: dict[tuple[str, str], Estimator] = {}
 
-    def plans(self, dtype: str = "mixed", *, with_adapters: bool = True) -> list[WayPlan]:
-        """All usual ways to train, the cheapest first; `dtype` as in [`plan_memory`]."""
-        estimator = self._estimator(loaded(dtype, "all")[0], "all", False)
-        ways = usual_ways(dtype, self.setup, estimator.cannot_chunk is None)
-        plans = [self.plan(way) for way in ways if with_adapters or way.trains == "all"]
+    def plans(
+        self, dtype: str = "mixed", kinds: Collection[str] = KINDS, *, own_loss: bool = False, can_stream: bool = True
+    ) -> list[WayPlan]:
+        """
+        All usual ways to train, the cheapest of each kind first; `dtype` as in [`plan_memory`].
+
+        `own_loss`: the trainer computes the loss in chunks by itself. `can_stream`: it takes streamed layers.
+        """
+        can_chunk = self._estimator(loaded(dtype, "full")[0], "full").cannot_chunk is None
+        chunks = "never" if not can_chunk else "always" if own_loss else "maybe"
+        ways = usual_ways(dtype, self.setup, kinds, chunks=chunks, can_stream=can_stream)
+        plans = [self.plan(way) for way in ways]
         # Where "auto" recomputes all layers, the next plan says the same.
         automatic = [plan.setup.activation_checkpointing == "auto" for plan in plans]
         return [p for p, auto in zip(plans, automatic) if not (auto and p.recomputed_layers == len(p.shape.layers))]
 
     def plan(self, way: Way) -> WayPlan:
         """Plan one way to train. Raises `ValueError` if the model cannot be trained in this way."""
-        estimator = self._estimator(way.weights, way.trains, way.packed)
+        estimator = self._estimator(way.weights, way.kind)
         reason = estimator.cannot_chunk
         if way.setup.chunked_loss and reason is not None:
             raise ValueError(f"`chunked_loss=True` cannot be used: {reason}. Leave it out.")
-        setup = replace(way.setup, values_per_weight=None) if way.trains == "adapters" else way.setup
+        setup = way.setup if way.kind == "full" else replace(way.setup, values_per_weight=None)
         if setup.processes > 1 and setup.autocast:  # FSDP2 gathers all weights in bf16
-            estimator = Estimator(estimator.shape, self._estimator("bfloat16", way.trains, way.packed).tracer)
+            estimator = Estimator(estimator.shape, self._estimator("bfloat16", way.kind).tracer)
         return WayPlan(**vars(estimator.best(setup)), way=way)
 
-    def _estimator(self, weights: str, trains: str, packed: bool) -> Estimator:
-        key = (weights, trains, packed)
-        if key not in self._estimators:
+    def _estimator(self, weights: str, kind: str) -> Estimator:
+        if (weights, kind) not in self._estimators:
             full_model = self._full_model(weights)
             excerpt = Excerpt.of(full_model)
-            change = pack_base if packed else make_ternary if self._ternary else (lambda model: model)
-            excerpt = replace(excerpt, model=change(excerpt.model))
-            if trains == "adapters":
+            model = excerpt.model
+            if kind == "QLoRA":
+                model = pack_base(model)
+            elif self._ternary:
+                model = make_ternary(model)
+            if kind != "full":
                 peft = lora_config() if self._peft is None or isinstance(self._peft, str) else self._peft
-                excerpt = replace(excerpt, model=add_adapters(excerpt.model, peft))
+                model = add_adapters(model, peft)
+            excerpt = replace(excerpt, model=model)
             # Leaps and counts are those of the weights that are packed.
-            shape = self._estimator(weights, trains, False).shape if packed else _shape(excerpt, full_model)
-            self._estimators[key] = Estimator(shape, Tracer(excerpt))
-        return self._estimators[key]
+            shape = self._estimator(weights, "LoRA").shape if kind == "QLoRA" else _shape(excerpt, full_model)
+            self._estimators[weights, kind] = Estimator(shape, Tracer(excerpt))
+        return self._estimators[weights, kind]
 
 
 def _shape(excerpt: Excerpt, full_model: nn.Module) -> ModelShape:
@@ -196,13 +206,7 @@ def _shape(excerpt: Excerpt, full_model: nn.Module) -> ModelShape:
     return replace(shape, layers=layers, buffer_bytes=sum(buffer.nbytes for buffer in full_model.buffers()))
 
 
-def recommended(plans: Sequence[WayPlan], peft: str | None = None) -> WayPlan | None:
-    """
-    Return the first plan that fits, with exact states and weights if there is one.
-
-    With `peft`, only plans that train adapters count: all for `"lora"`, those on a packed base for `"qlora"`.
-    """
-    trains = "all" if peft is None else "adapters"
-    usable = [plan for plan in plans if plan.way.trains == trains and plan.fits]
-    usable = [plan for plan in usable if plan.way.packed or peft != "qlora"]
+def recommended(plans: Sequence[WayPlan], kind: str) -> WayPlan | None:
+    """Return the first plan of a kind that fits, with exact states and weights if there is one."""
+    usable = [plan for plan in plans if plan.way.kind == kind and plan.fits]
     return next((plan for plan in usable if plan.way.exact), usable[0] if usable else None)

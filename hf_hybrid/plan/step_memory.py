@@ -1,11 +1,11 @@
 """
 What a step holds, from its beginning to its end: of a resident model that was not traced, a streamed and a shared one.
 
-Each kind of step is a class, and its methods follow the course of the step. Some bytes are there all the time; they go
-into the table as they are. Others are there at one moment only: a layer is recomputed, the loss is computed, weights
-are updated. These moments never coincide, so only the largest of them counts ([`add_largest`]).
+The steps of streamed and shared models are classes, whose methods follow the course of the step. Some bytes are there
+all the time; they go into the table as they are. Others are there at one moment only: a layer is recomputed, the loss
+is computed, weights are updated. These moments never coincide, so only the largest of them counts ([`add_largest`]).
 
-- [`UntracedStep`]: everything lies on the device, and activations are estimated.
+- [`untraced_table`]: everything lies on the device, and activations are estimated.
 - [`StreamedStep`]: layers lie on the host and visit the device.
 - [`SharedStep`]: FSDP2 spreads the rows of all weights over processes.
 
@@ -109,10 +109,6 @@ class WeightBytes:
         copy = self.second_copy
         return sum(p.count * (copy.trainable if p.trained else copy.frozen) for p in unit.by_parameter if p.rounds)
 
-    def largest_gradient(self, unit: WeightCount) -> int:
-        """Bytes of the largest gradient of a unit, in the dtype of its master."""
-        return self.stored.trainable * max((p.count for p in unit.by_parameter if p.trained), default=0)
-
     # Of a unit that travels.
 
     def travelling(self, parameter: ParameterCount) -> int:
@@ -129,11 +125,6 @@ class WeightBytes:
 
         return sum(padded(math.ceil(p.count * size(p))) for p in unit.by_parameter)
 
-    def rounded_weights(self, unit: WeightCount) -> int:
-        """Number of its trained weights that travel rounded, beside masters that stay on the host."""
-        trained = (p for p in unit.by_parameter if p.trained)
-        return sum(p.count for p in trained if self.travelling(p) < self.stored.trainable)
-
     def gradients(self, unit: WeightCount) -> int:
         """Bytes of its gradients on the device, and as they leave it. The host converts them."""
         return sum(p.count * self.travelling(p) for p in unit.by_parameter if p.trained)
@@ -145,11 +136,12 @@ class WeightBytes:
         Gradients are added up in the dtype of the masters in two cases: those of micro-batches that are walked
         `together`, on the device; and on a GPU those of later `passes`, onto a sum that comes back from the host.
         """
+        trained = [p for p in unit.by_parameter if p.trained]
         sums_on_the_way = passes > 1 and self.on_gpu
-        sums_while_walking = together > 1 and self.rounded_weights(unit) > 0
-        if not (sums_on_the_way or sums_while_walking):
+        rounded = any(p.count and self.travelling(p) < self.stored.trainable for p in trained)
+        if not (sums_on_the_way or together > 1 and rounded):
             return self.gradients(unit)
-        return self.stored.trainable * unit.trainable + self.largest_gradient(unit)
+        return self.stored.trainable * (unit.trainable + max((p.count for p in trained), default=0))
 
     def add_to_host(self, table: ByteTable, unit: WeightCount, *, int8: bool, times: int = 1) -> None:
         """Add what the host holds of so many such units: buffers that are page-locked take more than their size."""
@@ -212,40 +204,23 @@ def estimated_activations(shape: ModelShape, setup: Setup) -> Activations:
     return Activations(0, boundary, boundary, math.ceil(layer), math.ceil(logits))
 
 
-class UntracedStep:
+def untraced_table(shape: ModelShape, setup: Setup, active: Activations, parked: float) -> ByteTable:
     """
-    A step with everything on the device, of a model that could not be traced.
+    What a step of a model that could not be traced holds on the device at its largest moment.
 
     In forward each layer leaves activations for its backward pass: its boundary if layers are checkpointed, and else
-    all that autograd saves. Then the loss is computed, layers are recomputed if they are checkpointed, and the weights
-    are updated.
+    all that autograd saves. Of these, `parked` bytes wait on the host.
     """
-
-    def __init__(self, shape: ModelShape, setup: Setup, active: Activations):
-        self.shape, self.setup, self.active, self.per = shape, setup, active, WeightBytes(shape, setup)
-
-    def table(self, parked: float) -> ByteTable:
-        """What the device holds at its largest moment; of the layers' activations, `parked` bytes wait on the host."""
-        shape = self.shape
-        table = self.per.held(shape.total)
-        table.add("weights", "device", shape.total.bytes(self.per.second_copy))  # autocast's casts, kept by autograd
-        recomputed = self.setup.recomputed(len(shape.layers))
-        left = self.active.boundary * (recomputed + SAVED_BY_A_LAYER * (len(shape.layers) - recomputed))
-        table.add("activations", "device", left - parked)
-        add_largest(table, self.recomputing(), self.loss(), self.update())
-        return table
-
-    def loss(self) -> DeviceBytes:
-        """Head and loss compute: logits, and their copies."""
-        return {"activations": self.active.loss}
-
-    def recomputing(self) -> DeviceBytes:
-        """A checkpointed layer runs once more and goes backward: all that autograd saves of it is there again."""
-        return {"activations": self.active.layer if self.setup.recomputed(len(self.shape.layers)) else 0}
-
-    def update(self) -> DeviceBytes:
-        """The optimizer steps: scratch of 8-bit states, and of orthogonalising."""
-        return {"buffers": self.per.update_scratch + self.per.orthogonal_device}
+    per, recomputed = WeightBytes(shape, setup), setup.recomputed(len(shape.layers))
+    table = per.held(shape.total)
+    table.add("weights", "device", shape.total.bytes(per.second_copy))  # autocast's casts, kept by autograd
+    left = active.boundary * (recomputed + SAVED_BY_A_LAYER * (len(shape.layers) - recomputed))
+    table.add("activations", "device", left - parked)
+    recomputing: DeviceBytes = {"activations": active.layer if recomputed else 0}  # all that autograd saves of a layer
+    loss: DeviceBytes = {"activations": active.loss}  # logits, and their copies
+    update: DeviceBytes = {"buffers": per.update_scratch + per.orthogonal_device}
+    add_largest(table, recomputing, loss, update)
+    return table
 
 
 class StreamedStep:
@@ -285,35 +260,25 @@ class StreamedStep:
 
     def table(self) -> ByteTable:
         """What the device holds at its largest moment, and the host between steps."""
-        table = self.per.held(self.stays, streamed=True)
-        self._add_visitors(table)
-        self._add_boundaries(table)
-        self._add_to_host(table)
-        add_largest(table, self.recomputing(), self.loss(), self.update())
-        return table
-
-    def _add_visitors(self, table: ByteTable) -> None:
-        """Weights that visit the device: a slot for each layer, and one unit of embeddings or head."""
-        table.add("weights", "device", self.slots + max(self.per.packed(end) for end in self.ends))
-        if self.per.int8_layer is not None:  # a layer in int8 is expanded where it computes
+        table, per = self.per.held(self.stays, streamed=True), self.per
+        # Weights visit the device: a slot for each layer, and one unit of embeddings or head.
+        table.add("weights", "device", self.slots + max(per.packed(end) for end in self.ends))
+        if per.int8_layer is not None:  # a layer in int8 is expanded where it computes
             expanded = max((layer.frozen for layer in self.layers), default=0)
-            table.add("buffers", "device", expanded * self.per.computed.frozen)
-
-    def _add_boundaries(self, table: ByteTable) -> None:
-        """What layers leave for their backward pass: on the device, or with `offload_activations` all but two there."""
+            table.add("buffers", "device", expanded * per.computed.frozen)
+        # Layers leave boundaries for their backward pass: on the device, or with `offload_activations` all but two.
         layers = len(self.shape.layers)
         near = min(layers, 2) if self.setup.offload_activations else layers
         of_a_micro_batch = self.active.always + near * self.active.boundary
         table.add("activations", "device", of_a_micro_batch * self.setup.micro_batches_in_flight)
         table.add("activations", "host", self.parked_locked)
-
-    def _add_to_host(self, table: ByteTable) -> None:
-        """Weights, gradients and states of what is streamed, rounded copies that travel, and scratch of an update."""
         for layer, times in Counter(self.layers).items():
-            self.per.add_to_host(table, layer, int8=True, times=times)
+            per.add_to_host(table, layer, int8=True, times=times)
         for end in self.ends:
-            self.per.add_to_host(table, end, int8=False)
-        table.add("buffers", "host", self.per.orthogonal_host)
+            per.add_to_host(table, end, int8=False)
+        table.add("buffers", "host", per.orthogonal_host)
+        add_largest(table, self.recomputing(), self.loss(), self.update())
+        return table
 
     def still_leaving(self) -> int:
         """
@@ -353,24 +318,6 @@ class StreamedStep:
         return {"activations": self.active.layer, "gradients": gradients, "buffers": self.casts}
 
 
-def growing_gradient_bytes(shape: ModelShape, setup: Setup) -> int:
-    """Bytes per weight of the rows of gradients that grow on a process's device while a shared step goes backward."""
-    sent_at_once = setup.gradient_accumulation_steps == 1 and not setup.cpu_offload
-    return shape.trainable_bytes if sent_at_once else 0
-
-
-def estimated_shared_activations(shape: ModelShape, setup: Setup, gradient: int) -> tuple[Shared, Shared]:
-    """
-    Estimate [`SharedStep`]'s `at_layer` and `at_loss` of a model that was not traced; `gradient`: bytes per weight of
-    the rows of gradients that grow.
-    """
-    active = estimated_activations(shape, setup)
-    layers = len(shape.layers)
-    kept = layers * (1 if setup.recomputed(layers) else SAVED_BY_A_LAYER) * active.boundary
-    gradients = gradient * shape.total.trainable / setup.processes
-    return Shared(kept + active.layer, gradients), Shared(kept + active.loss, 0)
-
-
 class SharedStep:
     """
     A step of one of several processes that share the rows of weights, gradients and states by FSDP2.
@@ -384,8 +331,7 @@ class SharedStep:
     4. [`clipping`]: all gradients are there.
     5. [`orthogonalising`]: Muon's update or a leap needs whole matrices.
 
-    `at_layer` and `at_loss` are the activations at 3 and 2, and the rows of gradients that have grown by then; a trace
-    gives both, for gradients of [`growing_gradient_bytes`].
+    `at_layer` and `at_loss` are the traced activations at 3 and 2, and the rows of gradients that have grown by then.
     """
 
     def __init__(self, shape: ModelShape, setup: Setup, at_layer: Shared, at_loss: Shared):

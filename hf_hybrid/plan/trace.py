@@ -80,21 +80,17 @@ class Excerpt(Generic[Model]):
     listed: frozenset[str] = frozenset()  # names of what the config lists layer by layer
 
     @classmethod
-    def of(cls, whole: Model) -> Excerpt[Model]:
+    def of(cls, full_model: Model) -> Excerpt[Model]:
         """Of a live model, whose weights may lie anywhere: no data is copied, and the model is not changed."""
-        memo = _tensors_without_data(whole, "meta")
+        memo = _tensors_without_data(full_model, "meta")
         try:
-            layers = find_layers(whole)
+            layers = find_layers(full_model)
         except NoLayerListError:
-            return cls(_as_trained(copy.deepcopy(whole, memo)), ())
-        listed = _lists(_config(whole), len(layers))
+            return cls(_as_trained(copy.deepcopy(full_model, memo)), ())
+        listed = _lists(_config(full_model), len(layers))
         chosen, stands_for = _choose([_signature(listed, layer, index) for index, (_, layer) in enumerate(layers)])
-        kept = whole.get_submodule(layers[0][0].rpartition(".")[0])
-        memo[id(kept)] = short = nn.ModuleList()
-        short.extend(copy.deepcopy(layers[index][1], memo) for index in chosen)
-        model = copy.deepcopy(whole, memo)
         names = frozenset(name for _, name, _ in listed)
-        _set_layers(model, list(short), names, chosen)
+        model = _copy_with_layers(full_model, memo, [(index, memo) for index in chosen], names)
         return cls(_as_trained(model), stands_for, names)
 
     def layers(self, model: nn.Module) -> list[nn.Module]:
@@ -109,15 +105,10 @@ class Excerpt(Generic[Model]):
         layers, config = find_layers(self.model), _config(self.model)
         between, last = range(1, len(layers) - 1), len(layers) - 1
         memo = _tensors_without_data(self.model, "meta")
-        same = {id(part): copy.deepcopy(part, memo) for part in (config, config.get_text_config())}
-        kept = self.model.get_submodule(layers[0][0].rpartition(".")[0])
-        memo[id(kept)] = longer = nn.ModuleList()
-        again = [(index, {**_tensors_without_data(layers[index][1], "meta"), **same}) for index in between]
+        configs = {id(part): copy.deepcopy(part, memo) for part in (config, config.get_text_config())}
+        again = [(index, {**_tensors_without_data(layers[index][1], "meta"), **configs}) for index in between]
         twice = [(0, memo), *((index, memo) for index in between), *again, (last, memo)]
-        longer.extend(copy.deepcopy(layers[index][1], known) for index, known in twice)
-        model = copy.deepcopy(self.model, memo)
-        _set_layers(model, list(longer), self.listed, [index for index, _ in twice])
-        return Excerpt(model, self.stands_for, self.listed)
+        return Excerpt(_copy_with_layers(self.model, memo, twice, self.listed), self.stands_for, self.listed)
 
     def standing_for(self, recomputed: int) -> tuple[int, ...]:
         """What [`with_two_of_each`] stands for, if the first `recomputed` layers of the whole are recomputed."""
@@ -129,17 +120,25 @@ class Excerpt(Generic[Model]):
         )
 
 
-def _set_layers(model: nn.Module, layers: list[nn.Module], listed: Iterable[str], chosen: Sequence[int]) -> None:
-    """Tell a model, and its layers, which of the layers that it had before it has now; the config lists `listed`."""
-    config = _config(model)
+def _copy_with_layers(model: Model, memo: dict, chosen: list[tuple[int, dict]], listed: Iterable[str]) -> Model:
+    """
+    Copy a model with other layers: `chosen` has their indices among its own, and a memo to copy each with. The copies
+    know their new places, and the config of the copy, which lists `listed` layer by layer, has as many entries.
+    """
+    layers = find_layers(model)
+    copies = memo[id(model.get_submodule(layers[0][0].rpartition(".")[0]))] = nn.ModuleList()
+    copies.extend(copy.deepcopy(layers[index][1], memo_of_layer) for index, memo_of_layer in chosen)
+    copied = copy.deepcopy(model, memo)
+    config = _config(copied)
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         for name in set(listed) & set(vars(part)):
-            setattr(part, name, [vars(part)[name][index] for index in chosen])
+            setattr(part, name, [vars(part)[name][index] for index, _ in chosen])
     config.get_text_config().num_hidden_layers = len(chosen)
-    for position, layer in enumerate(layers if len(chosen) > 1 else ()):
+    for position, layer in enumerate(copies if len(chosen) > 1 else ()):
         for attributes in map(vars, layer.modules()):
             if isinstance(attributes.get("layer_idx"), int):
                 attributes["layer_idx"] = position
+    return copied
 
 
 def _tensors_without_data(model: nn.Module, device: str) -> dict[int, Any]:
@@ -199,8 +198,8 @@ def _signature(listed: list[tuple], layer: nn.Module, index: int) -> tuple:
 def _lists(config: PreTrainedConfig, layers: int) -> list[tuple[object, str, Sequence]]:
     """What the config lists layer by layer."""
     parts = {id(part): part for part in (config, config.get_text_config())}.values()
-    found = [(part, name, values) for part in parts for name, values in vars(part).items()]
-    return [item for item in found if isinstance(item[2], (list, tuple)) and len(item[2]) == layers]
+    entries = [(part, name, values) for part in parts for name, values in vars(part).items()]
+    return [entry for entry in entries if isinstance(entry[2], (list, tuple)) and len(entry[2]) == layers]
 
 
 # A GPU's attention and autocast, on a CPU.
@@ -364,14 +363,14 @@ class StorageTracker(TorchDispatchMode):
         result = _run_operation(func, args, kwargs or {})
         if func in (torch.ops.prim.device.default, torch.ops.aten.detach.default):
             return result
-        made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
-        made = [tensor for tensor in made if tensor.untyped_storage()._cdata not in self._places]
+        tensors = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        allocated = [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in self._places]
         casts = func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights
-        for tensor in made:
+        for tensor in allocated:
             self.hold(tensor, "activations", self.where)
             if casts:
                 self.move(tensor, "weights", self.where)
-        if made:
+        if allocated:
             self.record()
         return result
 
@@ -521,14 +520,14 @@ class Peak(NamedTuple):
 def unfold(trace: StepTrace, stands_for: Sequence[int], at_update: int = 0) -> Peak:
     """The peak of the whole model from the trace of its excerpt; `at_update`: bytes of scratch of the update."""
     best = Peak((0,) * _WIDTH, "forward")
-    for moment, held in _of_whole(trace, stands_for):
+    for moment, held in _of_full_model(trace, stands_for):
         held[_INDEX["buffers"]] += at_update * (moment.stage == "update")
         if sum(held) > sum(best.held):
             best = Peak(tuple(held), moment.stage)
     return best
 
 
-def _of_whole(trace: StepTrace, stands_for: Sequence[int]) -> Iterator[tuple[Moment, list[int]]]:
+def _of_full_model(trace: StepTrace, stands_for: Sequence[int]) -> Iterator[tuple[Moment, list[int]]]:
     """Yield each moment of the trace, and what the whole model holds then, by category."""
     more = [sum(1 for stands in stands_for if stands == layer) - 1 for layer in range(trace.layers)]
     computing: dict[tuple[str, int], Bytes] = {}
@@ -579,11 +578,11 @@ def shared(trace: StepTrace, stands_for: Sequence[int], share: float) -> tuple[S
     bytes of the gradients' rows over those of the gradients in the trace.
     """
     largest = [Shared(0, 0), Shared(0, 0)]
-    for moment, held in _of_whole(trace, stands_for):
+    for moment, held in _of_full_model(trace, stands_for):
         if moment.stage != "update":
             outside = moment.where == trace.layers
-            found = Shared(held[_ACTIVATIONS], share * held[_INDEX["gradients"]])
-            largest[outside] = max(largest[outside], found, key=sum)
+            current = Shared(held[_ACTIVATIONS], share * held[_INDEX["gradients"]])
+            largest[outside] = max(largest[outside], current, key=sum)
     return largest[0], largest[1]
 
 
@@ -618,13 +617,13 @@ class Tracer:
     def __init__(self, excerpt: Excerpt, **more_inputs: Any):
         self.excerpt, self.more_inputs = excerpt, more_inputs
         self.traces: dict[tuple, StepTrace] = {}
-        self._found: dict[tuple, Peak | Activations] = {}
+        self._answers: dict[tuple, Peak | Activations] = {}
 
     @classmethod
-    def of(cls, whole: nn.Module, **more_inputs: Any) -> Tracer | None:
+    def of(cls, full_model: nn.Module, **more_inputs: Any) -> Tracer | None:
         """Of a live model, which gets `more_inputs` beside a batch; `None` if it cannot be copied without data."""
         try:
-            return cls(Excerpt.of(whole), **more_inputs)
+            return cls(Excerpt.of(full_model), **more_inputs)
         except Exception as error:  # whatever a model of the user's own does
             logger.info("This model cannot be copied without data (%r), so no step is traced.", error)
             return None
@@ -690,6 +689,6 @@ class Tracer:
                     enable_checkpointing(model, setup.accelerator, layers[len(layers) // 2 :] if some else ())
                 self.traces[key] = trace_step(model, layers, setup, **more_inputs)
         answer = (*key, recomputed * some, reading, *more)
-        if answer not in self._found:
-            self._found[answer] = reading(self.traces[key], stands_for, *more)
-        return self._found[answer]
+        if answer not in self._answers:
+            self._answers[answer] = reading(self.traces[key], stands_for, *more)
+        return self._answers[answer]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,8 @@ from hf_hybrid.plan.estimate import Plan
 from hf_hybrid.plan.setups import Setup
 
 DTYPES = ("mixed", "float32", "bfloat16")
+KINDS = ("full", "LoRA", "QLoRA")
+"""What is trained: all weights, or adapters on a base as it is, or on one in 4 bits."""
 
 
 @dataclass(frozen=True)
@@ -18,15 +21,14 @@ class Way:
 
     title: str
     setup: Setup
-    trains: str = "all"  # weights, or "adapters"
+    kind: str = "full"  # of `KINDS`
     weights: str = "float32"  # dtype that they are loaded in
-    packed: bool = False  # the base is in nf4
 
     @property
     def exact(self) -> bool:
         """Whether exact AdamW updates unrounded weights, or adapters on unrounded weights."""
         rounded = self.setup.optimizer_states != "exact" or self.setup.base_precision != "same"
-        return not (rounded or self.packed)
+        return not (rounded or self.kind == "QLoRA")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,84 +47,84 @@ class WayPlan(Plan):
         return self.way.title + f" ({self.recomputed_layers} of {layers})" * decided
 
 
-def loaded(dtype: str, trains: str) -> tuple[str, bool]:
+def loaded(dtype: str, kind: str) -> tuple[str, bool]:
     """
-    The dtype that weights are loaded in, and whether they compute under autocast to bf16.
-
-    With `"mixed"`, weights are in fp32 (a frozen base in bf16) under autocast; else everything is in `dtype`.
+    The dtype that weights are loaded in, and whether they compute under autocast to bf16: with `"mixed"` they are in
+    fp32 (a frozen base in bf16) under autocast; else everything is in `dtype`.
     """
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got `{dtype}`.")
     if dtype == "mixed":
-        return ("float32" if trains == "all" else "bfloat16"), True
+        return ("float32" if kind == "full" else "bfloat16"), True
     return dtype, False
 
 
-def usual_ways(dtype: str, setup: Setup, can_chunk: bool) -> list[Way]:
+def usual_ways(
+    dtype: str, setup: Setup, kinds: Collection[str] = KINDS, *, chunks: str = "maybe", can_stream: bool = True
+) -> list[Way]:
     """
-    The ways that a table of plans compares, the cheapest first; `setup` holds batch, limits and machine. Several
-    processes share the weights by FSDP2, which takes neither streaming nor chunked losses nor 8-bit states.
+    The ways that a table of plans compares, the cheapest of each kind first; `setup` holds batch, limits and machine.
+
+    `chunks` says whether the loss can be computed in chunks: `never`, `maybe` or `always`. Several processes share the
+    weights by FSDP2, which takes neither streaming nor chunked losses nor 8-bit states.
     """
     ways: list[Way] = []
 
-    def add(title: str, trains: str = "all", dtype: str = dtype, packed: bool = False, **changes: Any) -> None:
-        weights, autocast = loaded(dtype, trains)
-        changes = {"memory": "off", "autocast": autocast, **changes}
-        ways.append(Way(title, replace(setup, **changes), trains, weights, packed))
+    def add(kind: str, *words: str, dtype: str = dtype, **changes: Any) -> None:
+        if kind in kinds and (can_stream or changes.get("memory") != "stream"):
+            weights, autocast = loaded(dtype, kind)
+            own = replace(setup, **{"memory": "off", "autocast": autocast, **changes})
+            ways.append(Way(", ".join([kind, *filter(None, words)]), own, kind, weights))
 
     precision = {"mixed": "bf16 autocast", "float32": "fp32", "bfloat16": "bf16 weights"}[dtype]
-    chunks: dict[str, Any] = {"chunked_loss": can_chunk}
-    chunked = ", chunked loss" * can_chunk
+    recomputed: dict[str, Any] = {"activation_checkpointing": True}
     if setup.processes > 1:
-        spared: dict[str, Any] = {"activation_checkpointing": True}
-        add(f"FSDP2, {precision}")
-        add(f"FSDP2, {precision}, checkpointing", **spared)
-        if dtype == "mixed":
-            add("FSDP2, fp32", dtype="float32")
-        add(f"FSDP2, {precision}, checkpointing, CPU offload", **spared, cpu_offload=True)
-        add("FSDP2, LoRA", "adapters")
-        add("FSDP2, LoRA, checkpointing", "adapters", **spared)
-        add("FSDP2, LoRA, checkpointing, CPU offload", "adapters", **spared, cpu_offload=True)
+        offload: dict[str, Any] = {**recomputed, "cpu_offload": True}
+        for kind, how in (("full", precision), ("LoRA", "")):
+            add(kind, "FSDP2", how)
+            add(kind, "FSDP2", how, "checkpointing", **recomputed)
+            if kind == "full" and dtype == "mixed":
+                add(kind, "FSDP2", "fp32", dtype="float32")
+            add(kind, "FSDP2", how, "checkpointing", "CPU offload", **offload)
         return ways
-    less: dict[str, Any] = {**chunks, "activation_checkpointing": True}
-    streamed: dict[str, Any] = {**chunks, "memory": "stream"}
+    chunked = "chunked loss" if chunks == "maybe" else ""
+    least: dict[str, Any] = {"chunked_loss": chunks != "never"}
+    first: dict[str, Any] = {"chunked_loss": chunks == "always"}
+    streamed: dict[str, Any] = {**least, "memory": "stream"}
     low: dict[str, Any] = {"optimizer_states": "8bit"}
-    fewest: dict[str, Any] = {**chunks, "activation_checkpointing": "auto"}
-    add(precision)
-    if can_chunk:
-        add(f"{precision}{chunked}", **chunks)
-    if setup.vram is not None:
-        add(f"{precision}{chunked}, checkpointing auto", **fewest)
-    add(f"{precision}{chunked}, checkpointing", **less)
-    if dtype == "mixed":
-        add("fp32", dtype="float32")
-    add("streamed", **streamed)
-    add("streamed, activations on the host", **streamed, offload_activations=True)
-    add(f"8-bit states{chunked}, checkpointing", **low, **less)
-    add(f"bf16 weights, 8-bit states{chunked}, checkpointing", dtype="bfloat16", **low, **less)
-    add("streamed, 8-bit states", **low, **streamed)
-    add("streamed bf16 weights, 8-bit states", dtype="bfloat16", **low, **streamed)
-    add("LoRA", "adapters")
-    if setup.vram is not None:
-        add(f"LoRA{chunked}, checkpointing auto", "adapters", **fewest)
-    add(f"LoRA{chunked}, checkpointing", "adapters", **less)
-    add("LoRA, streamed base", "adapters", **streamed)
-    if setup.vram is not None:
-        add(f"QLoRA{chunked}, checkpointing auto", "adapters", packed=True, **fewest)
-    add(f"QLoRA{chunked}, checkpointing", "adapters", packed=True, **less)
-    add("LoRA, streamed int8 base", "adapters", **streamed, base_precision="int8")
+    for kind, how in (("full", precision), ("LoRA", ""), ("QLoRA", "")):
+        if kind != "QLoRA":
+            add(kind, how, **first)
+        if kind == "full" and chunked:
+            add(kind, how, chunked, **least)
+        if setup.vram is not None:
+            add(kind, how, chunked, "checkpointing auto", **least, activation_checkpointing="auto")
+        add(kind, how, chunked, "checkpointing", **least, **recomputed)
+        if kind == "LoRA":
+            add(kind, "streamed", **streamed)
+            add(kind, "streamed int8 base", **streamed, base_precision="int8")
+        if kind == "full":
+            if dtype == "mixed":
+                add(kind, "fp32", dtype="float32", **first)
+            add(kind, "streamed", **streamed)
+            add(kind, "streamed", "activations on the host", **streamed, offload_activations=True)
+            for words, weights in (((), dtype), (("bf16 weights",), "bfloat16")):
+                add(kind, *words, "8-bit states", chunked, "checkpointing", dtype=weights, **low, **least, **recomputed)
+            for words, weights in (((), dtype), (("bf16 weights",), "bfloat16")):
+                add(kind, "streamed", *words, "8-bit states", dtype=weights, **low, **streamed)
     return ways
 
 
 def parse_size(text: str | int | float, name: str) -> int:
-    """Bytes from `"24GiB"` (1024s), `"24GB"` (1000s) or a number of bytes, in any case; an error calls it `name`."""
+    """Bytes from `24GiB` (1024s), `24GB` (1000s), `24` (below 4096: GiB) or bytes; an error calls it `name`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt]?)(i?)b)?\s*", str(text).lower())
     if match is None or (match[3] and not match[2]):
-        raise ValueError(
-            f"`{name}` must be a size, got `{text}`. Write `24GiB`, `24GB` (decimal) or a number of bytes."
-        )
-    power = " kmgt".index(match[2]) if match[2] else 0
-    count = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
-    if not 0 < count <= 2**50:
+        raise ValueError(f"`{name}` must be a size, got `{text}`. Write `24` or `24GiB`, or `24GB` (decimal).")
+    count = float(match[1])
+    if match[2] is None:  # a bare number: nobody means so few bytes
+        count *= 2**30 if count < 4096 else 1
+    else:
+        count *= (1024 if match[3] else 1000) ** (" kmgt".index(match[2]) if match[2] else 0)
+    if not 1 <= count <= 2**50:
         raise ValueError(f"`{name}` must be above 0 and at most 1024 TiB, got `{text}`. Write for example `24GiB`.")
-    return count
+    return int(count)

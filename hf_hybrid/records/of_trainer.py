@@ -94,10 +94,10 @@ class ReportingMixin(Trainer):
     ) -> dict[str, Any]:
         """
         Write the model in 16 bits or in a low-bit format into `folder` (by default `output_dir` with `-FORMAT` after
-        it), and measure loss on `eval_dataset` (by default the trainer's), bytes and speed beside those of the
-        original; see [`~hf_hybrid.export.exporter.export`], also for what it returns.
+        it), and measure its loss on `eval_dataset` (by default the trainer's) beside that of the original; see
+        [`~hf_hybrid.export.exporter.export`], also for what it returns.
 
-        Both are loaded from their files, so that memory must have room for them beside the trainer. Adapters are merged
+        Each is loaded from its files, so that memory must have room for one beside the trainer. Adapters are merged
         into their base, which is loaded anew.
 
         Raises:
@@ -119,5 +119,5 @@ class ReportingMixin(Trainer):
         card = Path(str(self.args.output_dir), "README.md")
         with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f"_{folder.name}.") as saved:
             self.save_model(saved, _internal_call=True)  # else it would push
-            options = {"dtype": dtype, "max_shard_size": max_shard_size}
+            options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size}
             return exporter.export(saved, folder, format, batches=batches, card=card, **options)

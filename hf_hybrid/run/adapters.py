@@ -15,7 +15,13 @@ import torch
 
 from hf_hybrid.optimizers import text_config
 from hf_hybrid.run.rate import RateScale
-from hf_hybrid.run.trainer_view import TrainerView, optimizer_unlike_adam, unknown_loss, unwrapped_optimizer
+from hf_hybrid.run.trainer_view import (
+    TrainerView,
+    optimizer_unlike_adam,
+    trains_adapters,
+    unknown_loss,
+    unwrapped_optimizer,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +32,8 @@ OF_PREFERENCES = 0.25
 Rate of a preference loss over that of supervised training: each pair that is learned has less gradient. Half is better
 on SmolLM2, and too high on one of three seeds of a small model (docs/evaluation/rates.md).
 """
+OF_REWARDS = 0.3
+"""The same of completions whose rewards are compared (GRPO): 3e-4 on SmolLM2, best of three (docs/grpo.md)."""
 MAX_ADAPTER_RATE = 1e-2
 """About the highest rate of adapters at which the rule was measured: very narrow models would get a higher one."""
 
@@ -104,6 +112,18 @@ def reason_no_rate(trainer: TrainerView) -> str | None:
     if _width(model) is None:
         return "the width of the model is not known"
     return None if trainer.trains_preferences else unknown_loss(trainer)
+
+
+def reward_rate(trainer: TrainerView) -> float | None:
+    """Return the learning rate of the rule for GRPO, before its optimizer is made; `None` where the rule has none."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    layers, width = list(_lora_layers(model)) if trains_adapters(trainer) else [], _width(model)
+    adapters = {id(parameter) for _, own in layers for parameter in own}
+    others = any(p.requires_grad and id(p) not in adapters for p in model.parameters())
+    if not layers or others or width is None or optimizer_unlike_adam(trainer) is not None:
+        return None
+    rate = OF_REWARDS * adapter_rate(alpha=max(alpha for alpha, _ in layers), width=width)
+    return max(trainer.args.learning_rate, min(MAX_ADAPTER_RATE, rate))
 
 
 def _width(model: torch.nn.Module) -> int | None:

@@ -157,10 +157,8 @@ class RunRecord:
             **values,
         }
 
-    def state_dict(self) -> dict:
-        return {**vars(self), "leaps": [asdict(leap) for leap in self.leaps]}
-
     def load_state_dict(self, state: dict) -> None:
+        """Restore a saved record, from `asdict`."""
         for name in vars(self):
             setattr(self, name, state[name])
         self.leaps = [Leap(**{**leap, **_infinities(leap)}) for leap in state["leaps"]]

@@ -22,7 +22,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -328,7 +328,7 @@ class Run:
                 "announced": self._announced.value,
                 "no_leaps": self.no_leaps,
                 "last_loss": self.last_loss,
-                "record": self.record.state_dict(),
+                "record": asdict(self.record),
             }
         counts = self.counts if self._counts_before is None else self._counts_before
         if any(counts.values()):

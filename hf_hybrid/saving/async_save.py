@@ -27,15 +27,15 @@ copies must fit into a quarter of the host memory that is free.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import KeyPath, tree_flatten_with_path, tree_unflatten
 from transformers import TrainerCallback
 
 from hf_hybrid.plan.accounting import host_memory
@@ -54,58 +54,50 @@ class CannotStageError(RuntimeError):
 
 
 class Staging:
-    """
-    Copies of nested tensors in host memory, which the next copies of the same names reuse.
-
-    Args:
-        free (`Callable[[], int]`): Returns the bytes of host memory that are free.
-    """
+    """Copies of nested tensors in host memory, which the next copies of the same names reuse."""
 
     def __init__(self, free: Callable[[], int] = host_memory):
         self.free = free
-        self._copies: dict[str, dict[int, Tensor]] = {}
+        self._copies: dict[tuple[str, KeyPath], Tensor] = {}
 
     def copy(self, name: str, value: Any, frozen: Iterable[Tensor] = ()) -> Any:
         """
-        Return a value whose tensors are copies. Tensors that share their memory share it in the copy too.
-
-        Args:
-            name (`str`): What the value is; copies of the same name are overwritten.
-            value (`Any`): Dictionaries, lists and tuples, nested; anything but tensors in them stays as it is.
-            frozen (`Iterable[Tensor]`): Tensors that do not change. They are not copied.
+        Return a value (dictionaries, lists and tuples, nested) whose tensors are copies, but for those that are frozen
+        and do not change. Tensors that share their memory share it in the copy too. Copies of the same name are
+        overwritten.
 
         Raises:
             CannotStageError: If a tensor is not a plain one, or the copies do not fit into the memory that is free.
         """
-        leaves, spec = tree_flatten(value)
-        kept, reused = {tensor.data_ptr() for tensor in frozen if tensor.numel()}, self._copies.setdefault(name, {})
+        paths_and_leaves, spec = tree_flatten_with_path(value)
+        leaves, unchanged = [leaf for _, leaf in paths_and_leaves], {tensor.data_ptr() for tensor in frozen}
         to_copy, needed = [], 0
-        for place, leaf in enumerate(leaves):
+        for index, (path, leaf) in enumerate(paths_and_leaves):
             if not isinstance(leaf, Tensor):
                 continue
             if type(leaf) not in (Tensor, nn.Parameter) or leaf.layout is not torch.strided or leaf.is_quantized:
                 raise CannotStageError(f"a tensor is a `{type(leaf).__name__}` that is not plain")
-            if leaf.data_ptr() in kept:
+            if leaf.numel() and leaf.data_ptr() in unchanged:
                 continue
-            to_copy.append(place)
-            copy = reused.get(place)
+            to_copy.append((index, (name, path)))
+            copy = self._copies.get((name, path))
             if copy is None or (copy.shape, copy.dtype) != (leaf.shape, leaf.dtype):
-                reused.pop(place, None)
-                needed += leaf.numel() * leaf.element_size()
+                self._copies.pop((name, path), None)
+                needed += leaf.nbytes
         if needed and needed > SHARE_OF_FREE * (free := self.free()):
             raise CannotStageError(
                 f"the copies need {needed / 2**30:,.2f} GiB, more than a quarter of the {free / 2**30:,.2f} GiB of "
                 "host memory that are free"
             )
         by_memory: dict[tuple, Tensor] = {}
-        for place in to_copy:
-            tensor = leaves[place].detach()
-            memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (place,)
+        for index, key in to_copy:
+            tensor = leaves[index].detach()
+            memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else key
             if memory not in by_memory:
-                if place not in reused:
-                    reused[place] = torch.empty_like(tensor, device="cpu")
-                by_memory[memory] = reused[place].copy_(tensor)
-            leaves[place] = by_memory[memory]
+                if key not in self._copies:
+                    self._copies[key] = torch.empty_like(tensor, device="cpu")
+                by_memory[memory] = self._copies[key].copy_(tensor)
+            leaves[index] = by_memory[memory]
         return tree_unflatten(leaves, spec)
 
     def free_copies(self) -> None:
@@ -120,9 +112,6 @@ class AsyncSaver:
     A save begins with [`begin`]. What is written in it goes through [`write`], with tensors from [`staged`]. [`finish`]
     ends it. [`wait`] returns when nothing is in flight.
 
-    Args:
-        staging (`Staging`, *optional*): Makes the copies.
-
     Attributes:
         training (`bool`): Whether a training is under way, so that steps may follow a save.
         is_async (`bool`): Whether the save under way is written on the thread.
@@ -133,16 +122,17 @@ class AsyncSaver:
         self.training = self.is_async = False
         self._staging = Staging() if staging is None else staging
         self._writes: list[Callable[[], Any]] = []
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
+        """That writes the save in flight."""
         self.error: BaseException | None = None
-        self._told: set[str] = set()
+        self._logged_reasons: set[str] = set()
 
     def begin(self, reason_sync: str | None) -> None:
         """Begin a save, which is async unless there is a reason not to. Waits for the one before."""
         self.wait()
         self._writes, self.is_async = [], reason_sync is None
-        if reason_sync is not None and reason_sync not in self._told:
-            self._told.add(reason_sync)
+        if reason_sync is not None and reason_sync not in self._logged_reasons:
+            self._logged_reasons.add(reason_sync)
             logger.info("Checkpoints are written before training goes on: %s.", reason_sync)
 
     def staged(self, name: str, value: Any, frozen: Iterable[Tensor] = ()) -> Any:
@@ -152,16 +142,11 @@ class AsyncSaver:
         try:
             return self._staging.copy(name, value, frozen)
         except CannotStageError as error:
-            self.make_sync(str(error))
+            logger.info("A checkpoint is written before training goes on: %s.", error)
+            self.is_async = False
+            for write in self._writes:
+                write()
             return value
-
-    def make_sync(self, reason: str) -> None:
-        """Write the save under way before training goes on after all: what was put off, now."""
-        self.is_async = False
-        logger.info("A checkpoint is written before training goes on: %s.", reason)
-        writes, self._writes = self._writes, []
-        for write in writes:
-            write()
 
     def write(self, function: Callable[[], Any]) -> None:
         """Call a function that writes files, now or on the thread."""
@@ -170,13 +155,10 @@ class AsyncSaver:
         else:
             function()
 
-    def finish(self, commit: Callable[[], Any], around: Callable[[], contextlib.AbstractContextManager]) -> None:
+    def finish(self, commit: Callable[[], Any], context: Callable[[], AbstractContextManager]) -> None:
         """
-        End the save.
-
-        Args:
-            commit (`Callable[[], Any]`): Makes the checkpoint whole when its files are written.
-            around (`Callable`): Returns the context that writing on the thread needs; it deletes a save that fails.
+        End the save by `commit`, which makes the checkpoint whole when its files are written. `context` returns the
+        context that writing on the thread needs: it deletes a save that fails.
         """
         if not self.is_async:
             return commit()
@@ -185,14 +167,14 @@ class AsyncSaver:
 
         def work() -> None:
             try:
-                with around():
+                with context():
                     for write in writes:
                         write()
             except Exception as error:  # raised where the run trains
                 self.error = error
 
-        self._thread = threading.Thread(target=work, name="hf_hybrid-save")
-        self._thread.start()
+        self.thread = threading.Thread(target=work, name="hf_hybrid-save")
+        self.thread.start()
 
     def abandon(self) -> None:
         """Forget the save under way, if an error ended it."""
@@ -200,17 +182,12 @@ class AsyncSaver:
 
     def join(self) -> None:
         """Wait for the save in flight."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
 
     def wait(self) -> None:
-        """
-        Wait for the save in flight.
-
-        Raises:
-            OSError: If it failed, because the disk is full for example.
-        """
+        """Wait for the save in flight. Raise its error if it failed, because the disk is full for example."""
         self.join()
         if self.error is not None:
             error, self.error = self.error, None
@@ -229,24 +206,18 @@ class AsyncSaver:
 
 def reason_sync_save(trainer: TrainerView) -> str | None:
     """Return why the save that begins is written before training goes on, or `None` if it may be async."""
-    if not trainer.hybrid_args.async_save:
-        return "`async_save=False`"
-    if not trainer.args.should_save:
-        return "another process writes them"
-    state, control = trainer.state, trainer.control
-    if (
-        not trainer.saver.writer.training
-        or not control.should_save
-        or control.should_training_stop
-        or 0 < state.max_steps <= state.global_step
-    ):
-        return "no step follows at once"
-    if trainer.args.push_to_hub:
-        return "they are pushed"
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        return "FSDP and DeepSpeed write them in their own way"
-    if trainer.memory.streams:
-        return "layers are streamed"
+    args, state, control = trainer.args, trainer.state, trainer.control
+    at_the_end = control.should_training_stop or 0 < state.max_steps <= state.global_step
+    for reason, holds in {
+        "`async_save=False`": not trainer.hybrid_args.async_save,
+        "another process writes them": not args.should_save,
+        "no step follows at once": at_the_end or not (trainer.saver.writer.training and control.should_save),
+        "they are pushed": args.push_to_hub,
+        "FSDP and DeepSpeed write them in their own way": trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled,
+        "layers are streamed": trainer.memory.streams,
+    }.items():
+        if holds:
+            return reason
     for name in ("_save_checkpoint", "_save", "save_model", "_save_optimizer_and_scheduler"):
         if not getattr(type(trainer), name).__module__.startswith("hf_hybrid."):
             return f"`{type(trainer).__name__}` has a `{name}` of its own"
@@ -254,14 +225,9 @@ def reason_sync_save(trainer: TrainerView) -> str | None:
         kind = type(callback)
         if kind.on_save is not TrainerCallback.on_save and not kind.__module__.startswith("hf_hybrid."):
             return f"`{kind.__name__}` may read them as soon as they are saved"
-    return _reason_of_model(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
-
-
-def _reason_of_model(model: Any) -> str | None:
-    adapters = getattr(model, "peft_config", None)
-    if adapters is None:
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if not hasattr(model, "peft_config"):
         return "a quantised model writes more than its tensors" if getattr(model, "hf_quantizer", None) else None
-    kinds = {str(getattr(config.peft_type, "value", config.peft_type)) for config in adapters.values()}
-    return (
-        None if kinds == {"LORA"} else f"adapters of the kind {', '.join(sorted(kinds))} write more than their tensors"
-    )
+    kinds = {str(getattr(adapter.peft_type, "value", adapter.peft_type)) for adapter in model.peft_config.values()}
+    others = ", ".join(sorted(kinds - {"LORA"}))
+    return f"adapters of the kind {others} write more than their tensors" if others else None

@@ -9,7 +9,7 @@ it, for the message that another training gets.
 A job that is requeued may start while the one before it is still dying: schedulers send a signal and wait, usually 30
 seconds, before they kill. So a training waits [`WAIT`] seconds for the folder before it gives up.
 
-Only the first process of a training takes the lock; the others wait for what it finds. Where a file system has no locks
+Only the first process of a training takes the lock; the others wait for its outcome. Where a file system has no locks
 (some network mounts and buckets), training goes on without one, and a warning says so. A file in place of a lock would
 be worse: if its process is killed and the job is restarted on another host, nobody could tell that it is stale.
 
@@ -48,48 +48,33 @@ class FolderInUseError(CheckpointError):
 
 
 def check_output(folder: str | Path) -> None:
-    """
-    Check that a path can be an output folder, before Trainer makes it.
-
-    Raises:
-        ValueError: If it is a file, or a link that leads nowhere.
-    """
+    """Raise `ValueError` if a path cannot be an output folder, before Trainer makes it."""
     if os.path.lexists(folder) and not os.path.isdir(folder):
-        found = "a file" if os.path.exists(folder) else f"a link to `{os.readlink(folder)}`, which is not there"
-        raise ValueError(f"`output_dir={folder}` is {found}. Remove it, or set another `output_dir`.")
+        kind = "a file" if os.path.exists(folder) else f"a link to `{os.readlink(folder)}`, which is not there"
+        raise ValueError(f"`output_dir={folder}` is {kind}. Remove it, or set another `output_dir`.")
 
 
 class FolderLock:
-    """
-    The lock of an output folder. It is taken and released any number of times.
-
-    Args:
-        wait (`float`): Seconds to wait for another training.
-    """
+    """The lock of an output folder. It is taken and released any number of times. `wait` counts seconds."""
 
     def __init__(self, wait: float = WAIT):
         self.wait = wait
-        self._folder: Path | None = None
-        self._lock: FileLock | None = None
-        self._made = False
+        self._held: tuple[Path, FileLock] | None = None
+        self._made_folder = False
 
     def take(self, folder: str | Path, *, saves: bool = True) -> None:
         """
         Take the lock of a folder, which is made if it is not there, and delete what killed processes left beside it.
 
-        Args:
-            folder (`str` or `Path`): Of the training.
-            saves (`bool`): Whether the training saves checkpoints. If not, it may go on where nothing can be written.
-
         Raises:
-            CheckpointError: If the training saves and the folder cannot be written.
+            CheckpointError: If the training saves checkpoints (`saves`) and the folder cannot be written.
             FolderInUseError: If another training has it and does not end in time.
         """
         self.release()
         folder = Path(folder)
         lock = FileLock(folder / LOCK_NAME, thread_local=False, fallback_to_soft=False)
         try:
-            self._made = not folder.exists()
+            self._made_folder = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 lock.acquire(timeout=0)
@@ -108,7 +93,7 @@ class FolderLock:
                 "`%s` cannot be locked (%s): nothing tells whether another training writes into it.", folder, error
             )
             return
-        self._folder, self._lock = folder, lock
+        self._held = folder, lock
         for path in folder.glob("_*hybrid_*.json.*"):
             if _TEMPORARY.fullmatch(path.name):
                 with contextlib.suppress(OSError):  # of another user
@@ -117,23 +102,20 @@ class FolderLock:
 
     def note(self, step: int) -> None:
         """Note for others who has the lock, and at which step it is."""
-        if self._folder is not None:
+        if self._held is not None:
             values = {"host": socket.gethostname(), "process": os.getpid(), "step": step}
-            write_note(self._folder / HOLDER_NAME, values)
+            write_note(self._held[0] / HOLDER_NAME, values)
 
     def release(self) -> None:
         """Give the lock back, and delete its files. Whoever waits for it sees that the file is gone, and makes one."""
-        folder, lock = self._folder, self._lock
-        self._folder = self._lock = None
-        if folder is None or lock is None:
+        if self._held is None:
             return
-        with contextlib.suppress(OSError):
-            (folder / HOLDER_NAME).unlink(missing_ok=True)
-        if os.name != "nt":  # where an open file cannot be deleted
+        (folder, lock), self._held = self._held, None
+        for name in (HOLDER_NAME, LOCK_NAME):
             with contextlib.suppress(OSError):
-                (folder / LOCK_NAME).unlink(missing_ok=True)
+                (folder / name).unlink(missing_ok=True)
         lock.release()
-        if self._made:
+        if self._made_folder:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # if nothing was written into it
 
@@ -146,20 +128,18 @@ def _check_writable(folder: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
             return
-        there = folder.absolute()
-        while not there.exists():
-            there = there.parent
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         raise CheckpointError(
-            f"`output_dir={folder}` cannot be written ({error.strerror}): `{there}` {whose(there)}. The run would fail "
-            'at its first save. Make it writable, set another `output_dir`, or set `save_strategy="no"`.'
+            f"`output_dir={folder}` cannot be written ({error.strerror}): `{existing}` {whose(existing)}. The run "
+            'would fail at its first save. Make it writable, set another `output_dir`, or set `save_strategy="no"`.'
         ) from None
 
 
 def _in_use(folder: Path) -> str:
     """Return the beginning of a sentence about who has the lock."""
     try:
-        known = json.loads((folder / HOLDER_NAME).read_text(encoding="utf-8"))
-        who = f"process {known['process']} on `{known['host']}`, which was at step {known['step']} when it saved last"
-    except (OSError, ValueError, KeyError, TypeError):
+        note = json.loads((folder / HOLDER_NAME).read_text(encoding="utf-8"))
+        who = f"process {note['process']} on `{note['host']}`, which was at step {note['step']} when it saved last"
+    except (OSError, ValueError, KeyError):
         who = "another process"
     return f"A training writes into `{folder}`: {who}"

@@ -31,7 +31,7 @@ import shutil
 import stat
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -63,8 +63,6 @@ _LOADED = re.compile(
     r"|hybrid_state[^/]*|(pytorch_model_fsdp[^/]*|optimizer_\d+|global_step\d+)(/.+)?"
 )
 """Paths in a checkpoint from which transformers, accelerate, peft, DeepSpeed or this package (in any version) loads."""
-_WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)[-.].*(safetensors|bin)(\.index\.json)?")
-"""Files of weights that a user may save again in other files, for example as shards."""
 
 
 class CheckpointError(ValueError):
@@ -77,7 +75,6 @@ class Manifest:
 
     step: int
     in_step: bool
-    model: str
     files: dict[str, dict]
 
 
@@ -86,37 +83,24 @@ class Manifest:
 
 @contextlib.contextmanager
 def saving(folder: Path) -> Generator[None]:
-    """
-    Context in which the checkpoint `folder` is written, into [`SAVING_NAME`] beside it, and [`commit`] is called.
-
-    If the save fails, no part of it is left.
-
-    Raises:
-        OSError: If the disk is full, with what to do; other errors pass.
-    """
-    with explaining_a_full_disk(folder):
-        try:
-            temporary(folder).mkdir(parents=True, exist_ok=True)
-            yield
-        except Exception:
-            finish_interrupted_saves(folder.parent)
-            raise
-
-
-@contextlib.contextmanager
-def explaining_a_full_disk(folder: Path) -> Generator[None]:
-    """
-    Context in which a process writes its files of the checkpoint `folder`.
-
-    Raises:
-        OSError: If the disk is full, with what to do; other errors pass.
-    """
-    output_dir = folder.parent
+    """Context in which the checkpoint `folder` is written, into [`SAVING_NAME`] beside it, and [`commit`] is called."""
     try:
+        temporary(folder).mkdir(parents=True, exist_ok=True)
         yield
     except Exception as error:
-        if not is_disk_full(error):
-            raise
+        clean_up_failed_save(folder, error)
+        raise
+
+
+def clean_up_failed_save(folder: Path, error: Exception, *, delete: bool = True) -> None:
+    """
+    Delete what an error left of a save, on the process that makes the folder (`delete`). Raise `OSError` if the disk is
+    full, with what to do.
+    """
+    output_dir = folder.parent
+    if delete:
+        finish_interrupted_saves(output_dir)
+    if is_disk_full(error):
         last = last_checkpoint(output_dir)
         resume = f"Then resume from `{last}`" if last else "No checkpoint was saved yet, so start anew then"
         raise OSError(
@@ -127,15 +111,10 @@ def explaining_a_full_disk(folder: Path) -> Generator[None]:
         ) from error
 
 
-def commit(folder: Path, step: int, model: str, *, in_step: bool) -> None:
+def commit(folder: Path, step: int, *, in_step: bool) -> None:
     """
-    Flush all files of a checkpoint to the disk, write the manifest that makes it whole, and give it its name.
-
-    Args:
-        folder (`Path`): The checkpoint, as it will be called.
-        step (`int`): Steps that the run has made.
-        model (`str`): From [`names_digest`].
-        in_step (`bool`): Whether the next step was under way, with its batches fetched.
+    Flush all files of a checkpoint to the disk, write the manifest that makes it whole, and give it its name
+    (`folder`). `in_step` says whether the next step was under way, with its batches fetched.
     """
     written = temporary(folder)
     (written / MANIFEST_NAME).unlink(missing_ok=True)  # of a trainer that copied another checkpoint into it
@@ -145,8 +124,8 @@ def commit(folder: Path, step: int, model: str, *, in_step: bool) -> None:
         files = sizes_and_checksums(written, [path for path in paths if path.is_file()])
         for flush in flushes:
             flush.result()
-    values: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "step": step, "in_step": in_step}
-    _write_manifest(written, values | {"model": model, "files": files})
+    values = {"schema_version": SCHEMA_VERSION, "step": step, "in_step": in_step, "files": files}
+    _write_manifest(written, values)
     finish_interrupted_saves(folder.parent)
 
 
@@ -310,14 +289,10 @@ def _flush(path: Path) -> None:
 
 def read_manifest(folder: Path) -> Manifest | None:
     """
-    Return the manifest of a checkpoint, or `None` if it has none.
-
-    Raises:
-        CheckpointError: If the manifest itself is damaged or may not be read, or another version wrote it.
+    Return the manifest of a checkpoint, or `None` if it has none. Raise [`CheckpointError`] if the manifest itself is
+    damaged, or another version wrote it.
     """
     if not is_committed(folder):
-        if reason := no_access(folder):
-            raise CheckpointError(reason)
         return None
     values = read_json(folder / MANIFEST_NAME)
     digest = values.pop("xxh3_128", None)
@@ -325,7 +300,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise CheckpointError(f"`{MANIFEST_NAME}` was written by another version of hf_hybrid")
     if digest != digest_of(values):
         raise CheckpointError(f"`{MANIFEST_NAME}` is damaged")
-    return Manifest(**{name: values[name] for name in ("step", "in_step", "model", "files")})
+    return Manifest(**{name: values[name] for name in ("step", "in_step", "files")})
 
 
 def is_committed(folder: str | Path) -> bool:
@@ -335,11 +310,12 @@ def is_committed(folder: str | Path) -> bool:
 
 def damages(folder: Path, manifest: Manifest) -> list[str]:
     """Return what is wrong with the files of a checkpoint, a phrase for each; checksums only if all sizes agree."""
+    files = manifest.files
     wrong = [
         f"`{name}` was not saved with it and would be loaded (delete it, or move it elsewhere)"
-        for name in _unlisted(folder, manifest.files)
+        for name in _unlisted(folder, files)
     ]
-    for name, known in manifest.files.items():
+    for name, known in files.items():
         path = folder / name
         if name == DELETABLE and not path.exists():
             continue
@@ -349,8 +325,8 @@ def damages(folder: Path, manifest: Manifest) -> list[str]:
             wrong.append(f"`{name}` has {path.stat().st_size:,} bytes instead of {known['bytes']:,}")
     if wrong:
         return wrong
-    current = sizes_and_checksums(folder, [path for name in manifest.files if (path := folder / name).exists()])
-    changed = [name for name, values in current.items() if values != manifest.files[name]]
+    current = sizes_and_checksums(folder, [path for name in files if (path := folder / name).exists()])
+    changed = [name for name, values in current.items() if values != files[name]]
     return [f"`{name}` is not what was saved (its checksum differs)" for name in changed]
 
 
@@ -361,31 +337,11 @@ def _unlisted(folder: Path, files: dict[str, dict]) -> list[str]:
     return [name for name in names if name not in listed and _LOADED.fullmatch(name)]
 
 
-def weights_were_saved_again(folder: Path, manifest: Manifest) -> bool:
-    """Whether none of the files of weights in a manifest is left, and others are there, for example shards."""
-    saved = {name for name in manifest.files if _WEIGHTS.fullmatch(name)}
-    present = {path.name for path in _weights(folder)}
-    return bool(saved and present) and not saved & present
-
-
-def _weights(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name))
-
-
-def check(folder: Path, *, named: bool = False) -> Manifest | None:
-    """
-    Return the manifest of a checkpoint.
-
-    Args:
-        folder (`Path`): The checkpoint.
-        named (`bool`, defaults to `False`): The user named it, so that weights that were saved again in other files are
-            taken as they are.
-
-    Raises:
-        CheckpointError: The reason, if no run can resume from it.
-    """
-    if reason := _unreadable(folder):
-        raise CheckpointError(reason)
+def check(folder: Path) -> Manifest | None:
+    """Return the manifest of a checkpoint. Raise [`CheckpointError`] with the reason, if no run can resume from it."""
+    for path in (folder, *sorted(folder.rglob("*"))):
+        if reason := no_access(path):
+            raise CheckpointError(reason)
     manifest = read_manifest(folder)
     if manifest is None:
         read_json(folder / TRAINER_STATE_NAME)
@@ -393,21 +349,12 @@ def check(folder: Path, *, named: bool = False) -> Manifest | None:
         raise CheckpointError(f"`{MANIFEST_NAME}` says that it is of step {manifest.step}")
     else:
         try:
-            expected = manifest
-            if named and weights_were_saved_again(folder, manifest):
-                others = {name: known for name, known in manifest.files.items() if not _WEIGHTS.fullmatch(name)}
-                expected = replace(manifest, files=others | sizes_and_checksums(folder, _weights(folder)))
-            wrong = damages(folder, expected)
+            wrong = damages(folder, manifest)
         except OSError as error:
             raise CheckpointError(f"not all of its files can be read ({error})") from None
         if wrong:
             raise CheckpointError("; ".join(wrong))
     return manifest
-
-
-def _unreadable(folder: Path) -> str | None:
-    """Return a phrase on the first file of a checkpoint that this user may not read, or on the folder."""
-    return next(filter(None, map(no_access, (folder, *sorted(folder.rglob("*"))))), None)
 
 
 def no_access(path: Path) -> str | None:
@@ -440,10 +387,8 @@ def read_json(path: Path) -> dict:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"`{path.name}` is missing") from None
-    except OSError as error:
-        raise CheckpointError(no_access(path) or f"`{path.name}` cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"`{path.name}` is damaged") from None
+    except ValueError:
+        values = None
     if not isinstance(values, dict):
         raise CheckpointError(f"`{path.name}` is damaged")
     return values

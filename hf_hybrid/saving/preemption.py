@@ -47,9 +47,6 @@ class Preemption(TrainerCallback):
     """
     Ends a training with a checkpoint when one of its processes is asked to end.
 
-    Args:
-        trainer (`HybridTrainerMixin`): Its processes agree.
-
     Attributes:
         asked (`bool`): Whether this process was asked.
         ended (`bool`): Whether the training ended because of that, before its last step.
@@ -69,7 +66,7 @@ class Preemption(TrainerCallback):
         state = self._trainer.state
         return self._agreed and state.global_step < state.max_steps
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -77,7 +74,7 @@ class Preemption(TrainerCallback):
         self._saved = self._sum = None
         if threading.current_thread() is threading.main_thread():  # the only one that may
             for number in SIGNALS:
-                self._before[number] = signal.signal(number, self._ask)
+                self._before[number] = signal.signal(number, self._on_signal)
         else:
             logger.warning(
                 "`enable_jit_checkpoint` saves at no signal, because Python handles signals in the main thread alone "
@@ -105,9 +102,9 @@ class Preemption(TrainerCallback):
         """Whether any process was asked, told by the flags that were sent off a step ago."""
         if self._trainer.accelerator.num_processes == 1:
             return self.asked
-        arrived, self._sum = self._sum, None
-        if arrived is not None:
-            flags, work = arrived
+        previous, self._sum = self._sum, None
+        if previous is not None:
+            flags, work = previous
             work.wait()
             if flags.item():
                 return True
@@ -123,35 +120,26 @@ class Preemption(TrainerCallback):
     def give_back(self) -> None:
         """End what is under way: signals have their handlers from before."""
         for number, handler in self._before.items():
-            if signal.getsignal(number) == self._ask:  # nobody has given it back already
+            if signal.getsignal(number) == self._on_signal:  # nobody has given it back already
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
         self._sum = None  # after an error others may never send theirs: waiting for them would hide it
 
 
 def agree_on_preemption(trainer: TrainerView) -> Preemption | None:
-    """
-    Let the processes of a trainer with `enable_jit_checkpoint=True` agree on when they save and end.
-
-    This takes the place of transformers' callback.
-    """
+    """Put the callback of a trainer with `enable_jit_checkpoint=True` in the place of transformers'."""
     if not trainer.args.enable_jit_checkpoint:
         return None
-    theirs = trainer.callback_handler.pop_callback(JITCheckpointCallback)
-    if theirs is not None:  # it has taken the signal already
-        theirs.on_train_end(trainer.args, trainer.state, trainer.control)
+    replaced = trainer.callback_handler.pop_callback(JITCheckpointCallback)
+    if replaced is not None:  # it has taken the signal already
+        replaced.on_train_end(trainer.args, trainer.state, trainer.control)
     callback = Preemption(trainer)
     trainer.callback_handler.add_callback(callback)
     return callback
 
 
 def check_thread(args: TrainingArguments) -> None:
-    """
-    Check that a trainer is made where transformers may handle signals.
-
-    Raises:
-        ValueError: If `enable_jit_checkpoint` is set outside of the main thread.
-    """
+    """Raise `ValueError` if `enable_jit_checkpoint` is set outside of the main thread."""
     if args.enable_jit_checkpoint and threading.current_thread() is not threading.main_thread():
         raise ValueError(
             f"`enable_jit_checkpoint={args.enable_jit_checkpoint}` needs the main thread, because Python handles "

@@ -14,27 +14,26 @@ What else differs is a question of what the user asked for (docs/resume.md has t
   run, another learning rate, more processes), and training goes on as `Trainer` does.
 
 An identity has the length of the data, and a hash of at most `ROWS` evenly spaced rows. No code of the user runs:
-rows of a `datasets.Dataset` are read from its table, below transforms and decoders, and those of other classes from the
-tensors, arrays and lists that they hold. Reading them through `__getitem__` could draw random numbers, count, or take
-long. So it does not cover rows that a class computes, and a stream has no rows at all. If only the
-attributes of an unknown class differ, this is reported and not refused. Of the frozen weights it keeps a few values of
-at most `PARAMETERS` parameters, so a base of any size takes milliseconds. They are compared by value if the base is
-loaded in another precision. Packed values (4 and 8 bits) differ by machine, so a difference is only reported.
+rows of a `datasets.Dataset` are read from its table, below transforms and decoders, and otherwise those of lists and of
+torch's own classes. Reading the rows of a user's class through `__getitem__` could draw random numbers, count, or take
+long. So it does not cover these, and a stream has no rows at all. Of the frozen weights it keeps a few values of at
+most `PARAMETERS` parameters, so a base of any size takes milliseconds. They are compared by value if the base is loaded
+in another precision. Packed values (4 and 8 bits) differ by machine, so a difference is only reported.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import torch
 import transformers
-import xxhash
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import TrainingArguments
@@ -42,16 +41,15 @@ from transformers import TrainingArguments
 from hf_hybrid.arguments import HybridArguments, hybrid_values
 from hf_hybrid.files import plain
 from hf_hybrid.machine import describe_device
+from hf_hybrid.optimizers import inner_optimizer
 from hf_hybrid.records.redaction import is_secret_name, shareable
 from hf_hybrid.run.trainer_view import TrainerView
 from hf_hybrid.run.weights import canonical
-from hf_hybrid.saving.manifest import CheckpointError
+from hf_hybrid.saving.manifest import CheckpointError, digest_of
 from hf_hybrid.saving.state import SCHEMA_VERSION, VALUES_NAME
 
-ROWS, BLOCK, LONGEST = 16, 64, 1 << 16
-"""Rows of the data that are hashed; elements of each where an array has one dimension; bytes or elements of a row."""
-MOST_OBJECTS = 256
-"""That are looked into for rows."""
+ROWS, LONGEST = 16, 1 << 16
+"""Rows of the data that are hashed, and elements of an array in one."""
 PARAMETERS, VALUES = 64, 4
 """Frozen parameters of which values are kept, and how many of each."""
 SAME_BASE = 0.02
@@ -73,24 +71,16 @@ _PER_STEP = ("gradient_accumulation_steps", "dataloader_drop_last")
 _OLD_HOLD = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
-class IdentifiedTrainer(TrainerView, Protocol):
-    """A trainer whose runs are told apart."""
-
-    data_collator: Any
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any: ...
-
-
-def check_identity(trainer: IdentifiedTrainer, folder: str) -> Differences:
+def check_identity(trainer: TrainerView, folder: str) -> Differences:
     """
-    Compare a trainer that is about to resume with the run that a checkpoint is of.
-
-    Raises:
-        CheckpointError: On all processes, if the run cannot go on from it.
+    Compare a trainer that is about to resume with the run that a checkpoint is of. Raise [`CheckpointError`] on all
+    processes, if the run cannot go on from it.
     """
-    epoch = trainer.state.epoch or 0.0
+    epoch, saved = trainer.state.epoch or 0.0, {}
+    with contextlib.suppress(OSError, ValueError):  # none, or damaged, which comes out when it is restored
+        saved = json.loads(Path(folder, VALUES_NAME).read_text(encoding="utf-8"))
     differences = compare(
-        _saved(folder),
+        saved if saved.get("schema_version") == SCHEMA_VERSION else {},
         identity_of(trainer),
         inside_epoch=epoch != int(epoch) and not trainer.args.ignore_data_skip,
         has_optimizer=any(Path(folder).glob("optimizer*")) or any(Path(folder).glob("global_step*")),
@@ -103,15 +93,6 @@ def check_identity(trainer: IdentifiedTrainer, folder: str) -> Differences:
     if refused:
         raise CheckpointError(f"The run cannot go on from `{folder}`: {' '.join(refused)}")
     return differences
-
-
-def _saved(folder: str) -> dict[str, Any]:
-    """Return the identity of the run in a checkpoint: nothing if it has none, or one of another version."""
-    try:
-        about = json.loads(Path(folder, VALUES_NAME).read_text(encoding="utf-8"))
-        return about if about["schema_version"] == SCHEMA_VERSION else {}
-    except (OSError, ValueError, KeyError):  # none, or damaged, which is found when it is restored
-        return {}
 
 
 # Comparing.
@@ -139,26 +120,20 @@ def compare(
     saved: dict, current: dict, *, inside_epoch: bool = False, has_optimizer: bool = True, same_run: bool = True
 ) -> Differences:
     """
-    Compare the identity in a checkpoint with that of the run that goes on from it; see the table in docs/resume.md.
-
-    Args:
-        saved (`dict`), current (`dict`): From [`identity_of`]. What either lacks is not compared.
-        inside_epoch (`bool`): Whether the run goes on after some batches of an epoch.
-        has_optimizer (`bool`): Whether the checkpoint has states of the optimizer.
-        same_run (`bool`): Whether the user asked for the same run. If not, less is refused.
+    Compare the identity in a checkpoint with that of the run that goes on from it, maybe after some batches of an epoch
+    (`inside_epoch`); see the table in docs/resume.md. What either lacks is not compared. If the user did not ask for
+    the same run, less is refused.
     """
     differences = Differences()
     for group in ("options", "config"):
         for name, value in current[group].items():
-            was = saved.get(group, {}).get(name, value)
-            if was == value:
-                continue
-            if name in _OLD_HOLD:
+            old = saved.get(group, {}).get(name, value)
+            if old != value and name in _OLD_HOLD:
                 differences.notes.append(
-                    f"`{name}={value}` is not taken up: optimizer and schedule go on with the checkpoint's `{was}`."
+                    f"`{name}={value}` is not taken up: optimizer and schedule go on with the checkpoint's `{old}`."
                 )
-            else:
-                differences.changed[name] = [was, value]
+            elif old != value:
+                differences.changed[name] = [old, value]
     if has_optimizer:
         _compare_optimizers(saved, current, differences)
     differences.other_batches = _batches(saved, saved) != _batches(current, saved)
@@ -166,8 +141,8 @@ def compare(
     _compare_frozen(saved, current, same_run, differences)
     if saved.get("dropout", current["dropout"]) != current["dropout"]:
         differences.notes.append(f"Dropout of the model was `{saved['dropout']}` and is `{current['dropout']}`.")
-    was, has = saved.get("environment", {}), current.get("environment", {})
-    if others := [f"`{name}` was `{was[name]}` and is `{has[name]}`" for name in was if was[name] != has.get(name)]:
+    old, new = saved.get("environment", {}), current.get("environment", {})
+    if others := [f"`{name}` was `{old[name]}` and is `{new[name]}`" for name in old if old[name] != new.get(name)]:
         differences.notes.append(f"The machine computes other bits than that of the checkpoint: {'; '.join(others)}.")
     if saved.get("processes", current["processes"]) != current["processes"]:
         differences.notes.append(
@@ -193,9 +168,9 @@ def _compare_optimizers(saved: dict, current: dict, differences: Differences) ->
         "To train on with its weights alone, load them (`from_pretrained` with the folder of the checkpoint, or of its "
         "adapters) and begin a new run."
     )
-    if (was := saved.get("optimizer")) not in (None, current["optimizer"]):
+    if (old := saved.get("optimizer")) not in (None, current["optimizer"]):
         differences.refused.append(
-            f"its optimizer was `{was}`, and `{current['optimizer']}` cannot go on with the states of that. Set "
+            f"its optimizer was `{old}`, and `{current['optimizer']}` cannot go on with the states of that. Set "
             f"`optim` as it was. {weights_only}"
         )
     elif None not in (saved.get("trained"), current["trained"]) and saved["trained"] != current["trained"]:
@@ -216,18 +191,15 @@ def _compare_data(saved: dict, current: dict, inside_epoch: bool, same_run: bool
             f"`train_dataset` was a `{saved['class']}` and is a `{current['class']}`, so nothing tells whether it has "
             "the same rows."
         )
-    if saved["length"] != current["length"]:
-        what = f"had {_rows(saved['length'])} and has {_rows(current['length'])}"
-    elif (
-        saved["class"] == current["class"]
-        and None not in (saved["rows"], current["rows"])
-        and saved["rows"] != current["rows"]
-    ):
+    lengths, rows = [saved["length"], current["length"]], [saved.get("row_hash"), current["row_hash"]]
+    if lengths[0] != lengths[1]:
+        words = ["no length" if length is None else f"{length:,} rows" for length in lengths]
+        what = f"had {words[0]} and has {words[1]}"
+    elif saved["class"] == current["class"] and None not in rows and rows[0] != rows[1]:
         what = "has other rows"
     else:
         return
-    same_kind = saved["length"] != current["length"] or (saved["is_known"] and current["is_known"])
-    is_lost = inside_epoch and same_kind and None not in (saved["length"], current["length"])
+    is_lost = inside_epoch and None not in lengths
     if is_lost and same_run:
         differences.refused.append(
             f"`train_dataset` {what}, and the checkpoint is in the middle of an epoch, so nothing tells which rows are "
@@ -236,31 +208,31 @@ def _compare_data(saved: dict, current: dict, inside_epoch: bool, same_run: bool
             "the checkpoint."
         )
     else:
-        seems = "" if same_kind else ", as far as its attributes tell"
         place = ", at the place where `Trainer` finds as many steps done" if is_lost else ""
-        differences.notes.append(f"`train_dataset` {what}{seems}: the run goes on with other data{place}.")
+        differences.notes.append(f"`train_dataset` {what}: the run goes on with other data{place}.")
         differences.other_batches |= is_lost
-
-
-def _rows(length: int | None) -> str:
-    return "no length" if length is None else f"{length:,} rows"
 
 
 def _compare_frozen(saved: dict, current: dict, same_run: bool, differences: Differences) -> None:
     """Compare the kept values of those frozen parameters that both have in the same parts."""
-    was, has = saved.get("frozen") or {}, current.get("frozen") or {}
-    if was.get("parts") != has.get("parts"):
+    saved, current = saved.get("frozen") or {}, current.get("frozen") or {}
+    if not saved or not current or saved["parts"] != current["parts"]:
         return
-    shared = [(was["values"][name], value) for name, value in has["values"].items() if name in was["values"]]
+    old_values, new_values = saved["values"], current["values"]
+    shared = [(old_values[name], values) for name, values in new_values.items() if name in old_values]
     others = [(old, new) for old, new in shared if old != new]
     if not others:
         return
-    if any("packed" in pair for old, new in others for pair in (old, new)):
+    if any("packed" in values for pair in others for values in pair):
         differences.notes.append(
             "The frozen weights are quantised, and are not those of the checkpoint to the bit: it was trained on "
             "another base, another quantisation, or another machine."
         )
-    elif any(old["dtype"] == new["dtype"] for old, new in others) or _distance(shared) > SAME_BASE:
+        return
+    # Of floating-point values, of which both have as many unless shapes differ.
+    old, new = ([value for pair in shared for value in pair[side].get("values", ())] for side in (0, 1))
+    is_other = len(old) != len(new) or any(first["dtype"] == second["dtype"] for first, second in others)
+    if is_other or numpy.linalg.norm(numpy.subtract(old, new)) > SAME_BASE * numpy.linalg.norm(old):
         if same_run:
             differences.refused.append(
                 "the frozen weights are not those it was trained over, and adapters fit one base. Load the base of the "
@@ -269,64 +241,54 @@ def _compare_frozen(saved: dict, current: dict, same_run: bool, differences: Dif
         else:
             differences.notes.append("The frozen weights are not those that the checkpoint was trained over.")
     else:
-        old, new = others[0]
-        differences.notes.append(f"The frozen weights were loaded in `{old['dtype']}` and are in `{new['dtype']}` now.")
-
-
-def _distance(pairs: Iterable[tuple[dict, dict]]) -> float:
-    """Return the distance of the values, over their norm."""
-    old = [value for first, _ in pairs for value in first["values"]]
-    new = [value for _, second in pairs for value in second["values"]]
-    if len(old) != len(new):
-        return float("inf")
-    return float(numpy.linalg.norm(numpy.subtract(old, new)) / max(numpy.linalg.norm(old), 1e-30))
+        old_dtype, new_dtype = (values["dtype"] for values in others[0])
+        differences.notes.append(f"The frozen weights were loaded in `{old_dtype}` and are in `{new_dtype}` now.")
 
 
 # Making.
 
 
-def identity_of(trainer: IdentifiedTrainer) -> dict[str, Any]:
+def identity_of(trainer: TrainerView) -> dict[str, Any]:
     """
     Return the identity of a run whose model and optimizer are ready, as JSON values.
 
     It takes milliseconds, draws no random numbers and calls no method of the data but `len`.
     """
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    is_joined = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
     optimizer = type(inner_optimizer(trainer.optimizer))
+    trained = [canonical(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if args.device.type == "cpu":
+        device = {"device": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
+    else:
+        device = {"device": describe_device(args.device).get("name", args.device.type)}
     values = {
         "options": hybrid_values(trainer.hybrid_args),
-        "environment": environment(trainer),
+        # What changes the last bits of a computation.
+        "environment": {"torch": torch.__version__, "transformers": transformers.__version__, **device},
         "config": _config(args),
         "dropout": _dropout(model),
         "optimizer": f"{optimizer.__module__.split('.')[0]}.{optimizer.__qualname__}",
-        "trained": None if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2 else _trained(model),
-        "frozen": _frozen(trainer, model),
+        # FSDP1 joins the parameters of a layer into one, which is compared with nothing.
+        "trained": None if is_joined else digest_of(trained),
+        "frozen": None if is_joined else _frozen(trainer, model),
         "data": _data(trainer),
         "processes": trainer.accelerator.num_processes,
     }
-    return json.loads(json.dumps(plain(values, infinity_as_text=True)))  # as a checkpoint gives it back
-
-
-def environment(trainer: IdentifiedTrainer) -> dict[str, Any]:
-    """Return what changes the last bits of a computation: versions, the device and its number of threads."""
-    place = trainer.args.device
-    found: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
-    if place.type == "cpu":
-        return {**found, "device": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
-    return {**found, "device": describe_device(place).get("name", place.type)}
+    return json.loads(json.dumps(plain(values, infinity_as_text=True), default=str))  # as a checkpoint gives it back
 
 
 def _config(args: TrainingArguments) -> dict[str, Any]:
     """Return what decides about the bits: options of `Trainer` by name, and all that another trainer adds."""
     of_both = {field.name for kind in (TrainingArguments, HybridArguments) for field in dataclasses.fields(kind)}
     added = [field.name for field in dataclasses.fields(args) if field.name not in of_both]
-    found = {}
+    values = {}
     for name in (*_NEW_HOLD, *_OLD_HOLD, *added):
         value = getattr(args, name, None)
         value = getattr(value, "value", value)
         if isinstance(value, (bool, int, float, str, dict, list, tuple, type(None))) and not is_secret_name(name):
-            found[name] = value
-    return shareable(json.loads(json.dumps(plain(found, infinity_as_text=True), default=str)))
+            values[name] = value
+    return shareable(values)
 
 
 def _dropout(model: nn.Module) -> list[float]:
@@ -337,43 +299,27 @@ def _dropout(model: nn.Module) -> list[float]:
     return sorted({float(rate) for rate in rates} | {m.p for m in model.modules() if isinstance(m, nn.Dropout)})
 
 
-def inner_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside the wrappers of accelerate and of streaming."""
-    while isinstance(inner := getattr(optimizer, "optimizer", getattr(optimizer, "base", None)), torch.optim.Optimizer):
-        optimizer = inner
-    return optimizer
-
-
-def _trained(model: nn.Module) -> str:
-    names = [canonical(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return xxhash.xxh3_128_hexdigest(json.dumps(names).encode())
-
-
 @torch.no_grad()
-def _frozen(trainer: IdentifiedTrainer, model: nn.Module) -> dict[str, Any] | None:
+def _frozen(trainer: TrainerView, model: nn.Module) -> dict[str, Any]:
     """
     Return some values of frozen parameters, spread over all of them.
 
-    Where processes share them, a process sees its own part, so `parts` says whose values these are. FSDP1 joins the
-    parameters of a layer into one, which is compared with nothing.
+    Where processes share them, a process sees its own part, so `parts` says whose values these are.
     """
-    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
-        return None
     named = {canonical(name): parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    names, found, is_shared = sorted(named), {}, False
+    names, kept, is_shared = sorted(named), {}, False
     for name in names[:: max(1, -(-len(names) // PARAMETERS))]:
-        here: Any = trainer.memory.parameter(named[name]).detach()
-        if getattr(here, "device_mesh", None) is not None:
-            is_shared, here = True, here.to_local()
-        if here.device.type == "meta" or not here.numel():
+        tensor: Any = trainer.memory.parameter(named[name]).detach()
+        if getattr(tensor, "device_mesh", None) is not None:
+            is_shared, tensor = True, tensor.to_local()
+        if tensor.device.type == "meta" or not tensor.numel():
             continue  # it is on the disk, or on other processes
-        places = torch.tensor(_places(here.numel(), VALUES), device=here.device)
-        values = (here.reshape(-1) if here.is_contiguous() else here.flatten())[places].cpu()
-        if not here.is_floating_point():
-            found[name] = {"packed": values.tolist()}
+        values = tensor.flatten()[torch.tensor(_places(tensor.numel(), VALUES), device=tensor.device)].cpu()
+        if not tensor.is_floating_point():
+            kept[name] = {"packed": values.tolist()}
         elif torch.isfinite(values).all():  # not a place that a streamed layer fills when it computes
-            found[name] = {"dtype": str(here.dtype).removeprefix("torch."), "values": values.double().tolist()}
-    return {"parts": [trainer.args.process_index, trainer.args.world_size] if is_shared else [], "values": found}
+            kept[name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "values": values.double().tolist()}
+    return {"parts": [trainer.args.process_index, trainer.args.world_size] if is_shared else [], "values": kept}
 
 
 def _places(length: int, most: int) -> list[int]:
@@ -385,33 +331,23 @@ def _places(length: int, most: int) -> list[int]:
 # The data.
 
 
-def _data(trainer: IdentifiedTrainer) -> dict[str, Any] | None:
-    data: Any = trainer.train_dataset
+def _data(trainer: Any) -> dict[str, Any] | None:
+    data, collator = trainer.train_dataset, trainer.data_collator
     if data is None:
         return None
-    length = _length(data)
-    collator = trainer.data_collator
-    rows = xxhash.xxh3_128()
     try:
-        knows_rows = _add(rows, data, length, seen=set())
-    except Exception:  # of a class that may do anything: then less is compared
-        knows_rows = False
+        length = len(data)
+    except Exception:  # a stream has none
+        length = None
+    rows = _rows(data)
     return {
         "class": type(data).__qualname__,
         "length": length,
-        "is_known": _is_known(data),
         "fingerprint": data._fingerprint if _is_table(data) else None,
-        "rows": rows.hexdigest() if knows_rows else None,
+        "row_hash": None if rows is None else digest_of([json.dumps(rows, default=_plain_value, skipkeys=True)]),
         "collator": getattr(collator, "__qualname__", type(collator).__qualname__),
         "sampler": getattr(type(trainer)._get_train_sampler, "__qualname__", None),
     }
-
-
-def _length(value: Any) -> int | None:
-    try:
-        return len(value)
-    except Exception:  # a stream has none
-        return None
 
 
 def _is_table(data: Any) -> bool:
@@ -419,71 +355,30 @@ def _is_table(data: Any) -> bool:
     return type(data).__module__.startswith("datasets.") and hasattr(data, "_data") and hasattr(data, "with_format")
 
 
-def _is_known(data: Any) -> bool:
-    """Whether the rows of a class are what lies in it."""
+def _rows(data: Any) -> list | None:
+    """Return some rows of data that hold them; `None` for a class that may compute them."""
+    if _is_table(data):
+        table = data.with_format("arrow")
+        return [table[place].to_pydict() for place in _places(len(data), ROWS)]
+    if isinstance(data, (list, tuple)):
+        return [data[place] for place in _places(len(data), ROWS)]
+    if isinstance(data, torch.utils.data.TensorDataset):
+        return [[tensor[place] for tensor in data.tensors] for place in _places(len(data), ROWS)]
     if isinstance(data, torch.utils.data.Subset):
-        return _is_known(data.dataset)
+        rows = _rows(data.dataset)
+        return None if rows is None else [rows, [data.indices[place] for place in _places(len(data), ROWS)]]
     if isinstance(data, torch.utils.data.ConcatDataset):
-        return all(map(_is_known, data.datasets))
-    return _is_table(data) or isinstance(data, (list, tuple, torch.utils.data.TensorDataset))
+        parts = [_rows(part) for part in data.datasets]
+        return None if None in parts else parts
+    return None
 
 
-def _add(to: Any, value: Any, length: int | None, seen: set[int]) -> bool:
-    """
-    Add what lies in a data set to a hash, and return whether anything did.
-
-    `length` is that of the data set. A list of another length is no column: it may be what a class notes of its use.
-    `seen` has what was visited, and bounds how much is.
-    """
-    if id(value) in seen or len(seen) >= MOST_OBJECTS:
-        return False
-    seen.add(id(value))
-    if _is_table(value):
-        table = value.with_format("arrow")
-        for place in _places(len(value), ROWS):
-            _add_value(to, table[place].to_pydict())
-        return True
-    if isinstance(value, (Tensor, numpy.ndarray)):
-        to.update(f"{tuple(value.shape)}{value.dtype}".encode())
-        for place in _places(len(value), ROWS) if value.ndim else ():
-            _add_value(to, value[place : place + (BLOCK if value.ndim == 1 else 1)])
-        return True
-    if isinstance(value, (list, tuple)):
-        if any(_is_table(item) or isinstance(item, (torch.utils.data.Dataset, Tensor)) for item in value[:1]):
-            return any([_add(to, item, _length(item), seen) for item in value[:MOST_OBJECTS]])
-        for place in _places(len(value), ROWS) if len(value) == length else ():
-            _add_value(to, value[place])
-        return len(value) == length
+def _plain_value(value: Any) -> Any:
+    """Return what JSON cannot hold in a form that it can: arrays as numbers, and of other objects the class."""
     if isinstance(value, Mapping):
-        return any([_add(to, value[key], length, seen) for key in sorted(value, key=str)[:MOST_OBJECTS]])
-    held = getattr(value, "__dict__", None)
-    if not isinstance(held, dict) or callable(value):
-        return False
-    own = _length(value)
-    return any([_add(to, held[name], length if own is None else own, seen) for name in sorted(held)])
-
-
-def _add_value(to: Any, value: Any) -> None:
-    """Add a row, or what lies in one. Of objects that are neither numbers, text nor collections the class is added."""
+        return dict(value)
     if isinstance(value, Tensor):
-        flat = value.detach().reshape(-1)[:LONGEST].cpu()
-        to.update(flat.clone().view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
-    elif isinstance(value, numpy.ndarray):
-        flat = value.reshape(-1)[:LONGEST]
-        to.update(repr(flat.tolist()).encode() if flat.dtype == object else flat.tobytes())
-    elif isinstance(value, (bytes, bytearray)):
-        to.update(value[:LONGEST])
-    elif isinstance(value, (str, int, float, bool, type(None), numpy.generic)):
-        to.update(f"{value!r:.{LONGEST}}".encode(errors="replace"))
-    elif isinstance(value, Mapping):
-        for key in sorted(value, key=str):
-            to.update(str(key).encode(errors="replace"))
-            _add_value(to, value[key])
-    elif isinstance(value, (list, tuple)):
-        if all(type(item) in (int, float, bool) for item in value[:LONGEST]):
-            to.update(repr(value[:LONGEST]).encode())
-        else:
-            for item in value[:LONGEST]:
-                _add_value(to, item)
-    else:
-        to.update(type(value).__qualname__.encode())
+        value = value.detach().reshape(-1)[:LONGEST].cpu().clone().view(torch.uint8).numpy()
+    if isinstance(value, (numpy.ndarray, numpy.generic)):
+        return value.reshape(-1)[:LONGEST].tolist()
+    return repr(value[:LONGEST]) if isinstance(value, (bytes, bytearray)) else type(value).__qualname__

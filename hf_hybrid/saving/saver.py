@@ -24,7 +24,7 @@ import os
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -38,8 +38,8 @@ from hf_hybrid.saving import manifest, state
 from hf_hybrid.saving.async_save import AsyncSaver, reason_sync_save
 from hf_hybrid.saving.drift import DriftCheck
 from hf_hybrid.saving.lock import FolderLock
-from hf_hybrid.saving.run_identity import Differences, IdentifiedTrainer, check_identity, identity_of
-from hf_hybrid.saving.start import Start, check_no_other_run, find, new_start, restoring
+from hf_hybrid.saving.run_identity import Differences, check_identity, identity_of
+from hf_hybrid.saving.start import Start, check_no_other_run, find, restoring
 
 logger = logging.getLogger(__name__)
 
@@ -66,34 +66,9 @@ class InStep:
     save_is_put_off: bool = False
 
 
-class SavedTrainer(IdentifiedTrainer, Protocol):
-    """A trainer that saves and resumes."""
-
-    current_flos: float
-    preemption: Any
-
-    @property
-    def preempted(self) -> bool: ...
-
-    def _end_step(self) -> None: ...
-
-    def _show_real_weights(self) -> None: ...
-
-    def _get_output_dir(self, trial: Any) -> str: ...
-
-    def _load_rng_state(self, checkpoint: Any) -> None: ...
-
-    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any) -> dict[str, float]: ...
-
-    def _determine_best_metric(self, metrics: Any, trial: Any) -> bool: ...
-
-
 class Saver:
     """
-    Saves and resumes the trainings of a trainer.
-
-    Args:
-        trainer: Which calls this around its own way of saving.
+    Saves and resumes the trainings of a trainer, which calls this around its own way of saving.
 
     Attributes:
         start (`Start`): Where the training under way started.
@@ -104,10 +79,10 @@ class Saver:
         in_step (`InStep`): What a save inside of a step needs.
     """
 
-    def __init__(self, trainer: SavedTrainer):
+    def __init__(self, trainer: Any):
         self._trainer = trainer
         self.writer, self.lock = AsyncSaver(), FolderLock()
-        self.start = new_start(None)
+        self.start = Start()
         self._reset()
 
     def _reset(self) -> None:
@@ -152,22 +127,20 @@ class Saver:
                 logger.warning("%s", warning)
 
     def _find_start(self, resume: str | os.PathLike | bool | None) -> Start:
-        trainer, folder = self._trainer, str(self._trainer.args.output_dir)
+        trainer, folder = self._trainer, Path(self._trainer.args.output_dir)
         if trainer.trial is None:
             self.lock.take(folder, saves=self.saves_checkpoints)
         elif not resume:  # the folder of a trial has no name yet
-            return new_start(trainer.model)
-        if not self.saves_checkpoints:
-            return find(resume, folder, trainer.model, saves=False)
-        place = Path(folder).resolve()
-        is_again = place in _SAVED_IN and not resume
-        start = find(resume, folder, trainer.model, saves=not is_again)
+            return Start()
+        is_again = self.saves_checkpoints and folder.resolve() in _SAVED_IN and not resume
+        start = find(resume, folder, saves=self.saves_checkpoints and not is_again)
         if is_again and manifest.last_checkpoint(folder) is not None:
             start.warnings.append(
                 f"`{folder}` holds checkpoints of an earlier training of this process. This training replaces each "
                 "when it reaches its step."
             )
-        _SAVED_IN.add(place)
+        if self.saves_checkpoints:
+            _SAVED_IN.add(folder.resolve())
         return start
 
     def make_room(self) -> None:
@@ -181,21 +154,21 @@ class Saver:
         if trainer.args.should_save and self.saves_checkpoints and self.resumed_from is not None:
             last = manifest.last_checkpoint(folder)
             if last is not None and Path(last).resolve() == Path(self.resumed_from).resolve():
-                self._rotate(Path(last), folder)
+                self._rotate(Path(last))
 
     def restore(self) -> None:
         """Restore the parts of the run, once they have begun, and say what has changed."""
         trainer = self._trainer
         self._identity = identity_of(trainer)
-        if self.resumed_from is None:
-            return
-        with restoring(self.resumed_from):
-            report = state.restore(trainer, self.resumed_from, self._differences)
-        show = trainer.is_world_process_zero() and not trainer.args.disable_tqdm
-        state.tell(report, show=show, has_phases=trainer.has_phases)
-        self.evaluation_is_due = report["evaluation_is_due"]
-        if trainer.has_phases:
-            self.report = {**report, "warnings": self.start.warnings + report["warnings"]}
+        if self.resumed_from is not None:
+            with restoring(self.resumed_from):
+                report = state.restore(trainer, self.resumed_from, self._differences)
+            show = trainer.is_world_process_zero() and not trainer.args.disable_tqdm
+            state.log_report(report, show=show, has_phases=trainer.has_phases)
+            self.evaluation_is_due = report["evaluation_is_due"]
+            if trainer.has_phases:
+                self.report = {**report, "warnings": self.start.warnings + report["warnings"]}
+        self._identity["probe_sequences"] = state.probe_sequences(trainer)
 
     # A save.
 
@@ -225,22 +198,27 @@ class Saver:
         trainer._end_step()
         folder = Path(trainer._get_output_dir(trial), f"checkpoint-{trainer.state.global_step}")
         self.writer.begin(reason_sync_save(trainer))
-        if trainer.args.should_save:
-            manifest.finish_interrupted_saves(folder.parent)
-        with manifest.saving(folder) if trainer.args.should_save else manifest.explaining_a_full_disk(folder):
+        try:
+            if trainer.args.should_save:
+                temporary = folder.parent / manifest.SAVING_NAME
+                if temporary.exists():  # an interrupt by the user left it
+                    manifest.finish_interrupted_saves(folder.parent)
+                (temporary / folder.name).mkdir(parents=True, exist_ok=True)
             trainer.accelerator.wait_for_everyone()
             self._folder = folder
-            try:
-                with self._as_before_step():
-                    trainer._show_real_weights()
-                    if trainer.accelerator.num_processes > 1:
-                        self._drift.compare(trainer.state.global_step)
-                        self._check_that_all_are_finite()
-                    write()
-                    self.commit()
-            finally:
-                self._folder = None
-                self.writer.abandon()
+            with self._as_before_step():
+                trainer._show_real_weights()
+                if trainer.accelerator.num_processes > 1:
+                    self._drift.compare(trainer.state.global_step)
+                    self.check_weights(together=True)
+                write()
+                self.commit()
+        except Exception as error:
+            manifest.clean_up_failed_save(folder, error, delete=trainer.args.should_save)
+            raise
+        finally:
+            self._folder = None
+            self.writer.abandon()
 
     def commit(self) -> None:
         """Make the checkpoint whole, give it its name, and delete older ones, once all processes have written it."""
@@ -255,7 +233,7 @@ class Saver:
 
             def commit() -> None:
                 self.lock.note(step)
-                manifest.commit(folder, step, self.start.model, in_step=in_step)
+                manifest.commit(folder, step, in_step=in_step)
                 manifest.rotate(folder.parent, trainer.args.save_total_limit, newest=folder, best=best)
 
             self.writer.finish(commit, functools.partial(manifest.saving, folder))
@@ -277,15 +255,15 @@ class Saver:
             if self._trainer.args.should_save:
                 current.save_to_json(str(manifest.temporary(folder) / manifest.TRAINER_STATE_NAME))
 
-    def _rotate(self, newest: Path, folder: Path) -> None:
-        args, best = self._trainer.args, self._trainer.state.best_model_checkpoint
-        manifest.rotate(folder, args.save_total_limit, newest=newest, best=best)
+    def _rotate(self, newest: Path) -> None:
+        limit, best = self._trainer.args.save_total_limit, self._trainer.state.best_model_checkpoint
+        manifest.rotate(self._trainer.run_folder, limit, newest=newest, best=best)
 
     def add_what_callbacks_saved(self) -> None:
-        """Add what callbacks wrote into the checkpoint, in `on_save`, to its manifest."""
-        if self._trainer.args.should_save:
-            folder = self._trainer.run_folder / f"checkpoint-{self._trainer.state.global_step}"
-            manifest.add_what_callbacks_saved(folder)
+        """Add what callbacks wrote into the checkpoint, in `on_save`, to its manifest. No save is async with such."""
+        trainer = self._trainer
+        if trainer.args.should_save and self.writer.thread is None:
+            manifest.add_what_callbacks_saved(trainer.run_folder / f"checkpoint-{trainer.state.global_step}")
 
     def place(self, folder: str) -> str:
         """Where `Trainer`, and trainers that add files, write: while a checkpoint is saved a temporary folder."""
@@ -306,7 +284,7 @@ class Saver:
         trainer, best = self._trainer, self._trainer.state.best_model_checkpoint
         limited = trainer.args.should_save and trainer.args.save_total_limit == 1
         if limited and best is not None and not trainer.preempted:  # which goes on from its last checkpoint
-            self._rotate(Path(best), trainer.run_folder)
+            self._rotate(Path(best))
 
     # What a checkpoint holds.
 
@@ -330,13 +308,15 @@ class Saver:
     def write_states(self, output_dir: str, write: Callable[[str], Any]) -> None:
         """Write the states of optimizer (as `Trainer` does: `write`), schedule and run."""
         trainer = self._trainer
-        if self.writer.is_async and trainer.args.should_save:
+        if self.writer.is_async:
             staged = self.writer.staged("optimizer", trainer.optimizer.state_dict())
             self.writer.write(functools.partial(torch.save, staged, os.path.join(output_dir, OPTIMIZER_NAME)))
             torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
         else:
             write(output_dir)
-        state.save(trainer, output_dir, {**self._identity, "evaluation_is_due": self._evaluation_follows()})
+        about = {**self._identity, "evaluation_is_due": self._evaluation_follows()}
+        staged, process = self.writer.staged("parts", trainer.run.state_dict()), trainer.args.process_index
+        self.writer.write(functools.partial(state.save_state, output_dir, staged, about, process=process))
 
     def _evaluation_follows(self) -> bool:
         """Whether an evaluation is made between the save under way and the next step, if the run goes on."""
@@ -349,36 +329,28 @@ class Saver:
         logged_here = (entry for entry in reversed(current.log_history) if entry.get("step") == current.global_step)
         return not any(name.startswith("eval_") for entry in logged_here for name in entry)
 
-    def check_weights(self) -> None:
+    def check_weights(self, *, together: bool = False) -> None:
         """
-        Raise if weights are to be saved that are not finite. In a checkpoint of several processes all have checked it.
-
-        Raises:
-            TrainingDivergedError: With the last good checkpoint.
+        Raise [`TrainingDivergedError`] if weights are to be saved that are not finite. Before a checkpoint all
+        processes check them together and raise if those of one are not, because the others would wait for it.
         """
-        checked = self._folder is not None and self._trainer.accelerator.num_processes > 1
-        if not checked and not self._are_finite():
+        weights, accelerator = self._trainer.run.weights, self._trainer.accelerator
+        are_checked = self._folder is not None and accelerator.num_processes > 1 and not together
+        if weights is None or are_checked:
+            return
+        is_wrong = not weights.are_finite()
+        if together:
+            is_wrong = bool(accelerator.gather(torch.tensor([is_wrong], device=self._trainer.args.device)).any())
+        if is_wrong:
             raise self.diverged(TrainingDivergedError("The weights are not saved."))
-
-    def _check_that_all_are_finite(self) -> None:
-        """Let all processes raise where the weights of one are not finite: the others would wait for it in the save."""
-        trainer = self._trainer
-        wrong = torch.tensor([not self._are_finite()], device=trainer.args.device)
-        if trainer.run.weights is not None and trainer.accelerator.gather(wrong).any():
-            raise self.diverged(TrainingDivergedError("The weights are not saved."))
-
-    def _are_finite(self) -> bool:
-        weights = self._trainer.run.weights
-        return weights is None or weights.are_finite()
 
     def diverged(self, error: TrainingDivergedError) -> TrainingDivergedError:
         """Return an error that also says what is left to go on from."""
         self.writer.join()
-        trainer = self._trainer
-        newest = manifest.last_checkpoint(trainer.run_folder)
+        newest, weights = manifest.last_checkpoint(self._trainer.run_folder), self._trainer.run.weights
         where = f"The last good checkpoint is `{newest}`" if newest else "No checkpoint was saved yet"
-        good = trainer.run.weights is not None and trainer.run.weights.are_finite()
-        held = "are those of the last good step" if good else "hold NaN or infinite values too and cannot be used"
+        is_good = weights is not None and weights.are_finite()
+        held = "are those of the last good step" if is_good else "hold NaN or infinite values too and cannot be used"
         return TrainingDivergedError(
             f"{error} The weights in memory {held}. {where}. Check the data of these steps, or lower `learning_rate`."
         )

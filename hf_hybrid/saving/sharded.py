@@ -7,6 +7,7 @@ round.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -21,18 +22,16 @@ _FSDP_WEIGHTS, _FSDP_OPTIMIZER = "pytorch_model_fsdp.bin", "optimizer.bin"
 def load_weights(trainer: TrainerView, folder: str | Path, model: torch.nn.Module) -> bool:
     """
     Load the weights of a checkpoint whose files are not those that Trainer looks for: into one process from FSDP2's
-    files, and under FSDP2 from those of one process. Return whether this was the case.
-
-    Raises:
-        ValueError: If the checkpoint does not hold all trained weights.
+    files, and under FSDP2 from those of one process. Return whether this was the case. Raise `ValueError` if the
+    checkpoint does not hold all trained weights.
     """
     folder = Path(folder)
-    joined = folder / _FSDP_WEIGHTS
     if not trainer.accelerator.is_fsdp2:
-        if not joined.is_file() or trainer.is_fsdp_enabled:
+        file = folder / _FSDP_WEIGHTS
+        if not file.is_file() or trainer.is_fsdp_enabled:
             return False
-        lacking = model.load_state_dict(torch.load(joined, map_location="cpu", weights_only=True), strict=False)
-        _require_none([name for name in map(canonical, lacking.missing_keys) if name in _trained(model)], folder)
+        lacking = model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True), strict=False)
+        _check_complete(set(_trained(model)) - set(map(canonical, lacking.missing_keys)), model, folder)
         return True
     if any(folder.glob("pytorch_model_fsdp*")):
         return False
@@ -50,7 +49,7 @@ def _weights_of_one_process(folder: Path, model: torch.nn.Module) -> dict:
         # as peft writes them
         in_file = {name: name.replace(f".{model.active_adapter}.", ".") for name in _trained(model)}
         saved = {name: saved[known] for name, known in in_file.items() if known in saved}
-    _require_none([name for name in _trained(model) if name not in saved], folder)
+    _check_complete(saved, model, folder)
     return saved
 
 
@@ -58,12 +57,13 @@ def _trained(model: torch.nn.Module) -> list[str]:
     return [canonical(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def _require_none(missing: list[str], folder: Path) -> None:
-    if missing:
-        raise ValueError(
-            f"`{folder}` holds no weights for `{missing[0]}`. Resume with the model and the adapters of the run that "
-            "wrote it."
-        )
+def _check_complete(names: Collection[str], model: torch.nn.Module, folder: Path) -> None:
+    for name in _trained(model):
+        if name not in names:
+            raise ValueError(
+                f"`{folder}` holds no weights for `{name}`. Resume with the model and the adapters of the run that "
+                "wrote it."
+            )
 
 
 def load_optimizer(trainer: TrainerView, folder: str | Path) -> bool:

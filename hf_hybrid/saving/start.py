@@ -18,20 +18,16 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import nn
 from transformers import TrainerState
 
-from hf_hybrid.run.weights import canonical
 from hf_hybrid.saving.manifest import (
     DELETABLE,
     MANIFEST_NAME,
     SAVING_NAME,
     TRAINER_STATE_NAME,
     CheckpointError,
-    Manifest,
     check,
     checkpoints_of,
-    digest_of,
     finish_interrupted_saves,
     is_committed,
     no_access,
@@ -40,52 +36,32 @@ from hf_hybrid.saving.manifest import (
     read_manifest,
     step_of,
     temporary,
-    weights_were_saved_again,
 )
 
 
 @dataclass
 class Start:
     """
-    Where a training starts: the checked folder (`None` for a new run), its model, whether it was saved inside a step,
-    what the user has to know, and whether the user asked for the same run (`"auto"`), wherever it starts.
+    Where a training starts: the checked folder (`None` for a new run), whether it was saved inside a step, what the
+    user has to know, and whether the user asked for the same run (`"auto"`), wherever it starts.
     """
 
-    folder: str | None
-    model: str
+    folder: str | None = None
     in_step: bool = False
     warnings: list[str] = field(default_factory=list)
     is_same: bool = False
 
 
-def new_start(model: nn.Module | None) -> Start:
-    """Return the start of a run that begins anew. Between the trials of a search there is no model."""
-    return Start(None, "" if model is None else names_digest(model))
-
-
-def names_digest(model: nn.Module) -> str:
-    """Return what tells models apart: a digest of the names of all parameters, wherever they are."""
-    return digest_of([canonical(name) for name, _ in model.named_parameters()])
-
-
-def find(
-    resume: str | os.PathLike | bool | None, output_dir: str | Path, model: nn.Module | None, *, saves: bool = True
-) -> Start:
+def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, *, saves: bool = True) -> Start:
     """
-    Return where a training starts.
-
-    Args:
-        resume (`str`, `PathLike` or `bool`, *optional*): As `resume_from_checkpoint` of `Trainer.train`; with `"auto"`
-            a run goes on where it has saved a checkpoint, and begins anew where it has not.
-        output_dir (`str` or `Path`): Folder of the run.
-        model (`nn.Module`, *optional*): The model to train, before anything wraps it; `None` if it is made later.
-        saves (`bool`, defaults to `True`): Whether the training saves checkpoints.
+    Return where a training starts that saves checkpoints in `output_dir`, or none (`saves`). `resume` is as in
+    `Trainer.train`; with `"auto"` a run goes on where it has saved a checkpoint, and begins anew where it has not.
 
     Raises:
         CheckpointError: If there is nothing to resume from, `resume` names a checkpoint that is damaged, or the run
             would overwrite checkpoints.
     """
-    start, output_dir = new_start(model), Path(output_dir)
+    start, output_dir = Start(), Path(output_dir)
     if reason := no_access(output_dir) or no_access(output_dir / SAVING_NAME):
         raise CheckpointError(f"`output_dir={output_dir}` cannot be used: {reason}.")
     for path in output_dir.glob("checkpoint-*"):
@@ -115,32 +91,20 @@ def find(
             "tells whether its files are whole."
         )
     else:
-        if model is not None and manifest.model != start.model:
-            start.warnings.append(f"`{folder}` is of another model: the names of its parameters differ.")
+        start.in_step = manifest.in_step
         if DELETABLE in manifest.files and not (folder / DELETABLE).exists():
             start.warnings.append(
                 f"`{DELETABLE}` is gone from `{folder}`, so that this run is not compared with the saved one, and the "
                 "order of the data is the one that `Trainer` finds. Weights, optimizer and schedule are whole."
             )
-        if weights_were_saved_again(folder, manifest):
-            start.warnings.append(
-                f"The weights of `{folder}` were saved again in other files. They are taken unchecked."
-            )
-        start.in_step = manifest.in_step
-    _check_values(folder, manifest)
+    _check_trainer_state(folder)
     start.warnings += _not_saved(folder)
     return start
 
 
 def check_no_other_run(output_dir: Path) -> None:
-    """
-    Refuse to train where a run would overwrite the checkpoints of another, or mix its own with them.
-
-    Raises:
-        CheckpointError: If there are checkpoints.
-    """
-    steps = [step_of(folder) for folder in _saved_checkpoints(output_dir)]
-    if steps:
+    """Raise [`CheckpointError`] where a run would overwrite the checkpoints of another, or mix its own with them."""
+    if steps := [step_of(folder) for folder in _saved_checkpoints(output_dir)]:
         raise CheckpointError(
             f"`output_dir={output_dir}` holds checkpoints of another run, up to step {max(steps):,}, and a folder has "
             'one run. Go on with that run by `resume_from_checkpoint="auto"`, set another `output_dir`, or move its '
@@ -150,12 +114,12 @@ def check_no_other_run(output_dir: Path) -> None:
 
 def _later(named: Path, output_dir: Path) -> list[str]:
     """Say what a run replaces that goes on from an earlier step of its folder, as the user asked."""
-    steps = [step for folder in _saved_checkpoints(output_dir) if (step := step_of(folder)) > step_of(named)]
-    if not steps:
+    last = max(map(step_of, _saved_checkpoints(output_dir)), default=-1)
+    if last <= step_of(named):
         return []
     return [
-        f"`{output_dir}` holds checkpoints of later steps than `{named.name}`, up to step {max(steps):,}. This run "
-        "replaces each when it reaches its step. Move those elsewhere that you want to keep. Until then "
+        f"`{output_dir}` holds checkpoints of later steps than `{named.name}`, up to step {last:,}. This run replaces "
+        "each when it reaches its step. Move those elsewhere that you want to keep. Until then "
         '`resume_from_checkpoint="auto"` goes on from the latest of them.'
     ]
 
@@ -176,7 +140,7 @@ def _named(folder: Path) -> Path:
     if not os.path.isdir(folder) and not no_access(folder):
         raise CheckpointError(f"Can't find a valid checkpoint at `{folder}`: there is no such folder.")
     try:
-        check(folder, named=True)
+        check(folder)
     except CheckpointError as error:
         raise CheckpointError(
             f"Can't find a valid checkpoint at `{folder}`: {error}. Name another one, or set "
@@ -188,10 +152,9 @@ def _named(folder: Path) -> Path:
 
 def _newest(output_dir: Path, cut_short: list[Path]) -> tuple[Path | None, list[str]]:
     """
-    Return the newest whole checkpoint of a folder, and why newer ones are passed over.
-
-    Return `None` for a run that was interrupted in its first save. It has saved nothing that could be lost, and a job
-    that is restarted may always resume. `cut_short` is what [`finish_interrupted_saves`] deleted.
+    Return the newest whole checkpoint of a folder, and why newer ones are passed over. Return `None` for a run that was
+    interrupted in its first save (`cut_short` is what [`finish_interrupted_saves`] deleted): it has saved nothing that
+    could be lost, and a job that is restarted may always resume.
     """
     folders, passed_over = checkpoints_of(output_dir)[::-1], {}
     ours = any(is_committed(folder) for folder in folders)
@@ -212,44 +175,23 @@ def _newest(output_dir: Path, cut_short: list[Path]) -> tuple[Path | None, list[
     if folders == begun and len(folders) <= 1 and (begun or cut_short):
         first = (begun or cut_short)[0]
         return None, [f"`{first}` is the first save of a run, and was cut short: the run begins anew."]
-    raise CheckpointError(_nothing(output_dir, passed_over))
-
-
-def _nothing(output_dir: Path, passed_over: dict[Path, str]) -> str:
     text = f"No valid checkpoint found in output directory ({output_dir})"
     if not passed_over:
-        return f"{text}. Start anew without `resume_from_checkpoint`, or set it to the folder of a checkpoint."
+        raise CheckpointError(
+            f"{text}. Start anew without `resume_from_checkpoint`, or set it to the folder of a checkpoint."
+        )
     reasons = "; ".join(f"`{folder.name}`: {reason}" for folder, reason in passed_over.items())
-    return (
+    raise CheckpointError(
         f"{text}. Passed over: {reasons}. Start anew in another `output_dir`, or set `resume_from_checkpoint` to the "
         "folder of one of them that you want to continue."
     )
 
 
-def _check_values(folder: Path, manifest: Manifest | None) -> None:
-    """
-    Raise [`CheckpointError`] if Trainer cannot go on from its state in a checkpoint: if it is of another version of
-    transformers, or was changed together with the manifest.
-    """
+def _check_trainer_state(folder: Path) -> None:
+    """Raise [`CheckpointError`] if Trainer's state is of another version of transformers."""
     values = read_json(folder / TRAINER_STATE_NAME)
-    number, log = (int, float), values.get("log_history")
-    types: dict[str, type | tuple[type, ...]] = {"log_history": list, "stateful_callbacks": dict}
-    types |= dict.fromkeys(("global_step", "max_steps", "best_global_step", "train_batch_size"), int)
-    types |= dict.fromkeys(("epoch", "best_metric", "total_flos", "num_input_tokens_seen", "num_train_epochs"), number)
-    types |= dict.fromkeys(("logging_steps", "eval_steps", "save_steps"), number) | {"best_model_checkpoint": str}
-    wrong = [name for name in values if name not in {field.name for field in dataclasses.fields(TrainerState)}]
-    wrong += [
-        name
-        for name, expected in types.items()
-        if values.get(name) is not None and (not isinstance(values[name], expected) or values[name] is True)
-    ]
-    if isinstance(log, list) and not all(isinstance(entry, dict) for entry in log):
-        wrong.append("log_history")
-    step = values.get("global_step")
-    if not isinstance(step, int) or step < 0 or (manifest is not None and step != manifest.step):
-        wrong.append("global_step")
-    if wrong:
-        names = ", ".join(f"`{name}={str(values.get(name))[:40]}`" for name in dict.fromkeys(wrong))
+    if wrong := values.keys() - {field.name for field in dataclasses.fields(TrainerState)}:
+        names = ", ".join(f"`{name}={str(values.get(name))[:40]}`" for name in sorted(wrong))
         raise CheckpointError(
             f"The run cannot go on from `{folder}`: `{TRAINER_STATE_NAME}` holds what this version of transformers "
             f"does not write ({names}). Set `resume_from_checkpoint` to another checkpoint."
@@ -258,15 +200,10 @@ def _check_values(folder: Path, manifest: Manifest | None) -> None:
 
 @contextlib.contextmanager
 def restoring(folder: str | Path | None) -> Generator[None]:
-    """
-    Context in which a part of a checkpoint is restored.
-
-    Raises:
-        CheckpointError: If the part is of another kind than what is restored from it.
-    """
+    """Context in which a part of a checkpoint is restored. It raises [`CheckpointError`] if that is of another kind."""
     try:
         yield
-    except (TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+    except (TypeError, KeyError, IndexError, AttributeError) as error:
         if folder is None:
             raise
         raise CheckpointError(

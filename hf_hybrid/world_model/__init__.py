@@ -1,6 +1,4 @@
 """
-A world model of training. It forecasts the loss of the run with and without leaps, and plans leaps by these forecasts.
-
-`rssm.py` has the networks, `learning.py` what they learn from, `forecasts.py` the arithmetic of distributions and
-calibration, `dynamics.py` the model of one run, and `imagination.py` the planner that asks it.
+A world model of training, which forecasts the loss with and without leaps and plans leaps by these forecasts; and the
+forecast of the final loss, the bandit, the signals that planners learn from, and the residuals of leaps.
 """

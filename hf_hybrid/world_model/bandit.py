@@ -14,17 +14,14 @@ class BanditGain(LearningPlanner):
 
     The context are the 64 features; the reward of a stretch is how much more than usual the loss fell in it, in units
     of the usual change, so that it is free of scale.
-
-    Args:
-        exploration (`float`): Width of the confidence bound.
     """
 
-    ARMS = (0.0, 0.5, 1.0, 2.0)
-    FEATURES = 64
+    ARMS, FEATURES = (0.0, 0.5, 1.0, 2.0), 64
+    EXPLORATION = 1.0
+    """Width of the confidence bound."""
 
-    def __init__(self, peak: float, power: float, worth: float, exploration: float = 1.0):
+    def __init__(self, peak: float, power: float, worth: float):
         super().__init__(peak, power, worth)
-        self.exploration = exploration
         size = self.FEATURES + 1
         self.covariance = np.stack([np.eye(size) for _ in self.ARMS])
         self.response = np.zeros((len(self.ARMS), size))
@@ -51,17 +48,16 @@ class BanditGain(LearningPlanner):
 
     def _bound(self, arm: int, context: np.ndarray) -> float:
         solved = np.linalg.solve(self.covariance[arm], np.stack([self.response[arm], context], axis=1))
-        return float(context @ solved[:, 0] + self.exploration * np.sqrt(max(context @ solved[:, 1], 0.0)))
+        return float(context @ solved[:, 0] + self.EXPLORATION * np.sqrt(max(context @ solved[:, 1], 0.0)))
+
+    _SAVED = ("arm", "last_loss", "usual", "spread")
 
     def state_dict(self) -> dict:
-        context = None if self.context is None else self.context.tolist()
-        scales = {"usual": self.usual, "spread": self.spread}
         tensors = {"covariance": torch.from_numpy(self.covariance), "response": torch.from_numpy(self.response)}
-        return {"arm": self.arm, "context": context, "last_loss": self.last_loss, **scales, "tensors": tensors}
+        if self.context is not None:
+            tensors["context"] = torch.from_numpy(self.context)
+        return {**{name: getattr(self, name) for name in self._SAVED}, "tensors": tensors}
 
     def load_state_dict(self, state: dict) -> None:
-        tensors = state["tensors"]
-        self.covariance, self.response = tensors["covariance"].numpy().copy(), tensors["response"].numpy().copy()
-        for name in ("arm", "last_loss", "usual", "spread"):
-            setattr(self, name, state[name])
-        self.context = None if state["context"] is None else np.array(state["context"])
+        vars(self).update({name: state[name] for name in self._SAVED})
+        vars(self).update({name: tensor.numpy().copy() for name, tensor in state["tensors"].items()})

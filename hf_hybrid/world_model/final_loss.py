@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -46,15 +46,13 @@ import numpy as np
 
 FEWEST = 5
 """Finite losses before the first forecast."""
-MOST_WINDOWS = 48
-"""Logged losses are averaged into at most so many windows."""
+MOST_WINDOWS, POINTS = 48, 4
+"""Logged losses are averaged into at most so many windows; points of a window at which the law is averaged."""
 FINAL_SHARE, FINAL_STEPS = 0.05, 5
 """The final loss is the mean over this last share of the run, and at least over so many steps."""
 EXPONENTS = np.array([0.05, 0.3, 0.6, 1.0, 1.6])
 OFFSETS = np.array([0.003, 0.02, 0.1, 0.4])
 """As shares of the summed rate of the whole run."""
-POINTS = 4
-"""Points of a window at which the law is averaged."""
 PAST_CURVES = Path(__file__).parent / "past_curves.npz"
 Parts = list[np.ndarray]
 """Weights, means and deviations of a mixture of Gaussians."""
@@ -79,16 +77,10 @@ PRIOR = Prior()
 
 @dataclass(frozen=True)
 class FinalLoss:
-    """
-    The loss at the end of a run as a distribution, a mixture of Gaussians.
-
-    Attributes:
-        median (`float`), low (`float`), high (`float`): Median and ends of the 90 % interval, in nats.
-        weights, means, deviations (`tuple[float, ...]`): The mixture.
-    """
+    """The loss at the end of a run as a distribution, a mixture of Gaussians."""
 
     median: float
-    low: float
+    low: float  # this and `high` are the ends of the 90 % interval
     high: float
     weights: tuple[float, ...]
     means: tuple[float, ...]
@@ -96,12 +88,8 @@ class FinalLoss:
 
     def probability_below(self, loss: float) -> float:
         """Probability that the run ends with a loss below `loss`."""
-        return _probability_below(loss, self.weights, self.means, self.deviations)
-
-
-def _probability_below(loss: float, weights, means, deviations) -> float:
-    parts = zip(weights, means, deviations)
-    return sum(w * 0.5 * math.erfc((m - loss) / (d * math.sqrt(2.0))) for w, m, d in parts)
+        parts = zip(self.weights, self.means, self.deviations)
+        return sum(w * 0.5 * math.erfc((m - loss) / (d * math.sqrt(2.0))) for w, m, d in parts)
 
 
 def final_steps(max_steps: int) -> int:
@@ -110,19 +98,25 @@ def final_steps(max_steps: int) -> int:
 
 
 def forecast_final_loss(
-    steps: Sequence[int], losses: Sequence[float], learning_rates: Sequence[float] | np.ndarray, max_steps: int
+    steps: Sequence[int],
+    losses: Sequence[float],
+    learning_rates: Sequence[float] | np.ndarray,
+    max_steps: int,
+    held_out: float | None = None,
 ) -> FinalLoss | None:
     """
-    Forecast the mean training loss of the last steps of a run (`final_steps`).
+    Forecast the mean training loss of the last steps of a run (`final_steps`), or the held-out loss after its last.
 
     Args:
         steps (`Sequence[int]`): Optimizer steps at which `losses` were logged, from 1, ascending.
         losses (`Sequence[float]`): Mean training loss since the logged step before, as `Trainer` logs it.
         learning_rates (`Sequence[float]` or `np.ndarray`): Rate of each of the steps 1 to `max_steps`, in any unit.
         max_steps (`int`): Steps of the run.
+        held_out (`float`, *optional*): Held-out loss after the last of `steps`, of which the forecast is then.
 
     Returns:
-        `FinalLoss` or `None`: `None` with fewer than `FEWEST` finite losses, and if the last loss is not finite.
+        `FinalLoss` or `None`: `None` with fewer than `FEWEST` finite losses, if the last loss is not finite, and of the
+        held-out loss if any loss is not positive.
 
     Raises:
         ValueError: If lengths differ, steps are out of order or beyond `max_steps`.
@@ -130,30 +124,15 @@ def forecast_final_loss(
     seen = observed(steps, losses, learning_rates, max_steps)
     if seen is None:
         return None
-    return mixture(final_steps_counted(seen, training_parts(seen)), positive=looks(seen) is not None)
-
-
-def forecast_held_out_loss(
-    steps: Sequence[int],
-    losses: Sequence[float],
-    learning_rates: Sequence[float] | np.ndarray,
-    max_steps: int,
-    held_out: float,
-) -> FinalLoss | None:
-    """
-    Forecast the held-out loss after the last step of a run.
-
-    The arguments are those of [`forecast_final_loss`], and `held_out`, the held-out loss after the last of `steps`.
-    `None` where there is no forecast of the training loss, and if a loss is not positive.
-    """
-    seen = observed(steps, losses, learning_rates, max_steps)
-    if seen is None or (look := looks(seen)) is None or not 0 < held_out < math.inf:
-        return None
-    ratio = held_out / seen.present
-    weights, means, deviations = training_parts(seen)
-    past = forecast_of_past_curves("held_out", seen.share, np.append(look, math.log(ratio)), held_out)
-    parts = in_equal_parts([weights, ratio * means, ratio * deviations], past)
-    return mixture(final_steps_counted(seen, parts, held_out), positive=True)
+    look, parts = looks(seen), training_parts(seen)
+    if held_out is not None:
+        if look is None or not 0 < held_out < math.inf:
+            return None
+        ratio = held_out / seen.present
+        past = forecast_of_past_curves("held_out", seen.share, np.append(look, math.log(ratio)), held_out)
+        weights, means, deviations = parts
+        parts = in_equal_parts([weights, ratio * means, ratio * deviations], past)
+    return mixture(final_steps_counted(seen, parts, held_out), positive=look is not None)
 
 
 def training_parts(seen: Observed) -> Parts:
@@ -171,19 +150,14 @@ def in_equal_parts(one: Parts, other: Parts) -> Parts:
 
 def final_steps_counted(seen: Observed, parts: Parts, held_out: float | None = None) -> Parts:
     """As far as the final steps are over, replace the forecast by what came: their mean loss or `held_out`."""
-    weights, means, deviations = parts
-    done, came = final_part(seen)
-    came = came if held_out is None else held_out
-    return [weights, (1 - done) * means + done * came, (1 - done) * deviations]
-
-
-def final_part(seen: Observed) -> tuple[float, float]:
-    """The share of the final steps that is over already, and their mean loss."""
     max_steps, last = len(seen.rates), final_steps(len(seen.rates))
     inside = np.clip(seen.ends - np.maximum(seen.begins, max_steps - last), 0, None)
     if not inside.any():
-        return 0.0, 0.0
-    return min(inside.sum() / last, 1.0), float((inside * seen.losses).sum() / inside.sum())
+        return parts
+    done = min(inside.sum() / last, 1.0)
+    came = float((inside * seen.losses).sum() / inside.sum()) if held_out is None else held_out
+    weights, means, deviations = parts
+    return [weights, (1 - done) * means + done * came, (1 - done) * deviations]
 
 
 @dataclass(frozen=True)
@@ -293,9 +267,6 @@ def forecast_of_laws(seen: Observed, prior: Prior) -> Parts:
     return [weights, means, deviations]
 
 
-# Past curves.
-
-
 def looks(seen: Observed) -> np.ndarray | None:
     """
     What a run looks like, `[9]`: four times the logarithm of an earlier loss over the present one, the last slope, the
@@ -321,10 +292,8 @@ class PastCurves:
     """
     A Gaussian process from the looks of runs after some share of their steps to `log(final loss / present loss)`.
 
-    Args:
-        known (`np.ndarray`), targets (`np.ndarray`): Looks `[runs, 9]`, or 10 with the ratio of the held-out to the
-            training loss, and logarithms `[runs]` of past runs.
-        scales (`Sequence[float]`): Length of the smooth part, its amplitude, amplitude of the linear part, noise.
+    `known` are the looks `[runs, 9]` of past runs, or 10 with the ratio of the held-out to the training loss, `targets`
+    their logarithms `[runs]`; `scales`: length of the smooth part, its amplitude, amplitude of the linear part, noise.
     """
 
     def __init__(self, known: np.ndarray, targets: np.ndarray, scales: Sequence[float]):
@@ -348,22 +317,21 @@ class PastCurves:
 
 
 @cache
-def shares_of_cuts() -> np.ndarray:
-    """The shares of the run `[cuts]` at which the past curves of the package were cut."""
+def _stored() -> dict[str, np.ndarray]:
     with np.load(PAST_CURVES) as file:
-        return file["shares"]
+        return dict(file)
 
 
 @cache
 def past_curves(loss: str, cut: int) -> PastCurves:
     """What the past curves of the package say of the `"training"` or `"held_out"` loss after a cut."""
-    with np.load(PAST_CURVES) as file:
-        return PastCurves(*(file[f"{loss}_{name}"][cut].astype(np.float64) for name in ("looks", "targets", "scales")))
+    parts = (_stored()[f"{loss}_{name}"][cut] for name in ("looks", "targets", "scales"))
+    return PastCurves(*(part.astype(np.float64) for part in parts))
 
 
 def forecast_of_past_curves(loss: str, share: float, look: np.ndarray, level: float) -> Parts:
     """Weights, means and deviations `[2]` after the two cuts nearest to `share`, for a run with the loss `level`."""
-    shares = shares_of_cuts()
+    shares = _stored()["shares"]  # of the run, after which curves were cut
     place = float(np.interp(math.log(share), np.log(shares), np.arange(len(shares))))
     below = min(int(place), len(shares) - 2)
     forecasts = np.array([past_curves(loss, below + k).forecast(look, level) for k in (0, 1)])
@@ -378,15 +346,17 @@ def mixture(parts: Parts, positive: bool = False) -> FinalLoss:
     heavy = parts[0] > 1e-6 * parts[0].max()  # most shapes of the law have no weight, and cost time
     weights, means, deviations = (part[heavy] for part in parts)
     weights, deviations = weights / weights.sum(), np.maximum(deviations, 1e-12)
-    mixed = tuple(tuple(part.tolist()) for part in (weights, means, deviations))
     low, high = (float(bound) for bound in ((means - 8 * deviations).min(), (means + 8 * deviations).max()))
+    mixed = FinalLoss(0.0, low, high, *(tuple(part.tolist()) for part in (weights, means, deviations)))
     lowest = 0.0 if positive else -math.inf
-    median, five, ninety_five = (max(_quantile(share, low, high, mixed), lowest) for share in (0.5, 0.05, 0.95))
-    return FinalLoss(median, five, ninety_five, *mixed)
+    median, five, ninety_five = (max(_quantile(mixed, share), lowest) for share in (0.5, 0.05, 0.95))
+    return replace(mixed, median=median, low=five, high=ninety_five)
 
 
-def _quantile(share: float, low: float, high: float, mixed) -> float:
+def _quantile(mixed: FinalLoss, share: float) -> float:
+    """By bisection between the bounds `low` and `high`."""
+    low, high = mixed.low, mixed.high
     for _ in range(40):
         middle = 0.5 * (low + high)
-        low, high = (middle, high) if _probability_below(middle, *mixed) < share else (low, middle)
+        low, high = (middle, high) if mixed.probability_below(middle) < share else (low, middle)
     return 0.5 * (low + high)

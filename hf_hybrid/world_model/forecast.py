@@ -16,6 +16,7 @@ loss that follow: what an evaluation returns is what searches of hyperparameters
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from transformers import TrainerCallback
 
 from hf_hybrid.part import Part
 from hf_hybrid.run.rate import rate_at
-from hf_hybrid.world_model.final_loss import FinalLoss, forecast_final_loss, forecast_held_out_loss
+from hf_hybrid.world_model.final_loss import FinalLoss, forecast_final_loss
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
@@ -34,8 +35,6 @@ EVERY = 0.02
 """Share of the run after which a forecast is made anew; until then the last one is repeated."""
 MOST_STEPS = 1_000_000
 """Longer runs, whose `max_steps` is a way to say without end, have no forecast."""
-TRAINING, HELD_OUT = ("loss", "low", "high"), ("eval_loss", "eval_low", "eval_high")
-"""Of the keys in the log, what follows `hybrid/forecast_`."""
 POINTS = 10_000
 """Steps at which a schedule is asked; between them it is straight."""
 
@@ -43,38 +42,27 @@ POINTS = 10_000
 def schedule_of(scheduler: Any, max_steps: int) -> np.ndarray:
     """Factor of the learning rate in each step `[max_steps]`; 1 where the scheduler does not know it in advance."""
     factor = rate_at(scheduler)
-    if factor is None:
+    if factor is None or not max_steps:
         return np.ones(max_steps)
     at = np.unique(np.linspace(0, max_steps - 1, min(max_steps, POINTS)).astype(int))
     return np.interp(np.arange(max_steps), at, [factor(int(step)) for step in at])
 
 
 class RunForecast:
-    """The forecast of one run at a time."""
+    """The forecast of one run; `history` is the `log_history` of a resumed one."""
 
-    def __init__(self):
-        self._clear()
-
-    def _clear(self) -> None:
-        self.max_steps, self.made_at, self.is_due = 0, 0, False
+    def __init__(self, max_steps: int, scheduler: Any, history: Sequence[dict] = ()):
+        self.max_steps = max_steps if max_steps <= MOST_STEPS else 0
+        self.schedule = schedule_of(scheduler, self.max_steps)
+        self.rates, self.peak = self.schedule.copy(), self.schedule.max(initial=0.0)
+        self.scale = 1.0  # learning rate of the last step over the schedule's factor
         self.steps: list[int] = []
         self.losses: list[float] = []
-        self.schedule = self.rates = np.ones(0)
-        self.peak = self.scale = 1.0
-        """Largest factor of the schedule; learning rate of the last step over the schedule's factor."""
+        self.is_due = False
+        self.evaluation: tuple[int, float] | None = None  # step and loss of the last, until a forecast is made of it
         self.last: FinalLoss | None = None
-        self.evaluation: tuple[int, float] | None = None
-        """Step and held-out loss of the last one, until a forecast is made of it."""
         self.held_out: FinalLoss | None = None
-        self.held_out_made_at = 0
-
-    def begin(self, max_steps: int, scheduler: Any, history: list[dict]) -> None:
-        """Begin a run, with the `log_history` of a resumed one."""
-        self._clear()
-        if not 0 < max_steps <= MOST_STEPS:
-            return
-        self.max_steps, self.schedule = max_steps, schedule_of(scheduler, max_steps)
-        self.rates, self.peak = self.schedule.copy(), self.schedule.max()
+        self.made_at = self.held_out_made_at = 0
         for entry in history:  # forecasts are made anew at the same steps, so that a resumed run goes on with the same
             self.log_values(entry["step"], entry)
             self.make()
@@ -86,7 +74,11 @@ class RunForecast:
             self.evaluation = (step, float(logs["eval_loss"]))
         if "loss" not in logs or not before < step <= self.max_steps:
             return {}
-        self._take(step, before, logs)
+        self.steps.append(step)
+        self.losses.append(float(logs["loss"]) or math.nan)  # `Trainer` logs 0 for losses that are not finite
+        if "learning_rate" in logs and self.schedule[step - 1] > 1e-3 * self.peak:
+            self.scale = float(logs["learning_rate"]) / self.schedule[step - 1]
+        self.rates[before:step] = self.scale * self.schedule[before:step]
         if not math.isfinite(self.losses[-1]):
             self.last = self.held_out = self.evaluation = None
             self.is_due = False
@@ -97,19 +89,10 @@ class RunForecast:
         if ends:
             self.make()
         return {
-            f"hybrid/forecast_{name}": value
-            for forecast, names in ((self.last, TRAINING), (self.held_out, HELD_OUT))
-            if forecast is not None
-            for name, value in zip(names, (forecast.median, forecast.low, forecast.high))
+            f"hybrid/forecast_{prefix}{name}": value
+            for prefix, forecast in (("", self.last), ("eval_", self.held_out))
+            for name, value in _numbers(forecast).items()
         }
-
-    def _take(self, step: int, before: int, logs: dict) -> None:
-        """Take in the training loss of the steps `before + 1` to `step`, and their learning rate."""
-        self.steps.append(step)
-        self.losses.append(float(logs["loss"]) or math.nan)  # `Trainer` logs 0 for losses that are not finite
-        if "learning_rate" in logs and self.schedule[step - 1] > 1e-3 * self.peak:
-            self.scale = float(logs["learning_rate"]) / self.schedule[step - 1]
-        self.rates[before:step] = self.scale * self.schedule[before:step]
 
     @property
     def is_waiting(self) -> bool:
@@ -118,14 +101,14 @@ class RunForecast:
 
     def make(self) -> None:
         """Make the forecasts that are due. To be called while the device is busy."""
+        if not self.is_waiting:
+            return
+        known = self.steps, self.losses, self.learning_rates(), self.max_steps
         if self.is_due:
-            self.last, self.made_at, self.is_due = forecast_final_loss(*self._known()), self.steps[-1], False
+            self.last, self.made_at, self.is_due = forecast_final_loss(*known), self.steps[-1], False
         if self.evaluation is not None:
             (self.held_out_made_at, loss), self.evaluation = self.evaluation, None
-            self.held_out = forecast_held_out_loss(*self._known(), loss)
-
-    def _known(self) -> tuple[list[int], list[float], np.ndarray, int]:
-        return self.steps, self.losses, self.learning_rates(), self.max_steps
+            self.held_out = forecast_final_loss(*known, loss)
 
     def learning_rates(self) -> np.ndarray:
         """Learning rates of all steps `[max_steps]`; those to come are the schedule's, scaled as the last one was."""
@@ -133,38 +116,28 @@ class RunForecast:
         return np.concatenate([self.rates[:done], self.scale * self.schedule[done:]])
 
     def summary(self) -> dict | None:
-        """
-        The last forecast with the step that it was made after, `None` before the first. `held_out` is that of the
-        held-out loss, `None` without an evaluation.
-        """
+        """The last forecast with the step that it was made after, and that of the held-out loss; `None` without one."""
         self.make()
         if self.last is None:
             return None
-        held_out = None if self.held_out is None else _numbers(self.held_out_made_at, self.held_out)
-        return {**_numbers(self.made_at, self.last), "held_out": held_out}
+        held_out = {"step": self.held_out_made_at, **_numbers(self.held_out)} if self.held_out else None
+        return {"step": self.made_at, **_numbers(self.last), "held_out": held_out}
 
 
-def _numbers(step: int, forecast: FinalLoss) -> dict[str, float]:
-    return {"step": step, "loss": forecast.median, "low": forecast.low, "high": forecast.high}
+def _numbers(forecast: FinalLoss | None) -> dict[str, float]:
+    return {"loss": forecast.median, "low": forecast.low, "high": forecast.high} if forecast else {}
 
 
 class Forecast(Part):
-    """
-    The forecast as a part of a run: in the log, in the summary, and for who shows progress.
-
-    Args:
-        scheduler (`Any`): The learning-rate schedule.
-        history (`list[dict]`): `log_history` of a resumed run.
-    """
+    """The forecast as a part of a run: in the log, in the summary, and for who shows progress."""
 
     name = "forecast"
 
     def __init__(self, scheduler: Any, history: list[dict]):
-        self.scheduler, self.history, self.curve = scheduler, history, RunForecast()
+        self.scheduler, self.history = scheduler, history
 
     def begin(self, run: Run) -> None:
-        self.run = run
-        self.curve.begin(run.max_steps, self.scheduler, self.history)
+        self.run, self.curve = run, RunForecast(run.max_steps, self.scheduler, self.history)
 
     def log(self, step: int, logs: dict[str, Any]) -> None:
         logs.update(self.curve.log_values(step, logs))
@@ -191,25 +164,14 @@ class ForecastCallback(TrainerCallback):
     after the last step, as it was forecast at the last evaluation. Training is not changed. Callbacks before this one
     in the list get the entries without it.
 
-    Attributes:
-        forecast (`RunForecast`): `forecast.last` is the last [`~hf_hybrid.world_model.final_loss.FinalLoss`] or `None`;
-            its `probability_below(loss)` says how likely the run ends below a loss.
-
-    Example:
-
-    ```python
-    from hf_hybrid import ForecastCallback
-    from transformers import Trainer
-
-    trainer = Trainer(model, args, train_dataset=dataset, callbacks=[ForecastCallback()])
-    ```
+    Pass `callbacks=[ForecastCallback()]`. Its `forecast.last` is the last forecast of the last training, a
+    [`~hf_hybrid.world_model.final_loss.FinalLoss`] or `None`, which tells the probability to end below a loss.
     """
 
-    def __init__(self):
-        self.forecast = RunForecast()
+    forecast: RunForecast
 
     def on_train_begin(self, args, state, control, lr_scheduler=None, **kwargs):
-        self.forecast.begin(state.max_steps, lr_scheduler, state.log_history)
+        self.forecast = RunForecast(state.max_steps, lr_scheduler, state.log_history)
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         self.forecast.make()

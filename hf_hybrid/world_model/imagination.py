@@ -9,13 +9,11 @@ After every stretch of real steps [`ImaginedGain`]
    them, and with the schedule after those;
 2. compares the losses at the far end, because leaps that pay often look neutral at first. A change of the schedule
    must win by more than the members of the ensemble disagree; where the model sees no difference the schedule stays;
-3. sets the worth of leaps (how many steps they replace) from the same imagined futures: the loss that leaps gain over
-   no leaps, divided by the imagined fall per step;
-4. sets the confidence from the probability that leaping is better than not leaping;
-5. forecasts the actions that will now be taken and keeps the forecast, whose errors calibrate the next ones.
+3. sets the confidence from the probability that leaping is better than not leaping;
+4. forecasts the loss under its choice. Later, the errors of this forecast calibrate the next ones.
 
-All candidates are imagined at the same progress and with no skipped steps. Otherwise a candidate that skips more steps
-would reach the decay of the learning rate earlier and look better for that alone.
+All futures are imagined at the same progress and with no skipped steps. Otherwise one that skips more steps would reach
+the decay of the learning rate earlier and look better for that alone.
 """
 
 from __future__ import annotations
@@ -23,13 +21,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_hybrid.world_model.dynamics import DynamicsModel
+from hf_hybrid.world_model.forecast import schedule_of
 from hf_hybrid.world_model.observer import LearningPlanner, Stretch
-from hf_hybrid.world_model.rssm import RSSM, SCORED
+from hf_hybrid.world_model.rssm import RSSM
 
 START_WEIGHTS = Path(__file__).parent / "rssm_start.safetensors"
 
@@ -38,47 +38,28 @@ class ImaginedGain(LearningPlanner):
     """
     Chooses the multiple of the schedule whose imagined loss is lowest, after every stretch.
 
-    `rate_at` gives the learning rate at a progress of the run, over its peak; `stretch_share` is the length of a
-    stretch as a share of the run. See [`~hf_hybrid.leaps.trust.GainPlanner`] for the others.
+    `schedule` are the arguments of [`~hf_hybrid.leaps.trust.GainPlanner`]; `rate_at` gives the learning rate at a
+    progress of the run, over its peak; `stretch_share` is the length of a stretch as a share of the run.
     """
 
     MULTIPLES = (0.0, 0.5, 1.0, 1.5, 2.0)
     SCHEDULED = MULTIPLES.index(1.0)
-    LASTING = 5
-    """Stretches that a choice is imagined to last; the schedule follows."""
-    AHEAD = 20
-    """Stretches to imagine."""
-    LEAST = 1e-4
-    """Difference in log loss below which the schedule is as good."""
-    LEARN_FIRST = 3
-    """Stretches before the first choice."""
+    AHEAD, LASTING = 20, 5
+    """Stretches to imagine, and that a choice is imagined to last; the schedule follows."""
+    LEAST, OBSERVE_FIRST = 1e-4, 3
+    """Difference in log loss below which the schedule is as good, and stretches before the first choice."""
 
     def __init__(
-        self,
-        peak: float,
-        power: float,
-        worth: float,
-        *,
-        dynamics: DynamicsModel,
-        rate_at: Callable[[float], float],
-        stretch_share: float,
+        self, *schedule: float, dynamics: DynamicsModel, rate_at: Callable[[float], float], stretch_share: float
     ):
-        super().__init__(peak, power, worth)
+        super().__init__(*schedule)
         self.dynamics, self.rate_at, self.stretch_share = dynamics, rate_at, stretch_share
         self.multiple = self.confidence = 1.0
-        self.imagined_worth: float | None = None
         self.choices: list[dict] = []
-        """After every stretch: `progress`, chosen `multiple`, `imagined_worth` and `confidence`."""
+        """After every stretch: `progress`, chosen `multiple` and `confidence`."""
 
     def gain(self, progress: float) -> float:
         return self.multiple * super().gain(progress)
-
-    def worth_of(self, gain: float, real_steps: int) -> float:
-        """The imagined worth, between 0 and twice the schedule's; the schedule's before anything was imagined."""
-        prior = super().worth_of(gain, real_steps)
-        if self.imagined_worth is None:
-            return prior
-        return min(max(self.imagined_worth * real_steps, 0.0), 2.0 * prior)
 
     def observe(self, stretch: Stretch) -> None:
         if not math.isfinite(stretch.loss):
@@ -86,110 +67,56 @@ class ImaginedGain(LearningPlanner):
         action = [stretch.gain, stretch.horizon, stretch.progress, stretch.rate]
         self.dynamics.observe_stretch(stretch.features, action, stretch.loss)
         ahead = min(self.AHEAD, int((1.0 - stretch.progress) / self.stretch_share + 1e-6))
-        if ahead < 1:
-            return
-        learned = self.dynamics.stretches >= self.LEARN_FIRST
-        choice = self._choose(self._candidates(stretch, ahead)) if learned else self.SCHEDULED
-        self.multiple = self.MULTIPLES[choice]
-        self.dynamics.forecast(self._intended(stretch, ahead), keep=True)
-        self.choices.append({"progress": stretch.progress, **self._values()})
+        if ahead > 0:
+            futures = self._futures(stretch, ahead)
+            observed_enough = len(self.dynamics.history.log_losses) >= self.OBSERVE_FIRST
+            choice = self._choose(futures) if observed_enough else self.SCHEDULED
+            self.multiple = self.MULTIPLES[choice]
+            self.dynamics.forecast(futures[choice])
+            about = {"progress": stretch.progress, "multiple": self.multiple, "confidence": self.confidence}
+            self.choices.append(about)
 
-    def _values(self) -> dict:
-        return {name: getattr(self, name) for name in ("multiple", "imagined_worth", "confidence")}
-
-    def _candidates(self, stretch: Stretch, ahead: int) -> Tensor:
-        """Actions of every multiple, `[multiples, ahead, 4]`, all at the same progress and without skipped steps."""
+    def _futures(self, stretch: Stretch, ahead: int) -> Tensor:
+        """Actions of every multiple, `[multiples, ahead, 4]`."""
         progress = [min(stretch.progress + (k + 1) * self.stretch_share, 1.0) for k in range(ahead)]
-        known = [(super(ImaginedGain, self).gain(p), p, self.rate_at(p)) for p in progress]
-        return torch.tensor([
-            [[gain * (multiple if k < self.LASTING else 1.0), 0.0, p, rate] for k, (gain, p, rate) in enumerate(known)]
-            for multiple in self.MULTIPLES
-        ])  # fmt: skip
+        schedule = torch.tensor([[super(ImaginedGain, self).gain(p), 0.0, p, self.rate_at(p)] for p in progress])
+        futures = schedule.repeat(len(self.MULTIPLES), 1, 1)
+        futures[:, : self.LASTING, 0] *= torch.tensor(self.MULTIPLES)[:, None]
+        return futures
 
-    def _intended(self, stretch: Stretch, ahead: int) -> Tensor:
-        """The actions that will be taken, `[up to ahead, 4]`; skipped steps bring the end of the run nearer."""
-        actions, progress = [], stretch.progress
-        for k in range(ahead):
-            gain = super().gain(progress) * (self.multiple if k < self.LASTING else 1.0)
-            horizon = self.worth_of(gain, 1)
-            progress += (1.0 + horizon) * self.stretch_share
-            if progress > 1.0 + 1e-6 and actions:
-                break
-            progress = min(progress, 1.0)
-            actions.append([gain, horizon, progress, self.rate_at(progress)])
-        return torch.tensor(actions)
-
-    def _choose(self, candidates: Tensor) -> int:
-        difference, disagreement = self.dynamics.compare(candidates, candidates[self.SCHEDULED, None])
+    def _choose(self, futures: Tensor) -> int:
+        difference, disagreement = self.dynamics.compare(futures, futures[self.SCHEDULED])
         # A change has to win by more than the members disagree.
-        score = (difference + disagreement)[:, -1].tolist()
-        best = min(range(len(score)), key=score.__getitem__)
-        best = best if score[best] <= -self.LEAST else self.SCHEDULED
+        scores = (difference + disagreement)[:, -1]
+        best = int(scores.argmin())
+        best = best if scores[best] <= -self.LEAST else self.SCHEDULED
         leap = best or self.SCHEDULED
         # 1 while leaping is imagined to be at least as good as not leaping, 0 where it is surely worse.
-        self.confidence = min(1.0, 2.0 * self.dynamics.probability_better(candidates[leap], candidates[0]).item())
-        # The loss that leaping is sure to gain over not leaping: less the disagreement of the members.
-        gained = difference[0] - difference[leap] - disagreement[0]
-        self.imagined_worth = self._worth(gained[-1].item(), candidates[0])
+        self.confidence = min(1.0, 2.0 * self.dynamics.probability_better(futures[leap], futures[0]))
         return best
 
-    def _worth(self, gained: float, without: Tensor) -> float | None:
-        """Skipped steps per real step: log loss gained by leaps, over the imagined fall per step at the far end."""
-        mean = [0.0, *self.dynamics.forecast(without).mean]
-        stretch = min(self.LASTING, len(mean) - 1)
-        fall = (mean[-1 - stretch] - mean[-1]) / stretch
-        return max(gained, 0.0) / fall / stretch if fall > 0 else None
-
     def summary(self) -> dict:
-        """The choices, what they cost, and mean absolute errors in log loss of three forecasts, by stretches ahead."""
-        errors = {str(k): self.dynamics.calibration.mean_errors(k) for k in SCORED}
-        names = ("model", "persistence", "power_law")
-        return {
-            "choices": self.choices,
-            "updates": self.dynamics.updates,
-            "seconds": self.dynamics.seconds,
-            "errors": {k: dict(zip(names, values)) for k, values in errors.items() if values is not None},
-        }
+        return {"choices": self.choices}
+
+    _SAVED = ("multiple", "confidence", "choices")
 
     def state_dict(self) -> dict:
-        tensors, dynamics = self.dynamics.state_dict()
-        return {**self._values(), "choices": list(self.choices), "dynamics": dynamics, "tensors": tensors}
+        return {**{name: getattr(self, name) for name in self._SAVED}, "dynamics": self.dynamics.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        vars(self).update({name: state[name] for name in self._values()})
-        self.choices = list(state["choices"])
-        self.dynamics.load_state_dict(state["tensors"], state["dynamics"])
+        vars(self).update({name: state[name] for name in self._SAVED}, choices=list(state["choices"]))
+        self.dynamics.load_state_dict(state["dynamics"])
 
 
 def imagined_gain(
-    values: tuple[float, float, float],
-    *,
-    device: torch.device,
-    seed: int,
-    factor_at: Callable[[int], float] | None,
-    max_steps: int,
-    stride: int,
+    schedule: tuple[float, float, float], *, device: torch.device, scheduler: Any, max_steps: int, stride: int
 ) -> ImaginedGain:
-    """
-    Make the planner of a run, whose world model begins with the weights that the package ships.
-
-    `values` are `peak`, `power` and `worth` of [`~hf_hybrid.leaps.trust.GainPlanner`]; `stride` is the length of a
-    stretch. `factor_at` gives the factor of the learning rate in a step; `None` is taken for a linear decay to zero.
-
-    Raises:
-        ValueError: If the installation lacks the weights.
-    """
-    if not START_WEIGHTS.is_file():
-        raise ValueError(
-            f"`planner` is 'dynamics', whose world model starts from weights that are not at {START_WEIGHTS}: the "
-            "installation is incomplete. Install hf_hybrid anew, or set `planner='schedule'`."
-        )
-    peak = 0.0 if factor_at is None else max(factor_at(round(step * max_steps / 100)) for step in range(101))
+    """Make the planner of a run, with the weights that the package ships. `stride` is the length of a stretch."""
+    rates = schedule_of(scheduler, max_steps)
+    peak = rates.max() or 1.0
 
     def over_peak(progress: float) -> float:
-        if factor_at is None:
-            return 1.0 - progress
-        return factor_at(round(progress * max_steps)) / peak if peak > 0 else 0.0
+        return rates[min(round(progress * max_steps), max_steps - 1)] / peak
 
-    dynamics = DynamicsModel(RSSM().load(START_WEIGHTS), device=device, seed=seed)
-    return ImaginedGain(*values, dynamics=dynamics, rate_at=over_peak, stretch_share=stride / max_steps)
+    dynamics = DynamicsModel(RSSM.load(START_WEIGHTS, device))
+    return ImaginedGain(*schedule, dynamics=dynamics, rate_at=over_peak, stretch_share=stride / max_steps)

@@ -1,10 +1,9 @@
 """
 What a planner that learns is shown of a run: the signals of each step, gathered into stretches.
 
-[`PlannerObserver`] is a part of runs whose option `planner` names a planner of this room. It turns each step into 64
-signals (signals.py), measures the optimizer's moments now and then, and keeps a confidence in leaps. It hands the
-planner a [`Stretch`] of ten real steps or more at a time: their loss, the leaps in them, the signals at their end. Runs
-with the schedule have none of it.
+[`PlannerObserver`] turns each step into 64 signals (signals.py), measures the optimizer's moments now and then, and
+keeps a confidence in leaps. It hands the planner a [`Stretch`] of ten real steps or more at a time: their loss, the
+leaps in them, the signals at their end. Runs with the schedule have none of it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from hf_hybrid.leaps.leap import LeapObserver, Leaps
 from hf_hybrid.leaps.trajectory import Trajectory
@@ -43,13 +41,12 @@ class Stretch:
 
 
 class LearningPlanner(GainPlanner):
-    """A planner that learns from stretches."""
+    """A planner that is shown each complete stretch."""
 
     confidence: float | None = None
     """Probability that leaping pays, in `[0, 1]`; `None` if the planner does not estimate it."""
 
     def observe(self, stretch: Stretch) -> None:
-        """Learn from a complete stretch of real steps."""
         raise NotImplementedError
 
 
@@ -60,10 +57,7 @@ class StretchCounter:
         self.stride = stride
         self.losses: list[float] = []
         self.gain, self.predicted, self.peak_rate = 0.0, 0, 0.0
-
-    def leap(self, gain: float, real_steps: int) -> None:
-        """Count a kept leap of this gain, made after `real_steps` real steps."""
-        self.gain += gain * real_steps
+        """`gain`: sum over kept leaps of their gain times the real steps before them."""
 
     def step(self, loss: float | None, learning_rate: float) -> bool:
         """Count a step (`loss` is `None` if it was skipped), and return whether a stretch is complete."""
@@ -89,8 +83,7 @@ class Confidence:
     the planner's probability that leaping pays, if it has one.
     """
 
-    PRIOR_KEPT, PRIOR_REJECTED = 3.0, 1.0
-    EVIDENCE_HALF_LIFE = 50.0
+    PRIOR_KEPT, PRIOR_REJECTED, EVIDENCE_HALF_LIFE = 3.0, 1.0, 50.0
 
     def __init__(self):
         self.kept = self.rejected = 0.0
@@ -113,10 +106,7 @@ class Confidence:
 
 
 class PlannerObserver(LeapObserver):
-    """
-    Shows a planner, which is that of the leaps too, the run in stretches of `stride` real steps, and adds the
-    confidence to the log. `max_grad_norm` is the trainer's.
-    """
+    """Shows the planner of the leaps the run in stretches of `stride` real steps, and logs the confidence."""
 
     name = "planner_observer"
     STATISTICS_EVERY = 8
@@ -128,28 +118,25 @@ class PlannerObserver(LeapObserver):
         self.linearity = 0.0
         """Fall of the probe's loss over the fall predicted to first order, at the leap probed last: a signal."""
         self.steps_since_leap = 0
-        self._new: Leap | None = None
+        self._tried: dict[str, Any] = {}
+        """Signals of a leap that was tried since the last step."""
         self._statistics: dict[str, float] | None = None
 
     def begin(self, run: Run) -> None:
-        leaps = run.part(Leaps)
-        if leaps is None:
-            raise ValueError("`PlannerObserver` shows a planner the leaps of a run, and this run has none.")
-        self.run, self.leaps = run, leaps
+        self.run, self.leaps = run, next(part for part in run.parts if isinstance(part, Leaps))
 
     @property
     def confidence(self) -> float:
-        """Trust in the next leap, in `[0, 1]`."""
         return self.sureness.value(self.planner.confidence)
 
-    # Leaps.
-
     def leap_tried(self, leaps: Leaps, leap: Leap) -> None:
-        self._new = leap
+        self._tried = {"leap_kept": leap.verdict != "rejected"}
+        if leap.loss_before is not None and leap.loss_after is not None and leap.standard_error:
+            self._tried["leap_decrease"] = (leap.loss_before - leap.loss_after) / leap.standard_error
         if leap.loss_before is not None and leap.predicted_decrease > 0 and math.isfinite(leap.decrease):
             self.linearity = leap.decrease / leap.predicted_decrease
         if leap.verdict != "rejected":
-            self.stretches.leap(leap.gain, leap.real_steps)
+            self.stretches.gain += leap.gain * leap.real_steps
             self.steps_since_leap = 0
 
     def leap_accepted(self, leaps: Leaps, leap: Leap) -> None:
@@ -157,8 +144,6 @@ class PlannerObserver(LeapObserver):
 
     def leaps_rejected(self, leaps: Leaps, leap: Leap | None) -> None:
         self.sureness.rejected += 1.0
-
-    # Steps.
 
     def before_update(self, step: Step) -> None:
         self._statistics = None
@@ -169,24 +154,8 @@ class PlannerObserver(LeapObserver):
                 self.run.survive(error, "predictor missed a gradient")
 
     def end_step(self, step: Step) -> None:
-        self._observe_signals(step)
-        self.sureness.observe_step((step.verdict or NORMAL).level)
-        self.steps_since_leap += 1
-
-    def decide(self, step: Step) -> None:
-        rate = step.learning_rate * self.run.rate_scale
-        if self.stretches.step(step.loss if step.counts else None, rate):
-            progress = (step.index + 1) / self.run.max_steps
-            self.planner.observe(self.stretches.close(self.signals.features, progress, rate))
-
-    def react(self, step: Step, verdict: Verdict) -> None:
-        if verdict.action is Action.RESET_PREDICTOR:
-            self.linearity = 0.0
-
-    def _observe_signals(self, step: Step) -> None:
-        new, self._new = self._new, None
-        leaps, leaps_made = self.leaps, self.run.record.leaps
-        last = leaps_made[-1] if leaps_made else None
+        tried, self._tried = self._tried, {}
+        leaps, last = self.leaps, self.run.record.leaps[-1] if self.run.record.leaps else None
         self.signals.observe(
             StepSignals(
                 phase=step.phase,
@@ -203,19 +172,27 @@ class PlannerObserver(LeapObserver):
                 rate_in_block=leaps.trajectory.clock.lr_sum,
                 leap_gain=last.gain if last else 0.0,
                 leap_credit=leaps.credit,
-                leap_decrease=None if new is None else _decrease_in_standard_errors(new),
-                leap_kept=None if new is None else new.verdict != "rejected",
                 leap_residual=self.linearity,
                 leap_relative_norm=last.relative_norm if last else 0.0,
                 confidence=self.confidence,
+                **tried,
             )
         )
+        self.sureness.observe_step((step.verdict or NORMAL).level)
+        self.steps_since_leap += 1
+
+    def decide(self, step: Step) -> None:
+        progress, rate = (step.index + 1) / self.run.max_steps, step.learning_rate * self.run.rate_scale
+        if self.stretches.step(step.loss if step.counts else None, rate):
+            self.planner.observe(self.stretches.close(self.signals.features, progress, rate))
+
+    def react(self, step: Step, verdict: Verdict) -> None:
+        if verdict.action is Action.RESET_PREDICTOR:
+            self.linearity = 0.0
 
     def log(self, step: int, logs: dict[str, Any]) -> None:
         if "learning_rate" in logs:  # an entry on steps; it has no loss if all of them were skipped
             logs["hybrid/confidence"] = self.confidence
-
-    # Saving.
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -224,7 +201,7 @@ class PlannerObserver(LeapObserver):
             "sureness": dict(vars(self.sureness)),
             "linearity": self.linearity,
             "steps_since_leap": self.steps_since_leap,
-            "leap_is_new": self._new is not None,
+            "tried": self._tried,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -232,14 +209,7 @@ class PlannerObserver(LeapObserver):
         vars(self.stretches).update(state["stretches"])
         vars(self.sureness).update(state["sureness"])
         self.linearity, self.steps_since_leap = state["linearity"], state["steps_since_leap"]
-        self._new = self.run.record.leaps[-1] if state["leap_is_new"] else None
-
-
-def _decrease_in_standard_errors(leap: Leap) -> float | None:
-    """Return the fall of the loss of a leap's probe; `None` where it was not probed."""
-    if leap.loss_before is None or leap.loss_after is None or not leap.standard_error:
-        return None
-    return (leap.loss_before - leap.loss_after) / leap.standard_error
+        self._tried = state["tried"]
 
 
 @torch.no_grad()
@@ -249,22 +219,25 @@ def gradient_statistics(trajectory: Trajectory) -> dict[str, float]:
     mean squares of the optimizer's moments), `weight` (of the weights), `memory` (norm of the direction's average) and
     `alignment` (cosine of gradient and average); 0 where unknown. Gradients must be there.
     """
-    states = [trajectory.context.state(index) for index in range(len(trajectory.parameters))]
-    first = [s["exp_avg"] for s in states if torch.is_tensor(s.get("exp_avg"))]
-    second = [s["exp_avg_sq"] for s in states if torch.is_tensor(s.get("exp_avg_sq"))]
-    count = max(sum(p.numel() for p in trajectory.shards.originals), 1)
-    gradients = [p.grad for p in trajectory.parameters if p.grad is not None]
-    memory = trajectory.direction.buffers.get("memory", [])
-    means = [
-        sums_of_squares(p.detach() for p in trajectory.parameters),
+    parameters = trajectory.parameters
+    states = [trajectory.context.state(index) for index in range(len(parameters))]
+    first, second = ([s[name] for s in states if torch.is_tensor(s.get(name))] for name in ("exp_avg", "exp_avg_sq"))
+    dots = [
+        inner_product(average, parameter.grad.to(average.device, torch.float32))
+        for average, parameter in zip(trajectory.predicted_gradients(), parameters)
+        if average is not None and parameter.grad is not None and not parameter.grad.is_sparse
+    ]
+    sums = trajectory.shards.totals([
+        sums_of_squares(p.detach() for p in parameters),
         sums_of_squares(first),
         [s.float().sum() for s in second],
-    ]
-    totals = trajectory.shards.totals(
-        [*means, sums_of_squares(memory), sums_of_squares(gradients), _gradient_dot_memory(trajectory)]
-    )
-    weight2, first2, second1 = (totals[:3] / count).tolist()
-    memory2, gradient2, dot = totals[3:].tolist()
+        sums_of_squares(trajectory.direction.buffers.get("memory", [])),
+        sums_of_squares([p.grad for p in parameters if p.grad is not None]),
+        dots,
+    ])  # fmt: skip
+    count = max(sum(p.numel() for p in trajectory.shards.originals), 1)
+    weight2, first2, second1 = (sums[:3] / count).tolist()
+    memory2, gradient2, dot = sums[3:].tolist()
     return {
         "first": math.sqrt(first2),
         "second": math.sqrt(max(second1, 0.0)),
@@ -272,12 +245,3 @@ def gradient_statistics(trajectory: Trajectory) -> dict[str, float]:
         "memory": math.sqrt(memory2),
         "alignment": dot / max(math.sqrt(memory2 * gradient2), 1e-20),
     }
-
-
-def _gradient_dot_memory(trajectory: Trajectory) -> list[Tensor]:
-    dots = []
-    for index, parameter in enumerate(trajectory.parameters):
-        predicted = trajectory.direction.predicted_gradient(index)
-        if predicted is not None and parameter.grad is not None and not parameter.grad.is_sparse:
-            dots.append(inner_product(predicted, parameter.grad.to(predicted.device, torch.float32)))
-    return dots

@@ -17,8 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,10 +30,8 @@ from hf_hybrid.run.weights import TrainedWeights
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
 
-LEAST, MOST = 0.5, 1.5
-"""Bounds of the factor on a gain."""
-DECAY = 0.9
-"""Of the averages of slopes over leaps."""
+LEAST, MOST, DECAY = 0.5, 1.5, 0.9
+"""Bounds of the factor on a gain, and decay of the averages of slopes over leaps."""
 
 
 def group_of(name: str) -> str:
@@ -42,27 +39,19 @@ def group_of(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
-@dataclass(frozen=True)
-class GroupResidual:
-    """
-    One group of parameters, or all of them, over one leap.
+class GroupResidual(NamedTuple):
+    """One group of parameters, or all of them, over one leap. Slopes are in nats per leap; negative leads downhill."""
 
-    `cosine` of the leap with what the real steps of Correct did; `norm_ratio` realised over predicted, each per unit of
-    learning rate; `slope_before` and `slope_after`: projection of the gradient on the leap (nats per leap), as
-    predicted before it (`None` for directions that predict no gradient) and as met in Correct. Negative leads downhill.
-    """
-
-    cosine: float
-    norm_ratio: float
-    slope_before: float | None
-    slope_after: float
+    cosine: float  # of the leap with what the real steps of Correct did
+    norm_ratio: float  # length of what they did over that of the leap, each per unit of learning rate
+    slope_before: float | None  # as predicted; `None` for directions that predict no gradient
+    slope_after: float  # as met in Correct
 
 
 def secant_minimum(slope_before: float, slope_after: float) -> float | None:
     """
-    Position of the lowest loss along the leap, in leaps, by the secant through the slopes at both ends.
-
-    1 if the leap was exactly long enough, less if it was too long; `None` if the slopes do not turn upwards.
+    Position of the lowest loss along the leap by the secant through the slopes at both ends: 1 if the leap was exactly
+    long enough, less if it was too long; `None` if the slopes do not turn upwards.
     """
     bend = slope_after - slope_before
     return -slope_before / bend if bend > 0 and slope_before < 0 else None
@@ -70,13 +59,10 @@ def secant_minimum(slope_before: float, slope_after: float) -> float | None:
 
 class LeapResiduals(LeapObserver):
     """
-    Writes down, for every leap that stays, how it compares with the real steps after it; may correct later gains.
+    Writes down, for every leap that stays, how it compares with the real steps after it.
 
-    Pass it in `parts=`. `hybrid_summary()["displacement_residuals"]` has the means by group. In a run without phases,
-    which makes no leap, it does nothing.
-
-    Args:
-        correct_gain (`bool`): Whether what was seen changes the gain of each group of parameters in later leaps.
+    Pass it in `parts=`. `hybrid_summary()["displacement_residuals"]` has the means by group. With `correct_gain` they
+    change the gain of each group of parameters in later leaps. In a run without leaps it does nothing.
     """
 
     name = "leap_residuals"
@@ -84,16 +70,16 @@ class LeapResiduals(LeapObserver):
     def __init__(self, correct_gain: bool = False):
         self.correct_gain = correct_gain
         self.watch(None)
-        self.means: dict[str, dict] = {}
-        """By group of parameters: `leaps` judged, and the means of `cosine` and `norm_ratio` over them."""
 
     def begin(self, run: Run) -> None:
-        self.run, self.means = run, {}
+        self.run = run
         self.watch(run.weights)
 
     def watch(self, weights: TrainedWeights | None) -> None:
         """Compare leaps of these weights, one at a time, from the first on."""
         self.weights = weights
+        self.means: dict[str, dict] = {}
+        """By group of parameters: `leaps` judged, and the means of `cosine` and `norm_ratio` over them."""
         self.slopes: dict[str, list[float]] = {}
         """By group: averages of the slopes before and after the last leaps."""
         self.leap_rate = 0.0
@@ -109,8 +95,6 @@ class LeapResiduals(LeapObserver):
         self.slopes_before: Tensor | None = None
         self.gradient_steps = 0
 
-    # A leap.
-
     def before_leap(self, leaps: Leaps, leap: Leap) -> None:
         if self.correct_gain:
             names = leaps.trajectory.weights.names
@@ -122,12 +106,8 @@ class LeapResiduals(LeapObserver):
     @torch.no_grad()
     def leap_made(self, rate: float, before: Sequence[Tensor], predicted: Sequence[Tensor | None]) -> None:
         """
-        Begin to compare a leap that was just kept.
-
-        Args:
-            rate (`float`): Its gain times the learning rates that it stands on: what its length is measured by.
-            before (`Sequence[torch.Tensor]`): The weights before it.
-            predicted (`Sequence[torch.Tensor | None]`): The gradient that was predicted, where one was.
+        Begin to compare a leap that was just kept. `rate` is its gain times the learning rates that it stands on, by
+        which its length is measured; `before` are the weights before it; `predicted`, the gradients where one was.
         """
         self._forget_leap()
         self.start = [start.float().clone() for start in self._samples(self.shards.parameters)]
@@ -136,7 +116,7 @@ class LeapResiduals(LeapObserver):
         known = [gradient for gradient in predicted if gradient is not None]
         if len(known) == len(predicted):
             gradients = [gradient.float() for gradient in self._samples(known)]
-            (self.slopes_before,) = self._by_group((gradients, self.leap))
+            self.slopes_before = self._by_group((gradients, self.leap))
 
     def before_update(self, step: Step) -> None:
         if self.start and step.leap is not None and not step.withheld:
@@ -173,13 +153,8 @@ class LeapResiduals(LeapObserver):
     @torch.no_grad()
     def judge(self, rate: float) -> tuple[GroupResidual | None, dict[str, GroupResidual]]:
         """
-        Compare; one host synchronisation. What was remembered is dropped.
-
-        Args:
-            rate (`float`): Learning rates of the real steps since the leap, added up.
-
-        Returns:
-            Over all parameters (`None` if nothing was compared or moved), and by group.
+        Compare over all parameters (`None` if nothing moved) and by group, with one host synchronisation, and forget
+        the leap. `rate` is the sum of the learning rates of the real steps since.
         """
         if not self.gradient_steps or rate <= 0:
             self._forget_leap()
@@ -189,8 +164,7 @@ class LeapResiduals(LeapObserver):
         before, leap = self.slopes_before, self.leap
         columns = self._by_group((leap, realised), (leap, leap), (realised, realised), (self.gradients, leap))
         columns[3] /= self.gradient_steps
-        columns.append(torch.zeros_like(columns[0]) if before is None else before.cpu())
-        rows = torch.stack(columns, dim=1).tolist()
+        rows = torch.cat((columns, torch.zeros_like(columns[:1]) if before is None else before)).T.tolist()
         of_all = self._residual([sum(column) for column in zip(*rows)], rate)
         groups = {group: self._residual(row, rate) for group, row in zip(self.groups, rows)}
         self._forget_leap()
@@ -207,16 +181,14 @@ class LeapResiduals(LeapObserver):
     def _samples(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [self.shards.sample(index, tensor) for index, tensor in enumerate(tensors)]
 
-    def _by_group(self, *pairs: tuple[Sequence[Tensor], Sequence[Tensor]]) -> list[Tensor]:
-        """Estimate inner products of each pair over whole groups from samples, as fp32 `[groups]` on the host."""
-
-        def dot(one: Tensor, other: Tensor, index: int) -> Tensor:
-            return torch.dot(one.to(other.device), other) * self.shards.weight(index)
-
-        dots = [[dot(a[i], b[i], i) for i in members] for a, b in pairs for members in self.groups.values()]
-        return list(self.shards.totals(dots).view(len(pairs), -1))
-
-    # What was learned.
+    def _by_group(self, *pairs: tuple[Sequence[Tensor], Sequence[Tensor]]) -> Tensor:
+        """Estimate inner products of pairs over whole groups from samples, as fp32 `[pairs, groups]` on the host."""
+        dots = [
+            [torch.dot(one[i].to(other[i].device), other[i]) * self.shards.weight(i) for i in members]
+            for one, other in pairs
+            for members in self.groups.values()
+        ]
+        return self.shards.totals(dots).view(len(pairs), -1)
 
     def learn(self, groups: dict[str, GroupResidual]) -> None:
         """Take in the residuals of one leap."""
@@ -243,30 +215,19 @@ class LeapResiduals(LeapObserver):
     def summary(self) -> dict[str, Any]:
         return {"displacement_residuals": self.means}
 
-    # Saving.
+    _SAVED = ("gradient_steps", "leap_rate", "slopes_before", "slopes", "means")
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, and tensors for a checkpoint inside a Correct phase. All processes must call this."""
         if self.weights is None:
             return {}
-        comparison = {
-            "gradient_steps": self.gradient_steps,
-            "leap_rate": self.leap_rate,
-            "slopes_before": None if self.slopes_before is None else self.slopes_before.tolist(),
-            "tensors": self.weights.whole({"leap": self.leap, "start": self.start, "gradients": self.gradients}),
-        }
-        return {"comparison": comparison, "slopes": self.slopes, "means": self.means}
+        tensors = self.weights.whole({"leap": self.leap, "start": self.start, "gradients": self.gradients})
+        return {**{name: getattr(self, name) for name in self._SAVED}, "tensors": tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.weights is None:
             return
-        comparison = state["comparison"]
-        saved = self.weights.in_order(comparison["tensors"])
-        for kind in ("leap", "start", "gradients"):
-            pairs = zip(saved.get(kind, []), self.shards.parameters)
+        vars(self).update({name: state[name] for name in self._SAVED})
+        for kind, saved in self.weights.in_order(state["tensors"]).items():
+            pairs = zip(saved, self.shards.parameters)
             setattr(self, kind, [tensor.to(parameter.device, copy=True) for tensor, parameter in pairs])
-        slopes = comparison["slopes_before"]
-        self.slopes_before = None if slopes is None else torch.tensor(slopes)
-        self.gradient_steps, self.leap_rate = comparison["gradient_steps"], comparison["leap_rate"]
-        self.slopes = {group: list(averages) for group, averages in state["slopes"].items()}
-        self.means = {group: dict(mean) for group, mean in state["means"].items()}

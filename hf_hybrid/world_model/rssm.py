@@ -6,7 +6,7 @@ through noisy observations. It keeps a state of two parts. The deterministic par
 what was done. The stochastic part is a few categorical variables, and there are two guesses for it: the *prior* is
 made from the memory alone, before the observation; the *posterior* also sees the observation. While a run is watched
 the state follows the posterior. To imagine the future the model rolls the prior forward under the actions that might
-be taken, without any observation. Training (learning.py) makes both agree.
+be taken, without any observation.
 
 Here the process is a training run and time is counted in stretches of some real steps. After each stretch the model
 observes 69 numbers: the 64 signals of signals.py and five that `LossHistory` knows of the loss curve. An action is
@@ -14,25 +14,25 @@ what was done in a stretch: how far leaps moved the weights, how many steps they
 learning rate.
 
 The loss heads do not forecast the loss from nothing. They start from the power law through the past losses, which
-enters with learned trust, and add a linear forecast fitted offline, a learned drift per stretch, and the effect of
-leaps in proportion to their gain. The forecast is a Student-t whose scale grows with the horizon. Everything that
-depends on leaps starts at exactly zero: a leap of which the model knows nothing is worth nothing.
+enters with learned trust, and add a linear forecast, a drift per stretch, and the effect of leaps in proportion to
+their gain. The forecast is a Student-t whose scale grows with the horizon. Before training, everything that depends on
+leaps is exactly zero: a leap of which the model knows nothing is worth nothing.
 
-The ensemble has three members with parameters of their own. Parameters carry a leading member dimension, so that one
-batched product serves all members. Shapes: M members, N sequences, W or K stretches. The global random generators are
-never used.
+The three members have weights of their own, with a leading dimension for the member, so that one batched product serves
+all. They were trained on recorded runs (`benchmarks/world_model/`), do not change during a run, and nothing here is
+random. Shapes: M members, N sequences, W or K stretches.
 """
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_hybrid.world_model.signals import FEATURE_NAMES, LIMIT
 
@@ -50,16 +50,15 @@ SCORED = (1, 5, 20)
 LINEAR = OBSERVATION + 5
 """Inputs of the linear part: normalised observation and 1; and for each stretch ahead its progress and rate, the mean
 rate until then, and the forecast of the power law."""
-LINEAR_HORIZON = 20
-"""Stretches ahead for which the linear part has weights; later ones use the last weights."""
-LINEAR_LIMIT = 3.0
-"""Bound of its normalised inputs, so that an input far out of range is not extrapolated from."""
+LINEAR_HORIZON, LINEAR_LIMIT = 20, 3.0
+"""Stretches ahead for which the linear part has weights (later ones use the last), and bound of its inputs, so that it
+does not extrapolate from one far out of range."""
 UNIFORM = 0.01
 """Share of the uniform distribution in every categorical, which keeps every class alive."""
 
 
 class State(NamedTuple):
-    """Deterministic `[M, N, D]` and stochastic `[M, N, groups * classes]` state; several stretches add a dimension."""
+    """Deterministic `[M, N, D]` and stochastic `[M, N, groups * classes]` state; stretches add a dimension."""
 
     deterministic: Tensor
     stochastic: Tensor
@@ -84,112 +83,50 @@ def power_law(history: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
 
 def interpolated(values: Tensor, horizon: int) -> Tensor:
     """Values `[3]` at `SCORED` stretches ahead to all of the next, `[K]`: linear in log k, flat behind the last."""
-    ahead = torch.arange(1, horizon + 1, device=values.device, dtype=values.dtype).log()
-    result = values[0].expand(horizon)
-    for index, (below, above) in enumerate(zip(SCORED, SCORED[1:])):
-        share = ((ahead - math.log(below)) / math.log(above / below)).clamp(0, 1)
-        result = result + share * (values[index + 1] - values[index])
-    return result
+    ahead = np.log(np.arange(1, horizon + 1))
+    return torch.from_numpy(np.interp(ahead, np.log(SCORED), values.cpu().numpy())).to(values)
 
 
-class EnsembleLinear(nn.Module):
+class RSSM:
     """
-    One linear map per member, `[M, N, inputs] -> [M, N, outputs]`, plus a bias of its own or what the caller adds.
+    Recurrent state-space ensemble over stretches of training.
 
-    `gain` is the standard deviation of outputs for inputs of unit variance.
-    """
-
-    def __init__(
-        self, members: int, inputs: int, outputs: int, generator: torch.Generator, gain: float = 1.0, bias: bool = True
-    ):
-        super().__init__()
-        values = torch.randn(members, inputs, outputs, generator=generator)
-        self.weight = nn.Parameter(values * (gain / inputs**0.5))
-        if bias:
-            self.bias = nn.Parameter(torch.zeros(members, 1, outputs))
-
-    def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        return torch.baddbmm(self.bias if add is None else add, x, self.weight)
-
-
-class RSSM(nn.Module):
-    """
-    Recurrent state-space ensemble over stretches of training; the module's docstring explains it.
-
-    `deterministic` are the units of the GRU; `groups` are the categorical variables of the stochastic state, with
-    `classes` each; `hidden` is the width of the hidden layers; `seed` is for the initial weights.
+    `weights` are `NAME.weight` `[M, inputs, outputs]` and `NAME.bias` `[M, 1, outputs]` of linear maps, and beside what
+    only training reads: `feature_mean` and `feature_scale`, which normalise features; `linear`, the linear forecast
+    `[M, LINEAR, LINEAR_HORIZON]`; `scale_shift`, added to log scales 1, 5 and 20 stretches ahead; and `pair_scale`
+    `[M, 2]`, offset and power in [`pair_log_scale`]. Both scales were calibrated on runs not learned from.
     """
 
-    # Buffers.
-    feature_mean: Tensor
-    feature_scale: Tensor
-    linear: Tensor
-    scale_shift: Tensor
-    """Added to log scales 1, 5 and 20 stretches ahead, interpolated between: calibrated offline on unseen runs."""
-    confidence_map: Tensor
-    """Offset and slope of the logit of the confidence: calibrated offline on unseen runs."""
-
+    GROUPS, CLASSES = 4, 8
+    """Categorical variables of the stochastic state, and classes of each."""
     _DRIFT = 0.05
     """Log-loss units of an output of 1."""
     _EXPOSURE = 0.1
     """Added to the difference in actions of two futures, so that the error of their difference is never 0."""
 
-    def __init__(
-        self,
-        members: int = 3,
-        deterministic: int = 256,
-        groups: int = 4,
-        classes: int = 8,
-        hidden: int = 96,
-        seed: int = 0,
-    ):
-        super().__init__()
-        self.members, self.deterministic, self.groups, self.classes = members, deterministic, groups, classes
-        self.stochastic = groups * classes
-        generator = torch.Generator().manual_seed(seed)
+    def __init__(self, weights: dict[str, Tensor]):
+        self.weights = weights
+        self.members, self.deterministic, _ = weights["prior_hidden.weight"].shape
 
-        def linear(inputs: int, outputs: int, gain: float = 1.0, bias: bool = True) -> EnsembleLinear:
-            return EnsembleLinear(members, inputs, outputs, generator, gain, bias)
+    @classmethod
+    def load(cls, path: str | Path, device: str | torch.device = "cpu") -> RSSM:
+        """Read weights from safetensors of any float dtype."""
+        return cls({name: tensor.to(device, torch.float32) for name, tensor in load_file(str(path)).items()})
 
-        latent = deterministic + self.stochastic
-        self.gates_action = linear(len(ACTIONS), 3 * deterministic)
-        self.gates = linear(latent, 3 * deterministic, bias=False)
-        self.encoder = linear(OBSERVATION, hidden)
-        self.posterior_hidden = linear(deterministic, hidden)
-        self.posterior_out = linear(hidden, self.stochastic)
-        self.prior_hidden = linear(deterministic, hidden)
-        self.prior_out = linear(hidden, self.stochastic)
-        self.decoder_hidden, self.decoder_out = linear(latent, hidden), linear(hidden, FEATURES)
-        self.loss_hidden, self.loss_out = linear(latent, hidden), linear(hidden, 4, gain=0.1)
-        self.loss_context = linear(hidden, hidden)
-        self.start_hidden, self.start_out = linear(latent, hidden), linear(hidden, 3, gain=0.1)
-        self.pair_scale = nn.Parameter(torch.tensor([-4.0, 0.5]).repeat(members, 1))
-        """Offset and power in [`pair_log_scale`]."""
-        self.register_buffer("feature_mean", torch.zeros(FEATURES))
-        self.register_buffer("feature_scale", torch.ones(FEATURES))
-        self.register_buffer("linear", torch.zeros(members, LINEAR, LINEAR_HORIZON))
-        self.register_buffer("scale_shift", torch.zeros(len(SCORED)))
-        self.register_buffer("confidence_map", torch.tensor([0.0, 1.0]))
-        with torch.no_grad():
-            self.gates_action.weight[:, :2] = 0.0
-            self.loss_out.weight[:, :, 1] = 0.0
-            self.loss_out.bias[:, 0, 2:] = torch.tensor([-3.5, -4.5])
-
-    def load(self, path: str | Path) -> RSSM:
-        """Read weights (safetensors, any float dtype) of an ensemble of the same sizes, and return the model."""
-        self.load_state_dict(load_file(str(path)))
-        return self
-
-    # Inputs.
+    def project(self, name: str, x: Tensor, add: Tensor | None = None) -> Tensor:
+        """One linear map per member, `[M, N, inputs] -> [M, N, outputs]`, plus its bias or what the caller adds."""
+        return torch.baddbmm(self.weights[f"{name}.bias"] if add is None else add, x, self.weights[f"{name}.weight"])
 
     def initial(self, count: int) -> State:
         """State before the first stretch of `count` sequences."""
-        zeros = self.feature_mean.new_zeros(self.members, count, self.deterministic + self.stochastic)
-        return State(zeros[..., : self.deterministic], zeros[..., self.deterministic :])
+        zeros = self.weights["feature_mean"].new_zeros
+        stochastic = self.GROUPS * self.CLASSES
+        return State(zeros(self.members, count, self.deterministic), zeros(self.members, count, stochastic))
 
     def normalised(self, features: Tensor) -> Tensor:
         """Features in units of their usual variation, bounded."""
-        return ((features - self.feature_mean) / self.feature_scale).clamp(-2 * LIMIT, 2 * LIMIT)
+        scaled = (features - self.weights["feature_mean"]) / self.weights["feature_scale"]
+        return scaled.clamp(-2 * LIMIT, 2 * LIMIT)
 
     def scaled(self, observations: Tensor) -> Tensor:
         """Observations in units of their usual variation, bounded."""
@@ -204,7 +141,7 @@ class RSSM(nn.Module):
     def embed(self, observations: Tensor) -> Tensor:
         """Raw observations `[N, 69]` to the input of the posterior, `[M, N, hidden]`."""
         inputs = self.scaled(observations)
-        return self.encoder(inputs.expand(self.members, *inputs.shape))
+        return self.project("encoder", inputs.expand(self.members, *inputs.shape))
 
     def linear_inputs(self, observation: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs of the linear part: those shared by all stretches ahead, `[N, 70]`, and of each, `[N, K, 4]`."""
@@ -216,72 +153,37 @@ class RSSM(nn.Module):
         own = torch.stack((progress, rate, rate.cumsum(-1) / ahead, law), -1)
         return torch.cat((shared, torch.ones_like(shared[:, :1])), -1), own
 
-    def _linear_forecast(self, observation: Tensor, actions: Tensor) -> Tensor:
-        shared, own = self.linear_inputs(observation, actions)
-        columns = torch.arange(actions.shape[1], device=actions.device).clamp_max(LINEAR_HORIZON - 1)
-        weights, split = self.linear[..., columns], shared.shape[-1]
-        product = torch.matmul(shared, weights[:, :split])
-        return product + torch.einsum("nki,mik->mnk", own, weights[:, split:])
-
-    def _steer(self, actions: Tensor) -> tuple[Tensor, ...]:
+    def steer(self, actions: Tensor) -> tuple[Tensor, ...]:
         """The part of the GRU's gates that comes from actions `[N, W, 4]`: for each stretch `[M, N, 3 * D]`."""
         inputs = torch.cat((torch.asinh(actions[..., :2]), actions[..., 2:]), -1).flatten(0, 1)
-        gates = self.gates_action(inputs.expand(self.members, *inputs.shape))
+        gates = self.project("gates_action", inputs.expand(self.members, *inputs.shape))
         return gates.unflatten(1, actions.shape[:2]).unbind(2)
 
-    # One stretch.
-
-    def _recur(self, state: State, steer: Tensor) -> Tensor:
-        reset, update, candidate = self.gates(torch.cat(state, -1), steer).chunk(3, -1)
+    def recur(self, state: State, steer: Tensor) -> Tensor:
+        reset, update, candidate = self.project("gates", torch.cat(state, -1), steer).chunk(3, -1)
         candidate = torch.tanh(torch.sigmoid(reset) * candidate)
         # The update gate starts nearly closed, so that the state remembers many stretches from the start.
         return torch.lerp(state.deterministic, candidate, torch.sigmoid(update - 1.0))
 
-    def _distribution(self, logits: Tensor) -> Tensor:
-        probabilities = logits.unflatten(-1, (self.groups, self.classes)).softmax(-1)
-        return (1 - UNIFORM) * probabilities + UNIFORM / self.classes
+    def _distribution(self, name: str, hidden: Tensor) -> Tensor:
+        probabilities = self.project(name, F.silu(hidden)).unflatten(-1, (self.GROUPS, self.CLASSES)).softmax(-1)
+        return (1 - UNIFORM) * probabilities + UNIFORM / self.CLASSES
 
     def prior(self, deterministic: Tensor) -> Tensor:
         """Probabilities of the stochastic state before the stretch is observed, `[M, N, groups, classes]`."""
-        return self._distribution(self.prior_out(F.silu(self.prior_hidden(deterministic))))
+        return self._distribution("prior_out", self.project("prior_hidden", deterministic))
 
     def posterior(self, deterministic: Tensor, embedded: Tensor) -> Tensor:
         """Probabilities of the stochastic state once the stretch is observed, `[M, N, groups, classes]`."""
-        return self._distribution(self.posterior_out(F.silu(self.posterior_hidden(deterministic) + embedded)))
-
-    @staticmethod
-    def sample(probabilities: Tensor, generator: torch.Generator) -> Tensor:
-        """One-hot sample with the gradient of its probabilities (straight through), groups flattened."""
-        flat = probabilities.detach().flatten(0, -2)
-        index = torch.multinomial(flat, 1, generator=generator).view(probabilities.shape[:-1])
-        hard = F.one_hot(index, probabilities.shape[-1]).to(probabilities.dtype)
-        return (hard + probabilities - probabilities.detach()).flatten(-2)
+        return self._distribution("posterior_out", self.project("posterior_hidden", deterministic) + embedded)
 
     def observe(self, state: State, observation: Tensor, action: Tensor) -> State:
         """
         State after a stretch, from the state before it, the observation `[N, 69]` after it and its action `[N, 4]`. It
         holds mean probabilities instead of samples, so all processes compute the same.
         """
-        deterministic = self._recur(state, self._steer(action[:, None])[0])
+        deterministic = self.recur(state, self.steer(action[:, None])[0])
         return State(deterministic, self.posterior(deterministic, self.embed(observation)).flatten(-2))
-
-    # Many stretches.
-
-    def unroll(
-        self, state: State, observations: Tensor, actions: Tensor, generator: torch.Generator
-    ) -> tuple[State, Tensor]:
-        """
-        Observe sequences `[N, W, 69]` and `[N, W, 4]` with sampled states, for training. Returns states
-        `[M, N, W, ...]` and posterior probabilities `[M, N, W, groups, classes]`.
-        """
-        embedded = self.embed(observations.flatten(0, 1)).unflatten(1, actions.shape[:2])
-        states, posteriors = [], []
-        for steer, seen in zip(self._steer(actions), embedded.unbind(2)):
-            hidden = self._recur(state, steer)
-            posteriors.append(self.posterior(hidden, seen))
-            state = State(hidden, self.sample(posteriors[-1], generator))
-            states.append(state)
-        return State(*(torch.stack(part, 2) for part in zip(*states))), torch.stack(posteriors, 2)
 
     def imagine(self, state: State, actions: Tensor) -> State:
         """
@@ -289,43 +191,40 @@ class RSSM(nn.Module):
         `[M, N, K, ...]`. It holds mean probabilities.
         """
         states = []
-        for steer in self._steer(actions):
-            hidden = self._recur(state, steer)
+        for steer in self.steer(actions):
+            hidden = self.recur(state, steer)
             state = State(hidden, self.prior(hidden).flatten(-2))
             states.append(state)
         return State(*(torch.stack(part, 2) for part in zip(*states)))
 
-    # Heads.
-
-    def reconstruct(self, states: State) -> Tensor:
-        """Normalised features read off states `[M, N, ...]`: `[M, N, 64]`."""
-        return self.decoder_out(F.silu(self.decoder_hidden(torch.cat(states, -1))))
-
     def forecast(self, start: State, observation: Tensor, actions: Tensor) -> LossHead:
         """
-        Imagine, and predict the change of the log loss from the start to every imagined stretch.
+        Imagine from a state `[M, N, ...]`, and predict the change of the log loss from there to every stretch.
 
-        The heads also read the last observation: a few categoricals hold what matters in the long run, but not every
-        feature that tells what a leap will do. The log scale combines two kinds of noise: that of a stretch itself,
-        and that of a walk, which adds up over stretches.
-
-        `start` is the state `[M, N, ...]` to imagine from, with the observation `[N, 69]` there; actions of the future
-        are `[N, K, 4]`.
+        The heads also read the last observation `[N, 69]`: a few categoricals hold what matters in the long run, but
+        not every feature that tells what a leap will do. The log scale combines two kinds of noise: that of a stretch
+        itself, and that of a walk, which adds up over stretches.
         """
         embedded = self.embed(observation)
         latents = torch.cat(self.imagine(start, actions), -1)
-        hidden = self.loss_hidden(latents.flatten(1, 2)).unflatten(1, latents.shape[1:3])
-        hidden = hidden + self.loss_context(F.silu(embedded))[:, :, None]
-        out = self.loss_out(F.silu(hidden).flatten(1, 2)).unflatten(1, latents.shape[1:3])
-        at_start = self.start_out(F.silu(self.start_hidden(torch.cat(start, -1)) + embedded))
+        hidden = self.project("loss_hidden", latents.flatten(1, 2)).unflatten(1, latents.shape[1:3])
+        hidden = hidden + self.project("loss_context", F.silu(embedded))[:, :, None]
+        out = self.project("loss_out", F.silu(hidden).flatten(1, 2)).unflatten(1, latents.shape[1:3])
+        at_start = self.project("start_out", F.silu(self.project("start_hidden", torch.cat(start, -1)) + embedded))
         back, increments = power_law(observation[:, FEATURES:], actions.shape[1])
         trust = torch.sigmoid(at_start[..., :2])
         offset = trust[..., :1] * back + self._DRIFT * at_start[..., 2:]
         drift, effect = self._DRIFT * out[..., 0], self._DRIFT * out[..., 1]
         steps = trust[..., 1:] * increments + drift + torch.asinh(actions[..., 0]) * effect
-        mean = offset + steps.cumsum(-1) + self._linear_forecast(observation, actions)
+        shared, own = self.linear_inputs(observation, actions)
+        columns = torch.arange(actions.shape[1], device=actions.device).clamp_max(LINEAR_HORIZON - 1)
+        weights, split = self.weights["linear"][..., columns], shared.shape[-1]
+        linear = torch.matmul(shared, weights[:, :split]) + torch.einsum("nki,mik->mnk", own, weights[:, split:])
+        mean = offset + steps.cumsum(-1) + linear
         noise, walk = (2 * out[..., 2]).exp(), (2 * out[..., 3]).exp().cumsum(-1)
-        return LossHead(mean, 0.5 * (noise + walk + 1e-8).log() + interpolated(self.scale_shift, actions.shape[1]))
+        return LossHead(
+            mean, 0.5 * (noise + walk + 1e-8).log() + interpolated(self.weights["scale_shift"], actions.shape[1])
+        )
 
     def pair_log_scale(self, first: Tensor, second: Tensor) -> Tensor:
         """
@@ -333,5 +232,5 @@ class RSSM(nn.Module):
         grows as a power of the difference in actions.
         """
         exposure = (torch.asinh(first[..., :2]) - torch.asinh(second[..., :2])).abs().sum(-1).cumsum(-1)
-        offset, power = self.pair_scale[:, :1, None], self.pair_scale[:, 1:, None]
+        offset, power = self.weights["pair_scale"][..., None].split(1, 1)
         return offset + power * (exposure + self._EXPOSURE).log()

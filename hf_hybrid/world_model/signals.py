@@ -38,7 +38,7 @@ class StepSignals:
     rate_in_block: float = 0.0
     leap_gain: float = 0.0
     leap_credit: float = 0.0
-    leap_decrease: float | None = None  # of the held-out loss, by a probe since the last step, in standard errors
+    leap_decrease: float | None = None  # of the loss of a probe since the last step, in standard errors
     leap_kept: bool | None = None
     leap_residual: float = 0.0
     leap_relative_norm: float = 0.0
@@ -49,43 +49,33 @@ class SignalObserver:
     """Keeps the short histories that the features need and turns each step into 64 numbers."""
 
     def __init__(self):
-        self.losses: deque[float] = deque(maxlen=64)
-        self.norms: deque[float] = deque(maxlen=64)
-        self.alignments: deque[float] = deque(maxlen=32)
-        self.decreases: deque[float] = deque(maxlen=16)
-        self.kept: deque[float] = deque(maxlen=16)
-        self.rates: deque[float] = deque(maxlen=8)
+        self.losses, self.norms = deque[float](maxlen=64), deque[float](maxlen=64)
+        self.alignments, self.rates = deque[float](maxlen=32), deque[float](maxlen=8)
+        self.decreases, self.kept = deque[float](maxlen=16), deque[float](maxlen=16)
         self.steps = self.predicted = 0
-        self.fast = self.mid = self.slow = 0.0
-        """Exponential averages of the loss over about 4, 16 and 64 steps."""
+        self.fast = self.mid = self.slow = 0.0  # exponential averages of the loss over about 4, 16 and 64 steps
         self.first_loss = self.first_norm = self.first_weight = 0.0
         self.peak_rate = self.rate_total = 0.0
-        self.clipped = 0.0
-        """Share of the last 16 steps or so whose gradient was clipped."""
-        self.moment_first = self.moment_second = self.previous_first = self.previous_second = 0.0
+        self.clipped = 0.0  # share of the last 16 steps or so whose gradient was clipped
         self.statistics: dict[str, float] = {}
-        self._features = [0.0] * len(FEATURE_NAMES)
-        self._unread: StepSignals | None = None
-
-    def observe(self, step: StepSignals) -> None:
-        """Record one step. This is cheap, because the features are computed only on demand."""
-        self._remember(step)
-        self._unread = step
+        self.previous: dict[str, float] = {}  # the statistics before these
+        self._last: StepSignals | None = None
 
     @property
     def features(self) -> list[float]:
-        """Return the 64 features after the last step, each in [-5, 5], in the order of `FEATURE_NAMES`."""
-        step, self._unread = self._unread, None
-        if step is not None:
-            view = View(self, step)
-            self._features = [
-                _bounded(feature(view)) if is_known(view) else 0.0
-                for is_known, features in _TABLES
-                for feature in features.values()
-            ]
-        return self._features
+        """The 64 features after the last step, in the order of `FEATURE_NAMES`; zeros before a step of this start."""
+        if self._last is None:
+            return [0.0] * len(FEATURE_NAMES)
+        view = View(self, self._last)
+        return [
+            _bounded(feature(view)) if is_known(view) else 0.0
+            for is_known, features in _TABLES
+            for feature in features.values()
+        ]
 
-    def _remember(self, step: StepSignals) -> None:
+    def observe(self, step: StepSignals) -> None:
+        """Record one step."""
+        self._last = step
         self.steps += 1
         self.rates.append(step.learning_rate)
         self.peak_rate = max(self.peak_rate, step.learning_rate)
@@ -95,65 +85,50 @@ class SignalObserver:
         if step.leap_kept is not None:
             self.kept.append(float(step.leap_kept))
         if step.loss is None or step.gradient_norm is None:
-            return
+            return  # it was skipped
         self.rate_total += step.learning_rate
         self.first_loss = self.first_loss or step.loss
         self.first_norm = self.first_norm or step.gradient_norm
-        if self.losses:
-            self.fast += (step.loss - self.fast) / 4
-            self.mid += (step.loss - self.mid) / 16
-            self.slow += (step.loss - self.slow) / 64
-        else:
+        if not self.losses:
             self.fast = self.mid = self.slow = step.loss
+        self.fast += (step.loss - self.fast) / 4
+        self.mid += (step.loss - self.mid) / 16
+        self.slow += (step.loss - self.slow) / 64
         self.losses.append(step.loss)
         self.norms.append(step.gradient_norm)
         over = step.max_grad_norm > 0 and step.gradient_norm > step.max_grad_norm
         self.clipped += (over - self.clipped) / 16
         if step.statistics:
-            self.previous_first, self.previous_second = self.moment_first, self.moment_second
-            self.statistics = step.statistics
-            self.moment_first, self.moment_second = step.statistics["first"], step.statistics["second"]
+            self.previous, self.statistics = self.statistics, step.statistics
             self.first_weight = self.first_weight or step.statistics["weight"]
             self.alignments.append(step.statistics["alignment"])
 
     def state_dict(self) -> dict[str, Any]:
-        state = {**vars(self), "_features": self.features}
-        del state["_unread"]
-        return {name: list(value) if isinstance(value, deque) else value for name, value in state.items()}
+        state = {name: list(value) if isinstance(value, deque) else value for name, value in vars(self).items()}
+        del state["_last"]  # features are read after a step
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             kept = getattr(self, name)
             setattr(self, name, deque(value, kept.maxlen) if isinstance(kept, deque) else value)
-        self._unread = None
 
 
 class View:
     """What the features of a step are computed from."""
 
     def __init__(self, observer: SignalObserver, step: StepSignals):
-        self.seen, self.step = observer, step
-        self.losses = np.asarray(observer.losses, dtype=np.float64)
-        self.norms = np.asarray(observer.norms, dtype=np.float64)
-        self.alignments = np.asarray(observer.alignments, dtype=np.float64)
+        self.seen, self.step, self.statistics = observer, step, observer.statistics
+        self.losses, self.norms, self.alignments = map(np.array, (observer.losses, observer.norms, observer.alignments))
+        self.rate = max(step.learning_rate, 1e-12)
         if len(self.losses) > 1:
             self.mean, self.std = self.losses.mean(), max(self.losses.std(), 1e-12)
             self.change = np.diff(self.losses)
             self.mean_norm = max(self.norms.mean(), 1e-12)
-        self.statistics = observer.statistics
+            self.covariance = ((self.losses - self.mean) * (self.norms - self.norms.mean())).mean()
         if self.statistics:
             self.ratio = self.statistics["first"] / max(self.statistics["second"], 1e-20)
-        self.rate = max(step.learning_rate, 1e-12)
-
-    @property
-    def covariance(self) -> float:
-        """Of losses and gradient norms."""
-        return ((self.losses - self.losses.mean()) * (self.norms - self.norms.mean())).mean()
-
-    @property
-    def clipped_norm(self) -> float:
-        """Norm of the last gradient as the optimizer got it."""
-        return min(self.seen.norms[-1], self.step.max_grad_norm or self.seen.norms[-1])
+            self.clipped_norm = min(self.norms[-1], step.max_grad_norm or self.norms[-1])  # as the optimizer got it
 
 
 Features = dict[str, Callable[[View], Any]]
@@ -165,11 +140,11 @@ _LOSS: Features = {
     "loss_std_over_mean": lambda v: 10 * v.std / max(abs(v.mean), 1e-12),
     "loss_min_gap": lambda v: (v.mean - v.losses.min()) / v.std,
     "loss_max_gap": lambda v: (v.losses.max() - v.mean) / v.std,
-    "loss_slope_8": lambda v: _slope(v.losses[-8:]) / v.std * 8,
-    "loss_slope_16": lambda v: _slope(v.losses[-16:]) / v.std * 16,
-    "loss_slope_32": lambda v: _slope(v.losses[-32:]) / v.std * 32,
+    **{f"loss_slope_{n}": lambda v, n=n: _slope(v.losses[-n:]) / v.std * n for n in (8, 16, 32)},
     "loss_slope_64": lambda v: _slope(v.losses) / v.std * len(v.losses),
-    "loss_curvature": lambda v: _bend(v.losses) / v.std * len(v.losses),
+    "loss_curvature": lambda v: (
+        (_slope(v.losses[len(v.losses) // 2 :]) - _slope(v.losses[: len(v.losses) // 2])) / v.std * len(v.losses)
+    ),
     "loss_fast_minus_mid": lambda v: (v.seen.fast - v.seen.mid) / v.std,
     "loss_mid_minus_slow": lambda v: (v.seen.mid - v.seen.slow) / v.std,
     "loss_autocorrelation": lambda v: _autocorrelation(v.losses),
@@ -194,8 +169,8 @@ _OPTIMIZER: Features = {
     "moment_first_log": lambda v: math.log10(max(v.statistics["first"], 1e-20)) + 5,
     "moment_second_log": lambda v: math.log10(max(v.statistics["second"], 1e-20)) + 5,
     "moment_signal_to_noise": lambda v: v.ratio,
-    "moment_first_trend": lambda v: _log_ratio(v.seen.moment_first, v.seen.previous_first),
-    "moment_second_trend": lambda v: _log_ratio(v.seen.moment_second, v.seen.previous_second),
+    "moment_first_trend": lambda v: _log_ratio(v.statistics["first"], v.seen.previous.get("first", 0.0)),
+    "moment_second_trend": lambda v: _log_ratio(v.statistics["second"], v.seen.previous.get("second", 0.0)),
     "update_over_weight": lambda v: (
         math.log10(max(v.step.learning_rate * v.ratio / max(v.statistics["weight"], 1e-20), 1e-12)) + 3
     ),
@@ -215,10 +190,7 @@ _RUN: Features = {
     "rate_times_norm": lambda v: math.log10(v.rate * max(v.seen.norms[-1] if v.seen.norms else 0.0, 1e-12)) + 4,
     "rate_in_block": lambda v: v.step.rate_in_block / max(v.seen.peak_rate, 1e-12) / 5,
     "progress": lambda v: v.step.progress,
-    "phase_warmup": lambda v: v.step.phase is Phase.WARMUP,
-    "phase_full": lambda v: v.step.phase is Phase.FULL,
-    "phase_predict": lambda v: v.step.phase is Phase.PREDICT,
-    "phase_correct": lambda v: v.step.phase is Phase.CORRECT,
+    **{f"phase_{phase.value}": lambda v, phase=phase: v.step.phase is phase for phase in Phase},
     "steps_in_phase": lambda v: math.log1p(v.step.steps_in_phase),
     "steps_since_leap": lambda v: math.log1p(v.step.steps_since_leap),
     "consecutive_leaps": lambda v: v.step.consecutive_leaps / 5,
@@ -254,11 +226,6 @@ def _log_ratio(value: float, reference: float) -> float:
 
 def _mean(values: deque[float]) -> float:
     return sum(values) / len(values) if values else 0.0
-
-
-def _bend(x: np.ndarray) -> float:
-    """Slope of the second half less that of the first."""
-    return _slope(x[len(x) // 2 :]) - _slope(x[: len(x) // 2])
 
 
 def _slope(x: np.ndarray) -> float:

@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 from chaos import Result, generator, trainings
 from chaos.children import Ended, run
-from hf_hybrid.saving.run_identity import inner_optimizer
+from hf_hybrid.optimizers import inner_optimizer
 
 PATIENCE = 600.0
 EVERY = trainings.OPTIONS["save_steps"]

@@ -56,7 +56,6 @@ TEXTS = {
         "bf16",
         "fp32",
         "predict=int8",
-        "predict=int8_bitsandbytes",
         "full=bf16,predict=int8",
         "int8",
         "full=full",

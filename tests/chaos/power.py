@@ -244,4 +244,4 @@ def commit(out: Path, record: Path, times: int) -> None:
         with manifest.saving(folder):
             for name in (manifest.TRAINER_STATE_NAME, "model.safetensors"):
                 (manifest.temporary(folder) / name).write_text(f"{number}")
-            manifest.commit(folder, 3, "", in_step=False)
+            manifest.commit(folder, 3, in_step=False)

@@ -121,7 +121,7 @@ def test_a_plan_needs_nothing_but_a_data_set_to_train(peft, folder, tmp_path):
     model, target, out = shutil.copytree(folder / "model", tmp_path / "model"), tmp_path / "p.yaml", tmp_path / "out"
     LlamaForCausalLM(LlamaConfig.from_pretrained(model)).save_pretrained(model)
     asked = ["--sequence_length", "32", "--batch_size", "2", "--vram", "2GiB", "--ram", "4GiB", "--dtype", "float32"]
-    asked += ["--peft", peft, "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj"]
+    asked += ["--for", "train", "--peft", peft, "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj"]
     assert main(["plan", str(model), *asked, "--output", str(target)]) == 0
     here = ["--dataset", str(folder / "text.txt"), "--max_steps", "2", "--output_dir", str(out), "--cpu"]
     more = ["--report_to", "none", "--disable_tqdm", "true"]
@@ -253,7 +253,7 @@ def test_env_holds_before_torch_is_imported(tmp_path, start):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SHOWN": "no"}
     command = [sys.executable, "-c", code]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert ended.stdout == "yes it is\n", ended.stderr
+    assert ended.stdout.splitlines()[-1] == "yes it is", ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -261,12 +261,12 @@ def test_env_holds_before_torch_is_imported(tmp_path, start):
     [
         (["--learning_rte", "1"], "`--learning_rte` is no option. Did you mean `--learning_rate`?"),
         (["--leap-gian=1"], "`--leap-gian` is no option. Did you mean `--leap-gain`?"),
-        (["--qqqqqqq", "1"], "`--qqqqqqq` is no option. `hf-hybrid train --help_all` lists all."),
+        (["--qqqqqqq", "1"], "`--qqqqqqq` is no option. `hf-hybrid train --help all` lists all."),
         (["--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'"),
         (["--direction", "up"], "argument --direction: invalid choice: 'up'"),
         (["--max_steps", "3", "4"], "`4` belongs to no option"),
         (["--confg", "x"], "`--confg` is no option. Did you mean `--config`?"),
-        (["--tail_average", "1"], "`--tail_average` is no option. `hf-hybrid train --help_all` lists all."),
+        (["--tail_average", "1"], "`--tail_average` is no option. `hf-hybrid train --help all` lists all."),
         (["--max_step", "3"], "`--max_step` is no option. Did you mean `--max_steps`?"),
         (["--config", "nowhere.yaml"], "`--config nowhere.yaml` cannot be read: No such file or directory"),
         (["--sequence_length", "1"], "`sequence_length` must be at least 2, got 1"),
@@ -343,17 +343,15 @@ def test_options_that_stand_in_no_file_are_given_by_environment(folder, tmp_path
 
 
 def test_help_is_ours_in_groups_and_complete(capsys):
-    text = help_text()
+    text = help_all()
     for name in ("Model:", "Data:", "Adapters:", "Processes:", "Phases:", "Leaps:", "Memory:", "Divergence:"):
         assert f"\n{name}\n" in text
-    for owner in (*TRAIN.groups, HybridArguments):
+    for owner in (*TRAIN.groups, HybridArguments, TrainingArguments):
         for option in dataclasses.fields(owner):
-            assert re.search(rf"--{option.name}\b", text), option.name
-    assert "--adam_beta1" not in text and "--help_all" in text
-    assert main(["train", "--help-all"]) == 0 and capsys.readouterr().out == help_all()
-    everything = help_all()
-    missing = [f.name for f in dataclasses.fields(TrainingArguments) if f.init and f"--{f.name}" not in everything]
-    assert not missing
+            assert not option.init or re.search(rf"--{option.name}\b", text), option.name
+    assert "--adam_beta1" not in help_text() and "--help all" in help_text()
+    for words in (["--help-all"], ["--help", "all"]):
+        assert main(["train", *words]) == 0 and capsys.readouterr().out == text
 
 
 @pytest.mark.processes
@@ -367,7 +365,7 @@ def test_help_needs_neither_torch_nor_transformers(tmp_path):
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
-    assert "usage: hf-hybrid train [--config run.yaml]" in ended.stdout and "bug report" in ended.stdout
+    assert "usage: hf-hybrid train [--config FILE]" in ended.stdout and "bug report" in ended.stdout
 
 
 def test_what_is_missing_is_asked_for_before_anything_starts(folder, capsys):
@@ -601,7 +599,8 @@ def test_a_packed_base_is_streamed_under_adapters(folder, tmp_path, monkeypatch)
 
 def test_what_plan_writes_is_taken(folder, tmp_path, capsys):
     file = str(tmp_path / "plan.yaml")
-    arguments = [str(folder / "model"), "--vram", "4GiB", "--ram", "4GiB", "--sequence_length", "32", "--output", file]
+    arguments = [str(folder / "model"), "--vram", "4GiB", "--ram", "4GiB", "--sequence_length", "32", "--for", "train"]
+    arguments += ["--output", file]
     assert main(["plan", *arguments]) == 0, capsys.readouterr().err
     options = parse_options(["--config", file, "--cpu", "--output_dir", str(tmp_path)])
     assert options.config.per_device_train_batch_size == 8 and options.config.bf16 is True

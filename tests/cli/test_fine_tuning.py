@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from cli.test_cli import byte_tokenizer
-from conftest import config_values, tiny_model
+from conftest import config_values, mostly_slow, tiny_model
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from hf_hybrid.cli import chat, formats, progress
@@ -19,7 +19,19 @@ from hf_hybrid.cli.data import Reader, mixed, shares
 from hf_hybrid.cli.export import held_out_rows, read_note
 from hf_hybrid.cli.formats import FormatError, recognise
 from hf_hybrid.cli.main import main
-from hf_hybrid.cli.options import GRPO, SFT, TRAINING, AdapterOptions, CommandLine, DataOptions, ModelOptions
+from hf_hybrid.cli.options import (
+    GRPO,
+    OTHER_NAMES,
+    SFT,
+    TRAINING,
+    TRAINING_OPTIONS,
+    AdapterOptions,
+    CommandLine,
+    DataOptions,
+    ModelOptions,
+    OptionError,
+    help_text,
+)
 from hf_hybrid.cli.tokens import Answers
 from hf_hybrid.trl import rewards
 from hf_hybrid.trl.rewards import exact_match, last_number, numeric_answer
@@ -337,15 +349,20 @@ def test_export_measures_on_the_rows_that_sft_held_out(run, tmp_path, capsys, mo
     assert status == 0, err
     evaluated = json.loads((tmp_path / "out" / "eval_results.json").read_text())["eval_loss"]
     monkeypatch.chdir(tmp_path)  # the note has whole paths
-    assert main(["export", "out", "--format", "gguf-f16", "--json"]) == 0, capsys.readouterr().err
+    assert main(["export", "out", "--format", "gguf-f16", "--measure", "--json"]) == 0, capsys.readouterr().err
     result = json.loads(capsys.readouterr().out)
     assert result["sequences"] == 4 and result["original"]["loss"] == pytest.approx(evaluated, rel=2e-3)
     monkeypatch.setenv("COLUMNS", "60")
-    assert main(["export", "out", "--format", "merged"]) == 0
+    assert main(["export", "out", "--format", "merged", "--measure"]) == 0
     shown = capsys.readouterr()
     assert "eval loss" in shown.out and max(map(len, shown.out.splitlines())) <= 60
     # Nothing comes before: no bars, and no warnings of dependencies.
-    assert shown.err.splitlines() == ["Written: out-merged", "To try it: hf-hybrid chat out-merged"]
+    assert shown.err.splitlines() == [
+        "Writing merged ...",
+        "Written: out-merged",
+        "Measuring the loss of the original and of the export. Ctrl-C is safe now.",
+        "To try it: hf-hybrid chat out-merged",
+    ]
     note = tmp_path / "out" / "_hybrid_data.json"
     values = json.loads(note.read_text())
     for wrong, message in (
@@ -355,11 +372,39 @@ def test_export_measures_on_the_rows_that_sft_held_out(run, tmp_path, capsys, mo
         ({"dataset": [str(tmp_path / "gone.jsonl")]}, "there is no such file"),
     ):
         note.write_text(json.dumps(values | wrong))
-        assert main(["export", "out", "--format", "merged", "--output", "other"]) == 2
+        assert main(["export", "out", "--format", "merged", "--output", "other", "--measure"]) == 2
         assert message in capsys.readouterr().err
     note.write_text(json.dumps({key: value for key, value in values.items() if key != "seed"}))
-    assert main(["export", "out", "--format", "merged", "--output", "other"]) == 2
+    assert main(["export", "out", "--format", "merged", "--output", "other", "--measure"]) == 2
     assert "it lacks `seed`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command, data, peft",
+    mostly_slow(
+        [
+            ("sft", "chats", "lora"), ("sft", "chats", "none"), ("dpo", "pairs", "lora"), ("dpo", "pairs", "none"),
+            ("grpo", "questions", "lora"), ("grpo", "questions", "none"),
+        ],
+        [("sft", "chats", "lora"), ("dpo", "pairs", "none"), ("grpo", "questions", "lora")],
+    ),
+)  # fmt: skip
+def test_a_plan_runs_unchanged_under_its_command(folder, tmp_path, monkeypatch, capsys, command, data, peft):
+    monkeypatch.chdir(folder)
+    words = ["model", "--for", command, "--peft", peft, "--sequence_length", "64", "--batch_size", "4"]
+    words += ["--dtype", "float32", "--vram", "2", "--ram", "4", "--output", str(tmp_path / "plan.yaml")]
+    assert main(["plan", *words]) == 0
+    needed = ["--reward", "numeric_answer"] if command == "grpo" else []
+    here = ["--use_cpu", "--max_steps", "2", "--report_to", "none", "--output_dir", str(tmp_path / "out"), *needed]
+    capsys.readouterr()
+    status = main([command, "--config", str(tmp_path / "plan.yaml"), "--dataset", f"{data}.jsonl", *here])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    assert (tmp_path / "out" / "adapter_config.json").is_file() == (peft == "lora")
+    if command == "sft":  # rows are shared, the rate follows a rule, and no leaps are made
+        summary = json.loads((tmp_path / "out" / "hybrid_summary.json").read_text())
+        assert summary["tokens_padding"] + summary["tokens_shared"] > 0 and not summary["leaps_made"]
+        assert peft == "none" or summary["learning_rate_scale"] > 1
 
 
 def test_held_out_pairs_are_measured_by_their_chosen_side(folder, tmp_path):
@@ -410,7 +455,8 @@ def test_grpo_stops_at_ctrl_c_with_a_checkpoint_and_goes_on(run, folder, tmp_pat
     (folder / "stopping.py").write_text(
         "import os, signal\n\n"
         "def stop(completions, answer, log_metric, **columns):\n"
-        "    if not os.path.exists('stopped'):\n"
+        "    tried_out = not columns['trainer_state'].max_steps\n"
+        "    if not tried_out and not os.path.exists('stopped'):\n"
         "        open('stopped', 'w').close()\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"
         "    return [float(number) for number, _ in enumerate(completions)]\n"
@@ -424,6 +470,52 @@ def test_grpo_stops_at_ctrl_c_with_a_checkpoint_and_goes_on(run, folder, tmp_pat
     assert "rewards    stopping.py:stop, numeric_answer" in out and "auto_lr" not in out  # GRPO has none
     status, out, err = run("grpo", *words, "--resume_from_checkpoint", "true", steps=3)
     assert status == 0 and "step 3/3  reward" in out and "step 1/3" not in out, err
+
+
+@pytest.mark.parametrize(
+    "reward, words, status, lines",
+    [
+        ("short", [], 0, ["No reward differed in 2 steps, so nothing was learned", "which cut 100% of the last",
+                          'short 0: "What is']),
+        ("short", ["--peft", "lora", "--lora_alpha", "800"], 0, ["rate 0.000432 (the rule for adapters)"]),
+        ("later", ["--save_steps", "1"], 1, ["Stopped at step 1 of 2. Saved: "]),
+    ],
+    ids=["nothing learned", "adapters", "fails in the second step"],
+)  # fmt: skip
+def test_grpo_says_what_it_learns_from(run, wrong_files, tmp_path, reward, words, status, lines):
+    grpo = ["--dataset", "questions.jsonl", "--reward", f"mine.py:{reward}", "--num_generations", "2"]
+    ended, out, err = run("grpo", *grpo, "--max_completion_length", "4", *words)
+    assert ended == status and all(line in " ".join(out.split()) for line in lines), err
+    assert ("`--reward mine.py:later` returned 1 rewards" in err) == (status == 1) and "Traceback" not in err
+    written = sorted(path.name for path in (tmp_path / "out" / "completions").iterdir())
+    assert written == ["completions_00001.parquet", "completions_00002.parquet"][: 2 - status]
+    if status == 0:
+        config, summary = (json.loads((tmp_path / "out" / f"hybrid_{name}.json").read_text()) for name in FILES)
+        assert config["activation_checkpointing"] == "auto" and summary["rows_skipped"] > 0
+        assert CommandLine(
+            ["--config", str(tmp_path / "out" / "hybrid_config.json")], GRPO
+        ).options()  # can be used again
+
+
+FILES = ("config", "summary")
+
+
+def test_early_stopping_keeps_the_best_model(run, tmp_path):
+    words = ["--early_stopping_patience", "1", "--learning_rate", "100", "--enable_predict", "false"]
+    status, out, err = run("sft", "--dataset", "chats.jsonl", *words, steps=6)
+    assert status == 0 and "Done: 2 of 6 steps" in out, err
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"].endswith("checkpoint-1")
+    assert all((tmp_path / "out" / f"hybrid_{name}.json").is_file() for name in FILES)
+
+
+def test_the_rate_of_adapters_is_the_same_in_fp16(run, tmp_path):
+    rates = []
+    for more in (["--fp16", "true"], []):
+        status, _, err = run("sft", "--dataset", "chats.jsonl", "--peft", "lora", *more, steps=1)
+        assert status == 0, err
+        rates.append(json.loads((tmp_path / "out" / "hybrid_summary.json").read_text())["learning_rate_scale"])
+    assert rates[0] == rates[1] > 100
 
 
 def test_a_base_model_gets_the_plain_template(run, tmp_path):
@@ -528,7 +620,15 @@ WRONG = [
     ("sft", ["--dataset", "chats.jsonl", "--model", "nobody/nothing"], "`--model nobody/nothing` cannot be loaded"),
     ("sft", ["--dataset", "chats.jsonl", "--tokenizer", "nobody/none"], "No tokenizer can be loaded from `nobody/"),
     # Options.
-    ("sft", ["--dataset", "chats.jsonl", "--lora-rank", "4"], "`--lora-rank` is no option. Did you mean"),
+    ("sft", ["--dataset", "chats.jsonl", "--lora-rank", "4"], "no option. Write `--lora_r` in its place"),
+    ("sft", ["--dataset", "chats.jsonl", "--warmup_ratio", "0.1"], "Write `--warmup_steps 0.1` in its place"),
+    ("dpo", ["--dataset", "pairs.jsonl", "--max_seq_length", "9"], "Write `--max_length` in its place"),
+    ("train", ["--dataset", "texts.jsonl", "--max_length", "9"], "Write `--sequence_length` in its place"),
+    ("sft", ["--dataset", "chats.jsonl", "--report_to", "trackio"], "trackio is not installed. `pip install trackio`"),
+    ("sft", ["--dataset", "chats.jsonl", "--early_stopping_patience", "0"], "must be at least 1, got 0"),
+    ("sft", ["--dataset", "chats.jsonl", "--early_stopping_patience", "1", "--eval_share", "0"], "nothing to evaluate"),
+    ("sft", ["--dataset", "chats.jsonl", "--early_stopping_patience", "1", "--load_best_model_at_end", "false"],
+     "`--early_stopping_patience` keeps the best model"),
     ("sft", ["--dataset", "chats.jsonl", "--lora_r", "0"], "`lora_r` must be at least 1, got 0"),
     ("sft", ["--dataset", "chats.jsonl", "--lora_r", "many"], "invalid int value: 'many'"),
     ("sft", ["--dataset", "chats.jsonl", "--limit", "0"], "`limit` must be at least 1, got 0"),
@@ -551,7 +651,7 @@ WRONG = [
     ("grpo", ["--dataset", "questions.jsonl", "--reward", "exact"], "is none of exact_match, numeric_answer, format"),
     ("grpo", ["--dataset", "questions.jsonl", "--reward", "gone.py:f"], "there is no file `gone.py`"),
     ("grpo", ["--dataset", "questions.jsonl", "--reward", "no_module_x:f"], "`no_module_x` cannot be imported"),
-    ("grpo", ["--dataset", "questions.jsonl", "--reward", "mine.py:shrt"], "`mine.py` has short, not `shrt`"),
+    ("grpo", ["--dataset", "questions.jsonl", "--reward", "mine.py:shrt"], "`mine.py` has short, nan, words"),
     ("grpo", ["--dataset", "questions.jsonl", "--reward", "format"], "needs `--reward_pattern`"),
     ("grpo", ["--dataset", "questions.jsonl", "--reward", "format", "--reward_pattern", "("], "is no regular expr"),
     ("grpo", ["--dataset", "bare.jsonl", "--reward", "exact_match"], "compares with a column `answer`"),
@@ -559,7 +659,30 @@ WRONG = [
     ("grpo", ["--dataset", "texts.jsonl", "--reward", "exact_match"], "`hf-hybrid grpo` takes `prompt`"),
     ("grpo", ["--dataset", "questions.jsonl", "--reward", "mine.py:short", "--reward_weights", "1", "2"],
      "`--reward_weights` has 2 numbers, and `--reward` 1"),
+    ("grpo", ["--dataset", "questions.jsonl", "--reward", "numeric_answer", "--gradient_accumulation_steps", "3",
+              "--num_generations", "4"], "a batch has 6 (`per_device_train_batch_size` x"),
+    *(("grpo", ["--dataset", "questions.jsonl", "--reward", f"mine.py:{name}"], f"`--reward mine.py:{name}` {message}")
+      for name, message in (
+          ("nan", "returned `nan` for a completion"), ("words", "returned `'good'` for a completion"),
+          ("few", "returned 1 rewards. It must return a list of 2"), ("nothing", "returned `None`"),
+          ("single", "returned `1.0`"), ("raises", "raised `KeyError: 'label'` in line 11 of `mine.py`"),
+      )),
 ]  # fmt: skip
+
+
+MINE = """\
+def short(completions, **columns):
+    return [0.0 for _ in completions]
+
+def nan(completions, **columns): return [float("nan") for _ in completions]
+def words(completions, **columns): return ["good" for _ in completions]
+def few(completions, **columns): return [1.0]
+def nothing(completions, **columns): pass
+def single(completions, **columns): return 1.0
+def later(completions, trainer_state, **columns): return [1.0] * (1 if trainer_state.global_step else len(completions))
+def raises(completions, **columns):
+    return columns["label"]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -580,7 +703,7 @@ def wrong_files(folder):
     rows("same.jsonl", {"chosen": "a", "rejected": "a"})
     rows("bare.jsonl", {"prompt": "a"})
     rows("words.jsonl", {"prompt": "a", "answer": "yes"})
-    (folder / "mine.py").write_text("def short(completions, **columns):\n    return [0.0 for _ in completions]\n")
+    (folder / "mine.py").write_text(MINE)
     (folder / "adapters").mkdir()
     (folder / "adapters" / "adapter_config.json").write_text("{}")
 
@@ -594,7 +717,7 @@ def test_wrong_inputs_are_one_sentence_and_status_2(run, wrong_files, monkeypatc
 
     for name in ("from_pretrained", "from_config"):
         monkeypatch.setattr(transformers.AutoModelForCausalLM, name, load)
-    more = ["--num_generations", "2"] if command == "grpo" else []
+    more = ["--num_generations", "2"] if command == "grpo" and "--num_generations" not in words else []
     status, _, err = run(command, *words, *more)
     assert status == 2
     found = err[err.index(f"hf-hybrid {command}: error: ") :]
@@ -625,6 +748,17 @@ def test_a_misspelt_file_is_refused_without_torch(folder):
     assert "usage: hf-hybrid grpo" in ended.stdout and "--reward_pattern" in ended.stdout
 
 
+@pytest.mark.processes
+def test_the_first_line_comes_before_torch_is_imported(folder):
+    code = (
+        "import sys\nsys.modules['torch'] = None\nfrom hf_hybrid.cli.main import main\n"
+        "main(['sft', '--model', 'model', '--dataset', 'chats.jsonl'])\n"
+    )
+    root = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=root)
+    assert ended.stdout == "hf-hybrid sft: model on chats.jsonl; importing torch ...\n", ended.stderr
+
+
 # Options and words.
 
 
@@ -651,7 +785,10 @@ def test_every_option_of_trl_is_taken(command, tmp_path):
 
 def test_what_was_not_given_is_decided_by_the_command():
     assert CommandLine([], SFT).defaulted == {"logging_steps", "assistant_only_loss"}
-    assert CommandLine(["--logging_steps", "7"], GRPO).defaulted == set()
+    assert CommandLine(["--logging_steps", "7"], GRPO).defaulted == {"learning_rate", "log_completions"}
+    for words, value in (([], "auto"), (["--gradient_checkpointing", "false"], None)):
+        line = CommandLine(["--use_cpu", *words], SFT)
+        assert line.options().config.activation_checkpointing in (value, bool(value))
     assert [progress.logging_steps(steps) for steps in (1, 10, 100, 400, 10**5)] == [1, 1, 5, 20, 50]
 
 
@@ -698,6 +835,32 @@ def test_what_is_saved_depends_on_the_model_and_the_loss(model, options, padding
     summary = trainer.hybrid_summary()
     saved = (summary.get("tokens_padding", 0) > 0, summary.get("tokens_shared", 0) > 0.2 * summary.get("tokens", 0))
     assert saved == (padding, shared)
+
+
+@pytest.mark.parametrize("command", TRAINING.values(), ids=lambda command: command.name)
+def test_help_fits_three_screens(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = help_text(command).splitlines()
+    assert len(lines) <= 3 * 40 and max(map(len, lines)) <= 80
+    shown = {name for name in TRAINING_OPTIONS if f"--{name} " in help_text(command)}
+    assert shown <= vars(CommandLine([], command).values).keys()
+    assert {"output_dir", "learning_rate", *command.training} <= shown
+
+
+def test_names_of_other_tools_lead_to_options():
+    lines = [CommandLine([], command) for command in TRAINING.values()]
+    known = {name for line in lines for name in vars(line.values)}
+    assert {own.split()[0] for own in OTHER_NAMES} <= known
+    for line in lines:
+        for others in OTHER_NAMES.values():
+            for other in others.split():
+                assert other in vars(line.values) or "is no option" in str(refusal(line.command, other))
+
+
+def refusal(command, name):
+    with pytest.raises(OptionError) as error:
+        CommandLine([f"--{name}", "1"], command).values  # noqa: B018
+    return error.value
 
 
 def test_commands_are_in_the_help(capsys):

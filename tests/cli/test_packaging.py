@@ -73,14 +73,20 @@ def test_messages_name_extras_that_exist():
         for extras in re.findall(r"hf[-_]hybrid\[([a-z,]+)\]", path.read_text(encoding="utf-8")):
             named.update(dict.fromkeys(extras.split(","), path.name))
     assert named and set(named) <= set(EXTRAS), named
-    # No extra without a message that leads to it; `dev` is for those who work on the package.
-    assert set(EXTRAS) - set(named) == {"dev"}
+    # No extra without a message that leads to it; README names `all`, and `dev` is for those who work on the package.
+    assert set(EXTRAS) - set(named) == {"all", "dev"}
 
 
-def test_tests_have_every_extra():
-    dev = {str(requirement) for requirement in EXTRAS["dev"]}
-    for name in EXTRAS:
-        assert {str(requirement) for requirement in EXTRAS[name]} <= dev, name
+def requirements(extra: str) -> set[str]:
+    """What an extra installs, that of the extras that it names included."""
+    own = EXTRAS[extra]
+    others = [requirements(name) for line in own if line.name == "hf_hybrid" for name in line.extras]
+    return {str(line) for line in own if line.name != "hf_hybrid"}.union(*others)
+
+
+def test_all_and_the_tests_have_every_extra():
+    for name in set(EXTRAS) - {"dev"}:
+        assert requirements(name) <= requirements("all") <= requirements("dev"), name
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers", "accelerate"])
@@ -97,7 +103,7 @@ def test_pinned_versions_are_admitted():
         canonicalize_name(found.name): next(iter(found.specifier)).version
         for found in (Requirement(line) for line in lines if line and not line.startswith("#"))
     }
-    declared = [*map(Requirement, PROJECT["dependencies"]), *EXTRAS["dev"]]
+    declared = [*map(Requirement, PROJECT["dependencies"]), *map(Requirement, requirements("dev"))]
     for requirement in declared:
         version = pinned.get(canonicalize_name(requirement.name))
         assert version is None or version in requirement.specifier, f"{requirement} does not admit {version}"

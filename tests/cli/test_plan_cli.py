@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from conftest import ByteText, config_values, mostly_slow, tiny_model
-from transformers import HfArgumentParser
+from transformers import Gemma3TextConfig, GptOssConfig, HfArgumentParser, Qwen3MoeConfig
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.cli.main import main
@@ -62,10 +62,58 @@ def test_a_table_and_a_recommendation(config_file, capsys):
     shown = capsys.readouterr().out
     assert "6 layers" in shown and "vocabulary 256, tied to the head" in shown
     assert "device: 2.00 GiB (--vram)" in shown and "host:   4.00 GiB (--ram)" in shown
-    rows = [line for line in shown.splitlines() if line.startswith(("  ", "> ")) and line.endswith("yes")]
-    assert re.search(r"GiB of weights after .*: merged \d\.\d\d, int8 .*, nf4 .*, bitnet .*, gguf-q4_0 \d", shown)
-    assert len(rows) == 18 and rows[0].startswith("> bf16 autocast")
-    assert "Recommended: bf16 autocast\n" in shown
+    rows = [line for line in shown.splitlines() if re.match(r"[ >] {4,8}\d+\.", line)]
+    # Full training or adapters is said in each row, and what TRL does anyway is not planned without.
+    assert len(rows) == 17 and all(re.search(r"\d  yes +(full|LoRA|QLoRA)\b", row) for row in rows)
+    assert "full, bf16 autocast" in rows[0] and "chunked loss" not in shown
+    assert [row.split()[4] for row in rows if row.startswith(">")] == ["full,", "LoRA", "QLoRA,"]
+    assert max(map(len, shown.splitlines())) <= 80 and shown.count("\n  hf-hybrid sft --model ") == 3
+    assert "does not fit" not in shown and "Nothing fits" not in shown
+    assert plan(config_file.parent, "--vram", "2", "--ram", "4GiB", *SHORT, "--for", "train", "--peft", "none") == 0
+    of_train = capsys.readouterr().out
+    assert "device: 2.00 GiB" in of_train and "full, bf16 autocast, chunked loss, checkpointing" in of_train
+    assert "LoRA" not in of_train and of_train.count("\n  hf-hybrid train --model ") == 1
+
+
+BEST = {
+    "gpt-oss-20b": (
+        {"16": (None, "streamed", None), "24": (None, "streamed", None), "80": ("streamed", "resident", "resident")},
+        lambda: GptOssConfig(num_hidden_layers=24, num_local_experts=32),
+    ),
+    "Gemma-3-27B": (
+        {"16": (None, "streamed", None), "24": (None, "streamed", "resident"), "80": (None, "resident", "resident")},
+        lambda: Gemma3TextConfig(
+            hidden_size=5376, intermediate_size=21504, num_hidden_layers=62, num_attention_heads=32,
+            num_key_value_heads=16, head_dim=128, sliding_window=1024, vocab_size=262_208,
+        ),
+    ),
+    "Qwen3-30B-A3B": (
+        {"16": (None, None, None), "24": (None, "streamed", None), "80": (None, "resident", "resident")},
+        lambda: Qwen3MoeConfig(
+            hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+            moe_intermediate_size=768, num_experts=128, max_position_embeddings=40_960,
+        ),
+    ),
+}  # fmt: skip
+"""By model, with 64 GiB of host memory: device memory in GiB, and how the best full, LoRA and QLoRA training fits."""
+
+
+@pytest.mark.parametrize("name", mostly_slow(BEST, ["gpt-oss-20b"]))
+def test_the_best_of_each_kind_that_fits_is_recommended(name, tmp_path, capsys):
+    by_memory, config = BEST[name]
+    config().to_json_file(tmp_path / "config.json")
+    for vram, ways in by_memory.items():
+        words = ("--vram", vram, "--ram", "64", "--sequence_length", "2048", "--batch_size", "2")
+        assert plan(tmp_path, *words, "--json") == 0
+        report = json.loads(capsys.readouterr().out)
+        fitting = {row["kind"] for row in report["plans"] if row["fits"]}
+        for (kind, title), way in zip(report["recommended"].items(), ways, strict=True):
+            assert (title is not None) == (way is not None) == (kind in fitting), (vram, kind)
+            assert way is None or ("streamed" in title) == (way == "streamed"), (vram, kind, title)
+    assert plan(tmp_path, *words[2:], "--vram", "24") == 0
+    best = capsys.readouterr().out.partition("Best of each kind")[2]
+    assert "full: does not fit, short by " in best and "Nothing fits" not in best
+    assert re.search(r"\nLoRA, streamed.* GiB\n  hf-hybrid sft .*--peft lora .*--dataset DATA", best, re.S)
 
 
 def test_as_few_layers_are_recomputed_as_fit(config_file, capsys, tmp_path):
@@ -75,10 +123,10 @@ def test_as_few_layers_are_recomputed_as_fit(config_file, capsys, tmp_path):
     )
     vram = CONTEXT_BYTES + int((1 + MARGIN) * (most + least) / 2)
     target = tmp_path / "plan.yaml"
-    words = ("--vram", vram, "--ram", "1KiB", *SHORT, "--output", target)
+    words = ("--vram", vram, "--ram", "1KiB", *SHORT, "--peft", "none", "--output", target)
     assert plan(config_file, *words) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"> bf16 autocast, chunked loss, checkpointing auto \([1-5] of 6\) .* yes\n", shown)
+    assert re.search(r">.* yes +full, bf16 autocast, checkpointing auto \([1-5] of 6\)\n", shown)
     assert yaml.safe_load(target.read_text())[checkpointing_option()] == "auto"
     assert plan(config_file, "--vram", "1KiB", "--ram", "1KiB", *SHORT) == 0
     assert "checkpointing auto" not in capsys.readouterr().out  # where all are recomputed, the next plan says so
@@ -90,7 +138,7 @@ def test_several_processes_share_the_model(config_file, capsys, tmp_path):
     shown = capsys.readouterr().out
     assert "8 processes share the weights (FSDP2): all numbers are of each of them" in shown
     assert "host:   0.50 GiB (--ram, divided by 8)" in shown
-    assert len([line for line in shown.splitlines() if "  FSDP2, " in line or "> FSDP2, " in line]) == 7
+    assert len(re.findall(r"  (?:full|LoRA), FSDP2", shown)) == 7 and "QLoRA" not in shown
     written = yaml.safe_load(target.read_text())
     assert (written["num_processes"], written["accelerate_config"]) == (8, "fsdp2")
 
@@ -101,6 +149,7 @@ def test_several_processes_share_the_model(config_file, capsys, tmp_path):
         (["--num_processes", "8"], "`--num_processes 8` and `--accelerate_config None` do not go together"),
         (["--accelerate_config", "fsdp2"], "Give `--accelerate_config fsdp2` with two processes or more"),
         (["--num_processes", "2", "--accelerate_config", "fsdp2", "--peft", "qlora"], "`--peft qlora` is not planned"),
+        (["--for", "grpo", "--batch_size", "3"], "`--batch_size 3` holds no groups of completions"),
     ],
 )
 def test_processes_that_share_nothing_are_refused(config_file, capsys, options, message):
@@ -113,6 +162,7 @@ def test_what_is_short_is_said(config_file, capsys):
     assert plan(config_file, "--vram", "600MiB", "--ram", "1MiB", *SHORT, "--output", target) == 1
     shown = capsys.readouterr()
     assert "short by" in shown.out and "(device)" in shown.out and "Nothing fits" in shown.out
+    assert "full: does not fit" in shown.out and "hf-hybrid sft --model" not in shown.out
     assert "not written" in shown.err and not target.exists()
     assert plan(config_file, *SHORT, "--output", config_file / "below-a-file.yaml") == 2
     assert "below-a-file.yaml` cannot be written: Not a directory." in capsys.readouterr().err
@@ -132,7 +182,8 @@ def test_limits_default_to_the_machine(config_file, capsys):
 def test_json(config_file, capsys):
     assert plan(config_file, "--vram", "2GiB", "--ram", "4GiB", "--json", "--peft", "lora", *SHORT) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["recommended"] == "LoRA" and found["vram"] == 2 * 2**30
+    assert found["recommended"] == {"LoRA": "LoRA"} and found["vram"] == 2 * 2**30
+    assert {row["kind"] for row in found["plans"]} == {"LoRA"}, "nothing else was asked for"
     best = next(row for row in found["plans"] if row["title"] == "LoRA")
     assert best["fits"] and best["categories"]["total"]["device"] == best["peak_device_bytes"]
 
@@ -162,7 +213,7 @@ def test_the_yaml_trains(memory, tmp_path, capsys):
     workspaces = least.setup.workspaces(False)  # more than all of this tiny model
     tensors = least.peak_device_bytes - workspaces
     vram = CONTEXT_BYTES + int(1.05 * workspaces) + (2 * tensors if memory == "off" else 4 * tensors // 5)
-    arguments = ["--ram", "1GiB", *SHORT, "--batch_size", "4", "--dtype", "float32"]
+    arguments = ["--ram", "1GiB", *SHORT, "--batch_size", "4", "--dtype", "float32", "--for", "train", "--peft", "none"]
     assert plan(tmp_path / "config.json", *arguments, "--vram", vram, "--output", target) == 0
     (parsed,) = HfArgumentParser(HybridConfig).parse_yaml_file(str(target), allow_extra_keys=True)
     values = yaml.safe_load(target.read_text())

@@ -5,6 +5,7 @@ Most tests put a process in the place of `hf-hybrid train` that writes a log as 
 rate of this made-up training is 1.5e-3.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,8 +26,9 @@ import yaml
 from conftest import mostly_slow
 from optuna.trial import TrialState
 
-from hf_hybrid.cli import study, trials
+from hf_hybrid.cli import sweep, trials
 from hf_hybrid.cli.main import main
+from hf_hybrid.cli.options import TRAINING as TRAINING_COMMANDS
 from hf_hybrid.cli.options import CommandLine
 from hf_hybrid.cli.sweep import Choices, Range, read_parameter
 from hf_hybrid.integrations import optuna as pruner
@@ -40,7 +43,7 @@ rate = float(re.search("^learning_rate: (.*)$", text, re.M)[1])
 threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
 if rate == 666:
     sys.exit("it does not work, says " + os.environ.get("PLAIN", "nobody") + "\\n 50%|#####     | 5/10")
-print(sys.argv, sorted(set(os.environ) & {"OMP_NUM_THREADS"}))
+print(sys.argv)
 for name in ("HF_HYBRID_PRIVATE_OPTIONS", "WANDB_API_KEY", "PLAIN"):
     print(name, hashlib.sha256(os.environ.get(name, "").encode()).hexdigest())
 if rate in (7e-4, 8e-4) and not (folder / "was-killed").exists():
@@ -49,17 +52,20 @@ if rate in (7e-4, 8e-4) and not (folder / "was-killed").exists():
     print(" 3%|3         | 6/200", end="", flush=True)
     os.kill(os.getpid(), int(os.environ.get("KILLED_BY", 9)))
     time.sleep(60)
+def rewards(reward, prefix):
+    return {prefix + "reward": reward} if re.search("^reward:", text, re.M) else {}
 end = 2 + math.log10(rate / 1.5e-3) ** 2
 with (folder / "hybrid_log.jsonl").open("a") as log:
     for step in range(21):
         loss = end if rate < 1 else math.nan
-        note = {"step": step, "loss": loss} if step else {"step": 0, "begun": True, "max_steps": 20}
+        note = {"step": step, "loss": loss, **rewards(-loss, "")}
+        note = note if step else {"step": 0, "begun": True, "max_steps": 20}
         log.write(json.dumps(note).replace("NaN", "null") + "\\n")
         log.flush()
         if step == 5:
             time.sleep(1 if end > 2.5 or rate > 1 else 0.05)  # long enough to be ended
 (folder / "model.safetensors").write_text("weights")
-(folder / "eval_results.json").write_text(json.dumps({"eval_loss": end}))
+(folder / "eval_results.json").write_text(json.dumps({"eval_loss": end, **rewards(1 - end, "eval_")}))
 """
 
 
@@ -107,7 +113,7 @@ def trials_in(folder):
 
 def trial_in(folder):
     values = yaml.safe_load((folder / "trial.yaml").read_text())
-    outcome = study.read_outcome(folder) or study.Outcome(TrialState.RUNNING)
+    outcome = trials.read_outcome(folder) or trials.Outcome(TrialState.RUNNING)
     return SimpleNamespace(state=outcome.state, value=outcome.loss, params=outcome.parameters, values=values)
 
 
@@ -134,7 +140,7 @@ def interrupt(folder):
     (["--param", "lora_r=0,2"], "`lora_r` must be at least 1, got 0"),
     (["--param", "optim=sgd..adamw_torch"], "is a range, and the option takes words"),
     (["--param", "output_dir=a,b"], "`output_dir` cannot be swept"),
-    (["--learning_rate", "1e-4..1e-2", "--trials", "0"], "`--trials 0` and `--processes 1` must be 1 or more"),
+    (["--learning_rate", "1e-4..1e-2", "--trials", "0"], "`--trials 0` must be 1 or more"),
     (["--learning_rate", "1e-4..1e-2", "--threshold", "0.7"], "`threshold=0.7` must be at least 0 and below 0.5"),
 ])  # fmt: skip
 def test_what_cannot_be_tried_is_refused(config, capsys, words, sentence):
@@ -148,6 +154,9 @@ def test_without_optuna_or_held_out_data_there_is_no_sweep(config, capsys, monke
     config.write_text(config.read_text() + "eval_share: 0\n")
     assert start(config, "--learning_rate", "1e-4..1e-2") == 2
     assert "`eval_share: 0`" in capsys.readouterr().err
+    config.write_text(config.read_text().replace("eval_share: 0\n", "early_stopping_patience: 2\n"))
+    assert start(config, "--learning_rate", "1e-4..1e-2") == 2
+    assert "`early_stopping_patience` does not go with a sweep" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "optuna", None)
     monkeypatch.delitem(sys.modules, "hf_hybrid.integrations.optuna")
     assert start(config, "--learning_rate", "1e-4..1e-2") == 2
@@ -157,7 +166,7 @@ def test_without_optuna_or_held_out_data_there_is_no_sweep(config, capsys, monke
 
 def test_a_grid_covers_its_range():
     rates = Range("learning_rate", 1e-5, 1e-2)
-    assert rates.grid(4) == [1e-5, 1e-4, 1e-3, 1e-2] and rates.distribution().log
+    assert rates.grid(4) == [1e-5, 1e-4, 1e-3, 1e-2] and trials.distribution(rates).log
     assert Range("weight_decay", 0.0, 0.1).grid(3) == [0.0, 0.05, 0.1]
     assert Range("lora_r", 2, 4).grid(9) == [2, 3, 4]
 
@@ -207,8 +216,29 @@ def test_a_sweep_finds_the_best_rate_and_ends_the_others_early(config, made_up, 
     best = CommandLine(["--config", str(folder / "best.yaml")]).options().config
     assert (best.learning_rate, best.lr_scheduler_type, best.max_steps) == (1e-3, "cosine", STEPS)
     assert best.output_dir == str(config.parent / "out") and best.logging_steps == 500
-    assert (folder / "sweep.png").stat().st_size > 10_000
     assert len(list(folder.glob("trial-*/model.safetensors"))) == 1  # the best one's
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "command, more, best",
+    [
+        ("sft", {"max_length": 64}, "held-out loss 2.0000"),
+        ("dpo", {"beta": 0.2}, "held-out loss 2.0000"),
+        ("grpo", {"reward": "numeric_answer", "eval_share": 0.1}, "held-out reward -1.0000"),
+    ],
+)
+def test_every_command_that_trains_is_swept(config, made_up, capsys, command, more, best):
+    config.write_text(config.read_text() + yaml.safe_dump(more))
+    assert main(["sweep", command, "--config", str(config), "--learning_rate", "1e-3,1.5e-3", "--trials", "2"]) == 0
+    folder, said = config.parent / "out-sweep", capsys.readouterr().out
+    assert f"0.0015  20/20  {best}  <- best" in said and f"for `hf-hybrid {command} --config" in said
+    assert "No `learning_rate` that was tried is higher than the best one. Try higher ones too." in said
+    assert f"training.py', '{command}', '--config'" in (folder / "trial-000" / "output.txt").read_text()
+    written = str(folder / "best.yaml")
+    assert CommandLine(["--config", written], TRAINING_COMMANDS[command]).values.learning_rate == 1.5e-3
+    assert main(["train", "--config", written]) == 2
+    assert f"is for another command: `hf-hybrid {command}`" in capsys.readouterr().err
 
 
 @pytest.mark.processes
@@ -272,12 +302,14 @@ def test_a_trial_that_somebody_works_on_is_left_alone(config, made_up):
 
 
 @pytest.mark.processes
-def test_trials_at_a_time_make_each_trial_once(config, made_up, capsys):
-    assert start(config, "--learning_rate", "1e-3,1.1e-3,1.2e-3,1.3e-3", "--trials", "4", "--processes", "2") == 0
+def test_commands_at_a_time_make_each_trial_once(config, made_up, capsys, monkeypatch):
+    monkeypatch.setattr(sweep, "quiet_imports", contextlib.nullcontext)  # which is for one thread
+    words = ["--learning_rate", "1e-3,1.1e-3,1.2e-3,1.3e-3", "--trials", "4"]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda _: start(config, *words), range(2))) == [0, 0]
     found = trials_in(config.parent / "out-sweep")
     assert sorted(trial.params["learning_rate"] for trial in found) == [1e-3, 1.1e-3, 1.2e-3, 1.3e-3]
     assert {trial.state for trial in found} == {TrialState.COMPLETE}
-    assert "OMP_NUM_THREADS" in (config.parent / "out-sweep" / "trial-000" / "output.txt").read_text()
 
 
 @pytest.mark.processes
@@ -381,16 +413,16 @@ def test_results_that_were_cut_short_are_made_again(config, made_up, capsys, tex
 
 def test_a_training_that_was_told_to_end_early_has_no_result(tmp_path):
     (tmp_path / "eval_results.json").write_text('{"eval_loss": 2.5}')
-    assert study.held_out_loss(tmp_path) == 2.5
+    assert trials.held_out_loss(tmp_path) == 2.5
     (tmp_path / "trainer_state.json").write_text('{"global_step": 3, "max_steps": 20}')
-    assert study.held_out_loss(tmp_path) is None and study.ended_early(tmp_path)
+    assert trials.held_out_loss(tmp_path) is None and trials.ended_early(tmp_path)
     (tmp_path / "trainer_state.json").write_text('{"global_step": 20, "max_steps": 20}')
-    assert study.held_out_loss(tmp_path) == 2.5
+    assert trials.held_out_loss(tmp_path) == 2.5
     (tmp_path / "eval_results.json").write_text("{")
     (tmp_path / "all_results.json").write_text('{"eval_loss": 2.5, "train_loss": 3}')
-    assert study.held_out_loss(tmp_path) == 2.5, "Trainer writes it there, too"
+    assert trials.held_out_loss(tmp_path) == 2.5, "Trainer writes it there, too"
     (tmp_path / "all_results.json").write_text('{"eval_loss": NaN}')
-    assert math.isnan(study.held_out_loss(tmp_path))
+    assert math.isnan(trials.held_out_loss(tmp_path))
 
 
 def test_a_sweep_on_a_full_disk_ends_with_a_sentence(config, made_up, capsys, monkeypatch):
@@ -502,7 +534,7 @@ def test_a_sweep_writes_through_no_link(config, made_up, capsys):
         (precious / name).write_text("of another user")
     folder.mkdir()
     (folder / "trial-000").symlink_to(precious)
-    words, files = ["--learning_rate", "1e-3,1.5e-3", "--trials", "2"], ("best.yaml", "sweep.png")
+    words, files = ["--learning_rate", "1e-3,1.5e-3", "--trials", "2"], ("best.yaml",)
     for name in files:
         (folder / name).symlink_to(precious / "file")
     assert start(config, *words) == 0
@@ -518,16 +550,16 @@ def test_a_sweep_writes_through_no_link(config, made_up, capsys):
     assert trials_in(folder)[2].state == TrialState.COMPLETE
 
 
-def test_what_lies_in_the_place_of_a_new_trial_gets_another_name(tmp_path):
-    told, folder = [], tmp_path / "trial-000"
+def test_what_lies_in_the_place_of_a_new_trial_gets_another_name(tmp_path, capsys):
+    folder = tmp_path / "trial-000"
     (tmp_path / "trial-000.earlier-1").touch()
     folder.mkdir()
-    trials.Trials._make_way(SimpleNamespace(tell=told.append), folder)
-    assert folder.is_dir() and not told, "it is empty"
+    trials.make_way(folder)
+    assert folder.is_dir() and not capsys.readouterr().out, "it is empty"
     (folder / "model.safetensors").write_text("weights")
-    trials.Trials._make_way(SimpleNamespace(tell=told.append), folder)
+    trials.make_way(folder)
     assert not folder.exists() and (tmp_path / "trial-000.earlier-2" / "model.safetensors").read_text() == "weights"
-    assert told == ["`trial-000` is none of this sweep, and is now `trial-000.earlier-2`"]
+    assert capsys.readouterr().out == "`trial-000` is none of this sweep, and is now `trial-000.earlier-2`\n"
 
 
 # Real trainings.

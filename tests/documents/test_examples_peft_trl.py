@@ -13,7 +13,7 @@ from transformers import Trainer
 
 pytest.importorskip("peft")
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NEEDS = {"06_lora": "peft", "07_sft_trl": "trl", "08_dpo_trl": "trl", "12_grpo_trl": "trl"}
+NEEDS = {"01_quickstart": "trl", "06_lora": "peft", "08_dpo_trl": "trl", "12_grpo_trl": "trl"}
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -91,10 +91,16 @@ def test_qlora(base, monkeypatch, capsys, tmp_path):
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
-def test_sft(base, monkeypatch, capsys, tmp_path):
-    out = run("07_sft_trl", base, monkeypatch, capsys, tmp_path, max_length="48", packing="True")
-    assert re.search(r"token accuracy\s+0\.\d+ -> 0\.\d+", out)
-    assert (tmp_path / "out" / "model.safetensors").exists()
+def test_quickstart(base, monkeypatch, capsys, tmp_path):
+    arguments = ["--model_name_or_path", base, "--max_steps", "3", "--disable_tqdm", "True", "--output_dir", "out"]
+    out = start("01_quickstart", *arguments, monkeypatch=monkeypatch, capsys=capsys, folder=tmp_path)
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+    summary = json.loads((tmp_path / "out" / "hybrid_summary.json").read_text())
+    counts = [int(count.replace(",", "")) for count in re.search(r"tokens  .*", out)[0].split() if count[0].isdigit()]
+    assert counts == [summary[name] for name in ("tokens", "tokens_shared", "tokens_padding")] and min(counts) > 1000
+    losses = dict(re.findall(r"(before|HybridSFTTrainer|SFTTrainer) (\d\.\d{4})", out))
+    assert float(losses["HybridSFTTrainer"]) == pytest.approx(float(losses["SFTTrainer"]), abs=2e-4)
+    assert float(losses["HybridSFTTrainer"]) < float(losses["before"])
 
 
 def test_dpo(base, monkeypatch, capsys, tmp_path):
@@ -184,7 +190,7 @@ def test_help_lists_our_options_and_theirs(name, monkeypatch, capsys, tmp_path):
     text = capsys.readouterr().out
     own = {
         "06_lora": "--four_bits",
-        "07_sft_trl": "--packing",
+        "01_quickstart": "--packing",
         "08_dpo_trl": "--loss_type",
         "12_grpo_trl": "--exact_skips",
     }

@@ -1,5 +1,6 @@
 """Precision by phase: what is read, what it comes to, and that working copies change no bit under autocast."""
 
+import functools
 import sys
 
 import pytest
@@ -25,7 +26,6 @@ def by_phase(warmup, full, predict, correct):
         ("bf16", by_phase("bf16", "bf16", "bf16", "bf16")),
         ("full=bf16,correct=fp32,predict=int8", by_phase("auto", "bf16", "int8", "fp32")),
         (" BF16, predict = Int8 ", by_phase("bf16", "bf16", "int8", "bf16")),
-        ("predict=int8_bitsandbytes", by_phase("auto", "auto", "int8_bitsandbytes", "auto")),
     ],
 )
 def test_reads_what_people_write(text, expected):
@@ -40,12 +40,11 @@ def test_reads_what_people_write(text, expected):
             "ful=bf16",
             r"`ful` in `weight_precision=ful=bf16` is not a phase: choose .*Did you mean `full`\?",
         ),
-        ("full=xyz", r"choose one of auto, fp32, fp16, bf16, int8, int8_bitsandbytes\.$"),
-        ("predict=int8_bnb", r"`int8_bnb` in .* is not a precision: .* int8_bitsandbytes\. Did you mean `int8`\?"),
+        ("full=xyz", r"choose one of auto, fp32, fp16, bf16, int8\.$"),
+        ("predict=int8_bnb", r"`int8_bnb` in .* is not a precision: .* int8\. Did you mean `int8`\?"),
         ("", "`` in `weight_precision=` is not a precision"),
         ("int8", "`int8` in `weight_precision=int8` is for forward-only probes: write `predict=int8`"),
         ("full=int8", "write `predict=int8`"),
-        ("full=int8_bitsandbytes", "forward-only probes: write `predict=int8_bitsandbytes`"),
         ("full=bf16,full=fp32", "a precision for `full` twice"),
         ("bf16,fp32", "for all phases twice"),
     ],
@@ -64,7 +63,7 @@ def test_refuses_what_it_cannot_read(text, message):
         ("bf16", {"weights": "bf16"}, by_phase(*4 * ["bf16"])),
         ("bf16", {"weights": "fp32", "autocast": "bf16"}, by_phase(*4 * ["bf16"])),
         ("predict=int8", {"weights": "fp32"}, by_phase("fp32", "fp32", "int8", "fp32")),
-        ("predict=int8_bitsandbytes", {"weights": "bf16"}, by_phase("bf16", "bf16", "int8_bitsandbytes", "bf16")),
+        ("predict=int8", {"weights": "bf16"}, by_phase("bf16", "bf16", "int8", "bf16")),
         ("predict=fp16", {"weights": "fp32"}, by_phase("fp32", "fp32", "fp16", "fp32")),
     ],
 )
@@ -85,20 +84,15 @@ def test_refuses_what_the_run_cannot_give(text, situation, message):
         resolve(parse_precision(text), **situation)
 
 
-@pytest.mark.parametrize("word", ["int8", "int8_bitsandbytes"])
-def test_int8_needs_linear_layers(word):
-    if word == "int8_bitsandbytes":
-        pytest.importorskip("bitsandbytes")
+def test_int8_needs_linear_layers():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2, n_positions=8))
-    with pytest.raises(ValueError, match=f"`weight_precision`: `predict={word}` rounds the `nn.Linear` modules"):
-        PhaseMemory(f"predict={word}").check(model)
+    with pytest.raises(ValueError, match="`weight_precision`: `predict=int8` rounds the `nn.Linear` modules"):
+        PhaseMemory("predict=int8").check(model)
 
 
-def test_int8_needs_torch_alone_unless_it_names_bitsandbytes(monkeypatch):
+def test_int8_needs_torch_alone(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
     PhaseMemory("predict=int8").check(tiny_model())
-    with pytest.raises(ImportError, match=r"`predict=int8_bitsandbytes` .*pip install .* write `predict=int8`"):
-        PhaseMemory("predict=int8_bitsandbytes")
 
 
 def test_one_part_does_what_is_asked_for_and_none_where_nothing_is(tmp_path):
@@ -124,6 +118,12 @@ def test_held_precision():
         PhaseMemory("bf16", autocast="bf16").check(model)
 
 
+def computing_dtype(module):
+    """Of the weight that a module computes with."""
+    forward = vars(module).get("forward")
+    return module.weight.dtype if forward is None else forward.args[0].dtype
+
+
 class Spy(Part):
     """Inside the window: notes what the modules hold when a pass begins, and what the optimizer finds after it."""
 
@@ -131,11 +131,11 @@ class Spy(Part):
         self.inside = []
 
     def begin(self, run):
-        self.model = run.model
+        self.model, self.linears = run.model, layer_linears(run.model)
         self.masters = dict(run.model.named_parameters())
 
     def dtypes(self):
-        return {module.weight.dtype for module in layer_linears(self.model)}
+        return {computing_dtype(module) for module in self.linears}
 
     def before_forward(self, phase):
         self.inside.append((phase, self.dtypes()))
@@ -231,7 +231,7 @@ def test_saved_and_evaluated_are_the_masters(tmp_path):
     plugin.begin(trainer.run)
     before = weights(trainer.model)
     plugin.before_forward(Phase.FULL)
-    assert trainer.model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    assert computing_dtype(trainer.model.model.layers[0].mlp.up_proj) == torch.bfloat16
     trainer.save_model(tmp_path / "broken_off")  # as after a forward pass that ran out of memory
     saved = type(trainer.model).from_pretrained(tmp_path / "broken_off")
     assert_same_weights(weights(trainer.model), before)
@@ -281,21 +281,21 @@ def test_fp16_gradients_add_up_in_fp32_on_the_masters():
 
 def test_failure_half_way_restores(monkeypatch):
     model = tiny_model()
-    before = dict(model.named_parameters())
     plugin = PhaseMemory("bf16", autocast="bf16")
     plugin.begin(Run(model=model, optimizer=None, max_steps=1))
     calls = []
 
-    def failing(master, dtype):
-        calls.append(master)
+    def failing(weight, dtype):
+        calls.append(weight)
         if len(calls) > 3:
             raise torch.OutOfMemoryError("no")
-        return torch.nn.Parameter(master.detach().to(dtype))
+        return weight.detach().to(torch.bfloat16)
 
-    monkeypatch.setattr("hf_hybrid.phase_memory.precision._working_copy", failing)
+    for module in layer_linears(model):
+        monkeypatch.setattr(module.weight, "to", functools.partial(failing, module.weight), raising=False)
     with pytest.raises(torch.OutOfMemoryError):
         plugin.before_forward(Phase.FULL)
-    assert all(before[name] is p for name, p in model.named_parameters())
+    assert len(calls) == 4 and not any("forward" in vars(module) for module in model.modules())
 
 
 def test_several_processes_are_refused(monkeypatch):

@@ -150,14 +150,12 @@ def test_quantised_second_moments_are_never_negative_and_zero_only_where_they_we
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quantised_in_chunks_is_the_same(dtype, monkeypatch):
+def test_quantised_comes_back_in_its_dtype(dtype):
     pytest.importorskip("bitsandbytes")
     tensor = torch.randn(50, 33).to(dtype)
-    whole = QuantizedTensor.of(tensor).restore()
-    monkeypatch.setattr(precision, "CHUNK", 512)
-    parts = QuantizedTensor.of(tensor).restore()
-    assert parts.dtype == dtype and torch.equal(whole, parts)
-    assert (parts - tensor).abs().max() < 0.02 * tensor.abs().max()
+    restored = QuantizedTensor.of(tensor).restore()
+    assert restored.dtype == dtype and restored.shape == tensor.shape
+    assert (restored - tensor).abs().max() < 0.02 * tensor.abs().max()
 
 
 def test_states_are_back_before_an_export(device):

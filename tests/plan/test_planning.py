@@ -369,21 +369,21 @@ def test_a_model_without_a_list_of_layers_is_traced_whole():
         plan_memory(transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1}), sequence_length=32, memory="stream")
 
 
-def way(title, trains="all", packed=False, fits=True, **setup):
-    return SimpleNamespace(way=Way(title, Setup(32, **setup), trains, packed=packed), fits=fits)
+def way(title, kind="full", fits=True, **setup):
+    return SimpleNamespace(way=Way(title, Setup(32, **setup), kind), fits=fits)
 
 
 def test_the_first_exact_plan_that_fits_is_recommended():
     plans = [
         way("resident", fits=False), way("8-bit", optimizer_states="8bit"), way("streamed"),
-        way("QLoRA", "adapters", packed=True), way("LoRA int8", "adapters", base_precision="int8"),
+        way("QLoRA", "QLoRA"), way("LoRA int8", "LoRA", base_precision="int8"),
     ]  # fmt: skip
-    assert recommended(plans).way.title == "streamed"
-    assert recommended(plans[:2]).way.title == "8-bit"
-    assert recommended(plans[:1]) is None
-    assert recommended(plans, "lora").way.title == "QLoRA", "nothing is exact"
-    assert recommended([*plans, way("LoRA", "adapters")], "lora").way.title == "LoRA"
-    assert recommended(plans, "qlora").way.title == "QLoRA"
+    assert recommended(plans, "full").way.title == "streamed"
+    assert recommended(plans[:2], "full").way.title == "8-bit"
+    assert recommended(plans[:1], "full") is None
+    assert recommended(plans, "LoRA").way.title == "LoRA int8", "nothing is exact"
+    assert recommended([*plans, way("LoRA", "LoRA")], "LoRA").way.title == "LoRA"
+    assert recommended(plans, "QLoRA").way.title == "QLoRA"
 
 
 def test_usual_plans_share_their_traces():
@@ -394,9 +394,10 @@ def test_usual_plans_share_their_traces():
     assert len(set(titles)) == len(titles) == 18
     assert sum(len(found.tracer.traces) for found in planner._estimators.values()) < len(plans)
     resident = {plan.way.title: plan.peak_device_bytes for plan in plans if plan.mode == "resident"}
-    assert resident["bf16 autocast, chunked loss, checkpointing"] < resident["bf16 autocast, chunked loss"]
+    full = "full, bf16 autocast"
+    assert resident[f"{full}, chunked loss, checkpointing"] < resident[f"{full}, chunked loss"]
     packed, adapters = (f"{name}, chunked loss, checkpointing" for name in ("QLoRA", "LoRA"))
-    assert resident[packed] < resident[adapters] < resident["LoRA"] < resident["bf16 autocast"]
+    assert resident[packed] < resident[adapters] < resident["LoRA"] < resident[full]
     assert plans[0].options[checkpointing_option()] is False
     assert {checkpointing_option()} <= {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     assert set(plans[0].categories) == {*TRACED, "states", "drift", "total"}
@@ -404,7 +405,14 @@ def test_usual_plans_share_their_traces():
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("24GiB", 24 * GIB), ("24GB", 24 * 10**9), ("1.5gib", 3 * GIB // 2), ("512 MiB", 2**29), ("7", 7), (10**9, 10**9)],
+    [
+        ("24GiB", 24 * GIB),
+        ("24GB", 24 * 10**9),
+        ("1.5gib", 3 * GIB // 2),
+        ("512 MiB", 2**29),
+        ("7", 7 * GIB),
+        (10**9, 10**9),
+    ],
 )
 def test_sizes(text, size):
     assert parse_size(text, "vram") == size

@@ -3,10 +3,6 @@
 from typing import NamedTuple
 
 import numpy as np
-import torch
-
-from hf_hybrid.world_model.dynamics import history_of
-from hf_hybrid.world_model.learning import StretchBatch
 
 SIGNAL = 20
 """The feature whose sign says whether leaps help."""
@@ -73,24 +69,3 @@ def make_features(rng, losses, sign, progress, rate):
     features[:, SIGNAL] = sign * rng.uniform(0.5, 1.5, len(losses))
     features[:, 41], features[:, 47] = rate, progress
     return features.clip(-5, 5)
-
-
-def batch_of(model, runs, horizon=5, starts=3):
-    """Whole runs, padded to the longest; the loss is imagined from some stretches of each."""
-    lengths = [len(run.losses) for run in runs]
-    parts = {"observations": [], "actions": [], "log_losses": []}
-    for run in runs:
-        features = torch.as_tensor(run.features, dtype=torch.float32)
-        parts["observations"].append(torch.cat((features, history_of(run.losses)), -1))
-        parts["actions"].append(torch.as_tensor(run.actions, dtype=torch.float32))
-        parts["log_losses"].append(torch.as_tensor(run.losses).log().float())
-    padded = {name: torch.nn.utils.rnn.pad_sequence(values, batch_first=True) for name, values in parts.items()}
-    starts = torch.stack([torch.linspace(0, length - 1, starts).long() for length in lengths])
-    return StretchBatch(
-        **padded,
-        lengths=torch.tensor(lengths),
-        weights=torch.ones(model.members, len(runs)),
-        starts=starts,
-        observed=max(lengths),
-        horizon=horizon,
-    )

@@ -1,6 +1,7 @@
 """`hf_hybrid/run/record.py`: a record stays small over a long run, and its counts stay exact."""
 
 import json
+from dataclasses import asdict
 
 from hf_hybrid.run.record import MOST_EVENTS, MOST_LEAPS, Leap, RunRecord
 
@@ -27,13 +28,13 @@ def test_counts_are_exact_although_only_the_last_entries_are_kept():
 
 
 def test_its_size_does_not_grow():
-    sizes = [len(json.dumps(long_record(leaps).state_dict())) for leaps in (2 * MOST_LEAPS, 200 * MOST_LEAPS)]
+    sizes = [len(json.dumps(asdict(long_record(leaps)))) for leaps in (2 * MOST_LEAPS, 200 * MOST_LEAPS)]
     assert sizes[1] < 1.1 * sizes[0]
 
 
 def test_it_is_restored_whole():
     record, restored = long_record(250), RunRecord()
-    restored.load_state_dict(json.loads(json.dumps(record.state_dict())))
+    restored.load_state_dict(json.loads(json.dumps(asdict(record))))
     assert restored == record and restored.summary() == record.summary()
 
 

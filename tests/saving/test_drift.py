@@ -12,8 +12,8 @@ from rig.processes import together
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
+from hf_hybrid.optimizers import inner_optimizer
 from hf_hybrid.saving.manifest import is_committed
-from hf_hybrid.saving.run_identity import inner_optimizer
 
 pytestmark = pytest.mark.processes
 SAVES, FAULT = 3, 4
@@ -128,22 +128,3 @@ def test_data_that_one_process_alone_has_otherwise_is_refused_by_all(tmp_path):
     assert together(2, work) == [0, 0]
     for process in (0, 1):
         assert "had 60 rows and has 50 rows" in of(tmp_path, "again", process)["error"]
-
-
-def sharded(folder):
-    """As [`train`], under FSDP2."""
-    from rig import fsdp2_on_cpu
-
-    fsdp2_on_cpu.enable()
-    options = {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
-    return train(folder, ddp_find_unused_parameters=None, **options)
-
-
-def test_shards_are_not_compared_and_that_is_said(tmp_path):
-    """No two processes hold the same: the step counters of the optimizer alone are compared."""
-    assert together(2, lambda: sharded(tmp_path)) == [0, 0]
-    found = of(tmp_path, "first")
-    assert found["error"] is None and found["step"] == 8 and is_committed(tmp_path / "checkpoint-8")
-    (line,) = [line for line in found["said"] if "are shards, which no two of them hold" in line]
-    compared, held = map(int, re.search(r"compare (\d+) of (\d+)", line).groups())
-    assert 0 < compared < held and not [line for line in found["said"] if line.startswith("ERROR")]

@@ -51,7 +51,7 @@ def folder(finished, tmp_path):
 
 def found(folder, resume=True):
     """The checkpoint that a resume takes, as a name, and what it says."""
-    start = find(resume, folder, tiny_model())
+    start = find(resume, folder)
     return Path(start.folder).name, " ".join(start.warnings)
 
 
@@ -171,7 +171,7 @@ def save(checkpoint):
     with manifest.saving(checkpoint):
         for name in NEW:
             (manifest.temporary(checkpoint) / name).write_text(OF_NEW)
-        manifest.commit(checkpoint, 6, "", in_step=False)
+        manifest.commit(checkpoint, 6, in_step=False)
 
 
 def test_a_replaced_checkpoint_is_there_until_its_successor_is_whole(folder):
@@ -299,7 +299,7 @@ def test_a_named_checkpoint_whose_save_was_killed_before_the_rename_is_taken(fol
     shutil.copytree(checkpoint, manifest.temporary(checkpoint))
     other.mkdir()
     (checkpoint / MANIFEST_NAME).unlink()
-    start = find(checkpoint, tmp_path / "elsewhere", tiny_model())
+    start = find(checkpoint, tmp_path / "elsewhere")
     assert start.folder == str(checkpoint) and is_committed(checkpoint) and not start.warnings and other.is_dir()
 
 
@@ -346,16 +346,18 @@ def test_what_another_trainer_adds_becomes_part_of_the_checkpoint(tmp_path):
     assert "added.json" in known.files and not manifest.damages(tmp_path / "checkpoint-6", known)
 
 
-def test_weights_that_the_user_saved_anew_are_taken(folder):
-    """As shards, for example. They are not what was checked, and a warning says so."""
+def test_weights_that_the_user_saved_anew_are_damage_until_the_manifest_is_deleted(folder):
+    """As shards, for example. The message says what to do."""
     checkpoint = folder / "checkpoint-6"
     model = type(tiny_model()).from_pretrained(checkpoint)
     (checkpoint / "model.safetensors").unlink()
     model.save_pretrained(checkpoint, max_shard_size="20KB")
+    with pytest.raises(CheckpointError, match=f"To load what is left of this one, delete its `{MANIFEST_NAME}`"):
+        found(folder, checkpoint)
+    (checkpoint / MANIFEST_NAME).unlink()
     restore = build(folder, max_steps=6)
     restore.train(resume_from_checkpoint=str(checkpoint))
     assert_same_weights(weights(restore.model), weights(model))
-    assert "were saved again in other files. They are taken unchecked." in found(folder, checkpoint)[1]
 
 
 # Files that no manifest lists.
@@ -458,7 +460,7 @@ def test_a_checkpoint_that_may_not_be_read_is_told_with_owner_and_mode(reachable
     said = rf"`{closed.name}` may not be read: it belongs to `.+` and has mode \d+\. .*`chmod -R a\+rX .*checkpoint-6`"
 
     def outcome(resume):
-        return as_another_user(find, resume, reachable, None)
+        return as_another_user(find, resume, reachable)
 
     assert re.match(rf"CheckpointError: Can't find a valid checkpoint at .*{said}", outcome(reachable / "checkpoint-6"))
     for resume in ("auto", True):
@@ -472,29 +474,16 @@ def test_a_checkpoint_that_may_not_be_read_is_told_with_owner_and_mode(reachable
 
 
 def test_values_that_trainer_cannot_go_on_from_are_named(folder):
-    """Where a manifest fits, because it was changed too, or another version of transformers wrote them."""
+    """Of another version of transformers."""
     checkpoint = folder / "checkpoint-6"
     path = checkpoint / "trainer_state.json"
-    state = json.loads(path.read_text())
-    wrong = {
-        "global_step": ["6", 1e30, -5, 7, [], True, None],
-        "max_steps": ["x"],
-        "epoch": [{}],
-        "best_metric": ["good"],
-    }
-    wrong |= {"log_history": [[1, 2], {}, "none"], "stateful_callbacks": [[]], "of_the_future": [1]}
-    for name, values in wrong.items():
-        said = rf"`trainer_state.json` holds what .* \(`{name}=.*another checkpoint"
-        for value in values:
-            path.write_text(json.dumps({**state, name: value}))
-            reseal(checkpoint)
-            for resume in (True, checkpoint):
-                with pytest.raises(CheckpointError, match=said):
-                    found(folder, resume)
-    path.write_text("[" * 100_000)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "of_the_future": 1}))
     reseal(checkpoint)
-    with pytest.raises(CheckpointError, match="`trainer_state.json` is damaged"):
-        found(folder)
+    for resume in (True, checkpoint):
+        with pytest.raises(
+            CheckpointError, match=r"`trainer_state.json` holds what .* \(`of_the_future=1.*another check"
+        ):
+            found(folder, resume)
 
 
 def test_files_of_another_kind_are_told_in_one_sentence(folder, tmp_path):
@@ -746,7 +735,7 @@ def test_auto_begins_and_goes_on(tmp_path, finished, caplog):
     again.train(resume_from_checkpoint="auto")
     assert "checkpoint-2" in str(again.saver.start.folder)
     assert_same_weights(weights(again.model), finished[1])
-    assert find("auto", tmp_path, tiny_model()).folder.endswith("checkpoint-6")
+    assert find("auto", tmp_path).folder.endswith("checkpoint-6")
 
 
 class Stops(TrainerCallback):
@@ -763,7 +752,7 @@ def test_auto_refuses_where_all_is_damaged(folder):
     for checkpoint in folder.glob("checkpoint-*"):
         (checkpoint / "optimizer.pt").write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match="Passed over"):
-        find("auto", folder, tiny_model())
+        find("auto", folder)
 
 
 def test_a_clock_set_back_does_not_delete_new_checkpoints(tmp_path):

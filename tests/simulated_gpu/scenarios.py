@@ -31,11 +31,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from hf_hybrid import HybridConfig, HybridTrainer, MemoryProfilerCallback, machine, optimizers
 from hf_hybrid.build import estimator_for
+from hf_hybrid.optimizers import inner_optimizer
 from hf_hybrid.phase_memory.activations import ActivationCheckpointing, BoundaryOffload
 from hf_hybrid.plan.setups import CONTEXT_BYTES, MARGIN
 from hf_hybrid.recovery import MemoryPolicy
-from hf_hybrid.saving.drift import hashes_of, words
-from hf_hybrid.saving.run_identity import inner_optimizer
+from hf_hybrid.saving.drift import hashes_of
 from hf_hybrid.streaming.transfers import Transfers
 from simulated_gpu import marks
 from simulated_gpu.real import RealDevice
@@ -887,7 +887,7 @@ def hashed(place: Place) -> dict[str, Tensor]:
     tensors, flips = [*trainer.model.parameters(), *states], []
     before = hashes_of(tensors)
     for tensor in tensors:
-        bits = words(tensor)
+        bits = tensor.detach().reshape(-1).view(torch.uint8)
         bits[-1] ^= 4
         flips.append(sum(one != other for one, other in zip(before, hashes_of(tensors))))
         bits[-1] ^= 4

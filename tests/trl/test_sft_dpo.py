@@ -65,7 +65,7 @@ PHASES = {
 
 
 def make_tokenizer():
-    path = Path(__file__).parents[2] / "examples" / "01_quickstart.py"
+    path = Path(__file__).parents[2] / "examples" / "07_from_scratch.py"
     spec = importlib.util.spec_from_file_location("quickstart", path)
     quickstart = sys.modules.setdefault("quickstart", importlib.util.module_from_spec(spec))
     spec.loader.exec_module(quickstart)

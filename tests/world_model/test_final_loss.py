@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from hf_hybrid.world_model.final_loss import FEWEST, final_steps, forecast_final_loss, forecast_held_out_loss
+from hf_hybrid.world_model.final_loss import FEWEST, final_steps, forecast_final_loss
 
 
 def a_run(steps=400, *, schedule="linear", noise=0.05, annealing=0.1, seed=0):
@@ -37,22 +37,22 @@ def test_half_of_a_run_tells_where_it_ends(schedule):
 def test_the_held_out_loss_follows_the_training_loss(ratio):
     losses, rates = a_run(noise=0.01)
     steps, clean = range(1, 201), a_run(noise=0.0)[0]
-    found = forecast_held_out_loss(steps, losses[:200], rates, len(rates), ratio * clean[199])
+    found = forecast_final_loss(steps, losses[:200], rates, len(rates), ratio * clean[199])
     assert abs(found.median / (ratio * clean[-1]) - 1) < 0.06
     assert found.low < ratio * clean[-1] < found.high
 
 
 def test_the_last_evaluation_is_its_forecast():
     losses, rates = a_run()
-    found = forecast_held_out_loss(range(1, 401), losses, rates, len(rates), 3.5)
+    found = forecast_final_loss(range(1, 401), losses, rates, len(rates), 3.5)
     assert (found.low, found.median, found.high) == pytest.approx((3.5, 3.5, 3.5))
 
 
 @pytest.mark.parametrize("held_out", [0.0, -1.0, math.nan, math.inf])
 def test_there_is_no_held_out_forecast_from_a_loss_that_says_nothing(held_out):
     losses, rates = a_run()
-    assert forecast_held_out_loss(range(1, 201), losses[:200], rates, len(rates), held_out) is None
-    assert forecast_held_out_loss([1, 2], losses[:2], rates, len(rates), 2.0) is None
+    assert forecast_final_loss(range(1, 201), losses[:200], rates, len(rates), held_out) is None
+    assert forecast_final_loss([1, 2], losses[:2], rates, len(rates), 2.0) is None
 
 
 def test_the_interval_shrinks_as_the_run_goes_on():

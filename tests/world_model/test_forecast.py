@@ -25,9 +25,7 @@ def scheduler(name="linear", steps=100, rate=1e-3):
 
 
 def begun(steps=100, history=()):
-    forecast = RunForecast()
-    forecast.begin(steps, scheduler(steps=steps), list(history))
-    return forecast
+    return RunForecast(steps, scheduler(steps=steps), history)
 
 
 def log(forecast, step, logs):
@@ -122,8 +120,7 @@ def test_a_resumed_run_remembers_its_last_evaluation():
 
 
 def test_endless_runs_have_no_forecast():
-    forecast = begun(steps=1)
-    forecast.begin(MOST_STEPS + 1, scheduler(), [])
+    forecast = RunForecast(MOST_STEPS + 1, scheduler())
     assert log(forecast, 1, entry(1)) == {}
 
 

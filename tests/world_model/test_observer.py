@@ -10,7 +10,7 @@ def test_stretches_hold_what_happened_in_their_real_steps():
     done = []
     for loss in (4.0, 2.0, None, 2.0):
         done.append(counter.step(loss, 0.1))
-    counter.leap(3.0, real_steps=2)
+    counter.gain += 3.0 * 2  # a leap of gain 3 after two real steps
     done.append(counter.step(0.0, 0.05))
     assert done == [False, False, False, False, True]
     closed = counter.close([1.0], progress=0.25, learning_rate=0.05)

@@ -1,33 +1,42 @@
 """
-How the world model learns: its loss, and the replay of past stretches that it learns from during a run.
+How the world model learns from recorded runs: its loss. `records.py` says what is learned from.
 
 The loss is that of Dreamer (Hafner et al., 2023, arXiv 2301.04104) with forecasts of the loss in place of rewards. The
-model observes a chunk of consecutive stretches with sampled states, and pays for three things:
+model observes a run with sampled states, and pays for three things:
 
 - **reconstruction**: the features must be readable from the state, so that the state keeps what was observed;
 - **divergence**: the prior and the posterior must agree, so that imagination, which only has the prior, ends up in
   states that observation would reach. Mostly the prior is pulled to the posterior (`BALANCE`), and the first nat is
   free (`FREE_NATS`): some surprise is noise, and a model that pays for it forgets how to observe;
-- **forecast**: from a few stretches of the chunk the model imagines the next ones with the actions that were taken. It
+- **forecast**: from a few stretches of the run the model imagines the next ones with the actions that were taken. It
   pays the negative log-likelihood of the losses that came, under a Student-t, which forgives outliers.
 
-Each member of the ensemble weighs the chunks with random exponential weights of its own (a Bayesian bootstrap; Rubin,
+Each member of the ensemble weighs the runs with random exponential weights of its own (a Bayesian bootstrap; Rubin,
 1981). Where the data decide, all members learn the same; where they do not, members come to disagree.
-
-During a run there are few stretches and each is seen once, so stretches are kept in a [`Replay`] together with the
-latent state before them: a chunk may begin anywhere. `benchmarks/world_model/records.py` learns from recorded runs.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from hf_hybrid.world_model.rssm import FEATURES, RSSM, State
+from hf_hybrid.world_model.dynamics import FREEDOM, LossHistory, log_loss
+from hf_hybrid.world_model.rssm import (
+    ACTIONS,
+    FEATURES,
+    HISTORY,
+    LINEAR,
+    LINEAR_HORIZON,
+    OBSERVATION,
+    RSSM,
+    SCORED,
+    State,
+)
 
 FREE_NATS = 1.0
 BALANCE = 0.2
@@ -36,9 +45,59 @@ CHANGE_LIMIT = 3.0
 """Bound of changes of the log loss as targets: a diverged run is bad, not infinitely bad."""
 CLIP = 1.0
 """Bound of the global gradient norm."""
-FREEDOM = 5
-"""Degrees of freedom of every predictive Student-t: losses of stretches have heavy tails, but a variance."""
 _LOG_NORMALISER = math.lgamma((FREEDOM + 1) / 2) - math.lgamma(FREEDOM / 2) - 0.5 * math.log(FREEDOM * math.pi)
+
+
+BUFFERS = {
+    "feature_mean": lambda members: torch.zeros(FEATURES),
+    "feature_scale": lambda members: torch.ones(FEATURES),
+    "linear": lambda members: torch.zeros(members, LINEAR, LINEAR_HORIZON),
+    "scale_shift": lambda members: torch.zeros(len(SCORED)),
+    "confidence_map": lambda members: torch.tensor([0.0, 1.0]),
+}
+"""What is fitted or calibrated, not trained, by its first value. `confidence_map`: offset and slope of a logit."""
+
+
+def new_rssm(members: int = 3, deterministic: int = 256, hidden: int = 96, seed: int = 0) -> RSSM:
+    """
+    An ensemble to train. What depends on leaps starts at exactly zero.
+
+    `deterministic` are the units of the GRU; `hidden` is the width of the hidden layers; `seed` is for the weights.
+    """
+    generator, weights = torch.Generator().manual_seed(seed), {}
+
+    def linear(name: str, inputs: int, outputs: int, gain: float = 1.0, bias: bool = True) -> None:
+        """`gain` is the standard deviation of outputs for inputs of unit variance."""
+        weights[f"{name}.weight"] = torch.randn(members, inputs, outputs, generator=generator) * (gain / inputs**0.5)
+        if bias:
+            weights[f"{name}.bias"] = torch.zeros(members, 1, outputs)
+
+    stochastic = RSSM.GROUPS * RSSM.CLASSES
+    latent = deterministic + stochastic
+    linear("gates_action", len(ACTIONS), 3 * deterministic)
+    linear("gates", latent, 3 * deterministic, bias=False)
+    linear("encoder", OBSERVATION, hidden)
+    linear("posterior_hidden", deterministic, hidden)
+    linear("posterior_out", hidden, stochastic)
+    linear("prior_hidden", deterministic, hidden)
+    linear("prior_out", hidden, stochastic)
+    linear("decoder_hidden", latent, hidden)
+    linear("decoder_out", hidden, FEATURES)
+    linear("loss_hidden", latent, hidden)
+    linear("loss_out", hidden, 4, gain=0.1)
+    linear("loss_context", hidden, hidden)
+    linear("start_hidden", latent, hidden)
+    linear("start_out", hidden, 3, gain=0.1)
+    weights["gates_action.weight"][:, :2] = 0.0
+    weights["loss_out.weight"][:, :, 1] = 0.0
+    weights["loss_out.bias"][:, 0, 2:] = torch.tensor([-3.5, -4.5])
+    weights["pair_scale"] = torch.tensor([-4.0, 0.5]).repeat(members, 1)
+    return RSSM({**weights, **{name: first(members) for name, first in BUFFERS.items()}})
+
+
+def parameters(model: RSSM) -> dict[str, Tensor]:
+    """The weights that are trained, by name. From now on they get gradients."""
+    return {name: weight.requires_grad_() for name, weight in model.weights.items() if name not in BUFFERS}
 
 
 def student_t_nll(z: Tensor, log_scale: Tensor) -> Tensor:
@@ -58,13 +117,44 @@ class StretchBatch:
     starts: Tensor  # [N, S]: stretches from which the loss is imagined
     observed: int  # stretches to observe; later ones are only imagined
     horizon: int  # stretches to imagine, K
-    state: State | None = None  # before the first stretch; zeros by default
 
     def to(self, device: torch.device) -> StretchBatch:
         """The batch with all its tensors on this device."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        state = None if self.state is None else State(*(part.to(device) for part in self.state))
-        return replace(self, **moved, state=state)
+        return replace(self, **{n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)})
+
+
+def history_of(losses: Sequence[float]) -> Tensor:
+    """The output of [`LossHistory`] after each of these stretches, `[W, 5]`."""
+    history = LossHistory()
+    return torch.tensor([history.observe(log_loss(loss)) for loss in losses]).reshape(-1, len(HISTORY))
+
+
+def sample(probabilities: Tensor, generator: torch.Generator) -> Tensor:
+    """One-hot sample with the gradient of its probabilities (straight through), groups flattened."""
+    flat = probabilities.detach().flatten(0, -2)
+    index = torch.multinomial(flat, 1, generator=generator).view(probabilities.shape[:-1])
+    hard = F.one_hot(index, probabilities.shape[-1]).to(probabilities.dtype)
+    return (hard + probabilities - probabilities.detach()).flatten(-2)
+
+
+def unroll(model: RSSM, observations: Tensor, actions: Tensor, generator: torch.Generator) -> tuple[State, Tensor]:
+    """
+    Observe sequences `[N, W, 69]` and `[N, W, 4]` from their beginning, with sampled states. Returns states
+    `[M, N, W, ...]` and posterior probabilities `[M, N, W, groups, classes]`.
+    """
+    state, states, posteriors = model.initial(len(actions)), [], []
+    embedded = model.embed(observations.flatten(0, 1)).unflatten(1, actions.shape[:2])
+    for steer, seen in zip(model.steer(actions), embedded.unbind(2)):
+        hidden = model.recur(state, steer)
+        posteriors.append(model.posterior(hidden, seen))
+        state = State(hidden, sample(posteriors[-1], generator))
+        states.append(state)
+    return State(*(torch.stack(part, 2) for part in zip(*states))), torch.stack(posteriors, 2)
+
+
+def reconstruct(model: RSSM, states: State) -> Tensor:
+    """Normalised features read off states `[M, N, ...]`: `[M, N, 64]`."""
+    return model.project("decoder_out", F.silu(model.project("decoder_hidden", torch.cat(states, -1))))
 
 
 def kl_loss(posterior: Tensor, prior: Tensor) -> Tensor:
@@ -89,12 +179,11 @@ def rssm_loss(model: RSSM, batch: StretchBatch, generator: torch.Generator) -> t
     """
     stretches = batch.observed
     observations, actions = batch.observations[:, :stretches], batch.actions[:, :stretches]
-    state = batch.state if batch.state is not None else model.initial(len(actions))
-    states, posterior = model.unroll(state, observations, actions, generator)
+    states, posterior = unroll(model, observations, actions, generator)
     flat = State(*(part.flatten(1, 2) for part in states))
     real = (torch.arange(stretches, device=actions.device) < batch.lengths[:, None]).float() * batch.weights[..., None]
     target = model.normalised(observations[..., :FEATURES])
-    error = (model.reconstruct(flat).unflatten(1, (-1, stretches)) - target).square().mean(-1)
+    error = (reconstruct(model, flat).unflatten(1, (-1, stretches)) - target).square().mean(-1)
     prior = model.prior(flat.deterministic).unflatten(1, (-1, stretches))
     losses = {
         "reconstruction": weighted_mean(error, real),
@@ -134,46 +223,6 @@ def descend(model: RSSM, optimizer: torch.optim.Optimizer, total: Tensor) -> Non
     """One gradient step with clipping; left out if the gradient is not finite."""
     optimizer.zero_grad()
     total.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    norm = torch.nn.utils.clip_grad_norm_(parameters(model).values(), CLIP)
     if math.isfinite(norm.item()):
         optimizer.step()
-
-
-class Replay:
-    """The last `capacity` stretches of a run, on the host, with the latent states of the model."""
-
-    _COLUMNS = ("observations", "actions", "log_losses", "weights", "latents")
-
-    def __init__(self, model: RSSM, capacity: int):
-        self._split = (model.deterministic, model.stochastic)
-        self.rows: deque[tuple[Tensor, ...]] = deque(maxlen=capacity)
-
-    def append(self, before: State, observation: Tensor, action: Tensor, log_loss: float, weights: Tensor) -> None:
-        """Keep a stretch, the state `[M, 1, ...]` before it, and the members' weights `[M]` of chunks from here."""
-        latents = torch.cat([part[:, 0].cpu() for part in before], -1)
-        self.rows.append((observation.cpu(), action.cpu(), torch.tensor(log_loss), weights, latents))
-
-    def chunks(self, count: int, observed: int, starts: int, horizon: int, generator: torch.Generator) -> StretchBatch:
-        """
-        Draw `count` stretches of the run that begin anywhere: `observed` stretches (fewer than there are in the replay)
-        to observe, `starts` of them to imagine `horizon` stretches from.
-        """
-        total = len(self.rows)
-        begins = torch.randint(total - observed, (count,), generator=generator)
-        index = (begins[:, None] + torch.arange(observed + horizon)).clamp_max(total - 1).tolist()
-        stretches = [[torch.stack(column) for column in zip(*(self.rows[i][:3] for i in row))] for row in index]
-        observations, actions, log_losses = map(torch.stack, zip(*stretches))
-        weights, latents = (torch.stack([self.rows[row[0]][column] for row in index], 1) for column in (3, 4))
-        lengths = (total - begins).clamp_max(observed + horizon)
-        start = torch.randint(observed, (count, starts), generator=generator)
-        state = State(*latents.split(self._split, -1))
-        return StretchBatch(observations, actions, log_losses, lengths, weights, start, observed, horizon, state)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything, by column; empty before the first stretch."""
-        return {name: torch.stack(column) for name, column in zip(self._COLUMNS, zip(*self.rows))}
-
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Restore what [`tensors`] returned."""
-        self.rows.clear()
-        self.rows.extend(zip(*(tensors[name].clone() for name in self._COLUMNS if name in tensors)))

@@ -1,4 +1,4 @@
-"""The quickstart as a user starts it, shortened; the long form is marked slow."""
+"""Training from scratch as a user starts it, shortened; the long form is marked slow."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from hf_hybrid.report.findings import findings
 from hf_hybrid.report.run_folder import load_run
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples" / "01_quickstart.py"
+SCRIPT = ROOT / "examples" / "07_from_scratch.py"
 
 
 def test_short_run_on_a_text_file_prints_its_table(tmp_path, monkeypatch, capfd):
@@ -66,4 +66,4 @@ def test_default_run(tmp_path):
     start_loss, hybrid, plain = map(
         float, re.search(r"start (\d+\.\d+)  HybridTrainer (\d+\.\d+)  Trainer (\d+\.\d+)", result.stdout).groups()
     )
-    assert hybrid < plain - 0.5 < start_loss
+    assert hybrid < plain - 0.2 < start_loss - 1
