@@ -49,16 +49,16 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from rig.circles import circles
 
 LIMITS = {
-    "a real step": {"files": 10, "changes": 35, "depth": 8, "calls": 261},
-    "a step with a probed leap": {"files": 16, "depth": 15, "calls": 1695},
-    "a step of LoRA": {"files": 6, "changes": 25, "depth": 8, "calls": 151},
-    "a step with `enable_predict=False`": {"files": 4, "changes": 13, "depth": 5, "calls": 31},
-    "a step of shared rows": {"files": 10, "changes": 135, "depth": 11, "calls": 638},
-    "a step of GRPO": {"files": 9, "changes": 59, "depth": 15, "calls": 150},
-    "a streamed step": {"files": 11, "changes": 275, "depth": 14, "calls": 1113},
-    "a plain save": {"files": 6, "changes": 42, "depth": 9, "calls": 84},
-    "a save with leaps": {"files": 16, "changes": 76, "depth": 12, "calls": 567},
-    "options to parts": {"files": 16, "stays": 34},
+    "a real step": {"files": 9, "changes": 35, "depth": 8, "calls": 256},
+    "a step with a probed leap": {"files": 14, "depth": 15, "calls": 1590},
+    "a step of LoRA": {"files": 5, "changes": 25, "depth": 8, "calls": 145},
+    "a step with `enable_predict=False`": {"files": 3, "changes": 13, "depth": 5, "calls": 31},
+    "a step of shared rows": {"files": 9, "changes": 135, "depth": 11, "calls": 632},
+    "a step of GRPO": {"files": 8, "changes": 59, "depth": 15, "calls": 150},
+    "a streamed step": {"files": 10, "changes": 275, "depth": 14, "calls": 1107},
+    "a plain save": {"files": 5, "changes": 42, "depth": 9, "calls": 84},
+    "a save with leaps": {"files": 14, "changes": 77, "depth": 12, "calls": 564},
+    "options to parts": {"files": 15, "stays": 33},
     "a command to its trainer": {"files": 12, "stays": 28},
     "circles of files": {"circles": 0},
 }

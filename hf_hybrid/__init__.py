@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _LAZY = {
-    "Direction": "hf_hybrid.leaps.directions.base",
+    "Direction": "hf_hybrid.leaps.directions",
     "ForecastCallback": "hf_hybrid.world_model.forecast",
     "ForecastPruner": "hf_hybrid.integrations.optuna",
     "HybridArguments": "hf_hybrid.arguments",
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from hf_hybrid.config import HybridConfig
     from hf_hybrid.integrations.optuna import ForecastPruner as ForecastPruner
     from hf_hybrid.integrations.samples import SampleCallback as SampleCallback
-    from hf_hybrid.leaps.directions.base import Direction
+    from hf_hybrid.leaps.directions import Direction
     from hf_hybrid.part import Part, Phase
     from hf_hybrid.plan.planner import plan_memory
     from hf_hybrid.records.profiler import MemoryProfilerCallback

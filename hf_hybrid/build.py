@@ -20,15 +20,8 @@ from transformers.training_args import OptimizerNames
 
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.config import check_leap_optimizer, check_leaps, check_training_arguments, phase_options, was_given
-from hf_hybrid.leaps.automatic import (
-    FirstLoss,
-    LeapView,
-    leaps_are_automatic,
-    pretrained_below,
-    reason_no_leaps,
-)
-from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, Orthogonal
-from hf_hybrid.leaps.directions.base import DirectionFactory, direction_class
+from hf_hybrid.leaps.automatic import FirstLoss, LeapView, leaps_are_automatic, pretrained_below, reason_no_leaps
+from hf_hybrid.leaps.directions import DIRECTIONS, DirectionFactory, GradientMemory, Orthogonal, direction_class
 from hf_hybrid.leaps.leap import LeapObserver, Leaps, PhaseController, PhaseLengths
 from hf_hybrid.leaps.probe import (
     MIN_SEQUENCES,
@@ -42,7 +35,7 @@ from hf_hybrid.leaps.probe import (
 )
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.leaps.trust import GainPlanner, Trust
-from hf_hybrid.machine import LeapObstacleError, check_whole_parameters
+from hf_hybrid.machine import LeapObstacleError
 from hf_hybrid.optimizers import (
     MuonAdamW,
     has_adapters,
@@ -69,21 +62,12 @@ from hf_hybrid.records.progress import install_progress
 from hf_hybrid.recovery import OutOfMemoryRecovery, RecoveringTrainer, UnrecoveredMemoryError, first_part
 from hf_hybrid.run.adapters import adapter_rate_scale
 from hf_hybrid.run.monitor import DivergenceMonitor
-from hf_hybrid.run.rate import LearningRateSearch, RateScale, StepCosine
+from hf_hybrid.run.rate import LearningRateSearch, RateScale
 from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
-from hf_hybrid.run.trainer_view import (
-    made_optimizer,
-    trains_adapters,
-    unwrapped_optimizer,
-)
+from hf_hybrid.run.trainer_view import made_optimizer, trains_adapters, unwrapped_optimizer
 from hf_hybrid.run.weights import Gathered, Shards, TrainedWeights, canonical, shards_of
 from hf_hybrid.streaming.engine import Resident, Streamed
-from hf_hybrid.streaming.layers import (
-    embeddings_and_head,
-    map_with_host_layers,
-    obstacle_to_walking,
-    working_dtypes,
-)
+from hf_hybrid.streaming.layers import embeddings_and_head, map_with_host_layers, obstacle_to_walking, working_dtypes
 from hf_hybrid.streaming.optimizer import UnsupportedOptimizerError, check_separable
 from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.walk import Window
@@ -132,7 +116,9 @@ def prepare_leaps(trainer: BuiltTrainer) -> None:
         )
     try:
         check_leaps(trainer.args)
-        refuse_other_optimizers(trainer)
+        if not leaps_are_automatic(trainer) and options.final_gain(1.0) > 0:
+            passed = trainer.optimizer_cls_and_kwargs
+            check_leap_optimizer(trainer.optimizer or (passed[0] if passed else optimizer_name(trainer.args)))
         if trainer.train_dataset is not None:  # otherwise the trainer may only evaluate
             check_trainable(trainer)
     except LeapObstacleError as error:
@@ -170,8 +156,13 @@ def check_trainable(trainer: BuiltTrainer) -> None:
             "`model` has no trainable parameters: every `requires_grad` is False. Unfreeze some, or add adapters "
             "(for example with peft) before creating the trainer."
         )
-    if not trainer.is_fsdp_enabled:
-        check_whole_parameters(trainer.model)
+    for name, parameter in trainer.model.named_parameters():
+        if getattr(parameter, "device_mesh", None) is not None and not trainer.is_fsdp_enabled:
+            raise LeapObstacleError(
+                f"`{name}` is spread over processes already (a `DTensor`), in a way that leaps do not know.",
+                "Load the model without `tp_plan` and `distributed_config`. Let FSDP2 shard it (`fsdp=True`, or "
+                "accelerate's `fsdp_version: 2`).",
+            )
 
 
 # The run.
@@ -196,14 +187,18 @@ def build_run(trainer: BuiltTrainer) -> Run:
     weights, feed, no_leaps = _weights(trainer), BatchFeed(), reason_no_leaps(trainer)
     monitor = DivergenceMonitor(options.preset_value("divergence_threshold"))
     rate, first = _rate(trainer, weights), pretrained_below(trainer)
-    following: list[Part] = []
+    leaps: list[Part] = []
     if no_leaps is None:
         build = functools.partial(_leap_parts, trainer, weights, monitor, _probe(trainer, feed))
-        leaps = functools.partial(_on_host_if_out_of_memory, trainer, build)
-        following = [FirstLoss(first, leaps)] if first > 0 else leaps()
-    forecast = _forecast(trainer)
+        build_leaps = functools.partial(_on_host_if_out_of_memory, trainer, build)
+        leaps = [FirstLoss(first, build_leaps)] if first > 0 else build_leaps()
+    forecast: list[Part] = []
+    if options.forecast:
+        from hf_hybrid.world_model.forecast import Forecast
+
+        forecast = [Forecast(trainer.lr_scheduler, trainer.state.log_history)]
     return Run(
-        [monitor, *([] if rate is None else [rate]), *following, *forecast, *trainer.parts],
+        [monitor, *([] if rate is None else [rate]), *leaps, *forecast, *trainer.parts],
         warmup=phase_lengths(options, max_steps).warmup,
         optimizer=weights.optimizer,
         weights=weights,
@@ -212,15 +207,6 @@ def build_run(trainer: BuiltTrainer) -> Run:
         no_leaps=no_leaps,
         **common,
     )
-
-
-def _forecast(trainer: BuiltTrainer) -> list[Part]:
-    """Return the forecast of the final loss."""
-    if not trainer.hybrid_args.forecast:
-        return []
-    from hf_hybrid.world_model.forecast import Forecast
-
-    return [Forecast(trainer.lr_scheduler, trainer.state.log_history)]
 
 
 def _weights(trainer: BuiltTrainer) -> TrainedWeights:
@@ -236,17 +222,14 @@ def _on_host_if_out_of_memory(trainer: BuiltTrainer, build: Callable[[bool], lis
     they do not fit on the device.
     """
     recovery, plan_values = trainer.recovery, trainer.hybrid_args.plan_values
-    on_host = trainer.memory.buffers_on_host or plan_values.get("buffers_device") == "cpu"
-    try:
-        return build(on_host)
-    except Exception as error:
-        recovery.catch(error)
-    if not on_host:
-        recovery.note("buffers on the host")
+    planned = trainer.memory.buffers_on_host or plan_values.get("buffers_device") == "cpu"
+    for on_host in [True] if planned else [False, True]:
         try:
-            return build(True)
+            return build(on_host)
         except Exception as error:
             recovery.catch(error)
+        if not on_host:
+            recovery.note("buffers on the host")
     raise UnrecoveredMemoryError(
         f"{recovery.where()}: the buffers of leaps do not fit: {recovery.reason} Set `enable_predict=False`."
     )
@@ -328,19 +311,19 @@ def _cost_of_step(trainer: BuiltTrainer, tokens: int) -> tuple[float, float]:
     return flops, (accelerator.num_processes - 1) * sum(size * (passes + trained) for size, trained in sizes)
 
 
-def tell_of_no_leaps(trainer: BuiltTrainer) -> None:
+def warn_of_no_leaps(trainer: BuiltTrainer) -> None:
     """Say why no leaps are made, if nobody chose that, and the trainer has not said it when it was built."""
-    why = trainer.run.no_leaps
-    if why is not None and trainer.leap_obstacle is None and trainer.hybrid_args.final_gain(1.0) > 0:
-        logger.warning(NO_LEAPS, why)
+    reason = trainer.run.no_leaps
+    if reason is not None and trainer.leap_obstacle is None and trainer.hybrid_args.final_gain(1.0) > 0:
+        logger.warning(NO_LEAPS, reason)
 
 
 def phase_lengths(options: HybridArguments, max_steps: int) -> PhaseLengths:
     """Return the phase lengths for a run of `max_steps`: as given, or else by the run's length and the preset."""
 
     def pick(name: str, default: int) -> int:
-        given = getattr(options, name)
-        return default if given is None else given
+        value = getattr(options, name)
+        return default if value is None else value
 
     short = max(max_steps // 10, 1)  # so that short runs too go through the phases several times
     return PhaseLengths(
@@ -363,19 +346,18 @@ def chooses_rate(args: TrainingArguments, options: HybridArguments) -> bool:
     return was_given(args, "learning_rate") is False
 
 
-def tell_of_kept_defaults(trainer: BuiltTrainer) -> None:
+def warn_of_kept_defaults(trainer: BuiltTrainer) -> None:
     """Say which defaults would be replaced if it were known that the user did not write them."""
-    args, options = trainer.args, trainer.hybrid_args
-    told = []
+    args, options, kept = trainer.args, trainer.hybrid_args, []
     if trainer.has_phases and options.auto_lr == "auto" and was_given(args, "learning_rate") is None:
-        told.append(f"`learning_rate={args.learning_rate:g}` (`auto_lr=on` raises it where that helps)")
+        kept.append(f"`learning_rate={args.learning_rate:g}` (`auto_lr=on` raises it where that helps)")
     if options.preset == "fast" and was_given(args, "optim") is None and not has_adapters(trainer.model):
-        told.append(f"`optim={optimizer_name(args)}` (`preset=fast` wants `optim=muon`)")
-    if told:
+        kept.append(f"`optim={optimizer_name(args)}` (`preset=fast` wants `optim=muon`)")
+    if kept:
         logger.warning(
             "%s: kept as it is, because the arguments do not tell whether you wrote this default. Parsers write every "
             "option, and plain `TrainingArguments` take no note.",
-            " and ".join(told),
+            " and ".join(kept),
         )
 
 
@@ -387,8 +369,7 @@ def _rate(trainer: BuiltTrainer, weights: TrainedWeights) -> RateScale | None:
         return adapter_rate_scale(trainer)
     optimizer = made_optimizer(trainer)
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
-        cosine = StepCosine(weights)
-        return LearningRateSearch(max_scale=MAX_RATE_SCALE, max_steps=trainer.state.max_steps, cosine=cosine)
+        return LearningRateSearch(max_scale=MAX_RATE_SCALE, max_steps=trainer.state.max_steps, weights=weights)
     logger.warning(
         "The run keeps `learning_rate=%g`: a better one is searched under torch's Adam and AdamW alone, and the "
         "optimizer is `%s`.",
@@ -399,7 +380,7 @@ def _rate(trainer: BuiltTrainer, weights: TrainedWeights) -> RateScale | None:
 
 
 def chosen_direction(trainer: BuiltTrainer) -> DirectionFactory:
-    """Return the user's own direction, or else the direction that the options name."""
+    """Return the user's own direction, or else the one that the options name."""
     name = trainer.hybrid_args.direction
     return trainer.custom_direction or DIRECTIONS["orthogonal" if name == "auto" else name]
 
@@ -408,13 +389,6 @@ def direction_of(trainer: BuiltTrainer, matrices: Collection[str]) -> DirectionF
     """Return the chosen direction; `gradient_memory` in place of `orthogonal` if no hidden matrices are trained."""
     chosen = chosen_direction(trainer)
     return GradientMemory if chosen is Orthogonal and not matrices else chosen
-
-
-def refuse_other_optimizers(trainer: BuiltTrainer) -> None:
-    """Refuse leaps that were asked for under an optimizer other than Adam or AdamW."""
-    if not leaps_are_automatic(trainer) and trainer.hybrid_args.final_gain(1.0) > 0:
-        passed = trainer.optimizer_cls_and_kwargs
-        check_leap_optimizer(trainer.optimizer or (passed[0] if passed else optimizer_name(trainer.args)))
 
 
 def _probe(trainer: BuiltTrainer, feed: BatchFeed) -> Probe:
@@ -447,8 +421,8 @@ def _probe(trainer: BuiltTrainer, feed: BatchFeed) -> Probe:
 
 def makes_muon(trainer: BuiltTrainer) -> bool:
     """Whether `optim=muon` is used and no optimizer was passed."""
-    given = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
-    return trainer.args.optim == "muon" and not given
+    passed = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
+    return trainer.args.optim == "muon" and not passed
 
 
 def leave_adapters_to_adamw(trainer: BuiltTrainer) -> None:
@@ -508,12 +482,7 @@ def estimator_for(trainer: BuiltTrainer, device_map: dict | None) -> tuple[Estim
 
 
 def make_plan(trainer: BuiltTrainer, device_map: dict | None) -> Plan:
-    """
-    Plan which parts of the trainer's model are streamed, within its budgets.
-
-    Raises:
-        PlanError: If nothing fits. The message has the bytes and the nearest plan that works.
-    """
+    """Plan which parts of the trainer's model are streamed, within its budgets; `PlanError` if nothing fits."""
     estimator, setup = estimator_for(trainer, device_map)
     return estimator.plan(setup)
 

@@ -90,25 +90,24 @@ class HybridConfigBase(_Arguments):
                       and getattr(self, field.name) != field.default}  # fmt: skip
             vars(self)["_written"] = self._written | others
         HybridArguments.__post_init__(self)
-        _check_numbers(self)
+        for name, (kind, limits) in _NUMBERS.items():
+            setattr(self, name, as_declared(name, getattr(self, name), kind))
+            infinite = name == "learning_rate" and not self.enable_predict  # plain Trainer trains on with such weights
+            check_range(name, getattr(self, name), {"at_least": 0} if infinite else limits)
         self._read_checkpointing()
-        optim = optimizer_name(self)
         names = ["muon", *(name.value for name in OptimizerNames)]
-        if optim not in names:
+        if (optim := optimizer_name(self)) not in names:
             raise ValueError(f"`optim` must be one of {', '.join(names)}, got `{optim}`.")
         if self.preset == "fast" and was_given(self, "optim") is False:
-            optim = "muon"
-        if optim == "muon":
+            self.optim = "muon"
+        if sharding_of(self) not in (None, "fsdp"):
+            _check_shards(self, self)  # before the class behind looks for the package
+        uses_muon = self.optim == "muon"
+        if uses_muon:
             self.optim = TrainingArguments.optim  # the class behind makes a member of `OptimizerNames` of it
-        sharding = sharding_of(self)
-        if sharding not in (None, "fsdp"):  # before the class behind looks for its package
-            if optim == "muon":
-                _refuse_muon_on_shards(self, sharding)
-            if self.enable_predict and self.direction != "auto":
-                check_leaps(self)
         super(HybridArguments, self).__post_init__()  # that of the class behind
-        if optim == "muon":
-            self.optim = optim
+        if uses_muon:
+            self.optim = "muon"
         check_training_arguments(self, self)
         vars(self)["_is_complete"] = True
 
@@ -116,8 +115,7 @@ class HybridConfigBase(_Arguments):
         """Give activation checkpointing the type and the name that transformers has for it."""
         names = {"true": True, "false": False, "auto": "auto", "none": None}
         for name in ("gradient_checkpointing", "activation_checkpointing"):
-            value = getattr(self, name, None)
-            if isinstance(value, str):
+            if isinstance(value := getattr(self, name, None), str):
                 if value.lower() not in names:
                     raise ValueError(f"`{name}` must be `True`, `False` or `auto`, got `{value}`.")
                 setattr(self, name, names[value.lower()])
@@ -133,22 +131,19 @@ class HybridConfigBase(_Arguments):
         vars(copied).update(vars(self))
         return copied
 
-    def __deepcopy__(self, known: dict):
-        copied = known[id(self)] = object.__new__(type(self))
-        vars(copied).update(copy.deepcopy(vars(self), known))
+    def __deepcopy__(self, memo: dict):
+        copied = copy.copy(self)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
 
     @classmethod
     def from_json(cls, path: str | Path, **overrides) -> HybridConfigBase:
         """
-        Read the options that a run wrote as `hybrid_config.json`.
+        Read the options that a run wrote as `hybrid_config.json`: from this file, or from the folder that holds it.
 
-        Tokens are never written; pass them again. Paths outside the working folder and the home are written by their
-        names alone, as the file is meant to be shared; pass an `output_dir` like that again.
-
-        Args:
-            path (`str` or `Path`): The file, or the folder that holds it.
-            overrides: Options that override the file.
+        `overrides` are options that override the file. Tokens are never written; pass them again. Paths outside the
+        working folder and the home are written by their names alone, as the file is meant to be shared; pass an
+        `output_dir` like that again.
 
         Raises:
             ValueError: If the file is not JSON, or holds an option that does not exist.
@@ -157,13 +152,11 @@ class HybridConfigBase(_Arguments):
         path = path / CONFIG_NAME if path.is_dir() else path
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ValueError(f"`{path}` is not JSON: {error}. Give the `{CONFIG_NAME}` of a run.") from None
         if not isinstance(values, dict):
             raise ValueError(f"`{path}` holds no options by name. Give the `{CONFIG_NAME}` of a run.")
-        known = {field.name for field in dataclasses.fields(cls) if field.init}
-        unknown = sorted(set(values) - known)
-        if unknown:
+        if unknown := sorted(values.keys() - {field.name for field in dataclasses.fields(cls) if field.init}):
             raise ValueError(f"Unknown options in `{path}`: {', '.join(f'`{name}`' for name in unknown)}.")
         return cls(**{**values, **overrides})
 
@@ -204,10 +197,8 @@ def config_values(args: TrainingArguments, *, written_defaults: bool = True) -> 
     written = () if not written_defaults else REPLACED if written is None else written
     # Defaults come from the fields: a second instance to compare with would reset accelerate's state.
     for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        value = getattr(value, "value", value)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        default = getattr(default, "value", default)
+        value, default = (getattr(v, "value", v) for v in (getattr(args, field.name), default))  # of enumerations
         unset = not value and (isinstance(value, bool) or not isinstance(value, (int, float)))
         same = value == default or (unset and not default)  # None that became False or an empty list; 0 is a number
         same = same and not (value is False and field.name == "bf16" and default is None)  # TRL: None asks the hardware
@@ -233,38 +224,73 @@ _NUMBERS = {
     "label_smoothing_factor": (float, {"at_least": 0, "at_most": 1}),
 }
 """Options of TrainingArguments that are looked at only when training has begun, or that make every weight infinite."""
+_BY_PHASE = ("checkpoint_phases", "weight_precision", "predict_states")
+_FOR_WHOLE_WEIGHTS = (*_BY_PHASE, "offload_activations", "optimizer_states", "chunked_loss")
+"""Options that change weights, states or activations by means that were made for whole tensors."""
 
 
-def _check_numbers(args: HybridConfigBase) -> None:
-    for name, (kind, limits) in _NUMBERS.items():
-        if name == "learning_rate" and not args.enable_predict:
-            limits = {"at_least": 0}  # plain Trainer trains on with infinite weights
-        setattr(args, name, as_declared(name, getattr(args, name), kind))
-        check_range(name, getattr(args, name), limits)
+def _changed(options: HybridArguments, names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if getattr(options, name) not in (getattr(HybridArguments, name), "off")]
+
+
+def phase_options(options: HybridArguments) -> list[str]:
+    """Return the names of the options in use that follow the phases, so that a run without phases cannot have them."""
+    return _changed(options, _BY_PHASE)
 
 
 def check_training_arguments(args: TrainingArguments, options: HybridArguments) -> None:
     """Refuse options that cannot be combined. Only this function does so before model and data are known."""
-    optim, sharding = optimizer_name(args), sharding_of(args)
-    _check_memory_options(args, optim, options)
-    if sharding == "fsdp" and computes_on_cpu(args):
+    optim, by_phase, checkpointing = optimizer_name(args), phase_options(options), checkpointing_option()
+    if by_phase and not options.enable_predict:
+        raise ValueError(
+            f"`{by_phase[0]}` follows the phases, and `enable_predict=False` has none. Leave it out; to checkpoint "
+            "activations throughout set `activation_checkpointing=True`."
+        )
+    if by_phase and options.memory == "stream":
+        raise ValueError(
+            f"`{by_phase[0]}` is for weights and states on the device, and `memory=stream` keeps them on the host: "
+            "streamed layers are always checkpointed, and travel in bf16 under `bf16=True`. Leave it out."
+        )
+    if options.weight_precision is not None:
+        from hf_hybrid.phase_memory.precision import parse_precision
+
+        parse_precision(options.weight_precision)
+    details = getattr(args, f"{checkpointing}_kwargs", None) or {}
+    extra = [name for name, value in details.items() if (name, value) != ("use_reentrant", False)]
+    if extra and getattr(args, checkpointing) == "auto":
+        raise ValueError(
+            f"`{checkpointing}=auto` chooses the layers itself, and recomputes without reentrance. Leave `{extra[0]}` "
+            f"out of `{checkpointing}_kwargs`, or set `{checkpointing}=True`."
+        )
+    if options.optimizer_states == "8bit" and optim not in ("adamw_torch", "adamw_torch_fused"):
+        raise ValueError(
+            f"`optimizer_states=8bit` is an AdamW with 8-bit states and cannot be combined with `optim={optim}`. Leave "
+            "`optim` at its default, or set `optimizer_states=exact`."
+        )
+    if options.base_precision == "int8" and options.memory == "off":
+        raise ValueError(
+            "`base_precision=int8` is for streamed layers, and `memory=off` streams none. Set `memory=auto` or "
+            "`memory=stream`."
+        )
+    if sharding_of(args) == "fsdp" and computes_on_cpu(args):
         raise ValueError(
             "`fsdp` shards nothing with `use_cpu=True` or without a GPU: accelerate has it for GPUs only and would "
             "train with DDP. Drop `fsdp` (and `--use_fsdp` of the launcher), or train on GPUs."
+        )
+    if shards_by_fsdp2(args) and (changed := _changed(options, _FOR_WHOLE_WEIGHTS)):
+        raise ValueError(
+            f"`{changed[0]}={getattr(options, changed[0])}` was made for whole weights, and FSDP2 leaves each process "
+            "a part of them. Leave it out. To save more memory, set `activation_checkpointing` or `cpu_offload` in "
+            "`fsdp_config`."
         )
     if options.muon_momentum is not None and optim != "muon":
         raise ValueError(
             f"`muon_momentum={options.muon_momentum}` is for `optim=muon`, and `optim` is `{optim}`. Leave it out, or "
             "set `optim=muon`."
         )
-    if optim == "muon":
-        _refuse_muon_on_shards(args, sharding)
-    if shards_by_fsdp2(args):
-        _check_fsdp2_options(options)
-    if options.enable_predict and options.direction != "auto":
-        check_leaps(args)
-        if options.final_gain(1.0) > 0:
-            check_leap_optimizer(optim)
+    _check_shards(args, options)
+    if options.enable_predict and options.direction != "auto" and options.final_gain(1.0) > 0:
+        check_leap_optimizer(optim)
 
 
 _OBSTACLES = {
@@ -278,6 +304,16 @@ _USE_FSDP2 = (
     "Use FSDP2, which shards weights, gradients and states too (`fsdp=True`, accelerate's `fsdp_version: 2`, or "
     "`hf-hybrid train --accelerate_config fsdp2`), or DDP."
 )
+
+
+def _check_shards(args: TrainingArguments, options: HybridArguments) -> None:
+    """Refuse Muon, and leaps whose direction was named, on weights that they cannot work with."""
+    sharding = sharding_of(args)
+    if optimizer_name(args) == "muon" and sharding and not shards_by_fsdp2(args):
+        why = f"`{sharding}` cannot be combined with `optim=muon`: {_OBSTACLES[sharding]}."
+        raise ValueError(f"{why} {_USE_FSDP2} Or choose another `optim`.")
+    if options.enable_predict and options.direction != "auto":
+        check_leaps(args)
 
 
 def check_leaps(args: TrainingArguments) -> None:
@@ -295,20 +331,15 @@ def check_leaps(args: TrainingArguments) -> None:
     if sharding and not shards_by_fsdp2(args):
         raise LeapObstacleError(f"`{sharding}` cannot be combined with leaps: {_OBSTACLES[sharding]}.", _USE_FSDP2)
     if mixed_precision_of(args) == "fp16":
-        raise LeapObstacleError(
-            "`fp16=True` cannot be combined with leaps: the gradient scaler fails on a skipped step, which has no "
-            "gradients.",
-            "Use `bf16=True`.",
-            leaps_alone=True,
-        )
+        scaler = "the gradient scaler fails on a skipped step, which has no gradients"
+        reason = f"`fp16=True` cannot be combined with leaps: {scaler}."
+        raise LeapObstacleError(reason, "Use `bf16=True`.", leaps_alone=True)
     if steps_in_backward(optim):
-        raise LeapObstacleError(
-            f"`optim={optim}` updates weights inside the backward pass, where a leap cannot see the gradients.", another
-        )
+        reason = "updates weights inside the backward pass, where a leap cannot see the gradients"
+        raise LeapObstacleError(f"`optim={optim}` {reason}.", another)
     if optim.startswith("schedule_free"):
-        raise LeapObstacleError(
-            f"`optim={optim}` keeps two sets of weights, and a leap would move one of them without the other.", another
-        )
+        reason = "keeps two sets of weights, and a leap would move one of them without the other"
+        raise LeapObstacleError(f"`optim={optim}` {reason}.", another)
     if getattr(args, "sync_ref_model", False):
         raise LeapObstacleError(
             "`sync_ref_model=True` copies the weights of the run into the reference, and weights that are taken back "
@@ -321,84 +352,10 @@ def check_leap_optimizer(optimizer: Any) -> None:
     """
     Refuse leaps under an optimizer other than Adam or AdamW, an object, its class or a value of `optim`. An object may
     be inside wrappers that hold it as `optimizer`.
-
-    Raises:
-        LeapObstacleError: It names the optimizer.
     """
     while getattr(optimizer, "optimizer", None) is not None:
         optimizer = optimizer.optimizer
     kind = optimizer if isinstance(optimizer, (str, type)) else type(optimizer)
-    if is_adam(kind) or (isinstance(kind, type) and issubclass(kind, (torch.optim.Adam, torch.optim.AdamW))):
-        return
-    name = f"optim={kind}" if isinstance(kind, str) else kind.__name__
-    raise LeapObstacleError(f"Leaps need Adam or AdamW, and the optimizer is `{name}`.", "Leave `direction` out.")
-
-
-def _refuse_muon_on_shards(args: TrainingArguments, sharding: str | None) -> None:
-    """Refuse `optim=muon` on weights that anything but FSDP2 shards."""
-    if sharding and not shards_by_fsdp2(args):
-        raise ValueError(
-            f"`{sharding}` cannot be combined with `optim=muon`: {_OBSTACLES[sharding]}. {_USE_FSDP2} Or choose "
-            "another `optim`."
-        )
-
-
-def _check_fsdp2_options(options: HybridArguments) -> None:
-    """Refuse options that change weights, states or activations by means that were made for whole tensors."""
-    defaults = {
-        "checkpoint_phases": None,
-        "weight_precision": None,
-        "predict_states": "stay",
-        "offload_activations": False,
-        "optimizer_states": "exact",
-        "chunked_loss": "auto",
-    }
-    for name, default in defaults.items():
-        value = getattr(options, name)
-        if value != default and value != "off":
-            raise ValueError(
-                f"`{name}={value}` was made for whole weights, and FSDP2 leaves each process a part of them. Leave it "
-                "out. To save more memory, set `activation_checkpointing` or `cpu_offload` in `fsdp_config`."
-            )
-
-
-def phase_options(options: HybridArguments) -> list[str]:
-    """Return the names of the options in use that follow the phases, so that a run without phases cannot have them."""
-    by_phase = {"checkpoint_phases": None, "weight_precision": None, "predict_states": "stay"}
-    return [name for name, default in by_phase.items() if getattr(options, name) != default]
-
-
-def _check_memory_options(args: TrainingArguments, optim: str, options: HybridArguments) -> None:
-    by_phase = phase_options(options)
-    if by_phase and not options.enable_predict:
-        raise ValueError(
-            f"`{by_phase[0]}` follows the phases, and `enable_predict=False` has none. Leave it out; to checkpoint "
-            "activations throughout set `activation_checkpointing=True`."
-        )
-    if by_phase and options.memory == "stream":
-        raise ValueError(
-            f"`{by_phase[0]}` is for weights and states on the device, and `memory=stream` keeps them on the host: "
-            "streamed layers are always checkpointed, and travel in bf16 under `bf16=True`. Leave it out."
-        )
-    if options.weight_precision is not None:
-        from hf_hybrid.phase_memory.precision import parse_precision
-
-        parse_precision(options.weight_precision)
-    own = checkpointing_option()
-    details = getattr(args, f"{own}_kwargs", None) or {}
-    extra = [name for name, value in details.items() if (name, value) != ("use_reentrant", False)]
-    if extra and getattr(args, own) == "auto":
-        raise ValueError(
-            f"`{own}=auto` chooses the layers itself, and recomputes without reentrance. Leave `{extra[0]}` out of "
-            f"`{own}_kwargs`, or set `{own}=True`."
-        )
-    if options.optimizer_states == "8bit" and optim not in ("adamw_torch", "adamw_torch_fused"):
-        raise ValueError(
-            f"`optimizer_states=8bit` is an AdamW with 8-bit states and cannot be combined with `optim={optim}`. Leave "
-            "`optim` at its default, or set `optimizer_states=exact`."
-        )
-    if options.base_precision == "int8" and options.memory == "off":
-        raise ValueError(
-            "`base_precision=int8` is for streamed layers, and `memory=off` streams none. Set `memory=auto` or "
-            "`memory=stream`."
-        )
+    if not is_adam(kind) and not (isinstance(kind, type) and issubclass(kind, (torch.optim.Adam, torch.optim.AdamW))):
+        name = f"optim={kind}" if isinstance(kind, str) else kind.__name__
+        raise LeapObstacleError(f"Leaps need Adam or AdamW, and the optimizer is `{name}`.", "Leave `direction` out.")

@@ -15,16 +15,12 @@ import contextlib
 import functools
 import logging
 import os
-import random
 import re
 import weakref
-from collections.abc import Generator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -114,17 +110,6 @@ def check_kernels(args: TrainingArguments) -> None:
         )
 
 
-def check_whole_parameters(model: nn.Module) -> None:
-    """Refuse leaps of a model with sharded parameters, as `from_pretrained(..., tp_plan="auto")` makes it."""
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "device_mesh", None) is not None:
-            raise LeapObstacleError(
-                f"`{name}` is spread over processes already (a `DTensor`), in a way that leaps do not know.",
-                "Load the model without `tp_plan` and `distributed_config`. Let FSDP2 shard it (`fsdp=True`, or "
-                "accelerate's `fsdp_version: 2`).",
-            )
-
-
 def warn_of_lone_process() -> None:
     """Warn if `accelerate launch` started one process instead of several, as it does with `--cpu`."""
     # It then sets the address of a first process, but no number of processes.
@@ -205,11 +190,11 @@ class DeviceMemory:
     def read(self) -> dict[str, int]:
         """Bytes: `allocated`, `reserved`, and the peak of each since [`reset_peak`]."""
         stats = self._module.memory_stats_as_nested_dict(self.device)
-        found = {}
+        readings = {}
         for name in ("allocated", "reserved"):
             values = stats.get(f"{name}_bytes", {}).get("all", {})
-            found[name], found[f"peak_{name}"] = values.get("current", 0), values.get("peak", 0)
-        return found
+            readings[name], readings[f"peak_{name}"] = values.get("current", 0), values.get("peak", 0)
+        return readings
 
     def reset_peak(self) -> None:
         """Count peaks from now on."""
@@ -309,26 +294,26 @@ def _page_locked(size: int) -> Tensor:
     if size < SMALL or not torch.cuda.is_available():
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     # Torch's pinned allocator rounds up to powers of two: large buffers are ordinary pages, registered with the driver.
-    whole = torch.empty(size + 2 * PAGE, dtype=torch.uint8)
-    start = -whole.data_ptr() % PAGE
-    driver, address = torch.cuda.cudart(), whole.data_ptr() + start
+    pages = torch.empty(size + 2 * PAGE, dtype=torch.uint8)
+    start = -pages.data_ptr() % PAGE
+    driver, address = torch.cuda.cudart(), pages.data_ptr() + start
     try:
         torch.cuda.check_error(driver.cudaHostRegister(address, -(-size // PAGE) * PAGE, 0))
     except RuntimeError:
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device="cuda")  # the driver reports a failure once more, to the next kernel: this one
         raise
-    unlock = weakref.finalize(whole.untyped_storage(), driver.cudaHostUnregister, address)
+    unlock = weakref.finalize(pages.untyped_storage(), driver.cudaHostUnregister, address)
     unlock.atexit = False  # the driver may be gone by then, and the pages go with the process
-    return whole[start : start + size]
+    return pages[start : start + size]
 
 
 @functools.cache  # once, whatever the number of buffers
-def _warn_of_pageable_memory(why: str) -> None:
+def _warn_of_pageable_memory(reason: str) -> None:
     logger.warning(
         "Host memory could not be page-locked (%s). Ordinary memory is used, and copies between host and device stop "
         "the host. Raise the limit on locked memory (`ulimit -l`), or leave more host memory free.",
-        why,
+        reason,
     )
 
 
@@ -336,119 +321,6 @@ def page_locked_bytes() -> int:
     """Return the bytes of torch's pinned allocator, without the larger buffers that the driver registers."""
     stats = torch.cuda.host_memory_stats_as_nested_dict() if torch.cuda.is_initialized() else {}
     return stats.get("allocated_bytes", {}).get("current", 0)
-
-
-# Random generators.
-
-
-@dataclass
-class RandomStates:
-    """A snapshot of all random generators that a step may use: Python's, NumPy's, torch's on host and device."""
-
-    python: tuple
-    numpy: dict
-    host: torch.Tensor
-    device: torch.Tensor | None
-    place: torch.device
-
-    @classmethod
-    def now(cls, place: torch.device) -> RandomStates:
-        """Take the snapshot; `place` is the device that computes."""
-        on_device = None if place.type == "cpu" else torch.get_device_module(place).get_rng_state(*_which(place))
-        return cls(random.getstate(), numpy.random.get_state(legacy=False), torch.get_rng_state(), on_device, place)
-
-    def restore(self) -> None:
-        """Set the generators back."""
-        random.setstate(self.python)
-        numpy.random.set_state(self.numpy)
-        torch.set_rng_state(self.host)
-        if self.device is not None:
-            torch.get_device_module(self.place).set_rng_state(self.device, *_which(self.place))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the snapshot for a checkpoint: JSON values and tensors."""
-        python, numpy_state = _with_tensors(self.python), _with_tensors(self.numpy)
-        return {"python": python, "numpy": numpy_state, "host": self.host, "device": self.device}
-
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any], place: torch.device) -> RandomStates:
-        """Return the snapshot that [`state_dict`] returned. One of another kind of device says nothing of this one."""
-        python, numpy_state = _without_tensors(state["python"]), _without_tensors(state["numpy"])
-        on_device = None if place.type == "cpu" else state["device"]
-        return cls(python, numpy_state, state["host"], on_device, place)
-
-    def same_as(self, other: RandomStates) -> bool:
-        """Whether nothing was drawn between two snapshots."""
-        device = self.device is None or other.device is None or torch.equal(self.device, other.device)
-        return (
-            device
-            and self.python == other.python
-            and torch.equal(self.host, other.host)
-            and self.numpy["state"]["pos"] == other.numpy["state"]["pos"]
-            and bool((self.numpy["state"]["key"] == other.numpy["state"]["key"]).all())
-        )
-
-    @contextlib.contextmanager
-    def again(self) -> Generator[None]:
-        """Repeat a computation with the same random numbers; afterwards the generators are as they were before."""
-        current = RandomStates.now(self.place)
-        self.restore()
-        try:
-            yield
-        finally:
-            current.restore()
-
-
-RandomGenerator = torch.Generator | random.Random | numpy.random.Generator | numpy.random.RandomState
-"""Objects that draw random numbers for somebody who does not use the global generators."""
-
-
-def generator_state(generator: RandomGenerator) -> Any:
-    """Return the state of a generator for a checkpoint: JSON values and tensors."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return _with_tensors(generator.getstate())
-    if isinstance(generator, numpy.random.Generator):
-        return _with_tensors(generator.bit_generator.state)
-    return _with_tensors(generator.get_state(legacy=False))
-
-
-def restore_generator(generator: RandomGenerator, state: Any) -> None:
-    """Set a generator to what [`generator_state`] returned."""
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(_without_tensors(state))
-    elif isinstance(generator, numpy.random.Generator):
-        generator.bit_generator.state = _without_tensors(state)
-    else:
-        generator.set_state(_without_tensors(state))
-
-
-def _with_tensors(state: Any) -> Any:
-    """Turn the long rows of numbers in the state of a generator into tensors."""
-    if isinstance(state, dict):
-        return {key: _with_tensors(value) for key, value in state.items()}
-    if isinstance(state, numpy.ndarray):
-        return {"array": torch.from_numpy(state.copy())}
-    if isinstance(state, tuple) and len(state) > 3:
-        return {"tuple": torch.tensor(state)}
-    return [_with_tensors(value) for value in state] if isinstance(state, tuple) else state
-
-
-def _without_tensors(state: Any) -> Any:
-    if isinstance(state, dict) and set(state) == {"array"}:
-        return state["array"].numpy()
-    if isinstance(state, dict) and set(state) == {"tuple"}:
-        return tuple(state["tuple"].tolist())
-    if isinstance(state, dict):
-        return {key: _without_tensors(value) for key, value in state.items()}
-    return tuple(map(_without_tensors, state)) if isinstance(state, list) else state
-
-
-def _which(place: torch.device) -> tuple[torch.device, ...]:
-    return () if place.type == "mps" else (place,)  # there is one only, and its functions take none
 
 
 # Kernels.

@@ -35,12 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from transformers import TrainingArguments
 
-    InRounds = Callable[
-        [Iterable[tuple[DTensor, torch.Size, Tensor]], Callable[[DTensor, Tensor], Tensor]],
-        Iterable[tuple[DTensor, Tensor]],
-    ]
-
-Named = dict[str, nn.Parameter]
+    InRounds = Callable[[Iterable[tuple], Callable[[DTensor, Tensor], Tensor]], Iterable[tuple[DTensor, Tensor]]]
 
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 """Devices on which torch has a fused AdamW."""
@@ -132,11 +127,8 @@ def orthogonalise(
     matrices that are too small to keep a GPU busy.
     """
     a, b, c = coefficients
-    x = (
-        matrix.float()
-        if matrix.device.type == "cpu" or math.prod(matrix.shape[-2:]) <= SMALL_MATRIX
-        else matrix.bfloat16()
-    )
+    in_fp32 = matrix.device.type == "cpu" or math.prod(matrix.shape[-2:]) <= SMALL_MATRIX
+    x = matrix.float() if in_fp32 else matrix.bfloat16()
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
     # Frobenius, so that no singular value exceeds 1.
@@ -156,8 +148,7 @@ def orthogonalisation_flops(shape: torch.Size, steps: int = MUON_STEPS) -> float
 
 def elements_at_once(shape: torch.Size) -> int:
     """Return how many elements of a matrix or stack are orthogonalised at a time."""
-    matrix = math.prod(shape[-2:])
-    return matrix * _matrices_at_once(shape)
+    return math.prod(shape[-2:]) * _matrices_at_once(shape)
 
 
 def at_once(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -188,7 +179,7 @@ def muon_scale(shape: torch.Size, adjust_lr_fn: str | None) -> float:
 
 class MuonAdamW(torch.optim.Optimizer):
     """
-    `torch.optim.Muon` (Jordan et al., 2024) and `torch.optim.AdamW` over the same groups and the same state.
+    `torch.optim.Muon` and `torch.optim.AdamW` over the same groups and the same state.
 
     `group["algorithm"]` is `"muon"` or `"adamw"` (default) and selects the optimizer of a group. Muon's steps are
     scaled to the root mean square of AdamW's (`match_rms_adamw`; Liu et al., 2025, arXiv 2502.16982), so that both
@@ -199,14 +190,11 @@ class MuonAdamW(torch.optim.Optimizer):
     remains what the user and the scheduler know.
 
     Args:
-        params (`Iterable`): Parameters or groups of them, AdamW's first.
+        params (`Iterable`): Parameters or groups of them, AdamW's first. A group of Muon's holds matrices or, 3-D,
+            stacks of them.
         lr (`float`), weight_decay (`float`): Learning rate and decoupled decay of groups without their own.
         betas (`tuple[float, float]`), eps (`float`): Of AdamW.
         momentum (`float`): Decay rate of Muon's average of the gradients, which steps look ahead along (Nesterov).
-
-    Raises:
-        ValueError: If `algorithm` is neither, if a group of Muon's holds anything but matrices, or but stacks of them
-            (3-D), if a parameter is in two groups, or if a number is out of range.
     """
 
     _in_rounds: InRounds | None = None
@@ -221,14 +209,8 @@ class MuonAdamW(torch.optim.Optimizer):
         momentum: float = 0.95,
     ):
         adamw = torch.optim.AdamW([{"params": []}], lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
-        muon = torch.optim.Muon(
-            [{"params": []}],
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            nesterov=True,
-            adjust_lr_fn="match_rms_adamw",
-        )
+        how: dict[str, Any] = {"momentum": momentum, "nesterov": True, "adjust_lr_fn": "match_rms_adamw"}
+        muon = torch.optim.Muon([{"params": []}], lr=lr, weight_decay=weight_decay, **how)
         self._inner: dict[str, torch.optim.Optimizer] = {"adamw": adamw, "muon": muon}
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
@@ -236,9 +218,8 @@ class MuonAdamW(torch.optim.Optimizer):
         """
         Orthogonalise matrices together with other processes, which hold other rows of them.
 
-        Args:
-            in_rounds (`Callable`): From tasks (parameter, its shape, this process's rows of an update) and a function
-                of parameter and whole update to pairs of parameter and this process's rows of the result.
+        `in_rounds` takes tasks (parameter, its shape, this process's rows of an update) and a function of parameter and
+        whole update. It returns pairs of parameter and this process's rows of the result.
         """
         self._in_rounds = in_rounds
 
@@ -248,8 +229,8 @@ class MuonAdamW(torch.optim.Optimizer):
         param_group.setdefault("rate_scale", 1.0)
         if algorithm not in self._inner:
             raise ValueError(f"`algorithm` must be one of {', '.join(self._inner)}, got `{algorithm}`.")
-        given = param_group["params"]
-        parameters = [given] if isinstance(given, Tensor) else list(given)
+        passed = param_group["params"]
+        parameters = [passed] if isinstance(passed, Tensor) else list(passed)
         stacks = algorithm == "muon" and bool(parameters) and all(p.ndim == 3 for p in parameters)
         self._link()
         # It fills in what the algorithm needs. torch's Muon does not take stacks, and gets a group without them.
@@ -345,15 +326,12 @@ def _step_stacks(group: dict[str, Any], states: dict[Tensor, dict[str, Any]]) ->
     for parameter in group["params"]:
         if parameter.grad is None:
             continue
-        held = [_local(t) for t in (parameter, parameter.grad, _average_of(parameter, states[parameter]))]
+        tensors: tuple[Any, ...] = (parameter, parameter.grad, _average_of(parameter, states[parameter]))
+        held = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
         scale = rate * muon_scale(parameter.shape, group["adjust_lr_fn"])
         for weights, gradient, average in at_once(*held):
             step = orthogonalise(_averaged(gradient, average, group), **how)
             weights.mul_(1 - rate * decay).add_(step.to(weights.dtype), alpha=-scale)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # ty: ignore[not-callable]
 
 
 def _muon_step(update: Tensor, group: dict[str, Any]) -> Tensor:
@@ -370,9 +348,9 @@ def has_adapters(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
-def split_parameters(model: nn.Module) -> tuple[Named, Named]:
+def split_parameters(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """
-    Split the trainable parameters into those of Muon and those of AdamW.
+    Split the trainable parameters into those of Muon and those of AdamW, by name and in the model's order.
 
     Muon gets the hidden matrices: trainable 2-D `weight`s of linear layers (`nn.Linear`, transformers' `Conv1D`, the
     linear layers of LoRA), and stacks of them: 3-D weights of a module with as many `num_experts`. Not those of
@@ -380,8 +358,6 @@ def split_parameters(model: nn.Module) -> tuple[Named, Named]:
     side as long as the vocabulary, unless the model is as wide; and not those with a side of 1, which are vectors.
     Everything else is AdamW's: biases, norms, convolutions, parameters that a module holds itself (Mamba's `A_log`,
     routers of newer mixtures of experts).
-
-    Returns matrices and the rest by name, in the model's order; no parameter is in both, or twice.
     """
     hidden, other = set(), {id(parameter) for end in _ends(model) for parameter in end.parameters()}
     for module in model.modules():
@@ -434,10 +410,7 @@ def _vocabulary_sizes(model: nn.Module) -> set[int]:
 
 
 def check_hidden_matrices(model: nn.Module) -> None:
-    """
-    Raises:
-        ValueError: If `model` has no matrix that Muon can train.
-    """
+    """Refuse a model without a matrix that Muon can train."""
     matrices, rest = split_parameters(model)
     if not matrices:
         raise ValueError(
@@ -449,21 +422,14 @@ def check_hidden_matrices(model: nn.Module) -> None:
 
 
 def muon_groups(
-    model: nn.Module, decay_names: Collection[str], *, lr: float, weight_decay: float, lr_scale: float = 1.0
+    model: nn.Module, decay_names: Collection[str], *, lr: float, weight_decay: float
 ) -> list[dict[str, Any]]:
     """
     Groups for [`MuonAdamW`]: AdamW's with and without weight decay, as `Trainer` makes them, then Muon's, matrices
-    before stacks.
+    before stacks. `decay_names` are from `Trainer.get_decay_parameter_names`.
 
     Their `rate_scale` is [`RATE_SCALE`], or 1 with adapters, so that the learning rate that is best for AdamW alone is
     right for both.
-
-    Args:
-        model (`nn.Module`): What is trained.
-        decay_names (`Collection[str]`): Parameters that decay, from `Trainer.get_decay_parameter_names`.
-        lr (`float`): Learning rate of AdamW's groups, before `rate_scale`.
-        weight_decay (`float`): Of the groups that decay; the others have 0.
-        lr_scale (`float`): Muon's learning rate over `lr`.
     """
     matrices, rest = split_parameters(model)
     rate_scale = 1.0 if has_adapters(model) else RATE_SCALE
@@ -478,12 +444,11 @@ def muon_groups(
     decay_names, groups = set(decay_names), []
     plain = {name: parameter for name, parameter in matrices.items() if parameter.ndim == 2}
     stacks = {name: parameter for name, parameter in matrices.items() if parameter.ndim == 3}
-    of_muon = [("muon", named, lr * lr_scale) for named in (plain, stacks)]
-    for algorithm, named, rate in (("adamw", rest, lr), *of_muon):
+    for algorithm, named in (("adamw", rest), ("muon", plain), ("muon", stacks)):
         for decays in (True, False):
             parameters = [parameter for name, parameter in named.items() if (name in decay_names) is decays]
             if parameters or algorithm == "adamw":  # the first group's rate is the one that is logged
                 decay = weight_decay if decays else 0.0
-                group = {"params": parameters, "lr": rate, "weight_decay": decay, "algorithm": algorithm}
+                group = {"params": parameters, "lr": lr, "weight_decay": decay, "algorithm": algorithm}
                 groups.append(group | {"rate_scale": rate_scale})
     return groups

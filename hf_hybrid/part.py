@@ -78,11 +78,10 @@ class Step:
         phase (`Phase`, *optional*): `None` in a run without phases. [`Part.begin_step`] may change it.
         learning_rate (`float`): As scheduled, without [`Run.rate_scale`].
         batches (`Sequence`): The micro-batches. A skipped step trains on none of them.
-        on_host (`Sequence`): The same as the loader gave them. Where that is the host, nobody waits for the device to
-            look at them.
+        on_host (`Sequence`): The same as the loader gave them: on the host they are read without waiting.
         window (`list`, *optional*): The micro-batches as a part laid them out anew, one in place of each that is not
             computed yet; `None` computes nothing.
-        items (`Any`): Items of the step by which losses are normalised; `None` where they are means.
+        items (`Any`): `num_items_in_batch`: the label count that divides the loss; `None` if the loss is a mean.
         losses (`list[torch.Tensor]`): Of the micro-batches computed so far, as shares of the loss of the step.
         tokens (`int`): Of these micro-batches, on this process.
         skipped (`int`): Micro-batches of a skipped step, which are not computed.
@@ -239,17 +238,12 @@ def listening(parts: Sequence[Part], hook: str) -> list[Callable[..., Any]]:
     """Return the methods for a hook of those parts that override it, in the order in which they are called."""
     idle = getattr(Part, hook)
     methods = [getattr(part, hook) for part in parts]
-    found = [method for method in methods if getattr(method, "__func__", method) is not idle]
-    return found[::-1] if hook in REVERSED else found
+    overridden = [method for method in methods if getattr(method, "__func__", method) is not idle]
+    return overridden[::-1] if hook in REVERSED else overridden
 
 
 def check_parts(parts: Sequence[Part]) -> None:
-    """
-    Refuse what is no part, and two parts of one name.
-
-    Raises:
-        TypeError, ValueError: The message says what to do.
-    """
+    """Refuse what is no part, and two parts of one name."""
     for part in parts:
         if not isinstance(part, Part):
             raise TypeError(f"`parts` must hold instances of `hf_hybrid.Part`, got `{part!r}`. Subclass it.")

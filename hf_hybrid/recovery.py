@@ -37,10 +37,9 @@ from torch.utils._pytree import tree_leaves
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.config import was_given
 from hf_hybrid.leaps.probe import Losses
-from hf_hybrid.machine import RandomStates
 from hf_hybrid.optimizers import inner_optimizer, optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Phase, Step
-from hf_hybrid.run.run import Run
+from hf_hybrid.run.run import RandomStates, Run
 from hf_hybrid.run.trainer_view import LossView
 from hf_hybrid.saving.manifest import last_checkpoint
 

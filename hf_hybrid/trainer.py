@@ -44,18 +44,17 @@ from hf_hybrid.build import (
     prepare_leaps,
     rows_part,
     share_optimizer,
-    tell_of_kept_defaults,
-    tell_of_no_leaps,
+    warn_of_kept_defaults,
+    warn_of_no_leaps,
 )
 from hf_hybrid.compat import warn_of_untested_versions
 from hf_hybrid.config import CONFIG_NAME, config_values
 from hf_hybrid.files import write_note
 from hf_hybrid.hub.publishing import PublishingMixin
-from hf_hybrid.leaps.directions.base import DirectionFactory
+from hf_hybrid.leaps.directions import DirectionFactory
 from hf_hybrid.leaps.probe import SequenceLosses
 from hf_hybrid.machine import (
     LeapObstacleError,
-    RandomStates,
     check_kernels,
     keep_differentiable,
     warn_of_lone_process,
@@ -70,8 +69,8 @@ from hf_hybrid.records.profiler import MemoryProfilerCallback, held_bytes
 from hf_hybrid.records.redaction import shareable
 from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, device_probe
 from hf_hybrid.run.epochs import Epochs
-from hf_hybrid.run.monitor import TrainingDivergedError
-from hf_hybrid.run.run import DataOrder, Run, loss_and_norm, overflowed
+from hf_hybrid.run.monitor import TrainingDivergedError, loss_and_norm, overflowed
+from hf_hybrid.run.run import DataOrder, RandomStates, Run
 from hf_hybrid.saving.lock import check_output
 from hf_hybrid.saving.manifest import last_checkpoint
 from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
@@ -338,8 +337,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             loader.device = None  # rows are laid out on the host, and `get_batch_samples` moves the batches of a step
         self.log_file.begin(self.state.global_step, self.state.max_steps, folder, **self.environment())
         if self.has_phases:
-            tell_of_no_leaps(self)
-        tell_of_kept_defaults(self)
+            warn_of_no_leaps(self)
+        warn_of_kept_defaults(self)
         self.epochs.find_place()
         self._scheduled_rates = []
         self._around_forward = self.run.listens("before_forward", "after_backward")

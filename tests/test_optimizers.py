@@ -176,7 +176,10 @@ def test_split_of_a_model_as_wide_as_its_vocabulary_is_long():
 def make(model, lr_scale=1.0, **overrides) -> MuonAdamW:
     decay = {name for name, parameter in model.named_parameters() if parameter.ndim > 1}
     common = {"lr": 1e-2, "weight_decay": 0.1}
-    return MuonAdamW(muon_groups(model, decay, **common, lr_scale=lr_scale), **common, **overrides)
+    groups = muon_groups(model, decay, **common)
+    for group in groups:
+        group["lr"] *= lr_scale if group["algorithm"] == "muon" else 1.0
+    return MuonAdamW(groups, **common, **overrides)
 
 
 def reference(model, lr_scale=1.0):

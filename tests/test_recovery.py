@@ -23,14 +23,14 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_hybrid import HybridTrainer, Part
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.leaps import trajectory as trajectory_module
-from hf_hybrid.leaps.directions.orthogonal import Orthogonal
-from hf_hybrid.machine import RandomStates
+from hf_hybrid.leaps.directions import Orthogonal
 from hf_hybrid.recovery import (
     UnrecoveredMemoryError,
     UnsplittableBatchError,
     is_out_of_memory,
     split_batch,
 )
+from hf_hybrid.run.run import RandomStates
 from hf_hybrid.saving.state import VALUES_NAME
 from hf_hybrid.world_model.residuals import LeapResiduals
 

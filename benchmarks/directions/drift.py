@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.directions.history import BlockDirection
-from hf_hybrid.leaps.directions.base import DirectionContext
+from hf_hybrid.leaps.directions import DirectionContext
 
 Tensor = torch.Tensor
 

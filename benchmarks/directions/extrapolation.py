@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.directions.history import STATES, HistoryDirection
-from hf_hybrid.leaps.directions.base import DirectionContext
+from hf_hybrid.leaps.directions import DirectionContext
 from hf_hybrid.run.weights import gather, inner_product
 
 Tensor = torch.Tensor

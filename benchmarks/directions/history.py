@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_hybrid import Direction
-from hf_hybrid.leaps.directions.base import DirectionContext
+from hf_hybrid.leaps.directions import DirectionContext
 
 Tensor = torch.Tensor
 

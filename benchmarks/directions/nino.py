@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from benchmarks.directions.history import HistoryDirection
-from hf_hybrid.leaps.directions.base import DirectionContext
+from hf_hybrid.leaps.directions import DirectionContext
 
 Tensor = torch.Tensor
 

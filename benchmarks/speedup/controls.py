@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.directions.extrapolation import Linear
-from hf_hybrid.leaps.directions import Orthogonal
-from hf_hybrid.leaps.directions.base import DirectionContext
+from hf_hybrid.leaps.directions import DirectionContext, Orthogonal
 
 
 class RandomDirection(Orthogonal):

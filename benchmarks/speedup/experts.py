@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 from benchmarks.results import Results, command_line, provenance
 from benchmarks.texts import language_reference
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.leaps.directions.orthogonal import Orthogonal
+from hf_hybrid.leaps.directions import Orthogonal
 from hf_hybrid.optimizers import MuonAdamW, muon_groups, split_parameters
 
 ARMS = ("adamw", "fast", "fast-whole", "leaps", "leaps-whole")

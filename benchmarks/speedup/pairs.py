@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from hf_hybrid.leaps.directions.gradient_memory import adam
+from hf_hybrid.leaps.directions import adam
 
 DAMPING = 0.02
 """Of a Gram matrix, over its mean eigenvalue."""

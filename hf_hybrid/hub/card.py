@@ -34,8 +34,7 @@ from hf_hybrid.arguments import hybrid_values
 from hf_hybrid.config import config_values
 from hf_hybrid.hub import provenance
 from hf_hybrid.hub.provenance import listed, one_line, unique
-from hf_hybrid.leaps.directions import DIRECTIONS, Direction, Orthogonal
-from hf_hybrid.leaps.directions.base import direction_class
+from hf_hybrid.leaps.directions import DIRECTIONS, Direction, Orthogonal, direction_class
 from hf_hybrid.optimizers import optimizer_name
 from hf_hybrid.records.log import load_log
 from hf_hybrid.records.profiler import MemoryProfilerCallback

@@ -22,10 +22,11 @@ import torch
 from transformers import GenerationConfig, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
-from hf_hybrid.machine import RandomStates, sharding_of
+from hf_hybrid.machine import sharding_of
 from hf_hybrid.optimizers import text_config
 from hf_hybrid.records.log import append_line
 from hf_hybrid.report.samples import SAMPLES_NAME, checked_prompts, read_prompts
+from hf_hybrid.run.run import RandomStates
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from hf_hybrid.run.trainer_view import (
 )
 
 if TYPE_CHECKING:
-    from hf_hybrid.leaps.directions.base import DirectionFactory
+    from hf_hybrid.leaps.directions import DirectionFactory
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +88,8 @@ class FirstLoss(Part):
     """
     Waits for the first training loss, which tells whether the model is pretrained, and then leaves the run.
 
-    A model that is not gets the parts of leaps in this place, before the first gradient is shown to anybody.
-
-    Args:
-        pretrained_below (`float`): The model counts as pretrained below this loss.
-        build_leaps (`Callable[[], Sequence[Part]]`): Makes the parts of leaps.
+    It counts as pretrained below a loss of `pretrained_below`. A model that is not gets the parts that `build_leaps`
+    makes in this place, before the first gradient is shown to anybody.
     """
 
     name = "first_loss"

@@ -2,8 +2,8 @@
 Leaps: when one is made, how far it goes, and whether it stays.
 
 The idea. The run alternates real steps with *leaps*: the weights jump along a direction that recent gradients give
-(directions/ computes the displacement, trajectory.py applies it). A leap that helps is *worth* some real steps, and the
-run skips as many: no forward pass, no backward pass, but the schedule, logging, evaluation and saving go on. A leap
+(directions.py computes the displacement, trajectory.py applies it). A leap that helps is *worth* some real steps, and
+the run skips as many: no forward pass, no backward pass, but the schedule, logging, evaluation and saving go on. A leap
 that hurts is undone bit for bit.
 
 The course of things:
@@ -69,13 +69,6 @@ if TYPE_CHECKING:
 
 # The phases.
 
-LEGAL_TRANSITIONS = {
-    Phase.WARMUP: {Phase.FULL},
-    Phase.FULL: {Phase.PREDICT},
-    Phase.PREDICT: {Phase.CORRECT, Phase.FULL},
-    Phase.CORRECT: {Phase.PREDICT, Phase.FULL},
-}
-
 
 @dataclass(frozen=True)
 class PhaseLengths:
@@ -86,19 +79,13 @@ class PhaseLengths:
     correct: int
     max_predict: int
 
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            least = 0 if name == "warmup" else 1
-            if value < least:
-                raise ValueError(f"`PhaseLengths.{name}` must be at least {least}, got {value}.")
-
 
 class PhaseController:
     """
     Decides the phase of the next step, without tensors, clock or randomness.
 
     Call [`finish_step`] after every step. If it returns `PREDICT`, a leap is pending. Make it before the next step, and
-    report it with [`leap_kept`] or [`leap_rejected`].
+    report it with [`leap_kept`] or [`force_full`].
     """
 
     MAX_CONSECUTIVE_LEAPS = 5
@@ -125,22 +112,16 @@ class PhaseController:
             return self.phase
         if self.phase is Phase.PREDICT:
             self._enter(Phase.CORRECT, self.lengths.correct)
-        elif self.phase is Phase.WARMUP:
-            self._enter(Phase.FULL, self.lengths.full)
-        else:
-            self._leap_or_full(leap_allowed)
-        return self.phase
-
-    def _leap_or_full(self, leap: bool) -> None:
-        if self.phase is Phase.CORRECT and self.consecutive_leaps >= self.MAX_CONSECUTIVE_LEAPS:
-            leap = False
-        if leap:
+            return self.phase
+        leaps_enough = self.phase is Phase.CORRECT and self.consecutive_leaps >= self.MAX_CONSECUTIVE_LEAPS
+        if leap_allowed and self.phase is not Phase.WARMUP and not leaps_enough:
             self.consecutive_leaps += 1
             self._enter(Phase.PREDICT, 0)
             self.leap_due = True
         else:
             self.consecutive_leaps = 0
             self._enter(Phase.FULL, self.lengths.full)
+        return self.phase
 
     def leap_kept(self, horizon: int) -> Phase:
         """Record that the pending leap stays. The next `horizon` steps are predicted (0: Correct follows at once)."""
@@ -151,13 +132,8 @@ class PhaseController:
             self._enter(Phase.CORRECT, self.lengths.correct)
         return self.phase
 
-    def leap_rejected(self, full_steps: int | None = None) -> Phase:
-        """Record that the pending leap was undone. Real steps follow."""
-        self.force_full(full_steps)
-        return self.phase
-
     def force_full(self, steps: int | None = None) -> None:
-        """Go on with real steps. Warmup is never cut short."""
+        """Go on with real steps, without the pending leap. Warmup is never cut short."""
         self.leap_due = False
         self.consecutive_leaps = 0
         if self.phase is Phase.WARMUP:
@@ -169,8 +145,6 @@ class PhaseController:
             self._enter(Phase.FULL, length)
 
     def _enter(self, phase: Phase, length: int) -> None:
-        if phase is not self.phase and phase not in LEGAL_TRANSITIONS[self.phase]:
-            raise RuntimeError(f"Illegal phase transition from `{self.phase.value}` to `{phase.value}`.")
         self.phase, self.remaining, self.steps_in_phase = phase, length, 0
 
     def state_dict(self) -> dict:
@@ -184,9 +158,7 @@ class PhaseController:
 
 
 class LeapObserver(Part):
-    """
-    A part that also follows each leap. Optional rooms observe leaps with it: residuals, and the signals of planners.
-    """
+    """A part that also follows each leap, as residuals and the signals of planners do."""
 
     def before_leap(self, leaps: Leaps, leap: Leap) -> None:
         """Called when a leap is about to be made."""
@@ -204,53 +176,40 @@ class LeapObserver(Part):
         """Called when a leap was undone, or when leaps back off without one (`None`)."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Leaps(Part):
-    """
-    Makes the leaps of a run. The module's docstring describes the course of things.
+    """Makes the leaps of a run. The module's docstring describes the course of things."""
 
-    Args:
-        controller (`PhaseController`), trajectory (`Trajectory`), gains (`GainPlanner`), trust (`Trust`): The phases,
-            the weights, how far leaps go, what holds them back.
-        monitor (`DivergenceMonitor`): The part of the run that judges its losses.
-        probe (`Probe`, *optional*): Without it no leap is probed.
-        leap_budget (`float`): Arithmetic that leaps may cost, as a share of that of the real steps. The same holds for
-            the bytes that processes send.
-        cost_of_step (`Callable[[int], tuple[float, float]]`): From the tokens of a real step on this process to its
-            floating-point operations on one process, and the bytes that all processes together send.
-        skip_from (`int`): No step before this one is skipped, whatever leaps are worth.
-        observers (`Sequence[LeapObserver]`): Parts that follow each leap. They stand in the run's list too.
+    controller: PhaseController
+    trajectory: Trajectory
+    gains: GainPlanner
+    trust: Trust
+    monitor: DivergenceMonitor
+    """The part of the run that judges its losses."""
+    probe: Probe | None
+    """Without it no leap is probed."""
+    leap_budget: float
+    """Arithmetic that leaps may cost, as a share of that of the real steps, and bytes that processes send likewise."""
+    cost_of_step: Callable[[int], tuple[float, float]]
     """
+    From the tokens of a real step on this process to its floating-point operations on one process, and the bytes that
+    all processes together send.
+    """
+    skip_from: int = 0
+    """No step before this one is skipped, whatever leaps are worth."""
+    observers: Sequence[LeapObserver] = ()
+    """Parts that follow each leap. They stand in the run's list too."""
+    credit: float = 0.0
+    leap_cost: float | None = None
+    """Cost of a leap in real steps: operations or bytes, whichever is more; `None` before the first step."""
+    leap_seconds: float = 0.0
+    probe_seconds: float = 0.0
 
     name = "leaps"
     MARGIN, Z = 1.0, 2.0
     """A probed leap may raise the loss by `MARGIN` real steps' worth of progress and `Z` standard errors."""
     SHORTER = (1 / 4, 1 / 16, 1 / 64)
     """Shares of a probed leap that is clearly worse that are tried before it is undone."""
-
-    def __init__(
-        self,
-        *,
-        controller: PhaseController,
-        trajectory: Trajectory,
-        gains: GainPlanner,
-        trust: Trust,
-        monitor: DivergenceMonitor,
-        probe: Probe | None,
-        leap_budget: float,
-        cost_of_step: Callable[[int], tuple[float, float]],
-        skip_from: int = 0,
-        observers: Sequence[LeapObserver] = (),
-    ):
-        self.controller, self.trajectory, self.gains, self.trust = controller, trajectory, gains, trust
-        self.monitor, self.probe, self.leap_budget, self.cost_of_step = monitor, probe, leap_budget, cost_of_step
-        self.skip_from, self.observers = skip_from, list(observers)
-        self.credit = 0.0
-        self.leap_cost: float | None = None
-        """
-        Arithmetic of a leap in real steps, or the bytes that it sends if these are more; `None` until the first step
-        was counted.
-        """
-        self.leap_seconds = self.probe_seconds = 0.0
 
     def begin(self, run: Run) -> None:
         self.run, self.max_steps, self.record = run, run.max_steps, run.record
@@ -278,7 +237,7 @@ class Leaps(Part):
         trajectory, trust, probe = self.trajectory, self.trust, self.probe
         gain = self._gain(leap)
         if gain <= 0:
-            self.controller.leap_rejected()  # there is nothing to leap along, or the planner wants no leap
+            self.controller.force_full()  # there is nothing to leap along, or the planner wants no leap
             return
         length = gain * trajectory.clock.full_rate_steps
         if probe is not None:
@@ -286,7 +245,7 @@ class Leaps(Part):
             if not (trust.probe_is_due(probe, leap.step, must_probe=needed) and probe.choose()):
                 probe = None
         if self.must_probe and probe is None:
-            self.controller.leap_rejected()  # the epoch ends: too few sequences come next
+            self.controller.force_full()  # the epoch ends: too few sequences come next
             return
         gain *= min(1.0, trust.longest(probed=probe is not None) / length)
         with trajectory.trial(leap):
@@ -305,15 +264,15 @@ class Leaps(Part):
             self.credit += leap.worth
             self.credit -= leap.horizon
             self.controller.leap_kept(leap.horizon)
-        self._tell("leap_tried", leap)
+        self._notify("leap_tried", leap)
 
     def _gain(self, leap: Leap) -> float:
         """Return the gain that is wanted, or 0 if no leap can be made."""
         trajectory, lengths = self.trajectory, self.controller.lengths
-        if not trajectory.ready or trajectory.clock.lr_sum <= 0 or leap.step + 1 >= self.max_steps:
+        if not trajectory.direction.ready or trajectory.clock.lr_sum <= 0 or leap.step + 1 >= self.max_steps:
             return 0.0
         trajectory.clock.progress = leap.step / self.max_steps
-        self._tell("before_leap", leap)
+        self._notify("before_leap", leap)
         # A block that grew long during a back-off must not become one long leap.
         longest = max(lengths.full + lengths.correct, self.shortest_block)
         gain = self.gains.gain(trajectory.clock.progress) * self.trust.level
@@ -330,8 +289,8 @@ class Leaps(Part):
 
     def _probe(self, probe: Probe, leap: Leap, gain: float) -> None:
         """
-        Leap, and compare losses before and after. If hardly any sequence has a label that they could tell by, this is
-        a leap without a probe, and is not made where there has to be one.
+        Leap, and compare losses before and after. If hardly any sequence has a label, this is a leap without a probe,
+        and is not made where there has to be one.
         """
         spent, passes, before = probe.cost_steps, probe.forward_passes, self._evaluate(probe)
         if sum(loss != 0.0 for loss in before.values) >= MIN_SEQUENCES:
@@ -398,14 +357,14 @@ class Leaps(Part):
             leap.forecast, leap.deviation = robust_trend(losses)
         leap.rate = leap.gain * self.trajectory.clock.lr_sum
         self.trajectory.keep()
-        self._tell("leap_written", leap)
+        self._notify("leap_written", leap)
 
     def _reject(self, leap: Leap | None) -> None:
         self.trust.leap_was_rejected()
-        self.controller.leap_rejected()
-        self._tell("leaps_rejected", leap)
+        self.controller.force_full()
+        self._notify("leaps_rejected", leap)
 
-    def _tell(self, event: str, leap: Leap | None) -> None:
+    def _notify(self, event: str, leap: Leap | None) -> None:
         for observer in self.observers:
             getattr(observer, event)(self, leap)
 
@@ -418,8 +377,7 @@ class Leaps(Part):
         losses = self._recent_losses()
         if len(losses) < 4:
             return 0.0
-        now, _ = robust_trend(losses)
-        return max((statistics.median(losses) - now) / ((len(losses) + 1) / 2), 0.0)
+        return max((statistics.median(losses) - robust_trend(losses)[0]) / ((len(losses) + 1) / 2), 0.0)
 
     @property
     def shortest_block(self) -> int:
@@ -431,19 +389,15 @@ class Leaps(Part):
     def before_update(self, step: Step) -> None:
         """Show the direction gradients that are used."""
         if self.leap_cost is None:
-            self._learn_cost(step.tokens)
+            direction, (flops, sent) = self.trajectory.direction, self.cost_of_step(step.tokens)
+            costs = ((direction.flops(), flops), (direction.bytes_sent(), sent))
+            self.leap_cost = max(of_leap / of_step if of_step > 0 else 0.0 for of_leap, of_step in costs)
         if step.withheld:
             return
         try:
             self.trajectory.observe_gradients()
         except Exception as error:
             self.run.survive(error, "predictor missed a gradient")
-
-    def _learn_cost(self, tokens: int) -> None:
-        """Compare the cost of a leap with that of the first real step."""
-        direction, (flops, sent) = self.trajectory.direction, self.cost_of_step(tokens)
-        costs = ((direction.flops(), flops), (direction.bytes_sent(), sent))
-        self.leap_cost = max(of_leap / of_step if of_step > 0 else 0.0 for of_leap, of_step in costs)
 
     def after_update(self, step: Step, learning_rates: list[float]) -> None:
         self.trajectory.observe_step(learning_rates)
@@ -485,7 +439,7 @@ class Leaps(Part):
             verdict = self.monitor.judge_leap(leap.losses, leap.forecast, leap.deviation)
             if verdict.action is Action.ROLL_BACK:
                 return verdict
-        self._tell("leap_accepted", leap)
+        self._notify("leap_accepted", leap)
         self.trajectory.accept()
         self.trust.leap_was_kept(probed=leap.loss_before is not None)
         return NORMAL
@@ -497,7 +451,7 @@ class Leaps(Part):
         if action is Action.BACK_OFF:
             self.trust.leap_was_rejected()
             self.trust.shorten()
-            self._tell("leaps_rejected", None)
+            self._notify("leaps_rejected", None)
         if action in (Action.FORCE_FULL, Action.BACK_OFF, Action.ROLL_BACK, Action.RESET_PREDICTOR):
             self.controller.force_full(2 * self.controller.lengths.full)
         if action is Action.ROLL_BACK:
@@ -513,13 +467,13 @@ class Leaps(Part):
         leap.verdict = "rolled_back"
         self.trust.leap_was_rolled_back(leap.length)
         self.credit -= leap.worth  # its credit is taken back
-        self._tell("leaps_rejected", leap)
+        self._notify("leaps_rejected", leap)
         self._write(step.index, leap)
 
     # Reports.
 
     def _write(self, step: int, leap: Leap) -> None:
-        """Write what became of a leap. `step` (0-based) is the one in which that was decided."""
+        """Write what became of a leap in step `step` (0-based)."""
         self.run.write({"step": step + 1, "leap": leap.summary()})
 
     def end(self) -> None:
@@ -585,7 +539,7 @@ class Leaps(Part):
         self.trust.load_state_dict(state["trust"])
         if self.probe is not None and state["probe"] is not None:
             self.probe.load_state_dict(state["probe"])
-        if state["gains"] is not None:
+        if state["gains"] is not None:  # of another planner
             self.gains.load_state_dict(state["gains"])
         self.credit, self.leap_cost = state["credit"], state["leap_cost"]
         leap = None if state["open_leap"] is None else self.record.leaps[state["open_leap"]]

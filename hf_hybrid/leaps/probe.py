@@ -17,7 +17,6 @@ leap, the leap is not kept, whatever its loss is.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,27 +25,20 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid.optimizers import text_config
-from hf_hybrid.run.trainer_view import LossView
+from hf_hybrid.run.trainer_view import LossView, vocabulary_size
 
 
 @dataclass(frozen=True)
 class Losses:
-    """
-    Losses of some sequences.
-
-    Attributes:
-        values (`list[float]`): One per sequence (nats).
-        accuracies (`list[float]`, *optional*): One per preference pair, if the sequences are such: 1 if the chosen
-            completion has the higher reward, else 0.
-    """
+    """Losses of some sequences."""
 
     values: list[float]
+    """One per sequence (nats)."""
     accuracies: list[float] | None = None
+    """One per preference pair, if the sequences are such: 1 if the chosen completion has the higher reward, else 0."""
 
     @property
     def mean(self) -> float:
-        """Mean loss."""
         return sum(self.values) / len(self.values)
 
     @property
@@ -74,19 +66,11 @@ MIN_SEQUENCES = 2
 
 def paired_decrease(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
     """
-    Compare two evaluations of the same sequences.
+    Compare two evaluations of the same sequences, of which there are at least `MIN_SEQUENCES`.
 
-    Returns:
-        Mean fall of the loss (nats, positive is better) and its standard error. A loss that is not finite after the
-        leap counts as an infinite rise.
-
-    Raises:
-        ValueError: If the two do not hold the same number of sequences, or fewer than `MIN_SEQUENCES`.
+    Returns the mean fall of the loss (nats, positive is better) and its standard error. A loss that is not finite after
+    the leap counts as an infinite rise.
     """
-    if len(before) != len(after) or len(before) < MIN_SEQUENCES:
-        raise ValueError(
-            f"A paired comparison needs the same two or more sequences, got {len(before)} and {len(after)}."
-        )
     differences = [b - a for b, a in zip(before, after)]
     mean = sum(differences) / len(differences)
     if not math.isfinite(mean):
@@ -110,46 +94,34 @@ def costs_accuracy(before: float | None, after: float | None) -> bool:
 
 @dataclass(frozen=True)
 class ProbeBatch:
-    """
-    A collated batch of a probe.
-
-    Attributes:
-        inputs (`Any`): In any form that the trainer's `compute_loss` takes.
-        sequences (`int`): How many it holds, over all processes; what an evaluation says of more is left out.
-        cost (`float`): Of one evaluation, in real steps. A step costs as much as three forward passes.
-    """
+    """A collated batch of a probe."""
 
     inputs: Any
+    """In any form that the trainer's `compute_loss` takes."""
     sequences: int
+    """How many it holds, over all processes; what an evaluation says of more is left out."""
     cost: float
+    """Of one evaluation, in real steps. A step costs as much as three forward passes."""
 
 
+@dataclass
 class NextBatches:
-    """
-    Draws the first sequences of the batches that training is about to use.
+    """Draws the first sequences of the batches that training is about to use."""
 
-    Args:
-        peek (`Callable`): From a number to that many of the next micro-batches, fewer where the epoch ends.
-        wanted (`int`): Sequences of a probe over all processes, at most; at least this many if nothing can be cut.
-        size (`Callable`): From a micro-batch to its number of sequences.
-        cut (`Callable`): From a micro-batch and a number to that many of its sequences; all if it cannot be cut.
-        accumulation (`int`): Micro-batches of a step.
-        processes (`int`): Processes, of which each draws from its own part of the data.
-    """
-
-    def __init__(
-        self,
-        peek: Callable[[int], list],
-        *,
-        wanted: int,
-        size: Callable[[Any], int],
-        cut: Callable[[Any, int], Any],
-        accumulation: int,
-        processes: int,
-    ):
-        self.peek, self.wanted, self.size, self.cut = peek, wanted, size, cut
-        self.accumulation, self.processes = accumulation, processes
-        self.next_batch = 0  # kept for a later resume with held-out batches
+    peek: Callable[[int], list]
+    """From a number to that many of the next micro-batches, fewer where the epoch ends."""
+    wanted: int
+    """Sequences of a probe over all processes, at most; at least this many if nothing can be cut."""
+    size: Callable[[Any], int]
+    """From a micro-batch to its number of sequences."""
+    cut: Callable[[Any, int], Any]
+    """From a micro-batch and a number to that many of its sequences; all if it cannot be cut."""
+    accumulation: int
+    """Micro-batches of a step."""
+    processes: int
+    """Each draws from its own part of the data."""
+    next_batch: int = 0
+    """Kept for a later resume with held-out batches."""
 
     def draw(self) -> list[ProbeBatch]:
         """Return batches with as many sequences as wanted."""
@@ -165,17 +137,11 @@ class NextBatches:
 
 
 class HeldOutBatches:
-    """
-    Rotates through batches of a set of the user's.
-
-    Args:
-        batches (`Sequence[ProbeBatch]`): All of them.
-        wanted (`int`): At least this many sequences are drawn, as whole batches.
-    """
+    """Rotates through batches of a set of the user's. At least `wanted` sequences are drawn, as whole batches."""
 
     def __init__(self, batches: Sequence[ProbeBatch], *, wanted: int):
-        self.batches, self.sequences = list(batches), sum(batch.sequences for batch in batches)
-        self.wanted = min(wanted, self.sequences)
+        self.batches = list(batches)
+        self.wanted = min(wanted, sum(batch.sequences for batch in batches))
         self.next_batch = 0
 
     def draw(self) -> list[ProbeBatch]:
@@ -204,23 +170,19 @@ class Probe:
         self._current: list[ProbeBatch] = []
 
     def choose(self) -> bool:
-        """
-        Pick the sequences of the next comparison. Every [`losses`] until the next call uses them.
-
-        Returns whether there are enough of them, which there may not be at the end of an epoch.
-        """
+        """Pick the sequences of the next comparison. Return whether the epoch still has enough of them."""
         self._current = self.source.draw()
         self.price = sum(batch.cost for batch in self._current) or self.price
         return sum(batch.sequences for batch in self._current) >= MIN_SEQUENCES
 
     def losses(self) -> Losses:
         """Return one loss per chosen sequence, at the current weights."""
-        found = []
+        losses = []
         for batch in self._current:
-            found.append(self.evaluate(batch.inputs).first(batch.sequences))
+            losses.append(self.evaluate(batch.inputs).first(batch.sequences))
             self.forward_passes += 1
             self.cost_steps += batch.cost
-        return Losses.joined(found)
+        return Losses.joined(losses)
 
     def load_state_dict(self, state: dict) -> None:
         """Go on with the counts of a saved run."""
@@ -268,8 +230,7 @@ class SequenceLosses:
         return _rows(batch)
 
     def __call__(self, batch) -> Losses:
-        trainer = self.trainer
-        model = trainer.model
+        trainer, model = self.trainer, self.trainer.model
         was_training = model.training
         model.eval()
         try:
@@ -284,11 +245,11 @@ class SequenceLosses:
     def _losses(self, model, inputs) -> torch.Tensor:
         if self.from_logits is not False and not self._too_many_logits(inputs):
             loss, outputs = self.trainer.compute_loss(model, dict(inputs), return_outputs=True)
-            found = _token_losses(outputs, inputs)
+            summed = _token_losses(outputs, inputs)
             if self.from_logits is None:
-                self.from_logits = self._on_all(found is not None and self._agrees(loss, *found))
-            if self.from_logits and found is not None:
-                losses, counts = found
+                self.from_logits = self._on_all(summed is not None and self._agrees(loss, *summed))
+            if self.from_logits and summed is not None:
+                losses, counts = summed
                 return losses / counts.clamp(min=1)
         return self._one_by_one(model, inputs)
 
@@ -304,15 +265,11 @@ class SequenceLosses:
         return torch.zeros_like(loss) if unlabelled and loss.isnan() else loss
 
     def _too_many_logits(self, inputs) -> bool:
-        """Return the losses sequence by sequence, in chunks, for a vocabulary whose loss is computed in chunks."""
+        """Whether logits of all sequences are more than training holds, whose loss is computed in chunks."""
         labels = inputs.get("labels")
-        if labels is None or labels.numel() * self._vocabulary * 4 <= self.MOST_LOGIT_BYTES:
+        if labels is None or not self.trainer.loss_in_chunks:
             return False
-        return self.trainer.loss_in_chunks
-
-    @functools.cached_property
-    def _vocabulary(self) -> int:
-        return getattr(text_config(self.trainer.model), "vocab_size", 0)
+        return labels.numel() * (vocabulary_size(self.trainer.model) or 0) * 4 > self.MOST_LOGIT_BYTES
 
     def _on_all(self, holds: bool) -> bool:
         """Whether something holds on all processes: they must make the same forward passes, as FSDP2 joins them."""
@@ -350,12 +307,7 @@ def _row(inputs, index: int, count: int) -> dict:
 
 
 def check_probe_set(dataset: Any) -> None:
-    """
-    Refuse a `probe_dataset` that no leap can be verified on.
-
-    Raises:
-        ValueError: If it is known to hold fewer than two sequences.
-    """
+    """Refuse a `probe_dataset` that is known to hold fewer than two sequences."""
     if hasattr(dataset, "__len__") and len(dataset) < MIN_SEQUENCES:
         count = len(dataset)
         raise ValueError(
@@ -366,10 +318,7 @@ def check_probe_set(dataset: Any) -> None:
 
 def held_out_batches(losses: SequenceLosses, dataset: Any, per_step: int, processes: int) -> list[ProbeBatch]:
     """
-    Return the batches of `probe_dataset`.
-
-    Args:
-        per_step (`int`): Sequences of a step, of all processes.
+    Return the batches of `probe_dataset`; `per_step` counts the sequences of a step, of all processes.
 
     Raises:
         ValueError: If it gives fewer than `MIN_SEQUENCES` sequences, or no label.

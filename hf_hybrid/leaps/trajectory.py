@@ -2,7 +2,7 @@
 The only place where a leap changes the weights.
 
 A leap adds `gain * lr_sum * displacement` to every trainable parameter. `lr_sum` is the sum of the learning rates of
-the real steps since the last leap. `displacement` is what a direction (leaps/directions/) returns per unit of `lr_sum`.
+the real steps since the last leap. `displacement` is what a direction (directions.py) returns per unit of `lr_sum`.
 At a gain of 1 a leap goes about as far as those steps went. The optimizer's moments and its step counter do not change.
 Gradient clipping does not apply. Instead, the norm of a leap is capped at `max_relative_norm` times the norm of the
 weights, and at a maximum speed if the direction names one (`most_per_step`). The speed limits leaps when the learning
@@ -34,7 +34,7 @@ from collections.abc import Collection, Generator, Iterable
 import torch
 from torch import Tensor
 
-from hf_hybrid.leaps.directions.base import Clock, Direction, DirectionContext, DirectionFactory
+from hf_hybrid.leaps.directions import Clock, DirectionContext, DirectionFactory
 from hf_hybrid.run.record import Leap
 from hf_hybrid.run.weights import TrainedWeights, inner_product, sum_of_squares
 
@@ -71,11 +71,6 @@ class Trajectory:
         self.clock = Clock(lr_sums=[0.0] * len(weights.optimizer.param_groups))
         self.context = DirectionContext(weights, self.clock, memory_steps=memory_steps, host=host, matrices=matrices)
         self.direction = direction(self.context)
-        self._told = {
-            event
-            for event in ("observe_step", "leap_judged")
-            if getattr(type(self.direction), event) is not getattr(Direction, event)
-        }
         self.gain_factors: list[float] | None = None
         """One factor per parameter on the gain of the next leap."""
         self.reach = 0.0
@@ -90,11 +85,6 @@ class Trajectory:
         self._in_place = {i for i, p in enumerate(self.shards.originals) if not self.store.holds(p)}
         """Indices of parameters that compute where they are stored: a leap under test is written into them."""
         self._index_of = {id(parameter): index for index, parameter in enumerate(self.shards.originals)}
-
-    @property
-    def ready(self) -> bool:
-        """Whether the direction knows enough for a leap."""
-        return self.direction.ready
 
     def opened(self) -> Leap:
         """Return the leap that can still be undone, or raise `RuntimeError`."""
@@ -115,8 +105,7 @@ class Trajectory:
         self.clock.lr_sums = [total + lr for total, lr in zip(self.clock.lr_sums, learning_rates)]
         self.clock.lr_sum = max(self.clock.lr_sums, default=0.0)
         self.clock.peak_rate = max(self.clock.peak_rate, *learning_rates)
-        if "observe_step" in self._told:
-            self.direction.observe_step(learning_rates)
+        self.direction.observe_step(learning_rates)
         if not self.direction.block_is_open:
             self._begin_block(undoable=False)
 
@@ -186,17 +175,11 @@ class Trajectory:
         """Close the open leap, which was judged to be good. It can no longer be undone."""
         self.open = None
         self._saved.clear()
-        if "leap_judged" in self._told:
-            self.direction.leap_judged()
+        self.direction.leap_judged()
 
     @torch.no_grad()
     def roll_back(self) -> None:
-        """
-        Restore the weights from before the open leap, bit for bit.
-
-        Raises:
-            RuntimeError: If no leap is open.
-        """
+        """Restore the weights from before the open leap, bit for bit."""
         leap = self.opened()
         if not leap.under_test:
             self.store.settle()  # real steps were made since
@@ -273,7 +256,7 @@ class Trajectory:
             "anchor": [],
             **self.direction.buffers,
             "snapshot": self.snapshot,
-            "scratch": self.context.scratches(),
+            "scratch": [*self.context.scratches.values()],
         }
 
     def tensors_held(self) -> list[Tensor]:
@@ -308,9 +291,6 @@ class Trajectory:
         """
         Restore what [`state_dict`] returned; `leap` is the leap that was open. A direction other than the one that was
         saved starts anew.
-
-        Raises:
-            ValueError: If the parameters of the checkpoint are not those of the model.
         """
         in_order = self.weights.in_order(tensors)
         snapshot = in_order.pop("snapshot", [])

@@ -16,9 +16,9 @@ from hf_hybrid.leaps.probe import Probe
 # `gain(progress)` is how far a leap made now goes, in units of what the real steps since the last leap moved.
 
 
-def scheduled_gain(peak: float, progress: float, power: float) -> float:
+class GainPlanner:
     """
-    Gain of a leap within the schedule: `peak * progress ** power`.
+    The schedule, and the base class of the other planners.
 
     With `power` 2 early leaps are small: along long memories early directions are soon obsolete and early leaps hurt,
     late ones last. With `power` 0 the gain is constant. A leap's displacement is also proportional to the learning
@@ -26,18 +26,7 @@ def scheduled_gain(peak: float, progress: float, power: float) -> float:
 
     Args:
         peak (`float`): Gain at the end of the run.
-        progress (`float`): Share of the run that is done.
-        power (`float`): Power of the progress.
-    """
-    return peak * progress**power if power else peak
-
-
-class GainPlanner:
-    """
-    The schedule, and the base class of the other planners.
-
-    Args:
-        peak (`float`), power (`float`): See [`scheduled_gain`].
+        power (`float`): The gain grows with this power of the share of the run that is done.
         worth (`float`): Skipped steps granted per real step when leaps run at the peak of the schedule.
     """
 
@@ -46,7 +35,7 @@ class GainPlanner:
 
     def gain(self, progress: float) -> float:
         """Return the gain of a leap made now."""
-        return scheduled_gain(self.peak, progress, self.power)
+        return self.peak * progress**self.power if self.power else self.peak
 
     def worth_of(self, gain: float, real_steps: int) -> float:
         """Return the steps that a kept leap is worth, in proportion to its gain and at most the worth at the peak."""
@@ -70,8 +59,7 @@ class GainPlanner:
 @dataclass
 class Trust:
     """
-    Decides whether to leap, how far, and whether to probe, from the results of earlier leaps. It handles plain numbers
-    only.
+    Decides whether to leap, how far, and whether to probe, from the results of earlier leaps.
 
     1. Length. A leap's length is counted in real steps at the peak of the learning rate. A probe that accepts a shorter
        leap than was asked for limits later leaps to that length (`proven`), one that refuses every length to a quarter,
@@ -116,12 +104,12 @@ class Trust:
 
     def probe_is_due(self, probe: Probe, step: int, *, must_probe: bool) -> bool:
         """Whether to probe the next leap: the first in any case, and later ones as far as the budgets go."""
-        whole = self.probe_budget * self.max_steps
+        budget = self.probe_budget * self.max_steps
         if self.probes_made == 0:
             return True
         if must_probe:
-            return self.refused_cost + 2 * probe.price <= self.REFUSALS * whole
-        return probe.cost_steps + 3 * probe.price <= whole * min(step / self.max_steps + 0.1, 1.0)
+            return self.refused_cost + 2 * probe.price <= self.REFUSALS * budget
+        return probe.cost_steps + 3 * probe.price <= budget * min(step / self.max_steps + 0.1, 1.0)
 
     def wants_more(self, length: float) -> bool:
         """Whether it is time to try a leap of this length, which is longer than what was proven."""

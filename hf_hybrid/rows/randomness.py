@@ -28,7 +28,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_hybrid.machine import RandomStates
+from hf_hybrid.run.run import RandomStates
 
 Drawn = Literal["nothing", "by token", "by batch"]
 

@@ -49,13 +49,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.machine import RandomStates
 from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.attention import ARGUMENT, CannotAttendError, attention, layout_of, no_mask, tree_attention
 from hf_hybrid.rows.randomness import Drawn, drawn_numbers
 from hf_hybrid.rows.tree import IGNORED, Batch, Row, Rows, Segment, Targets, Tree, on_host, padded
 from hf_hybrid.run.fallbacks import Fallbacks
+from hf_hybrid.run.run import RandomStates
 from hf_hybrid.streaming.layers import base_model
 
 if TYPE_CHECKING:

@@ -59,7 +59,10 @@ def adapter_rate(*, alpha: float, width: int, preference: bool = False) -> float
 
 
 def adapter_rate_scale(trainer: TrainerView) -> AdapterRate | None:
-    """Return the part that raises the default rate to that of the rule, and say the rate, or why there is none."""
+    """
+    Return the part that raises the default rate to that of the rule, for the largest `lora_alpha` if there are several.
+    Say the rate, or why there is none.
+    """
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     if (reason := reason_no_rate(trainer)) is not None:
         logger.warning(
@@ -69,40 +72,35 @@ def adapter_rate_scale(trainer: TrainerView) -> AdapterRate | None:
             reason,
         )
         return None
-    rate = AdapterRate(max(1.0, _rate_of(trainer) / args.learning_rate), backs_off=not trainer.trains_preferences)
+    alpha, width = max(alpha for alpha, _ in _lora_layers(model)), cast(int, _width(model))  # known, as there is a rate
+    of_rule = adapter_rate(alpha=alpha, width=width, preference=trainer.trains_preferences)
+    scale = max(1.0, min(MAX_ADAPTER_RATE, of_rule) / args.learning_rate)
+    rate = AdapterRate(scale, backs_off=not trainer.trains_preferences)
     if rate.scale > 1:
         logger.warning(
             "Adapters are trained at a learning rate of %.3g in place of %g. It follows from `lora_alpha=%g`%s. Set "
             "`learning_rate` to have another one, or `auto_lr=off` to keep that one.",
             rate.scale * args.learning_rate,
             args.learning_rate,
-            max(_lora_alphas(model)),
-            f", `hidden_size={_width(model)}`" + " and preferences as data" * trainer.trains_preferences,
+            alpha,
+            f", `hidden_size={width}`" + " and preferences as data" * trainer.trains_preferences,
         )
     return rate
-
-
-def _rate_of(trainer: TrainerView) -> float:
-    """Return the learning rate of the rule, for the largest `lora_alpha` if there are several."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    alpha, width = max(_lora_alphas(model)), cast(int, _width(model))  # known, or there is no rate
-    return min(MAX_ADAPTER_RATE, adapter_rate(alpha=alpha, width=width, preference=trainer.trains_preferences))
 
 
 def reason_no_rate(trainer: TrainerView) -> str | None:
     """Return why the rule says nothing about these adapters, their optimizer or their loss."""
     model, rate = trainer.accelerator.unwrap_model(trainer.model), trainer.args.learning_rate
     configs = model.peft_config.values()
-    other = [
-        kind for config in configs if (kind := str(getattr(config.peft_type, "value", config.peft_type))) != "LORA"
-    ]
+    kinds = {str(getattr(config.peft_type, "value", config.peft_type)) for config in configs}
     if rate == 0:
         return "the rate is zero"
-    if other:
+    if other := sorted(kinds - {"LORA"}):
         return f"no default rate is known for adapters of the type `{other[0]}`"
     if start := [config.init_lora_weights for config in configs if config.init_lora_weights is not True]:
         return f"no default rate is known for adapters that begin as `init_lora_weights={start[0]}`"
-    if _trains_more_than_lora(model):
+    adapters = {id(parameter) for _, own in _lora_layers(model) for parameter in own}
+    if any(p.requires_grad and id(p) not in adapters for p in model.parameters()):
         return "other weights are trained beside them"
     if (name := optimizer_unlike_adam(trainer)) is not None:
         return f"no default rate is known for the optimizer `{name}`"
@@ -144,15 +142,6 @@ def _lora_layers(model: torch.nn.Module) -> Iterator[tuple[float, list[torch.nn.
                     yield layer.scaling[name] * rank, own
 
 
-def _lora_alphas(model: torch.nn.Module) -> list[float]:
-    return [alpha for alpha, _ in _lora_layers(model)]
-
-
-def _trains_more_than_lora(model: torch.nn.Module) -> bool:
-    adapters = {id(parameter) for _, own in _lora_layers(model) for parameter in own}
-    return any(p.requires_grad and id(p) not in adapters for p in model.parameters())
-
-
 class AdapterRate(RateScale):
     """
     The rate of adapters: a factor on the scheduled learning rate that is known before the first step.
@@ -169,7 +158,6 @@ class AdapterRate(RateScale):
         self.scale, self.backs_off = scale, backs_off
 
     def back_off(self) -> None:
-        """Reduce the scale to a quarter, after training went badly wrong."""
         if self.backs_off:
             self.scale = max(1.0, self.scale / 4)
 

@@ -22,49 +22,40 @@ class Fallbacks:
     """
     What a part says of the saving that it leaves out. Each sentence is logged once.
 
-    Args:
-        what (`str`): What happens instead, with the option in brackets: "Rows are computed padded (`share_rows`)".
-        tells (`Callable[[], bool]`): Whether this process writes to the log.
-
-    Attributes:
-        because (`str`, *optional*): The last reason, as a clause.
-        failed (`list[str]`): What did not work, with the exception.
+    `what` happens instead, with the option in brackets: "Rows are computed padded (`share_rows`)". `tells` says whether
+    this process writes to the log.
     """
 
     def __init__(self, what: str, tells: Callable[[], bool] = lambda: True):
         self.what, self.tells = what, tells
         self.because: str | None = None
+        """The last reason, as a clause."""
         self.failed: list[str] = []
-        self._told: set[str] = set()
+        """What did not work, with the exception."""
+        self._logged: set[str] = set()
 
-    def cannot_be_exact(self, why: str, *, advice: str = "") -> None:
+    def cannot_be_exact(self, reason: str, *, advice: str = "") -> None:
         """
-        Note why the saving would change the update.
-
-        Args:
-            why (`str`): A clause.
-            advice (`str`): What the user can change, and what that is worth, as a sentence. It makes a warning of it.
+        Note why the saving would change the update, as a clause. It is a warning if there is `advice`: what the user
+        can change, and what that is worth, as a sentence.
         """
-        self._say(why, f"{self.what}: {why}. {advice}".rstrip(), logging.WARNING if advice else logging.INFO)
+        self._log(reason, f"{self.what}: {reason}. {advice}".rstrip(), logging.WARNING if advice else logging.INFO)
 
     def did_not_work(self, error: BaseException, doing: str, *, cost: str = "") -> str:
         """
-        Note an exception that nobody foresaw, and return it as a clause.
-
-        Args:
-            error (`BaseException`): The exception.
-            doing (`str`): What raised it, as a clause: "the model does not take a tree".
-            cost (`str`): What is lost without the saving, as a sentence.
+        Note an exception that nobody foresaw, and return it as a clause. `doing` is what raised it, as a clause: "the
+        model does not take a tree". `cost` is what is lost without the saving, as a sentence.
         """
-        why = f"{doing} ({type(error).__name__}: {error})"
-        if why not in self.failed:
-            self.failed.append(why)
-        sentence = f"{self.what}, because something did not work: {why}. {cost}".rstrip()
-        self._say(why, f"{sentence} Please report this with the versions of torch and transformers.", logging.WARNING)
-        return why
+        reason = f"{doing} ({type(error).__name__}: {error})"
+        if reason not in self.failed:
+            self.failed.append(reason)
+        sentence = f"{self.what}, because something did not work: {reason}. {cost}".rstrip()
+        sentence += " Please report this with the versions of torch and transformers."
+        self._log(reason, sentence, logging.WARNING)
+        return reason
 
-    def _say(self, why: str, sentence: str, level: int) -> None:
-        self.because = why
-        if why not in self._told and self.tells():
+    def _log(self, reason: str, sentence: str, level: int) -> None:
+        self.because = reason
+        if reason not in self._logged and self.tells():
             logger.log(level, "%s", sentence)
-        self._told.add(why)
+        self._logged.add(reason)

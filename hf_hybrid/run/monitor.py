@@ -20,14 +20,20 @@ from __future__ import annotations
 import enum
 import logging
 import math
+import operator
 import statistics
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from hf_hybrid.part import Part, Phase, RealStep, Step
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from hf_hybrid.run.run import Run
 
 logger = logging.getLogger(__name__)
@@ -95,6 +101,8 @@ class DivergenceMonitor(Part):
     """
 
     name = "monitor"
+    ACTIONS = (Action.NONE, Action.SHORTEN, Action.FORCE_FULL, Action.FORCE_FULL)
+    """By level, where no leap can be rolled back."""
     MIN_HISTORY, HISTORY = 20, 64
     """Steps before relative thresholds mean anything, and the last ones that they are relative to."""
     EXPLODING = 100.0
@@ -109,6 +117,7 @@ class DivergenceMonitor(Part):
     """Non-finite steps in a row after which the last leap and the direction's averages are suspected."""
     MAX_BAD_STEPS = 10
     """Non-finite steps in a row that end the training: a damaged row makes one or two."""
+    _STATE = ("bad_steps", "warnings_in_a_row", "best", "steps_since_rise")
 
     def __init__(self, threshold: float):
         self.threshold = threshold
@@ -117,7 +126,7 @@ class DivergenceMonitor(Part):
         self.errors: deque[float] = deque(maxlen=16)
         self.bad_steps = 0
         self.warnings_in_a_row = 0
-        self.best: tuple[float, float] | None = None
+        self.best: Sequence[float] | None = None
         """Lowest mean of a window of losses so far, and the deviation around its trend."""
         self.steps_since_rise = self.RISE_EVERY
 
@@ -138,11 +147,9 @@ class DivergenceMonitor(Part):
     def end_step(self, step: Step) -> None:
         step.verdict = NORMAL
         if step.counts and step.loss is not None and step.gradient_norm is not None:
-            forecast = None if step.leap is None else step.leap.forecast
-            found = self.judge_step(
-                step.loss, step.gradient_norm, predicted_loss=forecast, leap_open=step.leap is not None
-            )
-            step.verdict = NORMAL if step.phase is Phase.WARMUP else found
+            forecast, leap_open = None if step.leap is None else step.leap.forecast, step.leap is not None
+            verdict = self.judge_step(step.loss, step.gradient_norm, predicted_loss=forecast, leap_open=leap_open)
+            step.verdict = NORMAL if step.phase is Phase.WARMUP else verdict
 
     def react(self, step: Step, verdict: Verdict) -> None:
         """Write the verdict down, and raise an error if training cannot go on."""
@@ -187,16 +194,8 @@ class DivergenceMonitor(Part):
     def judge_step(self, loss: float, norm: float, *, predicted_loss: float | None, leap_open: bool) -> Verdict:
         """Judge after a real step with finite numbers. `predicted_loss` is the forecast of its loss, if any."""
         risen = self._rise()
-        level, reason = max(
-            (
-                self._loss_deviation(loss),
-                risen,
-                self._norm(norm),
-                self._prediction(loss, predicted_loss),
-                self._oscillation(),
-            ),
-            key=lambda pair: pair[0],
-        )
+        others = (self._norm(norm), self._prediction(loss, predicted_loss), self._oscillation())
+        level, reason = max((self._loss_deviation(loss), risen, *others), key=operator.itemgetter(0))
         if level < Level.CRITICAL or not leap_open:
             # A loss that is rolled back must not become part of what counts as normal.
             self.losses.append(loss)
@@ -206,16 +205,12 @@ class DivergenceMonitor(Part):
             self.warnings_in_a_row = 0
         if (level, reason) == risen and level > Level.NORMAL:
             return Verdict(level, reason, Action.BACK_OFF)
-        return Verdict(level, reason, self._action(level, leap_open))
+        if level is Level.CRITICAL and leap_open:
+            return Verdict(level, reason, Action.ROLL_BACK)
+        return Verdict(level, reason, self.ACTIONS[level])
 
     def judge_leap(self, losses: list[float], forecast: float, deviation: float) -> Verdict:
-        """
-        Judge a leap at the end of Correct: compare losses after it with the trend before it.
-
-        Args:
-            losses (`list[float]`): Of the real steps since the leap.
-            forecast (`float`), deviation (`float`): Of `robust_trend` before it.
-        """
+        """Judge a leap at the end of Correct: compare the losses since it with the `robust_trend` before it."""
         # The error of the mean, and that of a line continued beyond its end.
         error = max(deviation, 1e-3 * abs(forecast)) * math.sqrt(1 / len(losses) + 4 / FORECAST_WINDOW)
         score = (sum(losses) / len(losses) - forecast) / max(error, 1e-8)
@@ -223,13 +218,6 @@ class DivergenceMonitor(Part):
             return NORMAL
         reason = f"loss after the leap is {score:.1f} standard errors above its forecast {forecast:.4g}"
         return Verdict(Level.CRITICAL, reason, Action.ROLL_BACK)
-
-    def _action(self, level: Level, leap_open: bool) -> Action:
-        if level is Level.CRITICAL:
-            return Action.ROLL_BACK if leap_open else Action.FORCE_FULL
-        if level is Level.WARNING:
-            return Action.FORCE_FULL
-        return Action.SHORTEN if level is Level.CAUTION else Action.NONE
 
     def _loss_deviation(self, loss: float) -> tuple[Level, str]:
         if len(self.losses) < self.MIN_HISTORY:
@@ -291,24 +279,14 @@ class DivergenceMonitor(Part):
         return (Level.CAUTION, f"loss turns in {turns:.0%} of the steps") if turns > 0.9 else (Level.NORMAL, "")
 
     def state_dict(self) -> dict:
-        return {
-            "losses": list(self.losses),
-            "norms": list(self.norms),
-            "errors": list(self.errors),
-            "bad_steps": self.bad_steps,
-            "warnings_in_a_row": self.warnings_in_a_row,
-            "best": self.best,
-            "steps_since_rise": self.steps_since_rise,
-        }
+        deques = {name: list(getattr(self, name)) for name in ("losses", "norms", "errors")}
+        return deques | {name: getattr(self, name) for name in self._STATE}
 
     def load_state_dict(self, state: dict) -> None:
         for name in ("losses", "norms", "errors"):
             getattr(self, name).clear()
             getattr(self, name).extend(state[name])
-        self.bad_steps = state["bad_steps"]
-        self.warnings_in_a_row = state["warnings_in_a_row"]
-        self.best = None if state["best"] is None else tuple(state["best"])
-        self.steps_since_rise = state["steps_since_rise"]
+        vars(self).update({name: state[name] for name in self._STATE})
 
 
 def linear_trend(values: list[float]) -> tuple[float, float]:
@@ -344,3 +322,50 @@ def robust_trend(values: list[float]) -> tuple[float, float]:
     off = sorted(abs(value - level - slope * i) for i, value in enumerate(values))
     median, fourth_fifth = off[count // 2], off[4 * count // 5]
     return level + slope * count, max(median / 0.6745, fourth_fifth / 1.2816)
+
+
+# The numbers of a step.
+
+
+def loss_and_norm(step: Step, norm: Any, accelerator: Accelerator) -> tuple[float | None, float]:
+    """
+    Return loss and gradient norm of a step. The loss is the mean over all processes, `None` if no token has a label.
+
+    The host waits once for the device, and once more if the loss is not finite.
+    """
+    several = accelerator.num_processes > 1
+
+    def mean(numbers: torch.Tensor) -> torch.Tensor:
+        return accelerator.reduce(numbers, reduction="mean") if several else numbers
+
+    losses = torch.stack(step.losses)
+    total = mean(losses.sum())
+    if type(norm) is torch.Tensor and norm.device == total.device:  # FSDP2 has another class
+        loss, norm = torch.stack([total.double(), norm.double()]).tolist()
+    else:
+        loss, norm = total.item(), float(norm)
+    if math.isfinite(loss):
+        return loss, norm
+    labelled = _labelled(step).to(losses.device)  # all processes come here, or none
+    total = torch.stack([losses.where(labelled, 0).sum(), labelled.sum().to(losses.dtype)])
+    loss, count = mean(total).tolist()
+    return loss if count else None, norm
+
+
+def _labelled(step: Step) -> torch.Tensor:
+    """Return which micro-batches of a step have labels, as far as that is known. The others gave 0 / 0."""
+    all_labelled = torch.ones(len(step.losses), dtype=torch.bool)
+    if step.items is not None:
+        return all_labelled & torch.as_tensor(step.items).bool().any().cpu()
+    labels = [batch["labels"] for batch in step.batches if isinstance(batch, Mapping) and "labels" in batch]
+    if len(labels) != len(step.losses) or not all(map(torch.is_tensor, labels)):
+        return all_labelled
+    return torch.stack([label[..., label.dim() > 1 :].ne(-100).any().cpu() for label in labels])
+
+
+def overflowed(gradient_norm: float, scaler: Any) -> bool:
+    """
+    Whether gradients are infinite because the gradient scaler of fp16 multiplied the loss by too much. It finds its
+    factor that way, and lowers it now. Gradients that overflow below a factor of 1 are the training's fault.
+    """
+    return scaler is not None and not math.isfinite(gradient_norm) and scaler.get_scale() >= 1

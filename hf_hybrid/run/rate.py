@@ -52,9 +52,6 @@ class _Average:
     """Debiased exponential averages of the cosine, its square, and the log scale under which it was seen."""
 
     def __init__(self):
-        self.clear()
-
-    def clear(self) -> None:
         self.count = 0
         self.weight = self.first = self.second = self.scale = 0.0
 
@@ -79,12 +76,7 @@ class _Average:
 
 
 class AccuracyWatch:
-    """
-    Notices when fewer preference pairs are ranked right: compares every `WINDOW` steps with the best ones before.
-
-    Attributes:
-        best, now (`list[float]`): Accuracies of the steps of the best window, and of the one under way.
-    """
+    """Notices when fewer preference pairs are ranked right: compares every `WINDOW` steps with the best ones before."""
 
     WINDOW = 8
     CLEAR = 3.0
@@ -95,7 +87,9 @@ class AccuracyWatch:
 
     def __init__(self):
         self.best: list[float] = []
+        """Accuracies of the steps of the best window."""
         self.now: list[float] = []
+        """Of the window under way."""
 
     def fell(self, accuracy: float | None) -> bool:
         """Add a step, `None` if it has no accuracy. Return whether a window ends that is clearly below the best."""
@@ -104,29 +98,21 @@ class AccuracyWatch:
         self.now.append(accuracy)
         if len(self.now) < self.WINDOW:
             return False
-        now, self.now = self.now, []
-        if not self.best or sum(now) >= sum(self.best):
-            self.best = now
+        window, self.now = self.now, []
+        if not self.best or sum(window) >= sum(self.best):
+            self.best = window
             return False
-        variance = statistics.variance(now) + statistics.variance(self.best)
-        difference = statistics.fmean(self.best) - statistics.fmean(now)
+        variance = statistics.variance(window) + statistics.variance(self.best)
+        difference = statistics.fmean(self.best) - statistics.fmean(window)
         return difference > self.CLEAR * math.sqrt(variance / self.WINDOW)
-
-    def begin_window(self) -> None:
-        """Leave the window under way out, because the rate or the weights change."""
-        self.now = []
 
 
 class RateScale(Part):
-    """
-    Base class of the parts that scale the learning rate. The trainer applies `run.rate_scale` in each real step.
-
-    Attributes:
-        scale (`float`): Factor on the scheduled learning rate.
-    """
+    """Base class of the parts that scale the learning rate. The trainer applies `run.rate_scale` in each real step."""
 
     name = "rate"
     scale: float
+    """Factor on the scheduled learning rate."""
 
     def begin(self, run: Run) -> None:
         self.run = run
@@ -164,7 +150,7 @@ class LearningRateSearch(RateScale):
     Args:
         max_steps (`int`): Length of the run; the search is to take a small part of it.
         max_scale (`float`): Upper bound of the scale; 1 is the lower one.
-        cosine (`StepCosine`, *optional*): Measures the signal in each real step.
+        weights (`TrainedWeights`, *optional*): Of torch's Adam or AdamW; what the signal is measured on.
     """
 
     GROWTH, MIN_GROWTH, MAX_GROWTH = 2.5, 0.03, 0.25
@@ -187,8 +173,8 @@ class LearningRateSearch(RateScale):
     """Deviations of the smoothed loss above its best that count as instability."""
     COOLDOWN = 20
 
-    def __init__(self, *, max_steps: int, max_scale: float, cosine: StepCosine | None = None):
-        self.max_steps, self.cosine = max_steps, cosine
+    def __init__(self, *, max_steps: int, max_scale: float, weights: TrainedWeights | None = None):
+        self.max_steps, self.weights = max_steps, weights
         self.seen: float | None = None
         """Cosine of the real step under way."""
         self.max_log = math.log(max_scale)
@@ -211,10 +197,10 @@ class LearningRateSearch(RateScale):
 
     def before_update(self, step: Step) -> None:
         self.seen = None
-        if step.withheld or self.cosine is None:
+        if step.withheld or self.weights is None:
             return
         try:
-            self.seen = self.cosine.measure()
+            self.seen = step_cosine(self.weights)
         except Exception as error:
             self.run.survive(error, "search of the learning rate missed a gradient")
 
@@ -222,15 +208,7 @@ class LearningRateSearch(RateScale):
         self.observe(math.inf if step.withheld or step.loss is None else step.loss, self.seen, step.accuracy)
 
     def observe(self, loss: float, cosine: float | None, accuracy: float | None = None) -> None:
-        """
-        Learn from one real step.
-
-        Args:
-            loss (`float`): Training loss of the step.
-            cosine (`float`, *optional*):
-                Of the descent direction of its gradient with the optimizer's previous direction; `None` if unknown.
-            accuracy (`float`, *optional*): Share of the preference pairs of the step that are ranked right.
-        """
+        """Learn from a real step: its loss, its cosine, and the share of its preference pairs that are ranked right."""
         if not math.isfinite(loss):
             return
         self.steps += 1
@@ -275,10 +253,10 @@ class LearningRateSearch(RateScale):
 
     def _hold(self, log_scale: float, change: float) -> None:
         self.holding, self.held_at = True, self.steps
-        self.watch.begin_window()
+        self.watch.now = []  # the window under way is left out, because the rate changes
         self.cap = max(0.0, log_scale)
         self.log_scale = min(self.max_log, max(0.0, log_scale + change))
-        self.average.clear()
+        self.average = _Average()
 
     def _is_unstable(self, loss: float) -> bool:
         if self.smooth_loss is None:
@@ -316,11 +294,10 @@ class LearningRateSearch(RateScale):
     )  # fmt: skip
 
     def state_dict(self) -> dict:
-        found = {name: getattr(self, name) for name in self._STATE}
-        return {**found, "average": dict(vars(self.average)), "watch": dict(vars(self.watch))}
+        values = {name: getattr(self, name) for name in self._STATE}
+        return {**values, "average": dict(vars(self.average)), "watch": dict(vars(self.watch))}
 
     def load_state_dict(self, state: dict) -> None:
-        """Take back what [`state_dict`] returned."""
         for name in self._STATE:
             setattr(self, name, state[name])
         vars(self.average).update(state["average"])
@@ -352,36 +329,26 @@ def in_parts(gradient: Tensor, state: Mapping[str, Any], out: Tensor) -> Iterato
         yield part, {"exp_avg": first, "exp_avg_sq": second}, out.view(-1)[: len(part)]
 
 
-class StepCosine:
+@torch.no_grad()
+def step_cosine(weights: TrainedWeights) -> float | None:
     """
-    The cosine of a fresh gradient with the direction of the last step of Adam, which keeps it in its state.
+    Return the cosine of a fresh gradient with the direction of the last step of Adam, which keeps it in its state.
 
-    Args:
-        weights (`TrainedWeights`): With their gradients and the states of torch's Adam or AdamW.
+    It takes one synchronisation with the host. It is positive if the last direction still leads downhill, and `None` if
+    there is nothing to compare with.
     """
-
-    def __init__(self, weights: TrainedWeights):
-        self.weights = weights
-
-    @torch.no_grad()
-    def measure(self) -> float | None:
-        """
-        Return the cosine, with one synchronisation with the host. It is positive if the last direction still leads
-        downhill, and `None` if there is nothing to compare with.
-        """
-        weights = self.weights
-        dots, squares, gradients = [], [], []
-        for index, parameter in enumerate(weights.parameters):
-            if parameter.grad is None or parameter.grad.is_sparse:
-                continue
-            out = weights.scratch(parameter, parameter.device)
-            for gradient, state, part in in_parts(parameter.grad, weights.state(index), out):
-                if (followed := last_step(state, part)) is not None:
-                    gradient = gradient.to(followed.device, torch.float32)
-                    dots.append(inner_product(gradient, followed))
-                    squares.append(sum_of_squares(followed))
-                    gradients.append(sum_of_squares(gradient))
-        if not dots:
-            return None
-        dot, square, gradient = weights.shards.totals([dots, squares, gradients]).tolist()
-        return dot / math.sqrt(square * gradient) if square > 0 and gradient > 0 else None
+    dots, squares, gradients = [], [], []
+    for index, parameter in enumerate(weights.parameters):
+        if parameter.grad is None or parameter.grad.is_sparse:
+            continue
+        out = weights.scratch(parameter, parameter.device)
+        for gradient, state, part in in_parts(parameter.grad, weights.state(index), out):
+            if (followed := last_step(state, part)) is not None:
+                gradient = gradient.to(followed.device, torch.float32)
+                dots.append(inner_product(gradient, followed))
+                squares.append(sum_of_squares(followed))
+                gradients.append(sum_of_squares(gradient))
+    if not dots:
+        return None
+    dot, square, gradient = weights.shards.totals([dots, squares, gradients]).tolist()
+    return dot / math.sqrt(square * gradient) if square > 0 and gradient > 0 else None

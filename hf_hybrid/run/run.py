@@ -21,16 +21,23 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy
 import torch
-from accelerate import Accelerator, skip_first_batches
-from torch.utils.data import IterableDataset, Sampler
+from accelerate import skip_first_batches
 
-from hf_hybrid.machine import RandomGenerator, RandomStates, generator_state, restore_generator
 from hf_hybrid.part import Part, Phase, RealStep, Step, check_parts, listening, name_of
+from hf_hybrid.run.epochs import (
+    RandomGenerator,
+    generator_state,
+    generators_of,
+    restore_generator,
+    with_tensors,
+    without_tensors,
+)
 from hf_hybrid.run.monitor import Action, Verdict
 from hf_hybrid.run.rate import RateScale
 from hf_hybrid.run.record import RunRecord
@@ -61,75 +68,61 @@ def survive_nothing(error: Exception, otherwise: str) -> None:
     raise error
 
 
+@dataclass(eq=False)
 class Run:
-    """
-    One run: its parts in order, the step under way, and the record.
+    """One run: its parts in the order in which they are called, the step under way, and the record."""
 
-    Args:
-        parts (`Sequence[Part]`): In the order in which they are called.
-        warmup (`int`, *optional*): Steps of Warmup. `None` for a run without phases.
-        model (`torch.nn.Module`), optimizer (`torch.optim.Optimizer`): As it is trained; unwrapped.
-        weights (`TrainedWeights`, *optional*): What the optimizer moves. `None` in a run without phases.
-        feed (`BatchFeed`, *optional*): The batches. `None`: they are Trainer's.
-        rate (`RateScale`, *optional*): The part that scales the learning rate.
-        max_steps (`int`): Length of the run.
-        no_leaps (`str`, *optional*): Why no leaps are made, if that is known.
-        survive (`Callable[[Exception, str], None]`): Takes an exception from work that training can do without, and
-            raises it unless it is an out-of-memory; the text says what is lost.
-        write (`Callable[[dict], None]`): Takes what became of each leap and each event of the monitor: `step` (the one
-            under way, 1-based), and `leap` or `event`.
+    parts: Sequence[Part] = ()
+    _: KW_ONLY
+    warmup: int | None = None
+    """Steps of Warmup. `None` for a run without phases."""
+    model: Any = None
+    """As it is trained."""
+    optimizer: Any = None
+    """Unwrapped."""
+    weights: TrainedWeights | None = None
+    """What the optimizer moves. `None` in a run without phases."""
+    feed: BatchFeed | None = None
+    """The batches. `None`: they are Trainer's."""
+    rate: RateScale | None = None
+    """The part that scales the learning rate."""
+    max_steps: int = 0
+    no_leaps: str | None = None
+    """Why no leaps are made, if that is known; `None` if they are."""
+    survive: Callable[[Exception, str], None] = survive_nothing
+    """Takes an exception from work that training can do without, and raises it unless it is an out-of-memory; the text
+    says what is lost."""
+    write: Callable[[dict], None] = lambda entry: None
+    """Takes what became of each leap and each event of the monitor: `step` (1-based), and `leap` or `event`."""
 
-    Attributes:
-        step (`Step`): The step under way; an empty one between steps.
-        counts (`Counter[str]`): What parts count, on this process.
-        no_leaps (`str`, *optional*): Why no leaps are made; `None` if they are.
-        later (`list[Callable]`): Work that can wait until the device is busy with the next micro-batch.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[Part] = (),
-        *,
-        warmup: int | None = None,
-        model: Any = None,
-        optimizer: Any = None,
-        weights: TrainedWeights | None = None,
-        feed: BatchFeed | None = None,
-        rate: RateScale | None = None,
-        max_steps: int = 0,
-        no_leaps: str | None = None,
-        survive: Callable[[Exception, str], None] = survive_nothing,
-        write: Callable[[dict], None] = lambda entry: None,
-    ):
-        self.warmup, self.model, self.optimizer, self.weights, self.feed = warmup, model, optimizer, weights, feed
-        self.rate, self.max_steps, self.no_leaps, self.survive, self.write = rate, max_steps, no_leaps, survive, write
+    def __post_init__(self):
         self.record = RunRecord()
         self.counts: Counter[str] = Counter()
+        """What parts count, on this process."""
         self._counts_before: Counter[str] | None = None
         """Before the step under way."""
         self.logged, self.trained = LoggedSteps(), LoggedSteps()
         self.step = Step(0)
-        self.has_phases = warmup is not None
+        """The one under way; an empty one between steps."""
+        self.has_phases = self.warmup is not None
         """Whether training goes in phases, with leaps or without."""
         self.phase: Phase | None = None
         """Of the step under way, or of the last one; `None` without phases and before the first."""
-        self.last_phase: Phase | None = None
         self.last_loss: float | None = None
         """Training loss of the last real step whose gradients were used; `None` before the first."""
         self.steps_done = 0
         self.learning_rate = 0.0
         """The scheduled one of the last step."""
         self.later: list[Callable[[], Any]] = []
+        """Work that can wait until the device is busy with the next micro-batch."""
         self.forecast: FinalLoss | None = None
         """The last one of the loss at the end of the run, if a part makes such."""
-        self._announced = Phase.FULL if warmup == 0 else Phase.WARMUP
-        if self.has_phases:
-            self.last_phase = self._announced
+        self._announced = Phase.FULL if self.warmup == 0 else Phase.WARMUP
+        self.last_phase = self._announced if self.has_phases else None
         self._ended: dict[str, Any] | None = None
-        self._told_of_no_label = False
+        self._warned_of_no_label = False
         self._began_at = time.perf_counter()
-        self.parts: list[Part] = []
-        self.set_parts(parts)
+        self.set_parts(self.parts)
 
     def set_parts(self, parts: Sequence[Part]) -> None:
         """Replace the list of parts. A hook is then called for those alone that do something in it."""
@@ -172,7 +165,7 @@ class Run:
     # The course of a run.
 
     def begin(self) -> None:
-        """Begin all parts. Raises `ValueError` if two have one name."""
+        """Begin all parts."""
         check_parts(self.parts)
         self.call("begin", self)
 
@@ -209,20 +202,23 @@ class Run:
 
     def before_update(self, loss: float | None, gradient_norm: float, accuracy: float | None = None) -> bool:
         """
-        Show the parts loss and gradients of the real step, the monitor first.
+        Show the parts loss and gradients of the real step, the monitor first, which may raise `TrainingDivergedError`.
+        Return whether the optimizer may step. If not, the caller must drop the gradients.
 
         `loss` is `None` for a step in which no token has a label. It has no gradient, and the optimizer steps as with
         `Trainer`, but nothing can be learnt from it: the parts are not shown it. `accuracy` is the share of the step's
         preference pairs that the model ranks right, if it trains on such.
-
-        Returns whether the optimizer may step. If not, the caller must drop the gradients.
-
-        Raises:
-            TrainingDivergedError: If the monitor's action is to abort.
         """
         step = cast("RealStep", self.step)
         if loss is None:
-            self._tell_of_no_label(step)
+            if not self._warned_of_no_label:
+                logger.warning(
+                    "Step %d: no token of the batch has a label (every label is -100), so that it has no loss and a "
+                    "gradient of zero. The optimizer steps as with `Trainer`. Further such steps are not named. Check "
+                    "how labels are masked, and whether `max_length` cuts off what has labels.",
+                    step.index,
+                )
+            self._warned_of_no_label = True
             step.withheld = not math.isfinite(gradient_norm)
             return not step.withheld
         step.loss, step.gradient_norm, step.accuracy = loss, gradient_norm, accuracy
@@ -230,16 +226,6 @@ class Run:
             method(step)
         step.counts = not step.withheld
         return step.counts
-
-    def _tell_of_no_label(self, step: Step) -> None:
-        if not self._told_of_no_label:
-            logger.warning(
-                "Step %d: no token of the batch has a label (every label is -100), so that it has no loss and a "
-                "gradient of zero. The optimizer steps as with `Trainer`. Further such steps are not named. Check how "
-                "labels are masked, and whether `max_length` cuts off what has labels.",
-                step.index,
-            )
-        self._told_of_no_label = True
 
     def after_update(self, learning_rates: list[float]) -> None:
         """Tell the parts of a step of the optimizer with these learning rates (one per parameter group)."""
@@ -293,10 +279,10 @@ class Run:
         """Return the run so far as plain values; see [`RunRecord`]."""
         if self._ended is not None:
             return self._ended
-        found: dict[str, Any] = {**self.record.summary(), **ABSENT, "no_leaps": self.no_leaps}
+        summary: dict[str, Any] = {**self.record.summary(), **ABSENT, "no_leaps": self.no_leaps}
         for part in self.parts:
-            found.update(part.summary())
-        return found
+            summary.update(part.summary())
+        return summary
 
     def amend_logs(self, step: int, logs: dict[str, Any]) -> None:
         """Correct Trainer's log entry, whose means count skipped steps as zeros, and let the parts add to it."""
@@ -312,7 +298,7 @@ class Run:
             method(step, logs)
 
     def tensors_held(self) -> list[torch.Tensor]:
-        """Return the tensors that parts hold between steps beside model and optimizer."""
+        """Return what parts hold between steps beside model and optimizer."""
         return [tensor for part in self.parts for tensor in part.tensors_held()]
 
     # Saving.
@@ -357,16 +343,12 @@ class Run:
 
 @dataclass
 class LoggedSteps:
-    """
-    Steps since the last log entry, to correct means that count skipped steps as zeros.
-
-    Attributes:
-        real (`int`), finite (`int`), total (`int`): Steps that were not skipped, those of them whose loss was finite,
-            and all steps.
-    """
+    """Steps since the last log entry, to correct means that count skipped steps as zeros."""
 
     real: int = 0
+    """Steps that were not skipped."""
     finite: int = 0
+    """Those of them whose loss was finite."""
     total: int = 0
     last_was_real: bool = True
 
@@ -490,9 +472,7 @@ class DataOrder(Part):
     """
     Keeps the generators that order the data in checkpoints.
 
-    Args:
-        place (`torch.device`): The device that computes, whose generator is one of them.
-        tells (`Callable[[], bool]`): Whether this process writes to the log.
+    One of them is that of `place`, the device that computes. `tells` says whether this process writes to the log.
     """
 
     name = "order"
@@ -549,80 +529,70 @@ class DataOrder(Part):
         self._restored = state.get("own")  # none if the run had fewer processes
 
 
-_LOADERS = ("base_dataloader", "dataloader", "batch_sampler", "sampler", "synchronized_generator", "generator")
+@dataclass
+class RandomStates:
+    """A snapshot of all random generators that a step may use: Python's, NumPy's, torch's on host and device."""
+
+    python: tuple
+    numpy: dict
+    host: torch.Tensor
+    device: torch.Tensor | None
+    place: torch.device
+
+    @classmethod
+    def now(cls, place: torch.device) -> RandomStates:
+        """Take the snapshot; `place` is the device that computes."""
+        on_device = None if place.type == "cpu" else torch.get_device_module(place).get_rng_state(*_which(place))
+        return cls(random.getstate(), numpy.random.get_state(legacy=False), torch.get_rng_state(), on_device, place)
+
+    def restore(self) -> None:
+        """Set the generators back."""
+        random.setstate(self.python)
+        numpy.random.set_state(self.numpy)
+        torch.set_rng_state(self.host)
+        if self.device is not None:
+            torch.get_device_module(self.place).set_rng_state(self.device, *_which(self.place))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the snapshot for a checkpoint: JSON values and tensors."""
+        python, numpy_state = with_tensors(self.python), with_tensors(self.numpy)
+        return {"python": python, "numpy": numpy_state, "host": self.host, "device": self.device}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any], place: torch.device) -> RandomStates:
+        """Return the snapshot that [`state_dict`] returned. One of another kind of device says nothing of this one."""
+        python, numpy_state = without_tensors(state["python"]), without_tensors(state["numpy"])
+        return cls(python, numpy_state, state["host"], None if place.type == "cpu" else state["device"], place)
+
+    def same_as(self, other: RandomStates) -> bool:
+        """Whether nothing was drawn between two snapshots."""
+        device = self.device is None or other.device is None or torch.equal(self.device, other.device)
+        return (
+            device
+            and self.python == other.python
+            and torch.equal(self.host, other.host)
+            and self.numpy["state"]["pos"] == other.numpy["state"]["pos"]
+            and bool((self.numpy["state"]["key"] == other.numpy["state"]["key"]).all())
+        )
+
+    @contextlib.contextmanager
+    def again(self) -> Generator[None]:
+        """Repeat a computation with the same random numbers; afterwards the generators are as they were before."""
+        current = RandomStates.now(self.place)
+        self.restore()
+        try:
+            yield
+        finally:
+            current.restore()
 
 
-def generators_of(dataloader: Any) -> dict[str, RandomGenerator]:
-    """
-    Return the generators that a loader, its samplers and its stream hold, each by the attributes that lead to it.
-
-    A data set that is no stream is left out: a resume skips its first rows without reading them.
-    """
-    found: dict[str, RandomGenerator] = {}
-    seen: set[int] = set()
-
-    def visit(value: Any, at: str) -> None:
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, RandomGenerator) and not isinstance(value, random.SystemRandom):
-            found[at] = value
-            return
-        for name, held in list(getattr(value, "__dict__", {}).items()):
-            if name in _LOADERS or isinstance(held, (RandomGenerator, Sampler, IterableDataset)):
-                visit(held, f"{at}.{name}" if at else name)
-
-    visit(dataloader, "")
-    return found
+def _which(place: torch.device) -> tuple[torch.device, ...]:
+    return () if place.type == "mps" else (place,)  # there is one only, and its functions take none
 
 
 def tokens_of(inputs: dict) -> int:
     """Return the tokens in a batch: the elements of `input_ids`, or of the tensor that replaces it."""
-    found = inputs.get("input_ids")
-    if found is None:
-        found = next((value for value in inputs.values() if getattr(value, "ndim", 0) >= 2), None)
-    return 0 if found is None else found.shape[0] * found.shape[1]
-
-
-def loss_and_norm(step: Step, norm: Any, accelerator: Accelerator) -> tuple[float | None, float]:
-    """
-    Return loss and gradient norm of a step. The loss is the mean over all processes, `None` if no token has a label.
-
-    The host waits once for the device, and once more if the loss is not finite.
-    """
-    several = accelerator.num_processes > 1
-
-    def mean(numbers: torch.Tensor) -> torch.Tensor:
-        return accelerator.reduce(numbers, reduction="mean") if several else numbers
-
-    losses = torch.stack(step.losses)
-    total = mean(losses.sum())
-    if type(norm) is torch.Tensor and norm.device == total.device:  # FSDP2 has another class
-        loss, norm = torch.stack([total.double(), norm.double()]).tolist()
-    else:
-        loss, norm = total.item(), float(norm)
-    if math.isfinite(loss):
-        return loss, norm
-    labelled = _labelled(step).to(losses.device)  # all processes come here, or none
-    total = torch.stack([losses.where(labelled, 0).sum(), labelled.sum().to(losses.dtype)])
-    loss, count = mean(total).tolist()
-    return loss if count else None, norm
-
-
-def _labelled(step: Step) -> torch.Tensor:
-    """Return which micro-batches of a step have labels, as far as that is known. The others gave 0 / 0."""
-    found = torch.ones(len(step.losses), dtype=torch.bool)
-    if step.items is not None:
-        return found & torch.as_tensor(step.items).bool().any().cpu()
-    labels = [batch["labels"] for batch in step.batches if isinstance(batch, Mapping) and "labels" in batch]
-    if len(labels) != len(step.losses) or not all(map(torch.is_tensor, labels)):
-        return found
-    return torch.stack([label[..., label.dim() > 1 :].ne(-100).any().cpu() for label in labels])
-
-
-def overflowed(gradient_norm: float, scaler: Any) -> bool:
-    """
-    Whether gradients are infinite because the gradient scaler of fp16 multiplied the loss by too much. It finds its
-    factor that way, and lowers it now. Gradients that overflow below a factor of 1 are the training's fault.
-    """
-    return scaler is not None and not math.isfinite(gradient_norm) and scaler.get_scale() >= 1
+    tokens = inputs.get("input_ids")
+    if tokens is None:
+        tokens = next((value for value in inputs.values() if getattr(value, "ndim", 0) >= 2), None)
+    return 0 if tokens is None else tokens.shape[0] * tokens.shape[1]

@@ -16,7 +16,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_hybrid.machine import LeapObstacleError
 from hf_hybrid.optimizers import has_adapters, is_adam, optimizer_name, text_config
-from hf_hybrid.streaming.optimizer import LazyOptimizer
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -84,10 +83,9 @@ class LossView(TrainerView, Protocol):
 
 def made_optimizer(trainer: TrainerView) -> torch.optim.Optimizer | None:
     """Return the optimizer inside the wrappers of accelerate and of streaming. Those of a user may do anything."""
-    optimizer = trainer.optimizer
-    while isinstance(optimizer, (AcceleratedOptimizer, LazyOptimizer)):
-        optimizer = optimizer.base if isinstance(optimizer, LazyOptimizer) else optimizer.optimizer
-    return optimizer
+    if trainer.memory.optimizer is not None:
+        return trainer.memory.optimizer.base
+    return trainer.optimizer.optimizer if isinstance(trainer.optimizer, AcceleratedOptimizer) else trainer.optimizer
 
 
 def unwrapped_optimizer(trainer: TrainerView) -> torch.optim.Optimizer:
@@ -113,14 +111,13 @@ def unwrapped_optimizer(trainer: TrainerView) -> torch.optim.Optimizer:
 
 def optimizer_unlike_adam(trainer: TrainerView) -> str | None:
     """Return the name of the optimizer if it is not known to step as AdamW does. It may not be made yet."""
-    optimizer = made_optimizer(trainer)
-    if optimizer is not None:
-        return None if is_adam(optimizer) else type(optimizer).__name__
-    if trainer.optimizer_cls_and_kwargs is not None:
+    if (optimizer := made_optimizer(trainer)) is not None:
+        kind: type | str = type(optimizer)
+    elif trainer.optimizer_cls_and_kwargs is not None:
         kind = trainer.optimizer_cls_and_kwargs[0]
-        return None if is_adam(kind) else kind.__name__
-    name = optimizer_name(trainer.args)
-    return None if is_adam(name) else name
+    else:
+        kind = optimizer_name(trainer.args)
+    return None if is_adam(kind) else kind if isinstance(kind, str) else kind.__name__
 
 
 # The model and its loss.
@@ -139,9 +136,8 @@ _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditional
 def own_losses(trainer: TrainerView) -> list[str]:
     """Return the classes of a trainer that compute a loss of their own, not the model's."""
     owners = [owner for owner in type(trainer).__mro__ if "compute_loss" in vars(owner)]
-    packages = {owner: owner.__module__.partition(".")[0] for owner in owners}
-    own = [o for o in owners if packages[o] != "hf_hybrid" and (packages[o], o.__name__) not in _PLAIN_LOSSES]
-    return [owner.__name__ for owner in own]
+    named = [(owner.__module__.partition(".")[0], owner.__name__) for owner in owners]
+    return [name for package, name in named if package != "hf_hybrid" and (package, name) not in _PLAIN_LOSSES]
 
 
 def unknown_loss(trainer: TrainerView) -> str | None:
@@ -150,7 +146,8 @@ def unknown_loss(trainer: TrainerView) -> str | None:
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside PEFT's
     unknown = own_losses(trainer)
     computes = next(owner.__name__ for owner in type(model).__mro__ if "forward" in vars(owner))
-    known = {name for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _as_tuple(names)}
+    by_model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    known = {name for names in by_model for name in ([names] if isinstance(names, str) else names)}
     if trainer.compute_loss_func is not None:
         what = "`compute_loss_func`"
     elif args.label_smoothing_factor > 0:
@@ -168,10 +165,6 @@ def unknown_loss(trainer: TrainerView) -> str | None:
     else:
         return None
     return f"the loss of {what} is not known to be the plain cross-entropy"
-
-
-def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def vocabulary_size(model: torch.nn.Module) -> int | None:

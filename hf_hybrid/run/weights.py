@@ -6,7 +6,7 @@ It names them, and finds the optimizer's group and state of each. Three question
 
 Where are they stored? Mostly on the device that computes with them ([`InPlace`]). Streamed layers are stored on the
 host, and copies of them compute on the device. Modules of FSDP2 compute with weights that they gathered ([`Gathered`]).
-A [`WeightStore`] is notified before weights are read and after they were written.
+The store is notified before weights are read and after they were written.
 
 Which part of them does this process hold? All of it with one process, and under DDP ([`Whole`]). FSDP2 (torch's
 `fully_shard`) cuts every parameter, its gradient and its optimizer states along the first dimension, and each process
@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,8 @@ from hf_hybrid.machine import LeapObstacleError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+    from hf_hybrid.streaming.engine import Resident
 
 SAMPLE = 4096
 """Most elements of a parameter that [`Whole.sample`] takes."""
@@ -109,10 +111,8 @@ class Whole:
     """
     Parameters that this process has whole.
 
-    Args:
-        originals (`list[torch.nn.Parameter]`): The parameters of the model, which the optimizer knows.
-
     Attributes:
+        originals (`list[torch.nn.Parameter]`): The parameters of the model, which the optimizer knows.
         parameters (`Sequence[torch.Tensor]`): What this process holds of each parameter, with its `grad`.
         processes (`int`): How many processes share the parameters.
         bytes_sent (`int`): Bytes that this process has sent to others.
@@ -124,10 +124,6 @@ class Whole:
         self.originals = originals
         self.parameters: Sequence[Tensor] = originals
         self.bytes_sent = 0
-
-    def local(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what this process holds of an optimizer's state of a parameter."""
-        return state
 
     def shape(self, index: int) -> torch.Size:
         """Return the shape of a whole parameter."""
@@ -173,12 +169,8 @@ class Shards(Whole):
     """
     Parameters of which each process holds some rows.
 
-    Args:
-        originals (`list[torch.nn.Parameter]`): All of them are `DTensor`s that are placed as `Shard(0)` on one mesh of
-            one dimension.
-
     Raises:
-        ValueError: If they are not.
+        LeapObstacleError: If not all are `DTensor`s that are placed as `Shard(0)` on one mesh of one dimension.
     """
 
     def __init__(self, originals: list[nn.Parameter]):
@@ -200,13 +192,10 @@ class Shards(Whole):
         self._rank, self.processes = mesh.get_local_rank(), mesh.size()
         self.parameters = _Parts(originals)
 
-    def local(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {name: value.to_local() if _is_spread(value) else value for name, value in state.items()}
-
     def totals(self, lists: list[list[Tensor]]) -> Tensor:
-        found = totals(lists).to(self._device, torch.float64)
-        self._distributed.all_reduce(found, group=self._group)
-        return found.float().cpu()
+        sums = totals(lists).to(self._device, torch.float64)
+        self._distributed.all_reduce(sums, group=self._group)
+        return sums.float().cpu()
 
     def _rows(self, shape: torch.Size) -> list[int]:
         """Return how many rows each process holds. The last ones may hold less than others, or nothing."""
@@ -226,16 +215,13 @@ class Shards(Whole):
 
     def in_rounds(self, tasks: Iterable[Task], function: Callable[[Any, Tensor], Tensor]) -> Iterator[tuple]:
         """
-        Apply a function to whole matrices.
+        Apply a function to whole matrices. Yield key and this process's rows of each result, in any order.
 
         Args:
             tasks (`Iterable[tuple[Any, torch.Size, torch.Tensor]]`): Key and shape of each matrix, and the rows of it
                 that this process holds. All processes pass the same keys and shapes in the same order.
             function (`Callable[[Any, torch.Tensor], torch.Tensor]`): From key and whole matrix (fp32, on the device of
                 the mesh) to a matrix of the same shape.
-
-        Returns:
-            `Iterator[tuple[Any, torch.Tensor]]`: Key, and this process's rows of the result, in any order.
         """
         # Matrices of a round cost about the same, so that no process waits long for another.
         ordered = sorted(tasks, key=lambda task: min(task[1]) * task[1].numel(), reverse=True)
@@ -245,8 +231,8 @@ class Shards(Whole):
             give = [part.numel() for part in parts] + [0] * (self.processes - len(parts))
             key, shape, _ = in_turn[self._rank] if self._rank < len(in_turn) else (None, torch.Size([0, 0]), None)
             take = [rows * shape[1] for rows in self._rows(shape)]
-            whole = self._exchange(torch.cat(parts), give, take).view(shape)
-            result = function(key, whole).reshape(-1) if shape.numel() else whole.reshape(-1)
+            matrix = self._exchange(torch.cat(parts), give, take).view(shape)
+            result = function(key, matrix).reshape(-1) if shape.numel() else matrix.reshape(-1)
             back = self._exchange(result, take, give).split(give)
             for (key, _, rows), part in zip(in_turn, back):
                 yield key, part.view(rows.shape).to(rows.device)
@@ -269,21 +255,13 @@ class Shards(Whole):
                 f"must be shaped as the part of the parameter that is held here ({tuple(self.parameters[index].shape)})"
                 ", or be what `context.shards.sample` returns."
             )
-        flat = tensor.to(self._device).reshape(-1)
-        count = torch.tensor([flat.numel()], device=self._device)
-        counts = [torch.empty_like(count) for _ in range(self.processes)]
-        self._distributed.all_gather(counts, count, group=self._group)
-        sizes = torch.cat(counts).tolist()
-        if not any(sizes):
-            return tensor.new_empty(0, device="cpu")
-        padded = flat.new_zeros(max(sizes))
-        padded[: flat.numel()] = flat
-        parts = [torch.empty_like(padded) for _ in sizes] if self._rank == 0 else None
-        self._distributed.gather(padded, parts, group=self._group, group_dst=0)
+        parts: list[Any] | None = [None] * self.processes if self._rank == 0 else None
+        flat = tensor.detach().cpu().reshape(-1).clone()  # a view would be sent with all of its storage
+        self._distributed.gather_object(flat, parts, group=self._group, group_dst=0)
         if parts is None:
             return tensor.new_empty(0, device="cpu")
-        whole = torch.cat([part[:size] for part, size in zip(parts, sizes)]).cpu()
-        return whole.view(self.shape(index)) if is_part else whole
+        full_tensor = torch.cat(parts)
+        return full_tensor.view(self.shape(index)) if is_part else full_tensor
 
     def part(self, index: int, tensor: Tensor) -> Tensor:
         start, end = self._bounds(index)
@@ -318,43 +296,22 @@ class _Parts(Sequence[Tensor]):
 # Where they are stored.
 
 
-class WeightStore(Protocol):
-    """
-    Interface to weights stored on another device than they compute on.
-
-    `holds` says whether copies of a parameter compute in its place. `settle` is called before weights or optimizer
-    states are read: it finishes updates that are under way. `changed` is called after weights were written, or after
-    the leap under test changed: copies made of them are out of date.
-    """
-
-    def holds(self, parameter: torch.nn.Parameter) -> bool: ...
-
-    def settle(self) -> None: ...
-
-    def changed(self) -> None: ...
-
-
 class InPlace:
-    """The [`WeightStore`] of weights that compute where they are stored."""
+    """Weights that compute where they are stored."""
 
     def holds(self, parameter: torch.nn.Parameter) -> bool:
-        """Never."""
+        """Whether copies of a parameter compute in its place."""
         return False
 
     def settle(self) -> None:
-        """Do nothing, because no update is ever pending."""
+        """Finish updates that are under way. Called before weights or optimizer states are read."""
 
     def changed(self) -> None:
-        """Do nothing, because there are no copies."""
+        """Called after weights were written, or after the leap under test changed: copies of them are out of date."""
 
 
 class Gathered(InPlace):
-    """
-    The [`WeightStore`] of FSDP2, whose modules compute with weights that they gathered. Leaps are written into shards.
-
-    Args:
-        model (`torch.nn.Module`): The sharded model.
-    """
+    """Weights of FSDP2, whose modules compute with weights that they gathered. Leaps are written into shards."""
 
     def __init__(self, model: nn.Module):
         from torch.distributed.fsdp import FSDPModule
@@ -363,7 +320,6 @@ class Gathered(InPlace):
         self.changed()  # an evaluation before the run may have left gathered weights in the place of shards
 
     def changed(self) -> None:
-        """Make all modules gather their weights anew before they compute."""
         for module in self._modules:
             module.reshard()
 
@@ -379,7 +335,7 @@ class TrainedWeights:
         parameters (`Iterable[tuple[str, torch.nn.Parameter]]`): Named trainable parameters. Those that the optimizer
             does not move are left out.
         optimizer (`torch.optim.Optimizer`): Unwrapped.
-        store (`WeightStore`, *optional*): Where they are stored. Default: where they compute.
+        store (`InPlace` or `Streamed`, *optional*): Where they are stored. Default: where they compute.
 
     Attributes:
         names (`list[str]`): Names in the model; every `index` counts in this list.
@@ -392,7 +348,7 @@ class TrainedWeights:
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
         optimizer: torch.optim.Optimizer,
-        store: WeightStore | None = None,
+        store: InPlace | Resident | None = None,
     ):
         group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         moved = [(name, parameter) for name, parameter in parameters if id(parameter) in group_of]
@@ -401,8 +357,8 @@ class TrainedWeights:
         self.parameters = self.shards.parameters
         self.groups = [group_of[id(parameter)] for _, parameter in moved]
         self.optimizer = optimizer
-        self.store: WeightStore = store or InPlace()
-        self._scratches: dict[torch.device, Tensor] = {}
+        self.store = store or InPlace()
+        self.scratches: dict[torch.device, Tensor] = {}
 
     def group(self, index: int) -> dict[str, Any]:
         """The parameter group of a parameter."""
@@ -411,19 +367,17 @@ class TrainedWeights:
     def state(self, index: int) -> Mapping[str, Any]:
         """The optimizer's state of a parameter; empty before its first update."""
         state = self.optimizer.state.get(self.shards.originals[index], {})
-        return state if self.shards.processes == 1 else self.shards.local(state)
+        if not isinstance(self.shards, Shards):
+            return state
+        return {name: value.to_local() if _is_spread(value) else value for name, value in state.items()}
 
     def scratch(self, like: Tensor, device: torch.device) -> Tensor:
         """A view of one fp32 buffer per device that all parameters share; it lasts until the next call."""
-        if device not in self._scratches:
+        if device not in self.scratches:
             # Allocated once: a new tensor per parameter costs more than the arithmetic on it.
             size = max(parameter.numel() for parameter in self.parameters)
-            self._scratches[device] = torch.empty(size, dtype=torch.float32, device=device)
-        return self._scratches[device][: like.numel()].view(like.shape)
-
-    def scratches(self) -> list[Tensor]:
-        """The scratch buffers made so far."""
-        return list(self._scratches.values())
+            self.scratches[device] = torch.empty(size, dtype=torch.float32, device=device)
+        return self.scratches[device][: like.numel()].view(like.shape)
 
     def whole(self, kinds: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
         """
@@ -463,5 +417,5 @@ class TrainedWeights:
     def are_finite(self) -> bool:
         """Whether no weight is NaN or infinite: one pass over them, and one host synchronisation."""
         self.store.settle()
-        found = self.shards.totals([sums_of_squares(parameter.detach() for parameter in self.parameters)])
-        return bool(torch.isfinite(found))
+        squares = self.shards.totals([sums_of_squares(parameter.detach() for parameter in self.parameters)])
+        return bool(torch.isfinite(squares))

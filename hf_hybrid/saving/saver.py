@@ -32,8 +32,8 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from hf_hybrid.files import note_base
-from hf_hybrid.machine import RandomStates
 from hf_hybrid.run.monitor import TrainingDivergedError
+from hf_hybrid.run.run import RandomStates
 from hf_hybrid.saving import manifest, state
 from hf_hybrid.saving.async_save import AsyncSaver, reason_sync_save
 from hf_hybrid.saving.drift import DriftCheck

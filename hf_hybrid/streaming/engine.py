@@ -9,7 +9,7 @@ methods does nothing, or calls what Trainer would have called. `Streamed` joins 
   step and not twice per micro-batch;
 - `LazyOptimizer` (optimizer.py) updates a layer when it is needed next, exactly as the optimizer would have.
 
-Both also tell the leaps where weights are stored (`WeightStore` in run/weights.py): a leap under test is added to
+Both also tell the leaps where weights are stored (as `InPlace` in run/weights.py): a leap under test is added to
 streamed weights when they are copied to the device.
 """
 

@@ -38,7 +38,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from hf_hybrid.machine import RandomStates
+from hf_hybrid.run.run import RandomStates
 from hf_hybrid.streaming.layers import ask, base_model
 
 if TYPE_CHECKING:

@@ -46,7 +46,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_hybrid.machine import RandomStates
+from hf_hybrid.run.run import RandomStates
 from hf_hybrid.streaming.streamer import LayerStreamer, autocast_now
 from hf_hybrid.streaming.transfers import Fetched, HostBuffers, Transfers
 from hf_hybrid.streaming.units import Unit

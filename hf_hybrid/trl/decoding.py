@@ -83,10 +83,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_hybrid.compat import cache_name
-from hf_hybrid.machine import RandomStates
 from hf_hybrid.part import Part
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.run.fallbacks import Fallbacks
+from hf_hybrid.run.run import RandomStates
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run

@@ -20,13 +20,14 @@ from transformers import ProcessorMixin
 
 from hf_hybrid.arguments import HybridArguments, as_declared, option
 from hf_hybrid.config import HybridConfigBase
-from hf_hybrid.machine import RandomStates, sharding_of
+from hf_hybrid.machine import sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.randomness import Drawn, drawn_in_training
 from hf_hybrid.rows.sharing import SharedRows
 from hf_hybrid.run.fallbacks import Fallbacks
+from hf_hybrid.run.run import RandomStates
 from hf_hybrid.saving.state import OWN
 from hf_hybrid.trl.decoding import Decoding, indices, why_plain_model
 from hf_hybrid.trl.groups import (

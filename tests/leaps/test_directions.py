@@ -1,4 +1,4 @@
-"""`hf_hybrid/leaps/directions/`: the optimizers' own rules, what holds for every direction, and a user's own."""
+"""`hf_hybrid/leaps/directions.py`: the optimizers' own rules, what holds for every direction, and a user's own."""
 
 import json
 from copy import deepcopy
@@ -13,9 +13,14 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from hf_hybrid import Direction, HybridTrainer, optimizers
 from hf_hybrid.build import build_run, direction_of, make_plan
-from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, NoDirection, Orthogonal
-from hf_hybrid.leaps.directions.base import direction_class
-from hf_hybrid.leaps.directions.gradient_memory import preconditioner_of
+from hf_hybrid.leaps.directions import (
+    DIRECTIONS,
+    GradientMemory,
+    NoDirection,
+    Orthogonal,
+    direction_class,
+    has_second_moments,
+)
 from hf_hybrid.leaps.leap import Leaps
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.optimizers import orthogonalisation_flops, split_parameters
@@ -64,7 +69,7 @@ def test_any_optimizer_leaps_as_far_as_it_went(make, shape):
     """Along the slow memory, and at gain 1 as far as the block; of large tensors the length is estimated."""
     parameter = torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
     optimizer = make([parameter], lr=0.01)
-    assert preconditioner_of({}, optimizer.param_groups[0], parameter.shape) is None
+    assert not has_second_moments({}, optimizer.param_groups[0], parameter.shape)
     _, start, trajectory = constant_gradient(optimizer, parameter, steps=1)
     for _ in range(4):
         trajectory.observe_gradients()
@@ -189,7 +194,7 @@ def check_reset(direction):
     kinds = toy.trajectory.direction.buffers
     assert all(not t.any() for kind in ("memory", "history") for t in kinds.get(kind, []))
     advance(toy, 7)
-    assert toy.trajectory.ready and (direction is NoDirection or toy.leap(1.0).relative_norm > 0)
+    assert toy.trajectory.direction.ready and (direction is NoDirection or toy.leap(1.0).relative_norm > 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,12 +2,12 @@
 
 import pytest
 
-from hf_hybrid.leaps.trust import GainPlanner, scheduled_gain
+from hf_hybrid.leaps.trust import GainPlanner
 
 
 def test_the_schedule_grows_with_the_run_or_is_constant():
-    assert [scheduled_gain(4.0, p, 2.0) for p in (0.0, 0.5, 1.0)] == [0.0, 1.0, 4.0]
-    assert [scheduled_gain(3.0, p, 0.0) for p in (0.0, 0.5, 1.0)] == [3.0, 3.0, 3.0]
+    assert [GainPlanner(4.0, 2.0, 0.2).gain(p) for p in (0.0, 0.5, 1.0)] == [0.0, 1.0, 4.0]
+    assert [GainPlanner(3.0, 0.0, 0.2).gain(p) for p in (0.0, 0.5, 1.0)] == [3.0, 3.0, 3.0]
 
 
 def test_worth_is_in_proportion_to_the_gain_and_never_more_than_at_the_peak():

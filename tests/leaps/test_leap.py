@@ -8,8 +8,7 @@ import pytest
 import torch
 from conftest import weights
 
-from hf_hybrid.leaps.directions.base import Direction
-from hf_hybrid.leaps.directions.gradient_memory import GradientMemory
+from hf_hybrid.leaps.directions import Direction, GradientMemory
 from hf_hybrid.leaps.leap import Leaps, PhaseController, PhaseLengths
 from hf_hybrid.leaps.probe import HeldOutBatches, Losses, Probe, ProbeBatch
 from hf_hybrid.leaps.trajectory import Trajectory
@@ -352,8 +351,8 @@ def test_a_level_shortens_leaps_and_recovers_with_those_that_are_kept():
 class Downhill(GradientMemory):
     """Goes along the memory itself, so that every leap has the same scale."""
 
-    def _preconditioner(self, index):
-        return lambda memory, state, group, out: torch.mul(memory, -1.0, out=out)
+    def displacement(self, index, out):
+        return torch.mul(self.buffers["memory"][index], -1.0, out=out)
 
 
 class Valleys:

