@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import itertools
+import json
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +24,15 @@ from typing import Any
 from hf_hybrid.cli import formats, tokens
 from hf_hybrid.cli.loading import reason_of
 from hf_hybrid.cli.options import DataOptions, OptionError, Options, TextDataOptions
+from hf_hybrid.cli.tokens import Report
 
 NOTE_NAME = "_hybrid_data.json"
 """In `output_dir`, for `hf-hybrid export`: a [`Reader`]. Files with a leading underscore are not pushed."""
 KINDS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json"}
 KINDS |= {f".{kind}": kind for kind in ("json", "csv", "parquet")}
 """By the ending of a file: the loader of `datasets`."""
+JSON = "(json)"
+"""The column with the rows of a JSON file, each as text."""
 EVAL_SHARE = 0.05
 
 
@@ -92,22 +98,14 @@ class Source:
 
 
 def load(option: str, name: str, split: str, config: str | None = None, streaming: bool = False) -> Any:
-    """
-    Load a split of a file, a folder or a data set on the Hub.
-
-    Raises:
-        OptionError: If it cannot be loaded.
-    """
+    """Load a split of a file, a folder or a data set on the Hub, the rows of a JSON file as text ([`JSON`])."""
     from datasets import load_dataset, load_from_disk
 
     check_paths(option, [name])
     path = Path(name).expanduser()
     try:
         if path.is_file():
-            kind = KINDS[path.suffix.lower()]
-            # By paragraph: as one document, a whole book would be tokenised in one piece.
-            by: dict[str, Any] = {"sample_by": "paragraph"} if kind == "text" else {}
-            return load_dataset(kind, data_files=str(path), split="train", streaming=streaming, **by)
+            return _load_file(path, KINDS[path.suffix.lower()], streaming)
         if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):  # of `save_to_disk`
             saved: Any = load_from_disk(str(path))
             if isinstance(saved, dict):
@@ -131,15 +129,66 @@ def load(option: str, name: str, split: str, config: str | None = None, streamin
         ) from error
 
 
+def _load_file(path: Path, kind: str, streaming: bool) -> Any:
+    """Load a file so that every text stays as it is written; `datasets` alone reads some as dates or numbers."""
+    import pandas
+    from datasets import Dataset, Features, Value, load_dataset
+
+    data: dict[str, Any] = {"data_files": str(path), "split": "train", "streaming": streaming}
+    if kind == "parquet":
+        return load_dataset(kind, **data)
+    if kind == "csv":
+        head = pandas.read_csv(path, dtype=str, nrows=1, keep_default_na=False)
+        if not isinstance(head.index, pandas.RangeIndex):  # pandas would take the first fields for names of rows
+            raise ValueError(f"its first row has more fields than the {len(head.columns)} names above.")
+        features = Features({str(name): Value("string") for name in head.columns})
+        return load_dataset(kind, features=features, keep_default_na=False, **data)
+    column = JSON if kind == "json" else "text"
+    if kind == "json" and _is_array(path):
+        with open(path, encoding="utf-8-sig") as file:
+            rows = Dataset.from_dict({column: [json.dumps(row) for row in json.load(file)]})
+        return rows.to_iterable_dataset() if streaming else rows
+    # Text by paragraph: as one document, a whole book would be tokenised in one piece.
+    by = "line" if kind == "json" else "paragraph"
+    rows = load_dataset("text", sample_by=by, encoding="utf-8-sig", **data)
+    return rows.map(_without_blank, batched=True, fn_kwargs={"column": column}, remove_columns=["text"])
+
+
+def _is_array(path: Path) -> bool:
+    """Whether a JSON file is one array, and not a row in each line."""
+    with open(path, encoding="utf-8-sig") as file:
+        return next((line.lstrip()[0] for line in file if line.strip()), "") == "["
+
+
+def _without_blank(batch: dict[str, list[str]], column: str) -> dict[str, list[str]]:
+    return {column: [text.strip("\n") for text in batch["text"] if text.strip()]}
+
+
+def read_row(row: Any) -> dict[str, Any]:
+    """Return the values of a row of [`load`]. Raises [`FormatError`] if it is no JSON object."""
+    if JSON not in row:
+        return row
+    try:
+        values = json.loads(row[JSON])
+    except ValueError as error:
+        raise formats.FormatError(f"it is no JSON ({error})") from None
+    values = {"text": values} if isinstance(values, str) else values
+    if not isinstance(values, dict):
+        raise formats.FormatError(f"it is `{values!r:.80}`, no JSON object")
+    return values
+
+
+def _renamed(row: dict[str, Any], renamed: dict[str, str]) -> dict[str, Any]:
+    return {renamed.get(name, name): value for name, value in row.items()}
+
+
 def _columns_of(rows: Any) -> list[str]:
     """The names of the columns, of the first row where a stream does not know them."""
     return rows.column_names or list(next(iter(rows), {}))
 
 
-def _with_new_names(name: str, rows: Any, renamed: dict[str, str]) -> Any:
-    if not renamed:
-        return rows
-    columns = _columns_of(rows)
+def _check_names(name: str, columns: Sequence[str], renamed: dict[str, str]) -> None:
+    """Refuse new names of columns that are not there, and new names that are."""
     for old, new in renamed.items():
         if old not in columns:
             near = difflib.get_close_matches(old, columns, n=1)
@@ -148,7 +197,6 @@ def _with_new_names(name: str, rows: Any, renamed: dict[str, str]) -> Any:
             raise OptionError(f"`--columns {new}={old}`: `{name}` has {has}.{hint}")
         if new in columns and new not in renamed:
             raise OptionError(f"`--columns {new}=...`: `{name}` has a column `{new}` already.")
-    return rows.rename_columns(renamed)
 
 
 # Mixing.
@@ -202,9 +250,6 @@ def held_out(rows: Any, share: float, seed: int) -> tuple[Any, Any]:
 
 
 # All data of a run.
-
-Report = Callable[[str, str], None]
-"""Is told a fact: its name and a text."""
 
 
 def silent(name: str, text: str) -> None:
@@ -277,12 +322,7 @@ class Reader:
         return bool(self.data.eval_dataset or self.data.eval_split or self.eval_share)
 
     def train_and_eval(self, tokenizer: Any, report: Report = silent, processes: int | None = None) -> tuple[Any, Any]:
-        """
-        Return the rows to train on, and those to evaluate on (`None` if there are none).
-
-        Raises:
-            OptionError: If the rows cannot be read, or there is nothing to learn.
-        """
+        """Return the rows to train on, and those to evaluate on or `None`. Raises [`OptionError`]."""
         data, sources = self.data, list(self.sources("dataset", tokenizer, report))
         if self.answers_only and not any(source.format.chats for source in sources):
             raise OptionError(
@@ -308,7 +348,7 @@ class Reader:
         elif self.command == "sft":
             answers = self._answers(tokenizer)
             learned = " and ".join(sorted({answers.learned(source) for source in sources}))
-            tokens.report_lengths(train_set, self, learned, report)
+            tokens.report_learned(train_set, eval_set, self, learned, report)
         return train_set, eval_set
 
     def eval_set(self, tokenizer: Any, report: Report = silent, processes: int | None = None) -> Any:
@@ -338,11 +378,23 @@ class Reader:
             yield source
 
     def _converted(self, where: str, name: str, rows: Any, tokenizer: Any) -> Source:
-        rows = _with_new_names(name, rows, new_names(self.data.columns))
-        first = next(iter(rows), None)
-        if first is None:
+        renamed, system = new_names(self.data.columns), self.data.system_prompt
+        stored = _columns_of(rows)
+
+        def read(convert: Callable[[Any], dict[str, Any]], row: Any, number: int) -> dict[str, Any]:
+            try:
+                return convert(row)
+            except formats.FormatError as error:
+                raise OptionError(f"{where}, row {number + 1}: {error}. Correct or remove the row.") from None
+
+        # A row of JSON need not have the columns of the first.
+        heads = itertools.islice(rows, 1000 if JSON in stored else 1)
+        heads = [read(read_row, row, number) for number, row in enumerate(heads)]
+        if not heads:
             raise OptionError(f"{where} holds no rows.")
-        columns = _columns_of(rows)
+        old = list(dict.fromkeys(itertools.chain.from_iterable(heads)))
+        _check_names(name, old, renamed)
+        columns, first = [renamed.get(column, column) for column in old], _renamed(heads[0], renamed)
         row_format = formats.recognise(self.command, columns, first, bool(tokenizer.chat_template), where)
         if row_format.chats and not tokenizer.chat_template:
             ways = " to that of an instruct model, or save a `chat_template.jinja` beside it."
@@ -352,17 +404,22 @@ class Reader:
             raise OptionError(
                 f"{where} holds {row_format.title}, and the tokenizer has no chat template. Set `--tokenizer`{ways}"
             )
-        described = {} if self.data.streaming else {"desc": "Reading rows"}
-        fixed = {"row_format": row_format, "system": self.data.system_prompt, "where": where}
+        kept = [column for column in row_format.kept if column in columns]
+        options: dict[str, Any] = {} if self.data.streaming else {"desc": "Reading rows"}
+
+        def convert(row: Any) -> dict[str, Any]:
+            return formats.converted(_renamed(read_row(row), renamed), row_format, kept, system)
+
         try:
-            rows = rows.map(formats.converted, with_indices=True, remove_columns=columns, fn_kwargs=fixed, **described)
+            each = functools.partial(read, convert)
+            rows = rows.map(each, with_indices=True, remove_columns=stored, **options)
+            return Source(where, row_format, _columns_of(rows), rows)
         except OptionError:
             raise
         except Exception as error:  # whatever Arrow makes of rows of several kinds
             raise OptionError(
                 f"{where}: its rows do not fit into one table: {reason_of(error)} Give each column values of one kind."
             ) from error
-        return Source(where, row_format, _columns_of(rows), rows)
 
     def _tokenised(self, source: Source, tokenizer: Any, processes: int | None) -> Any:
         """The rows of a data set as the trainer takes them."""

@@ -19,6 +19,7 @@ entry in [`FORMATS`].
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -44,6 +45,8 @@ ALPACA = (
 """The prompt of Alpaca, for tokenizers without a chat template."""
 
 
+SWITCHES = ("weight", "train")
+"""Keys of a message that say whether it is learned: OpenAI's and Axolotl's."""
 _OF_TEMPLATES = ("tools", "chat_template_kwargs")
 """Columns that the chat template reads beside the messages."""
 
@@ -72,54 +75,74 @@ class Format(NamedTuple):
 # Parts of rows.
 
 
-def is_chat(value: Any, key: str = "role") -> bool:
-    """Whether a value is a list of messages with roles; ShareGPT has them under another key."""
-    return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) and key in m for m in value)
+def is_chat(value: Any, key: str | None = None) -> bool:
+    """Whether a value is a list of messages, which have roles under the key `role`, in ShareGPT's form under `from`."""
+    keys = {"role", "from"} if key is None else {key}
+    return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) and keys & m.keys() for m in value)
 
 
 def messages_of(row: Row, column: str) -> list[dict[str, Any]]:
-    """Return the messages of a column. Raises [`FormatError`] if they are none."""
+    """Return the messages of a column with `role` and `content`. Raises [`FormatError`] if they are none."""
     value: Any = row.get(column)
     if not is_chat(value):
         raise FormatError(f"`{column}` is `{value!r:.80}`, not a list of messages with `role` and `content`")
-    messages = [{key: part for key, part in message.items() if part is not None} for message in value]
-    for message in messages:
-        if not isinstance(message.get("role"), str):
-            raise FormatError(f"`{column}` has a message whose role is `{message.get('role')!r:.40}`")
-        if "content" not in message and "tool_calls" not in message:
-            raise FormatError(f"`{column}` has a message of `{message['role']}` without `content`")
-    return messages
+    return [_message(message, column) for message in value]
 
 
-def _from_sharegpt(row: Row, column: str) -> list[dict[str, Any]]:
-    value: Any = row.get(column)
-    messages: list[dict[str, Any]] = []
-    if not is_chat(value, "from"):
-        raise FormatError(f"`{column}` is `{value!r:.80}`, not a list of messages with `from` and `value`")
-    for message in value:
-        role = SHAREGPT_ROLES.get(message["from"])
-        if role is None:
-            names = ", ".join(SHAREGPT_ROLES)
-            raise FormatError(f"`from` is `{message['from']!r:.40}` in `{column}`, which is none of {names}")
-        if not isinstance(message.get("value"), str):
-            raise FormatError(f"`{column}` has a message of `{message['from']}` whose `value` is no text")
-        messages.append({"role": role, "content": message["value"]})
-    if row.get("system") and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": row["system"]})
-    return messages
+def _message(message: Mapping[str, Any], column: str) -> dict[str, Any]:
+    values = {key: part for key, part in message.items() if part is not None}
+    sharegpt = "role" not in message
+    name = values.pop("from", None) if sharegpt else values.pop("role", None)
+    if not isinstance(name, str):
+        raise FormatError(f"`{column}` has a message whose role is `{name!r:.40}`")
+    role = SHAREGPT_ROLES.get(name.lower(), None if sharegpt else name)
+    if role is None:
+        raise FormatError(f"`from` is `{name!r:.40}` in `{column}`, which is none of {', '.join(SHAREGPT_ROLES)}")
+    for switch in SWITCHES:
+        if values.get(switch, 1) not in (0, 1):
+            raise FormatError(f"`{column}` has a message whose `{switch}` is `{values[switch]!r:.40}`, not 0 or 1")
+    key = "content" if "content" in values else "value"
+    if key in values:
+        return {"role": role, "content": _content(values.pop(key), column, name), **values}
+    if "tool_calls" not in values:
+        key = "value" if sharegpt else "content"
+        raise FormatError(f"`{column}` has a message of `{name}` without `{key}`")
+    return {"role": role, **values}
+
+
+def _content(value: Any, column: str, role: str) -> str:
+    """The text of a message, whose parts are joined."""
+    parts = []
+    for part in value if isinstance(value, list) else [value]:
+        if isinstance(part, Mapping) and part.get("type", "text") != "text":
+            raise FormatError(f"`{column}` has a message with a part of `{part['type']}`, and only text is trained on")
+        text = _as_text(part.get("text") if isinstance(part, Mapping) and isinstance(value, list) else part)
+        if not isinstance(text, str):
+            kind = type(part).__name__
+            raise FormatError(f"`{column}` has a message of `{role}` whose content is a `{kind}`, not a text")
+        parts.append(text)
+    return "".join(parts)
+
+
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Whether the answer of a message is learned: `weight: 0` and `train: false` switch that off."""
+    return message["role"] == "assistant" and all(message.get(switch, 1) for switch in SWITCHES)
+
+
+def _as_text(value: Any) -> Any:
+    """The text of a number or a truth value, as JSON writes it; anything else as it is."""
+    return json.dumps(value) if isinstance(value, (bool, int, float)) and value == value else value
 
 
 def _text(row: Row, column: str, *, may_be_empty: bool = False) -> str:
-    value = row.get(column)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):  # a column of a table without any letter
-        return str(value)
+    value = _as_text(row.get(column))
     if not isinstance(value, str) or not (value or may_be_empty):
         raise FormatError(f"`{column}` is `{value!r:.80}`, not a text")
     return value
 
 
 def _text_if_any(row: Row, column: str) -> str:
-    return _text(row, column) if row.get(column) else ""
+    return "" if row.get(column) is None else _text(row, column, may_be_empty=True)
 
 
 def _side(row: Row, column: str) -> Any:
@@ -146,17 +169,21 @@ def _chats(
 ) -> Format | None:  # fmt: skip
     for column in [name for name in names if name in columns]:
         if is_chat(first.get(column), "from"):
-            title, read = f"ShareGPT (`{column}` with `from` and `value`)", _from_sharegpt
+            title = f"ShareGPT (`{column}` with `from` and `value`)"
         elif is_chat(first.get(column)) or column == "messages":
-            title, read = f"chats (`{column}`)", messages_of
+            title = f"chats (`{column}`)"
         else:
             continue
 
-        def convert(row: Row, column: str = column, read: Callable = read) -> dict[str, Any]:
-            messages = read(row, column)
-            if answered and not any(message["role"] == "assistant" for message in messages):
-                raise FormatError(f"`{column}` has no message of `assistant`, so there is no answer to learn")
-            return {"messages": messages}
+        def convert(row: Row, column: str = column) -> dict[str, Any]:
+            messages = messages_of(row, column)
+            roles = {message["role"]: None for message in messages}
+            if answered and "assistant" not in roles:
+                others = ", ".join(f"`{role}`" for role in roles)
+                raise FormatError(
+                    f"`{column}` has no message of `assistant`, only of {others}, so there is no answer to learn"
+                )
+            return with_system({"messages": messages}, _text_if_any(row, "system"))
 
         return Format(title, convert, True, _OF_TEMPLATES)
     return None
@@ -258,7 +285,12 @@ def _with_answers(
     kept = tuple(sorted(columns - {"prompt", "messages"}))
     if answer is None:
         return Format(title + more, convert, chats, kept)
-    return Format(f"{title} with `{answer}`", lambda row: {**convert(row), "answer": row.get(answer)}, chats, kept)
+
+    def convert_both(row: Row) -> dict[str, Any]:
+        right = row.get(answer)
+        return {**convert(row), "answer": None if right == "" else right}  # an empty field of a table
+
+    return Format(f"{title} with `{answer}`", convert_both, chats, kept)
 
 
 FORMATS: dict[str, dict[str, Recogniser]] = {
@@ -304,24 +336,23 @@ def recognise(
     has = ", ".join(f"`{name}`" for name in columns) or "no columns"
     *others, last = FORMATS[command]
     takes = f"{', '.join(others)} or {last}" if others else last
+    sides = {"chosen", "rejected"}
+    if command == "dpo" and len(lacking := sides - set(columns)) == 1:
+        raise OptionError(f"{where}: it has {has}, and no `{lacking.pop()}`. `--columns NEW=OLD` renames one.")
     likely = next((other for other in ("sft", "dpo", "grpo") if match(other)), None)
     hint = f" That is what `hf-hybrid {likely}` takes." if likely else " `--columns NEW=OLD` renames one."
     raise OptionError(f"{where}: it has {has}, and `hf-hybrid {command}` takes {takes}.{hint}")
 
 
-def converted(row: Row, number: int, row_format: Format, system: str | None, where: str) -> dict[str, Any]:
+def converted(row: Row, row_format: Format, kept: Iterable[str], system: str | None) -> dict[str, Any]:
     """
-    Return a row in TRL's form, with the columns that go with it; `system` is the message of chats that have none.
+    Return a row in TRL's form, and the columns `kept` as they are; `system` is the message of chats that have none.
 
     Raises:
-        OptionError: If the row has another form. It names the data set (`where`) and the number of the row.
+        FormatError: If the row has another form.
     """
-    try:
-        values = row_format.convert(row)
-    except FormatError as error:
-        raise OptionError(f"{where}, row {number + 1}: {error}. Correct or remove the row.") from None
-    kept = {column: row[column] for column in row_format.kept if column in row}
-    return {**kept, **with_system(values, system)}
+    values = row_format.convert(row)
+    return {**{column: row.get(column) for column in kept}, **with_system(values, system)}
 
 
 def with_system(row: dict[str, Any], system: str | None) -> dict[str, Any]:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from hf_hybrid.cli.options import AdapterOptions, ModelOptions, OptionError, Options
+from hf_hybrid.records.readings import as_dict, read_json
+
+logger = logging.getLogger(__name__)
+
+BASE_NAME = "_hybrid_base"
+"""In `output_dir`: the base of new adapters, with the adapters of `--model` merged (`--adapter new`)."""
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}"
@@ -22,18 +30,56 @@ PLAIN_TEMPLATE = (
 
 
 def check_model(name: str) -> None:
-    """Refuse a path that holds no model. What may be an id on the Hub is not looked at."""
+    """Refuse a path that holds no model and no adapters. What may be an id on the Hub is not looked at."""
     path = Path(name).expanduser()
     if path.is_dir():
-        if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-            raise OptionError(
-                f"`--model {name}` holds adapters. Merge them first, `hf-hybrid export {name} --format merged`, or set "
-                "`--model` to their base."
-            )
-        if not (path / "config.json").is_file():
+        if _adapter_values(name) is None and not (path / "config.json").is_file():
             raise OptionError(f"`--model {name}` holds no `config.json`, so it is not the folder of a model.")
     elif not path.exists() and (name.startswith((".", "/", "~")) or path.suffix == ".json" or name.count("/") > 1):
         raise OptionError(f"`--model {name}`: there is no such file or folder.")
+
+
+def _adapter_values(name: str) -> dict[str, Any] | None:
+    """What trained adapters in a folder say of themselves, `None` if it is no folder of adapters."""
+    path = Path(name).expanduser()
+    if not (path / "adapter_config.json").is_file() or (path / "config.json").is_file():
+        return None
+    values = as_dict(read_json(path / "adapter_config.json", []))
+    if not isinstance(values.get("base_model_name_or_path"), str):
+        raise OptionError(f"`--model {name}` holds adapters whose `adapter_config.json` does not name their base.")
+    return values
+
+
+def take_adapter(options: Options) -> Path | None:
+    """
+    Put the base in the place of trained adapters that `--model` names, and return their folder. With `--adapter new`
+    that is the base in which they are merged, and no adapters are left.
+    """
+    model, adapters, name = options.model, options.adapters, str(options.model.model)
+    values, folder = _adapter_values(name), Path(name).expanduser()
+    if values is None:
+        return None
+    adapters.use_peft = True
+    if (folder / "tokenizer_config.json").is_file():
+        model.tokenizer = model.tokenizer or name
+    if adapters.adapter == "new":
+        from hf_hybrid.export.source import check_source, plain_folder
+
+        work = Path(options.config.output_dir).resolve() / BASE_NAME
+        if options.config.local_process_index == 0:
+            check_source(folder)
+            plain_folder(folder, work)
+        model.model = str(work / "plain")
+        return None
+    for described in fields(adapters):
+        value = getattr(adapters, described.name)
+        if described.name.startswith(("lora_", "use_rslora", "use_dora")) and value != described.default:
+            raise OptionError(
+                f"`--{described.name} {value}` shapes new adapters, and training goes on with those in `{name}`. Leave "
+                "it out, or merge those into their base: `--adapter new`."
+            )
+    model.model, model.model_revision = values["base_model_name_or_path"], values.get("revision")
+    return folder
 
 
 # Small files.
@@ -57,12 +103,7 @@ def load_tokenizer(options: ModelOptions, trust_remote_code: bool = False, confi
 
 
 def _set_template(tokenizer: Any, config: Any) -> None:
-    """
-    Give a tokenizer the end-of-text token and the chat template that the options name, as TRL does.
-
-    Raises:
-        OptionError: If the token or the file does not exist.
-    """
+    """Give a tokenizer the end-of-text token and the chat template that the options name, as TRL does."""
     if getattr(config, "eos_token", None) is not None:
         if config.eos_token not in tokenizer.get_vocab():
             raise OptionError(f"`--eos_token {config.eos_token}` is not in the vocabulary of the tokenizer.")
@@ -86,7 +127,7 @@ def _set_template(tokenizer: Any, config: Any) -> None:
 
 
 def read_config(options: ModelOptions, trust_remote_code: bool = False) -> Any:
-    """Return the config of the model. Raises [`OptionError`] if it cannot be read."""
+    """Return the config of the model. Raises [`OptionError`] if it cannot be read, or is of another kind of model."""
     from transformers import AutoConfig
 
     name, revision = str(options.model), options.model_revision or "main"
@@ -97,7 +138,23 @@ def read_config(options: ModelOptions, trust_remote_code: bool = False) -> Any:
             f"`--model {name}` cannot be loaded: {reason_of(error)} It must be a folder, a config.json, or an id on "
             "the Hub, which needs the network (HF_HUB_OFFLINE=1 forbids it) unless it is cached."
         ) from error
+    _check_kind(config, name)
     return config
+
+
+def _check_kind(config: Any, name: str) -> None:
+    """Refuse what is no causal language model. Of one that takes images too, say that only its text is trained on."""
+    from transformers import AutoModelForCausalLM
+
+    is_encoder = any(architecture.endswith("MaskedLM") for architecture in getattr(config, "architectures", None) or ())
+    known = type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map")
+    if getattr(config, "is_encoder_decoder", False) or is_encoder or not known:
+        raise OptionError(
+            f"`--model {name}` is no causal language model but a `{config.model_type}`. Train it in Python with "
+            "`HybridTrainer`, which takes what `Trainer` takes."
+        )
+    if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
+        logger.warning("`%s` takes images or sounds too. Only its text is trained on.", name)
 
 
 def check_sizes(config: Any, name: str, vocabulary: int, sequence_length: int) -> None:
@@ -132,11 +189,12 @@ def reason_of(error: BaseException) -> str:
 # Weights.
 
 
-def load_model(options: Options, config: Any) -> Any:
+def load_model(options: Options, config: Any, adapter: Path | None = None) -> Any:
     """
-    Load the model of a config without adapters. The caller has set the seed that random weights are drawn with.
+    Load the model of a config, with the trained adapters of a folder (`adapter`) or without any.
 
-    A base in 4 bits computes in bf16 if training does. While layers are streamed, a packed base lies in host memory.
+    The caller has set the seed that random weights are drawn with. A base in 4 bits computes in bf16 if training does.
+    While layers are streamed, a packed base lies in host memory.
 
     Raises:
         OptionError: If the model cannot be loaded.
@@ -172,14 +230,44 @@ def load_model(options: Options, config: Any) -> Any:
         common |= {"revision": model.model_revision or "main", **_quantization(adapters, args)}
         common |= getattr(args, "model_init_kwargs", None) or {}
         try:
-            loaded = AutoModelForCausalLM.from_pretrained(name, config=config, **common)
+            common |= {"config": config, "output_loading_info": True}
+            pair: Any = AutoModelForCausalLM.from_pretrained(name, **common)
         except Exception as error:  # whatever a broken file leads to
             raise OptionError(f"`--model {name}` cannot be loaded: {reason_of(error)}") from error
+        loaded, info = pair
+        if not model.allow_new_weights:
+            _check_keys(name, loaded, info)
+        if adapters.load_in_4bit or adapters.load_in_8bit:
+            _warn_of_experts(loaded)
     if model.qat == "bitnet":
         from hf_hybrid.export.bitnet import to_bitnet
 
         return to_bitnet(loaded)
+    if adapter is not None:
+        from peft import PeftModel
+
+        return PeftModel.from_pretrained(_prepared(loaded, adapters), str(adapter), is_trainable=True)
     return loaded
+
+
+def _check_keys(name: str, model: Any, info: dict[str, Any]) -> None:
+    """Refuse a checkpoint that lacks weights of the model, which would be random, or that has others."""
+    parts = []
+    for what, keys in (("lacks", info["missing_keys"]), ("has, in vain,", info["unexpected_keys"])):
+        if keys:
+            names = ", ".join(f"`{key}`" for key in sorted(keys)[:3]) + (" ..." if len(keys) > 3 else "")
+            parts.append(f"{what} {len(keys):,} weights: {names}")
+    if parts:
+        raise OptionError(
+            f"`--model {name}` is no whole `{type(model).__name__}`: it {'; it '.join(parts)}. Set "
+            "`--allow_new_weights true` if what it lacks shall begin at random."
+        )
+
+
+def _warn_of_experts(model: Any) -> None:
+    """Say how much of a quantised base stays as it is: bitsandbytes packs linear layers, not experts in one tensor."""
+    if size := sum(weight.nbytes for weight in model.parameters() if weight.ndim == 3):
+        logger.warning("The experts of the model are not quantised, and take %.3g GiB.", size / 2**30)
 
 
 def _check_shards(path: Path) -> None:
@@ -246,9 +334,16 @@ def adapters_config(options: AdapterOptions) -> Any:
 
 def add_adapters(model: Any, config: Any, options: AdapterOptions) -> Any:
     """Put adapters on a model for `HybridTrainer`; TRL's trainers do it themselves."""
-    from peft import get_peft_model, prepare_model_for_kbit_training
+    from peft import get_peft_model
 
-    if options.load_in_4bit or options.load_in_8bit:
-        # Activation checkpointing is an option of TrainingArguments and stays one.
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    return get_peft_model(model, config)
+    return get_peft_model(_prepared(model, options), config)
+
+
+def _prepared(model: Any, options: AdapterOptions) -> Any:
+    """A base that adapters can be trained on, quantised or not."""
+    from peft import prepare_model_for_kbit_training
+
+    if not (options.load_in_4bit or options.load_in_8bit):
+        return model
+    # Activation checkpointing is an option of TrainingArguments and stays one.
+    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)

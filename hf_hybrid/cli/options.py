@@ -60,6 +60,9 @@ class ModelOptions(OptionGroup):
     tokenizer: Optional[str] = option(None, "Tokenizer: id or folder. Default: that of the model.")
     model_revision: Optional[str] = option(None, "Branch, tag or commit of the model on the Hub.")
     from_scratch: bool = option(False, "Start from random weights, even if trained ones exist.")
+    allow_new_weights: bool = option(
+        False, "Train a checkpoint that lacks weights, which begin at random, or that has others."
+    )
     dtype: Optional[Literal["auto", "bfloat16", "float16", "float32"]] = option(
         None,
         "Precision of the weights in memory; --bf16 sets that of the computation. auto: as the checkpoint has them. "
@@ -149,6 +152,11 @@ class AdapterOptions(OptionGroup):
         "none",
         "lora: train low-rank adapters, as --use_peft does. qlora: the same over a base in 4 bits (nf4, bitsandbytes), "
         "as --use_peft --load_in_4bit does.",
+    )
+    adapter: Literal["continue", "new"] = option(
+        "continue",
+        "Where --model is a folder of trained adapters. continue: train them further. new: merge them into their base, "
+        "and train new ones on that.",
     )
     use_peft: bool = option(False, "Train low-rank adapters in place of all weights.")
     lora_r: int = option(16, "Rank of the adapters.", at_least=1)

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_hybrid.cli import console, loading
+from hf_hybrid.cli import console, loading, tokens
 from hf_hybrid.cli.data import NOTE_NAME, Reader, check_paths, new_names
 from hf_hybrid.cli.launch import launch
 from hf_hybrid.cli.options import (
@@ -224,9 +224,11 @@ def make_trainer(options: Options) -> Any:
     from transformers import EarlyStoppingCallback, default_data_collator, set_seed
 
     command, args = options.command, options.config
-    check_options(options)
     check_output(args.output_dir)
-    adapters = loading.adapters_config(options.adapters)
+    with args.main_process_first(desc="merging adapters"):
+        adapter = loading.take_adapter(options)
+    check_options(options)
+    adapters = loading.adapters_config(options.adapters) if adapter is None else None
     with args.main_process_first(desc="loading the tokenizer"):
         config = loading.read_config(options.model, options.trust_remote_code)
         tokenizer = loading.load_tokenizer(options.model, options.trust_remote_code, args)
@@ -234,7 +236,7 @@ def make_trainer(options: Options) -> Any:
     reader = Reader.of(options)
     set_seed(args.seed)
     with args.main_process_first(desc="reading the data"):
-        train_set, eval_set = load_data(options, reader, tokenizer)
+        train_set, eval_set = load_data(options, reader, tokenizer, config)
     more: dict[str, Any] = {} if command is TRAIN else {"peft_config": adapters}
     if "log_completions" in options.defaulted:
         args.log_completions, args.num_completions_to_print = True, 0  # TRL writes them, and `Progress` shows one
@@ -245,14 +247,14 @@ def make_trainer(options: Options) -> Any:
         console.print_fact("rewards", text)
     set_seed(args.seed)  # as if the data had taken no random numbers
     with args.main_process_first(desc="loading the model's files"):
-        model = loading.load_model(options, config)
+        model = loading.load_model(options, config, adapter)
     if command is TRAIN:
         # Rows are of one length, so nothing is padded. Trainer's collator would pad, which takes a pad token.
         more["data_collator"] = default_data_collator
         model = model if adapters is None else loading.add_adapters(model, adapters, options.adapters)
     else:
         args.model_init_kwargs = None  # done
-    if command is DPO and adapters is None and not args.precompute_ref_log_probs:
+    if command is DPO and adapters is None and adapter is None and not args.precompute_ref_log_probs:
         more["ref_model"] = copy.deepcopy(model)  # TRL would load the model again by its name
     trainer = imported(command.trainer)(
         model, args=args, train_dataset=train_set, eval_dataset=eval_set, processing_class=tokenizer, **more
@@ -265,7 +267,7 @@ def make_trainer(options: Options) -> Any:
     if options.data.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(options.data.early_stopping_patience))
     if command is DPO:
-        _print_pairs(trainer, train_set)
+        tokens.report_pairs(trainer, (train_set, eval_set), config, console.print_fact)
     if args.should_save:
         from hf_hybrid.config import CONFIG_NAME, config_values
 
@@ -319,8 +321,8 @@ def check_output(folder: str) -> None:
         raise OptionError(f"`--output_dir {folder}` cannot be written to: {reason}. Choose another folder.") from None
 
 
-def load_data(options: Options, reader: Reader, tokenizer: Any) -> tuple[Any, Any]:
-    """Return the rows to train on and to evaluate on, and say what they are."""
+def load_data(options: Options, reader: Reader, tokenizer: Any, config: Any) -> tuple[Any, Any]:
+    """Return the rows to train on and to evaluate on, and say what they are. Raises [`OptionError`]."""
     args = options.config
     train_set, eval_set = reader.train_and_eval(tokenizer, console.print_fact, getattr(args, "dataset_num_proc", None))
     if eval_set is None and args.eval_strategy != "no":
@@ -330,22 +332,8 @@ def load_data(options: Options, reader: Reader, tokenizer: Any) -> tuple[Any, An
         )
     if options.command is SFT:
         args.assistant_only_loss = False  # done: the labels say it
+    tokens.check_rows(options, (train_set, eval_set), tokenizer, config)
     return train_set, eval_set
-
-
-def _print_pairs(trainer: Any, before: Any) -> None:
-    """Say how many pairs TRL cuts or leaves out."""
-    rows, length = trainer.train_dataset, trainer.args.max_length
-    if not hasattr(rows, "__len__") or "prompt_ids" not in (rows.column_names or []):
-        return
-    sides = [[len(ids) for ids in rows[name][:]] for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
-    sizes = [prompt + max(chosen, rejected) for prompt, chosen, rejected in zip(*sides, strict=True)]
-    tokens = 2 * sum(sides[0]) + sum(sides[1]) + sum(sides[2])
-    console.print_fact("tokens", f"{tokens:,} in {len(rows):,} pairs, the longest row {max(sizes):,}")
-    cut, lost = sum(length is not None and size > length for size in sizes), len(before) - len(rows)
-    if cut or lost:
-        text = f"{cut:,} of {len(rows):,} pairs cut at --max_length {length:,}"
-        console.print_fact("cut", text + (f"; {lost:,} with a longer prompt left out" if lost else ""))
 
 
 # After training.

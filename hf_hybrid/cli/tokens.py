@@ -7,25 +7,32 @@ any chat template. TRL needs a template that marks these turns by `{% generation
 
 1. a template with marks is used as it is;
 2. for a template that TRL knows, TRL's copy with marks is used, as TRL does;
-3. else the turns are found by rendering. Let P be the text of the messages before an answer, with the beginning of an
-   answer (`add_generation_prompt`), and Q the text with that answer. If Q is the beginning of the whole conversation,
-   then what stands between the end of P and the end of Q is the answer, and the tokens that overlap it are learned;
+3. else, and where a turn is switched off (`weight: 0`), the turns are found by rendering. Let P be the text of the
+   messages before an answer, with the beginning of an answer (`add_generation_prompt`), and Q the text with that
+   answer. If Q is the beginning of the whole conversation, then what stands between the end of P and the end of Q is
+   the answer. Before a first message, which no beginning stands for, P is what does not depend on its content;
 4. a template that renders an answer otherwise once other messages follow (reasoning that is left out of earlier turns)
    is the exception: Q is not the beginning of the whole. Such a conversation is divided into one row per answer, each
    rendered as the model would see it when it answers. Rows of one conversation begin alike, so `share_rows` computes
    that part once.
+
+Either way answers are stretches of text, and the tokens that overlap one are learned. (transformers looks for the token
+at the first and last letter of a marked stretch, and finds none where the tokenizer drops whitespace, and the wrong one
+where a letter has several tokens.)
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from hf_hybrid.cli.formats import messages_of
+from hf_hybrid.cli.formats import is_learned, messages_of
 from hf_hybrid.cli.loading import reason_of
-from hf_hybrid.cli.options import OptionError
+from hf_hybrid.cli.options import ModelOptions, OptionError, Options
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +44,8 @@ def blocks(source: Any, tokenizer: Any, length: int) -> Any:
     """
     Join texts, with end-of-text tokens between, and cut them into rows of `length` tokens, all of them learned.
 
-    Conversations are formatted by the chat template. The rest of each 1,000 documents is left out.
-
-    Raises:
-        OptionError: If a row cannot be formatted, or there are too few tokens.
+    Conversations are formatted by the chat template. The rest of each 1,000 documents is left out. Raises
+    [`OptionError`] if a row cannot be formatted, or there are too few tokens.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     columns, where = source.columns, source.where
@@ -91,9 +96,9 @@ def _encoded(
 
 def template_arguments(row: dict[str, Any]) -> dict[str, Any]:
     """Return what the chat template reads beside the messages of a row."""
-    tools = row.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-    return {"tools": tools, **(row.get("chat_template_kwargs") or {})}
+    tools, more = (row.get(name) or None for name in ("tools", "chat_template_kwargs"))
+    tools, more = (json.loads(value) if isinstance(value, str) else value for value in (tools, more))
+    return {"tools": tools, **(more or {})}
 
 
 # Rows of SFT.
@@ -128,12 +133,7 @@ class Answers:
         return "completions" if self.completions_only else "prompts and completions"
 
     def tokenise(self, source: Any, processes: int | None = None) -> Any:
-        """
-        Return a data set or stream with `input_ids` and `labels`.
-
-        Raises:
-            OptionError: If the chat template cannot format a row.
-        """
+        """Return a data set or stream with `input_ids` and `labels`. A row that has no form raises [`OptionError`]."""
         from hf_hybrid.rows.tree import IGNORED  # imports torch
 
         columns, where = source.columns, source.where
@@ -175,20 +175,33 @@ class Answers:
         if not self.answers_only:
             ids = self._ids(self._render(messages, row))
             return [(ids, [True] * len(ids))]
-        if self.way != "rendering":
-            encoded = self.tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
-                chat_template=self.template, **template_arguments(row),
-            )  # fmt: skip
-            return [(encoded["input_ids"], [bool(bit) for bit in encoded["assistant_masks"]])]
         text, spans = self._render(messages, row), []
-        for place, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before = self._render(messages[:place], row, start=True) if place else ""
-                spans.append((before, self._render(messages[: place + 1], row)))
+        learned = [place for place, message in enumerate(messages) if is_learned(message)]
+        if self.way != "rendering" and len(learned) == sum(message["role"] == "assistant" for message in messages):
+            return [self._marked(text, self._marks(messages, row))]
+        for place in learned:
+            before = self._render(messages[:place], row, start=True) if place else self._header(messages[0], row)
+            spans.append((before, self._render(messages[: place + 1], row)))
         if all(text.startswith(after) for _, after in spans):
             return [self._marked(text, [(_common(before, after), len(after)) for before, after in spans])]
         return [self._marked(after, [(_common(before, after), len(after))]) for before, after in spans]
+
+    def _marks(self, messages: list[dict], row: dict[str, Any]) -> list[tuple[int, int]]:
+        """The stretches of the rendered text that the template marks."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        arguments = {**self.tokenizer.special_tokens_map, **template_arguments(row)}
+        template = self.tokenizer.get_chat_template(self.template, arguments["tools"])
+        # The annotation of what it returns is not what it returns.
+        rendered: Any = render_jinja_template(
+            [messages], chat_template=template, return_assistant_tokens_mask=True, **arguments
+        )
+        return rendered[1][0]
+
+    def _header(self, message: dict[str, Any], row: dict[str, Any]) -> str:
+        """What the template writes before the content of a first message."""
+        one, other = (self._render([{**message, "content": text}], row) for text in ("A", "B"))
+        return one[: _common(one, other)]
 
     def _marked(self, text: str, spans: list[tuple[int, int]]) -> Piece:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -214,16 +227,16 @@ def _way(tokenizer: Any) -> tuple[str, str | None]:
         is_chat_template_stop_token_trained,
     )
 
+    if not tokenizer.is_fast:
+        raise OptionError(
+            "The tokenizer does not say which letters its tokens stand for, which finding the answers needs. Set "
+            "`--assistant_only_loss false` to learn whole conversations."
+        )
     if has_generation_markers(tokenizer.chat_template):
         return ("marks", None) if is_chat_template_stop_token_trained(tokenizer) else ("rendering", None)
     try:
         return "TRL's template", get_training_chat_template(tokenizer)
     except ValueError:  # TRL does not know the template
-        if not tokenizer.is_fast:
-            raise OptionError(
-                "The tokenizer does not say which letters its tokens stand for, which finding the answers needs. Set "
-                "`--assistant_only_loss false` to learn whole conversations."
-            ) from None
         return "rendering", None
 
 
@@ -233,38 +246,170 @@ def _common(first: Any, second: Any) -> int:
     return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
-def report_lengths(rows: Any, reader: Any, learned: str, report: Callable[[str, str], None]) -> None:
+# What is said about rows before they are trained on.
+
+
+Report = Callable[[str, str], None]
+"""Is told a fact: its name and a text."""
+
+
+def report_learned(rows: Any, eval_rows: Any, reader: Any, learned: str, report: Report) -> None:
     """
     Say how many tokens of the rows from [`Answers.tokenise`] SFT learns, in which words, and how many rows are cut.
-
-    Raises:
-        OptionError: If there is nothing to learn.
+    Raises [`OptionError`] if there is nothing to learn or to evaluate on.
     """
-    length = reader.max_length
-    if not hasattr(rows, "__len__"):
-        report("loss on", learned)
-        if length is not None:
-            report("max_length", f"rows of more than {length:,} tokens are cut; how many is not known in a stream")
-        return
-    sizes, tokens = [], 0
-    for table in rows.with_format("arrow").iter(1000):
-        for labels in table["labels"].chunks:
-            sizes += labels.value_lengths().to_pylist()
-            tokens += int((labels.flatten().to_numpy() >= 0).sum())
-    if not tokens:
-        raise OptionError(
-            "No row has a token to learn. If the chat template hides the answers, set `--assistant_only_loss false`."
-        )
-    report("loss on", f"{learned}: {tokens:,} of {sum(sizes):,} tokens ({tokens / sum(sizes):.0%})")
-    long = [place for place, size in enumerate(sizes) if length is not None and size > length]
+    length, long = reader.max_length, ""
+    if hasattr(rows, "__len__"):
+        sizes, tokens = sizes_of(rows), 0
+        for table in rows.with_format("arrow").iter(1000):
+            tokens += sum(int((labels.flatten().to_numpy() >= 0).sum()) for labels in table["labels"].chunks)
+        learned += f": {tokens:,} of {sum(sizes):,} tokens ({tokens / sum(sizes):.0%})"
+        long = f"; longer rows: {sum(size > length for size in sizes):,}" if reader.packing else ""
+        if not tokens:
+            raise OptionError(
+                "No row has a token to learn. If the chat template hides the answers, set `--assistant_only_loss "
+                "false`."
+            )
+    elif length is not None:
+        report("max_length", f"rows of more than {length:,} tokens are cut; how many is not known in a stream")
+    report("loss on", learned)
     if reader.packing:
         how = "rows are glued and cut" if reader.packing == "wrapped" else "whole rows share a sequence"
-        report("packed", f"{how} of {length:,} tokens; longer rows: {len(long):,}")
-    elif long:
-        kept = slice(-length, None) if reader.keep_end else slice(None, length)
-        lost = sum(all(label < 0 for label in rows[place]["labels"][kept]) for place in long)
-        text = f"{len(long):,} of {len(rows):,} rows cut at --max_length {length:,}"
-        text += f" (the longest has {max(sizes):,} tokens)"
+        report("packed", f"{how} of {length:,} tokens{long}")
+    if reader.packing in (None, "bfd"):  # the others glue or divide rows
+        for what, part in (("row", rows), ("evaluation row", eval_rows)):
+            if part is not None and length is not None:
+                _report_cut_rows(what, part, reader, report)
+
+
+def _report_cut_rows(what: str, rows: Any, reader: Any, report: Report) -> None:
+    from datasets import Dataset
+
+    streamed, length = not hasattr(rows, "__len__"), reader.max_length
+    rows = Dataset.from_list(list(rows.take(64))) if streamed else rows
+    sizes = sizes_of(rows)
+    kept = slice(-length, None) if reader.keep_end else slice(None, length)
+    long = rows.select([place for place, size in enumerate(sizes) if size > length])
+    lost = sum(all(label < 0 for label in row["labels"][kept]) for row in long)
+    report_cut(what, sizes, lost, len(rows), length, (lambda name, text: None) if streamed else report)
+
+
+def report_cut(what: str, sizes: list[int], lost: int, total: int, length: int, report: Report) -> None:
+    """Say how many rows `max_length` cuts or leaves out. Raises [`OptionError`] if it leaves out all."""
+    if total and lost == total:
+        raise OptionError(f"`--max_length {length}` cuts every {what} before its answer begins. Raise it.")
+    if cut := sum(size > length for size in sizes) + total - len(sizes):
+        text = f"{cut:,} of {total:,} {what}s cut at --max_length {length:,} (the longest has {max(sizes):,} tokens)"
         report("cut", text + (f"; {lost:,} of them keep no answer and are left out" if lost else ""))
-        if lost == len(rows):
-            raise OptionError(f"`--max_length {length}` cuts every row before its answer begins. Raise it.")
+
+
+def sizes_of(rows: Any, column: str = "input_ids") -> list[int]:
+    """Return the numbers of tokens of rows."""
+    tables = rows.with_format("arrow").iter(1000)
+    return [size for table in tables for ids in table[column].chunks for size in ids.value_lengths().to_pylist()]
+
+
+def report_pairs(trainer: Any, before: Sequence[Any], config: Any, report: Report) -> None:
+    """
+    Say how many preference pairs TRL cuts or leaves out, of those that there were `before`. Raises [`OptionError`] if
+    none is left, or if they are longer than the positions that the model learned.
+    """
+    length, longest = trainer.args.max_length, 0
+    names, after = ("pair", "evaluation pair"), (trainer.train_dataset, trainer.eval_dataset)
+    for what, pairs, rows in zip(names, before, after, strict=True):
+        if "prompt_ids" not in (getattr(rows, "column_names", None) or ()) or not hasattr(rows, "__len__"):
+            continue
+        prompts, chosen, rejected = (sizes_of(rows, name) for name in ("prompt_ids", "chosen_ids", "rejected_ids"))
+        sizes = [prompt + max(sides) for prompt, *sides in zip(prompts, chosen, rejected, strict=True)]
+        if length is not None:
+            report_cut(what, sizes, len(pairs) - len(rows), len(pairs), length, report)
+        longest = max([longest, *sizes])
+        if what == "pair":
+            tokens = 2 * sum(prompts) + sum(chosen) + sum(rejected)
+            report("tokens", f"{tokens:,} in {len(rows):,} pairs, the longest row {max(sizes):,}")
+    check_positions(config, min(longest, length or longest), "Set a lower `--max_length`.")
+
+
+_MARK = re.compile(r"<[|\uff5c][^<>|\uff5c\s]{1,40}[|\uff5c]>|<(?:start|end)_of_turn>")
+
+
+def check_rows(options: Options, parts: Sequence[Any], tokenizer: Any, config: Any) -> None:
+    """
+    Warn of rows to train and to evaluate on (`parts`) from which a model learns what nobody wants.
+
+    Raises:
+        OptionError: If rows are longer than the positions that the model learned.
+    """
+    name, args = options.command.name, options.config
+    finite = [rows for rows in parts if hasattr(rows, "__len__")]
+    if name == "sft":
+        _warn_of_traps(parts[0], tokenizer, _end_tokens(options.model, tokenizer, config))
+        longest = max((size for rows in finite for size in sizes_of(rows)), default=args.max_length or 0)
+        check_positions(config, min(longest, args.max_length or longest), "Set a lower `--max_length`.")
+    if name == "grpo" and finite and positions_of(config)[1]:
+        longest = max(prompt_sizes(finite[0], tokenizer)) + (args.max_completion_length or 0)
+        check_positions(config, longest, "Leave out long prompts, or set a lower `--max_completion_length`.")
+
+
+def positions_of(config: Any) -> tuple[int, bool]:
+    """Return how many positions a model knows (0: any number), and whether it has weights for these alone."""
+    text = config.get_text_config()
+    return getattr(text, "max_position_embeddings", None) or 0, not getattr(text, "rope_parameters", None)
+
+
+def check_positions(config: Any, longest: int, remedy: str) -> None:
+    """Refuse rows that are longer than the positions that a model learned, and warn where they can be computed."""
+    positions, learned = positions_of(config)
+    if not 0 < positions < longest:
+        return
+    text = f"Rows have up to {longest:,} tokens, and the model has {positions:,} positions (`max_position_embeddings`)"
+    if learned:
+        raise OptionError(f"{text}. {remedy}")
+    logger.warning("%s; it was not trained on those beyond. %s", text, remedy)
+
+
+def _end_tokens(options: ModelOptions, tokenizer: Any, config: Any) -> set[int]:
+    """The tokens at which the model ends what it generates."""
+    from transformers import GenerationConfig
+
+    ends = [tokenizer.eos_token_id, config.get_text_config().eos_token_id]
+    try:
+        name, revision = str(options.model), options.model_revision or "main"
+        ends.append(GenerationConfig.from_pretrained(name, revision=revision).eos_token_id)
+    except OSError:  # it has none
+        pass
+    return {end for entry in ends if entry is not None for end in (entry if isinstance(entry, list) else [entry])}
+
+
+def _warn_of_traps(rows: Any, tokenizer: Any, ends: set[int]) -> None:
+    """
+    Warn of what a trained model does not recover from: answers without a token at which generation ends (`ends`), and
+    marks of the chat template that are no tokens.
+    """
+    sample = list(itertools.islice(rows, 8))
+    marks = set(_MARK.findall(tokenizer.decode(sample[0]["input_ids"]))) - tokenizer.get_vocab().keys()
+    if marks:
+        logger.warning(
+            "`%s` in the rows: no token of the vocabulary, but learned in pieces. Choose the tokenizer that belongs to "
+            "the chat template, or another template with `--chat_template_path`.", "`, `".join(sorted(marks)),
+        )  # fmt: skip
+    tails = [[label for label in row["labels"] if label >= 0][-8:] for row in sample]
+    if any(tails) and not any(ends & set(tail[-4:]) for tail in tails):
+        tail = next(filter(None, tails))
+        names, added = tokenizer.convert_ids_to_tokens, tokenizer.get_added_vocab()
+        mark = next((name for name in reversed(names(tail)) if name in added), None)
+        how = f"Set `--eos_token '{mark}'`" if mark else "End answers by `{{ eos_token }}` in the chat template"
+        logger.warning(
+            "Learned rows end in %r, and generation ends at `%s`: the model will not stop after its answer. %s.",
+            tokenizer.decode(tail), "`, `".join(map(str, names(sorted(ends)))), how,
+        )  # fmt: skip
+
+
+def prompt_sizes(rows: Any, tokenizer: Any) -> Iterator[int]:
+    """Yield the numbers of tokens of prompts."""
+    for row in rows:
+        text, is_chat = row["prompt"], isinstance(row["prompt"], list)
+        if is_chat:
+            arguments = {"add_generation_prompt": True, "tokenize": False, **template_arguments(row)}
+            text = tokenizer.apply_chat_template(messages_of(row, "prompt"), **arguments)
+        yield len(tokenizer(text, add_special_tokens=not is_chat)["input_ids"])

@@ -14,15 +14,40 @@ import math
 import re
 import string
 import sys
+import unicodedata
 from collections.abc import Callable, Sequence
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 Reward = Callable[..., list[float | None]]
 
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?(?:\s*/\s*\d+)?")
-_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+_INTEGER = r"(?:\d{1,3}(?P<comma>[,'\u2019\u00a0\u2009\u202f ])\d{3}(?:(?P=comma)\d{3})*(?!\d)|\d+)"
+_POINTS = r"\d{1,3}(?:\.\d{3})+,\d+|\d{1,3}(?:\.\d{3}){2,}"  # 1.000,50 and 1.000.000
+_NUMBER = re.compile(
+    rf"(?P<sign>(?<![\w)\]}}])[-+])?(?:(?P<whole>\d+) +(?=\d+/\d))?"
+    rf"(?P<number>{_POINTS}|(?:{_INTEGER}(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][-+]?\d+)?)(?: ?/ ?(?P<denominator>\d+))?"
+)
+_RELATIONS = "approx|sim|equiv|le|ge|leq|geq|to|in|colon|quad|qquad|implies|rightarrow|Rightarrow|left|displaystyle"
+_BEFORE = re.compile(
+    # An exponent, an index or an argument; an operand and an operator; a name; a time, a version, a date.
+    rf"(?:[\^_\u221a]|\\(?!(?:{_RELATIONS})\b)[a-zA-Z]+)\s*[{{(]*\s*$"
+    r"|[\w)\]}](\s*)[+*\u00d7\u00b7\u00f7/]\1$|\d(\s*)x\2$|[A-Za-z_]$|[\]}]\s*\{\s*$|\d[.:/]$|\d-\d+-$"
+)
+"""What stands before a number that is only a part of what a text answers with."""
+_BEHIND = re.compile(
+    r"\s*(?:\^|[\u2070-\u209f\u00b2\u00b3\u00b9\u00bc-\u00be\u2150-\u215e\u221a\u03c0]|[xyz]\b"
+    r"|\\(?:pi|sqrt|[dtc]?frac|times|cdot|div)|[*\u00d7\u00b7\u00f7/]\s*[\w\\(])"
+)
+"""The same behind a number."""
+_LATEX = [(re.compile(pattern), text) for pattern, text in (
+    (r"\{,\}|,\\!", ","),
+    (r"\^\s*(?:\{\s*)?\\circ\s*\}?|\\?[$%\u20ac\u00a3]", ""),
+    (r"\\(?:text|math|mbox|operatorname)\w*\s*\{([^{}]*)\}", r" \1 "),
+    (r"\\[,;:! ]|\\[()\[\]]|~", " "),
+    (r"(?<=\d)\s*(?=\\[dtc]?frac)", " "),
+    (r"\\[dtc]?frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))", r"\1\2/\3\4"),
+)]  # fmt: skip
 
 
 def text_of(completion: Any) -> str:
@@ -33,27 +58,65 @@ def text_of(completion: Any) -> str:
 
 
 def normalised(text: str) -> str:
-    """Return a text in lower case, without punctuation, articles and repeated spaces (as SQuAD compares answers)."""
-    text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+    """
+    Return a text in lower case, without punctuation, articles and repeated spaces (as SQuAD compares answers).
+
+    Signs of numbers and punctuation inside of them stay, apart from commas between thousands. A text that has nothing
+    else stays as it is.
+    """
+    text = unicodedata.normalize("NFC", text.casefold()).replace("\u2212", "-")
+    text = re.sub(r"(?<=\d),(?=\d{3}\b)|[$\u20ac\u00a3]", "", text)
+    kept = {place.start() for place in re.finditer(r"(?<=\d)[^\w\s](?=\d)|(?<!\w)[-+](?=\.?\d)|(?<!\w)\.(?=\d)", text)}
+    words = "".join(
+        letter
+        for place, letter in enumerate(text)
+        if place in kept or letter not in string.punctuation and unicodedata.category(letter)[0] != "P"
+    )
+    without_articles = re.sub(r"\b(a|an|the)\b", " ", words)
+    return " ".join((without_articles if without_articles.strip() else words if words.strip() else text).split())
 
 
 def last_number(text: str) -> Decimal | None:
     r"""
     Return the number that a text answers with, `None` if there is none.
 
-    It is the one behind the last `####`, or in the last `\boxed{}`, or else the last one of the text. Commas between
-    thousands are read, and fractions like `3/4`.
+    It is the last number behind the last `####`, and there in the last `\boxed{}` if there is one. Separators of
+    thousands, fractions (`3/4`, `2 1/2`, `\frac{3}{4}`), signs and exponents like `1e3` are read; of a range the end. A
+    number that is a part of something else (a power, a root, a sum, a date, a name) is none.
     """
-    marked = text.rsplit("####", 1)[1] if "####" in text else (_BOXED.findall(text) or [text])[-1]
-    numbers = [match for match in _NUMBER.findall(marked) if any(letter.isdigit() for letter in match)]
-    if not numbers:
+    marked = text.rsplit("####", 1)[-1].replace("\u2212", "-")
+    if (start := marked.rfind(r"\boxed{")) >= 0:
+        marked = _in_braces(marked[start + len(r"\boxed{") :])
+    for pattern, plain in _LATEX:
+        marked = pattern.sub(plain, marked)
+    number = None
+    for number in _NUMBER.finditer(marked):  # noqa: B007
+        pass
+    if number is None:
         return None
-    numerator, _, denominator = numbers[-1].replace(",", "").partition("/")
+    before, behind = marked[max(number.start() - 40, 0) : number.start()], marked[number.end() : number.end() + 40]
+    if _BEFORE.search(before) or _BEHIND.match(behind):
+        return None
+    digits = number["number"]
+    if re.fullmatch(_POINTS, digits):
+        digits = digits.replace(".", "").replace(",", ".")
     try:
-        return Decimal(numerator) / Decimal(denominator) if denominator else Decimal(numerator)
-    except (InvalidOperation, ZeroDivisionError):
+        value = Decimal(re.sub(r"[^\d.eE+-]", "", digits))
+        if number["denominator"]:
+            value = value / Decimal(number["denominator"]) + Decimal(number["whole"] or 0)
+    except ArithmeticError:  # a denominator of 0, an exponent out of range
         return None
+    return value.copy_negate() if number["sign"] == "-" else value
+
+
+def _in_braces(text: str) -> str:
+    """What stands before the brace that closes one before the text; nothing if none does."""
+    depth = 1
+    for brace in re.finditer(r"[{}]", text):
+        depth += 1 if brace[0] == "{" else -1
+        if not depth:
+            return text[: brace.start()]
+    return ""
 
 
 def exact_match(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cli.test_cli import byte_tokenizer
 from conftest import config_values, mostly_slow, tiny_model
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM, BertConfig, LlavaConfig, MixtralConfig, T5Config
 
 from hf_hybrid.cli import chat, formats, progress
 from hf_hybrid.cli.data import Reader, mixed, shares
@@ -262,7 +262,22 @@ def test_tokens_and_labels_are_those_of_trl(folder, tmp_path, monkeypatch, name)
     "text, number",
     [
         ("It is 1,234.50.", "1234.50"), ("so #### -7 apples", "-7"), (r"\boxed{3/4} of 9", "0.75"), ("none", None),
-        ("1 then 2", "2"), ("2e3", "2000"), ("1/0", None),
+        ("1 then 2", "2"), ("2e3", "2000"), ("1/0", None), ("5\n\n####", None), ("#### 5, so \\boxed{6}", "6"),
+        # Separators of thousands, LaTeX, fractions.
+        (r"\boxed{9{,}500}", "9500"), (r"\boxed{$9,\!500$}", "9500"), ("1 000 000", "1000000"), ("1.000,50", "1000.5"),
+        (r"\boxed{1\,000}", "1000"), ("1'000", "1000"), (r"\boxed{\dfrac{1}{2}}", "0.5"),
+        (r"\boxed{-\frac34}", "-0.75"),
+        (r"2\frac{1}{2}", "2.5"), ("2 1/2", "2.5"), (r"\boxed{\text{12 apples}}", "12"), (r"\boxed{12\%}", "12"),
+        (r"\boxed{90^{\circ}}", "90"), (r"5. \boxed{\text{twelve}}", None), (r"\boxed{5", None),
+        # Signs and ranges.
+        ("It is \u22125.", "-5"), ("-$5", "-5"), ("x = -3", "-3"), ("between 2-3", "3"), ("10 - 3", "3"),
+        ("is *5*", "5"),
+        # A part of something else is no answer.
+        (r"\boxed{2^{10}}", None), (r"\boxed{\sqrt{2}}", None), (r"\boxed{\frac{x}{2}}", None), ("5\u00b2", None),
+        (r"\boxed{x^2 = 4}", "4"), ("2+3", None), ("2 * 3 = 6", "6"), ("2024-01-05", None), ("10:30", None),
+        ("H2O", None),
+        # Nothing raises.
+        ("1e999999999/3", None), ("1e99999999999999999999", None), ("7" * 9000 + "/0", None), ("\u0663", "3"),
     ],
 )  # fmt: skip
 def test_the_number_that_a_text_answers_with(text, number):
@@ -272,6 +287,14 @@ def test_the_number_that_a_text_answers_with(text, number):
 def test_rewards_of_our_own():
     texts = ["The answer!", [assistant("answer")], "other"]
     assert exact_match(texts, answer=["Answer", "an answer", None]) == [1, 1, None]
+    for text, other, equal in (
+        ("The Paris.", "paris", 1), ("\u201cdon\u2019t\u201d", "don't", 1), ("Caf\u00e9", "cafe\u0301", 1),
+        ("1,000", "1000", 1),
+        ("-5", "5", 0), ("\u22125", "-5", 1), ("3.5", "35", 0), ("3/4", "34", 0), ("!", "?", 0), ("", "...", 0),
+        ("A", "B", 0),
+        ("A.", "a", 1), ("the", "a", 0),
+    ):  # fmt: skip
+        assert exact_match([text], answer=[other]) == [equal], (text, other)
     assert numeric_answer(["4.0", "5"], answer=["#### 4", "4"]) == [1, 0]
     form = rewards.load("format", "<a>.*</a>")
     assert form(["<a>1\n2</a>\n", "x<a>1</a>"]) == [1, 0]
@@ -599,15 +622,21 @@ WRONG = [
     ("sft", ["--dataset", "gone/chats.jsonl"], "The folder `gone` does not exist"),
     ("sft", ["--dataset", "chats.xlsx"], "`--dataset chats.xlsx` ends in `.xlsx`, and these files are read"),
     ("sft", ["--dataset", "empty.jsonl"], "`--dataset empty.jsonl` holds no rows"),
-    ("sft", ["--dataset", "broken.jsonl"], "`--dataset broken.jsonl` cannot be read as json"),
+    ("sft", ["--dataset", "broken.jsonl"], "`--dataset broken.jsonl`, row 1: it is no JSON (Expecting"),
+    ("sft", ["--dataset", "late_broken.jsonl"], "`--dataset late_broken.jsonl`, row 2: it is no JSON"),
+    ("sft", ["--dataset", "wide.csv"], "cannot be read as csv: its first row has more fields than the 2 names above"),
+    ("sft", ["--dataset", "images.jsonl"], "row 1: `messages` has a message with a part of `image_url`, and only text"),
+    ("sft", ["--dataset", "weights.jsonl"], "row 1: `messages` has a message whose `weight` is `0.5`, not 0 or 1"),
+    ("dpo", ["--dataset", "half.jsonl"], "it has `prompt`, `chosen`, and no `rejected`"),
     ("sft", ["--dataset", "latin.csv"], "`--dataset latin.csv` cannot be read as csv"),
     ("sft", ["--dataset", "broken.parquet"], "`--dataset broken.parquet` cannot be read as parquet"),
-    ("sft", ["--dataset", "numbers.jsonl"], "`--dataset numbers.jsonl` cannot be read as json"),
+    ("sft", ["--dataset", "numbers.jsonl"], "`--dataset numbers.jsonl`, row 1: it is `1`, no JSON object"),
     ("sft", ["--dataset", "odd.jsonl"], "it has `que`, `ans`, and `hf-hybrid sft` takes `messages` (chats)"),
     ("sft", ["--dataset", "pairs.jsonl"], "That is what `hf-hybrid dpo` takes"),
     ("dpo", ["--dataset", "chats.jsonl"], "That is what `hf-hybrid sft` takes"),
     ("sft", ["--dataset", "roles.jsonl"], "row 1: `from` is `'robot'` in `conversations`, which is none of human"),
-    ("sft", ["--dataset", "late.jsonl"], "`--dataset late.jsonl`, row 2: `messages` has no message of `assistant`"),
+    ("sft", ["--dataset", "late.jsonl"],
+     "`--dataset late.jsonl`, row 2: `messages` has no message of `assistant`, only of `user`"),
     ("sft", ["--dataset", "nulls.jsonl"], "row 2: `completion` is `None`, not a text. Correct or remove the row"),
     ("dpo", ["--dataset", "same.jsonl"], "row 1: `chosen` and `rejected` are the same"),
     ("sft", ["--dataset", "chats.jsonl", "--eval_dataset", "nowhere.jsonl"], "`--eval_dataset nowhere.jsonl`:"),
@@ -616,7 +645,11 @@ WRONG = [
     ("sft", ["--dataset", "questions.jsonl", "--columns", "prompt=quest"], "Did you mean `question`?"),
     ("sft", ["--dataset", "chats.jsonl", "--model", "./gone"], "`--model ./gone`: there is no such file or folder"),
     ("sft", ["--dataset", "chats.jsonl", "--model", "."], "`--model .` holds no `config.json`"),
-    ("sft", ["--dataset", "chats.jsonl", "--model", "adapters"], "`--model adapters` holds adapters. Merge them first"),
+    ("sft", ["--dataset", "chats.jsonl", "--model", "adapters"], "`adapter_config.json` does not name their base"),
+    ("sft", ["--dataset", "chats.jsonl", "--model", "t5"], "`--model t5` is no causal language model but a `t5`"),
+    ("sft", ["--dataset", "chats.jsonl", "--model", "bert"], "`--model bert` is no causal language model but a `bert`"),
+    ("sft", ["--dataset", "chats.jsonl", "--model", "llava"], "`--model llava` is no causal language model but a `"),
+    ("sft", ["--dataset", "chats.jsonl", "--model", "trained", "--lora_r", "4"], "`--lora_r 4` shapes new adapters"),
     ("sft", ["--dataset", "chats.jsonl", "--model", "nobody/nothing"], "`--model nobody/nothing` cannot be loaded"),
     ("sft", ["--dataset", "chats.jsonl", "--tokenizer", "nobody/none"], "No tokenizer can be loaded from `nobody/"),
     # Options.
@@ -695,6 +728,11 @@ def wrong_files(folder):
     (folder / "broken.jsonl").write_text('{"messages": [}\n')
     (folder / "latin.csv").write_bytes(b"prompt,completion\ncaf\xe9,x\n")
     (folder / "broken.parquet").write_bytes(b"PAR1 nothing")
+    (folder / "late_broken.jsonl").write_text(json.dumps(ROWS["chats"][0]) + "\n\n{")
+    (folder / "wide.csv").write_text("prompt,completion\na,b,c\n")
+    rows("images.jsonl", {"messages": [user([{"type": "image_url", "image_url": "x"}]), assistant("a")]})
+    rows("weights.jsonl", {"messages": [user("a"), {**assistant("a"), "weight": 0.5}]})
+    rows("half.jsonl", {"prompt": "a", "chosen": "b"})
     rows("numbers.jsonl", 1, 2)
     rows("odd.jsonl", {"que": "a", "ans": "b"})
     rows("roles.jsonl", {"conversations": [{"from": "robot", "value": "beep"}]})
@@ -706,6 +744,12 @@ def wrong_files(folder):
     (folder / "mine.py").write_text(MINE)
     (folder / "adapters").mkdir()
     (folder / "adapters" / "adapter_config.json").write_text("{}")
+    (folder / "trained").mkdir()
+    (folder / "trained" / "adapter_config.json").write_text('{"base_model_name_or_path": "model"}')
+    tokenizer, masked = tokenizer_of(TEMPLATE), {"architectures": ["BertForMaskedLM"]}
+    for config in (T5Config(), BertConfig(**masked), LlavaConfig()):
+        config.save_pretrained(folder / config.model_type)
+        tokenizer.save_pretrained(folder / config.model_type)
 
 
 @pytest.mark.parametrize("command, words, message", WRONG, ids=lambda value: str(value)[:50])
