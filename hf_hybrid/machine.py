@@ -17,7 +17,6 @@ import logging
 import os
 import re
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -232,52 +231,6 @@ class DriverMemory:
             self._handle = None
             return None
         return {"used": int(memory.used), "total": int(memory.total)}
-
-
-# CUDA's allocator announces that it is about to raise, and remembers what it allocated.
-
-_listener: weakref.WeakMethod | None = None
-_attached = False
-
-
-def listen(report: Callable[[int], None] | None) -> bool:
-    """
-    Call a method with the bytes that were asked for, whenever torch's CUDA allocator is about to raise.
-
-    Torch cannot detach an observer. So there is one for the whole process, which calls whoever listened last and still
-    lives: `report` is a bound method, kept by a weak reference, or `None` to call nobody any more. Returns whether this
-    build of torch can tell.
-    """
-    global _listener, _attached
-    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
-    if attach is None:
-        return False
-    _listener = None if report is None else weakref.WeakMethod(report)
-    if report is not None and not _attached:  # attaching asks for the driver, which a machine without a GPU lacks
-        attach(_observe)
-        _attached = True
-    return True
-
-
-def _observe(device: int, requested: int, device_total: int, device_free: int) -> None:
-    report = None if _listener is None else _listener()
-    if report is None:
-        return
-    try:
-        report(requested)
-    except Exception:  # called from within the allocator: the error that matters is the one it raises
-        logger.exception("The out-of-memory record was not written.")
-
-
-def remember_allocations(on: bool) -> None:
-    """Start or stop a history of CUDA allocations with their Python stacks."""
-    options = {"max_entries": 100_000, "stacks": "python"} if on else {"enabled": None}
-    torch.cuda.memory._record_memory_history(**options)
-
-
-def dump_allocations(path: str) -> None:
-    """Write the history to a file for https://pytorch.org/memory_viz."""
-    torch.cuda.memory._dump_snapshot(path)
 
 
 # Page-locked host memory, from and to which a device copies by itself.

@@ -130,7 +130,7 @@ class HookRouter(CallbackHandler):
     def on_log(self, args, state, control, logs, **kwargs):
         entry = state.log_history[-1]
         control = super().on_log(args, state, control, logs, **kwargs)
-        self.trainer.log_file.add(entry)  # with what callbacks put into it
+        self.trainer.write_log(entry)  # with what callbacks put into it
         return control
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -333,7 +333,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         loader = self.callback_handler.train_dataloader
         if self.rows is not None and isinstance(loader, DataLoaderShard):
             loader.device = None  # rows are laid out on the host, and `get_batch_samples` moves the batches of a step
-        self.log_file.begin(self.state.global_step, self.state.max_steps, folder, phases=self.has_phases)
+        self.log_file.begin(self.state.global_step, self.state.max_steps, folder, **self.environment())
         if self.has_phases:
             warn_of_no_leaps(self)
         warn_of_kept_defaults(self)

@@ -164,7 +164,7 @@ def print_trainer(trainer: Any, *, by_rule: bool) -> None:
 
     `by_rule`: the command chose the rate where a rule has one.
     """
-    from hf_hybrid.hub.origins import count_parameters
+    from hf_hybrid.hub.card import count_parameters
     from hf_hybrid.machine import describe_device
 
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)

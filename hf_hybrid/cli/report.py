@@ -44,8 +44,7 @@ def run(args: argparse.Namespace) -> int:
         `int`: 0, also after Ctrl-C while it waits for a run or follows it; 2 after a message if there is nothing to
         report on, or a file cannot be read or written. Without matplotlib there are no plots, and a warning is logged.
     """
-    from hf_hybrid.report.comparison import write_comparison
-    from hf_hybrid.report.page import write_report
+    from hf_hybrid.report.page import write_comparison, write_report
 
     def write(refresh: int | None = None) -> list[Path]:
         if not args.others:

@@ -1,7 +1,7 @@
 """
 The model card: facts of a run, read off its trainer as plain values and filled into `card_template.md`.
 
-The template holds all words and their order; this file says where each value comes from, with the help of origins.py
+The template holds all words and their order; this file says where each value comes from, with the help of py
 (what the model was made from) and provenance.py (how and where). Three rules:
 
 - What is not known is left out. A card has no empty section, no `None` and no "More information needed".
@@ -11,30 +11,40 @@ The template holds all words and their order; this file says where each value co
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
+import logging
 import math
+import os
 import re
 import urllib.parse
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jinja2
-from huggingface_hub import EvalResult, ModelCardData
-from huggingface_hub.utils import yaml_dump
-from transformers.modelcard import METRIC_TAGS
+from huggingface_hub import EvalResult, ModelCardData, model_info
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id, yaml_dump
+from transformers.modelcard import METRIC_TAGS, TASK_MAPPING
 
 from hf_hybrid.arguments import hybrid_values
 from hf_hybrid.config import config_values
-from hf_hybrid.hub import origins, provenance
-from hf_hybrid.hub.origins import PublishedTrainer, data_facts
-from hf_hybrid.hub.provenance import one_line, unique
+from hf_hybrid.hub import provenance
+from hf_hybrid.hub.provenance import listed, one_line, unique
+from hf_hybrid.leaps.directions import DIRECTIONS, Direction, Orthogonal, direction_class
 from hf_hybrid.optimizers import optimizer_name
 from hf_hybrid.records.log import load_log
 from hf_hybrid.records.profiler import MemoryProfilerCallback
-from hf_hybrid.records.readings import PHASES
 from hf_hybrid.records.redaction import clean
 from hf_hybrid.records.summary import format_bytes, format_number, format_seconds
+
+if TYPE_CHECKING:
+    from hf_hybrid.trainer import HybridTrainerMixin as PublishedTrainer
+
+logger = logging.getLogger(__name__)
 
 # The template and what it writes values with.
 
@@ -83,17 +93,13 @@ def render(facts: dict[str, Any]) -> str:
 
 
 def card_facts(trainer: PublishedTrainer, given: dict[str, Any]) -> dict[str, Any]:
-    """
-    Everything that the card says about the run of a `HybridTrainer` so far, by the names that the template uses.
-
-    `given` holds the arguments of [`PublishingMixin.create_model_card`].
-    """
+    """What the card says by the names of the template; `given` are the arguments of `create_model_card`."""
     args, state, summary = trainer.args, trainer.state, trainer.hybrid_summary()
-    model = origins.model_facts(trainer, given["finetuned_from"], given["tasks"])
-    evaluation, data = evaluation_of(trainer, model["task"]), origins.data_of(trainer)
+    model = model_facts(trainer, given["finetuned_from"], given["tasks"])
+    evaluation, data = evaluation_of(trainer, model["task"]), data_of(trainer)
     final = evaluation["metrics"] if evaluation and evaluation["of_final_weights"] else {}
     if given["license"] is None and model["base"]:
-        given = {**given, **origins.license_of(model["base"])}
+        given = {**given, **license_of(model["base"])}
     finished = next((entry["train_runtime"] for entry in reversed(state.log_history) if "train_runtime" in entry), None)
     logged, starts = load_log(trainer.log_file.folder).wall_time()
     known = logged is not None or not summary.get("resumed")  # `train_runtime` covers one start of a resumed run
@@ -115,18 +121,17 @@ def card_facts(trainer: PublishedTrainer, given: dict[str, Any]) -> dict[str, An
         "location": json.dumps(one_line(clean(trainer.hub_model_id or args.hub_model_id or args.output_dir))),
         "settings": {name: value for name, value in settings.items() if name not in hybrid},
         "hybrid_options": {name: value for name, value in settings.items() if name in hybrid},
-        "adapter": {name: clean(value, secrets) for name, value in origins.adapter_of(trainer).items()},
+        "adapter": {name: clean(value, secrets) for name, value in adapter_of(trainer).items()},
         "summary": summary,
         "history": history_of(state.log_history),
         "trackers": provenance.tracker_links(),
         "memory": memory_of(trainer, summary),
-        "hardware": provenance.hardware(args.device.type, args.world_size, max(args.world_size, args.n_gpu)),
+        **trainer.environment(),
         "seconds": seconds,
         "starts": starts,
         "finished": finished is not None,
         "command": provenance.command(secrets),
-        "versions": provenance.versions("peft" if model["adapter"] else "", "trl" if hasattr(trainer, "_name") else ""),
-        "papers": origins.papers_of(trainer, summary),
+        "papers": papers_of(trainer, summary),
         "state": {"global_step": state.global_step, "max_steps": state.max_steps},
         "rewards": rewards_of(trainer),
         "today": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
@@ -221,15 +226,7 @@ def memory_of(trainer: PublishedTrainer, summary: dict) -> dict[str, Any]:
     phases = profilers[0].summary()["phases"] if profilers else {}
     on_device = any("peak_allocated" in readings for readings in phases.values())
     reading = "peak_allocated" if on_device else "peak_rss"
-    peaks = [
-        (phase, readings["records"], readings[reading]) for phase, readings in phases.items() if reading in readings
-    ]
-    if trained := [peak for peak in peaks if peak[0] in PHASES and not summary.get("leaps_made")]:
-        # Without leaps all steps of the training are of one kind.
-        count = sum(records for _, records, _ in trained)
-        mean = sum(records * peak["mean"] for _, records, peak in trained) / count
-        one = ("train", count, {"mean": mean, "max": max(peak["max"] for *_, peak in trained)})
-        peaks = [one, *(peak for peak in peaks if peak not in trained)]
+    peaks = [(phase, values["records"], values[reading]) for phase, values in phases.items() if reading in values]
     held, names = summary["memory"]["held"] or {}, {"states": "optimizer states", "drift": "prediction"}
     return {
         "peaks": peaks,
@@ -237,6 +234,121 @@ def memory_of(trainer: PublishedTrainer, summary: dict) -> dict[str, Any]:
         "held": {names.get(name, name): places for name, places in held.items() if any(places.values())},
         "on_cpu": trainer.args.device.type == "cpu",
     }
+
+
+# What the model was made from.
+
+
+def is_repo_id(name: object) -> TypeGuard[str]:
+    """Whether a name can be that of a repository on the Hub."""
+    if not isinstance(name, str):
+        return False
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def is_local(name: str) -> bool:
+    """Whether a name is a path on this machine and not one on the Hub."""
+    return os.path.isabs(name) or name.startswith((".", "~")) or os.path.exists(name)
+
+
+def model_facts(trainer: PublishedTrainer, finetuned_from: str | None, tasks: list[str]) -> dict[str, Any]:
+    """
+    What the trained model is, and what training began with: `base` is the id on the Hub of the model whose weights were
+    loaded, `base_is_local` says that they came from a folder (whose name means nothing to others), and `config_of` is
+    the id of a model whose configuration alone was used.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    peft = getattr(model, "active_peft_config", None) if hasattr(model, "peft_config") else None
+    inner = model.get_base_model() if peft is not None else model
+    name = finetuned_from or getattr(peft, "base_model_name_or_path", None)
+    name = name or getattr(getattr(inner, "config", None), "_name_or_path", None)
+    on_hub = is_repo_id(name) and not os.path.exists(name)
+    # `from_pretrained` leaves this mark; a model built from another's configuration has only the other's name.
+    loaded = finetuned_from is not None or hasattr(inner, "_weight_conversions")
+    class_name, parameters = type(inner).__name__, list(model.parameters())
+    known = (
+        task for task, classes in TASK_MAPPING.items() if any(class_name in listed(names) for names in classes.values())
+    )
+    task = tasks[0] if tasks else next(known, None)
+    auto = {"text-generation": "AutoModelForCausalLM", "text-classification": "AutoModelForSequenceClassification"}
+    tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    return {
+        "class_name": class_name,
+        "loads_with": auto.get(task, class_name) if type(inner).__module__.startswith("transformers.") else None,
+        "task": task,
+        "parameters": count_parameters(parameters),
+        "trainable": count_parameters(parameter for parameter in parameters if parameter.requires_grad),
+        "base": name if on_hub and loaded else None,
+        "base_is_local": bool(name) and not on_hub and loaded,
+        "config_of": name if on_hub and not loaded else None,
+        "adapter": None if peft is None else str(getattr(peft.peft_type, "value", peft.peft_type)),
+        "has_tokenizer": tokenizer is not None,
+        "is_chat": bool(getattr(tokenizer, "chat_template", None)),
+    }
+
+
+_OF_LORA = ("r", "lora_alpha", "lora_dropout", "target_modules")
+_OF_NO_INTEREST = ("peft_type", "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode",
+                   "peft_version", "runtime_config")  # fmt: skip
+
+
+def adapter_of(trainer: PublishedTrainer) -> dict[str, Any]:
+    """The settings of adapters: those that everybody asks for, and others that differ from their defaults."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    config = getattr(model, "active_peft_config", None) if hasattr(model, "peft_config") else None
+    if config is None:
+        return {}
+    shown = {name: getattr(config, name) for name in _OF_LORA if hasattr(config, name)}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in (*_OF_NO_INTEREST, *_OF_LORA) and value not in (None, field.default, {}, []):
+            shown[field.name] = getattr(value, "value", value)
+    # A set has no order of its own.
+    several = {name: sorted(map(str, value)) for name, value in shown.items() if isinstance(value, (set, list, tuple))}
+    return {**shown, **{name: ", ".join(values) for name, values in several.items()}}
+
+
+def count_parameters(parameters: Iterable) -> int:
+    """Weights of a model, also of those that bitsandbytes packed in 4 bits, or of which DeepSpeed holds a part here."""
+    full = (getattr(parameter, "quant_state", None) or parameter for parameter in parameters)
+    return sum(math.prod(getattr(parameter, "ds_shape", parameter.shape)) for parameter in full)
+
+
+@functools.lru_cache(maxsize=32)
+def license_of(base: str) -> dict[str, str]:
+    """`license`, `license_name` and `license_link` as a model on the Hub states them; nothing when offline."""
+    try:
+        stated = model_info(base, timeout=10).card_data or {}
+    except Exception as error:  # a card without a licence is better than no card
+        logger.info("The licence of `%s` could not be looked up: %s", base, error)
+        return {}
+    keys = ("license", "license_name", "license_link")
+    return {key: value for key in keys if isinstance(value := stated.get(key), str)}
+
+
+def data_of(trainer: PublishedTrainer) -> list[dict[str, Any]]:
+    """The training set and the evaluation sets: `role`, `name` within the run, and number of `sequences`, if known."""
+    sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+    roles: list[tuple[str, str, Any]] = [
+        ("Training", "", trainer.train_dataset),
+        *(("Evaluation", name, data) for name, data in sets.items()),
+    ]
+    return [
+        {"role": role, "name": name, "sequences": len(data) if hasattr(data, "__len__") else None}
+        for role, name, data in roles
+        if data is not None
+    ]
+
+
+def papers_of(trainer: PublishedTrainer, summary: dict) -> list[tuple[str, str]]:
+    """Title and address of the papers behind the optimizer and the leaps of the run."""
+    direction = direction_class(trainer.custom_direction or DIRECTIONS.get(summary.get("direction"), Direction))
+    of_optimizer = Orthogonal.papers if optimizer_name(trainer.args) == "muon" else ()
+    return unique([*of_optimizer, *(direction.papers if summary["leaps"] else ())])
 
 
 # Metadata.
@@ -259,7 +371,7 @@ def metadata_of(name: str, model: dict, given: dict, metrics: dict[str, float], 
         base_model_relation=("adapter" if model["adapter"] else "finetune") if model["base"] else None,
         pipeline_tag=model["task"],
         tags=unique(one_line(tag) for tag in tags),
-        datasets=given["datasets"] or unique(part["id"] for part in data) or None,
+        datasets=given["datasets"] or None,
         metrics=unique(r.metric_type for r in results if r.metric_type in (*METRIC_TAGS, "perplexity")) or None,
         model_name=name,
         eval_results=results or None,
@@ -270,18 +382,14 @@ def metadata_of(name: str, model: dict, given: dict, metrics: dict[str, float], 
 
 def _result(key: str, value: float, task: str | None, given: dict[str, Any], data: list[dict]) -> EvalResult:
     # With several evaluation sets a metric is logged as `NAME_metric`.
-    sets = {part["name"]: part for part in data if part["role"] == "Evaluation"}
+    sets = [part["name"] for part in data if part["role"] == "Evaluation"]
     name = max((name for name in sets if key.startswith(f"{name}_")), key=len, default="")
-    metric, source = key.removeprefix(f"{name}_" if name else ""), sets.get(name) or data_facts(None)
+    metric = key.removeprefix(f"{name}_" if name else "")
     return EvalResult(
         task_type=task or "other",
         # Results of the same type share an entry, so evaluation sets without an id have their name instead.
-        dataset_type=one_line(next(iter(given["datasets"]), None) or source["id"] or name or "unknown"),
-        dataset_name=one_line(
-            name or next(iter(given["dataset"]), None) or source["id"] or "evaluation set of the run"
-        ),
-        dataset_config=source["config"],
-        dataset_split=source["split"],
+        dataset_type=one_line(next(iter(given["datasets"]), None) or name or "unknown"),
+        dataset_name=one_line(name or next(iter(given["dataset"]), None) or "evaluation set of the run"),
         dataset_args={"config": one_line(given["dataset_args"][0])} if given["dataset_args"] else None,
         metric_type=one_line(metric),
         metric_name=one_line(metric.replace("_", " ").capitalize()),

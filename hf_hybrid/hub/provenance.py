@@ -14,7 +14,6 @@ import re
 import shlex
 import shutil
 import sys
-import urllib.parse
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -116,22 +115,6 @@ def versions(*more: str) -> dict[str, str]:
 
 
 def tracker_links() -> dict[str, str]:
-    """Addresses of the run in the experiment trackers that are in use: Weights & Biases, Trackio, Comet."""
-    comet = sys.modules.get("comet_ml")
-    links = {
-        "Weights & Biases": getattr(getattr(sys.modules.get("wandb"), "run", None), "url", None),
-        "Trackio": trackio_url(),
-        "Comet": getattr(comet.get_running_experiment() if comet is not None else None, "url", None),
-    }
-    return {name: redact(address) for name, address in links.items() if address}
-
-
-def trackio_url() -> str | None:
-    """Where the Space that Trackio reports to shows the current run; `None` without one."""
-    variables = getattr(sys.modules.get("trackio"), "context_vars", None)
-    run = variables.current_run.get() if variables is not None else None
-    space = getattr(run, "_space_id", None)
-    if run is None or space is None:
-        return None
-    query = urllib.parse.urlencode({"project": run.project, "runs": run.name, "sidebar": "collapsed"})
-    return f"https://{space.replace('/', '-')}.hf.space?{query}"
+    """Address of the run on Weights & Biases, if that is in use."""
+    address = getattr(getattr(sys.modules.get("wandb"), "run", None), "url", None)
+    return {"Weights & Biases": redact(address)} if address else {}

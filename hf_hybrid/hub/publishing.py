@@ -11,9 +11,9 @@ from huggingface_hub.constants import REPOCARD_NAME
 
 from hf_hybrid.config import HybridConfigBase
 from hf_hybrid.files import write_text
-from hf_hybrid.hub.card import card_facts, render
-from hf_hybrid.hub.origins import is_local, is_repo_id
-from hf_hybrid.hub.provenance import listed, trackio_url, unique
+from hf_hybrid.hub import provenance
+from hf_hybrid.hub.card import card_facts, is_local, is_repo_id, render
+from hf_hybrid.hub.provenance import listed, unique
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -62,34 +62,20 @@ class PublishingMixin(Trainer):
         dataset_name: str | list[str] | None = None,
     ) -> None:
         """
-        Write the model card, `README.md` in the output folder, from what the run recorded.
+        Write the model card, `README.md` in the output folder, from what the run recorded. The arguments are those of
+        [`~transformers.Trainer.create_model_card`], and `dataset_name` as in TRL; [`push_to_hub`] passes its keyword
+        arguments here.
 
-        [`push_to_hub`] passes its keyword arguments here. Whatever is neither passed nor known is left out. A card is
-        written after hours of training, so nothing in it raises an error: if it cannot be written, the log says why.
-
-        Args:
-            language (`str` or `list[str]`, *optional*): ISO codes, `code` or `multilingual`.
-            license (`str`, *optional*):
-                The Hub's identifier, for example `apache-2.0`. Default: what the base model states on the Hub.
-            tags (`str` or `list[str]`, *optional*):
-                More tags. Those of the trainer, of the model, and of a card that is already there are kept.
-            model_name, finetuned_from, tasks, dataset_args:
-                As [`~transformers.Trainer.create_model_card`].
-            dataset_tags, dataset_name (`str` or `list[str]`, *optional*):
-                Ids of data sets on the Hub; a path is left out. Default: where `datasets` got the training and
-                evaluation sets from.
-            dataset (`str` or `list[str]`, *optional*): Names of the data sets for people.
+        Whatever is neither passed nor known is left out, and so are data sets that are paths. Tags of the trainer, of
+        the model, and of a card that is already there are kept. A card is written after hours of training, so nothing
+        in it raises an error: if it cannot be written, the log says why.
         """
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         if not self.is_world_process_zero():
             return
         if self.model is None:
             logger.warning("No model card is written, because the search for hyperparameters left no model.")
             return
-        arguments = {
-            **{"language": language, "license": license, "tags": tags, "model_name": model_name, "tasks": tasks},
-            **{"finetuned_from": finetuned_from, "dataset_tags": dataset_tags, "dataset_name": dataset_name},
-            **{"dataset": dataset, "dataset_args": dataset_args},
-        }
         try:
             path = Path(str(self.args.output_dir)) / REPOCARD_NAME
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,11 +84,17 @@ class PublishingMixin(Trainer):
         except Exception:
             logger.exception("The model card could not be written. Training and pushing go on without it.")
 
+    def environment(self) -> dict[str, dict[str, str]]:
+        """Return the hardware, and the versions of packages, as the card and the first line of the log have them."""
+        args = self.args
+        hardware = provenance.hardware(args.device.type, args.world_size, max(args.world_size, args.n_gpu))
+        more = ("peft" if hasattr(self.model, "peft_config") else "", "trl" if hasattr(self, "_name") else "")
+        return {"hardware": hardware, "versions": provenance.versions(*more)}
+
     def model_card_facts(self, **arguments: Any) -> dict[str, Any]:
         """
-        Return what the card says, as plain values by the names that its template uses.
-
-        `hf_hybrid.hub.card.render` makes the card of them. The arguments are those of [`create_model_card`].
+        Return what the card says, by the names that its template uses; [`~hf_hybrid.hub.card.render`] makes the card of
+        it. The arguments are those of [`create_model_card`].
         """
         values: dict[str, Any] = dict.fromkeys(("language", "license", "model_name", "finetuned_from")) | arguments
         datasets = unique(listed(values.pop("dataset_tags", None)) + listed(values.pop("dataset_name", None)))
@@ -163,6 +155,5 @@ def _tags(trainer: Trainer, more: list[str], card: Path) -> list[str]:
             there = listed(ModelCard.load(card, ignore_metadata_errors=True).data.tags)
         except Exception as error:  # it may have been written by hand
             logger.warning("The tags of `%s` cannot be read, and the new card is without them: %s", card, error)
-    there = [tag for tag in there if isinstance(tag, str) and not tag.startswith(("trackio:", "base_model:"))]
-    model, trackio = getattr(trainer.model, "model_tags", None), trackio_url()
-    return [*_class_tags(trainer), *listed(model), *more, *there, *([f"trackio:{trackio}"] if trackio else [])]
+    there = [tag for tag in there if isinstance(tag, str) and not tag.startswith("base_model:")]
+    return [*_class_tags(trainer), *listed(getattr(trainer.model, "model_tags", None)), *more, *there]

@@ -4,8 +4,10 @@ Files that a run appends to: its log, and the profile of its memory. Standard li
 Both are JSON Lines, and both keep three promises. Each line is handed to the system at once, so a killed run keeps it.
 A line that a kill or a full disk cut short costs no other line ([`append_line`]). No disk error ends a training.
 
-Nothing is rewritten. A run that goes on from a checkpoint makes the steps after it again, so the lines of those steps
-are superseded, and readers leave them out ([`up_to`]).
+Nothing is rewritten. A training begins with a line `{"step": S, "begun": true, "max_steps": N}`, where `S` is 0 for a
+new run and the step of the checkpoint for a resumed one. It makes the steps after `S` again, so it supersedes the lines
+above it that belong to them, and readers leave these out ([`up_to`]). Each line after it has the `seconds` since then,
+so that the time of a run that was killed and resumed can be summed up.
 """
 
 from __future__ import annotations
@@ -13,16 +15,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_hybrid.files import open_to_append, plain, write_json
+from hf_hybrid.files import open_to_append, plain
 from hf_hybrid.records.readings import number, numbered, read_lines
-from hf_hybrid.records.redaction import shareable
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +34,7 @@ CHECKPOINT = r"checkpoint-(\d+)"
 
 
 def append_line(path: Path, entry: dict) -> None:
-    """
-    Append an entry to a file as a line of JSON, on a new line if the last one was cut short.
-
-    Raises:
-        OSError: If the file cannot be written, or is a link.
-    """
+    """Append an entry to a file as a line of JSON, on a new line if the last one was cut short."""
     line = json.dumps(plain(entry), allow_nan=False, default=str)
     with open_to_append(path) as file:
         size = file.seek(0, os.SEEK_END)
@@ -52,38 +47,28 @@ class LogFile:
     """
     Appends to `hybrid_log.jsonl` in a run's output folder, from the first step on; docs/logging.md describes its lines.
 
-    The file grows with the run, so that nothing else has to. A training begins with a line
-    `{"step": S, "begun": true, "max_steps": N}`, where `S` is 0 for a new run and the step of the checkpoint for a
-    resumed one: it supersedes lines above it that belong to later steps. Each line after it has the `seconds` since
-    then, so that the time of a run that was killed and resumed can be summed up.
-
-    Without leaps the folder holds only what `Trainer` writes, because scripts count its files. The log then moves into
-    the newest checkpoint when the training ends, and back when another training begins.
-
-    Args:
-        folder (`str` or `Path`): The output folder.
-        writes (`bool`): Whether this process writes. Only the first one should.
+    The file grows with the run, so that nothing else has to. Without leaps the folder holds only what `Trainer` writes,
+    because scripts count its files. The log then moves into the newest checkpoint when the training ends, and back when
+    another training begins. Only the first process `writes`.
     """
 
-    def __init__(self, folder: str | Path, *, writes: bool):
+    def __init__(self, folder: str | Path, *, writes: bool, name: str = LOG_NAME):
         self.folder, self.writes = Path(folder).absolute(), writes  # scripts may change their folder
-        self.path = self.folder / LOG_NAME
+        self.path = self.folder / name
         self._begun: float | None = None
         self._has_failed = False
 
     def begin(self, step: int, max_steps: int, folder: str | Path | None = None, **about: Any) -> None:
         """
-        Begin a training that goes on from `step` to `max_steps`. Nothing is written before.
-
-        A trial of a hyperparameter search has a `folder` of its own; by default it is the run's. The first line holds
-        what else is known `about` the training.
+        Begin a training that goes on from `step` to `max_steps`, with what else is known `about` it. A trial of a
+        hyperparameter search has a `folder` of its own. Nothing is written before.
         """
         if folder is not None:
             self.folder = Path(folder).absolute()
-        self._begun, self.path = time.perf_counter(), self.folder / LOG_NAME
+        self._begun, self.path = time.perf_counter(), self.folder / self.path.name
         if self.writes:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._move(_log_in(self.folder), self.path)
+            self._move(_log_in(self.folder, self.path.name), self.path)
         self.add({"step": step, "begun": True, "max_steps": max_steps, **about})
 
     def move_into_checkpoint(self, own: str | None) -> None:
@@ -111,75 +96,11 @@ class LogFile:
             return
         since = {} if "begun" in entry else {"seconds": round(time.perf_counter() - self._begun, 3)}
         try:
-            append_line(self.path, {**entry, **since})
+            append_line(self.path, {**since, **entry})
         except OSError as error:
             if not self._has_failed:
                 logger.warning("`%s` cannot be written, and a report will lack these lines: %s", self.path, error)
             self._has_failed = True
-
-
-class RunLog:
-    """
-    Writes one process's part of a profile folder; docs/profiling.md describes its files.
-
-    A new run moves what lies there to a folder of the same name with `-previous` behind it; a resumed one appends, and
-    marks its first line. Other processes than the first write only their own `steps-rankN.jsonl` and `oom-STEP-rankN`.
-    """
-
-    def __init__(self, folder: str | Path, *, rank: int = 0, resumed: bool = False):
-        self.folder, self.rank, self.resumed = Path(folder).absolute(), rank, resumed  # scripts may change their folder
-        self.steps = self.folder / ("steps.jsonl" if rank == 0 else f"steps-rank{rank}.jsonl")
-        if rank == 0 and not resumed and self.folder.is_dir() and os.listdir(self.folder):
-            previous = self.folder.with_name(self.folder.name + "-previous")
-            shutil.rmtree(previous, ignore_errors=True)
-            self.folder.rename(previous)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._is_first = True
-        self.broken = False
-
-    def write(self, name: str, values: dict) -> None:
-        """Replace `run.json` or `summary.json`."""
-        if self.rank == 0:
-            self._try(write_json, self.folder / name, shareable(plain(values)))
-
-    def add_step(self, record: dict) -> None:
-        """Add a line to `steps.jsonl`."""
-        if self._is_first and self.rank and not self.resumed:  # the first process has moved the folder, if it had one
-            self._try(Path.unlink, self.steps, True)
-        self._try(append_line, self.steps, {**record, "resumed": True} if self._is_first and self.resumed else record)
-        self._is_first = False
-
-    def records(self) -> Iterator[dict]:
-        """What this process wrote to its steps so far, without a line that a kill cut short."""
-        return read_lines(self.steps, [])
-
-    def out_of_memory_folder(self, step: int) -> Path:
-        """The folder of an out-of-memory error in step `step`."""
-        return self.folder / (f"oom-{step}" if self.rank == 0 else f"oom-{step}-rank{self.rank}")
-
-    def write_out_of_memory(self, step: int, values: dict, dump: Callable[[str], None] | None = None) -> bool:
-        """
-        Write `records.json` of an error, and the `cuda_snapshot.pickle` of the first error in a step by calling `dump`
-        with its path. Returns whether a snapshot is there by this call.
-        """
-        records = self.out_of_memory_folder(step) / "records.json"
-        snapshot = records.with_name("cuda_snapshot.pickle")
-        self._try(Path.mkdir, records.parent, 0o777, True, True)
-        self._try(write_json, records, shareable(plain(values)))
-        if dump is None or snapshot.exists():
-            return False
-        self._try(lambda path: dump(str(path)), snapshot)
-        return snapshot.exists()
-
-    def _try(self, write: Callable[..., Any], path: Path, *values: Any) -> None:
-        """Write, and after the first error write nothing more, because a full disk must not end a training."""
-        if self.broken:
-            return
-        try:
-            write(path, *values)
-        except OSError as error:
-            self.broken = True
-            logger.warning("`%s` cannot be written. The training goes on without it: %s", path, error)
 
 
 # Reading.
@@ -194,26 +115,23 @@ class Log:
     """Seconds of each start, up to the last line of one that was killed; `None` if it left no time."""
 
     def wall_time(self) -> tuple[float | None, int]:
-        """
-        Seconds of all starts together, if all are known, and their number. Steps that were made again count, because
-        their time passed.
-        """
+        """Seconds of all starts, if all are known, and their number. Steps that were made again count too."""
         known = [seconds for seconds in self.starts if seconds is not None]
         return sum(known) if known and len(known) == len(self.starts) else None, len(self.starts)
 
 
-def load_log(folder: str | Path, notes: list[str] | None = None, only: Iterable[str] | None = None) -> Log:
+def load_log(
+    folder: str | Path, notes: list[str] | None = None, only: Iterable[str] | None = None, name: str = LOG_NAME
+) -> Log:
     """
-    Read `hybrid_log.jsonl`: the lines that hold, which means without those that a later training superseded.
+    Read the log of a run by its output folder: the lines that hold, without those that a later training superseded.
 
-    Args:
-        folder (`str` or `Path`): The output folder of the run.
-        notes (`list[str]`, *optional*): Gets a sentence on lines that could not be read; they are left out.
-        only (`Iterable[str]`, *optional*): Keys to keep; `rewards/` keeps all that begin so. Default: all.
+    `notes` gets a sentence on lines that could not be read. Of `only` these keys the values are kept; `rewards/` keeps
+    all that begin so.
     """
     log, ended, names = Log(), False, None if only is None else frozenset(only)
     under = tuple(name for name in names or () if name.endswith("/"))
-    for line in read_lines(_log_in(Path(folder)), [] if notes is None else notes):
+    for line in read_lines(_log_in(Path(folder), name), [] if notes is None else notes):
         if "begun" in line:
             log = Log(up_to(log.lines, line["step"]), [*log.starts, 0.0]) if line["step"] else Log(starts=[0.0])
             ended = False
@@ -232,7 +150,7 @@ def up_to(lines: Iterable[dict], step: int) -> list[dict]:
     return [line for line in lines if line["step"] <= step]
 
 
-def _log_in(folder: Path) -> Path:
+def _log_in(folder: Path, name: str) -> Path:
     """The log of the run in `folder`: there, or in the newest checkpoint that has one."""
-    places = [folder / LOG_NAME, *(path / LOG_NAME for _, path in reversed(numbered(folder, CHECKPOINT)))]
+    places = [folder / name, *(path / name for _, path in reversed(numbered(folder, CHECKPOINT)))]
     return next((path for path in places if os.path.lexists(path)), places[0])

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_hybrid.plan.accounting import ByteTable
+from hf_hybrid.records.log import LogFile
 from hf_hybrid.records.progress import memory_in_use
+from hf_hybrid.records.redaction import shareable
 from hf_hybrid.records.summary import HybridSummary, RunPosition
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ class ReportingMixin(Trainer):
     run: Any
     parts: Any
     memory: Any
+    log_file: LogFile
     saver: Any
     _held: ByteTable | None
     """Bytes that were held at the end of the last training."""
@@ -48,6 +51,12 @@ class ReportingMixin(Trainer):
             found.update(part.summary())
         return HybridSummary({**self.run.summary(), **found})
 
+    def write_log(self, entry: dict[str, Any]) -> None:
+        """Append an entry of Trainer's log to ours; the last of a run that writes no summary file has the summary."""
+        if "train_runtime" in entry and not self.run.has_phases:
+            entry = {**entry, "summary": shareable(self.hybrid_summary())}
+        self.log_file.add(entry)
+
     def memory_summary(self) -> dict:
         """
         `held`: bytes by category on device and host at the end of the last training, exact for what is held between
@@ -64,17 +73,15 @@ class ReportingMixin(Trainer):
     @property
     def phase_name(self) -> str | None:
         """Phase of the step under way; `None` without leaps."""
-        return None if self.run.phase is None else self.run.phase.value
+        return None if self.run.phase is None or self.run.no_leaps is not None else self.run.phase.value
 
     def run_position(self) -> RunPosition | None:
         """Return the values that progress bars and notebooks show; `None` outside a run, and without leaps."""
         run = self.run
         if not run.has_phases:
             return None
-        avoided = run.record.backward_passes_avoided
-        used = memory_in_use(self.args.device)
         phase = run.last_phase.value if run.no_leaps is None and run.last_phase is not None else None
-        return RunPosition(phase, run.last_loss, avoided, used, run.forecast)
+        return RunPosition(phase, run.last_loss, memory_in_use(self.args.device), run.forecast)
 
     def export(
         self,
@@ -86,24 +93,12 @@ class ReportingMixin(Trainer):
         max_shard_size: str = "50GB",
     ) -> dict[str, Any]:
         """
-        Write the model in 16 bits or in a low-bit format, and measure its held-out loss beside that of the original.
+        Write the model in 16 bits or in a low-bit format into `folder` (by default `output_dir` with `-FORMAT` after
+        it), and measure its loss on `eval_dataset` (by default the trainer's) beside that of the original; see
+        [`~hf_hybrid.export.exporter.export`], also for what it returns.
 
         Each is loaded from its files, so that memory must have room for one beside the trainer. Adapters are merged
         into their base, which is loaded anew.
-
-        Args:
-            format (`str`):
-                `merged`, `int8`, `nf4`, `bitnet`, or `gguf-` and one of `f16`, `q8_0`, `q5_1`, `q4_m`, `q4_1`,
-                `q4_0`.
-            folder (`str` or `PathLike`, *optional*):
-                Folder to write, which must not exist or be empty. Default: `output_dir` with `-FORMAT` after it.
-            eval_dataset (*optional*): Held-out sequences with labels. Default: the trainer's `eval_dataset`.
-            dtype (`str`, *optional*):
-                Of weights that are not quantised; `auto`: as they are; in `merged` 16 bits (docs/export.md).
-            max_shard_size (`str`, *optional*): Of a file of weights. A GGUF file is not split.
-
-        Returns:
-            `dict`: What was measured, as in `export.json`; see [`~hf_hybrid.export.exporter.export`].
 
         Raises:
             ValueError: If the format cannot be written here, with what to install; if `folder` is not empty; if several

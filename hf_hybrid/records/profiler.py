@@ -12,10 +12,7 @@ activations. The rest is shown as `unexplained`, so the categories always add up
 process holds much besides tensors (libraries, the C library's free lists), so activations are part of the rest.
 
 Counting takes time in proportion to the number of tensors. The profiler counts only as often as this takes a quarter of
-a percent of the run's time, at the first step of each phase, and at a *spike*: a peak that is well above the last ones
-of its phase.
-
-docs/profiling.md describes the files that a profile consists of; `RunLog` in log.py writes them.
+a percent of the run's time, and at the first step of each phase.
 """
 
 from __future__ import annotations
@@ -24,31 +21,24 @@ import copy
 import functools
 import logging
 import os
-import platform
 import time
 import weakref
-from collections import deque
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import psutil
 import torch
 import transformers
 from torch import nn
 from transformers import TrainerCallback
 
-import hf_hybrid
 from hf_hybrid import machine
 from hf_hybrid.machine import DeviceMemory, DriverMemory
 from hf_hybrid.plan.accounting import ByteTable, measure_held, storage_address
-from hf_hybrid.records.log import PROFILE, RunLog
-from hf_hybrid.records.readings import peak_of
-from hf_hybrid.records.totals import Totals
+from hf_hybrid.records.log import PROFILE, LogFile, load_log
+from hf_hybrid.records.readings import Totals
 
 logger = logging.getLogger(__name__)
-
-PLACES = ("device", "host")
 
 # Readings of allocator, driver and kernel.
 
@@ -57,9 +47,6 @@ class HostMemory:
     """
     Resident memory of this process. Its peak is the kernel's high-water mark where that can be reset (Linux), otherwise
     the highest of the values that were read; `peak_source` says which.
-
-    Args:
-        process (`Path`, *optional*): Folder of the process in the file system of the kernel.
     """
 
     def __init__(self, process: Path = Path("/proc/self")):
@@ -154,23 +141,13 @@ class MemoryProfilerCallback(TrainerCallback):
     """
     Records the memory of a training, for any `Trainer`, on a GPU or a CPU.
 
-    Every step leaves a record of torch's allocator, the driver (NVML), the resident memory of the process, and the peak
-    of each within the step. From time to time every live tensor is counted, so that the peak is explained by weights,
-    gradients, optimizer states, activations and buffers. The records go to `OUTPUT_DIR/profile`, line by line;
-    docs/profiling.md describes the files. The training itself is not changed: losses are equal to the last bit.
+    The records go to `OUTPUT_DIR/profile/steps.jsonl`, line by line; docs/profiling.md describes them. The training
+    itself is not changed: losses are equal to the last bit.
 
     Args:
         account_every (`int`, *optional*):
             Steps between counts of all live tensors. Default: as often as it takes a quarter of a percent of the
-            time. The first step of each phase, and one whose peak stands out, are always counted.
-        memory_history (`bool`, defaults to `False`):
-            On a GPU, keep the last allocations with their stacks, so that an out-of-memory error leaves a snapshot for
-            pytorch.org/memory_viz. Costs time at every allocation.
-        spike_threshold (`float`, defaults to 0.1):
-            A record is a spike if its peak is this share above the median of its phase.
-
-    Raises:
-        ValueError: If `account_every` is not a whole number from 1, or `spike_threshold` is not above 0.
+            time. The first step of each phase is always counted.
 
     Example:
 
@@ -184,43 +161,27 @@ class MemoryProfilerCallback(TrainerCallback):
 
     ACCOUNTING_SHARE = 0.0025
     """Share of the training time for counting tensors, unless `account_every` is given."""
-    RECORDS_KEPT = 50
-    """Records that an out-of-memory error leaves."""
-    EVENTS_KEPT = 100
-    """Out-of-memory errors that the summary lists."""
-    SNAPSHOTS_KEPT = 3
-    """CUDA snapshots of one run: they are large, and a trainer that retries may run out of memory often."""
 
-    def __init__(self, *, account_every: int | None = None, memory_history: bool = False, spike_threshold: float = 0.1):
+    def __init__(self, *, account_every: int | None = None):
         is_count = isinstance(account_every, int) and not isinstance(account_every, bool) and account_every >= 1
         if account_every is not None and not is_count:
             raise ValueError(
                 f"`account_every` must be a whole number of steps from 1, got `{account_every!r}`. Leave it out to "
                 "count tensors as often as it takes a quarter of a percent of the time."
             )
-        if not spike_threshold > 0:
-            raise ValueError(f"`spike_threshold` must be above 0, got `{spike_threshold!r}`. The default is 0.1.")
-        self.account_every, self.memory_history = account_every, memory_history
-        self.spike_threshold = spike_threshold
+        self.account_every = account_every
         self.own_seconds = self._elapsed = 0.0
         self._trainer: weakref.ref | None = None
-        self._log: RunLog
+        self._log: LogFile
         self._running = False
-        self._totals = Totals(self.spike_threshold)
-        self._floor: dict | None = None
-        self._events: list[dict] = []
+        self._totals = Totals()
 
     def attach(self, trainer: transformers.Trainer) -> MemoryProfilerCallback:
         """
-        Give the profiler its trainer, which callbacks do not know.
+        Give the profiler its trainer, which callbacks do not know, and return it.
 
         With it the profiler knows the phases and buffers of a `HybridTrainer`, and comes before the callbacks of
         TensorBoard, W&B and others, so that they see its keys. `HybridTrainer` does this by itself.
-
-        Args:
-            trainer (`Trainer`): The trainer that the profiler is, or is to be, a callback of.
-
-        Returns itself.
         """
         callbacks = trainer.callback_handler.callbacks
         if self in callbacks:
@@ -237,30 +198,23 @@ class MemoryProfilerCallback(TrainerCallback):
     # A run begins and ends.
 
     def on_train_begin(self, args, state, control, model: Any = None, optimizer: Any = None, **kwargs):
-        resumed = state.global_step > 0
         folder = getattr(self.trainer, "run_folder", args.output_dir)  # of the trial in a hyperparameter search
-        self._log = RunLog(Path(folder) / PROFILE, rank=args.process_index, resumed=resumed)
+        rank = f"-rank{args.process_index}" if args.process_index else ""
+        self._log = LogFile(Path(folder) / PROFILE, writes=True, name=f"steps{rank}.jsonl")
         self._probes = MemoryProbes(args.device)
-        self._totals = Totals(self.spike_threshold)
-        for record in self._log.records() if resumed else ():  # of the earlier parts of the run
-            self._totals.add(record)
-        self._recent: deque[dict] = deque(maxlen=self.RECORDS_KEPT)
-        self._floor, self._events, self._snapshots = None, [], 0
-        self._evaluating, self._steps, self._step = False, 0, state.global_step
-        self._phase, self._stage = self._current_phase(), "before the first step"
+        self._last: dict | None = None
+        self._steps, self._step, self._phase = 0, state.global_step, self._current_phase()
         self._accounted_at: dict[str, int] = {}
         self._held: tuple[ByteTable, dict | None] | None = None
         self._logged_peaks: dict[str, int] = {}
         held = held_bytes(self.trainer, model, optimizer)
         # What the process holds besides the run: libraries, data, whatever else the script has made.
         self._baseline = self._probes.host.read()["rss"] - held.total("device") - held.total("host")
-        self._run = self._describe(args, state, model)
-        self._log.write("run.json", self._run)
-        if args.device.type == "cuda":
-            if not machine.listen(self._about_to_raise):
-                logger.info("This build of torch does not announce out-of-memory errors, so none will be recorded.")
-            if self.memory_history:
-                machine.remember_allocations(True)
+        about: dict[str, Any] = {"baseline_rss": self._baseline, "peak_rss_source": self._probes.host.peak_source}
+        self._log.begin(state.global_step, state.max_steps, **about)
+        self._totals = Totals()
+        for record in load_log(self._log.folder, name=self._log.path.name).lines:  # of the earlier parts of the run
+            self._totals.add(record)
         self.own_seconds = self._accounting_seconds = self._elapsed = 0.0
         self._probes.reset_peaks()
         self._begun = self._section_begun = time.perf_counter()
@@ -268,35 +222,7 @@ class MemoryProfilerCallback(TrainerCallback):
 
     @_while_running
     def on_train_end(self, args, state, control, **kwargs):
-        self._log.write("summary.json", self.summary())
-        machine.listen(None)
-        if self.memory_history and args.device.type == "cuda":
-            machine.remember_allocations(False)
         self._running = False
-
-    def _describe(self, args, state, model) -> dict:
-        device = {"type": args.device.type, "name": platform.processor() or platform.machine()}
-        device |= machine.describe_device(args.device)
-        parameters, name = list(model.parameters()), getattr(getattr(model, "config", None), "name_or_path", None)
-        packages = {"hf_hybrid": hf_hybrid, "torch": torch, "transformers": transformers, "accelerate": accelerate}
-        versions = {name: package.__version__ for name, package in packages.items()}
-        return {
-            "versions": {**versions, "python": platform.python_version()},
-            "device": device,
-            "processes": args.world_size,
-            "model": {"type": type(model).__name__, "name": name or None},
-            "parameters": {
-                "total": sum(p.numel() for p in parameters),
-                "trainable": sum(p.numel() for p in parameters if p.requires_grad),
-            },
-            "max_steps": state.max_steps,
-            "begun_at_step": state.global_step,
-            "begun": time.time(),
-            "options": {"account_every": self.account_every, "memory_history": self.memory_history},
-            "peak_rss_source": self._probes.host.peak_source,
-            "baseline_rss": self._baseline,
-            "floor": None,
-        }
 
     def _current_phase(self) -> str:
         return getattr(self.trainer, "phase_name", None) or "train"
@@ -305,37 +231,33 @@ class MemoryProfilerCallback(TrainerCallback):
 
     @_while_running
     def on_step_begin(self, args, state, control, **kwargs):
-        self._step, self._phase, self._stage = state.global_step + 1, self._current_phase(), "forward and backward"
+        self._step, self._phase = state.global_step + 1, self._current_phase()
 
     @_while_running
-    def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
-        readings = self._probes.read(with_driver=False)
-        self._stage = "update"
+    def on_pre_optimizer_step(self, args, state, control, model: Any = None, optimizer=None, **kwargs):
+        readings = self._probes.read(with_driver=False)  # also where the kernel keeps no mark of the peak
         # The first update makes the optimizer's states. Before it the table would lack them.
-        if (self._steps > 0 or getattr(optimizer, "state", None)) and self._accounting_is_due(readings):
-            self._account(model, optimizer, readings)
+        if (self._steps > 0 or getattr(optimizer, "state", None)) and self._accounting_is_due():
+            start = time.perf_counter()
+            self._held = held_bytes(self.trainer, model, optimizer), readings["device"]
+            self._accounted_at[self._phase] = self._steps
+            self._accounting_seconds += time.perf_counter() - start
 
     @_while_running
     def on_step_end(self, args, state, control, **kwargs):
         self._steps += 1
-        self._step, self._stage = state.global_step, "between steps"
-        self._log.add_step(self._close(self._phase))
-
-    @_while_running
-    def on_prediction_step(self, args, state, control, **kwargs):
-        self._evaluating, self._stage = True, "evaluation"
+        self._step = state.global_step
+        self._log.add(self._close(self._phase))
 
     @_while_running
     def on_evaluate(self, args, state, control, **kwargs):
-        self._evaluating, self._stage = False, "between steps"
-        self._log.add_step(self._close("evaluate"))
+        self._log.add(self._close("evaluate"))
 
     on_predict = on_evaluate
 
     @_while_running
     def on_save(self, args, state, control, **kwargs):
         self._close("save")
-        self._log.write("summary.json", self.summary())
 
     def _close(self, phase: str) -> dict:
         """Close the record since the last one."""
@@ -355,7 +277,7 @@ class MemoryProfilerCallback(TrainerCallback):
         if self._held is not None:
             record["held"], record["unexplained"] = self._explain(*self._held, record["measured"])
         self._totals.add(record)
-        self._recent.append(record)
+        self._last = record
         for place, key in (("device", "peak_allocated"), ("host", "peak_rss")):
             if record[place] is not None:
                 self._logged_peaks[key] = max(self._logged_peaks.get(key, 0), record[place][key])
@@ -364,26 +286,13 @@ class MemoryProfilerCallback(TrainerCallback):
         self._section_begun = ended
         return record
 
-    def _accounting_is_due(self, readings: dict) -> bool:
+    def _accounting_is_due(self) -> bool:
         last = self._accounted_at.get(self._phase)
-        if last is None or self._totals.rises(self._phase, peak_of(readings)[0]):
+        if last is None:
             return True
         if self.account_every is not None:
             return self._steps - last >= self.account_every
         return self._accounting_seconds <= self.ACCOUNTING_SHARE * (time.perf_counter() - self._begun)
-
-    def _account(self, model, optimizer, readings: dict) -> None:
-        start = time.perf_counter()
-        held = held_bytes(self.trainer, model, optimizer)
-        self._held, self._accounted_at[self._phase] = (held, readings["device"]), self._steps
-        if self._floor is None and held.get("gradients", "device") + held.get("gradients", "host") > 0:
-            # What full training must hold between the steps of a window.
-            parts = {name: {at: held.get(name, at) for at in PLACES} for name in ("weights", "gradients", "states")}
-            device, host = (sum(part[place] for part in parts.values()) for place in PLACES)
-            total = device if self._probes.device is not None else device + host
-            self._floor = self._run["floor"] = {"bytes": total, "device": device, "host": host, "held": parts}
-            self._log.write("run.json", self._run)
-        self._accounting_seconds += time.perf_counter() - start
 
     @staticmethod
     def _explain(counted: ByteTable, device: dict | None, measured: int) -> tuple[dict, int]:
@@ -399,15 +308,15 @@ class MemoryProfilerCallback(TrainerCallback):
 
     @_while_running
     def on_log(self, args, state, control, logs: Any = None, **kwargs):
-        if self._recent and "learning_rate" in logs:
-            values = self._log_values()
+        if self._last is not None and "learning_rate" in logs:
+            values = self._log_values(self._last)
             logs.update(values)
             if state.log_history and state.log_history[-1].get("step") == state.global_step:
                 state.log_history[-1].update(values)
 
-    def _log_values(self) -> dict[str, float]:
+    def _log_values(self, last: dict) -> dict[str, float]:
         """For `Trainer.log`, in GiB: the last record, and the peaks since the last log."""
-        last, peaks = self._recent[-1], self._logged_peaks
+        peaks = self._logged_peaks
         values = {"rss": last["host"]["rss"], "peak_rss": peaks["peak_rss"]}
         if last["device"] is not None:
             values |= {name: last["device"][name] for name in ("allocated", "reserved")}
@@ -420,54 +329,11 @@ class MemoryProfilerCallback(TrainerCallback):
     def summary(self) -> dict:
         """
         Return the run so far as plain values: `peak` (bytes, step, phase), `phases` (mean, max and min of every
-        reading, and mean bytes by category), `spikes`, `out_of_memory`, `floor` and `achieved_over_floor`,
-        `own_seconds` (of the profiler) and `seconds`.
+        reading, and mean bytes by category), `own_seconds` (of the profiler) and `seconds`.
         """
-        totals, floor = self._totals, self._floor
         return {
-            "peak": totals.peak,
-            "floor": floor,
-            "achieved_over_floor": None if not floor or not floor["bytes"] else totals.most_measured / floor["bytes"],
-            "phases": copy.deepcopy(totals.phases),
-            "spikes": totals.spikes,
-            "out_of_memory": self._events,
+            "peak": self._totals.peak,
+            "phases": copy.deepcopy(self._totals.phases),
             "seconds": self._elapsed,
             "own_seconds": self.own_seconds,
         }
-
-    # Out of memory.
-
-    def record_out_of_memory(self, error: BaseException | None = None) -> Path | None:
-        """
-        Record an out-of-memory error with its message and the last records; on a GPU with
-        `memory_history` also torch's snapshot. `HybridTrainer` calls this before it retries. After an error of a plain
-        `Trainer`, call it in your `except`. CUDA's errors are recorded without it, while the memory is still full.
-
-        Args:
-            error (`BaseException`, *optional*): The error. Only its text is kept.
-
-        Returns the folder; `None` outside a training.
-        """
-        return self._record_out_of_memory(None if error is None else str(error), None) if self._running else None
-
-    def _about_to_raise(self, requested: int) -> None:
-        if self._running:
-            self._record_out_of_memory(None, requested)
-
-    def _record_out_of_memory(self, message: str | None, requested: int | None) -> Path:
-        """The allocator comes first, with `requested`; a `message` that follows belongs to the same error."""
-        folder = self._log.out_of_memory_folder(self._step)
-        event = self._events[-1] if self._events else None
-        if requested is not None or event is None or event["step"] != self._step or event["error"] is not None:
-            phase = "evaluate" if self._evaluating else self._phase
-            event = {"step": self._step, "phase": phase, "stage": self._stage, "time": time.time(), "error": None}
-            event |= {"requested": requested, "folder": folder.name}
-            self._events = [*self._events, event][-self.EVENTS_KEPT :]
-            logger.warning("Out of memory in step %d (%s, %s): `%s`.", self._step, phase, self._stage, folder)
-        event["error"] = message
-        values = {**event, **self._probes.read(), "records": list(self._recent)}
-        with_snapshot = self.memory_history and self._probes.device is not None
-        dump = machine.dump_allocations if with_snapshot and self._snapshots < self.SNAPSHOTS_KEPT else None
-        self._snapshots += self._log.write_out_of_memory(self._step, values, dump)
-        self._log.write("summary.json", self.summary())
-        return folder

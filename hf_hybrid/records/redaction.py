@@ -76,17 +76,8 @@ def clean(value: Any, secrets: Iterable[str | None] = ()) -> str:
 
 def shareable(value: Any) -> Any:
     """Plain values with every text in them [`clean`]."""
-    cleaned: dict[str, str] = {}  # the same few texts come again and again
-
-    def share(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: share(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [share(item) for item in value]
-        if not isinstance(value, str):
-            return value
-        if value not in cleaned:
-            cleaned[value] = clean(value)
-        return cleaned[value]
-
-    return share(value)
+    if isinstance(value, dict):
+        return {key: shareable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [shareable(item) for item in value]
+    return clean(value) if isinstance(value, str) else value

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
+from hf_hybrid.records.readings import count_of, number, texts_of
+
 if TYPE_CHECKING:
     from hf_hybrid.world_model.final_loss import FinalLoss
 
@@ -69,18 +71,11 @@ class RunPosition:
     """
     Where a run stands after a step. As text it is what stands behind the progress bar: `phase=full loss=2.31
     end=2.05+-0.08 gib=5.1`.
-
-    Attributes:
-        phase (`str`, *optional*): Of the step that was made last; `None` if the run makes no leaps.
-        loss (`float`, *optional*): Training loss of the last real step; `None` before the first.
-        backward_passes_avoided (`int`): In the run so far.
-        bytes_in_use (`int`): Of device memory on a CUDA device, otherwise of host memory, by this process.
-        forecast (`FinalLoss`, *optional*): Of the loss at the end of the run; half of its 90 % interval is shown.
     """
 
     phase: str | None
+    """Of the step that was made last; `None` if the run makes no leaps."""
     loss: float | None
-    backward_passes_avoided: int
     bytes_in_use: int
     forecast: FinalLoss | None = None
 
@@ -99,17 +94,28 @@ class HybridSummary(dict):
     """
     The result of `trainer.hybrid_summary()`: a dictionary of plain values that prints as text and, in a notebook,
     displays as tables. It shows lists (leaps, events) as counts; the dictionary has the last entries of each.
+
+    The report and the model card show its rows too. The report has them from a file that anybody may have edited, so
+    a value of another type than expected counts as absent.
     """
 
-    _TOTALS = (
-        "real steps", "predicted steps", "backward passes", "backward passes avoided", "forward-only passes",
-        "skipped batches", "roll-backs", "tokens", "tokens padding", "tokens shared", "micro-batches saved", "rows",
-        "rows skipped", "backward passes avoided exactly", "log probs skipped", "rows decoded", "rows decoded saved",
-        "prompt tokens shared",
-    )  # fmt: skip
+    _STEPS = ("real steps", "predicted steps", "backward passes", "backward passes avoided", "forward-only passes",
+              "skipped batches", "roll-backs")  # fmt: skip
+    _SAVINGS = {
+        "tokens": ("tokens shared", "tokens padding", "micro-batches saved"),
+        "rows": ("rows skipped", "backward passes avoided exactly", "log probs skipped"),
+        "rows decoded": ("rows decoded saved", "prompt tokens shared"),
+    }
+    """What was computed, and what of it was not computed again or not at all."""
+    _REASONS = {
+        "rows were padded": "plain_rows_because",
+        "completions were left to TRL": "plain_rollouts_because",
+    }
 
-    _OF_LEAPS = ("predicted steps", "backward passes avoided", "forward-only passes", "roll-backs")
-    """Totals that are zero without leaps, and not shown then."""
+    def _counts(self, labels: Iterable[str]) -> list[tuple[str, str]]:
+        """Those of these counts that are not zero."""
+        keys = {label: label.replace(" ", "_").replace("-", "_") for label in labels}
+        return [(label, format_number(count)) for label, key in keys.items() if (count := count_of(self.get(key)))]
 
     def phase_rows(self) -> list[tuple[str, str, str]]:
         """Name, steps and time of each phase; none for runs without leaps, whose steps are all of one kind."""
@@ -122,34 +128,35 @@ class HybridSummary(dict):
             if any(steps.values())
         ]
 
-    _REASONS = {
-        "rows were padded": "plain_rows_because",
-        "completions were left to TRL": "plain_rollouts_because",
-        "no leaps": "no_leaps",
-    }
+    def savings_rows(self, *, reasons: bool = True) -> list[tuple[str, str]]:
+        """What was not computed again or not at all, and the `reasons` why what could have been saved was not."""
+        rows = []
+        for total, saved in self._SAVINGS.items():
+            if counts := self._counts(saved):
+                rows += self._counts([total]) + counts
+        if reasons and (together := number(self.get("shared_if_together"))) is not None:
+            rows.append(("shared if rows that begin alike stood together", f"{together:.0%}"))
+        if reasons:
+            rows += [(label, str(self[key])) for label, key in self._REASONS.items() if self.get(key)]
+        failed = texts_of(self.get("failed_savings"))
+        return rows + [("savings that did not work", "; ".join(failed))] * bool(failed)
 
     def _rows(self) -> list[tuple[str, str]]:
         """Everything that fits on a line, by name."""
-        leaps_made = self.get("leaps_made")
-        keys = {label: label.replace(" ", "_").replace("-", "_") for label in self._TOTALS}
-        rows = [
-            (label, format_number(self[key]))
-            for label, key in keys.items()
-            if key in self and (leaps_made or label not in self._OF_LEAPS or self[key])
-        ]
-        if leaps_made:
+        rows = self._counts(self._STEPS)
+        if leaps_made := self.get("leaps_made"):
             verdicts = self.get("leaps_by_verdict") or {}
             by_verdict = ", ".join(f"{count} {verdict.replace('_', ' ')}" for verdict, count in verdicts.items())
             rows.append(("leaps", f"{leaps_made}" + (f" ({by_verdict})" if by_verdict else "")))
-        if leaps_made and "direction" in self and not self.get("no_leaps"):
-            rows.append(("direction", str(self["direction"])))
-        if "divergence_events_seen" in self:
+            if "direction" in self and not self.get("no_leaps"):
+                rows.append(("direction", str(self["direction"])))
+        if self.get("no_leaps"):
+            rows.append(("no leaps", self["no_leaps"]))
+        if self.get("divergence_events_seen"):
             rows.append(("divergence events", str(self["divergence_events_seen"])))
         if self.get("out_of_memory"):
             rows.append(("recovered from out of memory", f"{len(self['out_of_memory'])} x"))
-        if self.get("failed_savings"):
-            rows.append(("savings that did not work", "; ".join(self["failed_savings"])))
-        rows += [(label, self[key]) for label, key in self._REASONS.items() if self.get(key)]
+        rows += self.savings_rows()
         forecast = self.get("forecast") or {}
         for name, end in (("final loss", forecast), ("final eval loss", forecast.get("held_out"))):
             if end:

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from hf_hybrid.records.readings import (
-    PHASES,
-    as_dict,
-    count_of,
-    dicts_of,
-    evenly,
-    number,
-    reading,
-    texts_of,
-)
-from hf_hybrid.records.totals import Totals
-from hf_hybrid.report.run_folder import Points, Run, leaps_made, phases_of_steps, verdicts_of
-from hf_hybrid.report.samples import samples_of
+from hf_hybrid.records.readings import PHASES, as_dict, count_of, evenly, number
+from hf_hybrid.records.summary import HybridSummary
+from hf_hybrid.report.run_folder import Points, Run, leaps_made, verdicts_of
+from hf_hybrid.report.samples import completions_of, samples_of
 from hf_hybrid.report.series import ACCEPTED, SCORES, series_of, speed
 
-OPTIONS_OF_LEAPS = frozenset((
-    "enable_predict", "warmup_phase_steps", "full_phase_steps", "correct_phase_steps", "max_predict_steps", "direction",
-    "leap_gain", "planner", "leap_worth", "leap_budget", "probe_budget", "predict_states", "checkpoint_phases",
-))  # fmt: skip
-"""Options that do nothing in a run without leaps."""
 MOST_RECORDS = 1000
 """Leaps, events and points of a series in `report.json`. `hybrid_log.jsonl` of the run has all."""
 PROFILER_HINT = (
@@ -31,13 +17,13 @@ PROFILER_HINT = (
 
 
 def findings(run: Run) -> dict:
-    """
-    Return the content of `report.json`, from a run that [`load_run`] read.
-
-    What was not recorded is `None` or empty.
-    """
+    """Return the content of `report.json`. What was not recorded is `None` or empty."""
+    held = as_dict(as_dict(run.record.get("memory")).get("held"))
+    by_phase = {name: {key: as_dict(run.record.get(f"{key}_by_phase")).get(name) for key in ("steps", "seconds")}
+                for name in PHASES}  # fmt: skip
+    begun = next((line for line in reversed(run.log.lines) if "begun" in line), {})
     return {
-        "schema_version": 2,
+        "schema_version": 3,
         "name": run.name,
         "folder": str(run.folder),
         "finished": run.finished,
@@ -47,68 +33,49 @@ def findings(run: Run) -> dict:
             "steps": _steps(run),
             "backward_passes": _backward_passes(run),
             "seconds": _seconds(run),
-            "peak_memory": _totals(run.profile.steps).peak,
+            "peak_memory": run.memory.peak,
             "tokens_per_second": speed(run),
         },
         "scores": _scores(run),
         "samples": sorted(samples_of(run.folder), key=lambda sample: -sample["step"]),
-        "savings": _savings(run),
-        "phases": _phases(run),
-        "phases_of_steps": evenly(phases_of_steps(run), MOST_RECORDS),
+        "completions": completions_of(run.folder, run.notes),
+        "savings": dict(HybridSummary(run.record).savings_rows()),
+        "phases": by_phase if leaps_made(run) and run.record_steps else {},
         "series": [
             {"figure": row.figure, "panel": row.panel, "name": row.name, "points": evenly(row.points, MOST_RECORDS)}
             for row in series_of(run)
         ],
-        "leaps": _leap_summary(run),
+        "leaps": _leaps(run),
         "leap_records": evenly(run.leaps, MOST_RECORDS),
-        "memory": _memory(run),
+        "memory": {"peak": run.memory.peak, "by_phase": run.memory.phases, "held_at_the_end": held},
         "recoveries": run.recoveries,
         "events_seen": max(len(run.events), count_of(run.record.get("divergence_events_seen")) or 0),
         "events": run.events[-MOST_RECORDS:],
-        "options": _options(run),
-        "environment": {
-            f"{part}.{name}": value
-            for part in ("versions", "device", "model", "parameters")
-            for name, value in as_dict(run.profile.run.get(part)).items()
-        },
+        "options": run.config,
+        "environment": {**as_dict(begun.get("hardware")), **as_dict(begun.get("versions"))},
         "notes": _notes(run),
     }
 
 
-def _options(run: Run) -> dict:
-    """Return the recorded options: of leaps, where there were none, only those that the user set."""
-    recorded = {name: value for name, value in run.options.items() if leaps_made(run) or name not in OPTIONS_OF_LEAPS}
-    return {**recorded, **run.config}
-
-
 def _notes(run: Run) -> list[str]:
     notes = list(run.notes)
-    if not run.profile.steps:
+    if not run.memory.phases:
         empty = "The profile holds no steps, because the run ended before the first one."
-        notes.append(empty if run.profile.run else PROFILER_HINT)
-    for crash in run.profile.out_of_memory:
-        notes.append(f"Out of memory in step {crash['step']:,}: see `profile/{crash['folder']}`.")
-    if failed := texts_of(run.record.get("failed_savings")):
-        notes.append(f"Savings that did not work, so the run computed more than it had to: {'; '.join(failed)}.")
+        notes.append(empty if run.profile.lines else PROFILER_HINT)
     scale = number(run.record.get("learning_rate_scale"))
     if scale not in (None, 1.0):
         notes.append(f"The run set the learning rate itself: it ended at {scale:.3g} times the scheduled rate.")
-    lengths = (
-        (max((len(row.points) for row in series_of(run)), default=0), "points of a series"),
+    longest = max((len(row.points) for row in series_of(run)), default=0)
+    for count, what in (
+        (longest, "points of a series"),
         (len(run.leaps), "leaps"),
-    )
-    notes += [
-        f"`report.json` has {MOST_RECORDS:,} of {count:,} {what}, evenly spaced; `hybrid_log.jsonl` has all."
-        for count, what in lengths
-        if count > MOST_RECORDS
-    ]
-    if len(run.events) > MOST_RECORDS:
-        notes.append(f"`report.json` has the last {MOST_RECORDS:,} of {len(run.events):,} divergence events.")
+        (len(run.events), "divergence events"),
+    ):
+        if count > MOST_RECORDS:
+            notes.append(f"`report.json` has {MOST_RECORDS:,} of {count:,} {what}; `hybrid_log.jsonl` has all.")
     leaps = leaps_made(run)
     if lost := max(leaps - len(run.leaps), 0):
         notes.append(f"{lost:,} of {leaps:,} leaps left no record: `hybrid_log.jsonl` does not have them.")
-    if not run.record:
-        notes.append("No record of `HybridTrainer` was found. The page shows loss, learning rate and the profile.")
     return notes
 
 
@@ -121,7 +88,7 @@ def _status(run: Run) -> str:
     return f"Did not finish: the last record is of step {run.last_step:,}{planned}.{source}"
 
 
-# The headline: the five most important numbers.
+# The headline.
 
 
 def _final_loss(run: Run) -> dict:
@@ -130,27 +97,6 @@ def _final_loss(run: Run) -> dict:
     eval_step, last = evaluated[-1] if evaluated else (None, None)
     losses = {"held_out": last, "held_out_step": eval_step, "training": training, "training_step": training_step}
     return {**losses, "best_held_out": min((value for _, value in evaluated), default=None)}
-
-
-_SAVINGS = {
-    "tokens of all rows": "tokens",
-    "of these shared, or without influence on a label": "tokens_shared",
-    "tokens of padding that were not computed": "tokens_padding",
-    "micro-batches that were left over": "micro_batches_saved",
-    "rows in zero-std groups, left out of the update": "rows_skipped",
-    "rows of completions that were not decoded": "rows_decoded_saved",
-    "tokens of prompts that were shared in decoding": "prompt_tokens_shared",
-}
-
-
-def _savings(run: Run) -> dict:
-    """Return what was not computed twice, or not at all, and why rows were padded; empty where nothing tells."""
-    counts = {name: count_of(run.record.get(key)) for name, key in _SAVINGS.items()}
-    savings = {name: f"{count:,}" for name, count in counts.items() if count}
-    together, why = number(run.record.get("shared_if_together")), run.record.get("plain_rows_because")
-    if together is not None:
-        savings["shared if rows that begin alike stood together"] = f"{together:.0%}"
-    return {**savings, "rows were computed padded because": str(why)} if why else savings
 
 
 def _scores(run: Run) -> dict[str, dict]:
@@ -171,17 +117,12 @@ def _ends(points: Points) -> dict | None:
 
 
 def _steps(run: Run) -> dict:
-    """Count steps by the source that goes farthest: the record, the log after it, or the phase of every step."""
-    steps = as_dict(run.record.get("steps_by_phase"))
-    counts = [(run.record_steps, int(number(steps.get("predict")) or 0))]
+    """Count steps. Predicted ones are those of the record, or of the log where that goes farther."""
+    counts = [(run.record_steps, int(number(as_dict(run.record.get("steps_by_phase")).get("predict")) or 0))]
     counts += [(step, int(value)) for step, value in run.series("hybrid/predicted_steps")[-1:]]
-    phases = [phase for _, phase in phases_of_steps(run)]
-    if len(phases) == run.last_step:
-        counts.append((run.last_step, phases.count("predict")))
-    if not run.record:
-        counts.append((run.last_step, 0))
-    total, predicted = max(counts, key=lambda count: count[0])
-    return {"total": total, "real": total - predicted, "predicted": predicted, "planned": run.max_steps}
+    predicted = max(counts, key=lambda count: count[0])[1]
+    counted = {"total": run.last_step, "real": run.last_step - predicted, "predicted": predicted}
+    return {**counted, "planned": run.max_steps}
 
 
 def _backward_passes(run: Run) -> dict:
@@ -190,8 +131,9 @@ def _backward_passes(run: Run) -> dict:
     names = {"done": "backward_passes", "avoided": "backward_passes_avoided", "forward_only": "forward_only_passes"}
     if logged and logged[-1][0] > run.record_steps:
         return {**dict.fromkeys(names), "done": logged[-1][1], "step": logged[-1][0]}
-    passes = {name: number(run.record.get(key)) for name, key in names.items()}
-    return {**passes, "step": None if passes["done"] is None else run.record_steps}
+    if not run.record_steps:  # without leaps they are not counted
+        return {**dict.fromkeys(names), "step": None}
+    return {**{name: number(run.record.get(key)) for name, key in names.items()}, "step": run.record_steps}
 
 
 def _seconds(run: Run) -> dict:
@@ -205,57 +147,13 @@ def _seconds(run: Run) -> dict:
     if logged:
         return {"value": logged, "source": "log, to its last line"}
     total = sum(number(value) or 0.0 for value in as_dict(run.record.get("seconds_by_phase")).values())
-    if total > 0:
-        return {"value": total, "source": "steps alone, without evaluation and saving"}
-    return {"value": None, "source": None}
+    return {"value": total or None, "source": "steps alone, without evaluation and saving" if total else None}
 
 
-def _totals(steps: list[dict]) -> Totals:
-    totals = Totals()
-    for entry in steps:
-        totals.add(entry)
-    return totals
-
-
-def _memory(run: Run) -> dict | None:
-    """The sum over the profile, the floor and accidents. Without a profile, what the trainer held at its end."""
-    profile, held = run.profile, as_dict(as_dict(run.record.get("memory")).get("held"))
-    if not profile.steps and not profile.run:
-        return {"held_at_the_end": held} if held else None
-    totals = _totals(profile.steps)
-    return {
-        "peak": totals.peak,
-        "by_phase": totals.phases,
-        "floor_bytes": reading(profile.run, "floor.bytes") or reading(profile.summary, "floor.bytes"),
-        "achieved_over_floor": number(profile.summary.get("achieved_over_floor")),
-        "held_at_the_end": held,
-        "spikes": dicts_of(profile.summary.get("spikes")),
-        "out_of_memory": profile.out_of_memory,
-        "peak_by_rank": {str(rank): _totals(steps).peak for rank, steps in profile.ranks.items()},
-    }
-
-
-def _phases(run: Run) -> dict[str, dict]:
-    """Steps and seconds of each phase, of a run with leaps."""
-    steps, seconds = (as_dict(run.record.get(f"{name}_by_phase")) for name in ("steps", "seconds"))
-    rows = {phase: {"steps": number(steps.get(phase)), "seconds": number(seconds.get(phase))} for phase in PHASES}
-    return rows if leaps_made(run) and any(row["steps"] for row in rows.values()) else {}
-
-
-def _leap_summary(run: Run) -> dict | None:
-    """Counts by verdict and what leaps gained and cost; `None` for runs that made none."""
-    if not run.record or not leaps_made(run):
+def _leaps(run: Run) -> dict | None:
+    """Counts of leaps by verdict; `None` for runs that made none."""
+    if not leaps_made(run):
         return None
     verdicts = verdicts_of(run)
-    stayed = [leap for leap in run.leaps if leap.get("verdict") in ACCEPTED]
-    gains = [value for leap in stayed if (value := number(leap.get("e"))) is not None]
-    return {
-        "made": leaps_made(run),
-        "accepted": sum(verdicts[verdict] for verdict in ACCEPTED),
-        "by_verdict": dict(verdicts),
-        "in_real_steps": {
-            f"immediate gain, mean of {len(gains):,} that were probed and stayed": sum(gains) / max(len(gains), 1),
-            "compute of probes": number(run.record.get("probe_cost_steps")),
-            "compute of leaps": number(run.record.get("leap_cost_steps")),
-        },
-    }
+    accepted = sum(verdicts[verdict] for verdict in ACCEPTED)
+    return {"made": leaps_made(run), "accepted": accepted, "by_verdict": dict(verdicts)}

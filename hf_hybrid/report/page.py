@@ -21,7 +21,7 @@ from hf_hybrid.records.redaction import shareable
 from hf_hybrid.records.summary import format_bytes, format_number, format_seconds, html_table
 from hf_hybrid.report.findings import findings
 from hf_hybrid.report.plots import Plot, plots_available, run_plots
-from hf_hybrid.report.run_folder import load_run
+from hf_hybrid.report.run_folder import Run, load_run
 from hf_hybrid.report.series import SCORES
 
 logger = logging.getLogger(__name__)
@@ -34,36 +34,24 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 def write_report(folder: str | Path, output: str | Path | None = None, *, refresh: int | None = None) -> list[Path]:
     """
-    Write a report: `report.html`, `report.json`, and a PNG for each plot.
+    Write a report on the `output_dir` of a run, which may have been killed or still be going on: `report.html`,
+    `report.json`, and a PNG for each plot, in `output`, by default `report` in `folder`. Returns the files, the page
+    first. While the run is not finished, a browser loads the page anew after `refresh` seconds.
 
     Without matplotlib everything but the plots is written, and the page says how to get them.
-
-    Args:
-        folder (`str` or `Path`): `output_dir` of the run, which may have been killed or still be going on.
-        output (`str` or `Path`, *optional*): Where the report goes; by default `report` in `folder`.
-        refresh (`int`, *optional*): Seconds after which a browser loads the page anew, while the run is not finished.
-
-    Returns the files, the page first.
 
     Raises:
         ValueError: If there is nothing in `folder` to report on, or the folder for the report is a file.
     """
     run = load_run(folder)
     values = shareable(findings(run))
-    output = output_folder(output or run.folder / "report")
-    plots = run_plots(run, output) if can_plot() else []
-    return write_files(
-        output,
-        "report",
-        _body(values, plots),
-        f"{run.name}: run report",
-        values,
-        plots,
-        None if run.finished else refresh,
-    )
+    output = _output_folder(output or run.folder / "report")
+    plots = run_plots(run, output) if plots_available() else []
+    refresh = None if run.finished else refresh
+    return _write_files(output, "report", _body(values, plots), f"{run.name}: run report", values, plots, refresh)
 
 
-def output_folder(path: str | Path) -> Path:
+def _output_folder(path: str | Path) -> Path:
     """Make the folder of a report. Raises `ValueError` if it is a file."""
     output = Path(path)
     if output.exists() and not output.is_dir():
@@ -72,79 +60,70 @@ def output_folder(path: str | Path) -> Path:
     return output
 
 
-def can_plot() -> bool:
-    """Whether matplotlib is installed; if not, a warning says how to get it."""
-    if not plots_available():
-        logger.warning(INSTALL_HINT)
-    return plots_available()
-
-
-def write_files(
+def _write_files(
     output: Path, name: str, body: Iterable[str], title: str, values: dict, plots: list[Plot], refresh: int | None
 ) -> list[Path]:
     """Write the page and the JSON, and return the files, the page first."""
-    files = [output / f"{name}.html", output / f"{name}.json"]
-    values = {**values, "plots": [f"{plot.name}.png" for plot in plots]}
-    write_text(files[0], _page(title, body, refresh))
-    write_text(files[1], json.dumps(plain(values), allow_nan=False) + "\n")
-    return files + [output / f"{plot.name}.png" for plot in plots]
-
-
-def _page(title: str, body: Iterable[str], refresh: int | None = None) -> str:
-    """The whole page. `refresh`: seconds after which a browser loads it anew, which is no request of its content."""
+    if not plots_available():
+        logger.warning(INSTALL_HINT)
+    files = [output / f"{name}.html", output / f"{name}.json", *(output / f"{plot.name}.png" for plot in plots)]
     again = "" if refresh is None else f'<meta http-equiv="refresh" content="{int(refresh)}">\n'
     style = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
-    return (
+    page = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         f'{again}<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         # Browsers request an icon unless one is named.
         f'<link rel="icon" href="data:,">\n<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n'
-        + "\n".join(part for part in body if part)
+        + "\n".join(filter(None, body))
         + "\n<footer>Made by <code>hf-hybrid report</code>. The numbers are in the JSON file beside this page.</footer>"
         "\n</body>\n</html>\n"
     )
+    write_text(files[0], page)
+    values = {**values, "plots": [file.name for file in files[2:]]}
+    write_text(files[1], json.dumps(plain(values), allow_nan=False) + "\n")
+    return files
 
 
 def _body(values: dict, plots: Sequence[Plot]) -> list[str]:
-    samples = [
-        {**one, "completion": one["completion"] + ("" if one.get("ended") else " …")} for one in values["samples"]
+    goes_on = [
+        {**one, "completion": f"{one['completion']} …"} if not one.get("ended") else one for one in values["samples"]
     ]
-    tables = {**values, "samples": samples}
+    tables = {**values, "samples": goes_on}
     return [
         f"<header><h1>{escape(values['name'])}</h1>",
         f'<p>{escape(values["status"])}</p><p class="muted"><code>{escape(values["folder"])}</code></p></header>',
         _headline(values),
-        note_list(values["notes"]),
-        *map(figure, plots),
-        *(section(heading, *(_table_at(tables, *one) for one in parts)) for heading, parts in _SECTIONS.items()),
+        _note_list(values["notes"]),
+        *map(_figure, plots),
+        *(_section(heading, *(_table_at(tables, *one) for one in parts)) for heading, parts in _SECTIONS.items()),
     ]
 
 
 # Elements of a page.
 
 
-def section(title: str, *parts: str) -> str:
+def _section(title: str, *parts: str) -> str:
     """A section under its heading; nothing if all parts are empty."""
     return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>" if any(parts) else ""
 
 
-def table(headers: Sequence[str], rows: Sequence, caption: str, *, words: bool = False) -> str:
+def _table(headers: Sequence[str], rows: Sequence, caption: str, *, words: bool = False) -> str:
     """A table that moves alone on a narrow screen; nothing without rows. `words`: aligned to the left."""
     if not rows:
         return ""
     kind = "scroll words" if words else "scroll"
-    text = html_table(headers, rows[:MOST_ROWS], caption)
+    text = html_table(headers, rows, caption)
     return f'<div class="{kind}" role="region" aria-label="{escape(caption)}" tabindex="0">{text}</div>'
 
 
-def figure(plot: Plot) -> str:
+def _figure(plot: Plot) -> str:
     """A plot under its title; what it shows stands below it."""
     scrolls = f'<div class="scroll" role="region" aria-label="{escape(plot.title)}" tabindex="0">{plot.svg}</div>'
-    return section(plot.title, f"<figure>{scrolls}<figcaption>{escape(plot.alt)}</figcaption></figure>")
+    return _section(plot.title, f"<figure>{scrolls}<figcaption>{escape(plot.alt)}</figcaption></figure>")
 
 
-def note_list(notes: Sequence[str]) -> str:
+def _note_list(notes: Sequence[str]) -> str:
     """Notes, with text between backticks as code; among them how to get plots, if there are none."""
     items = ""
     for note in [*notes, *([] if plots_available() else [INSTALL_HINT])]:
@@ -154,7 +133,7 @@ def note_list(notes: Sequence[str]) -> str:
     return f'<aside class="notes" aria-label="Notes"><ul>{items}</ul></aside>' if items else ""
 
 
-def format_loss(loss: float | None) -> str:
+def _format_loss(loss: float | None) -> str:
     """Four significant digits; an en dash for `None`."""
     return "–" if loss is None else f"{loss:#.4g}"
 
@@ -163,11 +142,11 @@ def format_loss(loss: float | None) -> str:
 
 
 NUMBERS = (
-    ("Eval loss", "headline.final_loss.held_out", format_loss, "step", "headline.final_loss.held_out_step"),
-    ("Best eval loss", "headline.final_loss.best_held_out", format_loss, "", ""),
-    ("Training loss", "headline.final_loss.training", format_loss, "step", "headline.final_loss.training_step"),
+    ("Eval loss", "headline.final_loss.held_out", _format_loss, "step", "headline.final_loss.held_out_step"),
+    ("Best eval loss", "headline.final_loss.best_held_out", _format_loss, "", ""),
+    ("Training loss", "headline.final_loss.training", _format_loss, "step", "headline.final_loss.training_step"),
     *(
-        (f"{kind}{name}", f"scores.{key}.{place}", format_loss, about, f"scores.{key}.{detail}")
+        (f"{kind}{name}", f"scores.{key}.{place}", _format_loss, about, f"scores.{key}.{detail}")
         for key, name in SCORES
         for kind, place, about, detail in (
             ("Eval: ", "held_out.last", "best", "held_out.best"),
@@ -181,18 +160,19 @@ NUMBERS = (
     ("Wall time", "headline.seconds.value", format_seconds, "", "headline.seconds.source"),
     ("Tokens/s", "headline.tokens_per_second.value", format_number, "", "headline.tokens_per_second.source"),
     ("Peak memory", "headline.peak_memory.bytes", format_bytes, "", "headline.peak_memory.where"),
-    ("Needed at least", "memory.floor_bytes", format_bytes, "peak over it", "memory.achieved_over_floor"),
 )
 """The numbers of a run: label, place in the findings, how a value is shown, and a detail with its place."""
 
 
 def _headline(values: dict) -> str:
-    """The numbers that the run has, as cards."""
+    """The numbers that the run has, as cards. The loss of a policy that learns by rewards says nothing."""
+    hidden = ["headline.final_loss"] if "reward" in values["scores"] else []
+    hidden += [] if values["leaps"] else ["headline.steps.predicted"]
     cards = ""
     for label, place, show, about, detail_place in NUMBERS:
-        if (value := at(values, place)) is None or (label == "Predicted steps" and not values["leaps"]):
+        if (value := _at(values, place)) is None or place.startswith(tuple(hidden)):
             continue
-        detail = at(values, detail_place)
+        detail = _at(values, detail_place)
         detail = "" if detail is None else f"{about} {_cell('', detail)}".strip()
         cards += f"<div><dt>{escape(label)}</dt><dd>{escape(show(value))}</dd>"
         cards += f'<dd class="detail">{escape(detail)}</dd></div>'
@@ -204,23 +184,24 @@ def _headline(values: dict) -> str:
 _CATEGORIES = ("weights", "gradients", "states", "activations", "drift", "buffers")
 _PEAKS = " ".join(f"{peak}.{key}" for peak in ("peak_allocated", "peak_rss") for key in ("mean", "min", "max"))
 _HELD = " ".join(f"accounted.held.{name}.{place}" for place in ("device", "host") for name in _CATEGORIES)
-_BYTES = re.compile(r"(bytes|usual|requested|device|host|unexplained|measured|peak_\w+\.\w+)$")
+_BYTES = re.compile(r"(bytes|device|host|unexplained|measured|peak_\w+\.\w+)$")
 """Columns of bytes."""
 _HEADINGS = {
     "name": " ",
     "phase": "kind",
-    "stage": "while",
-    "requested": "asked for",
     "from_size": "before",
     "to_size": "after",
 }
 _SECTIONS = {
     "Savings": [("What was not computed", "savings", "name value")],
-    "Samples": [("Completions, the newest first", "samples", "step prompt completion")],
+    "Samples": [
+        ("Completions of prompts at evaluations, the newest first", "samples", "step prompt completion"),
+        ("Completions of the training, the best and the worst by step", "completions",
+         "step rewards advantage prompt completion"),
+    ],
     "Steps": [("Their phases", "phases", "name steps seconds")],
     "Leaps": [
         ("What became of them", "leaps.by_verdict", "name value"),
-        ("What they gained and cost, in real steps", "leaps.in_real_steps", "name value"),
         ("The last leaps", "leap_records",
          "step verdict gain horizon worth e loss_before loss_after cosine norm_ratio forecast_error"),
     ],
@@ -228,34 +209,31 @@ _SECTIONS = {
         ("Peaks within a step", "memory.by_phase", f"name records step_seconds.mean {_PEAKS}"),
         ("What they consist of, on average", "memory.by_phase", f"name {_HELD} accounted.unexplained"),
         ("Held between steps at the end of training", "memory.held_at_the_end", "name device host"),
-        ("Other processes", "memory.peak_by_rank", "name bytes where step"),
-        ("Spikes", "memory.spikes", "step phase bytes usual"),
-        ("Out-of-memory errors", "memory.out_of_memory", "step phase stage requested folder error"),
     ],
     "Recovered from out of memory": [("Recoveries", "recoveries", "step phase action from_size to_size error")],
     "Divergence events": [("The last events", "events", "step phase level action reason")],
-    "Environment": [("As the profile has it", "environment", "name value")],
-    "Options": [("As the run recorded them", "options", "name value")],
+    "Environment": [("Of the last start", "environment", "name value")],
+    "Options": [("Those that differ from the defaults", "options", "name value")],
 }  # fmt: skip
 """Tables by section: caption, dotted place in the findings, and the columns, which are dotted places in a row."""
 
 
 def _table_at(values: dict, caption: str, place: str, columns: str) -> str:
-    rows = at(values, place) or []
+    rows = _at(values, place) or []
     if isinstance(rows, dict):  # by name
         named = ((name, row if isinstance(row, dict) else {"value": row}) for name, row in rows.items())
         rows = [{"name": name, **row} for name, row in named]
     rows = rows[-MOST_ROWS:]
-    known = [column for column in columns.split() if any(at(row, column) not in (None, 0) for row in rows)]
-    cells = [[_cell(column, at(row, column)) for column in known] for row in rows]
+    known = [column for column in columns.split() if any(_at(row, column) not in (None, 0) for row in rows)]
+    cells = [[_cell(column, _at(row, column)) for column in known] for row in rows]
     headings = [_HEADINGS.get(column) or re.sub("[._]", " ", column.removeprefix("accounted.")) for column in known]
     if known == ["name", "value"]:
         headings = []
-    text = table(headings, cells, caption, words={"value", "completion", "error", "reason"} & {*known} != set())
+    text = _table(headings, cells, caption, words={"value", "completion", "error", "reason"} & {*known} != set())
     return f"<details><summary>{len(rows):,} rows</summary>{text}</details>" if len(rows) > 24 else text
 
 
-def at(entry: object, place: str) -> Any:
+def _at(entry: object, place: str) -> Any:
     """The value at a dotted place in plain values; `None` if there is none."""
     for key in place.split("."):
         entry = as_dict(entry).get(key)
@@ -267,3 +245,55 @@ def _cell(column: str, value: object) -> str:
         is_bytes, is_time = _BYTES.search(column), "seconds" in column
         return format_bytes(value) if is_bytes else format_seconds(value) if is_time else format_number(value)
     return "–" if value is None else str(value)
+
+
+# Several runs.
+
+
+def write_comparison(*folders: str | Path, output: str | Path | None = None, refresh: int | None = None) -> list[Path]:
+    """
+    Compare runs by their folders: `comparison.html` and `comparison.json` in `output`, by default `report/comparison`
+    in the last folder. Returns the files, the page first. `refresh` is as in `write_report`.
+
+    Raises:
+        ValueError: If there is nothing in one of the folders to report on, or there are fewer than two.
+    """
+    if len(folders) < 2:
+        raise ValueError(f"A comparison needs two runs at least, got {len(folders)}. Name their folders.")
+    runs = [load_run(folder) for folder in folders]
+    values, output = compare(*runs), _output_folder(output or runs[-1].folder / "report" / "comparison")
+    about = [
+        f"<p>{number}: {escape(run['name'])}. {escape(run['status'])} "
+        f'<span class="muted"><code>{escape(run["folder"])}</code></span></p>'
+        for number, run in values["runs"].items()
+    ]
+    columns, options = tuple(values["runs"]), values["different_options"]
+    body = [
+        f"<header><h1>{len(runs)} runs</h1>{''.join(about)}</header>",
+        _section("Final numbers", _table(("", *columns), values["table"], "By run")),
+        _section("Options that differ", _table(("option", *columns), options, "By run", words=True)),
+    ]
+    refresh = None if all(run.finished for run in runs) else refresh
+    return _write_files(output, "comparison", body, f"Comparison of {len(runs)} runs", values, [], refresh)
+
+
+def compare(*runs: Run) -> dict:
+    """
+    Compare runs, and return plain values: `runs` with the headline and the scores of each, `table` and
+    `different_options` with rows of text (name, and a value by run).
+    """
+    each = [shareable(findings(run)) for run in runs]
+    numbers = [(label, show, [_at(values, place) for values in each]) for label, place, show, *_ in NUMBERS]
+    names = sorted({name for values in each for name in values["options"]} - {"output_dir", "logging_dir", "run_name"})
+    options = [[name, *(str(values["options"].get(name, "not recorded")) for values in each)] for name in names]
+    kept = ("name", "folder", "finished", "status", "headline", "scores")
+    return {
+        "schema_version": 3,
+        "runs": {str(index): {name: values[name] for name in kept} for index, values in enumerate(each, start=1)},
+        "table": [
+            [label, *("–" if value is None else show(value) for value in values)]
+            for label, show, values in numbers
+            if any(value is not None for value in values)
+        ],
+        "different_options": [row for row in options if len(set(row[1:])) > 1],
+    }

@@ -1,9 +1,8 @@
 """
-One painter for the table of series: each figure of a run, and the figures of a comparison.
+One painter for the table of series: each figure of a run.
 
 [`draw`] writes a figure as PNG and as SVG for the page, which takes its colours from the page, so that light and dark
-both work. Phases have the same colour in every figure. Matplotlib is optional: it is imported when something is drawn,
-through its object-oriented interface.
+both work. Matplotlib is optional: it is imported when something is drawn, through its object-oriented interface.
 """
 
 from __future__ import annotations
@@ -12,16 +11,15 @@ import importlib.util
 import io
 import math
 import re
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from hf_hybrid.files import write_bytes
 from hf_hybrid.records.summary import GIB, MIB, format_bytes
-from hf_hybrid.report.run_folder import Points, Run, leaps_made, phases_of_steps
+from hf_hybrid.report.run_folder import Points, Run
 from hf_hybrid.report.series import Series, series_of
 
 # Distinguishable for the colour-blind (after Okabe and Ito) and on light and dark pages.
@@ -38,11 +36,8 @@ PALETTE = {
     "muted": "#646c76",
     "grid": "#dfe3e8",
 }
-_NOT_PHASES = ("bad", "line", "ink", "muted", "grid")
 KEPT, LOST = PALETTE["predict"], PALETTE["bad"]
-"""Colours of leaps that stayed in the weights, and of those that did not."""
-_OF_RUNS = ("full", "predict", "correct", "bad", "line", "warmup", "evaluate", "ink")
-"""Colours of the runs of a comparison. After the last one they begin again, with dashes."""
+"""Colours of trials that went on to their end, and of those that did not."""
 TITLES = {
     "loss": "Loss",
     "scores": "Accuracy and reward",
@@ -52,16 +47,8 @@ TITLES = {
     "memory": "Memory",
 }
 """Figures in the order of the page."""
-_COMPARED = ("loss", "scores", "gradient", "speed", "memory")
 MOST_POINTS = 1500
 """More points than that are thinned."""
-_STYLES: dict[str, dict[str, Any]] = {
-    "line": {"solid_capstyle": "round"},
-    "steps": {"drawstyle": "steps-post", "linewidth": 0.9},
-    "dashes": {"linestyle": (0, (4, 2)), "linewidth": 0.9},
-    "dots": {"linestyle": "", "marker": "o", "markersize": 3.5, "mew": 0},
-    "crosses": {"linestyle": "", "marker": "X", "markersize": 5, "mew": 0},
-}
 
 
 @dataclass(frozen=True)
@@ -83,50 +70,25 @@ def run_plots(run: Run, folder: Path) -> list[Plot]:
     """All figures of a run for which something was recorded, as PNG in `folder` and as SVG."""
     table, plots = series_of(run), []
     for name, title in TITLES.items():
-        title += " and leaps" if name == "rate" and leaps_made(run) else ""
         if rows := [row for row in table if row.figure == name]:
-            plots.append(
-                draw(name, title, _alt(title, rows), lambda figure, rows=rows: paint(figure, rows, run), folder)
-            )
-    return plots
-
-
-def comparison_plots(runs: dict[str, Run], folder: Path) -> list[Plot]:
-    """Losses, scores, gradient norms, speeds and peaks of memory of runs, by their letters, over each other."""
-    panels: dict[tuple[str, str], list[Series]] = {}
-    for index, (letter, run) in enumerate(runs.items()):
-        style = "dashes" if index >= len(_OF_RUNS) else "line"
-        for row in series_of(run):
-            if row.figure in _COMPARED and row.name.startswith(("training", "eval", "peak")) and not row.band:
-                name = row.panel if row.panel == "gradient norm" else f"{row.panel}, {row.name}"
-                line = replace(row, panel=name, name=letter, colour=_OF_RUNS[index % len(_OF_RUNS)], style=style)
-                panels.setdefault((row.figure, name), []).append(line)
-    table, plots = [row for rows in panels.values() if len(rows) > 1 for row in rows], []
-    names = "; ".join(f"{letter}, {run.name}" for letter, run in runs.items())
-    for figure in _COMPARED:
-        if rows := [row for row in table if row.figure == figure]:
-            alt = f"{_alt(TITLES[figure], rows)} Runs: {names}."
-            plots.append(draw(figure, TITLES[figure], alt, lambda figure, rows=rows: paint(figure, rows), folder))
+            plots.append(draw(name, title, _alt(title, rows), lambda figure, rows=rows: paint(figure, rows), folder))
     return plots
 
 
 def _alt(title: str, rows: Sequence[Series]) -> str:
     """What a figure shows, for those who cannot see it."""
-    texts, several = [], len({row.panel for row in rows}) > 1
-    for row in rows:
-        show = format_bytes if row.figure == "memory" else "{:.4g}".format
-        values = [value for _, value in row.points]
-        name = f"{row.panel}, {row.name}" if several and row.name != row.panel else row.name
-        texts.append(f"{name}: first {show(values[0])}, last {show(values[-1])}, highest {show(max(values))}")
+    show = format_bytes if rows[0].figure == "memory" else "{:.4g}".format
+    texts = [f"{row.panel}, {row.name}: {show(row.points[0][1])} to {show(row.points[-1][1])}" for row in rows]
     return f"{title} by step. {'; '.join(texts)}."
 
 
 def draw(name: str, title: str, alt: str, painter: Callable[[Any], None], folder: Path) -> Plot:
     """Write `NAME.png` in `folder`, and return the plot for the page. The painter fills an empty figure."""
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with _style(name):
+    with matplotlib.rc_context({"svg.hashsalt": name}, Path(__file__).parent / "plots.mplstyle"):  # ids differ by plot
         figure = Figure(figsize=(9.0, 3.2), layout="constrained")
         FigureCanvasAgg(figure)
         painter(figure)
@@ -134,36 +96,6 @@ def draw(name: str, title: str, alt: str, painter: Callable[[Any], None], folder
         figure.savefig(image, format="png", dpi=150, facecolor="white")
         write_bytes(folder / f"{name}.png", image.getvalue())
         return Plot(name, title, alt, _svg(figure, alt))
-
-
-@contextmanager
-def _style(salt: str) -> Generator[None]:
-    import matplotlib
-
-    values: dict[Any, Any] = {
-        "font.family": "DejaVu Sans",  # comes with matplotlib, so it is the same everywhere
-        "font.size": 8,
-        "svg.fonttype": "none",
-        "svg.hashsalt": salt,  # so that ids in the page differ from plot to plot
-        "text.parse_math": False,  # names come from files
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.grid.axis": "y",
-        "axes.axisbelow": True,
-        "axes.linewidth": 0.6,
-        "grid.linewidth": 0.6,
-        "ytick.major.size": 0,
-        "lines.linewidth": 1.2,
-        "legend.frameon": False,
-        "legend.fontsize": 7.5,
-        "legend.handlelength": 1.4,
-        "grid.color": PALETTE["grid"],
-        "text.color": PALETTE["ink"],
-    }
-    values |= dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), PALETTE["muted"])
-    with matplotlib.rc_context(values):
-        yield
 
 
 def _svg(figure, alt: str) -> str:
@@ -184,35 +116,17 @@ def _svg(figure, alt: str) -> str:
 # The painter.
 
 
-def paint(figure, rows: Sequence[Series], run: Run | None = None) -> None:
-    """The rows of a figure, panel under panel. Of a run also where memory ran out, and the phases of the steps."""
+def paint(figure, rows: Sequence[Series]) -> None:
+    """The rows of a figure, panel under panel."""
     panels = list(dict.fromkeys(row.panel for row in rows))
-    phases = phases_of_steps(run) if run is not None and rows[0].figure in ("loss", "rate", "memory") else []
-    phases = phases if len({phase for _, phase in phases}) > 1 else []  # one alone needs no band
-    heights = [10.0] * len(panels) + [0.9] * bool(phases)
-    axes = _stacked(figure, heights, 0.9 + 2.2 * len(panels) + 0.4 * bool(phases))
+    figure.set_figheight(0.9 + 2.2 * len(panels))
+    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axis, panel in zip(axes, panels):
-        _paint_panel(axis, [row for row in rows if row.panel == panel])
-        for crash in run.profile.out_of_memory if run is not None and rows[0].figure == "memory" else ():
-            axis.axvline(crash["step"], color=LOST, linewidth=1.0, linestyle=(0, (3, 2)))
-            axis.text(
-                crash["step"], 0.95, "out of memory ", color=LOST, ha="right", transform=axis.get_xaxis_transform()
-            )
-    if phases:
-        _paint_phases(axes[-1], phases)
-
-
-def _stacked(figure, heights: Sequence[float], inches: float) -> list:
-    """Axes above each other that share the steps; `heights` are relative, `inches` is the sum."""
-    figure.set_figheight(inches)
-    axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    for axis in axes:
         axis.margins(x=0.005)
-    for axis in axes[:-1]:
-        axis.tick_params(labelbottom=False, bottom=False)
+        axis.label_outer(remove_inner_ticks=True)
+        _paint_panel(axis, [row for row in rows if row.panel == panel])
     axes[-1].set_xlabel("step")
     axes[-1].xaxis.get_major_locator().set_params(integer=True)
-    return list(axes)
 
 
 def _paint_panel(axis, rows: Sequence[Series]) -> None:
@@ -221,71 +135,30 @@ def _paint_panel(axis, rows: Sequence[Series]) -> None:
     first step, the last step and every peak of a long run are drawn.
     """
     figure, panel = rows[0].figure, rows[0].panel
-    values = [value for row in rows if not row.band for _, value in row.points]
+    values = [value for row in rows for _, value in row.points]
     scale, unit = 1, ""
     if figure == "memory":
         scale, unit = (GIB, ", GiB") if max(values) >= GIB else (MIB, ", MiB")
     for row in rows:
         points, name, colour = [(step, value / scale) for step, value in row.points], row.name, PALETTE[row.colour]
-        options = dict(_STYLES[row.style])
-        if row.band:
-            steps, (low, high) = [step for step, _ in points], zip(*row.band)
-            axis.fill_between(steps, low, high, step="post", color=colour, alpha=0.25, linewidth=0, label=name)
-            name = None
-        elif row.style == "line" and len(points) >= 100 and figure not in ("memory", "rate"):
+        options: dict[str, Any] = {}
+        if len(points) >= 100 and figure not in ("memory", "rate"):
             axis.plot(*zip(*thinned(points)), color=colour, alpha=0.22, linewidth=0.7)
             width = max(10, len(points) // 50)
             points, name = running_mean(points, width), f"{name}, mean of {width}"
-        elif row.style == "line" and len(points) < 60 and (row.name == "eval" or len(points) < 20):
-            options |= {"marker": "o", "markersize": 3}
+        elif len(points) < 60 and (row.name == "eval" or len(points) < 20):
+            options = {"marker": "o", "markersize": 3}
         axis.plot(*zip(*thinned(points)), color=colour, label=name, **options)
     axis.set_ylabel(panel + unit)
-    if [row.name for row in rows] != [panel]:
-        _legend_above(axis)
+    if [row.name for row in rows] != [panel]:  # in one row above the plot, where it covers nothing
+        axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=6, borderaxespad=0.2, columnspacing=1.0)
     if figure == "gradient":
         axis.set_yscale("log", subs=[])
         few = max(values) > 1000 * min(values)  # only powers of ten, or also 2 and 5 times as much
         axis.yaxis.get_major_locator().set_params(subs=(1.0,) if few else (1.0, 2.0, 5.0))
     elif figure in ("memory", "rate", "speed"):
         axis.set_ylim(min(0, 1.12 * min(values)) / scale, 1.12 * max(max(values), 1e-9) / scale)
-    elif any(row.band for row in rows):
-        _limit_to(axis, values, [end for row in rows for ends in row.band for end in ends])
     axis.yaxis.set_major_formatter("{x:g}" if figure == "rate" else "{x:,g}")  # `3e-05`, without an offset beside it
-
-
-def _limit_to(axis, values: Sequence[float], ends: Sequence[float]) -> None:
-    """
-    Limit the axis to the values, and to the ends of intervals as far as they reach half of their range beyond them: a
-    wide early forecast must not press the losses flat.
-    """
-    low, high = min(values, default=min(ends)), max(values, default=max(ends))
-    beyond = 0.5 * (high - low)
-    low, high = max(low - beyond, min(low, *ends)), min(high + beyond, max(high, *ends))
-    margin = 0.05 * (high - low) or 0.1 * abs(high) or 1.0
-    axis.set_ylim(low - margin, high + margin)
-
-
-def _paint_phases(axis, phases: Sequence[tuple[int, str]], most: int = 600) -> None:
-    """A band of phases along the steps. Where they change too often to be seen, it shows their shares of the steps."""
-    axis.set_yticks([])
-    axis.set_ylim(0, 1)
-    axis.grid(False)
-    axis.spines[["left", "bottom"]].set_visible(False)
-    count = min(most, len(phases))
-    bins = [phases[index * len(phases) // count : (index + 1) * len(phases) // count] for index in range(count)]
-    bins.append(bins[-1])  # a step plot needs its right edge
-    edges = [steps[0][0] - 1 for steps in bins[:-1]] + [phases[-1][0]]
-    order = sorted({phase for _, phase in phases}, key=lambda phase: (*PALETTE, phase).index(phase))
-    shares = [[sum(phase == one for _, phase in steps) / len(steps) for steps in bins] for one in order]
-    colours = [PALETTE["full" if phase in _NOT_PHASES or phase not in PALETTE else phase] for phase in order]
-    axis.stackplot(edges, shares, step="post", labels=order, colors=colours, linewidth=0)
-    _legend_above(axis, handlelength=0.9, handletextpad=0.4)
-
-
-def _legend_above(axis, **options) -> None:
-    """A legend in one row above the plot, where it covers nothing."""
-    placed = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 6, "borderaxespad": 0.2, "columnspacing": 1.0}
-    axis.legend(**placed, **options)
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:

@@ -14,43 +14,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_hybrid.records.log import CHECKPOINT, LOG_NAME, PROFILE, Log, load_log, up_to
+from hf_hybrid.records.log import CHECKPOINT, LOG_NAME, PROFILE, Log, load_log
 from hf_hybrid.records.readings import (
     PHASES,
+    Totals,
     as_dict,
     count_of,
     dicts_of,
     number,
     numbered,
     read_json,
-    read_lines,
     with_steps,
 )
 
 Points = list[tuple[int, float]]
 """Values by step."""
 _SUMMARY, _STATE = "hybrid_summary.json", "trainer_state.json"
+_OF_PARTS = ("begun", "leap", "event")
+"""Keys of lines that Trainer's log does not have."""
 _SHOWN = (
-    "step", "begun", "max_steps", "phases", "leap", "event", "loss", "eval_loss", "learning_rate", "grad_norm",
-    "train_runtime", "seconds", "num_tokens", "num_input_tokens_seen", "tokens_per_second", "train_tokens_per_second",
+    "step", *_OF_PARTS, "max_steps", "hardware", "versions", "loss", "eval_loss", "learning_rate", "grad_norm",
+    "train_runtime", "summary", "seconds", "num_tokens", "num_input_tokens_seen", "tokens_per_second",
     "mean_token_accuracy", "eval_mean_token_accuracy", "accuracy", "eval_accuracy", "reward", "eval_reward",
-    "rewards/", "eval_rewards/", "hybrid/",
+    "train_tokens_per_second", "rewards/", "eval_rewards/", "hybrid/",
 )  # fmt: skip
 """What a report shows of a line of the log. It does not hold the rest, because a log can have a million lines."""
-
-
-@dataclass
-class Profile:
-    """What `MemoryProfilerCallback` wrote; see docs/profiling.md for the fields. Empty for a run without one."""
-
-    run: dict = field(default_factory=dict)
-    steps: list[dict] = field(default_factory=list)
-    """Of the first process, by step. A step that a resumed run trained again is there once, as trained last."""
-    summary: dict = field(default_factory=dict)
-    out_of_memory: list[dict] = field(default_factory=list)
-    """One by `oom-STEP` folder: `step`, `folder`, `phase`, `stage`, `error`, `requested` bytes."""
-    ranks: dict[int, list[dict]] = field(default_factory=dict)
-    """Steps of the other processes."""
 
 
 @dataclass
@@ -65,13 +53,14 @@ class Run:
     events: list[dict]
     """What the divergence monitor did: as for leaps."""
     record: dict
-    """Counters of the hybrid trainer; empty for plain `Trainer`."""
+    """What `hybrid_summary()` has; empty for plain `Trainer`."""
     record_source: str | None
     config: dict
     """Options that differ from the defaults (`hybrid_config.json`)."""
-    options: dict
-    """All hybrid options, where a checkpoint holds them."""
-    profile: Profile
+    profile: Log
+    """What `MemoryProfilerCallback` wrote in the first process, see docs/profiling.md; empty for a run without one."""
+    memory: Totals
+    """The sum over the profile."""
     recoveries: list[dict]
     """What was done each time that memory ran out and the run went on."""
     last_step: int
@@ -107,11 +96,8 @@ class NothingYetError(ValueError):
 
 def load_run(folder: str | Path) -> Run:
     """
-    Read the output folder of a `HybridTrainer` or `Trainer`, or one of its checkpoints.
-
-    Raises:
-        ValueError: If there is no such folder, or it holds the trials of a search.
-        NothingYetError: If there is nothing in it that a report could show.
+    Read the output folder of a `HybridTrainer` or `Trainer`, or one of its checkpoints. Raises `ValueError` if there is
+    none, and [`NothingYetError`] if it holds nothing yet that a report could show.
     """
     folder, notes = Path(folder), list[str]()
     if not folder.is_dir():
@@ -119,19 +105,17 @@ def load_run(folder: str | Path) -> Run:
     config = _read(folder / "hybrid_config.json", notes)
     log = load_log(folder, notes, _SHOWN)
     checkpoint, state = _farthest_checkpoint(folder, notes)
-    history = with_steps(state.get("log_history"))
     saved = _read(folder / checkpoint / "hybrid_state.json", notes)
-    profile = _load_profile(folder, notes)
-    begun = next((line for line in reversed(log.lines) if "begun" in line), {})
-    record, source = _newest_record(folder, checkpoint, saved, notes)
-    logs = _merged_logs(history, log.lines)
-    steps = [count_of(state.get("global_step")) or 0, _steps_of(record)]
+    profile = load_log(folder / PROFILE, notes, name="steps.jsonl")
+    record, source = _newest_record(folder, checkpoint, saved, log, notes)
+    logs = _merged_logs(with_steps(state.get("log_history")), log.lines)
     # The last line may be of an earlier step: a checkpoint that is saved asynchronously is complete some steps later.
-    steps += [max((entry["step"] for entry in entries), default=0) for entries in (log.lines, logs, profile.steps)]
-    if not (logs or record or any(steps)):
-        raise _nothing_found(folder, bool(config or log.lines), notes)
-    last_step = max(steps)
-    planned = (count_of(values.get("max_steps")) for values in (begun, state, profile.run, config))
+    seen = [max((entry["step"] for entry in entries), default=0) for entries in (log.lines, logs, profile.lines)]
+    last_step = max(count_of(state.get("global_step")) or 0, _steps_of(record), *seen)
+    if not (logs or record or last_step):
+        raise _nothing_to_report(folder, bool(config or log.lines), notes)
+    begun = next((line for line in reversed(log.lines) if "begun" in line), {})
+    planned = (count_of(values.get("max_steps")) for values in (begun, state, *profile.lines[:1], config))
     max_steps = next(filter(None, planned), None)
     # An earlier end says nothing of a run that was resumed with more steps.
     ended = source == _SUMMARY and _steps_of(record) >= last_step
@@ -149,8 +133,8 @@ def load_run(folder: str | Path) -> Run:
         record=record,
         record_source=source,
         config=config,
-        options=as_dict(saved.get("options")),
         profile=profile,
+        memory=Totals(),
         recoveries=dicts_of(recoveries),
         last_step=last_step,
         max_steps=max_steps,
@@ -158,8 +142,12 @@ def load_run(folder: str | Path) -> Run:
         log=log,
         notes=notes,
     )
-    if not leaps_made(run):
-        _without_phases(run)
+    if not leaps_made(run):  # without leaps there are steps of one kind, as in plain `Trainer`
+        for entry in (*profile.lines, *run.recoveries, *run.events):
+            if entry.get("phase") in PHASES:
+                entry["phase"] = "train"
+    for entry in profile.lines:
+        run.memory.add(entry)
     return run
 
 
@@ -185,17 +173,7 @@ def verdicts_of(run: Run) -> Counter[str]:
     return max(known, totals, last + earlier, key=Counter.total)
 
 
-def _without_phases(run: Run) -> None:
-    """Name all phases of training `train`: without leaps there are steps of one kind, as in plain `Trainer`."""
-    profile = run.profile
-    spikes = dicts_of(profile.summary.get("spikes"))
-    for entries in (profile.steps, profile.out_of_memory, spikes, *profile.ranks.values(), run.recoveries, run.events):
-        for entry in entries:
-            if entry.get("phase") in PHASES:
-                entry["phase"] = "train"
-
-
-def _nothing_found(folder: Path, started: bool, notes: list[str]) -> ValueError:
+def _nothing_to_report(folder: Path, started: bool, notes: list[str]) -> ValueError:
     if started:
         message = f"`{folder}` holds a run that has logged and saved nothing, so there is nothing to report on. "
         return NothingYetError(" ".join([message + "A lower `logging_steps` logs earlier.", *notes]), folder)
@@ -214,9 +192,6 @@ def _nothing_found(folder: Path, started: bool, notes: list[str]) -> ValueError:
     return NothingYetError(" ".join([message, *notes]), folder)
 
 
-# Checkpoints, and the record of the hybrid trainer.
-
-
 def _farthest_checkpoint(folder: Path, notes: list[str]) -> tuple[str, dict]:
     """The name and the `trainer_state.json` of the farthest checkpoint that is not half-written, or of the folder."""
     own = _read(folder / _STATE, notes)  # `Trainer.save_state` leaves the whole history in the output folder
@@ -228,21 +203,26 @@ def _farthest_checkpoint(folder: Path, notes: list[str]) -> tuple[str, dict]:
     return ".", own
 
 
-def _newest_record(folder: Path, checkpoint: str, saved: dict, notes: list[str]) -> tuple[dict, str | None]:
-    """Of the summary, which only a run that ended leaves, and the newest checkpoint, the one that went farther."""
+def _newest_record(folder: Path, checkpoint: str, saved: dict, log: Log, notes: list[str]) -> tuple[dict, str | None]:
+    """
+    Of the summary of a run that ended, and the newest checkpoint, the one that went farther. A run with
+    `enable_predict=False` leaves no file of ours in its folder, so its summary stands in its log.
+    """
     summary = _read(folder / _SUMMARY, notes)
-    record = as_dict(as_dict(as_dict(saved.get("parts")).get("run")).get("record"))
+    parts = as_dict(saved.get("parts"))
+    record = as_dict(as_dict(parts.get("run")).get("record"))
     if summary and _steps_of(summary) >= _steps_of(record):
         return summary, _SUMMARY
+    logged = [as_dict(line["summary"]) for line in log.lines if "summary" in line]
+    if logged and not record:
+        return logged[-1], LOG_NAME
+    record = {**record, **as_dict(as_dict(parts.get("run_counts")).get("own"))}
     return record, f"{(folder / checkpoint).resolve().name}/hybrid_state.json" if record else None
 
 
 def _steps_of(record: dict) -> int:
     steps = as_dict(record.get("steps_by_phase")).values()
     return sum(count_of(count) or 0 for count in steps)
-
-
-# Logs and profile.
 
 
 def _parts(lines: Iterable[dict], name: str) -> list[dict]:
@@ -254,51 +234,5 @@ def _merged_logs(history: list[dict], lines: list[dict]) -> list[dict]:
     """Everything that was logged: the log on disk, and before its first step the newest checkpoint's history."""
     if not lines:
         return history  # of plain `Trainer`
-    logged = [
-        line for line in lines if line.keys() - {"step", "seconds"} and not {"begun", "leap", "event"} & line.keys()
-    ]
+    logged = [line for line in lines if line.keys() - {"step", "seconds"} and not line.keys() & _OF_PARTS]
     return [entry for entry in history if 0 < entry["step"] <= lines[0]["step"]] + logged
-
-
-def _load_profile(folder: Path, notes: list[str]) -> Profile:
-    folder = folder / PROFILE
-    crashes = []
-    for step, path in numbered(folder, r"oom-(\d+)(?:-rank\d+)?"):
-        values = _read(path / "records.json", notes)
-        names = ("phase", "stage", "error", "requested")
-        crashes.append({"step": step, "folder": path.name, **{name: values.get(name) for name in names}})
-    ranks = numbered(folder, r"steps-rank(\d+)\.jsonl")
-    return Profile(
-        run=_read(folder / "run.json", notes),
-        steps=_holding(read_lines(folder / "steps.jsonl", notes)),
-        summary=_read(folder / "summary.json", notes),
-        out_of_memory=crashes,
-        ranks={rank: _holding(read_lines(path, notes)) for rank, path in ranks},
-    )
-
-
-def _holding(entries: Iterable[dict]) -> list[dict]:
-    """The lines that hold. The first of a start says `resumed`; if a kill took that line, the steps go back there."""
-    kept: list[dict] = []
-    for entry in entries:
-        if kept and (entry["step"] < kept[-1]["step"] or entry.get("resumed")):
-            kept = up_to(kept, entry["step"] - 1)
-        kept.append(entry)
-    return kept
-
-
-# Phases of the steps.
-
-
-def phases_of_steps(run: Run) -> list[tuple[int, str]]:
-    """
-    Step and phase, in order: of every step from the profile, else of the steps that were logged. A run without leaps
-    has no phases.
-    """
-    if not leaps_made(run):
-        return []
-    if run.profile.steps:
-        phases = ((entry["step"], entry.get("phase")) for entry in run.profile.steps)
-        return [(step, phase) for step, phase in phases if isinstance(phase, str) and phase != "evaluate"]
-    logged = {step: PHASES[int(index)] for step, index in run.series("hybrid/phase") if 0 <= index < len(PHASES)}
-    return sorted(logged.items())

@@ -1,15 +1,17 @@
 """
-Samples of generations: the prompts of a file, and the completions that a run wrote to `samples.jsonl`.
+Samples of generations: the prompts of a file, and the completions that a run wrote to `samples.jsonl`, or TRL to
+`completions/`.
 
-Standard library only: the command line checks prompts before torch is imported, and a report needs no torch at all.
+The command line checks prompts before torch is imported, and a report needs no torch at all.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from hf_hybrid.records.log import up_to
-from hf_hybrid.records.readings import read_lines
+from hf_hybrid.records.log import load_log
+from hf_hybrid.records.readings import as_dict, number, numbered
+from hf_hybrid.records.summary import format_number
 
 SAMPLES_NAME = "samples.jsonl"
 MOST_PROMPTS = 32
@@ -19,18 +21,12 @@ MOST_SAMPLES = 300
 
 
 def read_prompts(path: str | Path) -> list[str]:
-    """
-    Return the prompts in a text file, one on each line that is not empty.
-
-    Raises:
-        ValueError: If it cannot be read or is not UTF-8, and if it has no prompt or too many.
-    """
+    """Return the prompts in a text file, one on each line that is not empty. Raises `ValueError`."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(
-            f"`sample_prompts={path}` cannot be read: {error.strerror or error}. Name a text file with a prompt per "
-            "line."
+            f"`sample_prompts={path}` cannot be read: {error.strerror or error}. Name a file with a prompt per line."
         ) from None
     except UnicodeDecodeError:
         raise ValueError(f"`sample_prompts={path}` is not text in UTF-8. Save it as UTF-8.") from None
@@ -50,16 +46,39 @@ def checked_prompts(prompts: list[str], source: str) -> list[str]:
 
 
 def samples_of(folder: Path) -> list[dict]:
-    """
-    Return the samples of the newest run in an output folder: `step`, `prompt`, `completion`, `tokens`, `ended`.
-
-    A line that says where a training begins supersedes those of later steps, as in `hybrid_log.jsonl`.
-    """
-    lines: list[dict] = []
-    for line in read_lines(folder / SAMPLES_NAME, []):
-        if "begun" in line:
-            lines = up_to(lines, line["step"]) if line["step"] else []
-        elif isinstance(line.get("prompt"), str) and isinstance(line.get("completion"), str):
-            lines.append(line)
+    """Return the samples of the newest run in an output folder: `step`, `prompt`, `completion`, `tokens`, `ended`."""
+    lines = [line for line in load_log(folder, name=SAMPLES_NAME).lines if isinstance(line.get("prompt"), str)]
+    lines = [line for line in lines if isinstance(line.get("completion"), str)]
     # A resumed run may evaluate the step of its checkpoint once more.
     return list({(line["step"], line["prompt"]): line for line in lines}.values())[-MOST_SAMPLES:]
+
+
+def completions_of(folder: Path, notes: list[str]) -> list[dict]:
+    """
+    Return completions of a training by rewards, the newest first: `step`, `prompt`, `completion`, `rewards` by function
+    and `advantage`. TRL writes them with `log_completions=True`; of each step the best and the worst are kept.
+    """
+    completions: list[dict] = []
+    for step, path in reversed(numbered(folder / "completions", r"completions_(\d+)\.parquet")):
+        try:
+            from pyarrow.parquet import read_table
+
+            rows = read_table(path).to_pylist()
+        except (ImportError, OSError, ValueError) as error:  # pyarrow's own errors are of these classes too
+            notes.append(f"`{path.name}` cannot be read and was left out: {error}.")
+            continue
+        rows.sort(key=lambda row: -(number(row.get("advantage")) or 0))
+        for row in rows[:1] + rows[1:][-1:]:
+            about = {name: _text(row.pop(name, None)) for name in ("prompt", "completion")}
+            advantage, _ = number(row.pop("advantage", None)), row.pop("step", None)
+            rewards = {name: value for name, value in row.items() if number(value) is not None}
+            text = ", ".join(f"{name} {format_number(value)}" for name, value in rewards.items())
+            completions.append({"step": step, **about, "rewards": text, "advantage": advantage})
+        if len(completions) >= MOST_SAMPLES:
+            break
+    return completions
+
+
+def _text(value: object) -> str:
+    """A prompt or a completion as text; of a chat the last message."""
+    return str(as_dict(value[-1]).get("content", "")) if isinstance(value, list) and value else str(value)

@@ -9,7 +9,6 @@ something was recorded: SFT logs the accuracy of tokens, DPO that of preferences
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from hf_hybrid.records.readings import number, reading
 from hf_hybrid.report.run_folder import Points, Run
@@ -42,23 +41,19 @@ _MEMORY = (
 
 @dataclass(frozen=True)
 class Series:
-    """A row of the table. `band` has the ends of an interval around each point, and `style` says how it is drawn."""
+    """A row of the table."""
 
     figure: str
     panel: str
     name: str
     colour: str
     points: Points
-    style: Literal["line", "steps", "dashes", "dots", "crosses"] = "line"
-    band: tuple[tuple[float, float], ...] = ()
 
 
 def series_of(run: Run) -> list[Series]:
     """Return the table of a run."""
     loss = f"loss{'' if run.series('reward') else ' (nats)'}"  # that of a policy, which learns by rewards, has no unit
-    gains = [(leap, gain) for leap in run.leaps if (gain := number(leap.get("gain"))) is not None]
     rows = [
-        *_forecast(run, loss),
         Series("loss", loss, "training", "ink", run.series("loss")),
         Series("loss", loss, "eval", "line", run.series("eval_loss")),
     ]
@@ -70,52 +65,14 @@ def series_of(run: Run) -> list[Series]:
         Series("scores", "rewards", name, colour, points) for (name, points), colour in zip(parts_of(run), colours)
     ]
     rows.append(Series("rate", "learning rate", "learning rate", "ink", run.series("learning_rate")))
-    for name, style, colour, stayed in (
-        ("accepted", "dots", "predict", True),
-        ("rejected or rolled back", "crosses", "bad", False),
-    ):
-        points = [(leap["step"], gain) for leap, gain in gains if (leap.get("verdict") in ACCEPTED) is stayed]
-        rows.append(Series("rate", "gain of each leap", name, colour, points, style))
     norms = [(step, norm) for step, norm in run.series("grad_norm") if norm > 0]  # the axis is logarithmic
     rows.append(Series("gradient", "gradient norm", "training", "ink", norms))
     rows.append(Series("speed", "tokens/s", "training", "ink", speed_of(run)))
     for place, name, colour, key in _MEMORY:
-        values = ((entry["step"], reading(entry, key)) for entry in run.profile.steps)
+        values = ((entry["step"], reading(entry, key)) for entry in run.profile.lines)
         points = [(step, value) for step, value in values if value is not None]
         rows.append(Series("memory", place, name, colour, points if any(value for _, value in points) else []))
     return [row for row in rows if row.points]
-
-
-def _forecast(run: Run, panel: str) -> list[Series]:
-    """
-    One fan: at each step the 90 % interval of the final loss as it was forecast there, and a line where it came. It is
-    of the eval loss if that was forecast, else of the training loss; two over each other could not be read.
-    """
-    for prefix, name in (("eval_", "eval end"), ("", "end")):
-        median, low, high = (run.series(f"hybrid/forecast_{prefix}{end}") for end in ("loss", "low", "high"))
-        points = median[: min(len(low), len(high))]
-        if points:
-            band = tuple((low, high) for (_, low), (_, high) in zip(low, high))
-            came = _end(run, prefix)
-            ends = [] if came is None else [(points[0][0], came), (run.last_step, came)]
-            return [
-                Series("loss", panel, f"{name}, forecast (90 %)", "real", points, "steps", band),
-                Series("loss", panel, f"{name}, as it came", "bad", ends, "dashes"),
-            ]
-    return []
-
-
-def _end(run: Run, prefix: str) -> float | None:
-    """What the forecasts are of: the eval loss after the last step, or the mean of the last training losses."""
-    if not run.finished:
-        return None
-    if prefix:
-        evaluated = run.series("eval_loss")
-        return evaluated[-1][1] if evaluated and evaluated[-1][0] == run.last_step else None
-    from hf_hybrid.world_model.final_loss import final_steps  # needs numpy, which a run without forecasts does not
-
-    last = [loss for step, loss in run.series("loss") if step > run.last_step - final_steps(run.last_step)]
-    return sum(last) / len(last) if last else None
 
 
 def parts_of(run: Run) -> list[tuple[str, Points]]:
@@ -129,14 +86,8 @@ def parts_of(run: Run) -> list[tuple[str, Points]]:
     return [(name, points) for name, key in named[:_MOST_PARTS] if (points := run.series(key))]
 
 
-# Speed.
-
-
 def _intervals(run: Run) -> list[tuple[int, float, float]]:
-    """
-    Return step, tokens and seconds between entries with a loss. They come from the log, which has the time of each
-    line; each start of a run has its own clock.
-    """
+    """Return step, tokens and seconds between entries with a loss. Each start of a run has its own clock."""
     intervals: list[tuple[int, float, float]] = []
     before: tuple[float, float] | None = None
     for line in run.log.lines:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ByteText
 from rig.trainers import train
 from transformers import TrainerCallback
@@ -69,6 +70,12 @@ def test_a_link_in_a_shared_folder_is_not_followed(tmp_path):
     (tmp_path / LOG_NAME).symlink_to(target)
     log_of(tmp_path).add({"step": 10, "loss": 1.0})
     assert target.read_text() == "precious"
+
+
+def test_what_json_cannot_hold_becomes_null(tmp_path):
+    log_of(tmp_path).add({"step": 1, "host": {"rss": float("nan"), "pinned": torch.tensor(2.5), "peak": float("inf")}})
+    line = json.loads((tmp_path / LOG_NAME).read_text().splitlines()[-1], parse_constant=pytest.fail)
+    assert line["host"] == {"rss": None, "pinned": 2.5, "peak": None}
 
 
 class Stop(TrainerCallback):

@@ -135,7 +135,7 @@ def test_memory_in_use(monkeypatch):
     assert 0.5 < resident / psutil.Process().memory_info().rss < 2
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * 2**30 if device.index == 1 else 0)
     assert memory_in_use(torch.device("cuda:1")) == 5 * 2**30
-    assert str(RunPosition("predict", 2.3094, 12, int(5.1 * 2**30))) == "phase=predict loss=2.31 gib=5.1"
+    assert str(RunPosition("predict", 2.3094, int(5.1 * 2**30))) == "phase=predict loss=2.31 gib=5.1"
 
 
 def test_outside_of_a_run_there_is_no_position(tmp_path):

@@ -1,23 +1,22 @@
 """Reports: what is read of a run's folder, finished, killed, resumed or broken, and what is told of it."""
 
-import dataclasses
 import json
 import math
 import sys
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from conftest import ByteText, hybrid_config, tiny_model
 from rig.run_folders import GIB, NASTY, hybrid_run, leap, log, phases, plain_run, profile, step_record, write
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.records.log import load_log
 from hf_hybrid.records.profiler import MemoryProfilerCallback
-from hf_hybrid.report.comparison import compare
-from hf_hybrid.report.findings import OPTIONS_OF_LEAPS, PROFILER_HINT, findings
-from hf_hybrid.report.page import write_report
-from hf_hybrid.report.run_folder import load_run, phases_of_steps
+from hf_hybrid.report.findings import PROFILER_HINT, findings
+from hf_hybrid.report.page import compare, write_report
+from hf_hybrid.report.run_folder import load_run
 from hf_hybrid.report.series import speed, speed_of
 
 
@@ -44,18 +43,18 @@ def test_a_finished_run(tmp_path):
     assert numbers["peak_memory"] is None and PROFILER_HINT in found["notes"]
     assert found["leaps"]["made"] == 3 and found["leaps"]["accepted"] == 2
     assert found["memory"]["held_at_the_end"]["weights"] == {"device": 0, "host": 4096}
-    assert found["options"]["direction"] == "gradient_memory" and found["options"]["learning_rate"] == 1e-3
+    assert found["options"]["learning_rate"] == 1e-3
 
 
-def test_savings_that_did_not_work_are_in_a_note(tmp_path, undrawn):
+def test_savings_that_did_not_work_are_named(tmp_path, undrawn):
     hybrid_run(tmp_path)
     path = tmp_path / "hybrid_summary.json"
     summary = json.loads(path.read_text())
     for failed, expected in (([], []), ("text", []), (["no tree (KeyError: 1)", 7, NASTY], ["no tree", NASTY])):
         write(path, {**summary, "failed_savings": failed})
         page, found, *_ = write_report(tmp_path)
-        notes = [note for note in json.loads(found.read_text())["notes"] if "did not work" in note]
-        assert len(notes) == bool(expected) and all(part in note for note in notes for part in expected)
+        named = json.loads(found.read_text())["savings"].get("savings that did not work", "")
+        assert bool(named) == bool(expected) and all(part in named for part in expected)
         assert not expected or "no tree (KeyError: 1)" in page.read_text() and NASTY not in page.read_text()
 
 
@@ -83,7 +82,7 @@ def test_a_killed_run_is_told_from_its_last_checkpoint_and_what_was_profiled_aft
     assert found["recoveries"] == [{"step": 7, "action": "smaller micro-batches"}]
     assert found["memory"]["by_phase"]["full"]["records"] == 75
     notes = " ".join(found["notes"])
-    assert "1 of 94 lines of `steps.jsonl`" in notes and "2 of 5 leaps left no record" in notes
+    assert "1 of 95 lines of `steps.jsonl`" in notes and "2 of 5 leaps left no record" in notes
     assert [entry["step"] for entry in run.logs][-1] == 90
 
 
@@ -108,11 +107,11 @@ def test_steps_that_a_resumed_run_trained_again_count_once(tmp_path):
     plain_run(tmp_path, steps=40)
     first = [step_record(step, "train") for step in range(1, 61)]
     again = [step_record(step, "train", seconds=step - 40.0, device=False) for step in range(41, 56)]
-    again[0]["resumed"] = True
-    profile(tmp_path, first + again)
+    profile(tmp_path, [*first, {"step": 40, "begun": True, "max_steps": 100}, *again])
     run = load_run(tmp_path)
-    assert [entry["step"] for entry in run.profile.steps] == list(range(1, 56))
-    assert run.profile.steps[40]["device"] is None and run.profile.steps[39]["device"] is not None
+    steps = [entry for entry in run.profile.lines if "begun" not in entry]
+    assert [entry["step"] for entry in steps] == list(range(1, 56))
+    assert steps[40]["device"] is None and steps[39]["device"] is not None
     assert run.last_step == 55
 
 
@@ -179,7 +178,7 @@ SUMMARY, STATE, LOG = "hybrid_summary.json", "checkpoint-100/trainer_state.json"
         (LOG, DEEP),
         (LOG, "\0\x01\x02" * 5000),
         (LOG, '{"step": 7, "leap": 5, "event": [1]}\n{"step": 9, "leap": {"step": "x"}}\n{"step": {}}\n7\n'),
-        ("profile/summary.json", {"spikes": 7}),
+        ("profile/steps.jsonl", '{"step": 0, "begun": 1, "device": 7}\n{"step": 1, "phase": 3}\n7\n'),
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 40 else "",
 )
@@ -254,8 +253,8 @@ def test_the_report_of_a_long_run_is_short_and_says_what_it_leaves_out(tmp_path,
     kept = [record["step"] for record in found["leap_records"]]
     assert len(kept) == 1000 and kept[0] == leaps[0]["step"] and kept[-1] == leaps[-1]["step"]
     notes = " ".join(found["notes"])
-    assert "1,000 of 20,000 leaps" in notes and "1,000 of 10,000 points of a series" in notes
-    assert "the last 1,000 of 2,000 divergence events" in notes
+    assert "1,000 of 20,000 leaps" in notes and "1,000 of 2,000 points of a series" in notes
+    assert "1,000 of 2,000 divergence events" in notes
     assert len(series_by_name(found)["loss (nats)", "training"]) == 1000
 
 
@@ -268,14 +267,9 @@ def test_memory_of_a_profiled_run(tmp_path):
     records[59]["device"] = {**records[59]["device"], "peak_allocated": 20 * GIB}
     records.insert(50, step_record(50, "evaluate"))
     profile(tmp_path, records)
-    write(tmp_path / "profile" / "summary.json", {"achieved_over_floor": 3.3, "spikes": [{"step": 60}]})
-    write(tmp_path / "profile" / "oom-70" / "records.json", {"error": "no memory", "stage": "update", "records": []})
     found = findings(load_run(tmp_path))
     memory = found["memory"]
     assert found["headline"]["peak_memory"] == {"bytes": 20 * GIB, "where": "device", "step": 60, "phase": "full"}
-    assert memory["floor_bytes"] == 6 * GIB and memory["achieved_over_floor"] == 3.3
-    assert memory["out_of_memory"][0]["error"] == "no memory" and memory["spikes"] == [{"step": 60}]
-    assert any("Out of memory in step 70" in note for note in found["notes"])
     full = memory["by_phase"]["full"]
     accounted, peak = full["accounted"], full["peak_allocated"]
     assert accounted["held"]["states"] == {"device": 4 * GIB, "host": GIB} and accounted["unexplained"] == 6 * GIB
@@ -297,51 +291,21 @@ def test_everything_by_step_is_in_the_json(tmp_path, undrawn):
     assert len(series["host", "process (RSS)"]) == 100 and ("host", "pinned") not in series
     assert dict(series["loss (nats)", "training"])[10] == pytest.approx(4.8)
     assert series["learning rate", "learning rate"][0][1] > 0
-    assert found["phases_of_steps"][:2] == [[1, "warmup"], [2, "warmup"]] and len(found["phases_of_steps"]) == 100
     assert [record["verdict"] for record in found["leap_records"]] == ["kept", "rejected", "kept"]
-    assert [step for step, _ in series["gain of each leap", "accepted"]] == [20, 50]
 
 
-# Phases and forecasts.
-
-
-def test_phases_of_steps_come_from_the_best_source(tmp_path):
-    leaps = hybrid_run(tmp_path)
-    known = phases(leaps, 100)
-    assert phases_of_steps(load_run(tmp_path)) == [], "neither profiled nor logged"
-    (tmp_path / LOG).write_text(
-        "".join(json.dumps(line) + "\n" for line in (
-            {"step": 0, "begun": True}, {"step": 5, "loss": 1.0, "hybrid/phase": 0}, {"step": 21, "hybrid/phase": 2},
-        ))
-    )  # fmt: skip
-    assert phases_of_steps(load_run(tmp_path)) == [(5, "warmup"), (21, "predict")]
-    profile(tmp_path, [step_record(step, phase) for step, phase in known.items()] + [step_record(100, "evaluate")])
-    assert dict(phases_of_steps(load_run(tmp_path))) == known
+# Phases.
 
 
 def test_a_run_without_leaps_has_no_phases(tmp_path):
     hybrid_run(tmp_path, leaps=[])
     found = findings(load_run(tmp_path))
-    assert phases_of_steps(load_run(tmp_path)) == [] and found["phases"] == {} and found["leaps"] is None
+    assert found["phases"] == {} and found["leaps"] is None
     assert found["headline"]["steps"] == {"total": 100, "real": 100, "predicted": 0, "planned": 100}
     profile(tmp_path, [step_record(step, "warmup" if step < 10 else "full") for step in range(1, 101)])
     found = findings(load_run(tmp_path))
     assert found["phases"] == {} and found["memory"]["by_phase"].keys() == {"train"}
     assert found["memory"]["by_phase"]["train"]["records"] == 100
-
-
-def test_options_of_leaps_are_shown_where_they_did_something_or_were_set(tmp_path):
-    groups = {field.name: field.metadata["help"].group for field in dataclasses.fields(HybridArguments)}
-    filled, group = {}, None
-    for name, of in groups.items():  # a group is named at its first option
-        group = of or group
-        filled[name] = group
-    of_leaps = {name for name, group in filled.items() if group in ("Phases", "Leaps", "Verification")} - {"preset"}
-    assert of_leaps | {"predict_states", "checkpoint_phases"} == OPTIONS_OF_LEAPS
-    hybrid_run(tmp_path, leaps=[])
-    assert "direction" not in findings(load_run(tmp_path))["options"]
-    write(tmp_path / "hybrid_config.json", {"direction": "none"})
-    assert findings(load_run(tmp_path))["options"]["direction"] == "none"
 
 
 # Accuracy, reward and speed.
@@ -412,7 +376,7 @@ def test_comparison_of_three_runs(tmp_path):
     table = {row[0]: row[1:] for row in found["table"]}
     assert table["Reward"] == ["1.000", "2.000", "–"]
     assert table["Training loss"] == ["2.000", "2.000", "3.000"]
-    assert list(found["runs"]) == ["A", "B", "C"] and "C did not finish" in found["notes"][0]
+    assert list(found["runs"]) == ["1", "2", "3"] and "Did not finish" in found["runs"]["3"]["status"]
 
 
 def test_comparison_of_two_runs(tmp_path):
@@ -424,13 +388,12 @@ def test_comparison_of_two_runs(tmp_path):
     profile(tmp_path / "b", [step_record(step, "train") for step in range(1, 101)])
     found = compare(load_run(tmp_path / "a"), load_run(tmp_path / "b"))
     table = {row[0]: row[1:] for row in found["table"]}
-    assert table["Training loss"] == ["3.000", "4.000", "+1.000", "1.33"]
-    assert table["Predicted steps"] == ["4", "0", "−4", "0"]
-    assert table["Backward passes"] == ["96", "–", "–", "–"]
+    assert table["Training loss"] == ["3.000", "4.000"]
+    assert table["Predicted steps"] == ["4", "0"]
+    assert table["Backward passes"] == ["96", "–"]
     assert table["Peak memory"][1] == "12.0 GiB"
-    assert ["direction", "gradient_memory", "not recorded"] in found["different_options"]
+    assert ["learning_rate", "0.001", "not recorded"] in found["different_options"]
     assert all(row[0] != "output_dir" for row in found["different_options"])
-    assert any("Wall times are of different kinds" in note for note in found["notes"])
 
 
 # The real thing.
@@ -458,8 +421,6 @@ def test_a_real_run_that_was_cut_short(tmp_path):
     assert found["headline"]["steps"]["total"] >= 25 and found["headline"]["peak_memory"]["where"] == "host"
     assert {"warmup", "full", "predict", "correct"} == found["phases"].keys() == found["memory"]["by_phase"].keys()
     assert found["memory"]["by_phase"]["warmup"]["accounted"]["held"]["weights"]["host"] > 0
-    phases_logged = dict(found["phases_of_steps"])
-    assert phases_logged[1] == "warmup" and "predict" in phases_logged.values()
 
 
 def test_a_checkpoint_that_is_committed_late_takes_no_steps_away(tmp_path):
@@ -470,3 +431,28 @@ def test_a_checkpoint_that_is_committed_late_takes_no_steps_away(tmp_path):
     (tmp_path / "hybrid_log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = load_run(tmp_path)
     assert run.last_step == 24 and [step for step, _ in run.series("loss")] == list(range(1, 25))
+
+
+def test_a_run_that_writes_no_summary_has_its_savings_in_the_log(tmp_path):
+    """As of GRPO: with `enable_predict=False` the folder has no file of ours but the log."""
+    summary = {"steps_by_phase": {"full": 0}, "rows": 48, "rows_skipped": 13, "learning_rate_scale": 1.0}
+    end = {"step": 10, "train_runtime": 9.0, "summary": summary}
+    found = findings(logged(tmp_path, [{"step": step, "loss": 0.0, "reward": step / 10} for step in (5, 10)] + [end]))
+    assert found["savings"] == {"rows": "48", "rows skipped": "13"} and found["finished"]
+    assert found["headline"]["backward_passes"]["done"] is None and found["headline"]["steps"]["total"] == 10
+    assert not any("No record" in note for note in found["notes"])
+
+
+def test_completions_that_trl_logged_have_their_rewards(tmp_path, undrawn):
+    logged(tmp_path, [{"step": 10, "loss": 0.0, "reward": 0.5}])
+    chat = [{"role": "user", "content": "2 + 2 ="}]
+    columns = {"step": [10] * 3, "prompt": [chat] * 3, "completion": ["4", NASTY, "5"]}
+    (tmp_path / "completions").mkdir()
+    table = pyarrow.table({**columns, "exact": [1.0, 0.5, 0.0], "advantage": [1.2, 0.0, -1.2]})
+    pyarrow.parquet.write_table(table, tmp_path / "completions" / "completions_00010.parquet")
+    (tmp_path / "completions" / "completions_00005.parquet").write_bytes(b"half of a file")
+    page, found, *_ = write_report(tmp_path)
+    values = json.loads(found.read_text())
+    best = {"step": 10, "prompt": "2 + 2 =", "completion": "4", "rewards": "exact 1.00", "advantage": 1.2}
+    assert values["completions"] == [best, {**best, "completion": "5", "rewards": "exact 0", "advantage": -1.2}]
+    assert "completions_00005.parquet" in " ".join(values["notes"]) and "exact 1.00" in page.read_text()

@@ -103,10 +103,11 @@ def log(folder: Path, leaps: list[dict]) -> None:
     """The log of a [`hybrid_run`] that ended, and was resumed once at step 40."""
     history = json.loads((folder / "checkpoint-100" / "trainer_state.json").read_text())["log_history"]
     lines = [*history, *({"step": made["step"] + 4, "leap": made} for made in leaps)]
-    lines.append({"step": 33, "event": {"step": 32, "level": "caution", "reason": "risen", "action": "shorten"}})
+    lines.append({"step": 33, "event": {"step": 32, "level": "caution", "reason": NASTY, "action": "shorten"}})
     lines.sort(key=lambda line: line["step"])
     resumed = next(index for index, line in enumerate(lines) if line["step"] > 40)
-    lines = [{"step": 0, "begun": True}, *lines[: resumed + 3], {"step": 40, "begun": True}, *lines[resumed:]]
+    begun = {"begun": True, "hardware": {"Accelerator": NASTY}}
+    lines = [{"step": 0, **begun}, *lines[: resumed + 3], {"step": 40, **begun}, *lines[resumed:]]
     (folder / "hybrid_log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -137,13 +138,11 @@ def step_record(step: int, phase: str, *, device: bool = True, seconds: float | 
     return {**found, **values}
 
 
-def profile(folder: Path, records: list[dict], logs: list[dict] = (), **run) -> None:
-    """A profile folder with these lines."""
-    values = {"versions": {"torch": "2.13"}, "device": {"type": "cuda", "name": NASTY, "total_memory": 24 * GIB}}
-    write(folder / "profile" / "run.json", {**values, "max_steps": 100, "floor": {"bytes": 6 * GIB}, **run})
-    for name, lines in (("steps", records), ("logs", logs)):
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (folder / "profile" / f"{name}.jsonl").write_text(text)
+def profile(folder: Path, records: list[dict], **run) -> None:
+    """A profile with these lines behind that of its beginning."""
+    lines = [{"step": 0, "begun": True, "max_steps": 100, **run}, *records]
+    (folder / "profile").mkdir(parents=True, exist_ok=True)
+    (folder / "profile" / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def reseal(checkpoint):

@@ -128,7 +128,6 @@ limit: int | None = None
 """Bytes of device memory that may be allocated."""
 fault: Callable[[int], bool] | None = None
 """Asked at each allocation of so many bytes of device memory; `True` runs out of memory there."""
-_observers: list[Callable] = []
 refuse_registration = False
 """Let the driver refuse to page-lock host memory."""
 _lock = threading.RLock()
@@ -500,8 +499,6 @@ def _ask_for(size: int) -> None:
         torch.OutOfMemoryError: If there are not.
     """
     if (fault is not None and fault(size)) or (limit is not None and device_bytes + size > limit):
-        for observe in _observers:
-            observe(0, size, TOTAL, TOTAL - device_bytes)
         raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes (simulated).")
 
 
@@ -974,11 +971,8 @@ def install() -> None:
         setattr(torch.accelerator, name, value)
     for name in ("get_rng_state", "set_rng_state", "get_rng_state_all", "set_rng_state_all"):
         setattr(torch.cuda.random, name, _of_cuda[name])
-    for name in ("_record_memory_history", "_dump_snapshot"):
-        setattr(torch.cuda.memory, name, getattr(_Snapshots, name))
     torch._C._cuda_isCurrentStreamCapturing = lambda: False
     torch._C._cuda_clearCublasWorkspaces = lambda: None
-    torch._C._cuda_attach_out_of_memory_observer = _observers.append
     torch.empty, torch.zeros = _pinning(torch.empty), _pinning(torch.zeros)
     torch.Tensor.record_stream = lambda self, stream: _regions[self.untyped_storage().data_ptr()][1].recorded.add(
         stream.name
@@ -1025,15 +1019,3 @@ def _pinning(make):
         return tensor
 
     return made
-
-
-class _Snapshots:
-    """The allocator's history: written, with nothing in it."""
-
-    @staticmethod
-    def _record_memory_history(enabled: str | None = "all", **_) -> None:
-        pass
-
-    @staticmethod
-    def _dump_snapshot(filename: str) -> None:
-        Path(filename).write_bytes(b"")

@@ -857,11 +857,9 @@ def offloaded_graphs_together(place: Place) -> dict[str, Tensor]:
 
 @scenario()
 def profiled(place: Place) -> dict[str, Tensor]:
-    """The profiler reads allocator, driver and host, and keeps the history of allocations."""
+    """The profiler reads allocator, driver and host."""
     with place.driver():
-        weights = train(
-            place, **STREAM, **A_LEAP, callbacks=[MemoryProfilerCallback(account_every=1, memory_history=True)]
-        )
+        weights = train(place, **STREAM, **A_LEAP, callbacks=[MemoryProfilerCallback(account_every=1)])
     profile = next(place.folder.rglob("profile"))
     place.facts["records"] = [json.loads(line) for line in (profile / "steps.jsonl").read_text().splitlines()]
     return weights
@@ -901,21 +899,6 @@ def hashed(place: Place) -> dict[str, Tensor]:
 def profiled_resident(place: Place) -> dict[str, Tensor]:
     """The same beside plain steps."""
     return train(place, callbacks=[MemoryProfilerCallback(account_every=2)])
-
-
-@scenario(keeps_model=True, simulated_only=True)  # as above
-def profiled_out_of_memory(place: Place) -> dict[str, Tensor]:
-    """Memory ends once: the profiler leaves a snapshot, and the step is computed again."""
-    seen = Counter()
-
-    def fault(size: int) -> bool:
-        seen["all"] += 1
-        return seen["all"] == 900
-
-    place.simulator.fault = fault if place.on_device else None
-    weights = train(place, optim="sgd", callbacks=[MemoryProfilerCallback(memory_history=True)])
-    place.facts["snapshots"] = len(list(place.folder.rglob("*.pickle")))
-    return weights
 
 
 @scenario(keeps_model=True, simulated_only=True)  # torch reserves more than this model has, at once

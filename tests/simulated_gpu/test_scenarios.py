@@ -204,11 +204,6 @@ def test_the_profiler_reads_allocator_and_driver(results):
     assert record["host"]["pinned"] > 0
 
 
-@needs("profiled_out_of_memory")
-def test_an_out_of_memory_leaves_a_snapshot(results):
-    assert results.of("profiled_out_of_memory")["facts"]["snapshots"] == 1
-
-
 @needs("guarded")
 def test_the_guard_asks_for_a_checkpoint(results):
     assert results.of("guarded")["facts"]["checkpoints"] == 1
