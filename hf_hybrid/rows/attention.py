@@ -125,21 +125,20 @@ def attend(
     compute: Any = ALL_ATTENTION_FUNCTIONS.get_interface(own, eager)
     if tree_segments is None:
         return compute(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    shares = any(segment.path for segment in tree_segments)
+    layout, window = layout_of(tree_segments, query.device), kwargs.get("sliding_window")
     obstacles = [obstacle for name, obstacle in NOT_IN_A_TREE.items() if kwargs.get(name) is not None]
-    if dropout and shares:
+    if dropout and layout.shares:
         obstacles.append("its attention has dropout")
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         obstacles.append("its attention is not causal")
     if obstacles:
         raise CannotAttendError(obstacles[0])
-    layout, window = layout_of(tree_segments, query.device), kwargs.get("sliding_window")
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     in_float32 = kind == "cpu" and dtype in FLASH_DTYPES and layout.most_keys <= MOST_KEYS_IN_FLOAT32
     query, key, value = (tensor.to(torch.float32 if in_float32 else dtype) for tensor in (query, key, value))
     with torch.autocast(kind, enabled=False):
-        if "flash" in own and not shares:
+        if "flash" in own and not layout.shares:
             _, ends, _, longest, _ = layout.gathered
             lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
             options = {"scaling": scaling, "dropout": dropout, **kwargs, **lengths}
@@ -161,6 +160,7 @@ class Layout:
     def __init__(self, segments: tuple[Segment, ...], device: torch.device):
         self.segments, self.device = segments, device
         self.most_keys = max(segment.keys for segment in segments)
+        self.shares = any(segment.path for segment in segments)
         self._masks: dict[tuple, Tensor] = {}
 
     def segment(

@@ -27,7 +27,7 @@ from torch import Tensor
 from hf_hybrid.machine import mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.part import Phase, Step
 from hf_hybrid.rows.costs import WORTH, share_saved
-from hf_hybrid.rows.sharing import COUNTS, Plan, SharedRows, rows_of
+from hf_hybrid.rows.sharing import COUNTS, Plan, SharedRows, obstacle_in_batch, rows_of
 from hf_hybrid.rows.tree import IGNORED, LEAST, Batch, Row, Tree, on_host, padded
 from hf_hybrid.run.trainer_view import LossView, TrainerView, own_losses
 
@@ -133,10 +133,10 @@ class SharedWindows(SharedRows):
             self.fallbacks.because = self.fallbacks.because or LITTLE
             self.counts["tokens"] += sum(batch["input_ids"].numel() for batch in step.batches)
             return
-        reason = next(filter(None, (self._obstacle(self.model, batch) for batch in step.batches)), None)
+        reason = self.reason_plain or next(filter(None, map(obstacle_in_batch, step.batches)), None)
         if reason is None and step.items is None:
             reason = "losses are means over micro-batches, not sums over the window"
-        if reason is not None:
+        if (reason := reason or self.facts_of(self.model).reason) is not None:
             self.fallbacks.cannot_be_exact(reason)
         self._find_drawn()
         batches = [] if reason is not None else on_host([rows_of(inputs) for inputs in step.on_host])
@@ -152,7 +152,8 @@ class SharedWindows(SharedRows):
 
     def _find_drawn(self) -> None:
         """Find out what the model draws in training: on all processes in the same step, as FSDP2 joins their passes."""
-        model, trainer, facts = self.model, self.trainer, self.facts_of(self.model)
+        model, trainer = self.model, self.trainer
+        facts = self.facts_of(model)
         if self.reason_plain is None and facts.reason is None:
             model.train()  # as `training_step` does
             if True not in facts.drawn:

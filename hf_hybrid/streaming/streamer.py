@@ -99,6 +99,7 @@ class LayerStreamer:
         pin = self.transfers.beside
         self.layers, self._ends = make_units(layers, ends, dtype_of=dtype_of, int8=int8, pin=pin, resident=resident)
         first = [unit for unit in self._ends if any(isinstance(module, nn.Embedding) for module in unit.modules)]
+        self.travelling = [unit for unit in self.layers if not unit.resident]
         self.units = [*first, *self.layers, *(unit for unit in self._ends if unit not in first)]
         """In the order in which a forward pass needs them: embeddings, layers, head."""
         self.kept = resident - sum(unit.resident for unit in self.layers)
@@ -113,11 +114,6 @@ class LayerStreamer:
         self._nothing: dict[torch.dtype, Tensor] = {}
         self._pools: list[SlotPool] = []
         self._expanded = torch.empty(0)
-
-    @property
-    def travelling(self) -> list[Unit]:
-        """The layers that do not live on the device."""
-        return [unit for unit in self.layers if not unit.resident]
 
     # In place of the model's own weights, and back.
 

@@ -106,7 +106,7 @@ class Piece:
         if self.widening is not None:
             widening, self.widening = self.widening, None
             widening.result()
-        else:
+        elif self.narrow:
             self.convert()
 
     def widen_when_it_lands(self) -> None:
@@ -273,10 +273,11 @@ class SlotPool:
             self._free.append(self.held.pop(unit))
 
     def _evict(self) -> bool:
-        unused = next((unit for unit in self.held if unit.slot is None), None)
-        if unused is not None:
-            self.forget(unused)
-        return unused is not None
+        for unit in self.held:
+            if unit.slot is None:
+                self._free.append(self.held.pop(unit))
+                return True
+        return False
 
 
 @dataclass(eq=False)
