@@ -97,8 +97,7 @@ class FrozenInBf16(Part):
             vars(adapter).pop("merge", None)
         self.held.clear()
 
-    def clean_up(self) -> None:
-        self.end()
+    clean_up = end
 
 
 def _linear(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
@@ -122,16 +121,9 @@ def frozen_linear_layers(model: torch.nn.Module) -> tuple[list[torch.nn.Linear],
     except NoLayerListError:
         return [], []
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))  # more than one: shared
-    frozen = [
-        module
-        for module in inside
-        if type(module) is torch.nn.Linear
-        and module.weight.dtype == torch.float32
-        and not module.weight.requires_grad
-        and uses[id(module.weight)] == 1
-        and "forward" not in vars(module)
-    ]
-    return frozen, adapters
+    linear = (module for module in inside if type(module) is torch.nn.Linear and "forward" not in vars(module))
+    owned = ((layer, layer.weight) for layer in linear if uses[id(layer.weight)] == 1)
+    return [layer for layer, w in owned if w.dtype == torch.float32 and not w.requires_grad], adapters
 
 
 def layers_with_idle_casts(model: torch.nn.Module) -> list[Any]:
