@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_hybrid.export import bitnet, gguf
-from hf_hybrid.export.rounding import HALVES, round_weights_
+from hf_hybrid.export.rounding import HALVES, round_
 
 GGUF_NAME = "model.gguf"
 MERGED = "merged"
@@ -64,33 +64,14 @@ FORMATS: dict[str, Format] = {
 """By the name that `--format` takes."""
 
 
-def kept_dtype(name: str, asked: str, own: torch.dtype) -> torch.dtype:
-    """Return the dtype of the weights that a format does not quantise; `auto`: the model's own, 16 bits in `merged`."""
-    if asked != "auto":
-        return getattr(torch, asked)
-    if name == MERGED:
-        return torch.float16 if own is torch.float16 else torch.bfloat16
-    return own
-
-
-def caveat(name: str, config: PreTrainedConfig) -> str | None:
-    """Return what a user must know before the format of this model is used; `None` if there is nothing."""
-    if name == "bitnet" and not bitnet.trains_bitnet(config):
-        return (
-            "The model was not trained to be ternary: its weights are rounded to -1, 0 and 1 after training, which "
-            "ruins most models. Compare the losses, and train with `--qat bitnet` (or `to_bitnet`) instead."
-        )
-    return None
-
-
 def check_format(name: str, config: PreTrainedConfig, tokenizer: Any) -> None:
     """Refuse a format that does not exist, or that cannot be written here for this model, with what to do instead."""
     if name not in FORMATS:
-        advice = (
+        llama_cpp = (
             f" `{name}` is written by llama.cpp's own tool: export `gguf-f16`, install llama.cpp, and run "
             f"`llama-quantize {GGUF_NAME} OUTPUT.gguf {name.removeprefix('gguf-')}`."
         )
-        advice = advice if name.startswith("gguf-") else ""
+        advice = llama_cpp * name.startswith("gguf-")
         raise ExportError(f"`format` must be one of {', '.join(FORMATS)}, got `{name}`.{advice}")
     if bitnet.trains_bitnet(config) and name != "bitnet":
         raise ExportError(f"The model was trained to be ternary: export it with `format=bitnet`, got `{name}`.")
@@ -178,7 +159,10 @@ def write(
     model = load(plain, dtype)
     if name == MERGED:
         if own is torch.float32 and dtype in HALVES:  # both in memory, as when they are measured
-            round_weights_(model, load(plain, torch.float32))
+            exact = dict(load(plain, torch.float32).named_parameters())
+            for key, parameter in model.named_parameters():
+                if parameter.dtype in HALVES:  # transformers keeps some in fp32
+                    round_(parameter.data, exact[key].data, key)
         _check_finite(model, dtype)
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         return

@@ -60,10 +60,7 @@ def parse_precision(text: str) -> dict[Phase, str]:
     """
     Read `"auto"`, `"bf16"` or `"full=bf16,correct=fp32,predict=int8"`; phases that are not named are `"auto"`.
 
-    A word without a phase is for every phase that is not named: `"bf16,predict=int8"`.
-
-    Raises:
-        ValueError: If a phase or a precision is not known, is given twice, or is int8 outside Predict.
+    A word without a phase is for every phase that is not named: `"bf16,predict=int8"`. Raises `ValueError`.
     """
     words: dict[str, str] = {}
     for part in text.lower().split(","):
@@ -93,10 +90,8 @@ def parse_precision(text: str) -> dict[Phase, str]:
 def resolve(precisions: Mapping[Phase, str], *, weights: str, autocast: str | None = None) -> dict[Phase, str]:
     """
     Turn a request from [`parse_precision`] into a choice for weights that are held in `weights` ([`held_precision`]).
-    `auto` leaves them as they are; `autocast` is `"bf16"` or `"fp16"` if the trainer computes under it.
-
-    Raises:
-        ValueError: If a precision would need other weights or another autocast; the message says which.
+    `auto` leaves them as they are; `autocast` is `"bf16"` or `"fp16"` if the trainer computes under it. A `ValueError`
+    says which other weights or autocast a precision would need.
     """
     by_phase = {phase: weights if asked == "auto" else asked for phase, asked in precisions.items()}
     for phase, precision in by_phase.items():
@@ -166,9 +161,7 @@ class PhaseMemory(Part):
         autocast (`str`, *optional*): `"bf16"` or `"fp16"` if the trainer computes under autocast. Without it only
             Predict can have a lower precision, and its probes then run under an autocast of their own.
 
-    Raises:
-        ValueError: If a word is not known.
-        ImportError: If it needs bitsandbytes, which is not installed.
+    Raises `ValueError` for a word that is not known, and `ImportError` without bitsandbytes where it is needed.
     """
 
     name = "phase_memory"
@@ -193,10 +186,7 @@ class PhaseMemory(Part):
         self._transfers: dict[torch.device, Transfers] = {}
 
     def check(self, model: nn.Module) -> dict[Phase, str]:
-        """
-        Return the precision of each phase. Raises `ValueError` if one cannot be had with this model, this autocast or
-        several processes.
-        """
+        """Return the precision of each phase. Raises `ValueError` as [`resolve`], and for several processes."""
         held = held_precision(model)
         chosen = resolve(self.precisions, weights=held, autocast=self.autocast)
         lower = [phase.value for phase in Phase if phase is not Phase.PREDICT and chosen[phase] != held]
