@@ -37,7 +37,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_hybrid.compat import switch_checkpointing_on
 from hf_hybrid.part import Part, Phase
-from hf_hybrid.streaming.layers import NoLayerListError, find_layers
+from hf_hybrid.streaming.layers import decoder_layers
 from hf_hybrid.streaming.transfers import HostBuffers, Transfers
 
 if TYPE_CHECKING:
@@ -106,10 +106,7 @@ class ActivationCheckpointing(Part):
                 model.enable_input_require_grads()
             elif had_input_gradients:
                 self._differentiable_inputs.append(model)
-        try:
-            layers = [layer for _, layer in find_layers(wrapped)]
-        except NoLayerListError:
-            layers = []
+        layers = decoder_layers(wrapped)
         self._of = layers if all(isinstance(layer, GradientCheckpointingLayer) for layer in layers) else []
         self._switch(True)
         if self.layers is not None:

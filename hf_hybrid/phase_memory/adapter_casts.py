@@ -22,7 +22,7 @@ from hf_hybrid.machine import sharding_of
 from hf_hybrid.part import Part, Phase
 from hf_hybrid.run.run import Run
 from hf_hybrid.run.trainer_view import TrainerView, unknown_loss
-from hf_hybrid.streaming.layers import NoLayerListError, find_layers
+from hf_hybrid.streaming.layers import decoder_layers
 
 
 def cast_parts(trainer: TrainerView) -> list[Part]:
@@ -116,10 +116,7 @@ def frozen_linear_layers(model: torch.nn.Module) -> tuple[list[torch.nn.Linear],
     adapters = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     if any(type(adapter) is not Linear or adapter.lora_variant for adapter in adapters):
         return [], []
-    try:
-        inside = [module for _, layer in find_layers(model) for module in layer.modules()]
-    except NoLayerListError:
-        return [], []
+    inside = [module for layer in decoder_layers(model) for module in layer.modules()]
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))  # more than one: shared
     linear = (module for module in inside if type(module) is torch.nn.Linear and "forward" not in vars(module))
     owned = ((layer, layer.weight) for layer in linear if uses[id(layer.weight)] == 1)

@@ -21,7 +21,7 @@ from hf_hybrid.plan.estimate import Estimator, refuse
 from hf_hybrid.plan.setups import MARGIN, Setup, with_context
 from hf_hybrid.plan.trace import Tracer
 from hf_hybrid.run.trainer_view import TrainerView, unknown_loss
-from hf_hybrid.streaming.layers import NoLayerListError, find_layers, layers_on_host
+from hf_hybrid.streaming.layers import decoder_layers, find_layers, layers_on_host
 from hf_hybrid.streaming.loss import BIG_VOCABULARY, ChunkedCausalLoss
 from hf_hybrid.streaming.optimizer import STATES_PER_WEIGHT
 
@@ -120,9 +120,7 @@ def _reason_all_are_recomputed(trainer: TrainerView) -> str | None:
         return f"`{sharding}` divides the weights"
     if trainer.args.n_gpu > 1:
         return "`DataParallel` divides each batch"
-    try:
-        find_layers(trainer.model)
-    except NoLayerListError:
+    if not decoder_layers(trainer.model):
         return f"`{type(trainer.model).__name__}` has no list of decoder layers"
     return unknown_loss(trainer)
 
