@@ -85,23 +85,22 @@ def check_format(name: str, config: PreTrainedConfig, tokenizer: Any) -> None:
 
 def _check_rows(model: nn.Module) -> None:
     """Refuse rows that the CPU kernels of bitsandbytes cannot compute with."""
-    linear = ((name, module) for name, module in model.named_modules() if hasattr(module, "in_features"))
-    wrong = next(((name, module.in_features) for name, module in linear if module.in_features % NF4_BLOCK), None)
-    if wrong is not None:
-        raise ExportError(
-            f"`format=nf4`: on the CPU bitsandbytes takes rows of a multiple of {NF4_BLOCK} weights, and `{wrong[0]}` "
-            f"has {wrong[1]}. Export on a GPU, or set `format=gguf-q4_m` for 4 bits."
-        )
+    for name, module in model.named_modules():
+        if hasattr(module, "in_features") and module.in_features % NF4_BLOCK:
+            raise ExportError(
+                f"`format=nf4`: on the CPU bitsandbytes takes rows of a multiple of {NF4_BLOCK} weights, and `{name}` "
+                f"has {module.in_features}. Export on a GPU, or set `format=gguf-q4_m` for 4 bits."
+            )
 
 
 def _check_finite(model: nn.Module, dtype: torch.dtype) -> None:
     """Refuse weights that overflow in 16 bits: 65,504 is the largest number of float16."""
-    wrong = next((name for name, value in model.named_parameters() if not value.isfinite().all()), None)
-    if wrong is not None:
-        raise ExportError(
-            f"`{wrong}` has values that are not finite in `{str(dtype).removeprefix('torch.')}`. Set "
-            "`dtype=bfloat16`, which has the range of float32."
-        )
+    for name, value in model.named_parameters():
+        if not value.isfinite().all():
+            raise ExportError(
+                f"`{name}` has values that are not finite in `{str(dtype).removeprefix('torch.')}`. Set "
+                "`dtype=bfloat16`, which has the range of float32."
+            )
 
 
 def device() -> torch.device:
