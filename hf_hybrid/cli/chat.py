@@ -19,18 +19,13 @@ LIMITS: dict[str, dict[str, float]] = {
 }
 
 
-def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
-    """Register the subcommand."""
-    description = (
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = (
         "Talk to a model with its chat template: the output folder of a run, a checkpoint, adapters, an export, or an "
         f"id on the Hub. {HELP}"
     )
-    parser = subparsers.add_parser("chat", help=summary, description=description)
-
-    def add(name: str, **options) -> None:
-        names = dict.fromkeys((name, name.replace("_", "-")))
-        parser.add_argument(*names, **options)
-
+    add = parser.add_argument
     add("model", help="output folder of a run, folder of a model or of adapters, a .gguf export, or an id on the Hub")
     add("--max_new_tokens", type=int, default=512, help="tokens of an answer at most (default: 512)")
     text = "0: always the likeliest token; default: as the model's generation config says"
@@ -41,8 +36,6 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="of the weights")
     add("--cpu", action="store_true", help="compute on the CPU")
     add("--trust_remote_code", action="store_true", help="run the code that a model on the Hub brings with it")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,21 +16,13 @@ from hf_hybrid.records.readings import as_dict, read_json
 BATCH = 4
 
 
-def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
-    """Register the subcommand."""
-    parser = subparsers.add_parser(
-        "export",
-        help=summary,
-        description=(
-            "Write the model of a run, or of one of its checkpoints, in 16 bits (`merged`) or in a low-bit format, "
-            "with tokenizer, generation config and model card. Adapters are merged. Nothing is written over."
-        ),
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = (
+        "Write the model of a run, or of one of its checkpoints, in 16 bits (`merged`) or in a low-bit format, "
+        "with tokenizer, generation config and model card. Adapters are merged. Nothing is written over."
     )
-
-    def add(name: str, **options) -> None:
-        names = dict.fromkeys((name, name.replace("_", "-")))  # as `train` takes them
-        parser.add_argument(*names, **options)
-
+    add = parser.add_argument
     text = "merged (16 bit), int8, nf4, bitnet, gguf-f16, gguf-q8_0, gguf-q5_1, gguf-q4_m, gguf-q4_1 or gguf-q4_0"
     add("folder", help="output_dir of a run, or a checkpoint in it")
     add("--format", required=True, help=text)
@@ -49,8 +41,6 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     add("--sequence_length", type=int, help=text)
     add("--eval_sequences", type=int, default=256, help="at most so many sequences are evaluated (default: 256)")
     add("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

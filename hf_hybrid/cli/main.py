@@ -23,22 +23,30 @@ COMMANDS = {
     "env": ("hf_hybrid.cli.env", "versions and hardware, ready to paste into a bug report"),
 }
 """
-By name: a module, and the summary for `hf-hybrid --help`. The `add_parser(subparsers, summary)` of a module sets `run`.
+By name: a module, and the summary for `hf-hybrid --help`. A module has `add_options(parser)` and `run(args)`.
 [`RECIPE`] gets every word instead: its options are known to the parser of TrainingArguments alone.
 """
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes `--batch-size` for `--batch_size`, as the commands that train do."""
+
+    def add_argument(self, *names, **options):
+        return super().add_argument(*dict.fromkeys((*names, *(name.replace("_", "-") for name in names))), **options)
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
     """The parser for the command that was given; only the module of this command is imported."""
     description = "Fine-tune and train language models, with less work for the same update; and models that do not fit."
-    parser = argparse.ArgumentParser(prog="hf-hybrid", description=description)
+    parser = Parser(prog="hf-hybrid", description=description)
     parser.add_argument("--version", action="version", version=f"hf_hybrid {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, summary) in COMMANDS.items():
+        own = commands.add_parser(name, help=summary)
         if name == command and module != RECIPE:
-            importlib.import_module(module).add_parser(commands, summary)
-        else:
-            commands.add_parser(name, help=summary)
+            implementation = importlib.import_module(module)
+            implementation.add_options(own)
+            own.set_defaults(run=implementation.run)
     return parser
 
 

@@ -31,22 +31,14 @@ DEFAULTS = {
 """Options that a printed command need not have."""
 
 
-def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
-    """Register the subcommand."""
-    parser = subparsers.add_parser(
-        "plan",
-        help=summary,
-        description=(
-            "Plan the memory of training a model from its config alone: no weights, no data, no GPU. Prints how much "
-            "device and host memory each way to train needs and which of them fit, and recommends the cheapest exact "
-            "one of each kind: full training, LoRA, and QLoRA."
-        ),
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = (
+        "Plan the memory of training a model from its config alone: no weights, no data, no GPU. Prints how much "
+        "device and host memory each way to train needs and which of them fit, and recommends the cheapest exact "
+        "one of each kind: full training, LoRA, and QLoRA."
     )
-
-    def add(name: str, **options) -> None:
-        names = dict.fromkeys((name, name.replace("_", "-")))  # as `train` takes them
-        parser.add_argument(*names, **options)
-
+    add = parser.add_argument
     add("model", help="causal language model: id on the Hub, folder or config file; only config.json is read")
     add("--sequence_length", type=int, help="tokens per sequence (default: 1024, less if the model takes less)")
     add("--batch_size", type=int, default=8, help="sequences per micro-batch (default: 8)")
@@ -69,8 +61,6 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     add("--output", metavar="FILE", help=text)
     add("--details", action="store_true", help="print every plan by category, on device and host")
     add("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -35,22 +35,14 @@ DECADE = 10.0
 """A range whose ends are that far apart is tried on a logarithmic scale."""
 
 
-def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
-    """Register the subcommand."""
-    parser = subparsers.add_parser(
-        "sweep",
-        help=summary,
-        description=(
-            "Try learning rates, and other options of a training. Each trial has the same data and seeds; it ends "
-            "early when the forecast of its final loss says that it cannot win. The same command goes on with an "
-            "interrupted sweep. Ends with a table, and best.yaml for `--config`."
-        ),
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = (
+        "Try learning rates, and other options of a training. Each trial has the same data and seeds; it ends "
+        "early when the forecast of its final loss says that it cannot win. The same command goes on with an "
+        "interrupted sweep. Ends with a table, and best.yaml for `--config`."
     )
-
-    def add(name: str, **options) -> None:
-        names = dict.fromkeys((name, name.replace("_", "-")))  # as `train` takes them
-        parser.add_argument(*names, **options)
-
+    add = parser.add_argument
     text = "what trains: train (default), sft, dpo or grpo"
     add("trainer", nargs="?", choices=TRAINING, default="train", metavar="COMMAND", help=text)
     add("--config", required=True, metavar="FILE", help="YAML file with the options of all trials, for that command")
@@ -61,8 +53,6 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     add("--output", metavar="FOLDER", help="folder of the sweep (default: OUTPUT_DIR-sweep)")
     text = "end a trial when its probability of winning is below; 0: only when it diverges (default: 0.15)"
     add("--threshold", type=float, default=0.15, help=text)
-    parser.set_defaults(run=run)
-    return parser
 
 
 # What is tried.
