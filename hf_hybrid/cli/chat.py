@@ -39,17 +39,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Chat. Returns 0; 2 after a message if the model or an option cannot be used; 130 after Ctrl-C."""
+    """Chat. Returns 0; 130 after Ctrl-C."""
+    _check(args)
+    console.print_line(f"{args.model}. {HELP}")
     try:
-        _check(args)
-        console.print_line(f"{args.model}. {HELP}")
         with console.speaking():
             with console.quiet_imports():
                 model, tokenizer = load(args)
             _talk(model, tokenizer, args)
-    except (OptionError, ImportError) as error:
-        sys.stderr.write(f"hf-hybrid chat: error: {error}\n")
-        return 2
     except (EOFError, KeyboardInterrupt) as end:
         sys.stdout.write("\n")
         return 0 if isinstance(end, EOFError) else 130
@@ -58,11 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse wrong numbers and folders without a model, before torch is imported."""
-    try:
-        for name, limits in LIMITS.items():
-            check_range(f"--{name}", getattr(args, name), limits)
-    except ValueError as error:
-        raise OptionError(str(error)) from None
+    for name, limits in LIMITS.items():
+        check_range(f"--{name}", getattr(args, name), limits)
     path, kinds = Path(args.model).expanduser(), ("config.json", "adapter_config.json", "*.gguf")
     if path.is_dir() and not any(any(path.glob(kind)) for kind in kinds):
         from hf_hybrid.saving.manifest import last_checkpoint

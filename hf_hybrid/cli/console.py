@@ -322,10 +322,8 @@ def _saved_work(summary: dict[str, Any]) -> str:
     tokens, shared, padding = (summary.get(name) or 0 for name in ("tokens", "tokens_shared", "tokens_padding"))
     parts, of_what = [], "the tokens"
     if summary.get("rows_skipped"):
-        parts, of_what = (
-            [f"{summary['rows_skipped']:,} of {summary['rows']:,} rows had no advantage"],
-            "the others' tokens",
-        )
+        parts.append(f"{summary['rows_skipped']:,} of {summary['rows']:,} rows had no advantage")
+        of_what = "the others' tokens"
     if tokens and (shared or padding):
         parts.append(
             f"{(shared + padding) / (tokens + padding):.0%} of {of_what} were not computed: {count(shared)} in shared "

@@ -44,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export, say so, and measure if asked. Returns 0; 2 after a message if run, format or data cannot be used."""
+    """Export, say so, and measure if asked. Returns 0."""
     from hf_hybrid.cli import console
 
     with console.quiet_imports():
@@ -78,9 +78,6 @@ def run(args: argparse.Namespace) -> int:
                 folder, output, args.format, batches=batches, dtype=args.dtype, max_shard_size=args.max_shard_size,
                 when_written=say_written, progress=bar,
             )  # fmt: skip
-    except (ValueError, ImportError, OSError) as error:
-        sys.stderr.write(f"hf-hybrid export: error: {error}\n")
-        return 2
     except KeyboardInterrupt:
         if not (output / exporter.RESULT_NAME).is_file():
             raise

@@ -72,11 +72,13 @@ def handing_on() -> Generator[None]:
     """
 
     def hand_on(number: int, frame: Any) -> None:
-        workers = [child for child in psutil.Process().children() if MODULE in _words_of(child)]
-        for worker in workers:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                worker.send_signal(number)
-        if not workers:  # they do not run yet
+        begun = False
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error, OSError):  # it has ended
+                if MODULE in child.cmdline():
+                    begun = True
+                    child.send_signal(number)
+        if not begun:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -88,13 +90,6 @@ def handing_on() -> Generator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _words_of(process: Any) -> list[str]:
-    try:
-        return process.cmdline()
-    except (psutil.Error, OSError):  # it has ended
-        return []
 
 
 def launch_arguments(line: CommandLine, processes: int) -> list[str]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import sys
 from collections.abc import Sequence
 
 from hf_hybrid import __version__
+
+logger = logging.getLogger(__name__)
 
 RECIPE = "hf_hybrid.cli.recipe"
 COMMANDS = {
@@ -54,11 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     Run the command that the words after `hf-hybrid` name; by default those of the process.
 
-    Returns the exit status: 0, or 1 if the command could not do its work. Wrong options exit with 2.
+    Returns the exit status: 0; 1 if the command could not do its work; 2 after a message for what it cannot use.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments and COMMANDS.get(arguments[0], ("",))[0] == RECIPE:
         return importlib.import_module(RECIPE).run(arguments[0], arguments[1:])
     command = next((word for word in arguments if not word.startswith("-")), None)
     args = build_parser(command).parse_args(arguments)
-    return args.run(args)
+    try:
+        return args.run(args)
+    except (ValueError, ImportError, OSError) as error:
+        logger.debug("The error in full:", exc_info=True)
+        sys.stderr.write(f"hf-hybrid {args.command}: error: {error}\n")
+        return 2

@@ -64,13 +64,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, print, write a YAML file. Returns 0; 1 if nothing fits to be written; 2 for wrong options."""
-    try:
-        with quiet_imports():
-            report = _Report(args)
-    except (ImportError, ValueError) as error:
-        sys.stderr.write(f"hf-hybrid plan: error: {error}\n")
-        return 2
+    """Plan, print, write a YAML file. Returns 0; 1 if nothing fits to be written."""
+    with quiet_imports():
+        report = _Report(args)
     sys.stdout.write(report.as_json() if args.json else report.as_text())
     if args.output is None:
         return 0
@@ -82,8 +78,7 @@ def run(args: argparse.Namespace) -> int:
         write_text(Path(args.output), report.as_yaml(best))
     except (OSError, ValueError) as error:  # a ValueError: of a NUL in the name
         reason = getattr(error, "strerror", error)
-        sys.stderr.write(f"hf-hybrid plan: error: `--output {args.output}` cannot be written: {reason}.\n")
-        return 2
+        raise ValueError(f"`--output {args.output}` cannot be written: {reason}.") from None
     sys.stderr.write(f"Written: {args.output} ({best.title})\n")
     return 0
 

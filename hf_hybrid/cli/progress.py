@@ -64,15 +64,9 @@ def interrupts(alone: bool) -> Generator[threading.Event]:
 class Progress(TrainerCallback):
     """
     Writes the lines and, on a terminal, the bar, in place of Trainer's own. With `log_completions` each line is
-    followed by a completion.
+    followed by a completion. After Ctrl-C (`interrupted`) it ends the run at the next step.
 
-    Args:
-        trainer: Whose run it is. Its own callbacks of this kind are removed.
-        interrupted (`threading.Event`): Of Ctrl-C.
-        chooses_steps (`bool`): Whether `logging_steps` follows from the length of the run.
-
-    Attributes:
-        stepped (`bool`): Whether a step has begun.
+    `chooses_steps`: `logging_steps` follows from the length of the run.
     """
 
     def __init__(self, trainer: Any, interrupted: threading.Event, *, chooses_steps: bool):
@@ -81,7 +75,7 @@ class Progress(TrainerCallback):
         self.trainer, self.interrupted, self.chooses_steps = trainer, interrupted, chooses_steps
         self.bar: PositionBar | None = None
         self.begun: float | None = None
-        self.stepped = False
+        self.stepped = False  # whether a step has begun
         self.scale: float | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -153,14 +147,8 @@ def log_line(
     step: int, steps: int, logs: dict[str, Any], *, rate: float | None = None, left: str = "", width: int = 80
 ) -> str:
     """
-    Return the line for a log entry; empty if it has nothing to show.
-
-    Args:
-        step, steps (`int`): Where the run is, and its length.
-        logs (`dict`): The entry.
-        rate (`float`, *optional*): Tokens per second.
-        left (`str`): Time that is left.
-        width (`int`): Columns that it may take.
+    Return the line for a log entry, in so many columns at most; empty if it has nothing to show. `rate` is in tokens
+    per second, `left` the time to the end.
     """
     place = f"step {step:>{len(str(steps))}}/{steps}"
     if any(name.startswith("eval_") for name in logs):

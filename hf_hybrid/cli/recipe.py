@@ -178,18 +178,15 @@ def train(line: CommandLine) -> int:
             words = {None: None, "": None, "none": None, "false": None, "true": True}
             resume = trainer.args.resume_from_checkpoint
             result = trainer.train(resume_from_checkpoint=words.get(resume and resume.lower(), resume))
-    except (TrainingDivergedError, UnrecoveredMemoryError) as error:
+    except (TrainingDivergedError, UnrecoveredMemoryError, RanksDriftedError) as error:
         complain(error, program)
-        return 1
+        return TRY_AGAIN if isinstance(error, RanksDriftedError) else 1
     except rewards.RewardError as error:
         if progress is None or not progress.stepped:
             return complain(error, program)
         sys.stderr.write(f"{program}: error: {error}\n")  # of any process
         console.print_interruption(trainer)
         return 1
-    except RanksDriftedError as error:
-        complain(error, program)
-        return TRY_AGAIN
     except (ValueError, TypeError, ImportError) as error:
         # Before the first step HybridConfig, HybridTrainer and Trainer refuse options and checkpoints with these.
         if progress is not None and progress.stepped:

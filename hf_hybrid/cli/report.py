@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the report and print where it is. Returns 0, also after Ctrl-C with `--follow`; 2 after a message."""
+    """Write the report and print where it is. Returns 0, also after Ctrl-C with `--follow`."""
     from hf_hybrid.report.page import write_comparison, write_report
 
     def write(refresh: int | None = None) -> list[Path]:
@@ -39,18 +39,14 @@ def run(args: argparse.Namespace) -> int:
         return write_comparison(args.folder, *args.others, output=args.output, refresh=refresh)
 
     every = USUAL_SECONDS if args.every is None else args.every
-    try:
-        if args.every is not None and not args.follow:
-            raise ValueError(f"`--every {args.every}` is for `--follow`. Add that, or leave it out.")
-        if every < 1:
-            raise ValueError(f"`--every` must be at least 1 second, got {every}.")
-        if args.follow:
-            _follow(write, every)
-        else:
-            _print_files(write())
-    except (OSError, ValueError) as error:
-        sys.stderr.write(f"hf-hybrid report: {error}\n")
-        return 2
+    if args.every is not None and not args.follow:
+        raise ValueError(f"`--every {args.every}` is for `--follow`. Add that, or leave it out.")
+    if every < 1:
+        raise ValueError(f"`--every` must be at least 1 second, got {every}.")
+    if args.follow:
+        _follow(write, every)
+    else:
+        _print_files(write())
     return 0
 
 

@@ -182,15 +182,10 @@ def run(args: argparse.Namespace) -> int:
     """
     Run the trials and say which is the best.
 
-    Returns 0; 2 after a message for options that cannot work; 1 if no trial finished, or after a message if the disk is
-    full for example; 130 after Ctrl-C.
+    Returns 0; 1 if no trial finished, or after a message if the disk is full for example; 130 after Ctrl-C.
     """
-    try:
-        with quiet_imports():
-            trials = _prepare(args)
-    except (OptionError, ValueError, ImportError, OSError) as error:
-        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
-        return 2
+    with quiet_imports():
+        trials = _prepare(args)
     try:
         return _work(trials)
     except KeyboardInterrupt:
