@@ -31,10 +31,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     text += "with merged bfloat16, or float16 if they are saved so)"
     add("--dtype", default="auto", help=text)
     add("--max_shard_size", default="5GB", help="largest file of weights (default: 5GB); a GGUF file is not split")
-    text = "measure the held-out loss of the original and of the export, after it is written"
-    add("--measure", action="store_true", help=text)
-    text = "data to measure on, of a format that the run takes (default: what the run held out); asks for --measure"
-    add("--eval_dataset", help=text)
+    add("--measure", action="store_true", help="then measure the held-out loss of the original and of the export")
+    add("--eval_dataset", help="data to measure on (default: what the run held out); asks for --measure")
     add("--eval_split", help="split of --eval_dataset (default: as the run, else train)")
     add("--columns", nargs="+", help="other names of columns of --eval_dataset, as NEW=OLD: text=body")
     text = "take --eval_dataset as texts in sequences of so many tokens (default: as the run, else 512)"
@@ -122,9 +120,8 @@ def held_out_rows(reader: Any, tokenizer: Any, most: int) -> list[dict[str, list
     rows = list(itertools.islice(reader.eval_set(tokenizer), most))
     if reader.command == "dpo":
         rows = _chosen(rows, reader, tokenizer)
-    kept = slice(None) if reader.max_length is None else slice(None, reader.max_length)
-    if reader.keep_end and reader.max_length is not None:
-        kept = slice(-reader.max_length, None)
+    length = reader.max_length  # or `None`
+    kept = slice(-length, None) if length and reader.keep_end else slice(length)
     cut = [{name: row[name][kept] for name in ("input_ids", "labels")} for row in rows]
     return [row for row in cut if any(label >= 0 for label in row["labels"][1:])]
 

@@ -47,11 +47,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--ram", help="host memory (default: what is available on this machine)")
     text = "mixed: fp32 weights (a frozen base: bf16) under bf16 autocast; or all in one type (default: mixed)"
     add("--dtype", choices=("mixed", "float32", "bfloat16"), default="mixed", help=text)
-    text = "command that trains; the plan is of its options (default: sft)"
-    add("--for", dest="task", choices=tuple(LENGTHS), default="sft", help=text)
+    add("--for", dest="task", choices=tuple(LENGTHS), default="sft", help="command that trains (default: sft)")
     add("--peft", choices=("none", "lora", "qlora"), help="plan this alone; none: all weights (default: all three)")
-    text = "bitnet: ternary weights, with their rounded copies beside the latent ones (default: none)"
-    add("--qat", choices=("none", "bitnet"), default="none", help=text)
+    add("--qat", choices=("none", "bitnet"), default="none", help="bitnet: ternary weights (default: none)")
     add("--lora_r", type=int, default=16, help="rank of the adapters (default: 16)")
     add("--lora_target_modules", nargs="+", metavar="NAME", help="modules with adapters (default: all linear ones)")
     add("--num_processes", type=int, default=1, help="processes, one for each GPU; more with --accelerate_config")
@@ -139,15 +137,16 @@ class _Report:
 
     def as_json(self) -> str:
         """All plans, and the recommended ones, as JSON."""
-        plans, setup = [self._row(plan) for plan in self.plans], self.planner.setup
-        best = {kind: plan and plan.way.title for kind, plan in self.best.items()}
-        return json.dumps({"vram": setup.vram, "ram": setup.ram, "plans": plans, "recommended": best}, indent=2) + "\n"
-
-    def _row(self, plan: WayPlan) -> dict:
+        setup = self.planner.setup
         names = "peak_device_bytes peak_host_bytes margin_bytes categories stage traced fits device_shortfall"
         names += " host_shortfall options recomputed_layers"
-        values = {name: getattr(plan, name) for name in names.split()}
-        return {"title": plan.way.title, "kind": plan.way.kind, **values, "exact": plan.way.exact}
+        plans = [
+            {name: getattr(plan.way, name) for name in ("title", "kind", "exact")}
+            | {name: getattr(plan, name) for name in names.split()}
+            for plan in self.plans
+        ]
+        best = {kind: plan and plan.way.title for kind, plan in self.best.items()}
+        return json.dumps({"vram": setup.vram, "ram": setup.ram, "plans": plans, "recommended": best}, indent=2) + "\n"
 
     def as_text(self) -> str:
         """The table of all plans, and the best of each kind with its command."""

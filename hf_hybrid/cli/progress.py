@@ -19,10 +19,6 @@ from hf_hybrid.cli.console import is_number, outcome, plural, print_line, termin
 from hf_hybrid.records.progress import HybridProgressCallback, PositionBar
 from hf_hybrid.trl.rewards import text_of
 
-LINES = 20
-"""Lines of losses that a run of any length shows, about, if `logging_steps` is not given."""
-MOST_STEPS = 50
-"""Steps between two lines at most then."""
 FORMATS = {
     "loss": "loss {:.4f}",
     "reward": "reward {:.3f}",
@@ -139,8 +135,8 @@ def last_completion(trainer: Any) -> str:
 
 
 def logging_steps(max_steps: int) -> int:
-    """Return the steps between two lines for a run of a length: about `LINES` lines, at most `MOST_STEPS` apart."""
-    return min(max(max_steps // LINES, 1), MOST_STEPS)
+    """Return the steps between two lines for a run of a length: about 20 lines, at most 50 steps apart."""
+    return min(max(max_steps // 20, 1), 50)
 
 
 def log_line(

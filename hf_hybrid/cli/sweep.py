@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 PROGRAM = "hf-hybrid sweep"
 RESERVED = ("output_dir", "config", "resume_from_checkpoint", "num_processes", "accelerate_config")
 """Options that are no parameters: the sweep sets the first three, and the others change no loss."""
-DECADE = 10.0
-"""A range whose ends are that far apart is tried on a logarithmic scale."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -84,8 +82,8 @@ class Range:
 
     @property
     def logarithmic(self) -> bool:
-        """Whether values are spaced by ratio and not by difference."""
-        return self.low > 0 and (self.name == "learning_rate" or self.high / self.low >= DECADE)
+        """Whether values are spaced by ratio and not by difference: learning rates are, and a decade or more."""
+        return self.low > 0 and (self.name == "learning_rate" or self.high / self.low >= 10)
 
     def grid(self, count: int) -> list:
         """`count` values over the range, in order; fewer if there are no more integers."""
@@ -107,10 +105,7 @@ class Range:
         the range, which is bisection. If two are as far, it is the one on a side of the best where nothing was tried,
         or where the neighbour was better, or the larger one. The middle is the first.
 
-        Args:
-            count (`int`): Values of the grid.
-            ended (`dict`): By value that was tried: how good it was, in order, the smallest is the best.
-            running (`Collection`): Values that are being tried.
+        `ended` says by value how good it was (the smallest is the best), `running` are values that are being tried.
         """
         grid, tried = self.grid(count), {*ended, *running}
         left = [value for value in grid if value not in tried]
