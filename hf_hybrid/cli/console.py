@@ -265,10 +265,9 @@ def print_end(trainer: Any, trained: dict[str, Any], metrics: dict[str, Any]) ->
     if logged and all(entry.get("frac_reward_zero_std") == 1 for entry in logged):
         print_nothing_learned(trainer, logged[-1])
     else:
+        of_all = f" of {state.max_steps:,}" if state.global_step < state.max_steps else ""
         seconds = tqdm.format_interval(trained.get("train_runtime", 0))
-        steps = f"{state.global_step:,} of {plural(state.max_steps, 'step')}"
-        steps = plural(state.global_step, "step") if state.global_step >= state.max_steps else steps
-        print_line(f"Done: {steps} in {seconds}.")
+        print_line(f"Done: {state.global_step:,}{of_all} step{'s' * (state.max_steps > 1)} in {seconds}.")
     for name in ("reward", "loss"):
         if values := [entry[name] for entry in logged if is_number(entry.get(name))]:
             print_fact(name, f"{values[-1]:.4g} at the end ({values[0]:.4g} at first)")

@@ -35,8 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--eval_dataset", help="data to measure on (default: what the run held out); asks for --measure")
     add("--eval_split", help="split of --eval_dataset (default: as the run, else train)")
     add("--columns", nargs="+", help="other names of columns of --eval_dataset, as NEW=OLD: text=body")
-    text = "take --eval_dataset as texts in sequences of so many tokens (default: as the run, else 512)"
-    add("--sequence_length", type=int, help=text)
+    add("--sequence_length", type=int, help="cut --eval_dataset into so many tokens (default: as the run, else 512)")
     add("--eval_sequences", type=int, default=256, help="at most so many sequences are evaluated (default: 256)")
     add("--json", action="store_true", help="print JSON instead of a table")
 

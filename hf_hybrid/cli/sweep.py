@@ -174,11 +174,7 @@ def _value(name: str, word: str, config: str, command: Command) -> Any:
 
 
 def run(args: argparse.Namespace) -> int:
-    """
-    Run the trials and say which is the best.
-
-    Returns 0; 1 if no trial finished, or after a message if the disk is full for example; 130 after Ctrl-C.
-    """
+    """Run the trials. Returns 0; 1 if none finished, or after a message (of a full disk); 130 after Ctrl-C."""
     with quiet_imports():
         trials = _prepare(args)
     try:

@@ -26,6 +26,7 @@ YAML file. Options that hold a secret reach it by a variable too.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -405,9 +406,8 @@ class Trials:
             _drop_weights(self.trial(other.number), model=best is None or other.number != best.number)
 
 
-def tell(line: str) -> None:
-    """Write a line for the user."""
-    print_line(line, unwrapped=True)
+tell = functools.partial(print_line, unwrapped=True)
+"""Write a line for the user."""
 
 
 def make_way(folder: Path) -> None:
