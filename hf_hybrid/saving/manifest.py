@@ -41,18 +41,12 @@ from hf_hybrid.files import is_disk_full, write_json
 
 MANIFEST_NAME = "hybrid_manifest.json"
 SAVING_NAME = "_hybrid_saving"
-"""
-Folder beside the checkpoints in which the next one is written and old ones are deleted. Uploads leave out what begins
-with `_`.
-"""
+"""Folder beside checkpoints in which they are written and deleted. Uploads leave out what begins with `_`."""
 DELETED = "deleted-"
 """How the name of a checkpoint begins that is being deleted."""
 TRAINER_STATE_NAME = "trainer_state.json"
 DELETABLE = "hybrid_state.json"
-"""
-The file that a user may delete from a checkpoint, as the refusal of another version's says. What is left is whole: a
-run goes on with weights, optimizer and schedule.
-"""
+"""The file that a user may delete, as the refusal of another version's says: weights, optimizer, schedule go on."""
 SCHEMA_VERSION = 1
 THREADS, BLOCK = 8, 1 << 26
 """That flush and hash, and the bytes that one hashes at a time: a multiple of the buffer that it reads into."""
@@ -84,25 +78,21 @@ class Manifest:
 
 
 @contextlib.contextmanager
-def saving(folder: Path) -> Generator[None]:
-    """Context in which the checkpoint `folder` is written, into [`SAVING_NAME`] beside it, and [`commit`] is called."""
-    try:
-        temporary(folder).mkdir(parents=True, exist_ok=True)
-        yield
-    except Exception as error:
-        clean_up_failed_save(folder, error)
-        raise
-
-
-def clean_up_failed_save(folder: Path, error: Exception, *, delete: bool = True) -> None:
+def saving(folder: Path, *, makes_folder: bool = True) -> Generator[None]:
     """
-    Delete what an error left of a save, on the process that makes the folder (`delete`). Raise `OSError` if the disk is
-    full, with what to do.
+    Context in which the checkpoint `folder` is written, into [`SAVING_NAME`] beside it, and [`commit`] is called. After
+    an error the process that made the folder deletes what is left. A full disk is an `OSError` that says what to do.
     """
     output_dir = folder.parent
-    if delete:
-        finish_interrupted_saves(output_dir)
-    if is_disk_full(error):
+    try:
+        if makes_folder:
+            temporary(folder).mkdir(parents=True, exist_ok=True)
+        yield
+    except Exception as error:
+        if makes_folder:
+            finish_interrupted_saves(output_dir)
+        if not is_disk_full(error):
+            raise
         last = last_checkpoint(output_dir)
         resume = f"Then resume from `{last}`" if last else "No checkpoint was saved yet, so start anew then"
         raise OSError(
@@ -114,10 +104,7 @@ def clean_up_failed_save(folder: Path, error: Exception, *, delete: bool = True)
 
 
 def commit(folder: Path, step: int, *, in_step: bool) -> None:
-    """
-    Flush all files of a checkpoint to the disk, write the manifest that makes it whole, and give it its name
-    (`folder`). `in_step` says whether the next step was under way, with its batches fetched.
-    """
+    """Flush a checkpoint, write its manifest, and give it its name. `in_step`: batches of the next step are fetched."""
     written = temporary(folder)
     (written / MANIFEST_NAME).unlink(missing_ok=True)  # of a trainer that copied another checkpoint into it
     paths = sorted(written.rglob("*"))  # with folders in it, which are flushed too
@@ -144,10 +131,7 @@ def add_what_callbacks_saved(folder: Path) -> None:
 
 
 def finish_interrupted_saves(output_dir: Path) -> list[Path]:
-    """
-    End the saves and deletions of a folder, also those of a process that was killed: a committed save gets its name,
-    and the rest is deleted. Return the saves that were cut short.
-    """
+    """End the saves and deletions of a folder, also of killed processes. Return the saves that were cut short."""
     folder, cut_short = output_dir / SAVING_NAME, []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.name.startswith(DELETED):
@@ -221,12 +205,10 @@ def rotate(output_dir: Path, limit: int | None, *, newest: Path, best: str | Non
     own = [folder for folder in checkpoints_of(output_dir) if is_committed(folder) and not folder.is_symlink()]
     own.sort(key=lambda folder: step_of(folder) < step_of(newest))  # stable: by step otherwise
     surplus = max(len(own) - max(limit, len(kept)), 0)
-    given_up = [folder for folder in own if folder.resolve() not in kept][:surplus]
-    for folder in given_up:
+    for folder in [folder for folder in own if folder.resolve() not in kept][:surplus]:
         _give_up(folder)
-    if given_up:
-        with contextlib.suppress(OSError):  # not all could be deleted: the next save tries again
-            (output_dir / SAVING_NAME).rmdir()
+    with contextlib.suppress(OSError):  # there is none, or not all could be deleted: the next save tries again
+        (output_dir / SAVING_NAME).rmdir()
 
 
 def _give_up(folder: Path) -> None:
@@ -290,10 +272,7 @@ def _flush(path: Path) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """
-    Return the manifest of a checkpoint, or `None` if it has none. Raise [`CheckpointError`] if the manifest itself is
-    damaged, or another version wrote it.
-    """
+    """Return the manifest of a checkpoint, if it has one. Raise [`CheckpointError`] if it cannot be read."""
     if not is_committed(folder):
         return None
     values = read_json(folder / MANIFEST_NAME)

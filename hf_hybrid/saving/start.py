@@ -57,10 +57,7 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, *, sav
     """
     Return where a training starts that saves checkpoints in `output_dir`, or none (`saves`). `resume` is as in
     `Trainer.train`; with `"auto"` a run goes on where it has saved a checkpoint, and begins anew where it has not.
-
-    Raises:
-        CheckpointError: If there is nothing to resume from, `resume` names a checkpoint that is damaged, or the run
-            would overwrite checkpoints.
+    Raise [`CheckpointError`] if it cannot start, or would overwrite checkpoints.
     """
     start, output_dir = Start(), Path(output_dir)
     if reason := no_access(output_dir) or no_access(output_dir / SAVING_NAME):
@@ -219,12 +216,9 @@ def _not_saved(folder: Path) -> list[str]:
     """Return what Trainer will not find in a checkpoint, a sentence for each; it starts anew without a word."""
     sentences = []
     if not any(folder.glob("global_step*")):  # of DeepSpeed, which holds both
-        names = {"optimizer.pt": any(folder.glob("optimizer*")), "scheduler.pt": (folder / "scheduler.pt").is_file()}
-        absent = [f"no `{name}`" for name, there in names.items() if not there]
-        if absent:
-            sentences.append(
-                f"Optimizer and schedule are not restored, as there is {' and '.join(absent)}: both start anew."
-            )
+        names = {"optimizer.pt": "optimizer*", "scheduler.pt": "scheduler.pt"}
+        if absent := " and ".join(f"no `{name}`" for name, pattern in names.items() if not any(folder.glob(pattern))):
+            sentences.append(f"Optimizer and schedule are not restored, as there is {absent}: both start anew.")
     if not any(folder.glob("rng_state*.pth")):
         sentences.append(
             "Random generators are not restored, as there is no `rng_state.pth`: dropout and the order of later epochs "
