@@ -110,16 +110,14 @@ def compare(
     saved: dict, current: dict, *, inside_epoch: bool = False, has_optimizer: bool = True, same_run: bool = True
 ) -> Differences:
     """
-    Compare the identity in a checkpoint (empty if it has none) with that of the run that goes on from it, maybe after
-    some batches of an epoch (`inside_epoch`); see the table in docs/resume.md. If the user did not ask for the same
-    run, less is refused.
+    Compare the identity in a checkpoint with that of the run that goes on from it, maybe `inside_epoch` (table:
+    docs/resume.md). What a checkpoint lacks is not compared. Less is refused if nobody asked for the `same_run`.
     """
-    differences = Differences()
-    if not saved:
-        return differences
+    differences, saved = Differences(), {**current, **saved}
     for group in ("options", "config"):
+        saved[group] = {**current[group], **saved[group]}
         for name, value in current[group].items():
-            old = saved[group].get(name, value)
+            old = saved[group][name]
             if old != value and name in _OLD_HOLD:
                 differences.notes.append(
                     f"`{name}={value}` is not taken up: optimizer and schedule go on with the checkpoint's `{old}`."
