@@ -78,21 +78,22 @@ class Manifest:
 
 
 @contextlib.contextmanager
-def saving(folder: Path, *, makes_folder: bool = True) -> Generator[None]:
-    """
-    Context in which the checkpoint `folder` is written, into [`SAVING_NAME`] beside it, and [`commit`] is called. After
-    an error the process that made the folder deletes what is left. A full disk is an `OSError` that says what to do.
-    """
-    output_dir = folder.parent
+def saving(folder: Path) -> Generator[None]:
+    """Context in which the checkpoint `folder` is written, into [`SAVING_NAME`] beside it, and [`commit`] is called."""
     try:
-        if makes_folder:
-            temporary(folder).mkdir(parents=True, exist_ok=True)
+        temporary(folder).mkdir(parents=True, exist_ok=True)
         yield
     except Exception as error:
-        if makes_folder:
-            finish_interrupted_saves(output_dir)
-        if not is_disk_full(error):
-            raise
+        clean_up_failed_save(folder, error)
+        raise
+
+
+def clean_up_failed_save(folder: Path, error: Exception, *, delete: bool = True) -> None:
+    """Delete what an error left of a save, if asked to. A full disk is an `OSError` that says what to do."""
+    output_dir = folder.parent
+    if delete:
+        finish_interrupted_saves(output_dir)
+    if is_disk_full(error):
         last = last_checkpoint(output_dir)
         resume = f"Then resume from `{last}`" if last else "No checkpoint was saved yet, so start anew then"
         raise OSError(
@@ -212,10 +213,7 @@ def rotate(output_dir: Path, limit: int | None, *, newest: Path, best: str | Non
 
 
 def _give_up(folder: Path) -> None:
-    """
-    Delete a checkpoint. After a kill at any moment the rest of it is found: where it was moved by the next save or
-    start, and where folders cannot be renamed by the next rotation, because its manifest goes last.
-    """
+    """Delete a checkpoint. Where folders cannot be renamed its manifest goes last, so that a rotation finds it."""
     moved = folder.parent / SAVING_NAME / f"{DELETED}{step_of(folder)}"
     try:
         moved.parent.mkdir(exist_ok=True)

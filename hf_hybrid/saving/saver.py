@@ -185,12 +185,15 @@ class Saver:
         trainer._end_step()
         folder = Path(trainer._get_output_dir(trial), f"checkpoint-{trainer.state.global_step}")
         self.writer.begin(reason_sync_save(trainer))
-        if trainer.args.should_save:  # an interrupt by the user may have left one
-            manifest.finish_interrupted_saves(folder.parent)
         try:
-            with manifest.saving(folder, makes_folder=trainer.args.should_save), self._as_before_step():
-                trainer.accelerator.wait_for_everyone()
-                self._folder = folder
+            if trainer.args.should_save:
+                temporary = folder.parent / manifest.SAVING_NAME
+                if temporary.exists():  # an interrupt by the user left it
+                    manifest.finish_interrupted_saves(folder.parent)
+                (temporary / folder.name).mkdir(parents=True, exist_ok=True)
+            trainer.accelerator.wait_for_everyone()
+            self._folder = folder
+            with self._as_before_step():
                 trainer._show_real_weights()
                 if trainer.accelerator.num_processes > 1:
                     self._processes_agreed = compare_processes(trainer, agreed_before=self._processes_agreed)
@@ -198,6 +201,9 @@ class Saver:
                 write()
                 self.commit()
                 self.saved_step = trainer.state.global_step
+        except Exception as error:
+            manifest.clean_up_failed_save(folder, error, delete=trainer.args.should_save)
+            raise
         finally:
             self._folder = None
             self.writer.abandon()
@@ -254,10 +260,7 @@ class Saver:
 
     @contextlib.contextmanager
     def keeping_the_best(self) -> Generator[None]:
-        """
-        Context in which a training is finished. With `save_total_limit=1` Trainer deletes all but the best checkpoint,
-        also those without a manifest: it is shown none, and ours are rotated.
-        """
+        """Context in which a training is finished: `Trainer`, which may delete all but the best, is shown none."""
         self._hides_checkpoints = True
         try:
             yield
@@ -312,7 +315,7 @@ class Saver:
         return not any(name.startswith("eval_") for entry in logged_here for name in entry)
 
     def check_weights(self, *, together: bool = False) -> None:
-        """Raise [`TrainingDivergedError`] if weights to save are not finite: `together` if those of any process are."""
+        """Raise [`TrainingDivergedError`] if weights to save are not finite, on all processes `together`."""
         weights, accelerator = self._trainer.run.weights, self._trainer.accelerator
         are_checked = self._folder is not None and accelerator.num_processes > 1 and not together
         if weights is None or are_checked:
