@@ -135,13 +135,11 @@ def log_probs_of_sampler(
 
 def take_rows(batches: list[Batch], rows: Tensor) -> Batch:
     """Return the rows of several micro-batches of one generation batch; `rows` counts through all of them."""
-
-    def taken(name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() == 0:
-            return value  # the same for the whole generation batch
-        return torch.cat([batch[name] for batch in batches])[rows]
-
-    return {name: taken(name, value) for name, value in batches[0].items()}
+    taken = dict(batches[0])  # scalars are the same for the whole generation batch
+    for name, value in taken.items():
+        if isinstance(value, Tensor) and value.dim():
+            taken[name] = torch.cat([batch[name] for batch in batches])[rows]
+    return taken
 
 
 def rows_of_completions(batch: Batch) -> Rows:
@@ -155,20 +153,12 @@ def rows_of_completions(batch: Batch) -> Rows:
     )
 
 
-def prompt_numbers(prompt_ids: Tensor) -> Tensor:
-    """Return a number for the prompt of each row, shape [rows]: the same where prompts of shape [rows, width] are."""
-    return prompt_ids.unique(dim=0, return_inverse=True)[1]
-
-
 def rebin(batches: list[Batch], rows: Tensor, count: int, mean: Mean) -> list[Batch]:
     """
-    Put rows of several micro-batches into others, each with the weight that it had.
+    Put rows of several micro-batches into `count` others, at most one per row, each with the weight that it had.
 
-    Args:
-        batches (`list[Batch]`): Micro-batches of one generation batch, with equally many rows.
-        rows (`Tensor`): Indices of the rows to keep, counted through all micro-batches, shape [rows].
-        count (`int`): Number of new micro-batches, at most `len(rows)`.
-        mean (`str`): What the loss is divided by.
+    `batches` are of one generation batch and have equally many rows. `rows` has the indices of those to keep, counted
+    through all micro-batches, shape [rows].
     """
     size = len(batches[0]["advantages"])
     tokens_before = torch.stack([tokens_in_loss(batch).sum().clamp(min=1) for batch in batches])
@@ -218,21 +208,13 @@ class ExactSkips:
         self, batches: list[Batch], *, ends_window: bool, processes: int, leave_out: bool, by_prompt: bool
     ) -> dict[str, int]:
         """
-        Plan the next micro-batches.
+        Plan the next micro-batches in place of TRL's `batches`, which are of one generation batch and one window.
+        Return what the run counts: rows, those not computed, and micro-batches without any.
 
         The computed ones come last: processes exchange gradients in the last backward pass of a window, so with
         several of them that one is always made. One process makes it once if nothing else shows which parameters
-        get gradients.
-
-        Args:
-            batches (`list[Batch]`): TRL's micro-batches, of one generation batch and one window.
-            ends_window (`bool`): Whether the window ends with them.
-            processes (`int`): Number of processes.
-            leave_out (`bool`): Whether rows that do not count are left out.
-            by_prompt (`bool`): Whether rows of the same prompt are put together.
-
-        Returns:
-            `dict[str, int]`: What the run counts: rows, those not computed, and micro-batches without any.
+        get gradients. With `leave_out` rows that do not count are left out, with `by_prompt` rows of the same prompt
+        are put together.
         """
         on_device = torch.cat([self.counts(batch) for batch in batches]).long()
         found = on_device.unsqueeze(1)
@@ -247,7 +229,8 @@ class ExactSkips:
         if needed < total or by_prompt:
             rows = torch.argsort(counts.logical_not().int(), stable=True)[:needed].sort().values
             if by_prompt:
-                rows = rows[prompt_numbers(found[:, 1:])[rows].argsort(stable=True)]
+                _, prompt_of_row = found[:, 1:].unique(dim=0, return_inverse=True)
+                rows = rows[prompt_of_row[rows].argsort(stable=True)]
             rows, count = rows.to(on_device.device, non_blocking=True), -(-needed // size)
             planned = [None] * (len(batches) - count) + (rebin(batches, rows, count, self.mean) if count else [])
         self._planned = deque(planned)
@@ -292,17 +275,12 @@ class Sampled:
 
 @dataclass
 class Scoring:
-    """
-    A generation batch between its sampling and its advantages.
-
-    Attributes:
-        inputs (`list[dict]`): Rows of the dataset on this process.
-        with_grad (`bool`): Whether gradients were on. TRL turns them off for log-probabilities, not for rewards.
-        sampled (`Sampled`, *optional*): Once there are completions.
-        rewards (`Tensor`, *optional*): Of all processes, once they were asked for, shape [rows, functions].
-    """
+    """A generation batch between its sampling and its advantages."""
 
     inputs: list[dict[str, Any]]
+    """Rows of the dataset on this process."""
     with_grad: bool
+    """Whether gradients were on. TRL turns them off for log-probabilities, not for rewards."""
     sampled: Sampled | None = None
     rewards: Tensor | None = None
+    """Of all processes, once they were asked for, shape [rows, functions]."""
