@@ -29,10 +29,6 @@ class Epochs:
 
     def __init__(self, trainer: TrainerView):
         self._trainer = trainer
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget the last training."""
         self.next, self.is_at_start = 0, False
         self._began_at: list[int] = []
 

@@ -21,12 +21,11 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
 from hf_hybrid import machine
 from hf_hybrid.part import Part, Step
@@ -37,15 +36,6 @@ if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
 
 logger = logging.getLogger(__name__)
-
-
-def rate_at(scheduler: Any) -> Callable[[int], float] | None:
-    """
-    Return the factor on the learning rate in a step (from 0), if the schedule knows it in advance: of those that
-    transformers makes, all but the two that watch the loss do.
-    """
-    scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate wraps some
-    return (lambda step: float(scheduler.lr_lambdas[0](step))) if isinstance(scheduler, LambdaLR) else None
 
 
 class _Average:
@@ -143,14 +133,11 @@ class RateScale(Part):
 
 class LearningRateSearch(RateScale):
     """
-    A scalar state machine: [`observe`] takes the numbers of one real step and moves [`scale`].
+    A scalar state machine: [`observe`] takes the numbers of one real step and moves [`scale`] between 1 and
+    `max_scale`. The search is to take a small part of the run. Its signal is measured on `weights` of torch's Adam or
+    AdamW.
 
     The constants were chosen on the tasks of docs/evaluation/leaps.md. benchmarks/NOTEBOOK.md lists the alternatives.
-
-    Args:
-        max_steps (`int`): Length of the run; the search is to take a small part of it.
-        max_scale (`float`): Upper bound of the scale; 1 is the lower one.
-        weights (`TrainedWeights`, *optional*): Of torch's Adam or AdamW; what the signal is measured on.
     """
 
     GROWTH, MIN_GROWTH, MAX_GROWTH = 2.5, 0.03, 0.25

@@ -138,7 +138,7 @@ class Whole:
 
     def bytes_in_rounds(self, elements: int) -> float:
         """Return the bytes that all processes together send so that matrices of so many elements are computed whole."""
-        return 0.0
+        return 2 * (self.processes - 1) / self.processes * 4 * elements
 
     def whole(self, index: int, tensor: Tensor) -> Tensor:
         """
@@ -223,9 +223,6 @@ class Shards(Whole):
             back = self._exchange(result, take, give).split(give)
             for (key, _, rows), part in zip(in_turn, back):
                 yield key, part.view(rows.shape).to(rows.device)
-
-    def bytes_in_rounds(self, elements: int) -> float:
-        return 2 * (self.processes - 1) / self.processes * 4 * elements
 
     def _exchange(self, tensor: Tensor, give: list[int], take: list[int]) -> Tensor:
         """Send the next `give[p]` elements of a flat tensor to process `p`; return `take[p]` elements from each."""

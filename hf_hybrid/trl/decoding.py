@@ -41,10 +41,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -161,16 +162,10 @@ def chunks_of_similar_length(lengths: Sequence[int]) -> list[list[int]]:
 
 def drawn(probabilities: Tensor, all_probabilities: Tensor | None, places: Tensor | None) -> Tensor:
     """
-    Draw a token of each row with the random numbers that the row gets in the whole batch.
+    Draw a token of each row that is left, shape [rows left], with the random numbers that it gets in the whole batch.
 
-    Args:
-        probabilities (`Tensor`): Of the rows that are left, shape [rows left, vocabulary].
-        all_probabilities (`Tensor`, *optional*): Of the whole batch, shape [rows, vocabulary]; those of rows that have
-            left are any. The others are written into it. `None` if no row has left.
-        places (`Tensor`, *optional*): Where the rows that are left are in the whole batch, shape [rows left].
-
-    Returns:
-        `Tensor`: Of shape [rows left].
+    `probabilities` of shape [rows left, vocabulary] are written into `all_probabilities` of shape [rows, vocabulary] at
+    `places`; those of rows that have left are any. Both are `None` if no row has left.
     """
     if all_probabilities is None or places is None:
         return torch.multinomial(probabilities, 1)[:, 0]
@@ -236,21 +231,16 @@ def why_plain_positions(config: Any, longest: int) -> str | None:
     return None
 
 
-class Request(NamedTuple):
-    """What `generate` has prepared, and the prompts of its rows, `input_ids` of shape [rows, width]."""
-
-    input_ids: Tensor
-    processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    config: GenerationConfig
-    model_inputs: dict[str, Any]
-    """What the model gets beside tokens."""
-    prompts: Prompts
-
-
-def _reason_plain(model: Any, request: Request) -> str | None:
-    """Return why a call is left to transformers; `None` if it is not."""
-    input_ids, processors, criteria, config, model_inputs, prompts = request
+def _reason_plain(
+    model: Any,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    model_inputs: dict[str, Any],
+    prompts: Prompts,
+) -> str | None:
+    """Return why a call is left to transformers; `None` if it is not. See [`Decoding._decode`]."""
     if (mode := config.get_generation_mode()) not in ("greedy_search", "sample"):
         return f"the generation config asks for `{mode.value}`"
     for name in ("return_dict_in_generate", "prefill_chunk_size", "token_healing"):
@@ -414,11 +404,8 @@ class Decoding(Part):
     It counts, on this process and in training: `rows_decoded`, rows of the forward passes that
     computed one token of each; `rows_decoded_saved`, those that transformers would compute beside them; and
     `prompt_tokens_shared`, tokens of prompts that it would compute once more. `plain_rollouts_because` in the summary
-    says why the last completions that were left to transformers were.
-
-    Args:
-        off (`bool`): Leave everything to transformers, without a word.
-        tells (`Callable[[], bool]`): Whether this process writes to the log.
+    says why the last completions that were left to transformers were. With `off` everything is left to them, without a
+    word. `tells` says whether this process writes to the log.
     """
 
     name = "decoding"
@@ -446,11 +433,7 @@ class Decoding(Part):
         Inside, `model.generate` completes these prompts, one per row; `model` is unwrapped. Only completions of the
         training are counted.
         """
-        plain = model.generate
-
-        def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_inputs):
-            prepared = input_ids, logits_processor, stopping_criteria, generation_config, model_inputs
-            return self._decode(model, Request(*prepared, known), counts)
+        plain, loop = model.generate, functools.partial(self._decode, Prompts.of(prompts), counts)
 
         def generate(*args, **kwargs):
             others = sorted(kwargs.keys() - {"input_ids", "attention_mask", "generation_config"})
@@ -475,21 +458,24 @@ class Decoding(Part):
             self.fallbacks.did_not_work(error, "the loop that leaves ended rows out does not run")
             return completions
 
-        known = Prompts.of(prompts)
         model.generate = generate
         try:
             yield
         finally:
             del model.generate
 
-    def _decode(self, model: Any, request: Request, counts: bool) -> Tensor:
+    def _decode(
+        self, prompts, counts, model, input_ids, logits_processor, stopping_criteria, generation_config, **model_inputs
+    ) -> Tensor:
         """
-        Complete the rows of a request: the loop of `generate`. Return prompts and completions, shape [rows, width and
-        tokens of the longest completion], or raise `PlainRolloutsError`.
+        Complete the rows of `input_ids`, shape [rows, width], with what else `generate` has prepared: its loop. Return
+        prompts and completions, shape [rows, width and tokens of the longest completion], or raise
+        `PlainRolloutsError`. The model gets `model_inputs` beside tokens.
         """
-        if (reason := _reason_plain(model, request)) is not None:
+        processors, criteria, config = logits_processor, stopping_criteria, generation_config
+        reason = _reason_plain(model, input_ids, processors, criteria, config, model_inputs, prompts)
+        if reason is not None:
             raise PlainRolloutsError(reason)
-        input_ids, processors, criteria, config, model_inputs, prompts = request
         device, (count, width) = input_ids.device, input_ids.shape
         ends = any(isinstance(criterion, EosTokenCriteria) for criterion in criteria)
         padding = config.pad_token_id if ends else 0

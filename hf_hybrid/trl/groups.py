@@ -127,10 +127,10 @@ def log_probs_of_sampler(
     """Return log-probabilities that vLLM gave, padded at the right; zeros where there are none."""
     if given is None:
         return torch.zeros(shape, device=device)
-    found = torch.zeros(shape)
-    for row, values in zip(found, given):
+    log_probs = torch.zeros(shape)
+    for row, values in zip(log_probs, given):
         row[: len(values)] = torch.tensor([0.0 if value is None else value for value in values])
-    return found.nan_to_num(nan=0.0).to(device)
+    return log_probs.nan_to_num(nan=0.0).to(device)
 
 
 def take_rows(batches: list[Batch], rows: Tensor) -> Batch:
@@ -162,7 +162,7 @@ def rebin(batches: list[Batch], rows: Tensor, count: int, mean: Mean) -> list[Ba
     """
     size = len(batches[0]["advantages"])
     tokens_before = torch.stack([tokens_in_loss(batch).sum().clamp(min=1) for batch in batches])
-    made = []
+    rebinned = []
     for part in rows.tensor_split(count):
         batch = take_rows(batches, part)
         if mean == "rows":
@@ -173,8 +173,8 @@ def rebin(batches: list[Batch], rows: Tensor, count: int, mean: Mean) -> list[Ba
             weight = torch.ones_like(part)
         advantages = batch["advantages"]
         batch["advantages"] = advantages * weight.to(advantages.dtype).view(-1, *[1] * (advantages.dim() - 1))
-        made.append(batch)
-    return made
+        rebinned.append(batch)
+    return rebinned
 
 
 # State.
@@ -217,11 +217,11 @@ class ExactSkips:
         are put together.
         """
         on_device = torch.cat([self.counts(batch) for batch in batches]).long()
-        found = on_device.unsqueeze(1)
+        columns = on_device.unsqueeze(1)
         if by_prompt:
-            found = torch.cat([found, torch.cat([batch["prompt_ids"] for batch in batches])], dim=1)
-        found = found.cpu()  # the host waits for the device, once
-        counts = found[:, 0].bool() if leave_out else torch.ones(len(found), dtype=torch.bool)
+            columns = torch.cat([columns, torch.cat([batch["prompt_ids"] for batch in batches])], dim=1)
+        columns = columns.cpu()  # the host waits for the device, once
+        counts = columns[:, 0].bool() if leave_out else torch.ones(len(columns), dtype=torch.bool)
         total, size = len(counts), len(counts) // len(batches)
         at_least = 1 if ends_window and (processes > 1 or not self._reached) else 0
         needed = max(self.agree(int(counts.sum())), at_least)
@@ -229,7 +229,7 @@ class ExactSkips:
         if needed < total or by_prompt:
             rows = torch.argsort(counts.logical_not().int(), stable=True)[:needed].sort().values
             if by_prompt:
-                _, prompt_of_row = found[:, 1:].unique(dim=0, return_inverse=True)
+                _, prompt_of_row = columns[:, 1:].unique(dim=0, return_inverse=True)
                 rows = rows[prompt_of_row[rows].argsort(stable=True)]
             rows, count = rows.to(on_device.device, non_blocking=True), -(-needed // size)
             planned = [None] * (len(batches) - count) + (rebin(batches, rows, count, self.mean) if count else [])

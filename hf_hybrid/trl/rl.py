@@ -394,7 +394,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     _rewards: Tensor
     """Of all processes, on the host, shape [rows, functions]."""
 
-    def _sampled(self, prompts: list[Any], found: tuple) -> Sampled:
+    def _sampled(self, prompts: list[Any], output: tuple) -> Sampled:
         """Return what is needed of the tuple that TRL's `_generate` returns."""
         raise NotImplementedError
 
@@ -425,32 +425,30 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         return rewards
 
     def _generate(self, prompts):
-        found = super()._generate(prompts)
+        output = super()._generate(prompts)
         if self._scoring is not None:
-            self._scoring.sampled = self._sampled(prompts, found)
-        return found
+            self._scoring.sampled = self._sampled(prompts, output)
+        return output
 
     def _generate_and_score_completions(self, inputs):
-        self._scoring = Scoring(inputs, torch.is_grad_enabled()) if self._asks_rewards_first() else None
+        own = type(self)._generate_and_score_completions is RolloutTrainerMixin._generate_and_score_completions
+        # Then log-probabilities of rows without advantage are read by nobody: rewards are asked for first.
+        rewards_first = own and self.rollouts.leaves_out and self.model.training
+        self._scoring = Scoring(inputs, torch.is_grad_enabled()) if rewards_first else None
         try:
-            found: Batch = super()._generate_and_score_completions(inputs)
+            batch: Batch = super()._generate_and_score_completions(inputs)
         finally:
             self._scoring = None
         if (alike := self._rewarded_alike()) is None:
-            return found
-        advantages, own = found["advantages"], self._own_rows(alike)
+            return batch
+        advantages, own = batch["advantages"], self._own_rows(alike)
         if self.model.training:
             self.rollouts.counts["rows_of_rounding"] += int(advantages.cpu()[own].ne(0).sum())
-        found["advantages"] = advantages.masked_fill(own.to(advantages.device, non_blocking=True), 0.0)
+        batch["advantages"] = advantages.masked_fill(own.to(advantages.device, non_blocking=True), 0.0)
         logged: Any = self._logs["advantages"]
         for place, zero in zip(range(-1, -len(logged) - 1, -1), reversed(alike.tolist())):
             logged[place] = 0.0 if zero else logged[place]
-        return found
-
-    def _asks_rewards_first(self) -> bool:
-        """Whether log-probabilities of rows without advantage are read by nobody."""
-        own = type(self)._generate_and_score_completions is RolloutTrainerMixin._generate_and_score_completions
-        return own and self.rollouts.leaves_out and self.model.training
+        return batch
 
     def _old_rows(self, attention_mask: Tensor, kept: int) -> list[int] | None:
         """
@@ -483,14 +481,14 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
                 )
             self.rollouts.counts["log_probs_skipped"] += len(input_ids) - len(chosen)
             shape = (len(input_ids), logits_to_keep)
-            found = log_probs_of_sampler(sampled.log_probs, shape, input_ids.device)
+            log_probs = log_probs_of_sampler(sampled.log_probs, shape, input_ids.device)
             if chosen:
                 rows = indices(chosen, input_ids.device)
                 computed, *_ = super()._get_per_token_logps_and_entropies(
                     model, input_ids[rows], attention_mask[rows], logits_to_keep, *args, **kwargs
                 )
-                found = found.to(computed.dtype).index_copy(0, rows, computed)
-            return found, None, None
+                log_probs = log_probs.to(computed.dtype).index_copy(0, rows, computed)
+            return log_probs, None, None
 
     def _agree(self, count: int) -> int:
         if self.accelerator.num_processes == 1:
@@ -596,8 +594,8 @@ class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):  # ty: ignore[incompa
     def _mean(self) -> Mean:
         return MEAN_OF_LOSS.get(self.loss_type, "items")
 
-    def _sampled(self, prompts: list[Any], found: tuple) -> Sampled:
-        _, completion_ids, _, completions, log_probs, extra, *_ = found
+    def _sampled(self, prompts: list[Any], output: tuple) -> Sampled:
+        _, completion_ids, _, completions, log_probs, extra, *_ = output
         return Sampled(prompts, completion_ids, completions, log_probs, extra)
 
     def _total_rewards(self) -> Tensor | None:
@@ -636,8 +634,8 @@ class HybridRLOOTrainer(RolloutTrainerMixin, RLOOTrainer):  # ty: ignore[incompa
     config_class, method = HybridRLOOConfig, "RLOO"
     _mean: Mean = "rows"
 
-    def _sampled(self, prompts: list[Any], found: tuple) -> Sampled:
-        _, completion_ids, completions = found
+    def _sampled(self, prompts: list[Any], output: tuple) -> Sampled:
+        _, completion_ids, completions = output
         return Sampled(prompts, completion_ids, completions)
 
     def _total_rewards(self) -> Tensor | None:

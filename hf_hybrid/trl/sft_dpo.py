@@ -130,14 +130,14 @@ class CompletionLosses(_QuietLosses):
         if self.from_logits is not False:
             recording = _Recording(model)
             loss = self.trainer.compute_loss(recording, dict(inputs))
-            losses, counts, router = self._told_apart(recording.outputs, inputs)
+            losses, counts, router = self._by_sequence(recording.outputs, inputs)
             if self.from_logits is None:
                 self.from_logits = self._agrees(loss - router, losses, counts)
             if self.from_logits:
                 return losses / counts.clamp(min=1) + router
         return self._one_by_one(model, inputs)
 
-    def _told_apart(self, outputs, inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
+    def _by_sequence(self, outputs, inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
         """Summed loss and number of predicted tokens per sequence, and the router loss of the batch."""
         trainer, logs = self.trainer, outputs.log_probs.float()  # zero where there is no label
         losses = -logs * logs.exp() if trainer.args.loss_type == "dft" else -logs
