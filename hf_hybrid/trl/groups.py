@@ -133,15 +133,6 @@ def log_probs_of_sampler(
     return log_probs.nan_to_num(nan=0.0).to(device)
 
 
-def take_rows(batches: list[Batch], rows: Tensor) -> Batch:
-    """Return the rows of several micro-batches of one generation batch; `rows` counts through all of them."""
-    taken = dict(batches[0])  # scalars are the same for the whole generation batch
-    for name, value in taken.items():
-        if isinstance(value, Tensor) and value.dim():
-            taken[name] = torch.cat([batch[name] for batch in batches])[rows]
-    return taken
-
-
 def rows_of_completions(batch: Batch) -> Rows:
     """Return what TRL gives a model for a batch of prompts with a sampled completion each."""
     prompt, completion = batch["prompt_ids"], batch["completion_ids"]
@@ -164,7 +155,10 @@ def rebin(batches: list[Batch], rows: Tensor, count: int, mean: Mean) -> list[Ba
     tokens_before = torch.stack([tokens_in_loss(batch).sum().clamp(min=1) for batch in batches])
     rebinned = []
     for part in rows.tensor_split(count):
-        batch = take_rows(batches, part)
+        batch = dict(batches[0])  # scalars are the same for the whole generation batch
+        for name, value in batch.items():
+            if isinstance(value, Tensor) and value.dim():
+                batch[name] = torch.cat([other[name] for other in batches])[part]
         if mean == "rows":
             weight = torch.full_like(part, len(part)) / size
         elif mean == "tokens":
