@@ -54,7 +54,7 @@ LIMITS = {
     "a step of LoRA": {"files": 5, "changes": 25, "depth": 8, "calls": 145},
     "a step with `enable_predict=False`": {"files": 3, "changes": 13, "depth": 5, "calls": 31},
     "a step of shared rows": {"files": 9, "changes": 126, "depth": 11, "calls": 618},
-    "a step of GRPO": {"files": 8, "changes": 54, "depth": 15, "calls": 146},
+    "a step of GRPO": {"files": 8, "changes": 54, "depth": 14, "calls": 141},
     "a streamed step": {"files": 10, "changes": 275, "depth": 14, "calls": 1063},
     "a plain save": {"files": 5, "changes": 42, "depth": 9, "calls": 84},
     "a save with leaps": {"files": 14, "changes": 77, "depth": 12, "calls": 564},

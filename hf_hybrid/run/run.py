@@ -234,8 +234,7 @@ class Run:
 
     def react(self, verdict: Verdict) -> None:
         """Carry out the action of a verdict. The monitor writes it down, and raises an error if it is the last one."""
-        for method in self._hooks["react"]:
-            method(self.step, verdict)
+        self.call("react", self.step, verdict)
 
     def end_step(self) -> Step:
         """Close the step, and let the parts decide what comes next. Return the step that ended."""
