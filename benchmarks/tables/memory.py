@@ -12,8 +12,7 @@ from benchmarks.memory.peaks import MODES
 from benchmarks.memory.rounding import KEY as ROUNDING_KEY
 from benchmarks.memory.rounding import summarise as summarise_roundings
 from benchmarks.planning.accuracy import MODELS as PLANNED
-from benchmarks.planning.accuracy import REFERENCES
-from benchmarks.planning.accuracy import table as accuracy_table
+from benchmarks.planning.accuracy import REFERENCES, WAYS
 from benchmarks.tables import all_lines, markdown, mib, percent, rate, results, table
 
 GIB = 2**30
@@ -224,8 +223,15 @@ def accuracy(gpu: bool) -> list[dict]:
 
 
 def planned(gpu: bool) -> str:
+    """For each architecture and way the error that is farthest from zero, over the sizes."""
     known = {(name, config.num_hidden_layers) for name, configs in PLANNED.items() for config in configs}
-    return accuracy_table([row for row in accuracy(gpu) if (row["model"], row["layers"]) in known])
+    found = [row for row in accuracy(gpu) if (row["model"], row["layers"]) in known]
+    rows = []
+    for name in PLANNED:
+        errors = [[row["error"] for row in found if (row["model"], row["way"]) == (name, way)] for way in WAYS]
+        rows.append([name, *(percent(max(some, key=abs), 2) for some in errors)])
+    worst = max(abs(row["error"]) for row in found)
+    return f"{markdown(['model', *WAYS], rows)}\n\n{len(found)} rows, largest error {100 * worst:.2f} %"
 
 
 @table("planning-accuracy")

@@ -80,8 +80,8 @@ PRUNERS = {
 }  # fmt: skip
 
 
-def sweep_cell(task: str, pruner: str, order: str) -> str:
-    found = results("sweep", "replay", "task", "seed", "pruner", "order").rows(task=task, pruner=pruner, order=order)
+def sweep_cell(task: str, pruner: str) -> str:
+    found = results("sweep", "replay", "task", "seed", "pruner", "order").rows(task=task, pruner=pruner, order="search")
     found = sorted(found, key=lambda row: row["seed"])
     return ", ".join(f"{row['steps_percent']:.0f} % ({row['worse_percent']:.1f} %)" for row in found)
 
@@ -89,12 +89,9 @@ def sweep_cell(task: str, pruner: str, order: str) -> str:
 @table("sweeps")
 def sweeps() -> str:
     tasks, rows = ("code", "docs", "lora", "smol-lora"), []
-    for order, words in (("search", "searched"), ("shuffled", "all ten, shuffled")):
-        for pruner, name in PRUNERS.items():
-            if order != "search" and pruner == "none":
-                continue
-            rows.append([words, name, *(sweep_cell(task, pruner, order) for task in tasks)])
-    return markdown(["rates", "pruner", *(f"`{task}`" for task in tasks)], rows)
+    for pruner, name in PRUNERS.items():
+        rows.append([name, *(sweep_cell(task, pruner) for task in tasks)])
+    return markdown(["pruner", *(f"`{task}`" for task in tasks)], rows)
 
 
 @table("logging-long-run")

@@ -153,8 +153,7 @@ def grpo_runs() -> str:
 def shown(row: dict) -> bool:
     """Of the grid of the small model the page shows rows that differ; the file has all."""
     small = row["model"] == "small" and row["beta"] == 0 and row["length"] == 64
-    kept = {("binary", 1, 4), ("binary", 1, 8), ("binary", 1, 16), ("graded", 1, 8), ("binary", 2, 8)}
-    kept |= {("graded", 2, 8), ("binary", 3, 8), ("graded", 3, 8)}
+    kept = {("binary", 1, 4), ("binary", 1, 8), ("binary", 1, 16), ("binary", 3, 8)}
     return not small or (row["rewards"], row["iterations"], row["generations"]) in kept
 
 
