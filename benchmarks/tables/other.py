@@ -8,7 +8,6 @@ BITS = {"gguf-q5_1": "6.0", "gguf-q4_m": "5.4", "gguf-q4_0": "4.5", "nf4": "4.1"
 """Bits of a weight of a linear layer with its scales, by the definition of the formats."""
 FORMATS = {
     "quickstart": ["int8", "nf4", "gguf-q8_0", "gguf-q5_1", "gguf-q4_1", "gguf-q4_0", "gguf-q4_m"],
-    "smollm2": ["int8", "gguf-q8_0", "gguf-q5_1", "gguf-q4_m", "gguf-q4_1", "gguf-q4_0", "nf4"],
     "reordered": list(BITS),
 }
 
@@ -43,11 +42,6 @@ def formats(model: str) -> str:
 @table("export-quickstart")
 def export_quickstart() -> str:
     return formats("quickstart")
-
-
-@table("export-smollm2")
-def export_smollm2() -> str:
-    return formats("smollm2")
 
 
 @table("export-reordered")

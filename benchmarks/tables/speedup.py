@@ -319,24 +319,21 @@ def rates_fast() -> str:
 
 SMOL = {
     "smol-full": [
-        ("AdamW", "adamw", 1e-4, 40), ("the same, a run of 30 steps", "adamw", 1e-4, 30),
-        ("**hybrid** (makes no leaps)", "hybrid", 1e-4, 40),
+        ("AdamW", "adamw", 1e-4, 40), ("**hybrid** (makes no leaps)", "hybrid", 1e-4, 40),
         ('`direction="none"` (frozen control)', "none", 1e-4, 40), ("`orthogonal-often`", "orthogonal-often", 1e-4, 40),
         ("AdamW, `adam_beta1=0.7`", "beta1-0.7", 1e-4, 40), ("AdamW", "adamw", 5e-5, 40), ("AdamW", "adamw", 2e-4, 40),
-        ("AdamW, `adam_beta1=0.7`", "beta1-0.7", 5e-5, 40), ("AdamW, `adam_beta1=0.7`", "beta1-0.7", 2e-4, 40),
-        ("`fast`", "fast", 2.5e-5, 40), ("`fast`", "fast", 1e-4, 40), ("`fast`", "fast", 2e-4, 40),
+        ("`fast`", "fast", 1e-4, 40),
     ],
     "smol-lora": [
-        ("AdamW", "adamw", 1.4e-3, 40), ("the same, a run of 50 steps", "adamw", 1.4e-3, 50),
-        ("**hybrid** (makes no leaps)", "hybrid", 1.4e-3, 40), ("`fast` (AdamW with adapters)", "fast", 1.4e-3, 40),
-        ("AdamW", "adamw", 1e-3, 40), ("AdamW", "adamw", 2e-3, 40), ("**hybrid**", "hybrid", 2e-3, 40),
-        ("frozen control", "none", 2e-3, 40), ("`orthogonal-often`", "orthogonal-often", 2e-3, 40),
-        ("AdamW, `adam_beta1=0.7`", "beta1-0.7", 2e-3, 40), ("`fast` with Muon", "fast-muon", 5.6e-3, 40),
+        ("AdamW", "adamw", 1.4e-3, 40), ("**hybrid** (makes no leaps)", "hybrid", 1.4e-3, 40),
+        ("AdamW", "adamw", 1e-3, 40), ("AdamW", "adamw", 2e-3, 40), ("frozen control", "none", 2e-3, 40),
+        ("`orthogonal-often`", "orthogonal-often", 2e-3, 40), ("AdamW, `adam_beta1=0.7`", "beta1-0.7", 2e-3, 40),
+        ("`fast` with Muon", "fast-muon", 5.6e-3, 40),
     ],
     "smol-dpo": [
-        ("AdamW", "adamw", 1e-3, 40), ("AdamW", "adamw", 5e-4, 40), ("AdamW", "adamw", 2e-3, 40),
+        ("AdamW", "adamw", 1e-3, 40), ("AdamW", "adamw", 5e-4, 40),
         ("**hybrid** (makes no leaps, shares prompts)", "hybrid", 1e-3, 40), ("**hybrid**", "hybrid", 5e-4, 40),
-        ("**hybrid**", "hybrid", 2e-3, 40), ("AdamW, `adam_beta1=0.7`", "beta1-0.7", 1e-3, 40),
+        ("AdamW, `adam_beta1=0.7`", "beta1-0.7", 1e-3, 40),
         ("frozen control (shares prompts)", "none", 5e-4, 40), ("`orthogonal-often`", "orthogonal-often", 5e-4, 40),
     ],
 }  # fmt: skip
