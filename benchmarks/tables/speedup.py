@@ -143,24 +143,6 @@ def elsewhere_s() -> list[float]:
     return values
 
 
-@table("leaps-default-rate")
-def leaps_default_rate() -> str:
-    rows, arms = [], {"adamw": "AdamW", "hybrid": "**hybrid**", "fast": "`fast`", "none": "frozen control"}
-    arms["prodigy"] = "Prodigy"
-    for task in ("code-default", "docs-default"):
-        found = table_of(speedup(), task, list(arms), SEEDS)
-        for arm, name in arms.items():
-            row = found["arms"][arm]
-            first = f"`{task.removesuffix('-default')}`, {found['steps']} steps" if arm == "adamw" else ""
-            rows.append([first, name, *arm_cells(row), f"{row['pace']:.2f}"])
-    lora = runs("lora-default", "hybrid", 5e-5)
-    plain = runs("lora-default", "adamw", 5e-5)
-    at = pace(lora, plain_losses(speedup(), "lora", SEEDS))["pace"]
-    rows.append(["`lora`, 200 steps", "AdamW", of_seeds(plain), 200, "", "", ""])
-    rows.append(["", "**hybrid**, no leaps", of_seeds(lora), 200, "", "", f"{at:.2f}"])
-    return markdown(["task", "arm", "held-out loss by seed", "backward passes", "S", "all costs", "pace"], rows)
-
-
 OTHERS = {
     '`direction="gradient_memory"`': "gradient_memory", "`drift` (benchmarks)": "drift",
     "`linear` (benchmarks)": "linear", "`snoo` (benchmarks)": "snoo", "`rre` (benchmarks)": "rre",
