@@ -130,8 +130,8 @@ def memory_low_bit() -> str:
 
 
 ROUNDED = {
-    "nearest": "nearest bf16", "stochastic": "**bf16, stochastically**", "matrices": "the same, matrices alone",
-    "diffusion": "bf16, error carried along a row", "fp16": "nearest fp16",
+    "nearest": "nearest bf16", "stochastic": "**bf16, stochastically**", "diffusion": "bf16, error carried along a row",
+    "fp16": "nearest fp16",
     "fp16-stochastic": "**fp16, stochastically**",
 }  # fmt: skip
 TRAINED = {"weights": "all weights", "adapters": "adapters, merged in fp32"}
@@ -147,6 +147,8 @@ def memory_rounding() -> str:
         kept = "; ".join(", ".join(draws) for draws in seeds.values())
         name = f"{TRAINED[found['trained']]}, {rate(found['rate'])}"
         own = found["rounding"] == "fp32"
+        if not own and found["rounding"] not in ROUNDED:
+            continue
         cells = ["none" if own else ROUNDED[found["rounding"]], f"{found['loss']:.4f}", "" if own else f"{kept} %"]
         rows.append([name if own else "", *cells])
     return markdown(["trained, rate", "rounded to", "loss", "kept, by seed"], rows)
@@ -242,18 +244,6 @@ def planning_accuracy() -> str:
 @table("planning-accuracy-gpu")
 def planning_accuracy_gpu() -> str:
     return planned(True)
-
-
-@table("planning-seconds")
-def planning_seconds() -> str:
-    names = {
-        "llama-2-7b": "Llama 2 7B", "qwen2.5-7b": "Qwen 2.5 7B", "llama-2-13b": "Llama 2 13B",
-        "dense-50b": "a dense model of 49.5 B", "mixtral-8x7b": "Mixtral 8x7B",
-    }  # fmt: skip
-    rows = [
-        [names[row["model"]], f"{row['wall']:.1f}", f"{row['user']:.1f}"] for row in all_lines("planning", "seconds")
-    ]
-    return markdown(["config", "seconds", "seconds of processor time"], rows)
 
 
 @table("launch-sharing")

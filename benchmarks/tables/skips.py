@@ -7,7 +7,7 @@ import statistics
 from benchmarks.skips.rewards import KEY as RUN_KEY
 from benchmarks.skips.rewards import PARTS
 from benchmarks.skips.rows import ratio
-from benchmarks.tables import all_lines, between, losses, markdown, results, table
+from benchmarks.tables import all_lines, losses, markdown, results, table
 
 ROW_KEY = ("model", "trains", "order", "kind", "arm")
 KINDS = [  # (kind, model, order, words)

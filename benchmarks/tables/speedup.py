@@ -8,7 +8,7 @@ import statistics
 from benchmarks.results import Row
 from benchmarks.speedup.elsewhere import BUDGETS, STEPS, Run, Table
 from benchmarks.speedup.elsewhere import KEY as ELSEWHERE_KEY
-from benchmarks.speedup.report import matched_steps, pace, plain_losses, table_of
+from benchmarks.speedup.report import matched_steps, table_of
 from benchmarks.speedup.run import KEY
 from benchmarks.speedup.tasks import TASKS
 from benchmarks.tables import (
