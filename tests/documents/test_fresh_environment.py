@@ -115,7 +115,7 @@ def test_colab(executed, repository):
     assert int(rows) > 50
     assert "Done: 3 steps" in trained and "hf-hybrid chat out" in trained
     assert "error" not in chatted.lower() and "Traceback" not in chatted
-    assert exported.count("held-out loss") == 2 and "GGUF tensors" not in exported
+    assert exported.count("eval loss") == 2 and "GGUF tensors" not in exported
     merged, gguf = (
         json.loads((folder / f"out-{kind}" / "export.json").read_text()) for kind in ("merged", "gguf-q8_0")
     )
