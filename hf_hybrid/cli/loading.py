@@ -170,12 +170,33 @@ def check_sizes(config: Any, name: str, vocabulary: int, sequence_length: int) -
             f"The tokenizer has {vocabulary} tokens, and the model `{name}` embeds {embedded}. Set "
             "`--tokenizer` to the one that belongs to the model."
         )
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    positions = _positions_of(config)
     if 0 < positions < sequence_length:
         raise OptionError(
             f"`sequence_length={sequence_length}` is over the {positions} positions of the model "
             "(`max_position_embeddings`). Lower it, or raise that number in the config of the model."
         )
+
+
+def _positions_of(config: Any) -> int:
+    """How many positions a model knows, 0 for any number."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+
+
+def learns_positions(config: Any) -> bool:
+    """Whether a model has weights for its positions, and so none for others."""
+    return bool(_positions_of(config)) and not getattr(config.get_text_config(), "rope_parameters", None)
+
+
+def check_positions(config: Any, longest: int, remedy: str) -> None:
+    """Refuse rows that are longer than the positions that a model learned, and warn where they can be computed."""
+    positions = _positions_of(config)
+    if not 0 < positions < longest:
+        return
+    text = f"Rows have up to {longest:,} tokens, and the model has {positions:,} positions (`max_position_embeddings`)"
+    if learns_positions(config):
+        raise OptionError(f"{text}. {remedy}")
+    logger.warning("%s; it was not trained on those beyond. %s", text, remedy)
 
 
 def reason_of(error: BaseException) -> str:
@@ -318,6 +339,11 @@ def _quantization(adapters: AdapterOptions, args: Any) -> dict[str, Any]:
 def adapters_config(options: AdapterOptions) -> Any:
     """Return the `peft.LoraConfig` of the options, `None` without adapters. Raises `ImportError` without peft."""
     if not options.use_peft:
+        if options.load_in_8bit or options.load_in_4bit:
+            bits = 8 if options.load_in_8bit else 4
+            raise OptionError(
+                f"`--load_in_{bits}bit` quantises a base, which cannot be trained itself. Add `--use_peft true`."
+            )
         return None
     from hf_hybrid.plan.models import lora_config
 

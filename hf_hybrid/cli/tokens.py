@@ -31,8 +31,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hf_hybrid.cli.formats import SWITCHES, messages_of
-from hf_hybrid.cli.loading import reason_of
-from hf_hybrid.cli.options import ModelOptions, OptionError, Options
+from hf_hybrid.cli.loading import check_positions, reason_of
+from hf_hybrid.cli.options import OptionError
 
 logger = logging.getLogger(__name__)
 
@@ -258,60 +258,60 @@ Report = Callable[[str, str], None]
 """Is told a fact: its name and a text."""
 
 
-def report_learned(rows: Any, eval_rows: Any, reader: Any, learned: str, report: Report) -> None:
+def report_learned(rows: Any, eval_rows: Any, reader: Any, learned: str, report: Report, config: Any = None) -> None:
     """
     Say how many tokens of the rows from [`Answers.tokenise`] SFT learns, in which words, and how many rows are cut.
-    Raises [`OptionError`] if there is nothing to learn or to evaluate on.
+
+    Raises:
+        OptionError: If there is nothing to learn or to evaluate on, or if rows are longer than the positions that the
+            model (`config`) learned.
     """
-    length, long = reader.max_length, ""
-    if hasattr(rows, "__len__"):
-        sizes, tokens = sizes_of(rows), 0
-        for table in rows.with_format("arrow").iter(1000):
-            tokens += sum(int((labels.flatten().to_numpy() >= 0).sum()) for labels in table["labels"].chunks)
-        learned += f": {tokens:,} of {sum(sizes):,} tokens ({tokens / sum(sizes):.0%})"
-        long = f"; longer rows: {sum(size > length for size in sizes):,}" if reader.packing else ""
-        if not tokens:
-            raise OptionError(
-                "No row has a token to learn. If the chat template hides the answers, set `--assistant_only_loss "
-                "false`."
-            )
-    elif length is not None:
-        report("max_length", f"rows of more than {length:,} tokens are cut; how many is not known in a stream")
-    report("loss on", learned)
-    if reader.packing:
-        how = "rows are glued and cut" if reader.packing == "wrapped" else "whole rows share a sequence"
-        report("packed", f"{how} of {length:,} tokens{long}")
-    if reader.packing in (None, "bfd"):  # the others glue or divide rows
-        for what, part in (("row", rows), ("evaluation row", eval_rows)):
-            if part is not None and length is not None:
-                _report_cut_rows(what, part, reader, report)
+    length, longest = reader.max_length, 0
+    kept = slice(-length, None) if reader.keep_end and length is not None else slice(length)
+    for what, part in (("row", rows), ("evaluation row", eval_rows)):
+        if part is None:
+            continue
+        streamed = not hasattr(part, "__len__")
+        counts = list(_counts(part.take(64) if streamed else part, kept))
+        sizes = [size for size, _, _ in counts]
+        longest = max([longest, *([length or 0] if streamed else sizes)])
+        if part is rows and not streamed:
+            tokens = sum(count for _, count, _ in counts)
+            learned += f": {tokens:,} of {sum(sizes):,} tokens ({tokens / sum(sizes):.0%})"
+            if not tokens:
+                raise OptionError(
+                    "No row has a token to learn. If the chat template hides the answers, set `--assistant_only_loss "
+                    "false`."
+                )
+        elif part is rows and length is not None:
+            report("max_length", f"rows of more than {length:,} tokens are cut; how many is not known in a stream")
+        if part is rows:
+            report("loss on", learned)
+        if part is rows and reader.packing:
+            how = "rows are glued and cut" if reader.packing == "wrapped" else "whole rows share a sequence"
+            long = "" if streamed else f"; longer rows: {sum(size > length for size in sizes):,}"
+            report("packed", f"{how} of {length:,} tokens{long}")
+        if length is not None and reader.packing in (None, "bfd"):  # the others glue or divide rows
+            lost = sum(size > length and not count for size, _, count in counts)
+            _report_cut(what, sizes, lost, len(sizes), length, (lambda name, text: None) if streamed else report)
+    if config is not None:
+        check_positions(config, min(longest, length or longest), "Set a lower `--max_length`.")
 
 
-def _report_cut_rows(what: str, rows: Any, reader: Any, report: Report) -> None:
-    from datasets import Dataset
-
-    streamed, length = not hasattr(rows, "__len__"), reader.max_length
-    rows = Dataset.from_list(list(rows.take(64))) if streamed else rows
-    sizes = sizes_of(rows)
-    kept = slice(-length, None) if reader.keep_end else slice(None, length)
-    long = rows.select([place for place, size in enumerate(sizes) if size > length])
-    lost = sum(all(label < 0 for label in row["labels"][kept]) for row in long)
-    report_cut(what, sizes, lost, len(rows), length, (lambda name, text: None) if streamed else report)
+def _counts(rows: Any, kept: slice) -> Iterator[tuple[int, int, int]]:
+    """Yield of each row the numbers of tokens, of those learned, and of those learned within `kept`."""
+    for batch in rows.with_format("numpy").iter(1000):
+        for labels in batch["labels"]:
+            yield len(labels), int((labels >= 0).sum()), int((labels[kept] >= 0).sum())
 
 
-def report_cut(what: str, sizes: list[int], lost: int, total: int, length: int, report: Report) -> None:
+def _report_cut(what: str, sizes: list[int], lost: int, total: int, length: int, report: Report) -> None:
     """Say how many rows `max_length` cuts or leaves out. Raises [`OptionError`] if it leaves out all."""
     if total and lost == total:
         raise OptionError(f"`--max_length {length}` cuts every {what} before its answer begins. Raise it.")
     if cut := sum(size > length for size in sizes) + total - len(sizes):
         text = f"{cut:,} of {total:,} {what}s cut at --max_length {length:,} (the longest has {max(sizes):,} tokens)"
         report("cut", text + (f"; {lost:,} of them keep no answer and are left out" if lost else ""))
-
-
-def sizes_of(rows: Any, column: str = "input_ids") -> list[int]:
-    """Return the numbers of tokens of rows."""
-    tables = rows.with_format("arrow").iter(1000)
-    return [size for table in tables for ids in table[column].chunks for size in ids.value_lengths().to_pylist()]
 
 
 def report_pairs(trainer: Any, before: Sequence[Any], config: Any, report: Report) -> None:
@@ -324,80 +324,47 @@ def report_pairs(trainer: Any, before: Sequence[Any], config: Any, report: Repor
     for what, pairs, rows in zip(names, before, after, strict=True):
         if "prompt_ids" not in (getattr(rows, "column_names", None) or ()) or not hasattr(rows, "__len__"):
             continue
-        prompts, chosen, rejected = (sizes_of(rows, name) for name in ("prompt_ids", "chosen_ids", "rejected_ids"))
-        sizes = [prompt + max(sides) for prompt, *sides in zip(prompts, chosen, rejected, strict=True)]
+        parts = [list(map(len, rows[name])) for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
+        sizes = [prompt + max(sides) for prompt, *sides in zip(*parts, strict=True)]
         if length is not None:
-            report_cut(what, sizes, len(pairs) - len(rows), len(pairs), length, report)
+            _report_cut(what, sizes, len(pairs) - len(rows), len(pairs), length, report)
         longest = max([longest, *sizes])
         if what == "pair":
-            tokens = 2 * sum(prompts) + sum(chosen) + sum(rejected)
+            tokens = sum(map(sum, [parts[0], *parts]))  # each side has the prompt
             report("tokens", f"{tokens:,} in {len(rows):,} pairs, the longest row {max(sizes):,}")
     check_positions(config, min(longest, length or longest), "Set a lower `--max_length`.")
+
+
+def check_prompts(rows: Any, tokenizer: Any, config: Any, answer: int) -> None:
+    """Refuse prompts of GRPO that, with an answer of so many tokens, are longer than the positions of a model."""
+    longest = 0
+    for row in rows:
+        text, is_chat = row["prompt"], isinstance(row["prompt"], list)
+        if is_chat:
+            arguments = {"add_generation_prompt": True, "tokenize": False, **template_arguments(row)}
+            text = tokenizer.apply_chat_template(messages_of(row, "prompt"), **arguments)
+        longest = max(longest, len(tokenizer(text, add_special_tokens=not is_chat)["input_ids"]))
+    check_positions(config, longest + answer, "Leave out long prompts, or set a lower `--max_completion_length`.")
 
 
 _MARK = re.compile(r"<[|\uff5c][^<>|\uff5c\s]{1,40}[|\uff5c]>|<(?:start|end)_of_turn>")
 
 
-def check_rows(options: Options, parts: Sequence[Any], tokenizer: Any, config: Any) -> None:
+def warn_of_traps(rows: Any, tokenizer: Any, model: Any) -> None:
     """
-    Warn of rows to train and to evaluate on (`parts`) from which a model learns what nobody wants.
-
-    Raises:
-        OptionError: If rows are longer than the positions that the model learned.
-    """
-    name, args = options.command.name, options.config
-    finite = [rows for rows in parts if hasattr(rows, "__len__")]
-    if name == "sft":
-        _warn_of_traps(parts[0], tokenizer, _end_tokens(options.model, tokenizer, config))
-        longest = max((size for rows in finite for size in sizes_of(rows)), default=args.max_length or 0)
-        check_positions(config, min(longest, args.max_length or longest), "Set a lower `--max_length`.")
-    if name == "grpo" and finite and positions_of(config)[1]:
-        longest = max(prompt_sizes(finite[0], tokenizer)) + (args.max_completion_length or 0)
-        check_positions(config, longest, "Leave out long prompts, or set a lower `--max_completion_length`.")
-
-
-def positions_of(config: Any) -> tuple[int, bool]:
-    """Return how many positions a model knows (0: any number), and whether it has weights for these alone."""
-    text = config.get_text_config()
-    return getattr(text, "max_position_embeddings", None) or 0, not getattr(text, "rope_parameters", None)
-
-
-def check_positions(config: Any, longest: int, remedy: str) -> None:
-    """Refuse rows that are longer than the positions that a model learned, and warn where they can be computed."""
-    positions, learned = positions_of(config)
-    if not 0 < positions < longest:
-        return
-    text = f"Rows have up to {longest:,} tokens, and the model has {positions:,} positions (`max_position_embeddings`)"
-    if learned:
-        raise OptionError(f"{text}. {remedy}")
-    logger.warning("%s; it was not trained on those beyond. %s", text, remedy)
-
-
-def _end_tokens(options: ModelOptions, tokenizer: Any, config: Any) -> set[int]:
-    """The tokens at which the model ends what it generates."""
-    from transformers import GenerationConfig
-
-    ends = [tokenizer.eos_token_id, config.get_text_config().eos_token_id]
-    try:
-        name, revision = str(options.model), options.model_revision or "main"
-        ends.append(GenerationConfig.from_pretrained(name, revision=revision).eos_token_id)
-    except OSError:  # it has none
-        pass
-    return {end for entry in ends if entry is not None for end in (entry if isinstance(entry, list) else [entry])}
-
-
-def _warn_of_traps(rows: Any, tokenizer: Any, ends: set[int]) -> None:
-    """
-    Warn of what a trained model does not recover from: answers without a token at which generation ends (`ends`), and
-    marks of the chat template that are no tokens.
+    Warn of what a model trained by SFT does not recover from: answers without a token at which it ends what it
+    generates, and marks of the chat template that are no tokens.
     """
     sample = list(itertools.islice(rows, 8))
-    marks = set(_MARK.findall(tokenizer.decode(sample[0]["input_ids"]))) - tokenizer.get_vocab().keys()
-    if marks:
+    if marks := set(_MARK.findall(tokenizer.decode(sample[0]["input_ids"]))) - tokenizer.get_vocab().keys():
         logger.warning(
             "`%s` in the rows: no token of the vocabulary, but learned in pieces. Choose the tokenizer that belongs to "
             "the chat template, or another template with `--chat_template_path`.", "`, `".join(sorted(marks)),
         )  # fmt: skip
+    ends = {tokenizer.eos_token_id}
+    for config in (model.config.get_text_config(), model.generation_config):
+        ends.update(config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id])
+    ends.discard(None)
     tails = [[label for label in row["labels"] if label >= 0][-8:] for row in sample]
     if any(tails) and not any(ends & set(tail[-4:]) for tail in tails):
         tail = next(filter(None, tails))
@@ -408,13 +375,3 @@ def _warn_of_traps(rows: Any, tokenizer: Any, ends: set[int]) -> None:
             "Learned rows end in %r, and generation ends at `%s`: the model will not stop after its answer. %s.",
             tokenizer.decode(tail), "`, `".join(map(str, names(sorted(ends)))), how,
         )  # fmt: skip
-
-
-def prompt_sizes(rows: Any, tokenizer: Any) -> Iterator[int]:
-    """Yield the numbers of tokens of prompts."""
-    for row in rows:
-        text, is_chat = row["prompt"], isinstance(row["prompt"], list)
-        if is_chat:
-            arguments = {"add_generation_prompt": True, "tokenize": False, **template_arguments(row)}
-            text = tokenizer.apply_chat_template(messages_of(row, "prompt"), **arguments)
-        yield len(tokenizer(text, add_special_tokens=not is_chat)["input_ids"])
