@@ -46,20 +46,14 @@ def check_paths(option: str, names: Sequence[str]) -> None:
                     f"`--{option} {name}` ends in `{path.suffix}`, and these files are read: {', '.join(KINDS)}."
                 )
         elif path.suffix.lower() in KINDS or name.startswith((".", "/", "~")) or name.count("/") > 1:
-            what = "file" if path.suffix else "file or folder"
-            raise OptionError(f"`--{option} {name}`: there is no such {what}.{_files_like(path)}")
-
-
-def _files_like(path: Path) -> str:
-    folder = path.parent
-    if not folder.is_dir():
-        return f" The folder `{folder}` does not exist."
-    names = sorted(entry.name for entry in os.scandir(folder))
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
-    if near:
-        return f" Did you mean `{folder / near[0]}`?"
-    data = [name for name in names if Path(name).suffix.lower() in KINDS][:5]
-    return f" In `{folder}` there is {', '.join(f'`{name}`' for name in data)}." if data else ""
+            what, folder = "file" if path.suffix else "file or folder", path.parent
+            there = sorted(os.listdir(folder)) if folder.is_dir() else []
+            hint = "" if folder.is_dir() else f" The folder `{folder}` does not exist."
+            if data := [f"`{file}`" for file in there if Path(file).suffix.lower() in KINDS]:
+                hint = f" In `{folder}` there is {', '.join(data[:5])}."
+            if near := difflib.get_close_matches(path.name, there, n=1, cutoff=0.6):
+                hint = f" Did you mean `{folder / near[0]}`?"
+            raise OptionError(f"`--{option} {name}`: there is no such {what}.{hint}")
 
 
 def new_names(columns: Sequence[str] | None) -> dict[str, str]:
@@ -191,29 +185,16 @@ def silent(name: str, text: str) -> None:
 
 @dataclass(frozen=True)
 class Reader:
-    """
-    Reads the data of a run.
-
-    Attributes:
-        command (`str`): `train`, `sft`, `dpo` or `grpo`.
-        data (`DataOptions`): Of the command.
-        seed (`int`): Draws mixtures and held-out rows.
-        answers_only (`bool`, *optional*): Whether SFT learns the assistant's turns of chats alone. `True` refuses data
-            without chats, `None` does not.
-        completions_only (`bool`): Whether SFT learns the completions of prompts alone.
-        max_length (`int`, *optional*): Tokens of a row at most.
-        keep_end (`bool`): Whether the beginning of long rows is cut, not their end.
-        packing (`str`, *optional*): How TRL packs rows, if it does.
-    """
+    """Reads the data of a run: `data` are the options of a `command`, and `seed` draws mixtures and held-out rows."""
 
     command: str
     data: DataOptions
     seed: int
-    answers_only: bool | None = None
+    answers_only: bool | None = None  # `True` refuses data without chats, `None` does not
     completions_only: bool = True
     max_length: int | None = None
-    keep_end: bool = False
-    packing: str | None = None
+    keep_end: bool = False  # of rows that are cut
+    packing: str | None = None  # how, if rows are packed
 
     @classmethod
     def of(cls, options: Options) -> Reader:
@@ -311,7 +292,7 @@ class Reader:
     def _tokenised(self, source: Source, tokenizer: Any, processes: int | None) -> Any:
         """The rows of a data set as the trainer takes them."""
         if isinstance(self.data, TextDataOptions):
-            return tokens.blocks(source, tokenizer, self.data.sequence_length)
+            return tokens.Answers(tokenizer, False, False).blocks(source, self.data.sequence_length)
         return self._answers(tokenizer).tokenise(source, processes) if self.command == "sft" else source.rows
 
     def _answers(self, tokenizer: Any) -> tokens.Answers:

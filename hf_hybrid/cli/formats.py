@@ -59,20 +59,12 @@ class FormatError(ValueError):
 
 
 class Format(NamedTuple):
-    """
-    A format of rows.
+    """How rows of a form become rows of TRL. `convert` raises `FormatError` for a row of another form."""
 
-    Attributes:
-        title (`str`): For people, with the columns.
-        convert (`Callable`): From a row to the columns that TRL takes. Raises `FormatError` for a row of another form.
-        chats (`bool`): Whether the chat template is applied.
-        kept (`tuple[str, ...]`): Columns that go with the row as they are.
-    """
-
-    title: str
+    title: str  # for people, with the columns
     convert: Callable[[Row], dict[str, Any]]
-    chats: bool
-    kept: tuple[str, ...] = ()
+    chats: bool  # whether the chat template is applied
+    kept: tuple[str, ...] = ()  # columns that go with the row as they are
 
 
 class Source(NamedTuple):
@@ -153,14 +145,15 @@ def _as_text(value: Any, what: str) -> str:
     return value
 
 
-def _text(row: Row, column: str) -> str:
-    if text := _as_text(row.get(column), f"`{column}`"):
-        return text
-    raise FormatError(f"`{column}` is `''`, not a text")
+def _text(row: Row, column: str, *, may_be_empty: bool = False) -> str:
+    text = _as_text(row.get(column), f"`{column}`")
+    if not text and not may_be_empty:
+        raise FormatError(f"`{column}` is `''`, not a text")
+    return text
 
 
 def _text_if_any(row: Row, column: str) -> str:
-    return "" if row.get(column) is None else _as_text(row[column], f"`{column}`")
+    return "" if row.get(column) is None else _text(row, column, may_be_empty=True)
 
 
 def _sides(row: Row, *columns: str) -> dict[str, Any]:
@@ -202,12 +195,9 @@ def _chats(column: str, columns: set[str], first: Row, template: bool, *, answer
     return Format(title, convert, True, _OF_TEMPLATES)
 
 
-def _texts(column: str, columns: set[str], first: Row, template: bool) -> Format:
-    return Format("plain text (`text`)", lambda row: {"text": _text(row, "text")}, False)
-
-
-def _texts_to_join(column: str, columns: set[str], first: Row, template: bool) -> Format:
-    return Format("plain text (`text`)", lambda row: {"text": _as_text(row.get("text"), "`text`")}, False)
+def _texts(column: str, columns: set[str], first: Row, template: bool, *, may_be_empty: bool = False) -> Format:
+    convert = lambda row: {"text": _text(row, "text", may_be_empty=may_be_empty)}  # noqa: E731
+    return Format("plain text (`text`)", convert, False)
 
 
 def _completions(column: str, columns: set[str], first: Row, template: bool) -> Format:
@@ -248,13 +238,21 @@ def _pairs(column: str, columns: set[str], first: Row, template: bool) -> Format
 
 
 def _prompts(column: str, columns: set[str], first: Row, template: bool) -> Format:
-    chats = is_chat(first.get("prompt"))
-    title = f"prompts ({'messages' if chats else 'text'})"
-    return _with_answers(title, lambda row: _sides(row, "prompt"), chats, columns)
+    """Prompts, chats or questions with reference answers, and all other columns, which reward functions get."""
+    answer = next((name for name in ANSWERS if name in columns), None)
 
-
-def _answered_chats(column: str, columns: set[str], first: Row, template: bool) -> Format:
     def convert(row: Row) -> dict[str, Any]:
+        values = prompt_of(row)
+        if answer is not None:
+            values["answer"] = None if row.get(answer) == "" else row.get(answer)  # an empty field of a table
+        return values
+
+    def prompt_of(row: Row) -> dict[str, Any]:
+        if column == "prompt":
+            return _sides(row, "prompt")
+        if column != "messages":
+            text = _text(row, column)
+            return {"prompt": [{"role": "user", "content": text}] if template else text}
         *before, last = messages_of(row, "messages")
         if last["role"] != "assistant":
             return {"prompt": [*before, last]}
@@ -262,35 +260,18 @@ def _answered_chats(column: str, columns: set[str], first: Row, template: bool) 
             raise FormatError("`messages` has no message before the answer")
         return {"prompt": before, "answer": last.get("content", "")}
 
-    return _with_answers("chats (`messages`)", convert, True, columns, "; their last answer is the reference")
-
-
-def _questions(column: str, columns: set[str], first: Row, template: bool) -> Format:
-    def convert(row: Row) -> dict[str, Any]:
-        text = _text(row, column)
-        return {"prompt": [{"role": "user", "content": text}] if template else text}
-
-    return _with_answers(f"`{column}`", convert, template, columns)
-
-
-def _with_answers(
-    title: str, convert: Callable[[Row], dict[str, Any]], chats: bool, columns: set[str], more: str = ", no answers"
-) -> Format:  # fmt: skip
-    """A format with the column of reference answers, and all others, which reward functions get as they are."""
-    answer = next((name for name in ANSWERS if name in columns), None)
-    kept = tuple(sorted(columns - {"prompt", "messages"}))
-    if answer is None:
-        return Format(title + more, convert, chats, kept)
-
-    def convert_both(row: Row) -> dict[str, Any]:
-        right = row.get(answer)
-        return {**convert(row), "answer": None if right == "" else right}  # an empty field of a table
-
-    return Format(f"{title} with `{answer}`", convert_both, chats, kept)
+    chats = {"prompt": is_chat(first.get("prompt")), "messages": True}.get(column, template)
+    titles = {"prompt": f"prompts ({'messages' if chats else 'text'})", "messages": "chats (`messages`)"}
+    without = "; their last answer is the reference" if column == "messages" else ", no answers"
+    title = titles.get(column, f"`{column}`") + (f" with `{answer}`" if answer else without)
+    return Format(title, convert, chats, tuple(sorted(columns - {"prompt", "messages"})))
 
 
 FORMATS: dict[str, dict[str, Recogniser]] = {
-    "train": {"`messages` (chats)": functools.partial(_chats, answered=False), "`text`": _texts_to_join},
+    "train": {
+        "`messages` (chats)": functools.partial(_chats, answered=False),
+        "`text`": functools.partial(_texts, may_be_empty=True),
+    },
     "sft": {
         "`messages` (chats)": _chats,
         "`conversations` (ShareGPT)": _chats,
@@ -300,7 +281,7 @@ FORMATS: dict[str, dict[str, Recogniser]] = {
         "`text`": _texts,
     },
     "dpo": {"`chosen` and `rejected`, with or without a prompt": _pairs},
-    "grpo": {"`prompt`": _prompts, "`messages`": _answered_chats, **{f"`{name}`": _questions for name in QUESTIONS}},
+    "grpo": {f"`{name}`": _prompts for name in ("prompt", "messages", *QUESTIONS)},
 }
 """Of each command, in the order in which they are tried, by the columns (in backticks) that they need."""
 
@@ -309,12 +290,9 @@ def recognise(
     command: str, columns: Iterable[str], first: Row, template: bool = True, where: str = "The data set"
 ) -> Format:
     """
-    Return the format of a data set (`where`) by its columns and its first row.
+    Return the format of a data set (`where`) by its columns and its first row. Raises [`OptionError`] if it is none.
 
     Without a chat template of the tokenizer (`template`), Alpaca's rows and questions become text.
-
-    Raises:
-        OptionError: If the columns are of no format that the command takes.
     """
     columns = list(columns)
 
@@ -341,15 +319,10 @@ def convert_rows(
     where: str, rows: Any, command: str, renamed: dict[str, str], system: str | None, template: bool
 ) -> Source:
     """
-    Return a data set in TRL's form.
+    Return a data set in TRL's form, of which messages say `where` it is.
 
-    Args:
-        where (`str`): The option and the name of the data set.
-        rows: As they were loaded.
-        command (`str`): Whose formats they may have.
-        renamed (`dict[str, str]`): New names of columns by old ones.
-        system (`str`, *optional*): The system message of chats that have none.
-        template (`bool`): Whether the tokenizer has a chat template.
+    Columns get new names by the old ones (`renamed`), chats without a system message get `system`, and `template` says
+    whether the tokenizer has a chat template.
 
     Raises:
         OptionError: If the rows have no format that the command takes, or a row has another form than the first.

@@ -37,84 +37,14 @@ from hf_hybrid.cli.options import OptionError
 logger = logging.getLogger(__name__)
 
 
-# Texts in blocks.
-
-
-def blocks(source: Any, tokenizer: Any, length: int) -> Any:
-    """
-    Join texts, with end-of-text tokens between, and cut them into rows of `length` tokens, all of them learned.
-
-    Conversations are formatted by the chat template. The rest of each 1,000 documents is left out. Raises
-    [`OptionError`] if a row cannot be formatted, or there are too few tokens.
-    """
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    columns, where = source.columns, source.where
-    encode = Answers(tokenizer, answers_only=False, completions_only=False).chat
-    if not end and "text" in columns:
-        logger.warning("The tokenizer has no end-of-text token, so documents are joined without one.")
-
-    def cut(rows: dict[str, list], numbers: list[int]) -> dict[str, list]:
-        if "text" in columns:
-            # Some tokenizers end each text themselves.
-            documents = [ids if ids[-1:] == end else ids + end for ids in tokenizer(rows["text"])["input_ids"]]
-        else:
-            documents = [ids for pieces in _encoded(encode, rows, numbers, where) for ids, _ in pieces]
-        ids = [token for document in documents for token in document]
-        pieces = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
-        return {"input_ids": pieces, "labels": [list(piece) for piece in pieces]}
-
-    finite = hasattr(source.rows, "__len__")
-    described = {"desc": "Tokenising"} if finite else {}
-    try:
-        rows = source.rows.map(cut, batched=True, with_indices=True, remove_columns=columns, **described)
-    except OptionError:
-        raise
-    except Exception as error:  # whatever a broken file leads to
-        raise OptionError(f"The tokenizer cannot tokenise {where}: {reason_of(error)} Save it again.") from error
-    if finite and not len(rows):
-        raise OptionError(f"{where} holds fewer than {length} tokens. Set a shorter `--sequence_length`.")
-    return rows
-
-
 Piece = tuple[list[int], list[bool]]
 """The tokens of a row, and which of them are learned."""
 
 
-def _encoded(
-    encode: Callable[[dict[str, Any]], list[Piece]], batch: dict[str, list], numbers: list[int], where: str
-) -> Iterator[list[Piece]]:
-    """Encode the rows of a batch one by one. An error names the row."""
-    for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
-        try:
-            yield encode(dict(zip(batch, values, strict=True)))
-        except Exception as error:  # whatever a template does with a conversation that it was not made for
-            raise OptionError(
-                f"{where}, row {number + 1}: the chat template cannot format it: {reason_of(error)} Correct or remove "
-                "the row."
-            ) from error
-
-
-def template_arguments(row: dict[str, Any]) -> dict[str, Any]:
-    """Return what the chat template reads beside the messages of a row."""
-    tools, more = (row.get(name) or None for name in ("tools", "chat_template_kwargs"))
-    tools, more = (json.loads(value) if isinstance(value, str) else value for value in (tools, more))
-    return {"tools": tools, **(more or {})}
-
-
-# Rows of SFT.
-
-
 class Answers:
     """
-    Turns rows into tokens and labels.
-
-    Args:
-        tokenizer: With the chat template.
-        answers_only (`bool`): Whether only the assistant's turns of chats are learned.
-        completions_only (`bool`): Whether only the completions of prompts are learned.
-
-    Attributes:
-        way (`str`): How the answers of chats are found: `marks`, `TRL's template` or `rendering`.
+    Turns rows into tokens and labels: of chats the assistant's turns (`answers_only`) or all, and of prompts with
+    completions the completions (`completions_only`) or all. How the answers of chats are found stands in `way`.
     """
 
     def __init__(self, tokenizer: Any, answers_only: bool, completions_only: bool):
@@ -136,18 +66,42 @@ class Answers:
         """Return a data set or stream with `input_ids` and `labels`. A row that has no form raises [`OptionError`]."""
         from hf_hybrid.rows.tree import IGNORED  # imports torch
 
-        columns, where = source.columns, source.where
+        columns, where = source.columns, source.where  # what is mapped is pickled, and shall not hold the rows
         encode = self.chat if "messages" in columns else self._text if "text" in columns else self._completion
 
         def of_batch(batch: dict[str, list], numbers: list[int]) -> dict[str, list]:
-            pieces = [piece for row in _encoded(encode, batch, numbers, where) for piece in row]
+            pieces = list(_encoded(encode, batch, numbers, where))
             labels = [[i if learn else IGNORED for i, learn in zip(ids, mask, strict=True)] for ids, mask in pieces]
             return {"input_ids": [ids for ids, _ in pieces], "labels": labels}
 
-        options: dict[str, Any] = {"batched": True, "with_indices": True, "batch_size": 100}
-        if hasattr(source.rows, "__len__"):
-            options |= {"num_proc": processes, "desc": "Tokenising"}
-        return source.rows.map(of_batch, remove_columns=columns, **options)
+        return _mapped(source, of_batch, 100, processes)
+
+    def blocks(self, source: Any, length: int) -> Any:
+        """
+        Join documents, with end-of-text tokens between, and cut them into rows of `length` tokens, all of them learned.
+
+        Conversations are formatted by the chat template. The rest of each 1,000 documents is left out. Raises
+        [`OptionError`] if a row cannot be formatted, or there are too few tokens.
+        """
+        tokenizer, where = self.tokenizer, source.where
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        if not end and "text" in source.columns:
+            logger.warning("The tokenizer has no end-of-text token, so documents are joined without one.")
+
+        def of_batch(batch: dict[str, list], numbers: list[int]) -> dict[str, list]:
+            if "text" in batch:
+                # Some tokenizers end each text themselves.
+                documents = [ids if ids[-1:] == end else ids + end for ids in tokenizer(batch["text"])["input_ids"]]
+            else:
+                documents = [ids for ids, _ in _encoded(self.chat, batch, numbers, where)]
+            ids = [token for document in documents for token in document]
+            pieces = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
+            return {"input_ids": pieces, "labels": [list(piece) for piece in pieces]}
+
+        rows = _mapped(source, of_batch)
+        if hasattr(rows, "__len__") and not len(rows):
+            raise OptionError(f"{where} holds fewer than {length} tokens. Set a shorter `--sequence_length`.")
+        return rows
 
     def _text(self, row: dict[str, Any]) -> list[Piece]:
         ids = self.tokenizer(text=self._ended(row["text"]))["input_ids"]
@@ -176,11 +130,17 @@ class Answers:
             ids = self._ids(self._render(messages, row))
             return [(ids, [True] * len(ids))]
         text, spans = self._render(messages, row), []
-        learned = [place for place, message in enumerate(messages) if _is_learned(message)]
-        if self.way != "rendering" and len(learned) == sum(message["role"] == "assistant" for message in messages):
+        answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        # `weight: 0` and `train: false` switch learning off.
+        learned = [place for place in answers if all(messages[place].get(switch, 1) for switch in SWITCHES)]
+        if self.way != "rendering" and learned == answers:
             return [self._marked(text, self._marks(messages, row))]
         for place in learned:
-            before = self._render(messages[:place], row, start=True) if place else self._header(messages[0], row)
+            if place:
+                before = self._render(messages[:place], row, start=True)
+            else:  # what does not depend on the content of a first message
+                one, other = (self._render([{**messages[0], "content": text}], row) for text in ("A", "B"))
+                before = one[: _common(one, other)]
             spans.append((before, self._render(messages[: place + 1], row)))
         if all(text.startswith(after) for _, after in spans):
             return [self._marked(text, [(_common(before, after), len(after)) for before, after in spans])]
@@ -198,11 +158,6 @@ class Answers:
         )
         return rendered[1][0]
 
-    def _header(self, message: dict[str, Any], row: dict[str, Any]) -> str:
-        """What the template writes before the content of a first message."""
-        one, other = (self._render([{**message, "content": text}], row) for text in ("A", "B"))
-        return one[: _common(one, other)]
-
     def _marked(self, text: str, spans: list[tuple[int, int]]) -> Piece:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return encoded["input_ids"], [
@@ -219,28 +174,19 @@ class Answers:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _is_learned(message: dict[str, Any]) -> bool:
-    """Whether the answer of a message is learned: `weight: 0` and `train: false` switch that off."""
-    return message["role"] == "assistant" and all(message.get(switch, 1) for switch in SWITCHES)
-
-
 def _way(tokenizer: Any) -> tuple[str, str | None]:
     """How answers are found, and the template for it."""
-    from trl.chat_template_utils import (
-        get_training_chat_template,
-        has_generation_markers,
-        is_chat_template_stop_token_trained,
-    )
+    from trl import chat_template_utils as trl
 
     if not tokenizer.is_fast:
         raise OptionError(
             "The tokenizer does not say which letters its tokens stand for, which finding the answers needs. Set "
             "`--assistant_only_loss false` to learn whole conversations."
         )
-    if has_generation_markers(tokenizer.chat_template):
-        return ("marks", None) if is_chat_template_stop_token_trained(tokenizer) else ("rendering", None)
+    if trl.has_generation_markers(tokenizer.chat_template):
+        return ("marks", None) if trl.is_chat_template_stop_token_trained(tokenizer) else ("rendering", None)
     try:
-        return "TRL's template", get_training_chat_template(tokenizer)
+        return "TRL's template", trl.get_training_chat_template(tokenizer)
     except ValueError:  # TRL does not know the template
         return "rendering", None
 
@@ -249,6 +195,40 @@ def _common(first: Any, second: Any) -> int:
     """Length of the common prefix of two sequences."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
+def template_arguments(row: dict[str, Any]) -> dict[str, Any]:
+    """Return what the chat template reads beside the messages of a row."""
+    tools, more = (row.get(name) or None for name in ("tools", "chat_template_kwargs"))
+    tools, more = (json.loads(value) if isinstance(value, str) else value for value in (tools, more))
+    return {"tools": tools, **(more or {})}
+
+
+def _encoded(
+    encode: Callable[[dict[str, Any]], list[Piece]], batch: dict[str, list], numbers: list[int], where: str
+) -> Iterator[Piece]:
+    """Encode the rows of a batch one by one. An error names the row."""
+    for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
+        try:
+            yield from encode(dict(zip(batch, values, strict=True)))
+        except Exception as error:  # whatever a template does with a conversation that it was not made for
+            raise OptionError(
+                f"{where}, row {number + 1}: the chat template cannot format it: {reason_of(error)} Correct or remove "
+                "the row."
+            ) from error
+
+
+def _mapped(
+    source: Any, of_batch: Callable[..., dict[str, list]], size: int = 1000, processes: int | None = None
+) -> Any:
+    options = {"desc": "Tokenising", "num_proc": processes} if hasattr(source.rows, "__len__") else {}
+    options |= {"batched": True, "batch_size": size, "with_indices": True, "remove_columns": source.columns}
+    try:
+        return source.rows.map(of_batch, **options)
+    except OptionError:
+        raise
+    except Exception as error:  # whatever a broken file leads to
+        raise OptionError(f"The tokenizer cannot tokenise {source.where}: {reason_of(error)} Save it again.") from error
 
 
 # What is said about rows before they are trained on.

@@ -176,10 +176,8 @@ def check_name(name: str, pattern: str | None) -> None:
 def load(name: str, pattern: str | None) -> Reward:
     """Return the reward function that a name stands for. Raises `ValueError` with what there is."""
     check_name(name, pattern)
-    if name == "format":
-        return FormatReward(pattern or "")
-    if name in OWN:
-        return OWN[name]
+    if name in NAMES:
+        return OWN.get(name) or FormatReward(pattern or "")
     place, _, function = name.rpartition(":")
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else _from_path(place)
@@ -281,16 +279,17 @@ class CheckedReward:
                 f"`--reward {self.name}` raised `{reason:.200}` in line {last.lineno} of `{Path(last.filename).name}`. "
                 f"It gets by name: completions, {', '.join(columns)}."
             ) from error
-        wanted = f"It must return a list of {len(completions)} numbers, one for each completion, or `None` for some."
         if not hasattr(rewards, "__len__") or isinstance(rewards, str):
-            raise RewardError(f"`--reward {self.name}` returned `{rewards!r:.60}`. {wanted}")
-        if len(rewards) != len(completions):
-            raise RewardError(f"`--reward {self.name}` returned {len(rewards)} rewards. {wanted}")
-        for value in rewards:
-            try:
-                usable = value is None or not isinstance(value, str) and math.isfinite(float(value))
-            except (TypeError, ValueError):
-                usable = False
-            if not usable:
-                raise RewardError(f"`--reward {self.name}` returned `{value!r:.60}` for a completion. {wanted}")
-        return list(rewards)
+            what = f"`{rewards!r:.60}`"
+        elif len(rewards) != len(completions):
+            what = f"{len(rewards)} rewards"
+        else:
+            # What has no `__float__` is no number: a text, a list.
+            wrong = [v for v in rewards if not (v is None or hasattr(v, "__float__") and math.isfinite(v))]
+            if not wrong:
+                return list(rewards)
+            what = f"`{wrong[0]!r:.60}` for a completion"
+        raise RewardError(
+            f"`--reward {self.name}` returned {what}. It must return a list of {len(completions)} numbers, one for "
+            "each completion, or `None` for some."
+        )
