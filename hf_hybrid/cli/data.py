@@ -121,11 +121,8 @@ def _load_file(path: Path, kind: str, streaming: bool) -> Any:
     # Text by paragraph: as one document, a whole book would be tokenised in one piece.
     column, by = (JSON, "line") if kind == "json" else ("text", "paragraph")
     rows = load_dataset("text", sample_by=by, encoding="utf-8-sig", **data)
-    return rows.map(_without_blank, batched=True, fn_kwargs={"column": column}, remove_columns=["text"])
-
-
-def _without_blank(batch: dict[str, list[str]], column: str) -> dict[str, list[str]]:
-    return {column: [text.strip("\n") for text in batch["text"] if text.strip()]}
+    without_blank = lambda batch: {column: [text.strip("\n") for text in batch["text"] if text.strip()]}  # noqa: E731
+    return rows.map(without_blank, batched=True, remove_columns=["text"])
 
 
 # Mixing.

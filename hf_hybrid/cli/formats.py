@@ -93,10 +93,10 @@ def read_row(row: Any) -> dict[str, Any]:
     return values
 
 
-def is_chat(value: Any, key: str | None = None) -> bool:
-    """Whether a value is a list of messages, which have roles under the key `role`, in ShareGPT's form under `from`."""
-    keys = {"role", "from"} if key is None else {key}
-    return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) and keys & m.keys() for m in value)
+def is_chat(value: Any) -> bool:
+    """Whether a value is a list of messages, whose roles stand under `role`, or in ShareGPT's form under `from`."""
+    messages = value if isinstance(value, list) else []
+    return bool(messages) and all(isinstance(m, Mapping) and {"role", "from"} & m.keys() for m in messages)
 
 
 def messages_of(row: Row, column: str) -> list[dict[str, Any]]:
@@ -175,12 +175,11 @@ format, `None` if it is another.
 
 
 def _chats(column: str, columns: set[str], first: Row, template: bool, *, answered: bool = True) -> Format | None:
-    if is_chat(first.get(column), "from"):
-        title = f"ShareGPT (`{column}` with `from` and `value`)"
-    elif is_chat(first.get(column)) or column == "messages":
-        title = f"chats (`{column}`)"
-    else:
+    value: Any = first.get(column)
+    if not is_chat(value) and column != "messages":
         return None
+    sharegpt = is_chat(value) and "from" in value[0]
+    title = f"ShareGPT (`{column}` with `from` and `value`)" if sharegpt else f"chats (`{column}`)"
 
     def convert(row: Row) -> dict[str, Any]:
         messages = messages_of(row, column)
@@ -341,7 +340,7 @@ def convert_rows(
         row = rename(row)
         return {**{name: row.get(name) for name in kept}, **with_system(row_format.convert(row), system)}
 
-    stored = _columns_of(rows)
+    stored = rows.column_names or list(next(iter(rows), {}))  # of a stream that does not know them
     # A row of JSON need not have the columns of the first.
     heads = itertools.islice(rows, 1000 if JSON in stored else 1)
     heads = [with_number(read_row, row, number) for number, row in enumerate(heads)]
@@ -352,30 +351,23 @@ def convert_rows(
     columns = [renamed.get(name, name) for name in columns]
     row_format = recognise(command, columns, rename(heads[0]), template, where)
     if row_format.chats and not template:
-        ways = " to that of an instruct model, or save a `chat_template.jinja` beside it."
-        if command == "sft":
-            ways = " to that of an instruct model, `--chat_template_path` to a .jinja file, or "
-            ways += "`--chat_template_path plain` for `User: ... Assistant: ...`."
+        more = ", or set `--chat_template_path` to a .jinja file or `plain` (`User: ... Assistant: ...`)"
         raise OptionError(
-            f"{where} holds {row_format.title}, and the tokenizer has no chat template. Set `--tokenizer`{ways}"
+            f"{where} holds {row_format.title}, and the tokenizer has no chat template. Set `--tokenizer` to that of "
+            f"an instruct model, or save a `chat_template.jinja` beside it{more if command == 'sft' else ''}."
         )
     kept = [name for name in row_format.kept if name in columns]
+    columns = list(with_number(convert, heads[0], 0))
+    options: dict[str, Any] = {"desc": "Reading rows"} if hasattr(rows, "__len__") else {}
+    each = functools.partial(with_number, convert)
     try:
-        options: dict[str, Any] = {"desc": "Reading rows"} if hasattr(rows, "__len__") else {}
-        each = functools.partial(with_number, convert)
-        rows = rows.map(each, with_indices=True, remove_columns=stored, **options)
-        return Source(where, row_format, _columns_of(rows), rows)
+        return Source(where, row_format, columns, rows.map(each, with_indices=True, remove_columns=stored, **options))
     except OptionError:
         raise
     except Exception as error:  # whatever Arrow makes of rows of several kinds
         raise OptionError(
             f"{where}: its rows do not fit into one table: {reason_of(error)} Give each column values of one kind."
         ) from error
-
-
-def _columns_of(rows: Any) -> list[str]:
-    """The names of the columns, of the first row where a stream does not know them."""
-    return rows.column_names or list(next(iter(rows), {}))
 
 
 def _check_names(where: str, columns: Sequence[str], renamed: dict[str, str]) -> None:

@@ -111,16 +111,18 @@ class Answers:
         end = self.tokenizer.eos_token or ""
         return text if text.endswith(end) else text + end
 
+    def prompt(self, row: dict[str, Any]) -> list[int]:
+        """Return the tokens of a prompt; of a chat with the beginning of an answer."""
+        if isinstance(row["prompt"], list):
+            return self._ids(self._render(messages_of(row, "prompt"), row, start=True))
+        return self.tokenizer(text=row["prompt"])["input_ids"]
+
     def _completion(self, row: dict[str, Any]) -> list[Piece]:
-        prompt, completion = row["prompt"], row["completion"]
-        if isinstance(prompt, list):
-            prompt, completion = messages_of(row, "prompt"), messages_of(row, "completion")
-            before = self._ids(self._render(prompt, row, start=True))
-            ids = self._ids(self._render(prompt + completion, row))
+        if isinstance(row["prompt"], list):
+            ids = self._ids(self._render(messages_of(row, "prompt") + messages_of(row, "completion"), row))
         else:
-            before = self.tokenizer(text=prompt)["input_ids"]
-            ids = self.tokenizer(text=prompt + self._ended(completion))["input_ids"]
-        start = _common(before, ids) if self.completions_only else 0
+            ids = self.tokenizer(text=row["prompt"] + self._ended(row["completion"]))["input_ids"]
+        start = _common(self.prompt(row), ids) if self.completions_only else 0
         return [(ids, [place >= start for place in range(len(ids))])]
 
     def chat(self, row: dict[str, Any]) -> list[Piece]:
@@ -247,12 +249,11 @@ def report_learned(rows: Any, eval_rows: Any, reader: Any, learned: str, report:
             model (`config`) learned.
     """
     length, longest = reader.max_length, 0
-    kept = slice(-length, None) if reader.keep_end and length is not None else slice(length)
     for what, part in (("row", rows), ("evaluation row", eval_rows)):
         if part is None:
             continue
         streamed = not hasattr(part, "__len__")
-        counts = list(_counts(part.take(64) if streamed else part, kept))
+        counts = list(_counts(part.take(64) if streamed else part, length or 2**40, reader.keep_end))
         sizes = [size for size, _, _ in counts]
         longest = max([longest, *([length or 0] if streamed else sizes)])
         if part is rows and not streamed:
@@ -278,11 +279,27 @@ def report_learned(rows: Any, eval_rows: Any, reader: Any, learned: str, report:
         check_positions(config, min(longest, length or longest), "Set a lower `--max_length`.")
 
 
-def _counts(rows: Any, kept: slice) -> Iterator[tuple[int, int, int]]:
-    """Yield of each row the numbers of tokens, of those learned, and of those learned within `kept`."""
-    for batch in rows.with_format("numpy").iter(1000):
-        for labels in batch["labels"]:
-            yield len(labels), int((labels >= 0).sum()), int((labels[kept] >= 0).sum())
+def _counts(rows: Any, length: int, keep_end: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield of each row the numbers of tokens, of those learned, and of those that are learned once it is cut."""
+    import numpy
+
+    for table in rows.with_format("arrow").iter(1000):
+        labels = table["labels"].combine_chunks()
+        sizes = labels.value_lengths().to_numpy()
+        ends = numpy.cumsum(sizes)
+        starts = first = ends - sizes
+        last = numpy.minimum(ends, starts + length)
+        if keep_end:
+            first, last = numpy.maximum(starts, ends - length), ends
+        learned = numpy.append(0, numpy.cumsum(labels.flatten().to_numpy() >= 0))
+        counts = (sizes, learned[ends] - learned[starts], learned[last] - learned[first])
+        yield from zip(*(count.tolist() for count in counts), strict=True)
+
+
+def _sizes(rows: Any, column: str) -> list[int]:
+    """The numbers of tokens of rows."""
+    tables = rows.with_format("arrow").iter(1000)
+    return [size for table in tables for size in table[column].combine_chunks().value_lengths().to_pylist()]
 
 
 def _report_cut(what: str, sizes: list[int], lost: int, total: int, length: int, report: Report) -> None:
@@ -304,7 +321,7 @@ def report_pairs(trainer: Any, before: Sequence[Any], config: Any, report: Repor
     for what, pairs, rows in zip(names, before, after, strict=True):
         if "prompt_ids" not in (getattr(rows, "column_names", None) or ()) or not hasattr(rows, "__len__"):
             continue
-        parts = [list(map(len, rows[name])) for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
+        parts = [_sizes(rows, name) for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
         sizes = [prompt + max(sides) for prompt, *sides in zip(*parts, strict=True)]
         if length is not None:
             _report_cut(what, sizes, len(pairs) - len(rows), len(pairs), length, report)
@@ -317,14 +334,9 @@ def report_pairs(trainer: Any, before: Sequence[Any], config: Any, report: Repor
 
 def check_prompts(rows: Any, tokenizer: Any, config: Any, answer: int) -> None:
     """Refuse prompts of GRPO that, with an answer of so many tokens, are longer than the positions of a model."""
-    longest = 0
-    for row in rows:
-        text, is_chat = row["prompt"], isinstance(row["prompt"], list)
-        if is_chat:
-            arguments = {"add_generation_prompt": True, "tokenize": False, **template_arguments(row)}
-            text = tokenizer.apply_chat_template(messages_of(row, "prompt"), **arguments)
-        longest = max(longest, len(tokenizer(text, add_special_tokens=not is_chat)["input_ids"]))
-    check_positions(config, longest + answer, "Leave out long prompts, or set a lower `--max_completion_length`.")
+    answers = Answers(tokenizer, answers_only=False, completions_only=False)
+    longest = max(len(answers.prompt(row)) for row in rows) + answer
+    check_positions(config, longest, "Leave out long prompts, or set a lower `--max_completion_length`.")
 
 
 _MARK = re.compile(r"<[|\uff5c][^<>|\uff5c\s]{1,40}[|\uff5c]>|<(?:start|end)_of_turn>")

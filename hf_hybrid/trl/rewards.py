@@ -284,8 +284,7 @@ class CheckedReward:
         elif len(rewards) != len(completions):
             what = f"{len(rewards)} rewards"
         else:
-            # What has no `__float__` is no number: a text, a list.
-            wrong = [v for v in rewards if not (v is None or hasattr(v, "__float__") and math.isfinite(v))]
+            wrong = [value for value in rewards if not _is_reward(value)]
             if not wrong:
                 return list(rewards)
             what = f"`{wrong[0]!r:.60}` for a completion"
@@ -293,3 +292,10 @@ class CheckedReward:
             f"`--reward {self.name}` returned {what}. It must return a list of {len(completions)} numbers, one for "
             "each completion, or `None` for some."
         )
+
+
+def _is_reward(value: Any) -> bool:
+    try:
+        return value is None or not isinstance(value, str) and math.isfinite(float(value))
+    except (TypeError, ValueError):
+        return False
