@@ -355,7 +355,8 @@ def warn_of_traps(rows: Any, tokenizer: Any, model: Any) -> None:
         )  # fmt: skip
     ends = {tokenizer.eos_token_id}
     for config in (model.config.get_text_config(), model.generation_config):
-        ends.update(config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id])
+        end = getattr(config, "eos_token_id", None)  # what cannot generate has no config for it
+        ends.update(end if isinstance(end, list) else [end])
     ends.discard(None)
     tails = [[label for label in row["labels"] if label >= 0][-8:] for row in sample]
     if any(tails) and not any(ends & set(tail[-4:]) for tail in tails):
