@@ -168,10 +168,7 @@ def _sides(row: Row, *columns: str) -> dict[str, Any]:
 # The formats.
 
 Recogniser = Callable[[str, set[str], Row, bool], "Format | None"]
-"""
-From the first column that the format needs, all columns, the first row and whether there is a chat template to the
-format, `None` if it is another.
-"""
+"""Takes the first column that the format needs, all columns, the first row, and whether there is a chat template."""
 
 
 def _chats(column: str, columns: set[str], first: Row, template: bool, *, answered: bool = True) -> Format | None:
