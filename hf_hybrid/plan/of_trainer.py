@@ -61,6 +61,9 @@ def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBu
     pays = options.memory != "off" and shape.vocab >= BIG_VOCABULARY
     chunks = options.chunked_loss == "on" or (options.chunked_loss == "auto" and pays)
     chunks = chunks or bool(on_gpu and trainer.more_inputs)  # TRL's kernels hold about as much
+    recomputed = checkpointing(args)
+    if recomputed == "auto" and _reason_all_are_recomputed(trainer) is not None:
+        recomputed = True
     most = len(shape.layers)  # more could not be kept or fetched, and each takes a buffer
     setup = Setup(
         sequence_length=sequence_length(trainer),
@@ -72,7 +75,7 @@ def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBu
         workspace=workspace_bytes(args.device if on_gpu else None),
         memory="stream" if device_map is not None else options.memory,
         autocast=args.bf16,
-        activation_checkpointing=checkpointing(args),
+        activation_checkpointing=recomputed,
         offload_activations=options.offload_activations,
         chunked_loss=chunks and ChunkedCausalLoss.unsupported_reason(model) is None,
         optimizer_states=options.optimizer_states,
