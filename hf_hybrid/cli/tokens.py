@@ -353,7 +353,7 @@ def warn_of_traps(rows: Any, tokenizer: Any, model: Any) -> None:
             "`%s` in the rows: no token of the vocabulary, but learned in pieces. Choose the tokenizer that belongs to "
             "the chat template, or another template with `--chat_template_path`.", "`, `".join(sorted(marks)),
         )  # fmt: skip
-    ends = {tokenizer.eos_token_id}
+    ends: set[Any] = {tokenizer.eos_token_id}
     for config in (model.config.get_text_config(), model.generation_config):
         end = getattr(config, "eos_token_id", None)  # what cannot generate has no config for it
         ends.update(end if isinstance(end, list) else [end])
