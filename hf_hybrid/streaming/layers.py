@@ -48,6 +48,14 @@ def find_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(f"{name}.{index}", layer) for index, layer in enumerate(layers)]
 
 
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that [`find_layers`] finds, or none."""
+    try:
+        return [layer for _, layer in find_layers(model)]
+    except NoLayerListError:
+        return []
+
+
 def layers_on_host(
     layers: list[tuple[str, nn.Module]], device_map: Mapping[str, object]
 ) -> list[tuple[str, nn.Module]]:
