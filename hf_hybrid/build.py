@@ -130,10 +130,7 @@ def prepare_leaps(trainer: BuiltTrainer) -> None:
 
 
 def leave_out_leaps(trainer: BuiltTrainer, error: LeapObstacleError) -> None:
-    """
-    Make no leaps, and say why. If nothing else of a run works either, train as plain `Trainer` does. Raise `error`
-    if leaps, or phases, were asked for by name.
-    """
+    """Make no leaps, and say why, or train as plain `Trainer` does. Raise `error` if leaps or phases were asked for."""
     if not leaps_are_automatic(trainer) or phase_options(trainer.hybrid_args):
         raise error
     if error.leaps_alone:
@@ -173,11 +170,7 @@ def build_run(trainer: BuiltTrainer) -> Run:
     Build the run that `trainer` is about to start: the list of its parts, in the order in which they are called.
 
     The parts that every training of this trainer has (`trainer.parts`) come last. Without phases there are no others.
-
-    Raises:
-        LeapObstacleError: If leaps cannot work with the optimizer, or with how the weights are sharded.
-        ValueError: If `probe_dataset` gives fewer than two sequences, or no label.
-        UnrecoveredMemoryError: If buffers do not fit on the host either.
+    Raise [`LeapObstacleError`] if leaps cannot work with the optimizer, or with how the weights are sharded.
     """
     options, max_steps = trainer.hybrid_args, trainer.state.max_steps
     common: dict[str, Any] = {"model": trainer.model_wrapped, "max_steps": max_steps}
@@ -217,10 +210,7 @@ def _weights(trainer: BuiltTrainer) -> TrainedWeights:
 
 
 def _on_host_if_out_of_memory(trainer: BuiltTrainer, build: Callable[[bool], list[Part]]) -> list[Part]:
-    """
-    Build parts that have buffers of the size of the weights: on the host (`build(True)`), if the plan says so or if
-    they do not fit on the device.
-    """
+    """Build parts with buffers of the weights' size: on the host, if planned so or if they do not fit on the device."""
     recovery, plan_values = trainer.recovery, trainer.hybrid_args.plan_values
     planned = trainer.memory.buffers_on_host or plan_values.get("buffers_device") == "cpu"
     for on_host in [True] if planned else [False, True]:
@@ -282,11 +272,7 @@ def _planner(trainer: BuiltTrainer, trajectory: Trajectory) -> tuple[GainPlanner
         from hf_hybrid.world_model.imagination import imagined_gain
 
         planner = imagined_gain(
-            values,
-            device=trainer.args.device,
-            scheduler=trainer.lr_scheduler,
-            max_steps=max_steps,
-            stride=stride,
+            values, device=trainer.args.device, scheduler=trainer.lr_scheduler, max_steps=max_steps, stride=stride
         )
     from hf_hybrid.world_model.observer import PlannerObserver
 
@@ -451,8 +437,7 @@ def build_optimizer(trainer: BuiltTrainer, model: torch.nn.Module) -> None:
         trainer.optimizer_cls_and_kwargs = (AdamW8bit, values)
     if makes_muon(trainer):
         common = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
-        decay_names = trainer.get_decay_parameter_names(model)
-        groups = muon_groups(model, decay_names, **common)
+        groups = muon_groups(model, trainer.get_decay_parameter_names(model), **common)
         momentum = options.preset_value("muon_momentum")
         trainer.optimizer = MuonAdamW(groups, **common, betas=betas, eps=args.adam_epsilon, momentum=momentum)
 

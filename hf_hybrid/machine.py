@@ -59,9 +59,8 @@ _LAUNCHED = {
 
 def sharding_of(args: TrainingArguments | None) -> str | None:
     """
-    Return the mechanism that shards weights, gradients or states; `None` with one process, or DDP.
-
-    The options ask for it (`None`: they are the defaults), or the environment that `accelerate launch` sets.
+    Return the mechanism that shards weights, gradients or states; `None` with one process, or DDP. The options ask for
+    it (`None`: they are the defaults), or the environment that `accelerate launch` sets.
     """
     asked = {}
     if args is not None:
@@ -202,11 +201,7 @@ class DeviceMemory:
 
 
 class DriverMemory:
-    """
-    One CUDA device as the driver sees it, through NVML: other processes, CUDA contexts and libraries included.
-
-    [`read`] returns `None` where NVML is missing or does not know the device (a MIG slice, say).
-    """
+    """One CUDA device as the driver sees it, through NVML: other processes, CUDA contexts and libraries included."""
 
     def __init__(self, device: torch.device):
         self._handle = None
@@ -221,7 +216,7 @@ class DriverMemory:
             logger.debug("NVML cannot be read: %s", error)
 
     def read(self) -> dict[str, int] | None:
-        """Bytes: `used` and `total`."""
+        """Bytes: `used` and `total`; `None` where NVML is missing or does not know the device (a MIG slice, say)."""
         if self._handle is None:
             return None
         try:

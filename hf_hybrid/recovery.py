@@ -65,11 +65,7 @@ _MESSAGES = (
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """
-    Whether an exception, or its cause, says that memory could not be allocated, on device or host.
-
-    `torch.OutOfMemoryError` and `MemoryError` do; a `RuntimeError` if its text is one that allocators write.
-    """
+    """Whether an exception, or its cause, says that memory could not be allocated, on device or host."""
     while error is not None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True
@@ -125,16 +121,11 @@ def device_probe(device: torch.device) -> MemoryProbe | None:
 
 class MemoryGuard(Part):
     """
-    Watches device memory at the end of every step. It warns early, cleans up, and asks for one checkpoint.
+    Watches device memory at the end of every step. Above a share of the device (`warn_at`; 1 for never) it warns and
+    cleans up, and above another one (`checkpoint_at`) it asks for a checkpoint. Then it keeps quiet until a step ends
+    below `warn_at`. With no `probe` it watches nothing.
 
     What the allocator keeps for later counts as in use, so that a reading at the end of a step stands for its peak.
-    After a warning, or after it asked for a checkpoint, the guard keeps quiet until a step ends below `warn_at`.
-
-    Args:
-        probe (`Callable[[], tuple[int, int]]`, *optional*): Returns bytes in use and bytes that there are, see
-            [`device_probe`]. `None` watches nothing.
-        warn_at (`float`): Share of the device in use above which it warns and cleans up; 1 for never.
-        checkpoint_at (`float`): Share above which it asks for a checkpoint, if that is not below `warn_at`.
     """
 
     name = "memory_guard"
@@ -193,9 +184,6 @@ def sequences_in(batch: Any, blocks: int = 1) -> int:
     """
     Return the number of sequences (or pairs of them) in a collated batch. Its rows consist of `blocks`, each with one
     row per sequence: 2 where all chosen completions are followed by all rejected ones.
-
-    Raises:
-        UnsplittableBatchError: If it is no mapping, or holds no tensor.
     """
     if not isinstance(batch, Mapping):
         raise UnsplittableBatchError(f"The batch is a `{type(batch).__name__}`, not a dictionary of tensors.")
@@ -211,11 +199,8 @@ def split_batch(batch: Mapping[str, Any], most: int, blocks: int = 1) -> list[di
     Cut a batch into parts of at most `most` sequences, in their order. With one block nothing is copied.
 
     Cut are tensors, lists and tuples with one entry per sequence (or per sequence and block), also inside dictionaries.
-    Numbers, strings and tensors of one row, which hold for all sequences, go into every part.
-
-    Raises:
-        UnsplittableBatchError: If a tensor or list has neither one entry per sequence nor a single one: images packed
-            into rows of patches, for example.
+    Numbers, strings and tensors of one row, which hold for all sequences, go into every part. Raise
+    [`UnsplittableBatchError`] for anything else: images packed into rows of patches, for example.
     """
     count = sequences_in(batch, blocks)
     bounds = [(first, min(first + most, count)) for first in range(0, count, most)]
@@ -312,8 +297,6 @@ class OutOfMemoryRecovery(Part):
         self.retries = self.trainer.hybrid_args.out_of_memory == "retry"
         self.policy = MemoryPolicy()
         self.events: list[dict[str, Any]] = []
-        self.saved_step: int | None = None
-        """`global_step` of the checkpoint written last."""
         self.stepping = False
         """Whether the optimizer's step is under way."""
 
@@ -336,15 +319,10 @@ class OutOfMemoryRecovery(Part):
     def compute(self, inputs: Any, run: Callable[[Any], Tensor], num_items: Any) -> Tensor:
         """
         Compute one micro-batch and its gradients, and return its share of the loss of the window. After an
-        out-of-memory error, compute the whole window so far again.
+        out-of-memory error, compute the whole window so far again. Raise [`UnrecoveredMemoryError`] if nothing helps.
 
-        Args:
-            inputs (`Any`): The micro-batch.
-            run (`Callable`): Computes a batch, or a part of one, and accumulates its gradients; returns its loss.
-            num_items (`Any`): Labels of the window, whose number divides losses; `None` where they are means.
-
-        Raises:
-            UnrecoveredMemoryError: If nothing helped, or nothing may be tried.
+        `run` computes a batch, or a part of one, accumulates its gradients and returns its loss, which is divided by
+        `num_items` (the labels of the window; `None` where losses are means).
         """
         if len(self._returned) >= len(self._batches):
             self.begin_window([inputs], num_items)  # called outside of a training loop
@@ -429,11 +407,8 @@ class OutOfMemoryRecovery(Part):
 
     def survive(self, error: Exception, otherwise: str) -> None:
         """
-        Go on without the work that raised `error`, if it left everything unchanged or training does not need it.
-        `otherwise` says what happens instead, for the log and the summary.
-
-        Raises:
-            Exception: `error`, unless it is an out-of-memory that may be survived.
+        Go on without the work that raised `error`, if it is an out-of-memory that may be survived: the work left
+        everything unchanged, or training does not need it. `otherwise` says for the log what happens instead.
         """
         self.catch(error)
         free_memory()
@@ -441,15 +416,11 @@ class OutOfMemoryRecovery(Part):
 
     def catch(self, error: Exception) -> None:
         """
-        Report an out-of-memory error, and release what it holds. Raise `error` itself, if it is none or with
+        Take note of an out-of-memory error, and release what it holds. Raise `error` itself, if it is none or with
         `out_of_memory=raise`, and [`UnrecoveredMemoryError`] if nothing may be tried here.
         """
         if isinstance(error, UnrecoveredMemoryError) or not is_out_of_memory(error):
             raise error
-        for callback in self.trainer.callback_handler.callbacks:
-            record = getattr(callback, "record_out_of_memory", None)
-            if callable(record):
-                record(error)
         if not self.retries:
             raise error
         self.reason = _first_line(error)
@@ -578,7 +549,7 @@ class OutOfMemoryRecovery(Part):
         """Save the state after the last step, and return a sentence that says where, or why not."""
         trainer, step = self.trainer, self.trainer.state.global_step
         trainer.saver.writer.join()
-        if self.saved_step != step:
+        if trainer.saver.saved_step != step:
             try:
                 trainer._save_checkpoint(trainer.model, trial=trainer.trial)
             except Exception as error:

@@ -614,7 +614,6 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
 
     def _save_optimizer_and_scheduler(self, output_dir):
         self.saver.write_states(output_dir, super()._save_optimizer_and_scheduler)
-        self.recovery.saved_step = self.state.global_step
 
     def _load_best_model(self):
         self.saver.writer.wait()

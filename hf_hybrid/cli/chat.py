@@ -12,51 +12,35 @@ from hf_hybrid.cli import console
 from hf_hybrid.cli.options import OptionError
 
 HELP = "/reset forgets the conversation, /system TEXT sets a system message, /exit or Ctrl-D ends."
-LIMITS: dict[str, dict[str, float]] = {
-    "max_new_tokens": {"at_least": 1},
-    "temperature": {"at_least": 0, "at_most": 100},
-    "top_p": {"above": 0, "at_most": 1},
-}
 
 
-def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
-    """Register the subcommand."""
-    description = (
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = (
         "Talk to a model with its chat template: the output folder of a run, a checkpoint, adapters, an export, or an "
         f"id on the Hub. {HELP}"
     )
-    parser = subparsers.add_parser("chat", help=summary, description=description)
-
-    def add(name: str, **options) -> None:
-        names = dict.fromkeys((name, name.replace("_", "-")))
-        parser.add_argument(*names, **options)
-
+    add = parser.add_argument
     add("model", help="output folder of a run, folder of a model or of adapters, a .gguf export, or an id on the Hub")
     add("--max_new_tokens", type=int, default=512, help="tokens of an answer at most (default: 512)")
-    text = "0: always the likeliest token; default: as the model's generation config says"
-    add("--temperature", type=float, help=text)
+    add("--temperature", type=float, help="0: always the likeliest token (default: as the model's generation config)")
     add("--top_p", type=float, help="sample among the likeliest tokens of this probability (default: as the model)")
     add("--system", help="system message")
     add("--seed", type=int, default=0, help="of the sampling (default: 0)")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="of the weights")
     add("--cpu", action="store_true", help="compute on the CPU")
     add("--trust_remote_code", action="store_true", help="run the code that a model on the Hub brings with it")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Chat. Returns 0; 2 after a message if the model or an option cannot be used; 130 after Ctrl-C."""
+    """Chat. Returns 0; 130 after Ctrl-C."""
+    _check(args)
+    console.print_line(f"{args.model}. {HELP}")
     try:
-        _check(args)
-        console.print_line(f"{args.model}. {HELP}")
         with console.speaking():
             with console.quiet_imports():
                 model, tokenizer = load(args)
             _talk(model, tokenizer, args)
-    except (OptionError, ImportError) as error:
-        sys.stderr.write(f"hf-hybrid chat: error: {error}\n")
-        return 2
     except (EOFError, KeyboardInterrupt) as end:
         sys.stdout.write("\n")
         return 0 if isinstance(end, EOFError) else 130
@@ -65,11 +49,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse wrong numbers and folders without a model, before torch is imported."""
-    try:
-        for name, limits in LIMITS.items():
-            check_range(f"--{name}", getattr(args, name), limits)
-    except ValueError as error:
-        raise OptionError(str(error)) from None
+    check_range("--max_new_tokens", args.max_new_tokens, {"at_least": 1})
+    check_range("--temperature", args.temperature, {"at_least": 0, "at_most": 100})
+    check_range("--top_p", args.top_p, {"above": 0, "at_most": 1})
     path, kinds = Path(args.model).expanduser(), ("config.json", "adapter_config.json", "*.gguf")
     if path.is_dir() and not any(any(path.glob(kind)) for kind in kinds):
         from hf_hybrid.saving.manifest import last_checkpoint
@@ -82,12 +64,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def load(args: argparse.Namespace) -> tuple[Any, Any]:
-    """
-    Return model and tokenizer, ready to generate.
-
-    Raises:
-        OptionError: If they cannot be loaded, or the tokenizer has no chat template.
-    """
+    """Return model and tokenizer, ready to generate. Raises [`OptionError`]."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -95,11 +72,10 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
 
     path = Path(args.model).expanduser()
     folder = path.parent if path.suffix == ".gguf" else path
-    files = () if (path / "config.json").is_file() else folder.glob("*.gguf" if folder == path else path.name)
-    file = next(iter(files), None)
+    files = [] if (path / "config.json").is_file() else list(folder.glob("*.gguf" if folder == path else path.name))
     name = str(folder) if folder.exists() else args.model
     options: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
-    weights = options if file is None else {**options, "gguf_file": file.name}
+    weights = {**options, "gguf_file": files[0].name} if files else options
     # A GGUF file has a tokenizer too, but not its chat template.
     of_tokenizer = options if (folder / "tokenizer_config.json").is_file() else weights
     loader: Any = AutoModelForCausalLM
@@ -109,8 +85,6 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
         tokenizer: Any = AutoTokenizer.from_pretrained(name, **of_tokenizer)
         with quiet_reading():
             model: Any = loader.from_pretrained(name, dtype=args.dtype, **weights)
-    except ImportError:
-        raise
     except Exception as error:  # whatever a broken file leads to
         reason = " ".join(str(error.__cause__ or error).split())
         raise OptionError(f"`{args.model}` cannot be loaded: {reason}") from error
@@ -159,17 +133,13 @@ def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], args: ar
     if limit < 1:
         raise OptionError(f"The conversation fills the {positions:,} positions of the model.")
     stream = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    with torch.inference_mode():
-        tokens = model.generate(**inputs, streamer=stream, max_new_tokens=limit, **_sampling(model, tokenizer, args))
-    return tokenizer.decode(tokens[0, length:], skip_special_tokens=True).strip()
-
-
-def _sampling(model: Any, tokenizer: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Return options of `generate`: also what the template ends an answer with ends it."""
+    # The tokenizer's end of text ends an answer too: templates end it so.
     own_end, ends = tokenizer.eos_token_id, model.generation_config.eos_token_id
     known = {own_end, *(ends if isinstance(ends, list) else [ends])} - {None}
-    options: dict[str, Any] = {"pad_token_id": tokenizer.pad_token_id or own_end, "eos_token_id": sorted(known) or None}
-    if args.temperature == 0:
-        return options | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    ending = {"pad_token_id": tokenizer.pad_token_id or own_end, "eos_token_id": sorted(known) or None}
     asked = {name: getattr(args, name) for name in ("temperature", "top_p") if getattr(args, name) is not None}
-    return options | asked | ({"do_sample": True} if asked else {})
+    if asked:
+        asked = {"do_sample": False} if args.temperature == 0 else {"do_sample": True, **asked}
+    with torch.inference_mode():
+        tokens = model.generate(**inputs, streamer=stream, max_new_tokens=limit, **ending, **asked)
+    return tokenizer.decode(tokens[0, length:], skip_special_tokens=True).strip()

@@ -19,9 +19,6 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-INDENT, NAME = 2, 10
-"""Columns before a fact, and of its name."""
-
 
 @contextlib.contextmanager
 def quiet_imports() -> Generator[None]:
@@ -66,10 +63,8 @@ def quiet_dependencies() -> Generator[None]:
 @contextlib.contextmanager
 def speaking(unsaid: tuple[str, ...] = ()) -> Generator[None]:
     """
-    Context in which dependencies are quiet, and warnings of the package are lines on the terminal.
-
-    Args:
-        unsaid (`tuple[str, ...]`): Messages of the package, without their values, that are left out.
+    Context in which dependencies are quiet, and warnings of the package are lines on the terminal; those of `unsaid`
+    (before their values are put in) are left out.
     """
     said, own = Said(unsaid), logging.getLogger("hf_hybrid")
     with quiet_dependencies():
@@ -99,7 +94,7 @@ def print_line(text: str = "", indent: int = 0, *, unwrapped: bool = False) -> N
 
         lines = [text]
         if not unwrapped:
-            further = " " * max(indent, INDENT)
+            further = " " * max(indent, 2)
             lines = textwrap.wrap(
                 text, terminal_width(), subsequent_indent=further, break_long_words=False, break_on_hyphens=False
             )
@@ -109,7 +104,7 @@ def print_line(text: str = "", indent: int = 0, *, unwrapped: bool = False) -> N
 
 def print_fact(name: str, text: str, *, unwrapped: bool = False) -> None:
     """Write a fact: its name, and behind it the text, wrapped; `unwrapped`: in one line, for commands to copy."""
-    before = f"{'':{INDENT}}{name:<{NAME}} "
+    before = f"  {name:<10} "
     print_line(before + text, len(before), unwrapped=unwrapped)
 
 
@@ -139,11 +134,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def outcome(metrics: dict[str, Any], prefix: str = "eval_") -> str:
+def outcome(metrics: dict[str, Any]) -> str:
     """Return loss and perplexity, or accuracy, or reward of an evaluation, in words."""
     parts: list[str] = []
-    loss: Any = metrics.get(f"{prefix}loss")
-    accuracy, reward = metrics.get(f"{prefix}rewards/accuracies"), metrics.get(f"{prefix}reward")
+    loss: Any = metrics.get("eval_loss")
+    accuracy, reward = metrics.get("eval_rewards/accuracies"), metrics.get("eval_reward")
     if is_number(reward):
         parts.append(f"reward {reward:.3g}")
     elif is_number(loss):
@@ -160,9 +155,8 @@ def outcome(metrics: dict[str, Any], prefix: str = "eval_") -> str:
 
 def print_trainer(trainer: Any, *, by_rule: bool) -> None:
     """
-    Say what is trained, how long, at which rate, in how much memory, and where it is saved.
-
-    `by_rule`: the command chose the rate where a rule has one.
+    Say what is trained, how long, at which rate (`by_rule`: chosen by the command), in how much memory, and where it is
+    saved.
     """
     from hf_hybrid.hub.card import count_parameters
     from hf_hybrid.machine import describe_device
@@ -195,10 +189,9 @@ def print_trainer(trainer: Any, *, by_rule: bool) -> None:
 def _steps(trainer: Any) -> str:
     args = trainer.args
     rows, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    product = " x ".join(str(n) for n in (rows, accumulated, args.world_size) if n > 1) or "1"
-    each = rows * accumulated * args.world_size
+    factors = [number for number in (rows, accumulated, args.world_size) if number > 1]
     what = "completions" if hasattr(trainer, "num_generations") else "pairs" if trainer.trains_preferences else "rows"
-    text = f"{each} {what} each" + (f" ({product})" if " x " in product else "")
+    text = f"{math.prod(factors)} {what} each" + (f" ({' x '.join(map(str, factors))})" if len(factors) > 1 else "")
     if what == "completions":
         text += f", {trainer.num_generations} for each prompt, of at most {args.max_completion_length} tokens"
     if args.max_steps > 0:
@@ -272,10 +265,9 @@ def print_end(trainer: Any, trained: dict[str, Any], metrics: dict[str, Any]) ->
     if logged and all(entry.get("frac_reward_zero_std") == 1 for entry in logged):
         print_nothing_learned(trainer, logged[-1])
     else:
+        of_all = f" of {state.max_steps:,}" if state.global_step < state.max_steps else ""
         seconds = tqdm.format_interval(trained.get("train_runtime", 0))
-        steps = f"{state.global_step:,} of {plural(state.max_steps, 'step')}"
-        steps = plural(state.global_step, "step") if state.global_step >= state.max_steps else steps
-        print_line(f"Done: {steps} in {seconds}.")
+        print_line(f"Done: {state.global_step:,}{of_all} step{'s' * (state.max_steps > 1)} in {seconds}.")
     for name in ("reward", "loss"):
         if values := [entry[name] for entry in logged if is_number(entry.get(name))]:
             print_fact(name, f"{values[-1]:.4g} at the end ({values[0]:.4g} at first)")
@@ -292,8 +284,7 @@ def print_end(trainer: Any, trained: dict[str, Any], metrics: dict[str, Any]) ->
         print_fact("leaps", f"{summary['leaps_made']}, which replaced {plural(summary['predicted_steps'], 'step')}")
     adapters = (Path(trainer.args.output_dir) / "adapter_config.json").is_file()
     print_fact("model", folder + (" (adapters)" if adapters else ""), unwrapped=True)
-    chats = bool(getattr(trainer.processing_class, "chat_template", None))
-    commands = [f"chat {folder}"] if chats else []
+    commands = [f"chat {folder}"] if getattr(trainer.processing_class, "chat_template", None) else []
     commands += [f"report {folder}", f"export {folder} --format {'merged' if adapters else 'gguf-q8_0'}"]
     for number, command in enumerate(commands):
         print_fact("" if number else "next", f"hf-hybrid {command}", unwrapped=True)
@@ -308,13 +299,12 @@ def print_nothing_learned(trainer: Any, last: dict[str, Any]) -> None:
     )
     for line in (
         "the completions above: do they have the form that the reward reads?",
-        f"--max_completion_length {args.max_completion_length}, which cut {cut:.0%} of the last ones;" if cut else "",
+        f"--max_completion_length {args.max_completion_length}, which cut {cut:.0%} of the last ones;",
         "the prompts: a model learns from those that it gets right sometimes;",
         f"--num_generations {args.num_generations} and --temperature {args.temperature:g}: with higher ones "
         "completions differ more.",
     ):
-        if line:
-            print_line(f"  - {line}", 4)
+        print_line(f"  - {line}", 4)
 
 
 def _saved_work(summary: dict[str, Any]) -> str:
@@ -322,10 +312,8 @@ def _saved_work(summary: dict[str, Any]) -> str:
     tokens, shared, padding = (summary.get(name) or 0 for name in ("tokens", "tokens_shared", "tokens_padding"))
     parts, of_what = [], "the tokens"
     if summary.get("rows_skipped"):
-        parts, of_what = (
-            [f"{summary['rows_skipped']:,} of {summary['rows']:,} rows had no advantage"],
-            "the others' tokens",
-        )
+        parts.append(f"{summary['rows_skipped']:,} of {summary['rows']:,} rows had no advantage")
+        of_what = "the others' tokens"
     if tokens and (shared or padding):
         parts.append(
             f"{(shared + padding) / (tokens + padding):.0%} of {of_what} were not computed: {count(shared)} in shared "

@@ -21,12 +21,12 @@ PACKAGES = (
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
-    """Register the subcommand."""
-    text = "Print versions and hardware as Markdown for a bug report, without token, user name or folder. Add the "
-    parser = subparsers.add_parser("env", help=summary, description=text + "output of `accelerate env` if you use it.")
-    parser.set_defaults(run=run)
-    return parser
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = (
+        "Print versions and hardware as Markdown for a bug report, without token, user name or folder. Add the output "
+        "of `accelerate env` if you use it."
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,21 +16,13 @@ from hf_hybrid.records.readings import as_dict, read_json
 BATCH = 4
 
 
-def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
-    """Register the subcommand."""
-    parser = subparsers.add_parser(
-        "export",
-        help=summary,
-        description=(
-            "Write the model of a run, or of one of its checkpoints, in 16 bits (`merged`) or in a low-bit format, "
-            "with tokenizer, generation config and model card. Adapters are merged. Nothing is written over."
-        ),
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = (
+        "Write the model of a run, or of one of its checkpoints, in 16 bits (`merged`) or in a low-bit format, "
+        "with tokenizer, generation config and model card. Adapters are merged. Nothing is written over."
     )
-
-    def add(name: str, **options) -> None:
-        names = dict.fromkeys((name, name.replace("_", "-")))  # as `train` takes them
-        parser.add_argument(*names, **options)
-
+    add = parser.add_argument
     text = "merged (16 bit), int8, nf4, bitnet, gguf-f16, gguf-q8_0, gguf-q5_1, gguf-q4_m, gguf-q4_1 or gguf-q4_0"
     add("folder", help="output_dir of a run, or a checkpoint in it")
     add("--format", required=True, help=text)
@@ -39,22 +31,17 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     text += "with merged bfloat16, or float16 if they are saved so)"
     add("--dtype", default="auto", help=text)
     add("--max_shard_size", default="5GB", help="largest file of weights (default: 5GB); a GGUF file is not split")
-    text = "measure the held-out loss of the original and of the export, after it is written"
-    add("--measure", action="store_true", help=text)
-    text = "data to measure on, of a format that the run takes (default: what the run held out); asks for --measure"
-    add("--eval_dataset", help=text)
+    add("--measure", action="store_true", help="then measure the held-out loss of the original and of the export")
+    add("--eval_dataset", help="data to measure on (default: what the run held out); asks for --measure")
     add("--eval_split", help="split of --eval_dataset (default: as the run, else train)")
     add("--columns", nargs="+", help="other names of columns of --eval_dataset, as NEW=OLD: text=body")
-    text = "take --eval_dataset as texts in sequences of so many tokens (default: as the run, else 512)"
-    add("--sequence_length", type=int, help=text)
+    add("--sequence_length", type=int, help="cut --eval_dataset into so many tokens (default: as the run, else 512)")
     add("--eval_sequences", type=int, default=256, help="at most so many sequences are evaluated (default: 256)")
     add("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export, say so, and measure if asked. Returns 0; 2 after a message if run, format or data cannot be used."""
+    """Export, say so, and measure if asked. Returns 0."""
     from hf_hybrid.cli import console
 
     with console.quiet_imports():
@@ -88,9 +75,6 @@ def run(args: argparse.Namespace) -> int:
                 folder, output, args.format, batches=batches, dtype=args.dtype, max_shard_size=args.max_shard_size,
                 when_written=say_written, progress=bar,
             )  # fmt: skip
-    except (ValueError, ImportError, OSError) as error:
-        sys.stderr.write(f"hf-hybrid export: error: {error}\n")
-        return 2
     except KeyboardInterrupt:
         if not (output / exporter.RESULT_NAME).is_file():
             raise
@@ -135,9 +119,8 @@ def held_out_rows(reader: Any, tokenizer: Any, most: int) -> list[dict[str, list
     rows = list(itertools.islice(reader.eval_set(tokenizer), most))
     if reader.command == "dpo":
         rows = _chosen(rows, reader, tokenizer)
-    kept = slice(None) if reader.max_length is None else slice(None, reader.max_length)
-    if reader.keep_end and reader.max_length is not None:
-        kept = slice(-reader.max_length, None)
+    length = reader.max_length  # or `None`
+    kept = slice(-length, None) if length and reader.keep_end else slice(length)
     cut = [{name: row[name][kept] for name in ("input_ids", "labels")} for row in rows]
     return [row for row in cut if any(label >= 0 for label in row["labels"][1:])]
 

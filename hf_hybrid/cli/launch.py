@@ -25,16 +25,12 @@ from hf_hybrid.cli.yaml_file import read_options
 MODULE = "hf_hybrid"
 CONFIGS = Path(__file__).parent / "accelerate_configs"
 HANDED_ON = (signal.SIGTERM, signal.SIGUSR1)
-OF_LAUNCHER = ("SIGINT", "SIGHUP", "SIGQUIT")
-"""Signals at which torch's launcher ends its processes. Its default has SIGTERM too."""
 
 
 def launch(line: CommandLine, processes: int) -> int:
     """
-    Train on several processes of this machine through `accelerate launch`.
-
-    Returns:
-        `int`: Exit status of the process that failed first, as a shell gives it; 0 if none failed.
+    Train on several processes of this machine through `accelerate launch`. Returns the exit status of the process that
+    failed first, as a shell gives it; 0 if none failed.
     """
     from subprocess import CalledProcessError
 
@@ -46,7 +42,7 @@ def launch(line: CommandLine, processes: int) -> int:
     # Processes use gloo under this variable. accelerate's own `--cpu` would start one process, not several.
     on_cpu = {"ACCELERATE_USE_CPU": "true"} if line.values.use_cpu else {}
     options = launch_command_parser().parse_args(launch_arguments(line, processes))
-    options.signals_to_handle = ",".join(OF_LAUNCHER)  # of torchrun, which accelerate calls
+    options.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # at which torchrun ends its processes; at SIGTERM it shall not
     try:
         with patch_environment(**on_cpu), handing_on():
             launch_command(options)
@@ -72,11 +68,13 @@ def handing_on() -> Generator[None]:
     """
 
     def hand_on(number: int, frame: Any) -> None:
-        workers = [child for child in psutil.Process().children() if MODULE in _words_of(child)]
-        for worker in workers:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                worker.send_signal(number)
-        if not workers:  # they do not run yet
+        begun = False
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error, OSError):  # it has ended
+                if MODULE in child.cmdline():
+                    begun = True
+                    child.send_signal(number)
+        if not begun:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -88,13 +86,6 @@ def handing_on() -> Generator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _words_of(process: Any) -> list[str]:
-    try:
-        return process.cmdline()
-    except (psutil.Error, OSError):  # it has ended
-        return []
 
 
 def launch_arguments(line: CommandLine, processes: int) -> list[str]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import sys
 from collections.abc import Sequence
 
 from hf_hybrid import __version__
+
+logger = logging.getLogger(__name__)
 
 RECIPE = "hf_hybrid.cli.recipe"
 COMMANDS = {
@@ -23,22 +26,30 @@ COMMANDS = {
     "env": ("hf_hybrid.cli.env", "versions and hardware, ready to paste into a bug report"),
 }
 """
-By name: a module, and the summary for `hf-hybrid --help`. The `add_parser(subparsers, summary)` of a module sets `run`.
+By name: a module, and the summary for `hf-hybrid --help`. A module has `add_options(parser)` and `run(args)`.
 [`RECIPE`] gets every word instead: its options are known to the parser of TrainingArguments alone.
 """
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes `--batch-size` for `--batch_size`, as the commands that train do."""
+
+    def add_argument(self, *names, **options):
+        return super().add_argument(*dict.fromkeys((*names, *(name.replace("_", "-") for name in names))), **options)
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
     """The parser for the command that was given; only the module of this command is imported."""
     description = "Fine-tune and train language models, with less work for the same update; and models that do not fit."
-    parser = argparse.ArgumentParser(prog="hf-hybrid", description=description)
+    parser = Parser(prog="hf-hybrid", description=description)
     parser.add_argument("--version", action="version", version=f"hf_hybrid {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, summary) in COMMANDS.items():
+        own = commands.add_parser(name, help=summary)
         if name == command and module != RECIPE:
-            importlib.import_module(module).add_parser(commands, summary)
-        else:
-            commands.add_parser(name, help=summary)
+            implementation = importlib.import_module(module)
+            implementation.add_options(own)
+            own.set_defaults(run=implementation.run)
     return parser
 
 
@@ -46,11 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     Run the command that the words after `hf-hybrid` name; by default those of the process.
 
-    Returns the exit status: 0, or 1 if the command could not do its work. Wrong options exit with 2.
+    Returns the exit status: 0; 1 if the command could not do its work; 2 after a message for what it cannot use.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments and COMMANDS.get(arguments[0], ("",))[0] == RECIPE:
         return importlib.import_module(RECIPE).run(arguments[0], arguments[1:])
     command = next((word for word in arguments if not word.startswith("-")), None)
     args = build_parser(command).parse_args(arguments)
-    return args.run(args)
+    try:
+        return args.run(args)
+    except (ValueError, ImportError, OSError) as error:
+        logger.debug("The error in full:", exc_info=True)
+        sys.stderr.write(f"hf-hybrid {args.command}: error: {error}\n")
+        return 2

@@ -60,21 +60,15 @@ class ModelOptions(OptionGroup):
     tokenizer: Optional[str] = option(None, "Tokenizer: id or folder. Default: that of the model.")
     model_revision: Optional[str] = option(None, "Branch, tag or commit of the model on the Hub.")
     from_scratch: bool = option(False, "Start from random weights, even if trained ones exist.")
-    allow_new_weights: bool = option(
-        False, "Train a checkpoint that lacks weights, which begin at random, or that has others."
-    )
+    allow_new_weights: bool = option(False, "Train a checkpoint that lacks weights (random ones begin), or has others.")
     dtype: Optional[Literal["auto", "bfloat16", "float16", "float32"]] = option(
         None,
         "Precision of the weights in memory; --bf16 sets that of the computation. auto: as the checkpoint has them. "
         "Default: float32, but with adapters auto.",
     )
-    attn_implementation: Optional[str] = option(
-        None, "Attention of the model, for example sdpa or flash_attention_2. Default: transformers chooses."
-    )
+    attn_implementation: Optional[str] = option(None, "sdpa, flash_attention_2, ... Default: transformers chooses.")
     qat: Literal["none", "bitnet"] = option(
-        "none",
-        "bitnet: train linear layers whose weights are rounded to -1, 0 and 1 in every forward pass (1.58 bits), from "
-        "random weights or on pretrained ones.",
+        "none", "bitnet: linear layers whose weights are rounded to -1, 0 and 1 in every forward pass (1.58 bits)."
     )
 
 
@@ -103,17 +97,11 @@ class DataOptions(OptionGroup):
         "Shares of several data sets, one each. No row is repeated: as many rows are taken as the shares allow. "
         "Default: all rows of all.",
     )
-    columns: Optional[list[str]] = option(
-        None, "Other names of columns, as NEW=OLD: prompt=question completion=answer."
-    )
+    columns: Optional[list[str]] = option(None, "Names of columns, as NEW=OLD: prompt=question completion=answer.")
     limit: Optional[int] = option(None, "Read at most so many rows of each data set.", at_least=1)
-    streaming: bool = option(
-        False, "Read rows while training, in place of all before; needs max_steps. Also --dataset_streaming."
-    )
+    streaming: bool = option(False, "Read rows while training, not before; needs max_steps. Also --dataset_streaming.")
     system_prompt: Optional[str] = option(None, "System message of conversations that have none.")
-    eval_dataset: Optional[list[str]] = option(
-        None, "Data to evaluate on. Default: eval_share of the training data, which is then not trained on."
-    )
+    eval_dataset: Optional[list[str]] = option(None, "Data to evaluate on. Default: eval_share of the rows, held out.")
     eval_split: Optional[str] = option(
         None, "Split to evaluate on: of eval_dataset (default: train), or else of dataset. Also --dataset_test_split."
     )
@@ -136,9 +124,7 @@ class TextDataOptions(DataOptions):
     """Of `train`, which joins texts and cuts them."""
 
     sequence_length: int = option(
-        512,
-        "Tokens per training sequence. Documents are joined by end-of-text tokens and cut into sequences.",
-        at_least=2,
+        512, "Tokens of a sequence. Documents are joined by end-of-text tokens and cut into sequences.", at_least=2
     )
 
 
@@ -161,12 +147,8 @@ class AdapterOptions(OptionGroup):
     use_peft: bool = option(False, "Train low-rank adapters in place of all weights.")
     lora_r: int = option(16, "Rank of the adapters.", at_least=1)
     lora_alpha: int = option(32, "The adapters are scaled by lora_alpha / lora_r.", at_least=1)
-    lora_dropout: float = option(
-        0.0, "Dropout before the adapters. Rows share no prefix under dropout.", at_least=0, below=1
-    )
-    lora_target_modules: Optional[list[str]] = option(
-        None, "Names of the modules that get adapters. Default: all linear layers except the head."
-    )
+    lora_dropout: float = option(0.0, "Dropout before adapters. Rows then share no prefix.", at_least=0, below=1)
+    lora_target_modules: Optional[list[str]] = option(None, "Modules with adapters. Default: all linear but the head.")
     lora_target_parameters: Optional[list[str]] = option(None, "Names of parameters that get adapters.")
     lora_modules_to_save: Optional[list[str]] = option(None, "Modules that are trained whole beside the adapters.")
     lora_task_type: str = option("CAUSAL_LM", "Kind of task that peft notes in the adapters.")
@@ -195,9 +177,7 @@ class LaunchOptions(OptionGroup):
         None, "Processes, one for each GPU. Default: all GPUs; 1 with --cpu, memory=auto or memory=stream.", at_least=1
     )
     accelerate_config: Optional[str] = option(
-        None,
-        "How processes share the work: ddp, fsdp2, zero2, zero3, or a file that `accelerate config` wrote. Default: "
-        "ddp.",
+        None, "How processes share the work: ddp, fsdp2, zero2, zero3, or a file of `accelerate config`. Default: ddp."
     )
     cpu: bool = option(False, "Train on the CPU, as use_cpu does; several processes communicate over gloo.")
 
@@ -209,13 +189,9 @@ class RewardOptions(OptionGroup):
     _argument_group_name = "Rewards"
 
     reward: Optional[list[str]] = option(
-        None,
-        "Reward functions: exact_match, numeric_answer, format, module:function, or file.py:function. Also "
-        "--reward_funcs.",
+        None, "exact_match, numeric_answer, format, module:function or file.py:function. Also --reward_funcs."
     )
-    reward_pattern: Optional[str] = option(
-        None, "Regular expression that a whole completion has to match for --reward format."
-    )
+    reward_pattern: Optional[str] = option(None, "What a whole completion has to match for --reward format, a regex.")
 
 
 # The commands.
@@ -267,8 +243,6 @@ class Command:
     A command that trains, and its options.
 
     Attributes:
-        name (`str`): Of the command.
-        summary (`str`): What it does, in one sentence.
         config (`str`): Module and name of its training arguments, a class with the options of [`HybridArguments`].
         trainer (`str`): Module and name of its trainer.
         kind (`str`): The class that the training arguments extend, for people.
@@ -297,11 +271,6 @@ class Command:
     @property
     def program(self) -> str:
         return f"hf-hybrid {self.name}"
-
-    @property
-    def usage(self) -> str:
-        reward = " --reward R" if RewardOptions in self.more else ""
-        return f"{self.program} [--config FILE] --model NAME --dataset DATA{reward} ..."
 
 
 def imported(place: str) -> Any:
@@ -443,8 +412,9 @@ def help_all(command: Command = TRAIN) -> str:
 
 
 def _help_parser(command: Command, end: str) -> argparse.ArgumentParser:
-    name, usage, summary = command.program, command.usage, command.summary
-    return argparse.ArgumentParser(prog=name, usage=usage, description=summary, epilog=end, add_help=False)
+    reward = " --reward R" if command is GRPO else ""
+    usage = f"{command.program} [--config FILE] --model NAME --dataset DATA{reward} ..."
+    return argparse.ArgumentParser(usage=usage, description=command.summary, epilog=end, add_help=False)
 
 
 def _describe(group: Any, known: Field, hint: Any) -> None:
@@ -688,8 +658,6 @@ def _read_yaml(path: str) -> dict[str, Any]:
         raise OptionError(f"`--config {path}` cannot be read: {error.strerror or error}.") from None
     except UnicodeDecodeError as error:
         raise OptionError(f"`--config {path}` is not text in UTF-8: {error}. Save it as UTF-8.") from None
-    except RecursionError:
-        raise OptionError(f"`--config {path}` is nested too deeply. It takes lines `learning_rate: 0.001`.") from None
     except ValueError as error:
         raise OptionError(f"`--config {path}` {error}.") from None
     if values is None:

@@ -31,22 +31,14 @@ DEFAULTS = {
 """Options that a printed command need not have."""
 
 
-def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
-    """Register the subcommand."""
-    parser = subparsers.add_parser(
-        "plan",
-        help=summary,
-        description=(
-            "Plan the memory of training a model from its config alone: no weights, no data, no GPU. Prints how much "
-            "device and host memory each way to train needs and which of them fit, and recommends the cheapest exact "
-            "one of each kind: full training, LoRA, and QLoRA."
-        ),
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = (
+        "Plan the memory of training a model from its config alone: no weights, no data, no GPU. Prints how much "
+        "device and host memory each way to train needs and which of them fit, and recommends the cheapest exact "
+        "one of each kind: full training, LoRA, and QLoRA."
     )
-
-    def add(name: str, **options) -> None:
-        names = dict.fromkeys((name, name.replace("_", "-")))  # as `train` takes them
-        parser.add_argument(*names, **options)
-
+    add = parser.add_argument
     add("model", help="causal language model: id on the Hub, folder or config file; only config.json is read")
     add("--sequence_length", type=int, help="tokens per sequence (default: 1024, less if the model takes less)")
     add("--batch_size", type=int, default=8, help="sequences per micro-batch (default: 8)")
@@ -55,11 +47,9 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     add("--ram", help="host memory (default: what is available on this machine)")
     text = "mixed: fp32 weights (a frozen base: bf16) under bf16 autocast; or all in one type (default: mixed)"
     add("--dtype", choices=("mixed", "float32", "bfloat16"), default="mixed", help=text)
-    text = "command that trains; the plan is of its options (default: sft)"
-    add("--for", dest="task", choices=tuple(LENGTHS), default="sft", help=text)
+    add("--for", dest="task", choices=tuple(LENGTHS), default="sft", help="command that trains (default: sft)")
     add("--peft", choices=("none", "lora", "qlora"), help="plan this alone; none: all weights (default: all three)")
-    text = "bitnet: ternary weights, with their rounded copies beside the latent ones (default: none)"
-    add("--qat", choices=("none", "bitnet"), default="none", help=text)
+    add("--qat", choices=("none", "bitnet"), default="none", help="bitnet: ternary weights (default: none)")
     add("--lora_r", type=int, default=16, help="rank of the adapters (default: 16)")
     add("--lora_target_modules", nargs="+", metavar="NAME", help="modules with adapters (default: all linear ones)")
     add("--num_processes", type=int, default=1, help="processes, one for each GPU; more with --accelerate_config")
@@ -69,18 +59,12 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     add("--output", metavar="FILE", help=text)
     add("--details", action="store_true", help="print every plan by category, on device and host")
     add("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, print, write a YAML file. Returns 0; 1 if nothing fits to be written; 2 for wrong options."""
-    try:
-        with quiet_imports():
-            report = _Report(args)
-    except (ImportError, ValueError) as error:
-        sys.stderr.write(f"hf-hybrid plan: error: {error}\n")
-        return 2
+    """Plan, print, write a YAML file. Returns 0; 1 if nothing fits to be written."""
+    with quiet_imports():
+        report = _Report(args)
     sys.stdout.write(report.as_json() if args.json else report.as_text())
     if args.output is None:
         return 0
@@ -92,8 +76,7 @@ def run(args: argparse.Namespace) -> int:
         write_text(Path(args.output), report.as_yaml(best))
     except (OSError, ValueError) as error:  # a ValueError: of a NUL in the name
         reason = getattr(error, "strerror", error)
-        sys.stderr.write(f"hf-hybrid plan: error: `--output {args.output}` cannot be written: {reason}.\n")
-        return 2
+        raise ValueError(f"`--output {args.output}` cannot be written: {reason}.") from None
     sys.stderr.write(f"Written: {args.output} ({best.title})\n")
     return 0
 
@@ -154,15 +137,16 @@ class _Report:
 
     def as_json(self) -> str:
         """All plans, and the recommended ones, as JSON."""
-        plans, setup = [self._row(plan) for plan in self.plans], self.planner.setup
-        best = {kind: plan and plan.way.title for kind, plan in self.best.items()}
-        return json.dumps({"vram": setup.vram, "ram": setup.ram, "plans": plans, "recommended": best}, indent=2) + "\n"
-
-    def _row(self, plan: WayPlan) -> dict:
+        setup = self.planner.setup
         names = "peak_device_bytes peak_host_bytes margin_bytes categories stage traced fits device_shortfall"
         names += " host_shortfall options recomputed_layers"
-        values = {name: getattr(plan, name) for name in names.split()}
-        return {"title": plan.way.title, "kind": plan.way.kind, **values, "exact": plan.way.exact}
+        plans = [
+            {name: getattr(plan.way, name) for name in ("title", "kind", "exact")}
+            | {name: getattr(plan, name) for name in names.split()}
+            for plan in self.plans
+        ]
+        best = {kind: plan and plan.way.title for kind, plan in self.best.items()}
+        return json.dumps({"vram": setup.vram, "ram": setup.ram, "plans": plans, "recommended": best}, indent=2) + "\n"
 
     def as_text(self) -> str:
         """The table of all plans, and the best of each kind with its command."""

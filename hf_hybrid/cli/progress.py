@@ -19,10 +19,6 @@ from hf_hybrid.cli.console import is_number, outcome, plural, print_line, termin
 from hf_hybrid.records.progress import HybridProgressCallback, PositionBar
 from hf_hybrid.trl.rewards import text_of
 
-LINES = 20
-"""Lines of losses that a run of any length shows, about, if `logging_steps` is not given."""
-MOST_STEPS = 50
-"""Steps between two lines at most then."""
 FORMATS = {
     "loss": "loss {:.4f}",
     "reward": "reward {:.3f}",
@@ -64,15 +60,9 @@ def interrupts(alone: bool) -> Generator[threading.Event]:
 class Progress(TrainerCallback):
     """
     Writes the lines and, on a terminal, the bar, in place of Trainer's own. With `log_completions` each line is
-    followed by a completion.
+    followed by a completion. After Ctrl-C (`interrupted`) it ends the run at the next step.
 
-    Args:
-        trainer: Whose run it is. Its own callbacks of this kind are removed.
-        interrupted (`threading.Event`): Of Ctrl-C.
-        chooses_steps (`bool`): Whether `logging_steps` follows from the length of the run.
-
-    Attributes:
-        stepped (`bool`): Whether a step has begun.
+    `chooses_steps`: `logging_steps` follows from the length of the run.
     """
 
     def __init__(self, trainer: Any, interrupted: threading.Event, *, chooses_steps: bool):
@@ -81,7 +71,7 @@ class Progress(TrainerCallback):
         self.trainer, self.interrupted, self.chooses_steps = trainer, interrupted, chooses_steps
         self.bar: PositionBar | None = None
         self.begun: float | None = None
-        self.stepped = False
+        self.stepped = False  # whether a step has begun
         self.scale: float | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -145,22 +135,16 @@ def last_completion(trainer: Any) -> str:
 
 
 def logging_steps(max_steps: int) -> int:
-    """Return the steps between two lines for a run of a length: about `LINES` lines, at most `MOST_STEPS` apart."""
-    return min(max(max_steps // LINES, 1), MOST_STEPS)
+    """Return the steps between two lines for a run of a length: about 20 lines, at most 50 steps apart."""
+    return min(max(max_steps // 20, 1), 50)
 
 
 def log_line(
     step: int, steps: int, logs: dict[str, Any], *, rate: float | None = None, left: str = "", width: int = 80
 ) -> str:
     """
-    Return the line for a log entry; empty if it has nothing to show.
-
-    Args:
-        step, steps (`int`): Where the run is, and its length.
-        logs (`dict`): The entry.
-        rate (`float`, *optional*): Tokens per second.
-        left (`str`): Time that is left.
-        width (`int`): Columns that it may take.
+    Return the line for a log entry, in so many columns at most; empty if it has nothing to show. `rate` is in tokens
+    per second, `left` the time to the end.
     """
     place = f"step {step:>{len(str(steps))}}/{steps}"
     if any(name.startswith("eval_") for name in logs):

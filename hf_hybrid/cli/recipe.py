@@ -165,6 +165,7 @@ def train(line: CommandLine) -> int:
     from hf_hybrid.recovery import UnrecoveredMemoryError
     from hf_hybrid.run.monitor import TrainingDivergedError
     from hf_hybrid.saving.drift import RanksDriftedError
+    from hf_hybrid.trainer import SUMMARY_NAME
 
     program, trainer, progress = line.command.program, None, None
     try:
@@ -178,18 +179,17 @@ def train(line: CommandLine) -> int:
             words = {None: None, "": None, "none": None, "false": None, "true": True}
             resume = trainer.args.resume_from_checkpoint
             result = trainer.train(resume_from_checkpoint=words.get(resume and resume.lower(), resume))
-    except (TrainingDivergedError, UnrecoveredMemoryError) as error:
+        if not trainer.has_phases and trainer.args.should_save:  # else the trainer wrote it
+            write_note(Path(trainer.args.output_dir) / SUMMARY_NAME, shareable(trainer.hybrid_summary()))
+    except (TrainingDivergedError, UnrecoveredMemoryError, RanksDriftedError) as error:
         complain(error, program)
-        return 1
+        return TRY_AGAIN if isinstance(error, RanksDriftedError) else 1
     except rewards.RewardError as error:
         if progress is None or not progress.stepped:
             return complain(error, program)
         sys.stderr.write(f"{program}: error: {error}\n")  # of any process
         console.print_interruption(trainer)
         return 1
-    except RanksDriftedError as error:
-        complain(error, program)
-        return TRY_AGAIN
     except (ValueError, TypeError, ImportError) as error:
         # Before the first step HybridConfig, HybridTrainer and Trainer refuse options and checkpoints with these.
         if progress is not None and progress.stepped:
@@ -216,10 +216,8 @@ def train(line: CommandLine) -> int:
 
 def make_trainer(options: Options) -> Any:
     """
-    Return the trainer of a command. Of several processes the first downloads and tokenises for all.
-
-    Raises:
-        OptionError, ValueError, TypeError, ImportError: What cannot be used, in one sentence.
+    Return the trainer of a command. Of several processes the first downloads and tokenises for all. What cannot be used
+    raises an [`OptionError`], `ValueError`, `TypeError` or `ImportError`.
     """
     from transformers import EarlyStoppingCallback, default_data_collator, set_seed
 
@@ -341,10 +339,8 @@ def load_data(options: Options, reader: Reader, tokenizer: Any, config: Any) -> 
 
 def finish(trainer: Any, trained: dict[str, Any], options: Options, evaluated: dict[str, Any]) -> None:
     """
-    Save the model, evaluate it unless that is `evaluated`, write its card, and push what was asked for.
-
-    Raises:
-        OSError: If the disk is full; it says how to end the run.
+    Save the model, evaluate it unless that is `evaluated`, write its card, and push what was asked for. On a full disk
+    an `OSError` says how to end the run.
     """
     try:
         trainer.save_metrics("train", trained)
@@ -353,11 +349,11 @@ def finish(trainer: Any, trained: dict[str, Any], options: Options, evaluated: d
         if trainer.eval_dataset is not None:
             evaluated = evaluated or trainer.evaluate()
             trainer.save_metrics("eval", evaluated)
-        if not trainer.has_phases and trainer.args.should_save:
-            from hf_hybrid.trainer import SUMMARY_NAME
-
-            write_note(Path(trainer.args.output_dir) / SUMMARY_NAME, shareable(trainer.hybrid_summary()))
-        card = _card(options)
+        # What only the command line knows: names on the Hub, no local paths.
+        names = {"finetuned_from": str(options.model.model)}
+        if len(options.data.dataset) == 1:
+            names["dataset_tags"] = options.data.dataset[0]
+        card = {key: name for key, name in names.items() if not Path(name).exists()} | {"tasks": "text-generation"}
         if trainer.args.push_to_hub:
             trainer.push_to_hub(**card)
         elif trainer.is_world_process_zero():
@@ -372,14 +368,6 @@ def finish(trainer: Any, trained: dict[str, Any], options: Options, evaluated: d
         ) from error
     console.print_end(trainer, trained, evaluated)
     _end_together(trainer)
-
-
-def _card(options: Options) -> dict[str, str]:
-    """What only the command line knows for the card: names on the Hub, no local paths."""
-    names = {"finetuned_from": str(options.model.model)}
-    if len(options.data.dataset) == 1:
-        names["dataset_tags"] = options.data.dataset[0]
-    return {key: name for key, name in names.items() if not Path(name).exists()} | {"tasks": "text-generation"}
 
 
 def _evaluated_last(trainer: Any) -> dict[str, Any]:

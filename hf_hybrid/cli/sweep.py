@@ -31,26 +31,16 @@ if TYPE_CHECKING:
 PROGRAM = "hf-hybrid sweep"
 RESERVED = ("output_dir", "config", "resume_from_checkpoint", "num_processes", "accelerate_config")
 """Options that are no parameters: the sweep sets the first three, and the others change no loss."""
-DECADE = 10.0
-"""A range whose ends are that far apart is tried on a logarithmic scale."""
 
 
-def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
-    """Register the subcommand."""
-    parser = subparsers.add_parser(
-        "sweep",
-        help=summary,
-        description=(
-            "Try learning rates, and other options of a training. Each trial has the same data and seeds; it ends "
-            "early when the forecast of its final loss says that it cannot win. The same command goes on with an "
-            "interrupted sweep. Ends with a table, and best.yaml for `--config`."
-        ),
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = (
+        "Try learning rates, and other options of a training. Each trial has the same data and seeds; it ends "
+        "early when the forecast of its final loss says that it cannot win. The same command goes on with an "
+        "interrupted sweep. Ends with a table, and best.yaml for `--config`."
     )
-
-    def add(name: str, **options) -> None:
-        names = dict.fromkeys((name, name.replace("_", "-")))  # as `train` takes them
-        parser.add_argument(*names, **options)
-
+    add = parser.add_argument
     text = "what trains: train (default), sft, dpo or grpo"
     add("trainer", nargs="?", choices=TRAINING, default="train", metavar="COMMAND", help=text)
     add("--config", required=True, metavar="FILE", help="YAML file with the options of all trials, for that command")
@@ -61,8 +51,6 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     add("--output", metavar="FOLDER", help="folder of the sweep (default: OUTPUT_DIR-sweep)")
     text = "end a trial when its probability of winning is below; 0: only when it diverges (default: 0.15)"
     add("--threshold", type=float, default=0.15, help=text)
-    parser.set_defaults(run=run)
-    return parser
 
 
 # What is tried.
@@ -94,8 +82,8 @@ class Range:
 
     @property
     def logarithmic(self) -> bool:
-        """Whether values are spaced by ratio and not by difference."""
-        return self.low > 0 and (self.name == "learning_rate" or self.high / self.low >= DECADE)
+        """Whether values are spaced by ratio and not by difference: learning rates are, and a decade or more."""
+        return self.low > 0 and (self.name == "learning_rate" or self.high / self.low >= 10)
 
     def grid(self, count: int) -> list:
         """`count` values over the range, in order; fewer if there are no more integers."""
@@ -117,10 +105,7 @@ class Range:
         the range, which is bisection. If two are as far, it is the one on a side of the best where nothing was tried,
         or where the neighbour was better, or the larger one. The middle is the first.
 
-        Args:
-            count (`int`): Values of the grid.
-            ended (`dict`): By value that was tried: how good it was, in order, the smallest is the best.
-            running (`Collection`): Values that are being tried.
+        `ended` says by value how good it was (the smallest is the best), `running` are values that are being tried.
         """
         grid, tried = self.grid(count), {*ended, *running}
         left = [value for value in grid if value not in tried]
@@ -189,18 +174,9 @@ def _value(name: str, word: str, config: str, command: Command) -> Any:
 
 
 def run(args: argparse.Namespace) -> int:
-    """
-    Run the trials and say which is the best.
-
-    Returns 0; 2 after a message for options that cannot work; 1 if no trial finished, or after a message if the disk is
-    full for example; 130 after Ctrl-C.
-    """
-    try:
-        with quiet_imports():
-            trials = _prepare(args)
-    except (OptionError, ValueError, ImportError, OSError) as error:
-        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
-        return 2
+    """Run the trials. Returns 0; 1 if none finished, or after a message (of a full disk); 130 after Ctrl-C."""
+    with quiet_imports():
+        trials = _prepare(args)
     try:
         return _work(trials)
     except KeyboardInterrupt:

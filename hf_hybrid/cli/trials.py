@@ -26,6 +26,7 @@ YAML file. Options that hold a secret reach it by a variable too.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -68,15 +69,9 @@ POLL_SECONDS = 0.5
 """Between two looks at the losses of a trial."""
 KILLS = 3
 """A trial that was killed so often after the same checkpoint has failed."""
-_SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
-KILLED = {int(signal.Signals[name]): name for name in _SIGNALS}
-"""Signals that come from outside: of the system when memory is short, of a scheduler, of a person."""
+FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+"""Signals of the system when memory is short, of a scheduler, of a person."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
-UNFINISHED = (2, math.inf)
-"""Behind all that ended."""
-_STATES = {state.name.lower(): state for state in ENDED}
-_OF_EACH_TRIAL = ("output_dir", "logging_steps", "num_processes")
-"""Options that a sweep sets itself."""
 
 
 # What the folder of a trial says.
@@ -103,8 +98,8 @@ def read_outcome(folder: Path) -> Outcome | None:
     """Return how a trial ended; `None` if nothing says so, or what says so is damaged."""
     values = as_dict(read_json(folder / OUTCOME_NAME, []))
     digest = values.pop("xxh3_128", None)
-    state, loss = _STATES.get(str(values.get("state"))), number(values.get("eval_loss"))
-    if digest != _digest(values) or state is None or state == TrialState.COMPLETE and loss is None:
+    state, loss = TrialState.__members__.get(str(values.get("state")).upper()), number(values.get("eval_loss"))
+    if digest != _digest(values) or state not in ENDED or state == TrialState.COMPLETE and loss is None:
         return None
     return Outcome(state, loss, str(values.get(REASON) or ""), as_dict(values.get("parameters")))
 
@@ -180,17 +175,10 @@ def best_trial(study: optuna.Study) -> FrozenTrial | None:
 
 class Trials:
     """
-    The trials of one sweep.
+    The trials of one sweep: at most `count`, in a folder that exists. All have the `options`, which say under
+    [`COMMAND`] what trains, if it is not `train`; `parameters` are what is tried.
 
-    Args:
-        folder (`Path`): Of the sweep. It exists.
-        options (`dict`): Of all trials, by name; under [`COMMAND`] the command that trains, if it is not `train`.
-        parameters (`list[Choices | Range]`): What is tried.
-        pruner (`ForecastPruner`): Of the study.
-        count (`int`): No more trials than that.
-
-    Raises:
-        OptionError: If the folder is of another sweep.
+    Raises an [`OptionError`] if the folder is of another sweep.
     """
 
     def __init__(
@@ -198,7 +186,6 @@ class Trials:
         folder: Path,
         options: dict[str, Any],
         parameters: list[Choices | Range],
-        *,
         pruner: ForecastPruner,
         count: int,
     ):
@@ -207,9 +194,8 @@ class Trials:
         self.pruner, self.count, self.hopeless = pruner, count, False
         self._kills: dict[tuple[int, str | None], int] = {}  # by trial, and the checkpoint that it had
         _, self._private = split_private(options)
-        variables = options.get(ENVIRONMENT)
-        of_environment = variables.values() if isinstance(variables, dict) else ()
-        self._secrets = [str(value) for value in (*self._private.values(), *of_environment) if len(str(value)) >= 8]
+        secrets = (*self._private.values(), *as_dict(options.get(ENVIRONMENT)).values())
+        self._secrets = [str(value) for value in secrets if len(str(value)) >= 8]
         self.study()
 
     def trial(self, number: int) -> Path:
@@ -218,10 +204,8 @@ class Trials:
 
     def study(self) -> optuna.Study:
         """
-        Return a study in memory of all trials, as their folders are now.
-
-        Raises:
-            OptionError: If a folder is of another sweep, or nothing says which values its trial had.
+        Return a study in memory of all trials, as their folders are now. A folder of another sweep, or of which nothing
+        says which values its trial had, raises an [`OptionError`].
         """
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(pruner=self.pruner)
@@ -268,7 +252,8 @@ class Trials:
     def _common(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options that are the same in all trials and stand in their files."""
         shown, _ = split_private(options)
-        return {name: value for name, value in shown.items() if name not in (*_OF_EACH_TRIAL, *self.distributions)}
+        own = {"output_dir", "logging_steps", "num_processes", *self.distributions}
+        return {name: value for name, value in shown.items() if name not in own}
 
     def work(self) -> None:
         """Run trials, one after the other, while there is one to choose."""
@@ -415,14 +400,14 @@ class Trials:
         trial, best = study.trials[number], best_trial(study)
         step, max_steps = trial_steps(trial)
         outcome = outcome_text(study, self.pruner, trial)
-        tell(f"trial {number}, {parameters_text(trial)}, step {step:,} of {max_steps:,}: {outcome}")
+        values = " ".join(f"{name}={_value_text(value)}" for name, value in trial.params.items())
+        tell(f"trial {number}, {values}, step {step:,} of {max_steps:,}: {outcome}")
         for other in study.get_trials(deepcopy=False, states=ENDED):
             _drop_weights(self.trial(other.number), model=best is None or other.number != best.number)
 
 
-def tell(line: str) -> None:
-    """Write a line for the user."""
-    print_line(line, unwrapped=True)
+tell = functools.partial(print_line, unwrapped=True)
+"""Write a line for the user."""
 
 
 def make_way(folder: Path) -> None:
@@ -449,7 +434,8 @@ def table(study: optuna.Study, pruner: ForecastPruner, count: int) -> str:
     trials, best = study.get_trials(deepcopy=False), best_trial(study)
     names = sorted({name for trial in trials for name in trial.params})
     rows = [("trial", *names, "steps", "outcome")]
-    for trial in sorted(trials, key=lambda trial: pruner.standing(study, trial) or UNFINISHED):
+    behind_all = (2, math.inf)  # of the unfinished ones
+    for trial in sorted(trials, key=lambda trial: pruner.standing(study, trial) or behind_all):
         step, max_steps = trial_steps(trial)
         values = [_value_text(trial.params.get(name, "-")) for name in names]
         outcome = outcome_text(study, pruner, trial) + ("  <- best" if trial is best else "")
@@ -463,11 +449,6 @@ def table(study: optuna.Study, pruner: ForecastPruner, count: int) -> str:
 
 def _value_text(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def parameters_text(trial: FrozenTrial) -> str:
-    """`learning_rate=0.001 lora_r=8`"""
-    return " ".join(f"{name}={_value_text(value)}" for name, value in trial.params.items())
 
 
 def trial_steps(trial: FrozenTrial) -> tuple[int, int]:
@@ -494,7 +475,8 @@ def outcome_text(study: optuna.Study, pruner: ForecastPruner, trial: FrozenTrial
 
 def _signal(status: int) -> str | None:
     """The signal from outside that ended a process, by the status that it had itself or in a shell; or `None`."""
-    return KILLED.get(-status if status < 0 else status - 128)
+    numbers = {int(signal.Signals[name]): name for name in FROM_OUTSIDE}
+    return numbers.get(-status if status < 0 else status - 128)
 
 
 def _last_words(path: Path) -> str:

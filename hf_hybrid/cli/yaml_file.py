@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hf_hybrid.records.readings import as_dict
 from hf_hybrid.records.redaction import has_secret, is_secret_name
 
 ENVIRONMENT = "env"
@@ -19,11 +20,8 @@ ENVIRONMENT = "env"
 
 def read_options(text: str) -> Any:
     """
-    Return what the text of a YAML file holds.
-
-    Raises:
-        ValueError: With a phrase that says what is wrong and in which line. It shows no values: one may be a secret.
-        RecursionError: If the text is nested too deeply.
+    Return what the text of a YAML file holds. A `ValueError` says what is wrong and in which line; it shows no values,
+    because one may be a secret.
     """
     import yaml
 
@@ -54,6 +52,8 @@ def read_options(text: str) -> Any:
         raise ValueError(f"is not valid YAML: {error.problem or error.context}{where}") from None
     except _Twins:
         raise
+    except RecursionError:
+        raise ValueError("is nested too deeply. It takes lines `learning_rate: 0.001`") from None
     except (yaml.YAMLError, ValueError) as error:  # a character that YAML does not take, a date that does not exist
         raise ValueError(f"is not valid YAML: {error}") from None
 
@@ -84,8 +84,7 @@ def as_yaml(options: dict[str, Any]) -> str:
     import yaml
 
     shown, private = split_private(options)
-    variables = options.get(ENVIRONMENT)
     left_out = [f"`{name}`" for name in private]
-    left_out += [f"`{name}` under `{ENVIRONMENT}`" for name in (variables if isinstance(variables, dict) else ())]
+    left_out += [f"`{name}` under `{ENVIRONMENT}`" for name in as_dict(options.get(ENVIRONMENT))]
     head = f"# Left out, because it may be secret: {', '.join(left_out)}.\n" if left_out else ""
     return head + yaml.safe_dump(shown, sort_keys=False)

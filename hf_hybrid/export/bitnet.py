@@ -25,6 +25,10 @@ from transformers import BitNetQuantConfig, PreTrainedConfig, PreTrainedModel
 
 ROWS = 4
 """Rows whose weights share a byte."""
+NOT_TRAINED = (
+    "The model was not trained to be ternary: its weights are rounded to -1, 0 and 1 after training, which ruins most "
+    "models. Compare the losses, and train with `--qat bitnet` (or `to_bitnet`) instead."
+)
 
 
 def trains_bitnet(config: PreTrainedConfig) -> bool:

@@ -27,18 +27,8 @@ from huggingface_hub.utils import yaml_dump
 from safetensors import SafetensorError
 
 from hf_hybrid.export import measure
-from hf_hybrid.export.formats import (
-    FORMATS,
-    GGUF_NAME,
-    MERGED,
-    ExportError,
-    caveat,
-    check_format,
-    device,
-    kept_dtype,
-    load,
-    write,
-)
+from hf_hybrid.export.bitnet import NOT_TRAINED, trains_bitnet
+from hf_hybrid.export.formats import FORMATS, GGUF_NAME, MERGED, ExportError, check_format, device, load, write
 from hf_hybrid.export.rounding import HALVES
 from hf_hybrid.export.source import check_source, plain_folder, read_config, read_tokenizer
 from hf_hybrid.files import is_disk_full, write_json, write_text
@@ -100,10 +90,12 @@ def export(
     check_source(source)
     config, tokenizer = read_config(source), read_tokenizer(source)
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    weights = kept_dtype(format, dtype, own)
+    weights = own if dtype == "auto" else getattr(torch, dtype)
+    if format == MERGED and dtype == "auto" and own is not torch.float16:
+        weights = torch.bfloat16
     check_format(format, config, tokenizer)
     held_out = measure.checked(batches or ())
-    warning = caveat(format, config)
+    warning = NOT_TRAINED if format == "bitnet" and not trains_bitnet(config) else None
     if warning is not None:
         logger.warning(warning)
     run_card = _card_of_run(Path(card or source / REPOCARD_NAME))
@@ -182,15 +174,12 @@ def _workshop(output: Path) -> Generator[Path]:
 
 def rows(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return the rows of the table: title, value of the original, value of the export."""
-    names = {
-        "loss": ("eval loss", "{:.4f}".format),
-        "perplexity": ("perplexity", format_number),
-        "disk_bytes": ("weights on disk", format_bytes),
-    }
     original, exported = result["original"], result["exported"]
+    measures = [("loss", "eval loss", "{:.4f}".format), ("perplexity", "perplexity", format_number)]
+    measures = [*measures, ("disk_bytes", "weights on disk", format_bytes)]
     lines = [
         (title, show(original[name]), show(exported[name]))
-        for name, (title, show) in names.items()
+        for name, title, show in measures
         if original[name] is not None
     ]
     if result["loss_change"] is not None:

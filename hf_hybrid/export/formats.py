@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_hybrid.export import bitnet, gguf
-from hf_hybrid.export.rounding import HALVES, round_weights_
+from hf_hybrid.export.rounding import HALVES, round_
 
 GGUF_NAME = "model.gguf"
 MERGED = "merged"
@@ -64,63 +64,43 @@ FORMATS: dict[str, Format] = {
 """By the name that `--format` takes."""
 
 
-def kept_dtype(name: str, asked: str, own: torch.dtype) -> torch.dtype:
-    """Return the dtype of the weights that a format does not quantise; `auto`: the model's own, 16 bits in `merged`."""
-    if asked != "auto":
-        return getattr(torch, asked)
-    if name == MERGED:
-        return torch.float16 if own is torch.float16 else torch.bfloat16
-    return own
-
-
-def caveat(name: str, config: PreTrainedConfig) -> str | None:
-    """Return what a user must know before the format of this model is used; `None` if there is nothing."""
-    if name == "bitnet" and not bitnet.trains_bitnet(config):
-        return (
-            "The model was not trained to be ternary: its weights are rounded to -1, 0 and 1 after training, which "
-            "ruins most models. Compare the losses, and train with `--qat bitnet` (or `to_bitnet`) instead."
-        )
-    return None
-
-
 def check_format(name: str, config: PreTrainedConfig, tokenizer: Any) -> None:
     """Refuse a format that does not exist, or that cannot be written here for this model, with what to do instead."""
     if name not in FORMATS:
-        advice = (
+        llama_cpp = (
             f" `{name}` is written by llama.cpp's own tool: export `gguf-f16`, install llama.cpp, and run "
             f"`llama-quantize {GGUF_NAME} OUTPUT.gguf {name.removeprefix('gguf-')}`."
         )
-        advice = advice if name.startswith("gguf-") else ""
+        advice = llama_cpp * name.startswith("gguf-")
         raise ExportError(f"`format` must be one of {', '.join(FORMATS)}, got `{name}`.{advice}")
     if bitnet.trains_bitnet(config) and name != "bitnet":
         raise ExportError(f"The model was trained to be ternary: export it with `format=bitnet`, got `{name}`.")
     package = FORMATS[name].package
     if package is not None and importlib.util.find_spec(package) is None:
-        extra = "quantization" if package == "bitsandbytes" else "export"
-        raise ExportError(f'`format={name}` needs {package}. Install it: pip install "hf-hybrid[{extra}]"')
+        install = "hf-hybrid[quantization]" if package == "bitsandbytes" else "hf-hybrid[export]"
+        raise ExportError(f'`format={name}` needs {package}. Install it: pip install "{install}"')
     if package == "gguf" and (reason := gguf.reason_not_written(config, tokenizer)) is not None:
         raise ExportError(f"`format={name}`: {reason} Convert the model with llama.cpp's `convert_hf_to_gguf.py`.")
 
 
 def _check_rows(model: nn.Module) -> None:
     """Refuse rows that the CPU kernels of bitsandbytes cannot compute with."""
-    linear = ((name, module) for name, module in model.named_modules() if hasattr(module, "in_features"))
-    wrong = next(((name, module.in_features) for name, module in linear if module.in_features % NF4_BLOCK), None)
-    if wrong is not None:
-        raise ExportError(
-            f"`format=nf4`: on the CPU bitsandbytes takes rows of a multiple of {NF4_BLOCK} weights, and `{wrong[0]}` "
-            f"has {wrong[1]}. Export on a GPU, or set `format=gguf-q4_m` for 4 bits."
-        )
+    for name, module in model.named_modules():
+        if hasattr(module, "in_features") and module.in_features % NF4_BLOCK:
+            raise ExportError(
+                f"`format=nf4`: on the CPU bitsandbytes takes rows of a multiple of {NF4_BLOCK} weights, and `{name}` "
+                f"has {module.in_features}. Export on a GPU, or set `format=gguf-q4_m` for 4 bits."
+            )
 
 
 def _check_finite(model: nn.Module, dtype: torch.dtype) -> None:
     """Refuse weights that overflow in 16 bits: 65,504 is the largest number of float16."""
-    wrong = next((name for name, value in model.named_parameters() if not value.isfinite().all()), None)
-    if wrong is not None:
-        raise ExportError(
-            f"`{wrong}` has values that are not finite in `{str(dtype).removeprefix('torch.')}`. Set "
-            "`dtype=bfloat16`, which has the range of float32."
-        )
+    for name, value in model.named_parameters():
+        if not value.isfinite().all():
+            raise ExportError(
+                f"`{name}` has values that are not finite in `{str(dtype).removeprefix('torch.')}`. Set "
+                "`dtype=bfloat16`, which has the range of float32."
+            )
 
 
 def device() -> torch.device:
@@ -178,7 +158,10 @@ def write(
     model = load(plain, dtype)
     if name == MERGED:
         if own is torch.float32 and dtype in HALVES:  # both in memory, as when they are measured
-            round_weights_(model, load(plain, torch.float32))
+            exact = dict(load(plain, torch.float32).named_parameters())
+            for key, parameter in model.named_parameters():
+                if parameter.dtype in HALVES:  # transformers keeps some in fp32
+                    round_(parameter.data, exact[key].data, key)
         _check_finite(model, dtype)
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         return

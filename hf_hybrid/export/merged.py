@@ -24,7 +24,7 @@ import json
 import logging
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,58 +33,55 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from hf_hybrid.export.rounding import HALVES, round_
 from hf_hybrid.files import BASE_NAME
 
-if TYPE_CHECKING:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
 logger = logging.getLogger(__name__)
 
 
-def merge(folder: Path, device: torch.device, as_trained: bool) -> PreTrainedModel:
-    """
-    Load adapters on their base and merge them. Returns a plain model in the dtype of the base.
-
-    With `as_trained` the base is the quantised one that training had, if it had one, and not the base as it is saved.
-    """
+@torch.no_grad()
+def merge(folder: Path, base: PreTrainedModel) -> PreTrainedModel:
+    """Put adapters on their base and merge them. Returns a plain model in the dtype of the base."""
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    base = _base(folder, device, as_trained)
     model = PeftModel.from_pretrained(base, folder)
     shared = _give_each_its_own(base)
     trained_whole = _load_in_fp32(folder, model)
     unrounded = []
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):
-            held = _merge_in_fp32(name, module)
-            if shared and module.get_base_layer() in _embeddings(base):
-                unrounded.append(held)
+            layer = module.get_base_layer()
+            sums = [Sum(f"{name}.{part}", p, p.dtype) for part, p in layer.named_parameters(recurse=False)]
+            for _, parameter, _ in sums:
+                parameter.data = parameter.data.float()
+            module.merge()
+            if shared and layer in _embeddings(base):
+                unrounded.append(sums)
             else:
-                _round(held)
+                _round(sums)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that everything is merged already, and that embeddings are not tied
         merged = model.merge_and_unload()
     if shared:
         _tie_again(merged)
-    for held in [*unrounded, trained_whole]:
-        _round(held)
+    for sums in [*unrounded, trained_whole]:
+        _round(sums)
     return merged
 
 
-def _base(folder: Path, device: torch.device, as_trained: bool) -> PreTrainedModel:
-    from peft import PeftConfig
+def load_base(folder: Path, name: str, device: torch.device, as_trained: bool, **options: Any) -> PreTrainedModel:
+    """
+    Load the base of the adapters in `folder`, by its name and the options of `from_pretrained`.
 
-    adapters = PeftConfig.from_pretrained(str(folder))
-    name = adapters.base_model_name_or_path
-    more: dict[str, Any] = {"revision": adapters.revision, "trust_remote_code": False}
+    With `as_trained` it is the quantised one that training had, if it had one, and not the base as it is saved.
+    """
     note = folder / BASE_NAME
     if as_trained and note.is_file():
         from transformers.quantizers import AutoQuantizationConfig
 
-        saved = getattr(AutoConfig.from_pretrained(name, **more), "quantization_config", None)
+        saved = getattr(AutoConfig.from_pretrained(name, **options), "quantization_config", None)
         if saved is None:
             values = json.loads(note.read_text(encoding="utf-8"))["quantization_config"]
-            more["quantization_config"] = AutoQuantizationConfig.from_dict(values)
-    base = AutoModelForCausalLM.from_pretrained(name, dtype="auto", device_map={"": device}, **more)
+            options["quantization_config"] = AutoQuantizationConfig.from_dict(values)
+    base = AutoModelForCausalLM.from_pretrained(name, dtype="auto", device_map={"": device}, **options)
     if getattr(base, "hf_quantizer", None) is not None:
         base = base.dequantize()
         base._weight_conversions = None  # transformers would pack the weights again when it saves them, and cannot
@@ -121,16 +118,6 @@ def _load_in_fp32(folder: Path, model: nn.Module) -> list[Sum]:
     return list(trained_whole.values())
 
 
-@torch.no_grad()
-def _merge_in_fp32(name: str, module: BaseTunerLayer) -> list[Sum]:
-    held = module.get_base_layer().named_parameters(recurse=False)
-    sums = [Sum(f"{name}.{part}", parameter, parameter.dtype) for part, parameter in held]
-    for _, parameter, _ in sums:
-        parameter.data = parameter.data.float()
-    module.merge()
-    return sums
-
-
 def _round(sums: list[Sum]) -> None:
     for name, parameter, dtype in sums:
         exact = parameter.data
@@ -151,12 +138,9 @@ def _give_each_its_own(model: PreTrainedModel) -> bool:
     """Untie embeddings that have adapters, which would else be added to both. Returns whether that was done."""
     layers = _embeddings(model)
     adapted = any(hasattr(layer, "merge") for layer in (model.get_input_embeddings(), model.get_output_embeddings()))
-    if not adapted or len(layers) < 2:
+    if not adapted or len(layers) < 2 or layers[0].weight is not layers[1].weight:
         return False
-    entry, head = layers
-    if entry.weight is not head.weight:
-        return False
-    head.weight = nn.Parameter(head.get_parameter("weight").detach().clone(), requires_grad=False)
+    layers[1].weight = nn.Parameter(layers[1].get_parameter("weight").detach().clone(), requires_grad=False)
     return True
 
 

@@ -21,7 +21,7 @@ import math
 import zlib
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 CHUNK = 2**20
 """Weights that are rounded at a time, so that a large embedding needs little memory."""
@@ -49,11 +49,3 @@ def round_(target: Tensor, exact: Tensor, name: str) -> Tensor:
         drawn = torch.rand(chance.shape, device=exact.device, generator=generator)
         part.copy_(torch.where(drawn < chance, other, part))  # never where `chance` is NaN
     return target
-
-
-def round_weights_(model: nn.Module, exact: nn.Module) -> None:
-    """Round the weights of a model anew from `exact`, the same in fp32; those that transformers keeps in fp32 stay."""
-    sources = dict(exact.named_parameters())
-    for name, parameter in model.named_parameters():
-        if parameter.dtype in HALVES:
-            round_(parameter.data, sources[name].data, name)

@@ -150,7 +150,8 @@ def plain_folder(folder: Path, work: Path, *, as_trained: bool) -> Path:
     if not (folder / ADAPTER_CONFIG).is_file():
         return folder
     try:
-        model = merged.merge(folder, device(), as_trained)
+        name, options = _origin(folder)
+        model = merged.merge(folder, merged.load_base(folder, name, device(), as_trained, **options))
     except Exception as error:  # whatever a broken file leads to
         raise ExportError(f"The adapters in `{folder}` cannot be put on their base: {error}") from error
     model.save_pretrained(work / "plain")

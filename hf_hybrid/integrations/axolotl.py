@@ -77,11 +77,8 @@ class HybridPlugin(BasePlugin):
 
     def get_training_args(self, cfg: Any) -> dict[str, Any]:
         """The options given under `hybrid`. A name that is no option, or a value of another type, is a `ValueError`."""
-        written = _get(cfg, KEY) or {}
-        written = written.model_dump() if isinstance(written, BaseModel) else dict(written)
         # Validated here, as not every version of Axolotl validates the keys of plugins.
-        options = HybridOptions.model_validate(written)
-        return {name: value for name, value in options.model_dump().items() if value is not None}
+        return HybridOptions.model_validate(dict(_get(cfg, KEY) or {})).model_dump(exclude_none=True)
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
         """Refuse a configuration before its data are read, which Axolotl reads. Raises as [`get_trainer_cls`]."""

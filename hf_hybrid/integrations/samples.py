@@ -70,8 +70,7 @@ class SampleCallback(TrainerCallback):
             raise ValueError("`sample_prompts` needs a tokenizer. Pass it to the trainer as `processing_class`.")
         if model is None:  # a trainer with `model_init` makes it later
             return
-        can_generate = getattr(model, "can_generate", None)
-        if not callable(getattr(model, "generate", None)) or (callable(can_generate) and not can_generate()):
+        if not (hasattr(model, "generate") and getattr(model, "can_generate", lambda: True)()):
             raise ValueError(
                 f"`sample_prompts` needs a model that generates text, and `{type(model).__name__}` does not. Leave it "
                 "out."

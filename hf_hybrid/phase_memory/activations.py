@@ -37,7 +37,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_hybrid.compat import switch_checkpointing_on
 from hf_hybrid.part import Part, Phase
-from hf_hybrid.streaming.layers import NoLayerListError, find_layers
+from hf_hybrid.streaming.layers import decoder_layers
 from hf_hybrid.streaming.transfers import HostBuffers, Transfers
 
 if TYPE_CHECKING:
@@ -77,15 +77,13 @@ class ActivationCheckpointing(Part):
     ):
         real = [phase.value for phase in Phase if phase is not Phase.PREDICT]
         phases = (phases,) if isinstance(phases, str) else tuple(phases)
-        wrong = [phase for phase in phases if phase not in real]
-        if wrong:
+        if wrong := [phase for phase in phases if phase not in real]:
             raise ValueError(
                 f"`{wrong[0]}` is no phase of `checkpoint_phases`. Choose from {', '.join(real)}; Predict has no "
                 "backward pass."
             )
         self.phases = frozenset(Phase(phase) for phase in phases)
-        self.offload, self.min_bytes = offload, min_bytes
-        self.layers = layers
+        self.offload, self.min_bytes, self.layers = offload, min_bytes, layers
         self._of: list[nn.Module] = []  # the layers that can be checkpointed one without the other
         self._before: dict[nn.Module, dict[str, Any]] = {}  # settings of all modules that have the switch
         self._differentiable_inputs: list[PreTrainedModel] = []
@@ -94,19 +92,27 @@ class ActivationCheckpointing(Part):
 
     def begin(self, run: Run) -> None:
         wrapped: Any = run.model
-        boundaries = BoundaryOffload(wrapped, min_bytes=self.min_bytes) if self.offload else None
+        self._boundaries = BoundaryOffload(wrapped, min_bytes=self.min_bytes) if self.offload else None
         for model in _checkpointable(wrapped):
-            for module in _switches(model):
+            for module in _modules_with_switch(model):
                 self._before[module] = {name: vars(module)[name] for name in _SETTING if name in vars(module)}
-            if self.layers is not None and getattr(model, "_require_grads_hooks", None):
+            had_input_gradients = bool(getattr(model, "_require_grads_hooks", None))
+            model.disable_input_require_grads()
+            switch_checkpointing_on(model, {"use_reentrant": False})
+            # Enabling makes the embeddings' output require gradients, which only reentrant checkpointing needs: where
+            # lower layers are frozen it would send the backward pass all the way down for nothing.
+            model.disable_input_require_grads()
+            if had_input_gradients and self.layers is None:
+                model.enable_input_require_grads()
+            elif had_input_gradients:
                 self._differentiable_inputs.append(model)
-            _enable(model, keep_input_gradients=self.layers is None)
-        self._of = _separate_layers(wrapped)
+        layers = decoder_layers(wrapped)
+        self._of = layers if all(isinstance(layer, GradientCheckpointingLayer) for layer in layers) else []
         self._switch(True)
         if self.layers is not None:
             logger.info("Activation checkpointing: %s.", self._in_words())
-        if boundaries is not None:
-            self._boundaries = boundaries.__enter__()
+        if self._boundaries is not None:
+            self._boundaries.__enter__()
         self._follow(Phase.WARMUP)
 
     def on_phase_change(self, old: Phase, new: Phase) -> None:
@@ -151,13 +157,9 @@ class ActivationCheckpointing(Part):
             self.layers = state["layers"]
             self._switch(self._on)
 
-    def clean_up(self) -> None:
-        self.end()
-
     def end(self) -> None:
         if self._boundaries is not None:
             self._boundaries.__exit__()
-            self._boundaries = None
         for module, setting in self._before.items():
             for name in _SETTING:
                 vars(module).pop(name, None)
@@ -167,6 +169,8 @@ class ActivationCheckpointing(Part):
             model.enable_input_require_grads()
         self._differentiable_inputs.clear()
 
+    clean_up = end
+
 
 def _topmost(module: nn.Module, kind: type) -> list:
     """Return the modules of a class that are not part of another module of this class."""
@@ -175,7 +179,7 @@ def _topmost(module: nn.Module, kind: type) -> list:
     return list(dict.fromkeys(found for child in module.children() for found in _topmost(child, kind)))
 
 
-def _switches(model: nn.Module) -> list[nn.Module]:
+def _modules_with_switch(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
 
 
@@ -183,32 +187,13 @@ def _checkpointable(model: nn.Module) -> list[PreTrainedModel]:
     """Return the transformers models inside wrappers (peft, DistributedDataParallel, ...)."""
     models = _topmost(model, PreTrainedModel)
     for part in models or [model]:
-        if not (isinstance(part, PreTrainedModel) and part.supports_gradient_checkpointing and _switches(part)):
+        supported = isinstance(part, PreTrainedModel) and part.supports_gradient_checkpointing
+        if not (supported and _modules_with_switch(part)):
             raise ValueError(
                 f"`{type(part).__name__}` does not support activation checkpointing. Remove `ActivationCheckpointing` "
                 "from `parts`."
             )
     return models
-
-
-def _separate_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers, if each can be checkpointed without the others."""
-    try:
-        layers = [layer for _, layer in find_layers(model)]
-    except NoLayerListError:
-        return []
-    return layers if all(isinstance(layer, GradientCheckpointingLayer) for layer in layers) else []
-
-
-def _enable(model: PreTrainedModel, keep_input_gradients: bool) -> None:
-    had_input_gradients = bool(getattr(model, "_require_grads_hooks", None))
-    model.disable_input_require_grads()
-    switch_checkpointing_on(model, {"use_reentrant": False})
-    # Enabling makes the embeddings' output require gradients, which only reentrant checkpointing needs: where lower
-    # layers are frozen it would send the backward pass all the way down for nothing.
-    model.disable_input_require_grads()
-    if had_input_gradients and keep_input_gradients:
-        model.enable_input_require_grads()
 
 
 class BoundaryOffload:

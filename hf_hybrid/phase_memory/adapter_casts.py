@@ -22,7 +22,7 @@ from hf_hybrid.machine import sharding_of
 from hf_hybrid.part import Part, Phase
 from hf_hybrid.run.run import Run
 from hf_hybrid.run.trainer_view import TrainerView, unknown_loss
-from hf_hybrid.streaming.layers import NoLayerListError, find_layers
+from hf_hybrid.streaming.layers import decoder_layers
 
 
 def cast_parts(trainer: TrainerView) -> list[Part]:
@@ -97,8 +97,7 @@ class FrozenInBf16(Part):
             vars(adapter).pop("merge", None)
         self.held.clear()
 
-    def clean_up(self) -> None:
-        self.end()
+    clean_up = end
 
 
 def _linear(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
@@ -117,21 +116,11 @@ def frozen_linear_layers(model: torch.nn.Module) -> tuple[list[torch.nn.Linear],
     adapters = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     if any(type(adapter) is not Linear or adapter.lora_variant for adapter in adapters):
         return [], []
-    try:
-        inside = [module for _, layer in find_layers(model) for module in layer.modules()]
-    except NoLayerListError:
-        return [], []
+    inside = [module for layer in decoder_layers(model) for module in layer.modules()]
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))  # more than one: shared
-    frozen = [
-        module
-        for module in inside
-        if type(module) is torch.nn.Linear
-        and module.weight.dtype == torch.float32
-        and not module.weight.requires_grad
-        and uses[id(module.weight)] == 1
-        and "forward" not in vars(module)
-    ]
-    return frozen, adapters
+    linear = (module for module in inside if type(module) is torch.nn.Linear and "forward" not in vars(module))
+    owned = ((layer, layer.weight) for layer in linear if uses[id(layer.weight)] == 1)
+    return [layer for layer, w in owned if w.dtype == torch.float32 and not w.requires_grad], adapters
 
 
 def layers_with_idle_casts(model: torch.nn.Module) -> list[Any]:

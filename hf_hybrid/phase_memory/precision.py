@@ -38,6 +38,7 @@ from hf_hybrid.machine import copies_beside, host_tensor, wait_for
 from hf_hybrid.part import Part, Phase
 from hf_hybrid.streaming.low_bit import (
     BLOCK,
+    CHUNK,
     bitsandbytes_functional,
     clear_false_zeros_,
     dequantize_rows,
@@ -52,23 +53,19 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INT8 = ("int8", "int8_bitsandbytes")
-_CHOICES = ("auto", *DTYPES, *INT8)
+_CHOICES, _PHASES = ("auto", *DTYPES, *INT8), [phase.value for phase in Phase]
 
 
 def parse_precision(text: str) -> dict[Phase, str]:
     """
     Read `"auto"`, `"bf16"` or `"full=bf16,correct=fp32,predict=int8"`; phases that are not named are `"auto"`.
 
-    A word without a phase is for every phase that is not named: `"bf16,predict=int8"`.
-
-    Raises:
-        ValueError: If a phase or a precision is not known, is given twice, or is int8 outside Predict.
+    A word without a phase is for every phase that is not named: `"bf16,predict=int8"`. Raises `ValueError`.
     """
     words: dict[str, str] = {}
     for part in text.lower().split(","):
         phase, _, precision = (word.strip() for word in part.rpartition("="))
-        phases = [p.value for p in Phase]
-        for kind, word, choices in (("phase", phase, ["", *phases]), ("precision", precision, _CHOICES)):
+        for kind, word, choices in (("phase", phase, ["", *_PHASES]), ("precision", precision, _CHOICES)):
             if word not in choices:
                 close = difflib.get_close_matches(word, choices, n=1, cutoff=0.4)
                 hint = f" Did you mean `{close[0]}`?" if close else ""
@@ -93,10 +90,8 @@ def parse_precision(text: str) -> dict[Phase, str]:
 def resolve(precisions: Mapping[Phase, str], *, weights: str, autocast: str | None = None) -> dict[Phase, str]:
     """
     Turn a request from [`parse_precision`] into a choice for weights that are held in `weights` ([`held_precision`]).
-    `auto` leaves them as they are; `autocast` is `"bf16"` or `"fp16"` if the trainer computes under it.
-
-    Raises:
-        ValueError: If a precision would need other weights or another autocast; the message says which.
+    `auto` leaves them as they are; `autocast` is `"bf16"` or `"fp16"` if the trainer computes under it. A `ValueError`
+    says which other weights or autocast a precision would need.
     """
     by_phase = {phase: weights if asked == "auto" else asked for phase, asked in precisions.items()}
     for phase, precision in by_phase.items():
@@ -166,9 +161,7 @@ class PhaseMemory(Part):
         autocast (`str`, *optional*): `"bf16"` or `"fp16"` if the trainer computes under autocast. Without it only
             Predict can have a lower precision, and its probes then run under an autocast of their own.
 
-    Raises:
-        ValueError: If a word is not known.
-        ImportError: If it needs bitsandbytes, which is not installed.
+    Raises `ValueError` for a word that is not known, and `ImportError` without bitsandbytes where it is needed.
     """
 
     name = "phase_memory"
@@ -178,12 +171,11 @@ class PhaseMemory(Part):
         if predict_states not in ("stay", "host", "8bit"):
             raise ValueError(f"`predict_states` must be one of stay, host, 8bit, got `{predict_states}`.")
         self.predict_states = predict_states
-        if predict_states == "8bit":
+        probes = self.precisions[Phase.PREDICT]
+        if predict_states == "8bit" or probes == "int8_bitsandbytes":
             bitsandbytes_functional()
-        self.int8 = self.precisions[Phase.PREDICT] in INT8
-        self._int8_linear: Callable = _expanded_linear
-        if self.precisions[Phase.PREDICT] == "int8_bitsandbytes":
-            self._int8_linear = partial(_multiplied_linear, bitsandbytes_functional().int8_linear_matmul)
+        self.int8 = probes in INT8
+        self._int8_linear = _multiplied_linear if probes == "int8_bitsandbytes" else _expanded_linear
         self._dtypes: dict[Phase, torch.dtype | None] = {}
         self._linears: list[nn.Linear] = []
         self._replaced: list[nn.Linear] = []
@@ -194,10 +186,7 @@ class PhaseMemory(Part):
         self._transfers: dict[torch.device, Transfers] = {}
 
     def check(self, model: nn.Module) -> dict[Phase, str]:
-        """
-        Return the precision of each phase. Raises `ValueError` if one cannot be had with this model, this autocast or
-        several processes.
-        """
+        """Return the precision of each phase. Raises `ValueError` as [`resolve`], and for several processes."""
         held = held_precision(model)
         chosen = resolve(self.precisions, weights=held, autocast=self.autocast)
         lower = [phase.value for phase in Phase if phase is not Phase.PREDICT and chosen[phase] != held]
@@ -277,13 +266,11 @@ class PhaseMemory(Part):
         self._probe.close()
         while self._replaced:
             vars(self._replaced.pop()).pop("forward")
-        coming = []
-        while self._parked:
-            weight, host = self._parked[-1]
+        for weight, host in self._parked:
             weight.data = host.to(weight.device, non_blocking=copies_beside(weight.device))
-            coming.append(self._parked.pop())
-        for device in {weight.device for weight, _ in coming if copies_beside(weight.device)}:
-            wait_for(device)  # what is copied from is freed as this returns
+        for device in {weight.device for weight, _ in self._parked if copies_beside(weight.device)}:
+            wait_for(device)  # what is copied from is freed in the next line
+        self._parked.clear()
 
     def _send_states(self, states: dict[Tensor, dict[str, Any]]) -> None:
         for parameter, state in list(states.items()):
@@ -333,11 +320,11 @@ def _expanded_linear(codes: Tensor, scales: Tensor, module: nn.Linear, input: Te
     return _linear(dequantize_rows(codes, scales, weight), module, input)
 
 
-def _multiplied_linear(matmul: Callable, codes: Tensor, scales: Tensor, module: nn.Linear, input: Tensor) -> Tensor:
+def _multiplied_linear(codes: Tensor, scales: Tensor, module: nn.Linear, input: Tensor) -> Tensor:
     dtype = _compute_dtype(input)
     # Quantised and scaled back here: the matching functions of bitsandbytes go through fp16, which bf16 can exceed.
     inputs, steps = quantize_rows(input.to(dtype).reshape(-1, input.shape[-1]))
-    out = matmul(inputs, codes).float().mul_(steps).mul_(scales.view(-1))
+    out = bitsandbytes_functional().int8_linear_matmul(inputs, codes).float().mul_(steps).mul_(scales.view(-1))
     if module.bias is not None:
         out += module.bias
     return out.to(dtype).view(*input.shape[:-1], -1)
@@ -360,24 +347,34 @@ class QuantizedTensor:
     @classmethod
     def of(cls, tensor: Tensor) -> QuantizedTensor:
         """Quantise; `tensor` is left as it is."""
-        rooted = bool(tensor.min() >= 0)
-        values = tensor.contiguous().float()
-        values = values.sqrt() if rooted else values
-        codes, scale = bitsandbytes_functional().quantize_blockwise(
-            values, code=dynamic_map(not rooted, tensor.device), blocksize=BLOCK
-        )
-        if rooted:
-            codes.masked_fill_((codes == 0) & (values > 0), 1).masked_fill_(values == 0, 0)
-        else:
-            clear_false_zeros_(codes)
-        return cls(codes, scale.absmax, rooted, tensor.dtype)
+        codes = torch.empty(tensor.shape, dtype=torch.uint8, device=tensor.device)
+        absmax = torch.empty(-(-tensor.numel() // BLOCK), device=tensor.device)
+        quantized = cls(codes, absmax, bool(tensor.min() >= 0), tensor.dtype)
+        for values, out, scales in quantized._chunks(tensor):
+            values = values.float().sqrt() if quantized.rooted else values.float()
+            bitsandbytes_functional().quantize_blockwise(values, absmax=scales, out=out, **quantized._options)
+            if quantized.rooted:
+                out.masked_fill_((out == 0) & (values > 0), 1).masked_fill_(values == 0, 0)
+            else:
+                clear_false_zeros_(out)
+        return quantized
 
     def restore(self) -> Tensor:
         """A new tensor of the old dtype."""
-        values = bitsandbytes_functional().dequantize_blockwise(
-            self.codes, absmax=self.absmax, code=dynamic_map(not self.rooted, self.codes.device), blocksize=BLOCK
-        )
-        return (values.square_() if self.rooted else values).to(self.dtype)
+        restored = torch.empty(self.codes.shape, dtype=self.dtype, device=self.codes.device)
+        for target, codes, absmax in self._chunks(restored):
+            values = bitsandbytes_functional().dequantize_blockwise(codes, absmax=absmax, **self._options)
+            target.copy_(values.square_() if self.rooted else values)
+        return restored
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"code": dynamic_map(not self.rooted, self.codes.device), "blocksize": BLOCK}
+
+    def _chunks(self, values: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Values, codes and scales of `CHUNK` elements at a time, so that a large moment needs little fp32 memory."""
+        flat = (values.reshape(-1).split(CHUNK), self.codes.view(-1).split(CHUNK))
+        return zip(*flat, self.absmax.split(CHUNK // BLOCK))
 
 
 class QuantizedState(dict):

@@ -198,12 +198,9 @@ class Estimator:
                 yield self.streamed(setup, setup.resident_layers or 0, ends)
                 continue
             # As many as fit; none if even that does not.
+            place = functools.partial(self.streamed, setup, stream_embeddings=ends)
             counts = range(1, len(self.shape.layers) + 1)
-            too_large = functools.partial(self._is_too_large, setup, ends)
-            yield self.streamed(setup, bisect.bisect_left(counts, True, key=too_large), ends)
-
-    def _is_too_large(self, setup: Setup, stream_embeddings: bool, resident_layers: int) -> bool:
-        return self.streamed(setup, resident_layers, stream_embeddings).device_shortfall > 0
+            yield place(bisect.bisect_left(counts, True, key=lambda count: place(count).device_shortfall > 0))
 
     def lightest(self, setup: Setup) -> Plan:
         """Everything on the device; if the setup leaves that open, recomputed are as few layers as fit, or else all."""

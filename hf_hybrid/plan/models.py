@@ -40,15 +40,10 @@ def read_config(model: str | Path | PreTrainedConfig | nn.Module) -> PreTrainedC
             f"`model`: `{name}` ({config.model_type}) cannot be planned: {why}. Plans are for decoder-only language "
             "models that `AutoModelForCausalLM` builds."
         )
-    check_depth(config)
-    return copy.deepcopy(config)
-
-
-def check_depth(config: PreTrainedConfig) -> None:
-    """Refuse a number of layers that would take minutes and more to build."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise ValueError(f"`model`: `num_hidden_layers={layers}` is over {MOST_LAYERS}. Correct the config.")
+    return copy.deepcopy(config)
 
 
 def _load(model: str | Path) -> PreTrainedConfig:

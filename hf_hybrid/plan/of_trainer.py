@@ -21,7 +21,7 @@ from hf_hybrid.plan.estimate import Estimator, refuse
 from hf_hybrid.plan.setups import MARGIN, Setup, with_context
 from hf_hybrid.plan.trace import Tracer
 from hf_hybrid.run.trainer_view import TrainerView, unknown_loss
-from hf_hybrid.streaming.layers import NoLayerListError, find_layers, layers_on_host
+from hf_hybrid.streaming.layers import decoder_layers, find_layers, layers_on_host
 from hf_hybrid.streaming.loss import BIG_VOCABULARY, ChunkedCausalLoss
 from hf_hybrid.streaming.optimizer import STATES_PER_WEIGHT
 
@@ -44,7 +44,7 @@ class LeapBuffers(NamedTuple):
 HOST_SHARE = 0.9
 """Share of the free host memory that a step on a CPU may take before layers are recomputed. Assumed, not measured."""
 SAMPLED_LENGTHS = 256
-"""Sequences of the data, evenly spread, the longest of which decides how many layers are recomputed."""
+"""Sequences of the data, evenly spread, the longest of which is planned for."""
 
 
 def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBuffers) -> tuple[Estimator, Setup]:
@@ -109,10 +109,9 @@ def fewest_recomputed_layers(trainer: PlannedTrainer, leaps: LeapBuffers) -> int
         free = HOST_SHARE * host_memory() if setup.vram is None else setup.vram
         setup = dataclasses.replace(setup, vram=int(free) + held)
     buckets = (args.world_size > 1) * sum(p.nbytes for p in model.parameters() if p.requires_grad)  # of DDP
-    length = sequence_length(trainer, SAMPLED_LENGTHS)
     vram = max((setup.vram or 0) - buckets, 1)
     vram = vram if setup.accelerator == "cuda" else int(vram / (1 + MARGIN))  # there the plan leaves it
-    plan = estimator.lightest(dataclasses.replace(setup, memory="off", sequence_length=length, vram=vram))
+    plan = estimator.lightest(dataclasses.replace(setup, memory="off", vram=vram))
     count = torch.tensor(plan.recomputed_layers, device=args.device)
     return int(trainer.accelerator.gather(count).max())
 
@@ -124,19 +123,17 @@ def _reason_all_are_recomputed(trainer: TrainerView) -> str | None:
         return f"`{sharding}` divides the weights"
     if trainer.args.n_gpu > 1:
         return "`DataParallel` divides each batch"
-    try:
-        find_layers(trainer.model)
-    except NoLayerListError:
+    if not decoder_layers(trainer.model):
         return f"`{type(trainer.model).__name__}` has no list of decoder layers"
     return unknown_loss(trainer)
 
 
-def sequence_length(trainer: TrainerView, most: int = 16) -> int:
+def sequence_length(trainer: TrainerView) -> int:
     """Return the longest of some training sequences. If they cannot be read, 1024 or the model's maximum."""
     data: Any = trainer.train_dataset
     try:
-        first = range(0, len(data), max(len(data) // most, 1) if most > 16 else 1)
-        return max(len(data[index]["input_ids"]) for index in first[:most])
+        spread = range(0, len(data), max(len(data) // SAMPLED_LENGTHS, 1))[:SAMPLED_LENGTHS]
+        return max(len(data[index]["input_ids"]) for index in spread)
     except (TypeError, KeyError, IndexError, ValueError):
         config = getattr(trainer.model, "config", None)
         return min(getattr(config, "max_position_embeddings", None) or 1024, 1024)

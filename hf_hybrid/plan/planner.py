@@ -164,8 +164,8 @@ class Planner:
         ways = usual_ways(dtype, self.setup, kinds, chunks=chunks, can_stream=can_stream)
         plans = [self.plan(way) for way in ways]
         # Where "auto" recomputes all layers, the next plan says the same.
-        automatic = [plan.setup.activation_checkpointing == "auto" for plan in plans]
-        return [p for p, auto in zip(plans, automatic) if not (auto and p.recomputed_layers == len(p.shape.layers))]
+        fixed = (plan.setup.activation_checkpointing != "auto" for plan in plans)
+        return [p for p, is_fixed in zip(plans, fixed) if is_fixed or p.recomputed_layers < len(p.shape.layers)]
 
     def plan(self, way: Way) -> WayPlan:
         """Plan one way to train. Raises `ValueError` if the model cannot be trained in this way."""

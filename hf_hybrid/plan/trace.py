@@ -51,7 +51,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_hybrid.compat import switch_checkpointing_on
 from hf_hybrid.plan.setups import Setup
 from hf_hybrid.plan.stand_ins import stand_in_for_low_bit
-from hf_hybrid.streaming.layers import NoLayerListError, ask, base_model, find_layers
+from hf_hybrid.streaming.layers import ask, base_model, decoder_layers, find_layers
 from hf_hybrid.streaming.loss import ChunkedCausalLoss, linear_cross_entropy
 from hf_hybrid.streaming.low_bit import BLOCK, LEAST_QUANTIZED
 
@@ -83,30 +83,25 @@ class Excerpt(Generic[Model]):
     def of(cls, full_model: Model) -> Excerpt[Model]:
         """Of a live model, whose weights may lie anywhere: no data is copied, and the model is not changed."""
         memo = _tensors_without_data(full_model, "meta")
-        try:
-            layers = find_layers(full_model)
-        except NoLayerListError:
+        layers = decoder_layers(full_model)
+        if not layers:
             return cls(_as_trained(copy.deepcopy(full_model, memo)), ())
         listed = _lists(_config(full_model), len(layers))
-        chosen, stands_for = _choose([_signature(listed, layer, index) for index, (_, layer) in enumerate(layers)])
+        chosen, stands_for = _choose([_signature(listed, layer, index) for index, layer in enumerate(layers)])
         names = frozenset(name for _, name, _ in listed)
         model = _copy_with_layers(full_model, memo, [(index, memo) for index in chosen], names)
         return cls(_as_trained(model), stands_for, names)
-
-    def layers(self, model: nn.Module) -> list[nn.Module]:
-        """Its layers in a copy of its model."""
-        return [layer for _, layer in find_layers(model)] if self.stands_for else []
 
     def with_two_of_each(self) -> Excerpt[Model]:
         """
         Of the same model, for steps in which some layers are recomputed and others are not: each kind between the first
         and the last layer is here twice, first once each and then once more each.
         """
-        layers, config = find_layers(self.model), _config(self.model)
+        layers, config = decoder_layers(self.model), _config(self.model)
         between, last = range(1, len(layers) - 1), len(layers) - 1
         memo = _tensors_without_data(self.model, "meta")
         configs = {id(part): copy.deepcopy(part, memo) for part in (config, config.get_text_config())}
-        again = [(index, {**_tensors_without_data(layers[index][1], "meta"), **configs}) for index in between]
+        again = [(index, {**_tensors_without_data(layers[index], "meta"), **configs}) for index in between]
         twice = [(0, memo), *((index, memo) for index in between), *again, (last, memo)]
         return Excerpt(_copy_with_layers(self.model, memo, twice, self.listed), self.stands_for, self.listed)
 
@@ -650,7 +645,7 @@ class Tracer:
     def states(self, setup: Setup) -> int:
         """Bytes of the optimizer's states of all trainable parameters."""
         times = dict.fromkeys(self.excerpt.model.parameters(), 1)
-        for traced, layer in enumerate(self.excerpt.layers(self.excerpt.model)):
+        for traced, layer in enumerate(decoder_layers(self.excerpt.model)):
             times.update(dict.fromkeys(layer.parameters(), self.excerpt.stands_for.count(traced)))
         return sum(count * state_bytes(p, setup) for p, count in times.items() if p.requires_grad)
 
@@ -662,7 +657,7 @@ class Tracer:
         for module in self.excerpt.model.modules():
             if "gradient_checkpointing" in vars(module):
                 vars(module)["gradient_checkpointing"] = False
-        layers = self.excerpt.layers(self.excerpt.model)
+        layers = decoder_layers(self.excerpt.model)
         return bool(layers) and all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
 
     @functools.cached_property
@@ -681,7 +676,7 @@ class Tracer:
             with warnings.catch_warnings(), FakeTensorMode():
                 warnings.simplefilter("ignore")
                 model = copy.deepcopy(excerpt.model, _tensors_without_data(excerpt.model, "cpu"))
-                layers, more_inputs = excerpt.layers(model), self.more_inputs
+                layers, more_inputs = decoder_layers(model), self.more_inputs
                 if setup.chunked_loss:  # then no other way to compute the head is traced, which `forward` may wrap
                     vars(base_model(model)).pop("forward", None)
                     more_inputs = {}

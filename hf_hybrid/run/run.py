@@ -585,6 +585,21 @@ class RandomStates:
             current.restore()
 
 
+@contextlib.contextmanager
+def as_before(model: torch.nn.Module, device: torch.device) -> Generator[None]:
+    """Context without gradients after which modes, buffers (running means) and random generators are as they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with RandomStates.now(device).again(), torch.no_grad():
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
 def _which(place: torch.device) -> tuple[torch.device, ...]:
     return () if place.type == "mps" else (place,)  # there is one only, and its functions take none
 

@@ -58,16 +58,14 @@ class Staging:
 
     def __init__(self, free: Callable[[], int] = host_memory):
         self.free = free
-        self._copies: dict[tuple[str, KeyPath], Tensor] = {}
+        self.copies: dict[tuple[str, KeyPath], Tensor] = {}
 
     def copy(self, name: str, value: Any, frozen: Iterable[Tensor] = ()) -> Any:
         """
         Return a value (dictionaries, lists and tuples, nested) whose tensors are copies, but for those that are frozen
         and do not change. Tensors that share their memory share it in the copy too. Copies of the same name are
-        overwritten.
-
-        Raises:
-            CannotStageError: If a tensor is not a plain one, or the copies do not fit into the memory that is free.
+        overwritten. Raise [`CannotStageError`] if a tensor is not a plain one, or the copies do not fit into the memory
+        that is free.
         """
         paths_and_leaves, spec = tree_flatten_with_path(value)
         leaves, unchanged = [leaf for _, leaf in paths_and_leaves], {tensor.data_ptr() for tensor in frozen}
@@ -80,9 +78,9 @@ class Staging:
             if leaf.numel() and leaf.data_ptr() in unchanged:
                 continue
             to_copy.append((index, (name, path)))
-            copy = self._copies.get((name, path))
+            copy = self.copies.get((name, path))
             if copy is None or (copy.shape, copy.dtype) != (leaf.shape, leaf.dtype):
-                self._copies.pop((name, path), None)
+                self.copies.pop((name, path), None)
                 needed += leaf.nbytes
         if needed and needed > SHARE_OF_FREE * (free := self.free()):
             raise CannotStageError(
@@ -94,15 +92,11 @@ class Staging:
             tensor = leaves[index].detach()
             memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else key
             if memory not in by_memory:
-                if key not in self._copies:
-                    self._copies[key] = torch.empty_like(tensor, device="cpu")
-                by_memory[memory] = self._copies[key].copy_(tensor)
+                if key not in self.copies:
+                    self.copies[key] = torch.empty_like(tensor, device="cpu")
+                by_memory[memory] = self.copies[key].copy_(tensor)
             leaves[index] = by_memory[memory]
         return tree_unflatten(leaves, spec)
-
-    def free_copies(self) -> None:
-        """Give the memory of all copies back."""
-        self._copies.clear()
 
 
 class AsyncSaver:
@@ -111,20 +105,19 @@ class AsyncSaver:
 
     A save begins with [`begin`]. What is written in it goes through [`write`], with tensors from [`staged`]. [`finish`]
     ends it. [`wait`] returns when nothing is in flight.
-
-    Attributes:
-        training (`bool`): Whether a training is under way, so that steps may follow a save.
-        is_async (`bool`): Whether the save under way is written on the thread.
-        error (`Exception`, *optional*): Of an async save that failed; [`wait`] raises it.
     """
 
     def __init__(self, staging: Staging | None = None) -> None:
-        self.training = self.is_async = False
-        self._staging = Staging() if staging is None else staging
-        self._writes: list[Callable[[], Any]] = []
+        self.training = False
+        """Whether a training is under way, so that steps may follow a save."""
+        self.is_async = False
+        """Whether the save under way is written on the thread."""
         self.thread: threading.Thread | None = None
         """That writes the save in flight."""
-        self.error: BaseException | None = None
+        self.error: Exception | None = None
+        """Of an async save that failed; [`wait`] raises it."""
+        self._staging = staging or Staging()
+        self._writes: list[Callable[[], Any]] = []
         self._logged_reasons: set[str] = set()
 
     def begin(self, reason_sync: str | None) -> None:
@@ -156,10 +149,7 @@ class AsyncSaver:
             function()
 
     def finish(self, commit: Callable[[], Any], context: Callable[[], AbstractContextManager]) -> None:
-        """
-        End the save by `commit`, which makes the checkpoint whole when its files are written. `context` returns the
-        context that writing on the thread needs: it deletes a save that fails.
-        """
+        """End the save by `commit`, which makes the checkpoint whole. `context` deletes what fails on the thread."""
         if not self.is_async:
             return commit()
         writes = [*self._writes, commit]
@@ -189,19 +179,19 @@ class AsyncSaver:
     def wait(self) -> None:
         """Wait for the save in flight. Raise its error if it failed, because the disk is full for example."""
         self.join()
-        if self.error is not None:
-            error, self.error = self.error, None
+        error, self.error = self.error, None
+        if error is not None:
             raise error
 
     def end(self) -> None:
         """End with a training: wait, and give the memory of the copies back. A failed save is logged, not raised."""
         self.training = False
         self.abandon()
-        self.join()
-        if self.error is not None:
-            logger.error("A checkpoint could not be written: %s", self.error)
-            self.error = None
-        self._staging.free_copies()
+        try:
+            self.wait()
+        except Exception as error:
+            logger.error("A checkpoint could not be written: %s", error)
+        self._staging.copies.clear()
 
 
 def reason_sync_save(trainer: TrainerView) -> str | None:

@@ -38,11 +38,8 @@ class RanksDriftedError(RuntimeError):
 
 
 def hashes_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return a hash of each tensor. The device is waited for once."""
-    hashes = [torch.hash_tensor(tensor.detach()).view(torch.int64) for tensor in tensors]
-    on_device = [value for value in hashes if value.device.type != "cpu"]
-    from_device = iter(torch.stack(on_device).tolist() if on_device else [])
-    return [int(value) if value.device.type == "cpu" else next(from_device) for value in hashes]
+    """Return a hash of each tensor."""
+    return [int(value) for value in [torch.hash_tensor(tensor.detach()).view(torch.int64) for tensor in tensors]]
 
 
 def is_plain(value: object) -> bool:
@@ -52,45 +49,35 @@ def is_plain(value: object) -> bool:
     return value.layout is torch.strided and value.numel() > 0 and not value.is_complex()
 
 
-class DriftCheck:
-    """Compares what the processes of a training hold."""
-
-    def __init__(self, trainer: TrainerView):
-        self._trainer = trainer
-        self._agreed = False
-
-    def compare(self, step: int) -> None:
-        """
-        Compare weights and states of all processes, before the checkpoint of `step` is written. All must call this.
-
-        Raises:
-            RanksDriftedError: On all processes, if they differ and have agreed at an earlier save.
-        """
-        trainer = self._trainer
-        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-            return
-        tensors, states = {}, trainer.optimizer.state
-        for name, parameter in trainer.accelerator.unwrap_model(trainer.model).named_parameters():
-            if parameter.requires_grad:
-                name = canonical(name)
-                tensors[f"`{name}`"] = parameter
-                tensors |= {f"state `{key}` of `{name}`": value for key, value in states.get(parameter, {}).items()}
-        tensors = {name: value for name, value in tensors.items() if is_plain(value)}
-        hashes = gather_object([tuple(hashes_of(tensors.values()))])
-        if len(set(hashes)) == 1:
-            self._agreed = True
-            return
-        name = next(name for name, values in zip(tensors, zip(*hashes)) if len(set(values)) > 1)
-        difference = _describe(step, name, hashes)
-        if self._agreed and trainer.has_phases:
-            saved = last_checkpoint(trainer.run_folder)
-            start = f"with `resume_from_checkpoint=True`, to go on from `{saved}`" if saved else "from the beginning"
-            raise RanksDriftedError(
-                f"{difference}, so no checkpoint of this step is saved; start the same command again {start}, and have "
-                "the memory of that machine tested."
-            )
-        if trainer.is_world_process_zero():
-            logger.error("%s; training goes on.", difference)
+def compare_processes(trainer: TrainerView, *, agreed_before: bool) -> bool:
+    """
+    Compare weights and states of all processes before a checkpoint is written. All must call this. Return whether they
+    agree, or did at an earlier save (`agreed_before`). Raise [`RanksDriftedError`] on all if they no longer do.
+    """
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        return False
+    tensors, states = {}, trainer.optimizer.state
+    for name, parameter in trainer.accelerator.unwrap_model(trainer.model).named_parameters():
+        if parameter.requires_grad:
+            name = canonical(name)
+            tensors[f"`{name}`"] = parameter
+            tensors |= {f"state `{key}` of `{name}`": value for key, value in states.get(parameter, {}).items()}
+    tensors = {name: value for name, value in tensors.items() if is_plain(value)}
+    hashes = gather_object([tuple(hashes_of(tensors.values()))])
+    if len(set(hashes)) == 1:
+        return True
+    name = next(name for name, values in zip(tensors, zip(*hashes)) if len(set(values)) > 1)
+    difference = _describe(trainer.state.global_step, name, hashes)
+    if agreed_before and trainer.has_phases:
+        saved = last_checkpoint(trainer.run_folder)
+        start = f"with `resume_from_checkpoint=True`, to go on from `{saved}`" if saved else "from the beginning"
+        raise RanksDriftedError(
+            f"{difference}, so no checkpoint of this step is saved; start the same command again {start}, and have "
+            "the memory of that machine tested."
+        )
+    if trainer.is_world_process_zero():
+        logger.error("%s; training goes on.", difference)
+    return agreed_before
 
 
 def _describe(step: int, name: str, hashes: list[tuple[int, ...]]) -> str:
@@ -99,10 +86,10 @@ def _describe(step: int, name: str, hashes: list[tuple[int, ...]]) -> str:
     if 2 * count > len(hashes):
         drifted = [process for process, values in enumerate(hashes) if values != most]
         return f"{_processes(drifted)} drifted from the {count} others by step {step} (in {name})"
-    everyone = _processes(list(range(len(hashes))))
+    everyone = _processes(range(len(hashes)))
     return f"{everyone} differ after step {step} (in {name}), and nothing tells which of them is right"
 
 
-def _processes(numbers: list[int]) -> str:
+def _processes(numbers: Iterable[int]) -> str:
     *others, last = map(str, numbers)
     return f"Processes {', '.join(others)} and {last}" if others else f"Process {last}"

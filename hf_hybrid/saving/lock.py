@@ -65,10 +65,8 @@ class FolderLock:
     def take(self, folder: str | Path, *, saves: bool = True) -> None:
         """
         Take the lock of a folder, which is made if it is not there, and delete what killed processes left beside it.
-
-        Raises:
-            CheckpointError: If the training saves checkpoints (`saves`) and the folder cannot be written.
-            FolderInUseError: If another training has it and does not end in time.
+        Raise [`FolderInUseError`] if another training has it and does not end in time, and [`CheckpointError`] if the
+        training saves checkpoints (`saves`) and the folder cannot be written.
         """
         self.release()
         folder = Path(folder)
@@ -86,8 +84,8 @@ class FolderLock:
                 f"{_in_use(folder)}, and it has not ended in {self.wait:g} seconds. Two trainings in one folder would "
                 "mix their checkpoints. Wait for it or end it, or set another `output_dir`."
             ) from None
-        except (OSError, NotImplementedError) as error:
-            if saves and isinstance(error, OSError):
+        except (OSError, NotImplementedError) as error:  # the latter where a file system has no locks
+            if saves:
                 _check_writable(folder)
             logger.warning(
                 "`%s` cannot be locked (%s): nothing tells whether another training writes into it.", folder, error

@@ -31,7 +31,7 @@ import shutil
 import stat
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -41,18 +41,12 @@ from hf_hybrid.files import is_disk_full, write_json
 
 MANIFEST_NAME = "hybrid_manifest.json"
 SAVING_NAME = "_hybrid_saving"
-"""
-Folder beside the checkpoints in which the next one is written and old ones are deleted. Uploads leave out what begins
-with `_`.
-"""
+"""Folder beside checkpoints in which they are written and deleted. Uploads leave out what begins with `_`."""
 DELETED = "deleted-"
 """How the name of a checkpoint begins that is being deleted."""
 TRAINER_STATE_NAME = "trainer_state.json"
 DELETABLE = "hybrid_state.json"
-"""
-The file that a user may delete from a checkpoint, as the refusal of another version's says. What is left is whole: a
-run goes on with weights, optimizer and schedule.
-"""
+"""The file that a user may delete, as the refusal of another version's says: weights, optimizer, schedule go on."""
 SCHEMA_VERSION = 1
 THREADS, BLOCK = 8, 1 << 26
 """That flush and hash, and the bytes that one hashes at a time: a multiple of the buffer that it reads into."""
@@ -63,6 +57,8 @@ _LOADED = re.compile(
     r"|hybrid_state[^/]*|(pytorch_model_fsdp[^/]*|optimizer_\d+|global_step\d+)(/.+)?"
 )
 """Paths in a checkpoint from which transformers, accelerate, peft, DeepSpeed or this package (in any version) loads."""
+_WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)[-.].*(safetensors|bin)(\.index\.json)?")
+"""Files of weights, which a user may save again in other files, for example as shards."""
 
 
 class CheckpointError(ValueError):
@@ -93,10 +89,7 @@ def saving(folder: Path) -> Generator[None]:
 
 
 def clean_up_failed_save(folder: Path, error: Exception, *, delete: bool = True) -> None:
-    """
-    Delete what an error left of a save, on the process that makes the folder (`delete`). Raise `OSError` if the disk is
-    full, with what to do.
-    """
+    """Delete what an error left of a save, if asked to. A full disk is an `OSError` that says what to do."""
     output_dir = folder.parent
     if delete:
         finish_interrupted_saves(output_dir)
@@ -112,10 +105,7 @@ def clean_up_failed_save(folder: Path, error: Exception, *, delete: bool = True)
 
 
 def commit(folder: Path, step: int, *, in_step: bool) -> None:
-    """
-    Flush all files of a checkpoint to the disk, write the manifest that makes it whole, and give it its name
-    (`folder`). `in_step` says whether the next step was under way, with its batches fetched.
-    """
+    """Flush a checkpoint, write its manifest, and give it its name. `in_step`: batches of the next step are fetched."""
     written = temporary(folder)
     (written / MANIFEST_NAME).unlink(missing_ok=True)  # of a trainer that copied another checkpoint into it
     paths = sorted(written.rglob("*"))  # with folders in it, which are flushed too
@@ -142,10 +132,7 @@ def add_what_callbacks_saved(folder: Path) -> None:
 
 
 def finish_interrupted_saves(output_dir: Path) -> list[Path]:
-    """
-    End the saves and deletions of a folder, also those of a process that was killed: a committed save gets its name,
-    and the rest is deleted. Return the saves that were cut short.
-    """
+    """End the saves and deletions of a folder, also of killed processes. Return the saves that were cut short."""
     folder, cut_short = output_dir / SAVING_NAME, []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.name.startswith(DELETED):
@@ -219,19 +206,14 @@ def rotate(output_dir: Path, limit: int | None, *, newest: Path, best: str | Non
     own = [folder for folder in checkpoints_of(output_dir) if is_committed(folder) and not folder.is_symlink()]
     own.sort(key=lambda folder: step_of(folder) < step_of(newest))  # stable: by step otherwise
     surplus = max(len(own) - max(limit, len(kept)), 0)
-    given_up = [folder for folder in own if folder.resolve() not in kept][:surplus]
-    for folder in given_up:
+    for folder in [folder for folder in own if folder.resolve() not in kept][:surplus]:
         _give_up(folder)
-    if given_up:
-        with contextlib.suppress(OSError):  # not all could be deleted: the next save tries again
-            (output_dir / SAVING_NAME).rmdir()
+    with contextlib.suppress(OSError):  # there is none, or not all could be deleted: the next save tries again
+        (output_dir / SAVING_NAME).rmdir()
 
 
 def _give_up(folder: Path) -> None:
-    """
-    Delete a checkpoint. After a kill at any moment the rest of it is found: where it was moved by the next save or
-    start, and where folders cannot be renamed by the next rotation, because its manifest goes last.
-    """
+    """Delete a checkpoint. Where folders cannot be renamed its manifest goes last, so that a rotation finds it."""
     moved = folder.parent / SAVING_NAME / f"{DELETED}{step_of(folder)}"
     try:
         moved.parent.mkdir(exist_ok=True)
@@ -288,10 +270,7 @@ def _flush(path: Path) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """
-    Return the manifest of a checkpoint, or `None` if it has none. Raise [`CheckpointError`] if the manifest itself is
-    damaged, or another version wrote it.
-    """
+    """Return the manifest of a checkpoint, if it has one. Raise [`CheckpointError`] if it cannot be read."""
     if not is_committed(folder):
         return None
     values = read_json(folder / MANIFEST_NAME)
@@ -337,8 +316,18 @@ def _unlisted(folder: Path, files: dict[str, dict]) -> list[str]:
     return [name for name in names if name not in listed and _LOADED.fullmatch(name)]
 
 
-def check(folder: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint. Raise [`CheckpointError`] with the reason, if no run can resume from it."""
+def weights_saved_again(folder: Path, manifest: Manifest) -> list[Path]:
+    """Return the files of weights in a checkpoint, if the weights in its manifest were saved again in other files."""
+    saved = set(filter(_WEIGHTS.fullmatch, manifest.files))
+    present = [path for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)]
+    return present if saved and saved.isdisjoint(path.name for path in present) else []
+
+
+def check(folder: Path, *, named: bool = False) -> Manifest | None:
+    """
+    Return the manifest of a checkpoint. Raise [`CheckpointError`] with the reason, if no run can resume from it. In one
+    that the user named, weights that were saved again in other files are taken as they are.
+    """
     for path in (folder, *sorted(folder.rglob("*"))):
         if reason := no_access(path):
             raise CheckpointError(reason)
@@ -349,6 +338,9 @@ def check(folder: Path) -> Manifest | None:
         raise CheckpointError(f"`{MANIFEST_NAME}` says that it is of step {manifest.step}")
     else:
         try:
+            if named and (weights := weights_saved_again(folder, manifest)):
+                others = {name: known for name, known in manifest.files.items() if not _WEIGHTS.fullmatch(name)}
+                manifest = replace(manifest, files=others | sizes_and_checksums(folder, weights))
             wrong = damages(folder, manifest)
         except OSError as error:
             raise CheckpointError(f"not all of its files can be read ({error})") from None

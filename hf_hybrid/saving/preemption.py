@@ -44,25 +44,23 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasa
 
 
 class Preemption(TrainerCallback):
-    """
-    Ends a training with a checkpoint when one of its processes is asked to end.
-
-    Attributes:
-        asked (`bool`): Whether this process was asked.
-        ended (`bool`): Whether the training ended because of that, before its last step.
-        leaves_out_evaluation (`bool`): Whether an evaluation at the step under way is left to the run that goes on.
-    """
+    """Ends a training with a checkpoint when one of its processes is asked to end."""
 
     def __init__(self, trainer: TrainerView):
-        self.asked = self.leaves_out_evaluation = self._agreed = False
         self._trainer = trainer
         self._before: dict[signal.Signals, Any] = {}
-        self._saved: int | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.asked = self._agreed = False
+        self.leaves_out_evaluation = False
+        """Whether an evaluation at the step under way is left to the run that goes on."""
         self._sum: tuple[torch.Tensor, Any] | None = None
         """Flags of all processes, as they were at the end of the step before, and the work that adds them up."""
 
     @property
     def ended(self) -> bool:
+        """Whether the training ended before its last step because a process was asked."""
         state = self._trainer.state
         return self._agreed and state.global_step < state.max_steps
 
@@ -70,8 +68,7 @@ class Preemption(TrainerCallback):
         self.asked = True
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.asked = self.leaves_out_evaluation = self._agreed = False
-        self._saved = self._sum = None
+        self._reset()
         if threading.current_thread() is threading.main_thread():  # the only one that may
             for number in SIGNALS:
                 self._before[number] = signal.signal(number, self._on_signal)
@@ -89,14 +86,11 @@ class Preemption(TrainerCallback):
         if self.ended and control.should_training_stop:
             self.leaves_out_evaluation, control.should_evaluate = control.should_evaluate, False
 
-    def on_save(self, args, state, control, **kwargs):
-        self._saved = state.global_step
-
     def on_epoch_end(self, args, state, control, **kwargs):
         # Trainer comes here in the middle of an epoch too, and would evaluate and save once more.
         if self.ended and control.should_training_stop:
             control.should_evaluate = False
-            control.should_save &= self._saved != state.global_step
+            control.should_save &= self._trainer.saver.saved_step != state.global_step
 
     def _all_stop(self) -> bool:
         """Whether any process was asked, told by the flags that were sent off a step ago."""

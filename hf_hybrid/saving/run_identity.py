@@ -53,10 +53,7 @@ ROWS, LONGEST = 16, 1 << 16
 PARAMETERS, VALUES = 64, 4
 """Frozen parameters of which values are kept, and how many of each."""
 SAME_BASE = 0.02
-"""
-Relative distance of the kept values up to which two bases in different precisions are the same. Rounding to bf16 moves
-them by 0.002.
-"""
+"""Relative distance of the kept values up to which bases in two precisions are the same. Bf16 moves them by 0.002."""
 
 # Of `TrainingArguments`: what decides about the bits of a training. The optimizer keeps its own in its state, and so
 # does the scheduler with the learning rate: `Trainer` takes those from the checkpoint.
@@ -72,10 +69,7 @@ _OLD_HOLD = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_
 
 
 def check_identity(trainer: TrainerView, folder: str) -> Differences:
-    """
-    Compare a trainer that is about to resume with the run that a checkpoint is of. Raise [`CheckpointError`] on all
-    processes, if the run cannot go on from it.
-    """
+    """Compare a trainer with the run of a checkpoint. Raise [`CheckpointError`] on all processes if it cannot go on."""
     epoch, saved = trainer.state.epoch or 0.0, {}
     with contextlib.suppress(OSError, ValueError):  # none, or damaged, which comes out when it is restored
         saved = json.loads(Path(folder, VALUES_NAME).read_text(encoding="utf-8"))
@@ -100,34 +94,30 @@ def check_identity(trainer: TrainerView, folder: str) -> Differences:
 
 @dataclass
 class Differences:
-    """
-    What a run differs in from the one that a checkpoint is of.
-
-    Attributes:
-        refused (`list[str]`): Why it cannot be the same run, and what to do, a text for each reason.
-        changed (`dict[str, list]`): Options whose new values hold, as `[saved, current]`.
-        notes (`list[str]`): What else the user has to know, a sentence each.
-        other_batches (`bool`): Whether the position in the data, as a number of batches, means nothing any more.
-    """
+    """What a run differs in from the one that a checkpoint is of."""
 
     refused: list[str] = field(default_factory=list)
+    """Why it cannot be the same run, and what to do, a text for each reason."""
     changed: dict[str, list] = field(default_factory=dict)
+    """Options whose new values hold, as `[saved, current]`."""
     notes: list[str] = field(default_factory=list)
+    """What else the user has to know, a sentence each."""
     other_batches: bool = False
+    """Whether the position in the data, as a number of batches, means nothing any more."""
 
 
 def compare(
     saved: dict, current: dict, *, inside_epoch: bool = False, has_optimizer: bool = True, same_run: bool = True
 ) -> Differences:
     """
-    Compare the identity in a checkpoint with that of the run that goes on from it, maybe after some batches of an epoch
-    (`inside_epoch`); see the table in docs/resume.md. What either lacks is not compared. If the user did not ask for
-    the same run, less is refused.
+    Compare the identity in a checkpoint with that of the run that goes on from it, maybe `inside_epoch` (table:
+    docs/resume.md). What a checkpoint lacks is not compared. Less is refused if nobody asked for the `same_run`.
     """
-    differences = Differences()
+    differences, saved = Differences(), {**current, **saved}
     for group in ("options", "config"):
+        saved[group] = {**current[group], **saved[group]}
         for name, value in current[group].items():
-            old = saved.get(group, {}).get(name, value)
+            old = saved[group][name]
             if old != value and name in _OLD_HOLD:
                 differences.notes.append(
                     f"`{name}={value}` is not taken up: optimizer and schedule go on with the checkpoint's `{old}`."
@@ -136,15 +126,17 @@ def compare(
                 differences.changed[name] = [old, value]
     if has_optimizer:
         _compare_optimizers(saved, current, differences)
-    differences.other_batches = _batches(saved, saved) != _batches(current, saved)
-    _compare_data(saved.get("data") or {}, current.get("data") or {}, inside_epoch, same_run, differences)
-    _compare_frozen(saved, current, same_run, differences)
-    if saved.get("dropout", current["dropout"]) != current["dropout"]:
+    differences.other_batches = _batches(saved) != _batches(current)
+    if None not in (saved["data"], current["data"]):
+        _compare_data(saved["data"], current["data"], inside_epoch, same_run, differences)
+    if None not in (saved["frozen"], current["frozen"]):
+        _compare_frozen(saved["frozen"], current["frozen"], same_run, differences)
+    if saved["dropout"] != current["dropout"]:
         differences.notes.append(f"Dropout of the model was `{saved['dropout']}` and is `{current['dropout']}`.")
-    old, new = saved.get("environment", {}), current.get("environment", {})
+    old, new = saved["environment"], current["environment"]
     if others := [f"`{name}` was `{old[name]}` and is `{new[name]}`" for name in old if old[name] != new.get(name)]:
         differences.notes.append(f"The machine computes other bits than that of the checkpoint: {'; '.join(others)}.")
-    if saved.get("processes", current["processes"]) != current["processes"]:
+    if saved["processes"] != current["processes"]:
         differences.notes.append(
             f"The run was on {saved['processes']} processes and is on {current['processes']}: random generators start "
             "anew, and batches are those of the saved run only if all processes together have as large ones as before."
@@ -152,28 +144,24 @@ def compare(
     return differences
 
 
-def _batches(identity: dict, saved: dict) -> list:
-    """
-    Return what decides about the batches of all processes together, and how many a step takes: of those values that a
-    checkpoint has.
-    """
-    config, known = identity.get("config", {}), saved.get("config", {})
-    processes = identity["processes"] if "processes" in saved else 1
-    size = config["per_device_train_batch_size"] * processes if "per_device_train_batch_size" in known else None
-    return [size, *(config[name] for name in _PER_STEP if name in known)]
+def _batches(identity: dict) -> list:
+    """Return what decides about the batches of all processes together, and how many a step takes."""
+    config = identity["config"]
+    return [config["per_device_train_batch_size"] * identity["processes"], *(config[name] for name in _PER_STEP)]
 
 
 def _compare_optimizers(saved: dict, current: dict, differences: Differences) -> None:
+    old, new = saved["optimizer"], current["optimizer"]
     weights_only = (
         "To train on with its weights alone, load them (`from_pretrained` with the folder of the checkpoint, or of its "
         "adapters) and begin a new run."
     )
-    if (old := saved.get("optimizer")) not in (None, current["optimizer"]):
+    if old != new:
         differences.refused.append(
-            f"its optimizer was `{old}`, and `{current['optimizer']}` cannot go on with the states of that. Set "
-            f"`optim` as it was. {weights_only}"
+            f"its optimizer was `{old}`, and `{new}` cannot go on with the states of that. Set `optim` as it was. "
+            f"{weights_only}"
         )
-    elif None not in (saved.get("trained"), current["trained"]) and saved["trained"] != current["trained"]:
+    elif None not in (saved["trained"], current["trained"]) and saved["trained"] != current["trained"]:
         differences.refused.append(
             "it trained other parameters, by their names, and states of the optimizer are kept by their place. Train "
             f"the same ones. {weights_only}"
@@ -182,16 +170,16 @@ def _compare_optimizers(saved: dict, current: dict, differences: Differences) ->
 
 def _compare_data(saved: dict, current: dict, inside_epoch: bool, same_run: bool, differences: Differences) -> None:
     for name, what in {"collator": "The data collator", "sampler": "The sampler"}.items():
-        if saved.get(name, current.get(name)) != current.get(name):
+        if saved[name] != current[name]:
             differences.notes.append(f"{what} was `{saved[name]}` and is `{current[name]}`.")
-    if not saved or not current or saved["fingerprint"] is not None and saved["fingerprint"] == current["fingerprint"]:
+    if saved["fingerprint"] is not None and saved["fingerprint"] == current["fingerprint"]:
         return
     if saved["class"] != current["class"]:
         differences.notes.append(
             f"`train_dataset` was a `{saved['class']}` and is a `{current['class']}`, so nothing tells whether it has "
             "the same rows."
         )
-    lengths, rows = [saved["length"], current["length"]], [saved.get("row_hash"), current["row_hash"]]
+    lengths, rows = [saved["length"], current["length"]], [saved["row_hash"], current["row_hash"]]
     if lengths[0] != lengths[1]:
         words = ["no length" if length is None else f"{length:,} rows" for length in lengths]
         what = f"had {words[0]} and has {words[1]}"
@@ -215,8 +203,7 @@ def _compare_data(saved: dict, current: dict, inside_epoch: bool, same_run: bool
 
 def _compare_frozen(saved: dict, current: dict, same_run: bool, differences: Differences) -> None:
     """Compare the kept values of those frozen parameters that both have in the same parts."""
-    saved, current = saved.get("frozen") or {}, current.get("frozen") or {}
-    if not saved or not current or saved["parts"] != current["parts"]:
+    if saved["parts"] != current["parts"]:
         return
     old_values, new_values = saved["values"], current["values"]
     shared = [(old_values[name], values) for name, values in new_values.items() if name in old_values]
@@ -249,11 +236,7 @@ def _compare_frozen(saved: dict, current: dict, same_run: bool, differences: Dif
 
 
 def identity_of(trainer: TrainerView) -> dict[str, Any]:
-    """
-    Return the identity of a run whose model and optimizer are ready, as JSON values.
-
-    It takes milliseconds, draws no random numbers and calls no method of the data but `len`.
-    """
+    """Return the identity of a run whose model and optimizer are ready, as JSON values. It draws no random numbers."""
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     is_joined = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
     optimizer = type(inner_optimizer(trainer.optimizer))
@@ -301,11 +284,7 @@ def _dropout(model: nn.Module) -> list[float]:
 
 @torch.no_grad()
 def _frozen(trainer: TrainerView, model: nn.Module) -> dict[str, Any]:
-    """
-    Return some values of frozen parameters, spread over all of them.
-
-    Where processes share them, a process sees its own part, so `parts` says whose values these are.
-    """
+    """Return values of some frozen parameters. Where processes share them, `parts` says whose values these are."""
     named = {canonical(name): parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
     names, kept, is_shared = sorted(named), {}, False
     for name in names[:: max(1, -(-len(names) // PARAMETERS))]:

@@ -36,13 +36,12 @@ from hf_hybrid.run.monitor import TrainingDivergedError
 from hf_hybrid.run.run import RandomStates
 from hf_hybrid.saving import manifest, state
 from hf_hybrid.saving.async_save import AsyncSaver, reason_sync_save
-from hf_hybrid.saving.drift import DriftCheck
+from hf_hybrid.saving.drift import compare_processes
 from hf_hybrid.saving.lock import FolderLock
 from hf_hybrid.saving.run_identity import Differences, check_identity, identity_of
 from hf_hybrid.saving.start import Start, check_no_other_run, find, restoring
 
 logger = logging.getLogger(__name__)
-
 
 _SAVED_IN: set[Path] = set()
 """Folders in which trainings of this process save: a notebook may train anew in its own folder, as with `Trainer`."""
@@ -50,49 +49,40 @@ _SAVED_IN: set[Path] = set()
 
 @dataclass
 class InStep:
-    """
-    Where in a step the training is. The trainer replaces it when a step ends.
-
-    Attributes:
-        begun (`int`, *optional*): The step whose batches are fetched.
-        before (`tuple`, *optional*): Random generators, tokens and operations before the first micro-batch.
-        is_changing (`bool`): Whether weights or states are changing, so that no state is consistent.
-        save_is_put_off (`bool`): Whether a save was asked for meanwhile. It is made at the end of the step.
-    """
+    """Where in a step the training is. The trainer replaces it when a step ends."""
 
     begun: int | None = None
+    """The step whose batches are fetched."""
     before: tuple[RandomStates, int, float] | None = None
+    """Random generators, tokens and operations before the first micro-batch."""
     is_changing: bool = False
+    """Whether weights or states are changing, so that no state is consistent."""
     save_is_put_off: bool = False
+    """Whether a save was asked for meanwhile. It is made at the end of the step."""
 
 
 class Saver:
-    """
-    Saves and resumes the trainings of a trainer, which calls this around its own way of saving.
-
-    Attributes:
-        start (`Start`): Where the training under way started.
-        resumed_from (`str`, *optional*): The checkpoint, from when `Trainer` has restored its files until the first
-            batch is read.
-        report (`dict`, *optional*): What the checkpoint brought back and what not; `None` for a new run.
-        evaluation_is_due (`bool`): Whether the run evaluates before its first step.
-        in_step (`InStep`): What a save inside of a step needs.
-    """
+    """Saves and resumes the trainings of a trainer, which calls this around its own way of saving."""
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
         self.writer, self.lock = AsyncSaver(), FolderLock()
-        self.start = Start()
         self._reset()
 
     def _reset(self) -> None:
         """Forget the last training."""
+        self.start = Start()
         self.resumed_from: str | None = None
+        """The checkpoint, from when `Trainer` has restored its files until the first batch is read."""
         self.report: state.Report | None = None
+        """What the checkpoint brought back and what not; `None` for a new run."""
+        self.saved_step: int | None = None
+        """The step of the checkpoint that was saved last."""
         self.evaluation_is_due = False
+        """Whether the run evaluates before its first step."""
         self._after_evaluation: RandomStates | None = None
         self._differences, self._identity = Differences(), dict[str, Any]()
-        self._drift = DriftCheck(self._trainer)
+        self._processes_agreed = False
         self._folder: Path | None = None
         """The checkpoint that is being written, as it will be called."""
         self._hides_checkpoints = False
@@ -144,16 +134,13 @@ class Saver:
         return start
 
     def make_room(self) -> None:
-        """
-        Delete surplus checkpoints of a run that goes on: a disk that was full gets room for the next save. Those of
-        later steps stay until the run has saved one.
-        """
+        """Delete surplus checkpoints of a run that goes on from the last one: a full disk gets room for the next."""
         trainer, folder = self._trainer, self._trainer.run_folder
         if trainer.trial is not None and self.start.folder is None:
             check_no_other_run(folder)
         if trainer.args.should_save and self.saves_checkpoints and self.resumed_from is not None:
             last = manifest.last_checkpoint(folder)
-            if last is not None and Path(last).resolve() == Path(self.resumed_from).resolve():
+            if last is not None and os.path.samefile(last, self.resumed_from):
                 self._rotate(Path(last))
 
     def restore(self) -> None:
@@ -209,10 +196,11 @@ class Saver:
             with self._as_before_step():
                 trainer._show_real_weights()
                 if trainer.accelerator.num_processes > 1:
-                    self._drift.compare(trainer.state.global_step)
+                    self._processes_agreed = compare_processes(trainer, agreed_before=self._processes_agreed)
                     self.check_weights(together=True)
                 write()
                 self.commit()
+                self.saved_step = trainer.state.global_step
         except Exception as error:
             manifest.clean_up_failed_save(folder, error, delete=trainer.args.should_save)
             raise
@@ -272,10 +260,7 @@ class Saver:
 
     @contextlib.contextmanager
     def keeping_the_best(self) -> Generator[None]:
-        """
-        Context in which a training is finished. With `save_total_limit=1` Trainer deletes all but the best checkpoint,
-        also those without a manifest: it is shown none, and ours are rotated.
-        """
+        """Context in which a training is finished: `Trainer`, which may delete all but the best, is shown none."""
         self._hides_checkpoints = True
         try:
             yield
@@ -330,10 +315,7 @@ class Saver:
         return not any(name.startswith("eval_") for entry in logged_here for name in entry)
 
     def check_weights(self, *, together: bool = False) -> None:
-        """
-        Raise [`TrainingDivergedError`] if weights are to be saved that are not finite. Before a checkpoint all
-        processes check them together and raise if those of one are not, because the others would wait for it.
-        """
+        """Raise [`TrainingDivergedError`] if weights to save are not finite, on all processes `together`."""
         weights, accelerator = self._trainer.run.weights, self._trainer.accelerator
         are_checked = self._folder is not None and accelerator.num_processes > 1 and not together
         if weights is None or are_checked:

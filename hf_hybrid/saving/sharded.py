@@ -21,9 +21,8 @@ _FSDP_WEIGHTS, _FSDP_OPTIMIZER = "pytorch_model_fsdp.bin", "optimizer.bin"
 
 def load_weights(trainer: TrainerView, folder: str | Path, model: torch.nn.Module) -> bool:
     """
-    Load the weights of a checkpoint whose files are not those that Trainer looks for: into one process from FSDP2's
-    files, and under FSDP2 from those of one process. Return whether this was the case. Raise `ValueError` if the
-    checkpoint does not hold all trained weights.
+    Load weights whose files are not those that Trainer looks for: into one process from FSDP2's files, and under FSDP2
+    from those of one process. Return whether this was the case. Raise `ValueError` if trained weights are missing.
     """
     folder = Path(folder)
     if not trainer.accelerator.is_fsdp2:

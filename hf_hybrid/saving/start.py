@@ -36,6 +36,7 @@ from hf_hybrid.saving.manifest import (
     read_manifest,
     step_of,
     temporary,
+    weights_saved_again,
 )
 
 
@@ -56,10 +57,7 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, *, sav
     """
     Return where a training starts that saves checkpoints in `output_dir`, or none (`saves`). `resume` is as in
     `Trainer.train`; with `"auto"` a run goes on where it has saved a checkpoint, and begins anew where it has not.
-
-    Raises:
-        CheckpointError: If there is nothing to resume from, `resume` names a checkpoint that is damaged, or the run
-            would overwrite checkpoints.
+    Raise [`CheckpointError`] if it cannot start, or would overwrite checkpoints.
     """
     start, output_dir = Start(), Path(output_dir)
     if reason := no_access(output_dir) or no_access(output_dir / SAVING_NAME):
@@ -97,6 +95,8 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, *, sav
                 f"`{DELETABLE}` is gone from `{folder}`, so that this run is not compared with the saved one, and the "
                 "order of the data is the one that `Trainer` finds. Weights, optimizer and schedule are whole."
             )
+        if weights_saved_again(folder, manifest):
+            start.warnings.append(f"The weights of `{folder}` were saved again in other files. They are not checked.")
     _check_trainer_state(folder)
     start.warnings += _not_saved(folder)
     return start
@@ -140,7 +140,7 @@ def _named(folder: Path) -> Path:
     if not os.path.isdir(folder) and not no_access(folder):
         raise CheckpointError(f"Can't find a valid checkpoint at `{folder}`: there is no such folder.")
     try:
-        check(folder)
+        check(folder, named=True)
     except CheckpointError as error:
         raise CheckpointError(
             f"Can't find a valid checkpoint at `{folder}`: {error}. Name another one, or set "
@@ -216,12 +216,9 @@ def _not_saved(folder: Path) -> list[str]:
     """Return what Trainer will not find in a checkpoint, a sentence for each; it starts anew without a word."""
     sentences = []
     if not any(folder.glob("global_step*")):  # of DeepSpeed, which holds both
-        names = {"optimizer.pt": any(folder.glob("optimizer*")), "scheduler.pt": (folder / "scheduler.pt").is_file()}
-        absent = [f"no `{name}`" for name, there in names.items() if not there]
-        if absent:
-            sentences.append(
-                f"Optimizer and schedule are not restored, as there is {' and '.join(absent)}: both start anew."
-            )
+        names = {"optimizer.pt": "optimizer*", "scheduler.pt": "scheduler.pt"}
+        if absent := " and ".join(f"no `{name}`" for name, pattern in names.items() if not any(folder.glob(pattern))):
+            sentences.append(f"Optimizer and schedule are not restored, as there is {absent}: both start anew.")
     if not any(folder.glob("rng_state*.pth")):
         sentences.append(
             "Random generators are not restored, as there is no `rng_state.pth`: dropout and the order of later epochs "

@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 TENSORS_NAME = "hybrid_state.safetensors"
 VALUES_NAME = DELETABLE
 SCHEMA_VERSION = 6
-OWN = "own"
-"""Key in the state of a part: below it stands what each process keeps for itself."""
+OWN, OWN_NAME = "own", "hybrid_state_{}.safetensors"
+"""Key in the state of a part, below which stands what each process keeps for itself; and the file of a process."""
 
 Report = dict[str, Any]
 
@@ -50,10 +50,7 @@ Report = dict[str, Any]
 
 
 def save_state(folder: str | Path, state: dict[str, Any], about: dict[str, Any], *, process: int = 0) -> None:
-    """
-    Write the states of parts, by name. All processes call this: the first one (`process` 0) writes everything and the
-    JSON values `about` beside it, others what is below `own`.
-    """
+    """Write the states of parts, by name: process 0 all of them with the JSON values `about`, others what is `own`."""
     folder = Path(folder)
     if process:
         state = {name: {OWN: values[OWN]} for name, values in state.items() if OWN in values}
@@ -62,21 +59,18 @@ def save_state(folder: str | Path, state: dict[str, Any], about: dict[str, Any],
     folder.mkdir(parents=True, exist_ok=True)  # another process writes the weights and may not be there yet
     tensors, values = _split(state)
     if process:
-        save_file(tensors, folder / _own_name(process), metadata={"values": json.dumps(values)})
+        save_file(tensors, folder / OWN_NAME.format(process), metadata={"values": json.dumps(values)})
     else:
         save_file(tensors, folder / TENSORS_NAME)
         write_json(folder / VALUES_NAME, {"schema_version": SCHEMA_VERSION, **about, "parts": values})
 
 
 class OtherVersionError(ValueError):
-    """An earlier or later version wrote the state of a checkpoint; the message is a clause that says which."""
+    """Another version wrote the state of a checkpoint; the message is a clause that says which."""
 
 
 def load_state(folder: str | Path, *, process: int = 0) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """
-    Read what [`save_state`] wrote: states by part, and what stands beside them; `None` if the checkpoint holds none.
-    Raise [`OtherVersionError`] if another version wrote it, and another `ValueError` if it is damaged.
-    """
+    """Read what [`save_state`] wrote, if it is there. Raise [`OtherVersionError`], or `ValueError` if it is damaged."""
     folder, path = Path(folder), Path(folder, VALUES_NAME)
     if not path.is_file() or not (folder / TENSORS_NAME).is_file():
         return None
@@ -99,7 +93,7 @@ def load_state(folder: str | Path, *, process: int = 0) -> tuple[dict[str, Any],
     state = _joined(tensors, about.pop("parts"))
     if process:
         own: dict[str, Any] = {}
-        if (path := folder / _own_name(process)).is_file():
+        if (path := folder / OWN_NAME.format(process)).is_file():
             with safe_open(path, framework="pt") as file:
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dictionary
                 own = _joined(tensors, json.loads(file.metadata()["values"]))
@@ -107,10 +101,6 @@ def load_state(folder: str | Path, *, process: int = 0) -> tuple[dict[str, Any],
             values.pop(OWN, None)
             values.update(own.get(name, {}))
     return state, about
-
-
-def _own_name(process: int) -> str:
-    return f"hybrid_state_{process}.safetensors"
 
 
 _TENSOR = "__tensor__"
@@ -145,11 +135,8 @@ def _joined(tensors: dict[str, Tensor], values: Any) -> Any:
 def restore(trainer: TrainerView, checkpoint: str, differences: Differences) -> Report:
     """
     Restore the parts of a run that is about to start. `Trainer` has restored weights, optimizer and schedule already.
-
-    Return plain values for `hybrid_summary()["resumed"]`: `checkpoint`, `step`, `restored` (what the hybrid state
-    brought back; `None` if the checkpoint holds none), `changed_options` (`[saved, current]` by name), `warnings`
-    (sentences on what was not restored, or not taken up), and `evaluation_is_due` (whether the run evaluates before its
-    first step, because it was saved before an evaluation of that step was made).
+    Return plain values for `hybrid_summary()["resumed"]`: `restored` is what the hybrid state brought back (`None` if
+    there is none), `changed_options` is `[saved, current]` by name, and `warnings` say what was not taken up.
     """
     warnings: list[str] = []
     report: Report = {"checkpoint": str(checkpoint), "step": trainer.state.global_step, "restored": None}
@@ -170,12 +157,12 @@ def restore(trainer: TrainerView, checkpoint: str, differences: Differences) -> 
                 f"that saved it. Or delete the file, or name the checkpoint (`resume_from_checkpoint={checkpoint}`): "
                 "weights, optimizer, schedule and random generators go on, and phases start anew."
             ) from None
-        saved, anew = None, "Phases, leaps, the planner and the scale of the learning rate start anew; an open leap "
-        anew += "is never judged. "
+        saved = None
+        phases = " Phases, leaps, the planner and the learning-rate scale start anew, and no open leap is judged."
         warnings.append(
-            f"`{file}` is not restored: {error}. Weights, optimizer, schedule and random generators go on. "
-            f"{anew if run.has_phases else ''}Options and data are not compared with those of the saved run. To go on "
-            "with all of it, resume with the version that saved it."
+            f"`{file}` is not restored: {error}. Weights, optimizer, schedule and random generators go on."
+            f"{phases if run.has_phases else ''} Options and data are not compared with those of the saved run. To go "
+            "on with all of it, resume with the version that saved it."
         )
     if saved is None:
         run.load_state_dict({})

@@ -491,6 +491,7 @@ def test_grpo_stops_at_ctrl_c_with_a_checkpoint_and_goes_on(run, folder, tmp_pat
     assert "Ctrl-C: the step ends" in err
     assert "Stopped at step 1 of 3." in out and "checkpoint-1" in out and "--resume_from_checkpoint true" in out
     assert "rewards    stopping.py:stop, numeric_answer" in out and "auto_lr" not in out  # GRPO has none
+    assert all((tmp_path / "out" / f"hybrid_{name}.json").is_file() for name in FILES)
     status, out, err = run("grpo", *words, "--resume_from_checkpoint", "true", steps=3)
     assert status == 0 and "step 3/3  reward" in out and "step 1/3" not in out, err
 

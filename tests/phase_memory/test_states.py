@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import ByteText, assert_same_weights, hybrid_config, losses, tiny_model, weights
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.part import Phase
@@ -147,6 +148,33 @@ def test_quantised_second_moments_are_never_negative_and_zero_only_where_they_we
     assert torch.equal(QuantizedTensor.of(first).restore() == 0, first == 0)
     zeros = torch.zeros(1000)
     assert torch.equal(QuantizedTensor.of(zeros).restore(), zeros)
+
+
+class LargestFloat(TorchDispatchMode):
+    """Elements of the largest fp32 tensor that an operation returns."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+            self.most = max(self.most, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("moment", [torch.randn(50, 330), torch.rand(50, 330)])
+def test_a_large_moment_is_quantised_chunk_by_chunk(moment, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    moment = moment.bfloat16()
+    whole = QuantizedTensor.of(moment)
+    restored = whole.restore()
+    monkeypatch.setattr(precision, "CHUNK", 8 * 256)
+    with LargestFloat() as seen:
+        quantized = QuantizedTensor.of(moment)
+        again = quantized.restore()
+    assert seen.most == 8 * 256
+    assert torch.equal(quantized.codes, whole.codes) and torch.equal(quantized.absmax, whole.absmax)
+    assert torch.equal(again, restored)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -32,7 +32,7 @@ from hf_hybrid.plan.trace import (
     unfold,
 )
 from hf_hybrid.plan.ways import Way, parse_size
-from hf_hybrid.streaming.layers import find_layers
+from hf_hybrid.streaming.layers import decoder_layers, find_layers
 from hf_hybrid.streaming.low_bit import AdamW8bit
 
 GIB = 2**30
@@ -102,7 +102,7 @@ def test_peaks_with_some_layers_recomputed_are_those_of_all_layers(name, counts)
     for count in counts:
         with FakeTensorMode():
             model = copy.deepcopy(whole.excerpt.model, _tensors_without_data(whole.excerpt.model, "cpu"))
-            layers = whole.excerpt.layers(model)
+            layers = decoder_layers(model)
             enable_checkpointing(model, "cuda", without=layers[count:])
             traced = trace_step(model, layers, setup)
         peaks.append(unfold(traced, whole.excerpt.stands_for))

@@ -5,7 +5,6 @@ import weakref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import TrainerCallback
 
 from rig.live_bytes import storages
 
@@ -80,13 +79,3 @@ class RowLimit:
         if self.calls > self.after and hidden.shape[0] > self.most and (self.phases is None or phase in self.phases):
             self.failed.append((phase, hidden.shape[0], torch.is_grad_enabled()))
             raise torch.OutOfMemoryError(MESSAGE.format(limit=self.most))
-
-
-class Witness(TrainerCallback):
-    """Remembers the out-of-memory errors that it is told of, as a profiler would."""
-
-    def __init__(self):
-        self.errors = []
-
-    def record_out_of_memory(self, error):
-        self.errors.append(str(error))

@@ -178,7 +178,9 @@ def test_a_streamed_base_is_the_same_base(saved, go_on):
 
 
 def test_packed_values_that_differ_are_said():
-    now = {"options": {}, "config": {}, "dropout": [], "processes": 1, "optimizer": "a", "trained": None}
+    config = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "dataloader_drop_last": False}
+    now = {"options": {}, "config": config, "dropout": [], "processes": 1, "optimizer": "a", "trained": None}
+    now |= {"data": None, "environment": {}}
     frozen = [{"parts": [], "values": {"w": {"packed": [value]}}} for value in (1, 2)]
     found = run_identity.compare({**now, "frozen": frozen[0]}, {**now, "frozen": frozen[1]})
     assert not found.refused and "are quantised" in found.notes[0]
