@@ -151,7 +151,7 @@ def test_outside_of_a_run_there_is_no_position(tmp_path):
 def test_first_cell_installs_from_where_the_notebook_is():
     notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))
     first = next("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
-    path, extra = re.fullmatch(r'%pip install --quiet -e "(\.\.)\[(\w+)\]"', first).groups()
+    path, extra = re.fullmatch(r'%pip install --quiet "(\.\.)\[(\w+)\]"', first).groups()
     project = (ROOT / "examples" / path / "pyproject.toml").read_text(encoding="utf-8")
     assert re.search(rf"^{extra} = \[", project, re.M)
 
