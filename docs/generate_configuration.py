@@ -18,21 +18,18 @@ PAGE = Path(__file__).with_name("configuration.md")
 INTRODUCTION = """\
 # Configuration
 
-*Written by `python docs/generate_configuration.py` from `hf_hybrid/arguments.py`.*
-
-`HybridConfig` is `transformers.TrainingArguments` plus the options below. It changes no default of the former. `optim`
-takes one more value, `muon`, which is Muon for the hidden matrices and AdamW for the rest. `activation_checkpointing`
-(on the command line too) takes `auto`, which recomputes [as few layers as
-fit](memory.md#how-many-layers-are-recomputed). `HybridSFTConfig` and `HybridDPOConfig` add the same options to TRL's
-configs. `HybridGRPOConfig` and `HybridRLOOConfig` have options of their own and refuse those of leaps and of streamed
-layers ([GRPO](grpo.md#what-is-refused)). An option has the
-same name in Python, on the command line and in YAML:
-
 ```python
 from hf_hybrid import HybridConfig
 
 config = HybridConfig("out", preset="conservative", full_phase_steps=20, learning_rate=2e-5)
 ```
+
+`HybridConfig` is `transformers.TrainingArguments` plus the options below. It changes no default of the former. `optim`
+takes one more value, `muon`, and `activation_checkpointing` takes `auto`, which recomputes [as few layers as
+fit](memory.md#how-many-layers-are-recomputed). `HybridSFTConfig` and `HybridDPOConfig` add the same options to TRL's
+configs. `HybridGRPOConfig` and `HybridRLOOConfig` refuse those of leaps and of streamed layers
+([GRPO](grpo.md#what-is-refused)). `python docs/generate_configuration.py` writes this page from
+`hf_hybrid/arguments.py`. An option has the same name on the command line and in YAML:
 
 ```bash
 hf-hybrid train --config run.yaml --preset conservative --full_phase_steps 20

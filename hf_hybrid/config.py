@@ -8,7 +8,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainingArguments
@@ -27,13 +27,12 @@ configs is replaced too. Its default is `None`, so that whoever wrote a value is
 """
 
 if TYPE_CHECKING:
-    Checkpointing = bool | str | None
 
     class _Arguments(HybridArguments, TrainingArguments):  # as every class of arguments will be
         _written: frozenset[str] | None
         _is_complete: bool
 else:
-    _Arguments, Checkpointing = HybridArguments, Optional[str]
+    _Arguments = HybridArguments
 
 
 @dataclass
@@ -53,7 +52,7 @@ class HybridConfigBase(_Arguments):
     )
 
     # As text on the command line: `HfArgumentParser` takes one type beside None.
-    activation_checkpointing: Checkpointing = dataclasses.field(  # ty: ignore[incompatible-attribute-override]
+    activation_checkpointing: str | None = dataclasses.field(  # ty: ignore[incompatible-attribute-override]
         default=None,
         metadata={
             "help": "Compute the activations of layers a second time in the backward pass, to save memory. true: of "
@@ -94,7 +93,14 @@ class HybridConfigBase(_Arguments):
             setattr(self, name, as_declared(name, getattr(self, name), kind))
             infinite = name == "learning_rate" and not self.enable_predict  # plain Trainer trains on with such weights
             check_range(name, getattr(self, name), {"at_least": 0} if infinite else limits)
-        self._read_checkpointing()
+        words = {"true": True, "false": False, "auto": "auto", "none": None}
+        for name in ("gradient_checkpointing", "activation_checkpointing"):
+            if isinstance(value := getattr(self, name, None), str):
+                if value.lower() not in words:
+                    raise ValueError(f"`{name}` must be `True`, `False` or `auto`, got `{value}`.")
+                setattr(self, name, words[value.lower()])
+        if checkpointing_option() == "gradient_checkpointing" and self.activation_checkpointing is not None:
+            vars(self)["gradient_checkpointing"] = self.activation_checkpointing  # before transformers 5.23
         names = ["muon", *(name.value for name in OptimizerNames)]
         if (optim := optimizer_name(self)) not in names:
             raise ValueError(f"`optim` must be one of {', '.join(names)}, got `{optim}`.")
@@ -110,17 +116,6 @@ class HybridConfigBase(_Arguments):
             self.optim = "muon"
         check_training_arguments(self, self)
         vars(self)["_is_complete"] = True
-
-    def _read_checkpointing(self) -> None:
-        """Give activation checkpointing the type and the name that transformers has for it."""
-        names = {"true": True, "false": False, "auto": "auto", "none": None}
-        for name in ("gradient_checkpointing", "activation_checkpointing"):
-            if isinstance(value := getattr(self, name, None), str):
-                if value.lower() not in names:
-                    raise ValueError(f"`{name}` must be `True`, `False` or `auto`, got `{value}`.")
-                setattr(self, name, names[value.lower()])
-        if checkpointing_option() == "gradient_checkpointing" and self.activation_checkpointing is not None:
-            vars(self)["gradient_checkpointing"] = self.activation_checkpointing  # before transformers 5.23
 
     def __getstate__(self) -> dict:
         """Return what a pickle holds, also `training_args.bin`, which is pushed with the model: all but the token."""
@@ -331,8 +326,8 @@ def check_leaps(args: TrainingArguments) -> None:
     if sharding and not shards_by_fsdp2(args):
         raise LeapObstacleError(f"`{sharding}` cannot be combined with leaps: {_OBSTACLES[sharding]}.", _USE_FSDP2)
     if mixed_precision_of(args) == "fp16":
-        scaler = "the gradient scaler fails on a skipped step, which has no gradients"
-        reason = f"`fp16=True` cannot be combined with leaps: {scaler}."
+        reason = "the gradient scaler fails on a skipped step, which has no gradients"
+        reason = f"`fp16=True` cannot be combined with leaps: {reason}."
         raise LeapObstacleError(reason, "Use `bf16=True`.", leaps_alone=True)
     if steps_in_backward(optim):
         reason = "updates weights inside the backward pass, where a leap cannot see the gradients"

@@ -285,7 +285,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.run, self._around_forward = Run(no_leaps=self.obstacle), False  # an error may have ended the last one
         self._held = None
         self._ignored_in_evaluations = args[0] if args else kwargs.get("ignore_keys_for_eval")
-        self.epochs.forget()
+        self.epochs = Epochs(self)
         self.recovery.reset()
         profilers = [call for call in self.callback_handler.callbacks if isinstance(call, MemoryProfilerCallback)]
         if self.hybrid_args.profile_memory and not profilers:

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.directions.history import STATES, HistoryDirection
 from hf_hybrid.leaps.directions import DirectionContext
-from hf_hybrid.run.weights import gather, inner_product
+from hf_hybrid.run.weights import inner_product
 
 Tensor = torch.Tensor
 
@@ -81,7 +81,7 @@ class ReducedRank(HistoryDirection):
         count = len(slots)
         pairs = [(i, j) for i in range(count) for j in range(i + 1)]
         dots = [
-            gather([inner_product(history[slots[i]], history[slots[j]]) for i, j in pairs]).double()
+            torch.stack([inner_product(history[slots[i]], history[slots[j]]) for i, j in pairs]).double()
             for history in self.buffers["history"]
         ]
         total = torch.stack([dot.to(dots[0].device) for dot in dots]).sum(0).tolist()

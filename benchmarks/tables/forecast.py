@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.results import Row
-from benchmarks.tables import all_lines, losses, markdown, results, table
+from benchmarks.tables import losses, markdown, results, table
 
 JUDGES = {
     "linear trend of 32 losses": "line through 32 losses (the default)", "level of 32 losses": "level of 32 losses",
@@ -50,53 +50,15 @@ def forecast_judges() -> str:
     return markdown([*heading, "steps until caught", "ms per leap"], rows)
 
 
-def final_losses(loss: str, methods: dict[str, str], ratio: bool) -> str:
-    stored, rows = results("world_model", "final_loss", "loss", "share"), []
-    for group, words in (("all", ""), ("kinds never seen", ", kinds never seen")):
-        for share in (0.1, 0.2, 0.5):
-            row: Row = stored.get(loss=loss, share=share)[group]
-            cells = [f"**{row['crps'][key]:.3f}**" if key == "both" else f"{row['crps'][key]:.3f}" for key in methods]
-            over = [interval(row["ratio_to_best"])] if ratio else []
-            cells += [*over, f"{100 * row['coverage']['both']:.1f} %"]
-            rows.append([f"{100 * share:.0f} %{words}", row["runs"], *cells])
-    heading = ["at", "runs", *methods.values(), *(["both over the best baseline, 95 % interval"] if ratio else [])]
-    return markdown([*heading, "coverage of the 90 % interval"], rows)
-
-
 @table("forecast-final-loss")
 def forecast_final_loss() -> str:
     names = ("persistence", "power law", "annealing law", "multi-power law", "past curves", "mixture of laws")
-    return final_losses("training", {**{name: name for name in names}, "both": "**both**"}, True)
-
-
-@table("forecast-held-out-loss")
-def forecast_held_out_loss() -> str:
-    names = ("persistence", "training loss times ratio", "past curves")
-    return final_losses("held-out", {**{name: name for name in names}, "both": "**both**"}, False)
-
-
-GROUPS = {
-    "kind seen": "kind seen", "kinds never seen": "kinds never seen", "with leaps": "with leaps", "without": "without",
-}  # fmt: skip
-
-
-@table("forecast-rssm")
-def forecast_rssm() -> str:
-    at = all_lines("world_model", "final_loss_rssm")[-1]["at"]
-    names = {
-        "rssm": "RSSM", "rssm, told": "RSSM, told the leaps to come", "rssm and both": "RSSM and both",
-        "persistence": "persistence", "past curves": "past curves, fitted on the RSSM's runs",
-        "both": "both, as shipped",
-    }  # fmt: skip
-    rows = []
-    for group, words in GROUPS.items():
-        for share in ("10%", "20%", "50%"):
-            row = at[share][group]
-            least = min(row["crps"].values())
-            scores = {key: f"{row['crps'][key]:.3f}" for key in names}
-            cells = [f"**{scores[key]}**" if row["crps"][key] == least else scores[key] for key in names]
-            over = interval(row["ratio_to_best"]["rssm"], 2)
-            held = ", ".join(f"{100 * row['coverage'][key]:.0f} %" for key in ("rssm", "both"))
-            rows.append([f"{share.replace('%', ' %')}, {words}", row["runs"], *cells, over, held])
-    heading = ["at", "runs", *names.values(), "RSSM over the best of the last three, 95 % interval"]
-    return markdown([*heading, "coverage of RSSM and both"], rows)
+    stored, rows = results("world_model", "final_loss", "loss", "share"), []
+    for group, words in (("all", ""), ("kinds never seen", ", kinds never seen")):
+        for share in (0.1, 0.2, 0.5):
+            row: Row = stored.get(loss="training", share=share)[group]
+            cells = [*(f"{row['crps'][name]:.3f}" for name in names), f"**{row['crps']['both']:.3f}**"]
+            cells += [interval(row["ratio_to_best"]), f"{100 * row['coverage']['both']:.1f} %"]
+            rows.append([f"{100 * share:.0f} %{words}", row["runs"], *cells])
+    heading = ["at", "runs", *names, "**both**", "both over the best baseline, 95 % interval"]
+    return markdown([*heading, "coverage of the 90 % interval"], rows)

@@ -12,8 +12,7 @@ from benchmarks.memory.peaks import MODES
 from benchmarks.memory.rounding import KEY as ROUNDING_KEY
 from benchmarks.memory.rounding import summarise as summarise_roundings
 from benchmarks.planning.accuracy import MODELS as PLANNED
-from benchmarks.planning.accuracy import REFERENCES
-from benchmarks.planning.accuracy import table as accuracy_table
+from benchmarks.planning.accuracy import REFERENCES, WAYS
 from benchmarks.tables import all_lines, markdown, mib, percent, rate, results, table
 
 GIB = 2**30
@@ -131,8 +130,8 @@ def memory_low_bit() -> str:
 
 
 ROUNDED = {
-    "nearest": "nearest bf16", "stochastic": "**bf16, stochastically**", "matrices": "the same, matrices alone",
-    "diffusion": "bf16, error carried along a row", "fp16": "nearest fp16",
+    "nearest": "nearest bf16", "stochastic": "**bf16, stochastically**", "diffusion": "bf16, error carried along a row",
+    "fp16": "nearest fp16",
     "fp16-stochastic": "**fp16, stochastically**",
 }  # fmt: skip
 TRAINED = {"weights": "all weights", "adapters": "adapters, merged in fp32"}
@@ -148,6 +147,8 @@ def memory_rounding() -> str:
         kept = "; ".join(", ".join(draws) for draws in seeds.values())
         name = f"{TRAINED[found['trained']]}, {rate(found['rate'])}"
         own = found["rounding"] == "fp32"
+        if not own and found["rounding"] not in ROUNDED:
+            continue
         cells = ["none" if own else ROUNDED[found["rounding"]], f"{found['loss']:.4f}", "" if own else f"{kept} %"]
         rows.append([name if own else "", *cells])
     return markdown(["trained, rate", "rounded to", "loss", "kept, by seed"], rows)
@@ -224,8 +225,15 @@ def accuracy(gpu: bool) -> list[dict]:
 
 
 def planned(gpu: bool) -> str:
+    """For each architecture and way the error that is farthest from zero, over the sizes."""
     known = {(name, config.num_hidden_layers) for name, configs in PLANNED.items() for config in configs}
-    return accuracy_table([row for row in accuracy(gpu) if (row["model"], row["layers"]) in known])
+    found = [row for row in accuracy(gpu) if (row["model"], row["layers"]) in known]
+    rows = []
+    for name in PLANNED:
+        errors = [[row["error"] for row in found if (row["model"], row["way"]) == (name, way)] for way in WAYS]
+        rows.append([name, *(percent(max(some, key=abs), 2) for some in errors)])
+    worst = max(abs(row["error"]) for row in found)
+    return f"{markdown(['model', *WAYS], rows)}\n\n{len(found)} rows, largest error {100 * worst:.2f} %"
 
 
 @table("planning-accuracy")
@@ -236,18 +244,6 @@ def planning_accuracy() -> str:
 @table("planning-accuracy-gpu")
 def planning_accuracy_gpu() -> str:
     return planned(True)
-
-
-@table("planning-seconds")
-def planning_seconds() -> str:
-    names = {
-        "llama-2-7b": "Llama 2 7B", "qwen2.5-7b": "Qwen 2.5 7B", "llama-2-13b": "Llama 2 13B",
-        "dense-50b": "a dense model of 49.5 B", "mixtral-8x7b": "Mixtral 8x7B",
-    }  # fmt: skip
-    rows = [
-        [names[row["model"]], f"{row['wall']:.1f}", f"{row['user']:.1f}"] for row in all_lines("planning", "seconds")
-    ]
-    return markdown(["config", "seconds", "seconds of processor time"], rows)
 
 
 @table("launch-sharing")

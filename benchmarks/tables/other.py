@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from benchmarks.tables import all_lines, markdown, percent, results, table
+from benchmarks.tables import markdown, percent, results, table
 
 BITS = {"gguf-q5_1": "6.0", "gguf-q4_m": "5.4", "gguf-q4_0": "4.5", "nf4": "4.1"}
 """Bits of a weight of a linear layer with its scales, by the definition of the formats."""
 FORMATS = {
     "quickstart": ["int8", "nf4", "gguf-q8_0", "gguf-q5_1", "gguf-q4_1", "gguf-q4_0", "gguf-q4_m"],
-    "smollm2": ["int8", "gguf-q8_0", "gguf-q5_1", "gguf-q4_m", "gguf-q4_1", "gguf-q4_0", "nf4"],
     "reordered": list(BITS),
 }
 
@@ -45,11 +44,6 @@ def export_quickstart() -> str:
     return formats("quickstart")
 
 
-@table("export-smollm2")
-def export_smollm2() -> str:
-    return formats("smollm2")
-
-
 @table("export-reordered")
 def export_reordered() -> str:
     return formats("reordered")
@@ -80,8 +74,8 @@ PRUNERS = {
 }  # fmt: skip
 
 
-def sweep_cell(task: str, pruner: str, order: str) -> str:
-    found = results("sweep", "replay", "task", "seed", "pruner", "order").rows(task=task, pruner=pruner, order=order)
+def sweep_cell(task: str, pruner: str) -> str:
+    found = results("sweep", "replay", "task", "seed", "pruner", "order").rows(task=task, pruner=pruner, order="search")
     found = sorted(found, key=lambda row: row["seed"])
     return ", ".join(f"{row['steps_percent']:.0f} % ({row['worse_percent']:.1f} %)" for row in found)
 
@@ -89,33 +83,9 @@ def sweep_cell(task: str, pruner: str, order: str) -> str:
 @table("sweeps")
 def sweeps() -> str:
     tasks, rows = ("code", "docs", "lora", "smol-lora"), []
-    for order, words in (("search", "searched"), ("shuffled", "all ten, shuffled")):
-        for pruner, name in PRUNERS.items():
-            if order != "search" and pruner == "none":
-                continue
-            rows.append([words, name, *(sweep_cell(task, pruner, order) for task in tasks)])
-    return markdown(["rates", "pruner", *(f"`{task}`" for task in tasks)], rows)
-
-
-@table("logging-long-run")
-def logging_long_run() -> str:
-    (run,) = all_lines("memory", "long_run")
-    both = [run["at"][step] for step in ("2000", "200000")]
-    history = [point["files"]["trainer_state.json"] for point in both]
-    others = [sum(point["files"].values()) - count for point, count in zip(both, history)]
-    rows = [
-        ["resident memory of the process", *(f"{point['rss'] / 2**20:.0f} MiB" for point in both)],
-        ["`trainer_state.json` (`Trainer`'s history, 400 entries at the end)"]
-        + [f"{count / 1e3:.{1 if count < 1e4 else 0}f} kB" for count in history],
-        ["all other files of a checkpoint", *(f"{count / 1e3:.0f} kB" for count in others)],
-        ["CPU seconds of a save", *(f"{point['save_cpu_seconds']:.3f}" for point in both)],
-        ["CPU seconds of a save without `Trainer`'s history"]
-        + [f"{point['without_history']['save_cpu_seconds']:.3f}" for point in both],
-        ["`hybrid_log.jsonl`", "", f"{run['log_bytes'] / 1e6:.1f} MB"],
-        ["report: CPU seconds, bytes of all files", ""]
-        + [f"{run['report']['cpu_seconds']:.1f}, {run['report']['bytes'] / 1e6:.1f} MB"],
-    ]
-    return markdown(["", "step 2,000", "step 200,000"], rows)
+    for pruner, name in PRUNERS.items():
+        rows.append([name, *(sweep_cell(task, pruner) for task in tasks)])
+    return markdown(["pruner", *(f"`{task}`" for task in tasks)], rows)
 
 
 def searched() -> list[dict]:

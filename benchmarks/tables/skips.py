@@ -7,7 +7,7 @@ import statistics
 from benchmarks.skips.rewards import KEY as RUN_KEY
 from benchmarks.skips.rewards import PARTS
 from benchmarks.skips.rows import ratio
-from benchmarks.tables import all_lines, between, losses, markdown, results, table
+from benchmarks.tables import all_lines, losses, markdown, results, table
 
 ROW_KEY = ("model", "trains", "order", "kind", "arm")
 KINDS = [  # (kind, model, order, words)
@@ -88,19 +88,6 @@ def sft_recomputation() -> str:
     return markdown([*heading, "TRL's default takes"], rows)
 
 
-@table("sft-grouping")
-def sft_grouping() -> str:
-    rows = []
-    for arm, name in (("shuffled", "shuffled"), ("grouped", "siblings together")):
-        found = results("skips", "grouping", "arm", "rate", "seed").rows(arm=arm, rate=1e-3)
-        found = sorted(found, key=lambda row: row["seed"])
-        ends = [row["eval_loss"] for row in found]
-        shared = statistics.fmean(row["shared"] for row in found)
-        seconds = between([row["cpu_seconds"] for row in found])
-        rows.append([name, losses(ends, 3, ", "), f"{statistics.fmean(ends):.3f}", f"{100 * shared:.0f} %", seconds])
-    return markdown(["rows of a step", "held-out loss of three seeds", "mean", "tokens shared", "CPU seconds"], rows)
-
-
 def prompts(case: str) -> dict:
     return results("skips", "prompts", "case").get(case=case)
 
@@ -153,8 +140,7 @@ def grpo_runs() -> str:
 def shown(row: dict) -> bool:
     """Of the grid of the small model the page shows rows that differ; the file has all."""
     small = row["model"] == "small" and row["beta"] == 0 and row["length"] == 64
-    kept = {("binary", 1, 4), ("binary", 1, 8), ("binary", 1, 16), ("graded", 1, 8), ("binary", 2, 8)}
-    kept |= {("graded", 2, 8), ("binary", 3, 8), ("graded", 3, 8)}
+    kept = {("binary", 1, 8), ("binary", 1, 16), ("binary", 3, 8)}
     return not small or (row["rewards"], row["iterations"], row["generations"]) in kept
 
 

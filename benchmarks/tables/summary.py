@@ -152,8 +152,8 @@ def results_() -> str:
             f"(prompts of 64 tokens), {times(short[0], 2)} with 20 tokens; {' and '.join(map(times, verified_runs()))} "
             "with 8 x 8 short answers to prompts with worked examples",
             "none measured",
-            "SmolLM2-135M, LoRA, 2 x 8 completions, half of the rows without advantage, 3 rounds; the last two are "
-            "whole trainings with a verifier, two seeds, equal rewards at each look; one CPU thread",
+            "SmolLM2-135M, LoRA, 2 x 8 completions, half of the rows without advantage, 3 rounds; the last two with a "
+            "verifier, two seeds; one CPU thread",
         ],
         [
             "[LoRA](peft_and_trl.md)",

@@ -2,26 +2,25 @@
 The data of every command: one reader from files, folders and ids on the Hub to rows in TRL's form, or to tokens.
 
 A [`Reader`] says which data a run reads and what of a row is learned, and reads them: each data set is loaded
-([`load`]), its format is recognised and its rows are converted (`formats`), and turned into tokens if the command
-trains on tokens (`tokens`); data sets are mixed, and rows to evaluate on are held out. The run writes its reader into
-its folder, so that `hf-hybrid export` finds the held-out rows again.
+([`load`]), its rows are converted (`formats`), and turned into tokens if the command trains on tokens (`tokens`); data
+sets are mixed, and rows to evaluate on are held out. The run writes its reader into its folder, so that `hf-hybrid
+export` finds the held-out rows again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-import itertools
 import json
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_hybrid.cli import formats, tokens
+from hf_hybrid.cli import tokens
+from hf_hybrid.cli.formats import JSON, Source, convert_rows
 from hf_hybrid.cli.loading import reason_of
 from hf_hybrid.cli.options import DataOptions, OptionError, Options, TextDataOptions
 from hf_hybrid.cli.tokens import Report
@@ -47,20 +46,14 @@ def check_paths(option: str, names: Sequence[str]) -> None:
                     f"`--{option} {name}` ends in `{path.suffix}`, and these files are read: {', '.join(KINDS)}."
                 )
         elif path.suffix.lower() in KINDS or name.startswith((".", "/", "~")) or name.count("/") > 1:
-            what = "file" if path.suffix else "file or folder"
-            raise OptionError(f"`--{option} {name}`: there is no such {what}.{_files_like(path)}")
-
-
-def _files_like(path: Path) -> str:
-    folder = path.parent
-    if not folder.is_dir():
-        return f" The folder `{folder}` does not exist."
-    names = sorted(entry.name for entry in os.scandir(folder))
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
-    if near:
-        return f" Did you mean `{folder / near[0]}`?"
-    data = [name for name in names if Path(name).suffix.lower() in KINDS][:5]
-    return f" In `{folder}` there is {', '.join(f'`{name}`' for name in data)}." if data else ""
+            what, folder = "file" if path.suffix else "file or folder", path.parent
+            there = sorted(os.listdir(folder)) if folder.is_dir() else []
+            hint = "" if folder.is_dir() else f" The folder `{folder}` does not exist."
+            if data := [f"`{file}`" for file in there if Path(file).suffix.lower() in KINDS]:
+                hint = f" In `{folder}` there is {', '.join(data[:5])}."
+            if near := difflib.get_close_matches(path.name, there, n=1, cutoff=0.6):
+                hint = f" Did you mean `{folder / near[0]}`?"
+            raise OptionError(f"`--{option} {name}`: there is no such {what}.{hint}")
 
 
 def new_names(columns: Sequence[str] | None) -> dict[str, str]:
@@ -77,26 +70,8 @@ def new_names(columns: Sequence[str] | None) -> dict[str, str]:
 # One data set.
 
 
-@dataclass(frozen=True)
-class Source:
-    """
-    The rows of one data set.
-
-    Attributes:
-        where (`str`): The option and the name of the data set, as messages begin.
-        format (`Format`): That was recognised.
-        columns (`list[str]`): Of TRL's form.
-        rows: In TRL's form: a `Dataset` or an `IterableDataset`.
-    """
-
-    where: str
-    format: formats.Format
-    columns: list[str]
-    rows: Any
-
-
 def load(option: str, name: str, split: str, config: str | None = None, streaming: bool = False) -> Any:
-    """Load a split of a file, a folder or a data set on the Hub, the rows of a JSON file as text ([`formats.JSON`])."""
+    """Load a split of a file, a folder or a data set on the Hub, the rows of a JSON file as text ([`JSON`])."""
     from datasets import load_dataset, load_from_disk
 
     check_paths(option, [name])
@@ -115,16 +90,12 @@ def load(option: str, name: str, split: str, config: str | None = None, streamin
     except OptionError:
         raise
     except Exception as error:  # whatever a broken file leads to
+        message = f"cannot be loaded: {reason_of(error)} It must be a file ({', '.join(KINDS)}), a folder, or an id on "
+        message += "the Hub, which needs the network (HF_HUB_OFFLINE=1 forbids it) unless it is cached."
         if path.is_file():
-            if not path.read_bytes().strip():
-                raise OptionError(f"`--{option} {name}` holds no rows.") from error
-            raise OptionError(
-                f"`--{option} {name}` cannot be read as {KINDS[path.suffix.lower()]}: {reason_of(error)}"
-            ) from error
-        raise OptionError(
-            f"`--{option} {name}` cannot be loaded: {reason_of(error)} It must be a file ({', '.join(KINDS)}), a "
-            "folder, or an id on the Hub, which needs the network (HF_HUB_OFFLINE=1 forbids it) unless it is cached."
-        ) from error
+            message = f"cannot be read as {KINDS[path.suffix.lower()]}: {reason_of(error)}"
+            message = message if path.read_bytes().strip() else "holds no rows."
+        raise OptionError(f"`--{option} {name}` {message}") from error
 
 
 def _load_file(path: Path, kind: str, streaming: bool) -> Any:
@@ -141,42 +112,17 @@ def _load_file(path: Path, kind: str, streaming: bool) -> Any:
             raise ValueError(f"its first row has more fields than the {len(head.columns)} names above.")
         features = Features({str(name): Value("string") for name in head.columns})
         return load_dataset(kind, features=features, keep_default_na=False, **data)
-    column = formats.JSON if kind == "json" else "text"
-    if kind == "json" and _is_array(path):
-        with open(path, encoding="utf-8-sig") as file:
-            rows = Dataset.from_dict({column: [json.dumps(row) for row in json.load(file)]})
-        return rows.to_iterable_dataset() if streaming else rows
-    # Text by paragraph: as one document, a whole book would be tokenised in one piece.
-    by = "line" if kind == "json" else "paragraph"
-    rows = load_dataset("text", sample_by=by, encoding="utf-8-sig", **data)
-    return rows.map(_without_blank, batched=True, fn_kwargs={"column": column}, remove_columns=["text"])
-
-
-def _is_array(path: Path) -> bool:
-    """Whether a JSON file is one array, and not a row in each line."""
     with open(path, encoding="utf-8-sig") as file:
-        return next((line.lstrip()[0] for line in file if line.strip()), "") == "["
-
-
-def _without_blank(batch: dict[str, list[str]], column: str) -> dict[str, list[str]]:
-    return {column: [text.strip("\n") for text in batch["text"] if text.strip()]}
-
-
-def _columns_of(rows: Any) -> list[str]:
-    """The names of the columns, of the first row where a stream does not know them."""
-    return rows.column_names or list(next(iter(rows), {}))
-
-
-def _check_names(name: str, columns: Sequence[str], renamed: dict[str, str]) -> None:
-    """Refuse new names of columns that are not there, and new names that are."""
-    for old, new in renamed.items():
-        if old not in columns:
-            near = difflib.get_close_matches(old, columns, n=1)
-            hint = f" Did you mean `{near[0]}`?" if near else ""
-            has = ", ".join(f"`{column}`" for column in columns)
-            raise OptionError(f"`--columns {new}={old}`: `{name}` has {has}.{hint}")
-        if new in columns and new not in renamed:
-            raise OptionError(f"`--columns {new}=...`: `{name}` has a column `{new}` already.")
+        begin = next((line.lstrip()[0] for line in file if line.strip()), "")
+        if kind == "json" and begin == "[":  # one array, and not a row in each line
+            file.seek(0)
+            rows = Dataset.from_dict({JSON: [json.dumps(row) for row in json.load(file)]})
+            return rows.to_iterable_dataset() if streaming else rows
+    # Text by paragraph: as one document, a whole book would be tokenised in one piece.
+    column, by = (JSON, "line") if kind == "json" else ("text", "paragraph")
+    rows = load_dataset("text", sample_by=by, encoding="utf-8-sig", **data)
+    without_blank = lambda batch: {column: [text.strip("\n") for text in batch["text"] if text.strip()]}  # noqa: E731
+    return rows.map(without_blank, batched=True, remove_columns=["text"])
 
 
 # Mixing.
@@ -203,10 +149,8 @@ def mixed(parts: Sequence[Any], weights: Sequence[float] | None, seed: int) -> A
         probabilities = [weight / sum(weights) for weight in weights]
         return interleave_datasets(list(parts), probabilities=probabilities, seed=seed)
     if weights is not None:
-        counts = shares([len(part) for part in parts], weights)
-        draw = random.Random(seed)
-        chosen = [sorted(draw.sample(range(len(part)), count)) for part, count in zip(parts, counts, strict=True)]
-        parts = [part.select(rows) for part, rows in zip(parts, chosen, strict=True)]
+        draw, counts = random.Random(seed), shares(list(map(len, parts)), weights)
+        parts = [p.select(sorted(draw.sample(range(len(p)), n))) for p, n in zip(parts, counts, strict=True)]
     try:
         return concatenate_datasets(list(parts))
     except ValueError as error:
@@ -238,29 +182,16 @@ def silent(name: str, text: str) -> None:
 
 @dataclass(frozen=True)
 class Reader:
-    """
-    Reads the data of a run.
-
-    Attributes:
-        command (`str`): `train`, `sft`, `dpo` or `grpo`.
-        data (`DataOptions`): Of the command.
-        seed (`int`): Draws mixtures and held-out rows.
-        answers_only (`bool`, *optional*): Whether SFT learns the assistant's turns of chats alone. `True` refuses data
-            without chats, `None` does not.
-        completions_only (`bool`): Whether SFT learns the completions of prompts alone.
-        max_length (`int`, *optional*): Tokens of a row at most.
-        keep_end (`bool`): Whether the beginning of long rows is cut, not their end.
-        packing (`str`, *optional*): How TRL packs rows, if it does.
-    """
+    """Reads the data of a run: `data` are the options of a `command`, and `seed` draws mixtures and held-out rows."""
 
     command: str
     data: DataOptions
     seed: int
-    answers_only: bool | None = None
+    answers_only: bool | None = None  # `True` refuses data without chats, `None` does not
     completions_only: bool = True
     max_length: int | None = None
-    keep_end: bool = False
-    packing: str | None = None
+    keep_end: bool = False  # of rows that are cut
+    packing: str | None = None  # how, if rows are packed
 
     @classmethod
     def of(cls, options: Options) -> Reader:
@@ -301,7 +232,9 @@ class Reader:
         """Whether there are rows to evaluate on."""
         return bool(self.data.eval_dataset or self.data.eval_split or self.eval_share)
 
-    def train_and_eval(self, tokenizer: Any, report: Report = silent, processes: int | None = None) -> tuple[Any, Any]:
+    def train_and_eval(
+        self, tokenizer: Any, report: Report = silent, processes: int | None = None, config: Any = None
+    ) -> tuple[Any, Any]:
         """Return the rows to train on, and those to evaluate on or `None`. Raises [`OptionError`]."""
         data, sources = self.data, list(self.sources("dataset", tokenizer, report))
         if self.answers_only and not any(source.format.chats for source in sources):
@@ -328,7 +261,7 @@ class Reader:
         elif self.command == "sft":
             answers = self._answers(tokenizer)
             learned = " and ".join(sorted({answers.learned(source) for source in sources}))
-            tokens.report_learned(train_set, eval_set, self, learned, report)
+            tokens.report_learned(train_set, eval_set, self, learned, report, config)
         return train_set, eval_set
 
     def eval_set(self, tokenizer: Any, report: Report = silent, processes: int | None = None) -> Any:
@@ -339,12 +272,7 @@ class Reader:
         return mixed([self._tokenised(source, tokenizer, processes) for source in sources], None, self.seed)
 
     def sources(self, option: str, tokenizer: Any, report: Report) -> Iterator[Source]:
-        """
-        Yield the data sets of `dataset` or `eval_dataset` in TRL's form; without `eval_dataset` a split of `dataset`.
-
-        Raises:
-            OptionError: If the rows have no format that the command takes, or a row has another form than the first.
-        """
+        """Yield the data sets of an option in TRL's form; for `eval_dataset` without one a split of `dataset`."""
         data, trains = self.data, option == "dataset"
         split = data.dataset_split if trains else data.eval_split or "train"
         for name in (data.dataset if trains or not data.eval_dataset else data.eval_dataset) or ():
@@ -352,57 +280,16 @@ class Reader:
             rows = load(option, name, split, config, data.streaming)
             if trains and data.limit is not None:
                 rows = rows.take(data.limit) if data.streaming else rows.select(range(min(data.limit, len(rows))))
-            source = self._converted(f"`--{option} {name}`", name, rows, tokenizer)
+            how = (new_names(data.columns), data.system_prompt, bool(tokenizer.chat_template))
+            source = convert_rows(f"`--{option} {name}`", rows, self.command, *how)
             number = "" if data.streaming else f", {len(source.rows):,} rows"
             report("data" if trains else "eval", f"{name}: {source.format.title}{number}")
             yield source
 
-    def _converted(self, where: str, name: str, rows: Any, tokenizer: Any) -> Source:
-        renamed, system = new_names(self.data.columns), self.data.system_prompt
-        stored = _columns_of(rows)
-
-        def read(convert: Callable[[Any], dict[str, Any]], row: Any, number: int) -> dict[str, Any]:
-            try:
-                return convert(row)
-            except formats.FormatError as error:
-                raise OptionError(f"{where}, row {number + 1}: {error}. Correct or remove the row.") from None
-
-        # A row of JSON need not have the columns of the first.
-        heads = itertools.islice(rows, 1000 if formats.JSON in stored else 1)
-        heads = [read(formats.read_row, row, number) for number, row in enumerate(heads)]
-        if not heads:
-            raise OptionError(f"{where} holds no rows.")
-        old = list(dict.fromkeys(itertools.chain.from_iterable(heads)))
-        _check_names(name, old, renamed)
-        columns, first = [renamed.get(column, column) for column in old], formats.with_names(heads[0], renamed)
-        row_format = formats.recognise(self.command, columns, first, bool(tokenizer.chat_template), where)
-        if row_format.chats and not tokenizer.chat_template:
-            ways = " to that of an instruct model, or save a `chat_template.jinja` beside it."
-            if self.command == "sft":
-                ways = " to that of an instruct model, `--chat_template_path` to a .jinja file, or "
-                ways += "`--chat_template_path plain` for `User: ... Assistant: ...`."
-            raise OptionError(
-                f"{where} holds {row_format.title}, and the tokenizer has no chat template. Set `--tokenizer`{ways}"
-            )
-        kept = [column for column in row_format.kept if column in columns]
-        options: dict[str, Any] = {} if self.data.streaming else {"desc": "Reading rows"}
-
-        try:
-            how = {"renamed": renamed, "row_format": row_format, "kept": kept, "system": system}
-            each = functools.partial(read, functools.partial(formats.converted, **how))
-            rows = rows.map(each, with_indices=True, remove_columns=stored, **options)
-            return Source(where, row_format, _columns_of(rows), rows)
-        except OptionError:
-            raise
-        except Exception as error:  # whatever Arrow makes of rows of several kinds
-            raise OptionError(
-                f"{where}: its rows do not fit into one table: {reason_of(error)} Give each column values of one kind."
-            ) from error
-
     def _tokenised(self, source: Source, tokenizer: Any, processes: int | None) -> Any:
         """The rows of a data set as the trainer takes them."""
         if isinstance(self.data, TextDataOptions):
-            return tokens.blocks(source, tokenizer, self.data.sequence_length)
+            return tokens.Answers(tokenizer, False, False).blocks(source, self.data.sequence_length)
         return self._answers(tokenizer).tokenise(source, processes) if self.command == "sft" else source.rows
 
     def _answers(self, tokenizer: Any) -> tokens.Answers:

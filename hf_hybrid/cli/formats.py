@@ -12,17 +12,20 @@ user. A row that does not have the form of the first one is refused with its num
 | grpo | `prompt`, and what the reward functions read |
 
 where a prompt, completion, chosen or rejected is a text, or a list of messages `{"role": ..., "content": ...}`, to
-which the chat template is applied. A new format is a function from columns and a first row to a [`Format`], and an
-entry in [`FORMATS`].
+which the chat template is applied. A new format is a function that returns a [`Format`], and an entry in [`FORMATS`].
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
+import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from hf_hybrid.cli.loading import reason_of
 from hf_hybrid.cli.options import OptionError
 
 Row = Mapping[str, Any]
@@ -43,8 +46,6 @@ ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
 )
 """The prompt of Alpaca, for tokenizers without a chat template."""
-
-
 JSON = "(json)"
 """The column with the rows of a JSON file, each as text."""
 SWITCHES = ("weight", "train")
@@ -58,20 +59,21 @@ class FormatError(ValueError):
 
 
 class Format(NamedTuple):
-    """
-    A format of rows.
+    """How rows of a form become rows of TRL. `convert` raises `FormatError` for a row of another form."""
 
-    Attributes:
-        title (`str`): For people, with the columns.
-        convert (`Callable`): From a row to the columns that TRL takes. Raises `FormatError` for a row of another form.
-        chats (`bool`): Whether the chat template is applied.
-        kept (`tuple[str, ...]`): Columns that go with the row as they are.
-    """
-
-    title: str
+    title: str  # for people, with the columns
     convert: Callable[[Row], dict[str, Any]]
-    chats: bool
-    kept: tuple[str, ...] = ()
+    chats: bool  # whether the chat template is applied
+    kept: tuple[str, ...] = ()  # columns that go with the row as they are
+
+
+class Source(NamedTuple):
+    """The rows of one data set in TRL's form (a `Dataset` or an `IterableDataset`), and how messages name it."""
+
+    where: str
+    format: Format
+    columns: list[str]
+    rows: Any
 
 
 # Parts of rows.
@@ -91,15 +93,10 @@ def read_row(row: Any) -> dict[str, Any]:
     return values
 
 
-def with_names(row: dict[str, Any], renamed: dict[str, str]) -> dict[str, Any]:
-    """Return a row with new names of its columns."""
-    return {renamed.get(name, name): value for name, value in row.items()}
-
-
-def is_chat(value: Any, key: str | None = None) -> bool:
-    """Whether a value is a list of messages, which have roles under the key `role`, in ShareGPT's form under `from`."""
-    keys = {"role", "from"} if key is None else {key}
-    return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) and keys & m.keys() for m in value)
+def is_chat(value: Any) -> bool:
+    """Whether a value is a list of messages, whose roles stand under `role`, or in ShareGPT's form under `from`."""
+    messages = value if isinstance(value, list) else []
+    return bool(messages) and all(isinstance(m, Mapping) and {"role", "from"} & m.keys() for m in messages)
 
 
 def messages_of(row: Row, column: str) -> list[dict[str, Any]]:
@@ -123,50 +120,45 @@ def _message(message: Mapping[str, Any], column: str) -> dict[str, Any]:
         if values.get(switch, 1) not in (0, 1):
             raise FormatError(f"`{column}` has a message whose `{switch}` is `{values[switch]!r:.40}`, not 0 or 1")
     key = "content" if "content" in values else "value"
-    if key in values:
-        return {"role": role, "content": _content(values.pop(key), column, name), **values}
-    if "tool_calls" not in values:
+    if key not in values:
+        if "tool_calls" in values:
+            return {"role": role, **values}
         key = "value" if sharegpt else "content"
         raise FormatError(f"`{column}` has a message of `{name}` without `{key}`")
-    return {"role": role, **values}
-
-
-def _content(value: Any, column: str, role: str) -> str:
-    """The text of a message, whose parts are joined."""
-    parts = []
-    for part in value if isinstance(value, list) else [value]:
-        if isinstance(part, Mapping) and part.get("type", "text") != "text":
+    content = values.pop(key)
+    # A list is one of parts, which are texts or `{"type": "text", "text": ...}`.
+    parts = content if isinstance(content, list) else [{"text": content}]
+    parts = [part if isinstance(part, Mapping) else {"text": part} for part in parts]
+    for part in parts:
+        if part.get("type", "text") != "text":
             raise FormatError(f"`{column}` has a message with a part of `{part['type']}`, and only text is trained on")
-        text = _as_text(part.get("text") if isinstance(part, Mapping) and isinstance(value, list) else part)
-        if not isinstance(text, str):
-            kind = type(part).__name__
-            raise FormatError(f"`{column}` has a message of `{role}` whose content is a `{kind}`, not a text")
-        parts.append(text)
-    return "".join(parts)
+    what = f"the content of a message of `{name}` in `{column}`"
+    return {"role": role, "content": "".join(_as_text(part.get("text"), what) for part in parts), **values}
 
 
-def _as_text(value: Any) -> Any:
-    """The text of a number or a truth value, as JSON writes it; anything else as it is."""
-    return json.dumps(value) if isinstance(value, (bool, int, float)) and value == value else value
+def _as_text(value: Any, what: str) -> str:
+    """A text; a number or a truth value as JSON writes it."""
+    if isinstance(value, (bool, int, float)) and value == value:
+        return json.dumps(value)
+    if not isinstance(value, str):
+        raise FormatError(f"{what} is `{value!r:.80}`, not a text")
+    return value
 
 
 def _text(row: Row, column: str, *, may_be_empty: bool = False) -> str:
-    value = _as_text(row.get(column))
-    if not isinstance(value, str) or not (value or may_be_empty):
-        raise FormatError(f"`{column}` is `{value!r:.80}`, not a text")
-    return value
+    text = _as_text(row.get(column), f"`{column}`")
+    if not text and not may_be_empty:
+        raise FormatError(f"`{column}` is `''`, not a text")
+    return text
 
 
 def _text_if_any(row: Row, column: str) -> str:
     return "" if row.get(column) is None else _text(row, column, may_be_empty=True)
 
 
-def _side(row: Row, column: str) -> Any:
-    """A prompt, completion, chosen or rejected: a text, or messages."""
-    return messages_of(row, column) if isinstance(row.get(column), list) else _text(row, column)
-
-
-def _same_kind(sides: dict[str, Any]) -> dict[str, Any]:
+def _sides(row: Row, *columns: str) -> dict[str, Any]:
+    """A prompt, completion, chosen or rejected: texts, or messages."""
+    sides = {c: messages_of(row, c) if isinstance(row.get(c), list) else _text(row, c) for c in columns}
     chats = {name for name, side in sides.items() if isinstance(side, list)}
     if chats and len(chats) < len(sides):
         raise FormatError(f"`{min(chats)}` holds messages and `{min(sides.keys() - chats)}` holds text")
@@ -175,57 +167,42 @@ def _same_kind(sides: dict[str, Any]) -> dict[str, Any]:
 
 # The formats.
 
-Recogniser = Callable[[set[str], Row, bool], "Format | None"]
-"""From the columns, the first row and whether there is a chat template to the format, `None` if it is another."""
+Recogniser = Callable[[str, set[str], Row, bool], "Format | None"]
+"""Takes the first column that the format needs, all columns, the first row, and whether there is a chat template."""
 
 
-def _chats(
-    columns: set[str], first: Row, template: bool, *,
-    names: tuple[str, ...] = ("messages", "conversations", "conversation"), answered: bool = True,
-) -> Format | None:  # fmt: skip
-    for column in [name for name in names if name in columns]:
-        if is_chat(first.get(column), "from"):
-            title = f"ShareGPT (`{column}` with `from` and `value`)"
-        elif is_chat(first.get(column)) or column == "messages":
-            title = f"chats (`{column}`)"
-        else:
-            continue
-
-        def convert(row: Row, column: str = column) -> dict[str, Any]:
-            messages = messages_of(row, column)
-            roles = {message["role"]: None for message in messages}
-            if answered and "assistant" not in roles:
-                others = ", ".join(f"`{role}`" for role in roles)
-                raise FormatError(
-                    f"`{column}` has no message of `assistant`, only of {others}, so there is no answer to learn"
-                )
-            return with_system({"messages": messages}, _text_if_any(row, "system"))
-
-        return Format(title, convert, True, _OF_TEMPLATES)
-    return None
-
-
-def _texts(columns: set[str], first: Row, template: bool, *, may_be_empty: bool = False) -> Format | None:
-    if "text" not in columns:
+def _chats(column: str, columns: set[str], first: Row, template: bool, *, answered: bool = True) -> Format | None:
+    value: Any = first.get(column)
+    if not is_chat(value) and column != "messages":
         return None
+    sharegpt = is_chat(value) and "from" in value[0]
+    title = f"ShareGPT (`{column}` with `from` and `value`)" if sharegpt else f"chats (`{column}`)"
+
+    def convert(row: Row) -> dict[str, Any]:
+        messages = messages_of(row, column)
+        roles = {message["role"]: None for message in messages}
+        if answered and "assistant" not in roles:
+            others = ", ".join(f"`{role}`" for role in roles)
+            raise FormatError(
+                f"`{column}` has no message of `assistant`, only of {others}, so there is no answer to learn"
+            )
+        return with_system({"messages": messages}, _text_if_any(row, "system"))
+
+    return Format(title, convert, True, _OF_TEMPLATES)
+
+
+def _texts(column: str, columns: set[str], first: Row, template: bool, *, may_be_empty: bool = False) -> Format:
     convert = lambda row: {"text": _text(row, "text", may_be_empty=may_be_empty)}  # noqa: E731
     return Format("plain text (`text`)", convert, False)
 
 
-def _completions(columns: set[str], first: Row, template: bool) -> Format | None:
-    names = ("prompt", "completion")
-    if not set(names) <= columns:
-        return None
+def _completions(column: str, columns: set[str], first: Row, template: bool) -> Format:
     chats = is_chat(first.get("completion"))
     title = f"prompt and completion ({'messages' if chats else 'text'})"
-    convert = lambda row: _same_kind({name: _side(row, name) for name in names})  # noqa: E731
-    return Format(title, convert, chats, _OF_TEMPLATES)
+    return Format(title, lambda row: _sides(row, "prompt", "completion"), chats, _OF_TEMPLATES)
 
 
-def _alpaca(columns: set[str], first: Row, template: bool) -> Format | None:
-    if not {"instruction", "output"} <= columns:
-        return None
-
+def _alpaca(column: str, columns: set[str], first: Row, template: bool) -> Format:
     def convert(row: Row) -> dict[str, Any]:
         instruction, more, answer = _text(row, "instruction"), _text_if_any(row, "input"), _text(row, "output")
         if template:
@@ -240,16 +217,14 @@ def _alpaca(columns: set[str], first: Row, template: bool) -> Format | None:
     return Format(f"Alpaca (instruction, output; {how})", convert, template)
 
 
-def _pairs(columns: set[str], first: Row, template: bool) -> Format | None:
-    if not {"chosen", "rejected"} <= columns:
-        return None
+def _pairs(column: str, columns: set[str], first: Row, template: bool) -> Format:
     chats = is_chat(first.get("chosen"))
     # As in UltraFeedback, chosen and rejected may begin with the prompt, which also stands alone as a text.
     apart = "prompt" in columns and not (chats and isinstance(first.get("prompt"), str))
     names = ("prompt", "chosen", "rejected") if apart else ("chosen", "rejected")
 
     def convert(row: Row) -> dict[str, Any]:
-        sides = _same_kind({name: _side(row, name) for name in names})
+        sides = _sides(row, *names)
         if sides["chosen"] == sides["rejected"]:
             raise FormatError("`chosen` and `rejected` are the same")
         return sides
@@ -258,19 +233,22 @@ def _pairs(columns: set[str], first: Row, template: bool) -> Format | None:
     return Format(title, convert, chats, _OF_TEMPLATES)
 
 
-def _prompts(columns: set[str], first: Row, template: bool) -> Format | None:
-    if "prompt" not in columns:
-        return None
-    chats = is_chat(first.get("prompt"))
-    title = f"prompts ({'messages' if chats else 'text'})"
-    return _with_answers(title, lambda row: {"prompt": _side(row, "prompt")}, chats, columns)
-
-
-def _answered_chats(columns: set[str], first: Row, template: bool) -> Format | None:
-    if "messages" not in columns:
-        return None
+def _prompts(column: str, columns: set[str], first: Row, template: bool) -> Format:
+    """Prompts, chats or questions with reference answers, and all other columns, which reward functions get."""
+    answer = next((name for name in ANSWERS if name in columns), None)
 
     def convert(row: Row) -> dict[str, Any]:
+        values = prompt_of(row)
+        if answer is not None:
+            values["answer"] = None if row.get(answer) == "" else row.get(answer)  # an empty field of a table
+        return values
+
+    def prompt_of(row: Row) -> dict[str, Any]:
+        if column == "prompt":
+            return _sides(row, "prompt")
+        if column != "messages":
+            text = _text(row, column)
+            return {"prompt": [{"role": "user", "content": text}] if template else text}
         *before, last = messages_of(row, "messages")
         if last["role"] != "assistant":
             return {"prompt": [*before, last]}
@@ -278,110 +256,132 @@ def _answered_chats(columns: set[str], first: Row, template: bool) -> Format | N
             raise FormatError("`messages` has no message before the answer")
         return {"prompt": before, "answer": last.get("content", "")}
 
-    return _with_answers("chats (`messages`)", convert, True, columns, "; their last answer is the reference")
-
-
-def _questions(columns: set[str], first: Row, template: bool) -> Format | None:
-    column = next((name for name in QUESTIONS if name in columns), None)
-    if column is None:
-        return None
-
-    def convert(row: Row) -> dict[str, Any]:
-        text = _text(row, column)
-        return {"prompt": [{"role": "user", "content": text}] if template else text}
-
-    return _with_answers(f"`{column}`", convert, template, columns)
-
-
-def _with_answers(
-    title: str, convert: Callable[[Row], dict[str, Any]], chats: bool, columns: set[str], more: str = ", no answers"
-) -> Format:  # fmt: skip
-    """A format with the column of reference answers, and all others, which reward functions get as they are."""
-    answer = next((name for name in ANSWERS if name in columns), None)
-    kept = tuple(sorted(columns - {"prompt", "messages"}))
-    if answer is None:
-        return Format(title + more, convert, chats, kept)
-
-    def convert_both(row: Row) -> dict[str, Any]:
-        right = row.get(answer)
-        return {**convert(row), "answer": None if right == "" else right}  # an empty field of a table
-
-    return Format(f"{title} with `{answer}`", convert_both, chats, kept)
+    chats = {"prompt": is_chat(first.get("prompt")), "messages": True}.get(column, template)
+    titles = {"prompt": f"prompts ({'messages' if chats else 'text'})", "messages": "chats (`messages`)"}
+    without = "; their last answer is the reference" if column == "messages" else ", no answers"
+    title = titles.get(column, f"`{column}`") + (f" with `{answer}`" if answer else without)
+    return Format(title, convert, chats, tuple(sorted(columns - {"prompt", "messages"})))
 
 
 FORMATS: dict[str, dict[str, Recogniser]] = {
     "train": {
-        "`messages` (chats)": functools.partial(_chats, names=("messages",), answered=False),
+        "`messages` (chats)": functools.partial(_chats, answered=False),
         "`text`": functools.partial(_texts, may_be_empty=True),
     },
     "sft": {
-        "`messages` (chats) or `conversations` (ShareGPT)": _chats,
+        "`messages` (chats)": _chats,
+        "`conversations` (ShareGPT)": _chats,
+        "`conversation`": _chats,
         "`prompt` and `completion`": _completions,
         "`instruction` and `output` (Alpaca)": _alpaca,
         "`text`": _texts,
     },
-    "dpo": {"`chosen` and `rejected`, with or without `prompt`": _pairs},
-    "grpo": {
-        "`prompt`": _prompts,
-        "`messages`": _answered_chats,
-        f"one of {', '.join(f'`{name}`' for name in QUESTIONS)}": _questions,
-    },
+    "dpo": {"`chosen` and `rejected`, with or without a prompt": _pairs},
+    "grpo": {f"`{name}`": _prompts for name in ("prompt", "messages", *QUESTIONS)},
 }
-"""Of each command, in the order in which they are tried, by the columns that they read."""
+"""Of each command, in the order in which they are tried, by the columns (in backticks) that they need."""
 
 
 def recognise(
     command: str, columns: Iterable[str], first: Row, template: bool = True, where: str = "The data set"
 ) -> Format:
     """
-    Return the format of a data set (`where`) by its columns and its first row.
+    Return the format of a data set (`where`) by its columns and its first row. Raises [`OptionError`] if it is none.
 
     Without a chat template of the tokenizer (`template`), Alpaca's rows and questions become text.
-
-    Raises:
-        OptionError: If the columns are of no format that the command takes.
     """
     columns = list(columns)
 
     def match(command: str) -> Format | None:
-        matches = (recogniser(set(columns), first, template) for recogniser in FORMATS[command].values())
-        return next(filter(None, matches), None)
+        for title, recogniser in FORMATS[command].items():
+            needed = re.findall("`(.+?)`", title)
+            if set(needed) <= set(columns) and (matching := recogniser(needed[0], set(columns), first, template)):
+                return matching
+        return None
 
     if (row_format := match(command)) is not None:
         return row_format
     has = ", ".join(f"`{name}`" for name in columns) or "no columns"
     *others, last = FORMATS[command]
     takes = f"{', '.join(others)} or {last}" if others else last
-    sides = {"chosen", "rejected"}
-    if command == "dpo" and len(lacking := sides - set(columns)) == 1:
+    if command == "dpo" and len(lacking := {"chosen", "rejected"}.difference(columns)) == 1:
         raise OptionError(f"{where}: it has {has}, and no `{lacking.pop()}`. `--columns NEW=OLD` renames one.")
     likely = next((other for other in ("sft", "dpo", "grpo") if match(other)), None)
     hint = f" That is what `hf-hybrid {likely}` takes." if likely else " `--columns NEW=OLD` renames one."
     raise OptionError(f"{where}: it has {has}, and `hf-hybrid {command}` takes {takes}.{hint}")
 
 
-def converted(
-    row: Row, renamed: dict[str, str], row_format: Format, kept: Iterable[str], system: str | None
-) -> dict[str, Any]:
+def convert_rows(
+    where: str, rows: Any, command: str, renamed: dict[str, str], system: str | None, template: bool
+) -> Source:
     """
-    Return a row in TRL's form, and the columns `kept` as they are; `system` is the message of chats that have none.
+    Return a data set in TRL's form, of which messages say `where` it is.
+
+    Columns get new names by the old ones (`renamed`), chats without a system message get `system`, and `template` says
+    whether the tokenizer has a chat template.
 
     Raises:
-        FormatError: If the row has another form.
+        OptionError: If the rows have no format that the command takes, or a row has another form than the first.
     """
-    row = with_names(read_row(row), renamed)
-    values = row_format.convert(row)
-    return {**{column: row.get(column) for column in kept}, **with_system(values, system)}
+
+    def with_number(convert: Callable[[Any], dict[str, Any]], row: Any, number: int) -> dict[str, Any]:
+        try:
+            return convert(row)
+        except FormatError as error:
+            raise OptionError(f"{where}, row {number + 1}: {error}. Correct or remove the row.") from None
+
+    def rename(row: Any) -> dict[str, Any]:
+        return {renamed.get(name, name): value for name, value in read_row(row).items()}
+
+    def convert(row: Any) -> dict[str, Any]:
+        row = rename(row)
+        return {**{name: row.get(name) for name in kept}, **with_system(row_format.convert(row), system)}
+
+    stored = rows.column_names or list(next(iter(rows), {}))  # of a stream that does not know them
+    # A row of JSON need not have the columns of the first.
+    heads = itertools.islice(rows, 1000 if JSON in stored else 1)
+    heads = [with_number(read_row, row, number) for number, row in enumerate(heads)]
+    if not heads:
+        raise OptionError(f"{where} holds no rows.")
+    columns = list(dict.fromkeys(itertools.chain.from_iterable(heads)))
+    _check_names(where, columns, renamed)
+    columns = [renamed.get(name, name) for name in columns]
+    row_format = recognise(command, columns, rename(heads[0]), template, where)
+    if row_format.chats and not template:
+        more = ", or set `--chat_template_path` to a .jinja file or `plain` (`User: ... Assistant: ...`)"
+        raise OptionError(
+            f"{where} holds {row_format.title}, and the tokenizer has no chat template. Set `--tokenizer` to that of "
+            f"an instruct model, or save a `chat_template.jinja` beside it{more if command == 'sft' else ''}."
+        )
+    kept = [name for name in row_format.kept if name in columns]
+    columns = list(with_number(convert, heads[0], 0))
+    options: dict[str, Any] = {"desc": "Reading rows"} if hasattr(rows, "__len__") else {}
+    each = functools.partial(with_number, convert)
+    try:
+        return Source(where, row_format, columns, rows.map(each, with_indices=True, remove_columns=stored, **options))
+    except OptionError:
+        raise
+    except Exception as error:  # whatever Arrow makes of rows of several kinds
+        raise OptionError(
+            f"{where}: its rows do not fit into one table: {reason_of(error)} Give each column values of one kind."
+        ) from error
+
+
+def _check_names(where: str, columns: Sequence[str], renamed: dict[str, str]) -> None:
+    """Refuse new names of columns that are not there, and new names that are."""
+    for old, new in renamed.items():
+        if old not in columns:
+            near = difflib.get_close_matches(old, columns, n=1)
+            hint = f" Did you mean `{near[0]}`?" if near else ""
+            has = ", ".join(f"`{column}`" for column in columns)
+            raise OptionError(f"`--columns {new}={old}`: {where} has {has}.{hint}")
+        if new in columns and new not in renamed:
+            raise OptionError(f"`--columns {new}=...`: {where} has a column `{new}` already.")
 
 
 def with_system(row: dict[str, Any], system: str | None) -> dict[str, Any]:
-    """Put a system message, if there is one, in front of the conversation of a converted row that has none."""
-    if not system:
-        return row
-    for name in ("messages", "prompt"):
-        messages = row.get(name)
-        if isinstance(messages, list) and messages[0]["role"] != "system":
-            return {**row, name: [{"role": "system", "content": system}, *messages]}
-    if "prompt" not in row and isinstance(row.get("chosen"), list):
-        return {**row, **{n: with_system({"prompt": row[n]}, system)["prompt"] for n in ("chosen", "rejected")}}
-    return row
+    """Put a system message, if there is one, in front of the conversations of a converted row that have none."""
+    names = ["prompt"] if "prompt" in row else ["messages", "chosen", "rejected"]
+    chats = {name: row[name] for name in names if system and isinstance(row.get(name), list)}
+    message = {"role": "system", "content": system}
+    return {**row, **{name: [message, *chat] for name, chat in chats.items() if chat[0]["role"] != "system"}}

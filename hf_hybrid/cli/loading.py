@@ -85,50 +85,52 @@ def take_adapter(options: Options) -> Path | None:
 # Small files.
 
 
-def load_tokenizer(options: ModelOptions, trust_remote_code: bool = False, config: Any = None) -> Any:
-    """Load the tokenizer that the options name, or else the model's, with the template of the trainer's config."""
+def load_tokenizer(options: ModelOptions, trust_remote_code: bool = False, args: Any = None) -> Any:
+    """
+    Load the tokenizer that the options name, or else the model's, with the end-of-text token and the chat template of
+    TRL's options in `args`.
+    """
     from transformers import AutoTokenizer
 
     model = str(options.model)
     name = options.tokenizer or (str(Path(model).parent) if Path(model).suffix == ".json" else model)
     revision = "main" if options.tokenizer else options.model_revision or "main"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer: Any = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a broken file leads to
         raise OptionError(
             f"No tokenizer can be loaded from `{name}`: {reason_of(error)} Name one with `--tokenizer`."
         ) from error
-    _set_template(tokenizer, config)
-    return tokenizer
-
-
-def _set_template(tokenizer: Any, config: Any) -> None:
-    """Give a tokenizer the end-of-text token and the chat template that the options name, as TRL does."""
-    if getattr(config, "eos_token", None) is not None:
-        if config.eos_token not in tokenizer.get_vocab():
-            raise OptionError(f"`--eos_token {config.eos_token}` is not in the vocabulary of the tokenizer.")
-        tokenizer.eos_token = config.eos_token
-    path = getattr(config, "chat_template_path", None)
+    if (end := getattr(args, "eos_token", None)) is not None:
+        if end not in tokenizer.get_vocab():
+            raise OptionError(f"`--eos_token {end}` is not in the vocabulary of the tokenizer.")
+        tokenizer.eos_token = end
+    path = getattr(args, "chat_template_path", None)
     if path is None:
-        return
+        return tokenizer
     if path == "plain":
         if tokenizer.eos_token is None:
             raise OptionError("`--chat_template_path plain` ends answers by an end-of-text token, and there is none.")
         tokenizer.chat_template = PLAIN_TEMPLATE
     elif os.path.isfile(path):
-        with open(path, encoding="utf-8") as file:
-            tokenizer.chat_template = file.read()
+        tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
     else:
         raise OptionError(
             f"`--chat_template_path {path}` is neither a file nor `plain`. To copy the template and the tokens of "
             "another model, call `trl.clone_chat_template` once and save the result."
         )
-    config.chat_template_path = None  # done
+    args.chat_template_path = None  # done
+    return tokenizer
 
 
 def read_config(options: ModelOptions, trust_remote_code: bool = False) -> Any:
-    """Return the config of the model. Raises [`OptionError`] if it cannot be read, or is of another kind of model."""
-    from transformers import AutoConfig
+    """
+    Return the config of the model, and warn if only a part of the model is trained.
+
+    Raises:
+        OptionError: If it cannot be read, or the model is no causal language model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     name, revision = str(options.model), options.model_revision or "main"
     try:
@@ -138,14 +140,6 @@ def read_config(options: ModelOptions, trust_remote_code: bool = False) -> Any:
             f"`--model {name}` cannot be loaded: {reason_of(error)} It must be a folder, a config.json, or an id on "
             "the Hub, which needs the network (HF_HUB_OFFLINE=1 forbids it) unless it is cached."
         ) from error
-    _check_kind(config, name)
-    return config
-
-
-def _check_kind(config: Any, name: str) -> None:
-    """Refuse what is no causal language model. Of one that takes images too, say that only its text is trained on."""
-    from transformers import AutoModelForCausalLM
-
     is_encoder = any(architecture.endswith("MaskedLM") for architecture in getattr(config, "architectures", None) or ())
     known = type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map")
     if getattr(config, "is_encoder_decoder", False) or is_encoder or not known:
@@ -155,27 +149,48 @@ def _check_kind(config: Any, name: str) -> None:
         )
     if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
         logger.warning("`%s` takes images or sounds too. Only its text is trained on.", name)
+    return config
 
 
 def check_sizes(config: Any, name: str, vocabulary: int, sequence_length: int) -> None:
     """Refuse an absurd depth, more tokens of the tokenizer than are embedded, and sequences longer than positions."""
     from hf_hybrid.plan.models import MOST_LAYERS
 
-    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    text, positions = config.get_text_config(), _positions_of(config)
+    layers, embedded = getattr(text, "num_hidden_layers", None), text.vocab_size
     if isinstance(layers, int) and layers > MOST_LAYERS:  # they would take minutes and more to build
         raise OptionError(f"`--model {name}`: `num_hidden_layers={layers}` is over {MOST_LAYERS}. Correct the config.")
-    embedded = config.get_text_config().vocab_size
     if embedded is not None and vocabulary > embedded:
         raise OptionError(
             f"The tokenizer has {vocabulary} tokens, and the model `{name}` embeds {embedded}. Set "
             "`--tokenizer` to the one that belongs to the model."
         )
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
     if 0 < positions < sequence_length:
         raise OptionError(
             f"`sequence_length={sequence_length}` is over the {positions} positions of the model "
             "(`max_position_embeddings`). Lower it, or raise that number in the config of the model."
         )
+
+
+def _positions_of(config: Any) -> int:
+    """How many positions a model knows, 0 for any number."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+
+
+def learns_positions(config: Any) -> bool:
+    """Whether a model has weights for its positions, and so none for others."""
+    return bool(_positions_of(config)) and not getattr(config.get_text_config(), "rope_parameters", None)
+
+
+def check_positions(config: Any, longest: int, remedy: str) -> None:
+    """Refuse rows that are longer than the positions that a model learned, and warn where they can be computed."""
+    positions = _positions_of(config)
+    if not 0 < positions < longest:
+        return
+    text = f"Rows have up to {longest:,} tokens, and the model has {positions:,} positions (`max_position_embeddings`)"
+    if learns_positions(config):
+        raise OptionError(f"{text}. {remedy}")
+    logger.warning("%s; it was not trained on those beyond. %s", text, remedy)
 
 
 def reason_of(error: BaseException) -> str:
@@ -193,8 +208,7 @@ def load_model(options: Options, config: Any, adapter: Path | None = None) -> An
     """
     Load the model of a config, with the trained adapters of a folder (`adapter`) or without any.
 
-    The caller has set the seed that random weights are drawn with. A base in 4 bits computes in bf16 if training does.
-    While layers are streamed, a packed base lies in host memory.
+    The caller has set the seed that random weights are drawn with.
 
     Raises:
         OptionError: If the model cannot be loaded.
@@ -202,6 +216,8 @@ def load_model(options: Options, config: Any, adapter: Path | None = None) -> An
     """
     import torch
     from transformers import AutoModelForCausalLM
+
+    from hf_hybrid.export.source import shard_names
 
     model, adapters, args, name = options.model, options.adapters, options.config, str(options.model.model)
     if model.qat == "bitnet" and adapters.use_peft:
@@ -211,7 +227,11 @@ def load_model(options: Options, config: Any, adapter: Path | None = None) -> An
     if model.attn_implementation is not None:
         common["attn_implementation"] = model.attn_implementation
     path = Path(name)
-    _check_shards(path)
+    for index in path.glob("*.index.json") if path.is_dir() else ():
+        try:
+            shard_names(index)  # they must lie in the folder
+        except ValueError as error:
+            raise OptionError(f"`--model {path}` cannot be loaded: `{index.name}` {error}.") from None
     without_weights = path.is_dir() and not any(any(path.glob(f"*.{kind}")) for kind in ("safetensors", "bin"))
     if model.from_scratch or path.suffix == ".json" or without_weights:
         if adapters.use_peft:
@@ -228,17 +248,18 @@ def load_model(options: Options, config: Any, adapter: Path | None = None) -> An
             raise OptionError(f"`--model {name}`: `{empty[0]}` has no elements. Correct the sizes in the config.")
     else:
         common |= {"revision": model.model_revision or "main", **_quantization(adapters, args)}
-        common |= getattr(args, "model_init_kwargs", None) or {}
+        common |= {**(getattr(args, "model_init_kwargs", None) or {}), "config": config, "output_loading_info": True}
         try:
-            common |= {"config": config, "output_loading_info": True}
             pair: Any = AutoModelForCausalLM.from_pretrained(name, **common)
         except Exception as error:  # whatever a broken file leads to
             raise OptionError(f"`--model {name}` cannot be loaded: {reason_of(error)}") from error
         loaded, info = pair
         if not model.allow_new_weights:
             _check_keys(name, loaded, info)
-        if adapters.load_in_4bit or adapters.load_in_8bit:
-            _warn_of_experts(loaded)
+        # bitsandbytes packs linear layers, not experts in one tensor.
+        size = sum(weight.nbytes for weight in loaded.parameters() if weight.ndim == 3)
+        if size and (adapters.load_in_4bit or adapters.load_in_8bit):
+            logger.warning("The experts of the model are not quantised, and take %.3g GiB.", size / 2**30)
     if model.qat == "bitnet":
         from hf_hybrid.export.bitnet import to_bitnet
 
@@ -264,25 +285,8 @@ def _check_keys(name: str, model: Any, info: dict[str, Any]) -> None:
         )
 
 
-def _warn_of_experts(model: Any) -> None:
-    """Say how much of a quantised base stays as it is: bitsandbytes packs linear layers, not experts in one tensor."""
-    if size := sum(weight.nbytes for weight in model.parameters() if weight.ndim == 3):
-        logger.warning("The experts of the model are not quantised, and take %.3g GiB.", size / 2**30)
-
-
-def _check_shards(path: Path) -> None:
-    """Refuse an index of weights that leads out of the folder of the model."""
-    from hf_hybrid.export.source import shard_names
-
-    for index in path.glob("*.index.json") if path.is_dir() else ():
-        try:
-            shard_names(index)
-        except ValueError as error:
-            raise OptionError(f"`--model {path}` cannot be loaded: `{index.name}` {error}.") from None
-
-
 def _quantization(adapters: AdapterOptions, args: Any) -> dict[str, Any]:
-    """How `from_pretrained` packs a base, and where."""
+    """How `from_pretrained` packs a base, and where: while layers are streamed, in host memory."""
     if not (adapters.load_in_4bit or adapters.load_in_8bit):
         return {}
     import torch
@@ -295,21 +299,16 @@ def _quantization(adapters: AdapterOptions, args: Any) -> dict[str, Any]:
         raise ImportError(
             '`--peft qlora` needs bitsandbytes. Install it: pip install "hf-hybrid[peft,quantization]"'
         ) from None
-    if adapters.load_in_8bit:
-        config = BitsAndBytesConfig(load_in_8bit=True)
-    else:
-        storage = adapters.bnb_4bit_quant_storage
-        config = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=adapters.bnb_4bit_quant_type,
-            bnb_4bit_use_double_quant=adapters.use_bnb_nested_quant,
-            bnb_4bit_compute_dtype=torch.bfloat16 if args.bf16 else torch.float32,
-            **({} if storage is None else {"bnb_4bit_quant_storage": storage}),
-        )
-    return {
-        "quantization_config": config,
-        "device_map": {"": PartialState().device if args.memory == "off" else "cpu"},
-    }
+    config = BitsAndBytesConfig(
+        load_in_8bit=adapters.load_in_8bit,
+        load_in_4bit=adapters.load_in_4bit,
+        bnb_4bit_quant_type=adapters.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=adapters.use_bnb_nested_quant,
+        bnb_4bit_compute_dtype=torch.bfloat16 if args.bf16 else torch.float32,
+        bnb_4bit_quant_storage=adapters.bnb_4bit_quant_storage,
+    )
+    device = PartialState().device if args.memory == "off" else "cpu"
+    return {"quantization_config": config, "device_map": {"": device}}
 
 
 # Adapters.
@@ -318,6 +317,11 @@ def _quantization(adapters: AdapterOptions, args: Any) -> dict[str, Any]:
 def adapters_config(options: AdapterOptions) -> Any:
     """Return the `peft.LoraConfig` of the options, `None` without adapters. Raises `ImportError` without peft."""
     if not options.use_peft:
+        if options.load_in_8bit or options.load_in_4bit:
+            bits = 8 if options.load_in_8bit else 4
+            raise OptionError(
+                f"`--load_in_{bits}bit` quantises a base, which cannot be trained itself. Add `--use_peft true`."
+            )
         return None
     from hf_hybrid.plan.models import lora_config
 

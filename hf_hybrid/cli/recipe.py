@@ -7,7 +7,7 @@ From a command (`hf-hybrid train | sft | dpo | grpo`) to a trained model, in the
 3. Several processes are launched if there are several GPUs ([`launch`]). Each of them begins here again at 1.
 4. [`train`] begins in each process that trains.
 5. [`make_trainer`] builds the options and checks them together ([`check_options`]); then come the tokenizer, every row
-   of the data ([`load_data`]), and last the weights, because they take longest. The trainer puts adapters on them.
+   of the data ([`Reader`]), and last the weights, because they take longest. The trainer puts adapters on them.
 6. The trainer trains.
 7. [`finish`] saves the model, evaluates it, writes its card and pushes it.
 
@@ -223,29 +223,40 @@ def make_trainer(options: Options) -> Any:
 
     command, args = options.command, options.config
     check_output(args.output_dir)
+    check_options(options)
     with args.main_process_first(desc="merging adapters"):
         adapter = loading.take_adapter(options)
-    check_options(options)
     adapters = loading.adapters_config(options.adapters) if adapter is None else None
     with args.main_process_first(desc="loading the tokenizer"):
         config = loading.read_config(options.model, options.trust_remote_code)
         tokenizer = loading.load_tokenizer(options.model, options.trust_remote_code, args)
     loading.check_sizes(config, str(options.model.model), len(tokenizer), getattr(options.data, "sequence_length", 0))
     reader = Reader.of(options)
+    if args.eval_strategy != "no" and not reader.evaluates:
+        raise OptionError(
+            f"`--eval_strategy {args.eval_strategy.value}` has nothing to evaluate on. Set `--eval_dataset` or "
+            "`--eval_share`."
+        )
     set_seed(args.seed)
     with args.main_process_first(desc="reading the data"):
-        train_set, eval_set = load_data(options, reader, tokenizer, config)
+        processes = getattr(args, "dataset_num_proc", None)
+        train_set, eval_set = reader.train_and_eval(tokenizer, console.print_fact, processes, config)
+        if command is GRPO and loading.learns_positions(config) and not options.data.streaming:
+            tokens.check_prompts(train_set, tokenizer, config, args.max_completion_length or 0)
     more: dict[str, Any] = {} if command is TRAIN else {"peft_config": adapters}
     if "log_completions" in options.defaulted:
         args.log_completions, args.num_completions_to_print = True, 0  # TRL writes them, and `Progress` shows one
     if options.rewards is not None:
         pattern, names = options.rewards.reward_pattern, options.rewards.reward or []
-        functions, text = rewards.load_all(names, pattern, args.reward_weights, train_set)
-        more["reward_funcs"] = rewards.checked(names, functions, next(iter(train_set)))
+        row = next(iter(train_set))
+        more["reward_funcs"], text = rewards.load_all(names, pattern, args.reward_weights, row)
         console.print_fact("rewards", text)
     set_seed(args.seed)  # as if the data had taken no random numbers
     with args.main_process_first(desc="loading the model's files"):
         model = loading.load_model(options, config, adapter)
+    if command is SFT:
+        args.assistant_only_loss = False  # done: the labels say it
+        tokens.warn_of_traps(train_set, tokenizer, model)
     if command is TRAIN:
         # Rows are of one length, so nothing is padded. Trainer's collator would pad, which takes a pad token.
         more["data_collator"] = default_data_collator
@@ -301,11 +312,6 @@ def check_options(options: Options) -> None:
         )
     if adapters.load_in_8bit and adapters.load_in_4bit:
         raise OptionError("`--load_in_8bit` and `--load_in_4bit` cannot be combined. Leave one out.")
-    if (adapters.load_in_8bit or adapters.load_in_4bit) and not adapters.use_peft:
-        bits = 8 if adapters.load_in_8bit else 4
-        raise OptionError(
-            f"`--load_in_{bits}bit` quantises a base, which cannot be trained itself. Add `--use_peft true`."
-        )
 
 
 def check_output(folder: str) -> None:
@@ -317,21 +323,6 @@ def check_output(folder: str) -> None:
     except OSError as error:
         reason = error.strerror or error
         raise OptionError(f"`--output_dir {folder}` cannot be written to: {reason}. Choose another folder.") from None
-
-
-def load_data(options: Options, reader: Reader, tokenizer: Any, config: Any) -> tuple[Any, Any]:
-    """Return the rows to train on and to evaluate on, and say what they are. Raises [`OptionError`]."""
-    args = options.config
-    train_set, eval_set = reader.train_and_eval(tokenizer, console.print_fact, getattr(args, "dataset_num_proc", None))
-    if eval_set is None and args.eval_strategy != "no":
-        raise OptionError(
-            f"`--eval_strategy {args.eval_strategy.value}` has nothing to evaluate on. Set `--eval_dataset` or "
-            "`--eval_share`."
-        )
-    if options.command is SFT:
-        args.assistant_only_loss = False  # done: the labels say it
-    tokens.check_rows(options, (train_set, eval_set), tokenizer, config)
-    return train_set, eval_set
 
 
 # After training.

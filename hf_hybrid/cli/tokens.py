@@ -31,90 +31,20 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hf_hybrid.cli.formats import SWITCHES, messages_of
-from hf_hybrid.cli.loading import reason_of
-from hf_hybrid.cli.options import ModelOptions, OptionError, Options
+from hf_hybrid.cli.loading import check_positions, reason_of
+from hf_hybrid.cli.options import OptionError
 
 logger = logging.getLogger(__name__)
-
-
-# Texts in blocks.
-
-
-def blocks(source: Any, tokenizer: Any, length: int) -> Any:
-    """
-    Join texts, with end-of-text tokens between, and cut them into rows of `length` tokens, all of them learned.
-
-    Conversations are formatted by the chat template. The rest of each 1,000 documents is left out. Raises
-    [`OptionError`] if a row cannot be formatted, or there are too few tokens.
-    """
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    columns, where = source.columns, source.where
-    encode = Answers(tokenizer, answers_only=False, completions_only=False).chat
-    if not end and "text" in columns:
-        logger.warning("The tokenizer has no end-of-text token, so documents are joined without one.")
-
-    def cut(rows: dict[str, list], numbers: list[int]) -> dict[str, list]:
-        if "text" in columns:
-            # Some tokenizers end each text themselves.
-            documents = [ids if ids[-1:] == end else ids + end for ids in tokenizer(rows["text"])["input_ids"]]
-        else:
-            documents = [ids for pieces in _encoded(encode, rows, numbers, where) for ids, _ in pieces]
-        ids = [token for document in documents for token in document]
-        pieces = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
-        return {"input_ids": pieces, "labels": [list(piece) for piece in pieces]}
-
-    finite = hasattr(source.rows, "__len__")
-    described = {"desc": "Tokenising"} if finite else {}
-    try:
-        rows = source.rows.map(cut, batched=True, with_indices=True, remove_columns=columns, **described)
-    except OptionError:
-        raise
-    except Exception as error:  # whatever a broken file leads to
-        raise OptionError(f"The tokenizer cannot tokenise {where}: {reason_of(error)} Save it again.") from error
-    if finite and not len(rows):
-        raise OptionError(f"{where} holds fewer than {length} tokens. Set a shorter `--sequence_length`.")
-    return rows
 
 
 Piece = tuple[list[int], list[bool]]
 """The tokens of a row, and which of them are learned."""
 
 
-def _encoded(
-    encode: Callable[[dict[str, Any]], list[Piece]], batch: dict[str, list], numbers: list[int], where: str
-) -> Iterator[list[Piece]]:
-    """Encode the rows of a batch one by one. An error names the row."""
-    for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
-        try:
-            yield encode(dict(zip(batch, values, strict=True)))
-        except Exception as error:  # whatever a template does with a conversation that it was not made for
-            raise OptionError(
-                f"{where}, row {number + 1}: the chat template cannot format it: {reason_of(error)} Correct or remove "
-                "the row."
-            ) from error
-
-
-def template_arguments(row: dict[str, Any]) -> dict[str, Any]:
-    """Return what the chat template reads beside the messages of a row."""
-    tools, more = (row.get(name) or None for name in ("tools", "chat_template_kwargs"))
-    tools, more = (json.loads(value) if isinstance(value, str) else value for value in (tools, more))
-    return {"tools": tools, **(more or {})}
-
-
-# Rows of SFT.
-
-
 class Answers:
     """
-    Turns rows into tokens and labels.
-
-    Args:
-        tokenizer: With the chat template.
-        answers_only (`bool`): Whether only the assistant's turns of chats are learned.
-        completions_only (`bool`): Whether only the completions of prompts are learned.
-
-    Attributes:
-        way (`str`): How the answers of chats are found: `marks`, `TRL's template` or `rendering`.
+    Turns rows into tokens and labels: of chats the assistant's turns (`answers_only`) or all, and of prompts with
+    completions the completions (`completions_only`) or all. How the answers of chats are found stands in `way`.
     """
 
     def __init__(self, tokenizer: Any, answers_only: bool, completions_only: bool):
@@ -136,18 +66,42 @@ class Answers:
         """Return a data set or stream with `input_ids` and `labels`. A row that has no form raises [`OptionError`]."""
         from hf_hybrid.rows.tree import IGNORED  # imports torch
 
-        columns, where = source.columns, source.where
+        columns, where = source.columns, source.where  # what is mapped is pickled, and shall not hold the rows
         encode = self.chat if "messages" in columns else self._text if "text" in columns else self._completion
 
         def of_batch(batch: dict[str, list], numbers: list[int]) -> dict[str, list]:
-            pieces = [piece for row in _encoded(encode, batch, numbers, where) for piece in row]
+            pieces = list(_encoded(encode, batch, numbers, where))
             labels = [[i if learn else IGNORED for i, learn in zip(ids, mask, strict=True)] for ids, mask in pieces]
             return {"input_ids": [ids for ids, _ in pieces], "labels": labels}
 
-        options: dict[str, Any] = {"batched": True, "with_indices": True, "batch_size": 100}
-        if hasattr(source.rows, "__len__"):
-            options |= {"num_proc": processes, "desc": "Tokenising"}
-        return source.rows.map(of_batch, remove_columns=columns, **options)
+        return _mapped(source, of_batch, 100, processes)
+
+    def blocks(self, source: Any, length: int) -> Any:
+        """
+        Join documents, with end-of-text tokens between, and cut them into rows of `length` tokens, all of them learned.
+
+        Conversations are formatted by the chat template. The rest of each 1,000 documents is left out. Raises
+        [`OptionError`] if a row cannot be formatted, or there are too few tokens.
+        """
+        tokenizer, where = self.tokenizer, source.where
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        if not end and "text" in source.columns:
+            logger.warning("The tokenizer has no end-of-text token, so documents are joined without one.")
+
+        def of_batch(batch: dict[str, list], numbers: list[int]) -> dict[str, list]:
+            if "text" in batch:
+                # Some tokenizers end each text themselves.
+                documents = [ids if ids[-1:] == end else ids + end for ids in tokenizer(batch["text"])["input_ids"]]
+            else:
+                documents = [ids for ids, _ in _encoded(self.chat, batch, numbers, where)]
+            ids = [token for document in documents for token in document]
+            pieces = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
+            return {"input_ids": pieces, "labels": [list(piece) for piece in pieces]}
+
+        rows = _mapped(source, of_batch)
+        if hasattr(rows, "__len__") and not len(rows):
+            raise OptionError(f"{where} holds fewer than {length} tokens. Set a shorter `--sequence_length`.")
+        return rows
 
     def _text(self, row: dict[str, Any]) -> list[Piece]:
         ids = self.tokenizer(text=self._ended(row["text"]))["input_ids"]
@@ -157,16 +111,18 @@ class Answers:
         end = self.tokenizer.eos_token or ""
         return text if text.endswith(end) else text + end
 
+    def prompt(self, row: dict[str, Any]) -> list[int]:
+        """Return the tokens of a prompt; of a chat with the beginning of an answer."""
+        if isinstance(row["prompt"], list):
+            return self._ids(self._render(messages_of(row, "prompt"), row, start=True))
+        return self.tokenizer(text=row["prompt"])["input_ids"]
+
     def _completion(self, row: dict[str, Any]) -> list[Piece]:
-        prompt, completion = row["prompt"], row["completion"]
-        if isinstance(prompt, list):
-            prompt, completion = messages_of(row, "prompt"), messages_of(row, "completion")
-            before = self._ids(self._render(prompt, row, start=True))
-            ids = self._ids(self._render(prompt + completion, row))
+        if isinstance(row["prompt"], list):
+            ids = self._ids(self._render(messages_of(row, "prompt") + messages_of(row, "completion"), row))
         else:
-            before = self.tokenizer(text=prompt)["input_ids"]
-            ids = self.tokenizer(text=prompt + self._ended(completion))["input_ids"]
-        start = _common(before, ids) if self.completions_only else 0
+            ids = self.tokenizer(text=row["prompt"] + self._ended(row["completion"]))["input_ids"]
+        start = _common(self.prompt(row), ids) if self.completions_only else 0
         return [(ids, [place >= start for place in range(len(ids))])]
 
     def chat(self, row: dict[str, Any]) -> list[Piece]:
@@ -176,11 +132,17 @@ class Answers:
             ids = self._ids(self._render(messages, row))
             return [(ids, [True] * len(ids))]
         text, spans = self._render(messages, row), []
-        learned = [place for place, message in enumerate(messages) if _is_learned(message)]
-        if self.way != "rendering" and len(learned) == sum(message["role"] == "assistant" for message in messages):
+        answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        # `weight: 0` and `train: false` switch learning off.
+        learned = [place for place in answers if all(messages[place].get(switch, 1) for switch in SWITCHES)]
+        if self.way != "rendering" and learned == answers:
             return [self._marked(text, self._marks(messages, row))]
         for place in learned:
-            before = self._render(messages[:place], row, start=True) if place else self._header(messages[0], row)
+            if place:
+                before = self._render(messages[:place], row, start=True)
+            else:  # what does not depend on the content of a first message
+                one, other = (self._render([{**messages[0], "content": text}], row) for text in ("A", "B"))
+                before = one[: _common(one, other)]
             spans.append((before, self._render(messages[: place + 1], row)))
         if all(text.startswith(after) for _, after in spans):
             return [self._marked(text, [(_common(before, after), len(after)) for before, after in spans])]
@@ -198,11 +160,6 @@ class Answers:
         )
         return rendered[1][0]
 
-    def _header(self, message: dict[str, Any], row: dict[str, Any]) -> str:
-        """What the template writes before the content of a first message."""
-        one, other = (self._render([{**message, "content": text}], row) for text in ("A", "B"))
-        return one[: _common(one, other)]
-
     def _marked(self, text: str, spans: list[tuple[int, int]]) -> Piece:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return encoded["input_ids"], [
@@ -219,28 +176,19 @@ class Answers:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _is_learned(message: dict[str, Any]) -> bool:
-    """Whether the answer of a message is learned: `weight: 0` and `train: false` switch that off."""
-    return message["role"] == "assistant" and all(message.get(switch, 1) for switch in SWITCHES)
-
-
 def _way(tokenizer: Any) -> tuple[str, str | None]:
     """How answers are found, and the template for it."""
-    from trl.chat_template_utils import (
-        get_training_chat_template,
-        has_generation_markers,
-        is_chat_template_stop_token_trained,
-    )
+    from trl import chat_template_utils as trl
 
     if not tokenizer.is_fast:
         raise OptionError(
             "The tokenizer does not say which letters its tokens stand for, which finding the answers needs. Set "
             "`--assistant_only_loss false` to learn whole conversations."
         )
-    if has_generation_markers(tokenizer.chat_template):
-        return ("marks", None) if is_chat_template_stop_token_trained(tokenizer) else ("rendering", None)
+    if trl.has_generation_markers(tokenizer.chat_template):
+        return ("marks", None) if trl.is_chat_template_stop_token_trained(tokenizer) else ("rendering", None)
     try:
-        return "TRL's template", get_training_chat_template(tokenizer)
+        return "TRL's template", trl.get_training_chat_template(tokenizer)
     except ValueError:  # TRL does not know the template
         return "rendering", None
 
@@ -251,6 +199,40 @@ def _common(first: Any, second: Any) -> int:
     return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
+def template_arguments(row: dict[str, Any]) -> dict[str, Any]:
+    """Return what the chat template reads beside the messages of a row."""
+    tools, more = (row.get(name) or None for name in ("tools", "chat_template_kwargs"))
+    tools, more = (json.loads(value) if isinstance(value, str) else value for value in (tools, more))
+    return {"tools": tools, **(more or {})}
+
+
+def _encoded(
+    encode: Callable[[dict[str, Any]], list[Piece]], batch: dict[str, list], numbers: list[int], where: str
+) -> Iterator[Piece]:
+    """Encode the rows of a batch one by one. An error names the row."""
+    for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
+        try:
+            yield from encode(dict(zip(batch, values, strict=True)))
+        except Exception as error:  # whatever a template does with a conversation that it was not made for
+            raise OptionError(
+                f"{where}, row {number + 1}: the chat template cannot format it: {reason_of(error)} Correct or remove "
+                "the row."
+            ) from error
+
+
+def _mapped(
+    source: Any, of_batch: Callable[..., dict[str, list]], size: int = 1000, processes: int | None = None
+) -> Any:
+    options = {"desc": "Tokenising", "num_proc": processes} if hasattr(source.rows, "__len__") else {}
+    options |= {"batched": True, "batch_size": size, "with_indices": True, "remove_columns": source.columns}
+    try:
+        return source.rows.map(of_batch, **options)
+    except OptionError:
+        raise
+    except Exception as error:  # whatever a broken file leads to
+        raise OptionError(f"The tokenizer cannot tokenise {source.where}: {reason_of(error)} Save it again.") from error
+
+
 # What is said about rows before they are trained on.
 
 
@@ -258,60 +240,75 @@ Report = Callable[[str, str], None]
 """Is told a fact: its name and a text."""
 
 
-def report_learned(rows: Any, eval_rows: Any, reader: Any, learned: str, report: Report) -> None:
+def report_learned(rows: Any, eval_rows: Any, reader: Any, learned: str, report: Report, config: Any = None) -> None:
     """
     Say how many tokens of the rows from [`Answers.tokenise`] SFT learns, in which words, and how many rows are cut.
-    Raises [`OptionError`] if there is nothing to learn or to evaluate on.
+
+    Raises:
+        OptionError: If there is nothing to learn or to evaluate on, or if rows are longer than the positions that the
+            model (`config`) learned.
     """
-    length, long = reader.max_length, ""
-    if hasattr(rows, "__len__"):
-        sizes, tokens = sizes_of(rows), 0
-        for table in rows.with_format("arrow").iter(1000):
-            tokens += sum(int((labels.flatten().to_numpy() >= 0).sum()) for labels in table["labels"].chunks)
-        learned += f": {tokens:,} of {sum(sizes):,} tokens ({tokens / sum(sizes):.0%})"
-        long = f"; longer rows: {sum(size > length for size in sizes):,}" if reader.packing else ""
-        if not tokens:
-            raise OptionError(
-                "No row has a token to learn. If the chat template hides the answers, set `--assistant_only_loss "
-                "false`."
-            )
-    elif length is not None:
-        report("max_length", f"rows of more than {length:,} tokens are cut; how many is not known in a stream")
-    report("loss on", learned)
-    if reader.packing:
-        how = "rows are glued and cut" if reader.packing == "wrapped" else "whole rows share a sequence"
-        report("packed", f"{how} of {length:,} tokens{long}")
-    if reader.packing in (None, "bfd"):  # the others glue or divide rows
-        for what, part in (("row", rows), ("evaluation row", eval_rows)):
-            if part is not None and length is not None:
-                _report_cut_rows(what, part, reader, report)
+    length, longest = reader.max_length, 0
+    for what, part in (("row", rows), ("evaluation row", eval_rows)):
+        if part is None:
+            continue
+        streamed = not hasattr(part, "__len__")
+        counts = list(_counts(part.take(64) if streamed else part, length or 2**40, reader.keep_end))
+        sizes = [size for size, _, _ in counts]
+        longest = max([longest, *([length or 0] if streamed else sizes)])
+        if part is rows and not streamed:
+            tokens = sum(count for _, count, _ in counts)
+            learned += f": {tokens:,} of {sum(sizes):,} tokens ({tokens / sum(sizes):.0%})"
+            if not tokens:
+                raise OptionError(
+                    "No row has a token to learn. If the chat template hides the answers, set `--assistant_only_loss "
+                    "false`."
+                )
+        elif part is rows and length is not None:
+            report("max_length", f"rows of more than {length:,} tokens are cut; how many is not known in a stream")
+        if part is rows:
+            report("loss on", learned)
+        if part is rows and reader.packing:
+            how = "rows are glued and cut" if reader.packing == "wrapped" else "whole rows share a sequence"
+            long = "" if streamed else f"; longer rows: {sum(size > length for size in sizes):,}"
+            report("packed", f"{how} of {length:,} tokens{long}")
+        if length is not None and reader.packing in (None, "bfd"):  # the others glue or divide rows
+            lost = sum(size > length and not count for size, _, count in counts)
+            _report_cut(what, sizes, lost, len(sizes), length, (lambda name, text: None) if streamed else report)
+    if config is not None:
+        check_positions(config, min(longest, length or longest), "Set a lower `--max_length`.")
 
 
-def _report_cut_rows(what: str, rows: Any, reader: Any, report: Report) -> None:
-    from datasets import Dataset
+def _counts(rows: Any, length: int, keep_end: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield of each row the numbers of tokens, of those learned, and of those that are learned once it is cut."""
+    import numpy
 
-    streamed, length = not hasattr(rows, "__len__"), reader.max_length
-    rows = Dataset.from_list(list(rows.take(64))) if streamed else rows
-    sizes = sizes_of(rows)
-    kept = slice(-length, None) if reader.keep_end else slice(None, length)
-    long = rows.select([place for place, size in enumerate(sizes) if size > length])
-    lost = sum(all(label < 0 for label in row["labels"][kept]) for row in long)
-    report_cut(what, sizes, lost, len(rows), length, (lambda name, text: None) if streamed else report)
+    for table in rows.with_format("arrow").iter(1000):
+        labels = table["labels"].combine_chunks()
+        sizes = labels.value_lengths().to_numpy()
+        ends = numpy.cumsum(sizes)
+        starts = first = ends - sizes
+        last = numpy.minimum(ends, starts + length)
+        if keep_end:
+            first, last = numpy.maximum(starts, ends - length), ends
+        learned = numpy.append(0, numpy.cumsum(labels.flatten().to_numpy() >= 0))
+        counts = (sizes, learned[ends] - learned[starts], learned[last] - learned[first])
+        yield from zip(*(count.tolist() for count in counts), strict=True)
 
 
-def report_cut(what: str, sizes: list[int], lost: int, total: int, length: int, report: Report) -> None:
+def _sizes(rows: Any, column: str) -> list[int]:
+    """The numbers of tokens of rows."""
+    tables = rows.with_format("arrow").iter(1000)
+    return [size for table in tables for size in table[column].combine_chunks().value_lengths().to_pylist()]
+
+
+def _report_cut(what: str, sizes: list[int], lost: int, total: int, length: int, report: Report) -> None:
     """Say how many rows `max_length` cuts or leaves out. Raises [`OptionError`] if it leaves out all."""
     if total and lost == total:
         raise OptionError(f"`--max_length {length}` cuts every {what} before its answer begins. Raise it.")
     if cut := sum(size > length for size in sizes) + total - len(sizes):
         text = f"{cut:,} of {total:,} {what}s cut at --max_length {length:,} (the longest has {max(sizes):,} tokens)"
         report("cut", text + (f"; {lost:,} of them keep no answer and are left out" if lost else ""))
-
-
-def sizes_of(rows: Any, column: str = "input_ids") -> list[int]:
-    """Return the numbers of tokens of rows."""
-    tables = rows.with_format("arrow").iter(1000)
-    return [size for table in tables for ids in table[column].chunks for size in ids.value_lengths().to_pylist()]
 
 
 def report_pairs(trainer: Any, before: Sequence[Any], config: Any, report: Report) -> None:
@@ -324,80 +321,43 @@ def report_pairs(trainer: Any, before: Sequence[Any], config: Any, report: Repor
     for what, pairs, rows in zip(names, before, after, strict=True):
         if "prompt_ids" not in (getattr(rows, "column_names", None) or ()) or not hasattr(rows, "__len__"):
             continue
-        prompts, chosen, rejected = (sizes_of(rows, name) for name in ("prompt_ids", "chosen_ids", "rejected_ids"))
-        sizes = [prompt + max(sides) for prompt, *sides in zip(prompts, chosen, rejected, strict=True)]
+        parts = [_sizes(rows, name) for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
+        sizes = [prompt + max(sides) for prompt, *sides in zip(*parts, strict=True)]
         if length is not None:
-            report_cut(what, sizes, len(pairs) - len(rows), len(pairs), length, report)
+            _report_cut(what, sizes, len(pairs) - len(rows), len(pairs), length, report)
         longest = max([longest, *sizes])
         if what == "pair":
-            tokens = 2 * sum(prompts) + sum(chosen) + sum(rejected)
+            tokens = sum(map(sum, [parts[0], *parts]))  # each side has the prompt
             report("tokens", f"{tokens:,} in {len(rows):,} pairs, the longest row {max(sizes):,}")
     check_positions(config, min(longest, length or longest), "Set a lower `--max_length`.")
+
+
+def check_prompts(rows: Any, tokenizer: Any, config: Any, answer: int) -> None:
+    """Refuse prompts of GRPO that, with an answer of so many tokens, are longer than the positions of a model."""
+    answers = Answers(tokenizer, answers_only=False, completions_only=False)
+    longest = max(len(answers.prompt(row)) for row in rows) + answer
+    check_positions(config, longest, "Leave out long prompts, or set a lower `--max_completion_length`.")
 
 
 _MARK = re.compile(r"<[|\uff5c][^<>|\uff5c\s]{1,40}[|\uff5c]>|<(?:start|end)_of_turn>")
 
 
-def check_rows(options: Options, parts: Sequence[Any], tokenizer: Any, config: Any) -> None:
+def warn_of_traps(rows: Any, tokenizer: Any, model: Any) -> None:
     """
-    Warn of rows to train and to evaluate on (`parts`) from which a model learns what nobody wants.
-
-    Raises:
-        OptionError: If rows are longer than the positions that the model learned.
-    """
-    name, args = options.command.name, options.config
-    finite = [rows for rows in parts if hasattr(rows, "__len__")]
-    if name == "sft":
-        _warn_of_traps(parts[0], tokenizer, _end_tokens(options.model, tokenizer, config))
-        longest = max((size for rows in finite for size in sizes_of(rows)), default=args.max_length or 0)
-        check_positions(config, min(longest, args.max_length or longest), "Set a lower `--max_length`.")
-    if name == "grpo" and finite and positions_of(config)[1]:
-        longest = max(prompt_sizes(finite[0], tokenizer)) + (args.max_completion_length or 0)
-        check_positions(config, longest, "Leave out long prompts, or set a lower `--max_completion_length`.")
-
-
-def positions_of(config: Any) -> tuple[int, bool]:
-    """Return how many positions a model knows (0: any number), and whether it has weights for these alone."""
-    text = config.get_text_config()
-    return getattr(text, "max_position_embeddings", None) or 0, not getattr(text, "rope_parameters", None)
-
-
-def check_positions(config: Any, longest: int, remedy: str) -> None:
-    """Refuse rows that are longer than the positions that a model learned, and warn where they can be computed."""
-    positions, learned = positions_of(config)
-    if not 0 < positions < longest:
-        return
-    text = f"Rows have up to {longest:,} tokens, and the model has {positions:,} positions (`max_position_embeddings`)"
-    if learned:
-        raise OptionError(f"{text}. {remedy}")
-    logger.warning("%s; it was not trained on those beyond. %s", text, remedy)
-
-
-def _end_tokens(options: ModelOptions, tokenizer: Any, config: Any) -> set[int]:
-    """The tokens at which the model ends what it generates."""
-    from transformers import GenerationConfig
-
-    ends = [tokenizer.eos_token_id, config.get_text_config().eos_token_id]
-    try:
-        name, revision = str(options.model), options.model_revision or "main"
-        ends.append(GenerationConfig.from_pretrained(name, revision=revision).eos_token_id)
-    except OSError:  # it has none
-        pass
-    return {end for entry in ends if entry is not None for end in (entry if isinstance(entry, list) else [entry])}
-
-
-def _warn_of_traps(rows: Any, tokenizer: Any, ends: set[int]) -> None:
-    """
-    Warn of what a trained model does not recover from: answers without a token at which generation ends (`ends`), and
-    marks of the chat template that are no tokens.
+    Warn of what a model trained by SFT does not recover from: answers without a token at which it ends what it
+    generates, and marks of the chat template that are no tokens.
     """
     sample = list(itertools.islice(rows, 8))
-    marks = set(_MARK.findall(tokenizer.decode(sample[0]["input_ids"]))) - tokenizer.get_vocab().keys()
-    if marks:
+    if marks := set(_MARK.findall(tokenizer.decode(sample[0]["input_ids"]))) - tokenizer.get_vocab().keys():
         logger.warning(
             "`%s` in the rows: no token of the vocabulary, but learned in pieces. Choose the tokenizer that belongs to "
             "the chat template, or another template with `--chat_template_path`.", "`, `".join(sorted(marks)),
         )  # fmt: skip
+    ends: set[Any] = {tokenizer.eos_token_id}
+    for config in (model.config.get_text_config(), model.generation_config):
+        end = getattr(config, "eos_token_id", None)  # what cannot generate has no config for it
+        ends.update(end if isinstance(end, list) else [end])
+    ends.discard(None)
     tails = [[label for label in row["labels"] if label >= 0][-8:] for row in sample]
     if any(tails) and not any(ends & set(tail[-4:]) for tail in tails):
         tail = next(filter(None, tails))
@@ -408,13 +368,3 @@ def _warn_of_traps(rows: Any, tokenizer: Any, ends: set[int]) -> None:
             "Learned rows end in %r, and generation ends at `%s`: the model will not stop after its answer. %s.",
             tokenizer.decode(tail), "`, `".join(map(str, names(sorted(ends)))), how,
         )  # fmt: skip
-
-
-def prompt_sizes(rows: Any, tokenizer: Any) -> Iterator[int]:
-    """Yield the numbers of tokens of prompts."""
-    for row in rows:
-        text, is_chat = row["prompt"], isinstance(row["prompt"], list)
-        if is_chat:
-            arguments = {"add_generation_prompt": True, "tokenize": False, **template_arguments(row)}
-            text = tokenizer.apply_chat_template(messages_of(row, "prompt"), **arguments)
-        yield len(tokenizer(text, add_special_tokens=not is_chat)["input_ids"])

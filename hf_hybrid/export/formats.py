@@ -77,8 +77,8 @@ def check_format(name: str, config: PreTrainedConfig, tokenizer: Any) -> None:
         raise ExportError(f"The model was trained to be ternary: export it with `format=bitnet`, got `{name}`.")
     package = FORMATS[name].package
     if package is not None and importlib.util.find_spec(package) is None:
-        extra = "quantization" if package == "bitsandbytes" else "export"
-        raise ExportError(f'`format={name}` needs {package}. Install it: pip install "hf-hybrid[{extra}]"')
+        install = "hf-hybrid[quantization]" if package == "bitsandbytes" else "hf-hybrid[export]"
+        raise ExportError(f'`format={name}` needs {package}. Install it: pip install "{install}"')
     if package == "gguf" and (reason := gguf.reason_not_written(config, tokenizer)) is not None:
         raise ExportError(f"`format={name}`: {reason} Convert the model with llama.cpp's `convert_hf_to_gguf.py`.")
 

@@ -112,87 +112,55 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """
-    Compute the attention of a flat row, as transformers asks for it.
+    Compute the attention of a flat row, with the arguments that transformers gives.
 
-    Args:
-        own: Name of the model's own attention, which computes where there are no segments, or where no rows share and
-            it is flash attention, which takes rows without padding.
-        module: The attention layer.
-        query: `[1, heads, slots, size]`; `key`, `value`: `[1, heads or fewer, slots, size]`.
-        attention_mask: Read by the model's own attention alone.
-        scaling: Of the scores. Default: one over the root of the size.
-        dropout: Rate at which the scores of a row are dropped. It must be 0 where rows share a prefix.
-        tree_segments: Of the flat row.
-
-    Returns the outputs, `[1, slots, heads, size]`, and no weights.
+    `own` names the model's own attention. It computes where there are no `tree_segments`, and where no rows share and
+    it is flash attention, which takes rows without padding. Where rows share, `dropout` must be 0. Queries, keys and
+    values are `[1, heads, slots, size]`. Returns the outputs, `[1, slots, heads, size]`, and no weights.
 
     Raises:
         CannotAttendError: If the layer asks for more than a tree has.
     """
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    compute: Any = ALL_ATTENTION_FUNCTIONS.get_interface(own, eager)
     if tree_segments is None:
-        compute = _function(own, module)
         return compute(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    asked = [what for name, what in NOT_IN_A_TREE.items() if kwargs.get(name) is not None]
-    if dropout and any(segment.path for segment in tree_segments):
-        asked.append("its attention has dropout")
-    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
-        asked.append("its attention is not causal")
-    if asked:
-        raise CannotAttendError(asked[0])
     layout, window = layout_of(tree_segments, query.device), kwargs.get("sliding_window")
+    obstacles = [obstacle for name, obstacle in NOT_IN_A_TREE.items() if kwargs.get(name) is not None]
+    if dropout and layout.shares:
+        obstacles.append("its attention has dropout")
+    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
+        obstacles.append("its attention is not causal")
+    if obstacles:
+        raise CannotAttendError(obstacles[0])
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     in_float32 = kind == "cpu" and dtype in FLASH_DTYPES and layout.most_keys <= MOST_KEYS_IN_FLOAT32
     query, key, value = (tensor.to(torch.float32 if in_float32 else dtype) for tensor in (query, key, value))
     with torch.autocast(kind, enabled=False):
-        return _attend(own, module, query, key, value, layout, scaling, dropout, window, kwargs).to(dtype), None
-
-
-def _attend(
-    own: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: Layout,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    options: dict[str, Any],
-) -> Tensor:
-    """Return the outputs, `[1, slots, heads, size]`. `options`: of the model's own attention."""
-    if "flash" in own and not any(segment.path for segment in layout.segments):
-        _, ends, _, longest, _ = layout.gathered
-        lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-        options = {"scaling": scaling, "dropout": dropout, **options, **lengths}
-        return _function(own, module)(module, query, key, value, None, **options)[0]
-    if not dropout and layout.flashes(query, key, value):  # `varlen_attn` has no dropout
-        return layout.in_one_call(query, key, value, scaling, window)
-    groups = query.shape[1] // key.shape[1]
-    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    options = {"scale": scaling, "dropout_p": dropout}
-    parts = [layout.segment(segment, query, key, value, window, options) for segment in layout.segments]
-    return torch.cat(parts, 2).transpose(1, 2)
-
-
-def _function(own: str, module: nn.Module) -> Any:
-    """Return a model's own attention. An eager one stands beside the layer."""
-    beside: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    return ALL_ATTENTION_FUNCTIONS.get_interface(own, beside)
+        if "flash" in own and not layout.shares:
+            _, ends, _, longest, _ = layout.gathered
+            lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+            options = {"scaling": scaling, "dropout": dropout, **kwargs, **lengths}
+            output = compute(module, query, key, value, None, **options)[0]
+        elif not dropout and layout.flashes(query, key, value):  # `varlen_attn` has no dropout
+            output = layout.in_one_call(query, key, value, scaling, window)
+        else:
+            groups = query.shape[1] // key.shape[1]
+            key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+            options = {"scale": scaling, "dropout_p": dropout}
+            parts = [layout.segment(segment, query, key, value, window, options) for segment in tree_segments]
+            output = torch.cat(parts, 2).transpose(1, 2)
+    return output.to(dtype), None
 
 
 class Layout:
-    """
-    What the attentions of all layers need of the segments, made once.
-
-    Args:
-        segments (`tuple[Segment, ...]`): Of a flat row.
-        device (`torch.device`): Where the model computes.
-    """
+    """What the attentions of all layers need of the segments of a flat row, made once."""
 
     def __init__(self, segments: tuple[Segment, ...], device: torch.device):
         self.segments, self.device = segments, device
         self.most_keys = max(segment.keys for segment in segments)
+        self.shares = any(segment.path for segment in segments)
         self._masks: dict[tuple, Tensor] = {}
 
     def segment(

@@ -22,18 +22,11 @@ def share_saved(tree: Tree) -> float:
 
 
 class Costs(NamedTuple):
-    """
-    Operations of a forward pass; the backward pass has about twice as many.
+    """Operations of a forward pass; the backward pass has about twice as many."""
 
-    Attributes:
-        token (`float`): Per token, in linear layers without the head.
-        pair (`float`): Per pair of tokens, in attention.
-        scored (`float`): Per token that the head scores.
-    """
-
-    token: float
-    pair: float
-    scored: float
+    token: float  # per token, in linear layers without the head
+    pair: float  # per pair of tokens, in attention
+    scored: float  # per token that the head scores
 
     @classmethod
     def of(cls, model: Any) -> Costs:

@@ -20,15 +20,14 @@ number has no influence. That is found by fixing it to both ends of its range an
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_hybrid.run.run import RandomStates
+from hf_hybrid.run.run import RandomStates, as_before
 
 Drawn = Literal["nothing", "by token", "by batch"]
 
@@ -40,44 +39,25 @@ def drawn_numbers(model: torch.nn.Module, device: torch.device) -> Drawn:
     """
     Return which random numbers a forward pass draws, in the mode (training or not) that the model is in.
 
-    Generators and buffers are as they were afterwards.
-
-    Args:
-        model (`torch.nn.Module`): Takes `input_ids` and `attention_mask`.
-        device (`torch.device`): Where it computes.
+    The model takes `input_ids` and `attention_mask`. Generators and buffers are as they were afterwards.
     """
     tokens = torch.arange(ROWS * LENGTH, device=device).view(ROWS, LENGTH)
     before, watch = RandomStates.now(device), _Watch(device)
     with as_before(model, device):
         with watch:
             low = _logits(model, tokens)
-        if not watch.drew and before.same_as(RandomStates.now(device)):
+        if not watch.drawn and before.same_as(RandomStates.now(device)):
             return "nothing"
-        if not watch.drew or watch.others:  # `not drew`: by Python or NumPy, of which no shape is known
+        if not watch.drawn or "others" in watch.drawn:  # `not drawn`: by Python or NumPy, of which no shape is known
             return "by batch"
-        if not watch.single:
+        if "single" not in watch.drawn:
             return "by token"
         before.restore()
-        with _Watch(device, single=1.0):
+        with _Watch(device, value=1.0):
             high = _logits(model, tokens)
         if low is None or high is None or not torch.equal(low, high):
             return "by batch"
-        return "by token" if watch.by_token else "nothing"
-
-
-@contextlib.contextmanager
-def as_before(model: torch.nn.Module, device: torch.device) -> Generator[None]:
-    """Context without gradients after which modes, buffers (running means) and random generators are as they were."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with RandomStates.now(device).again(), torch.no_grad():
-        try:
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        return "by token" if "by token" in watch.drawn else "nothing"
 
 
 def drawn_in_training(model: torch.nn.Module, device: torch.device) -> Drawn:
@@ -93,24 +73,12 @@ def _logits(model: Callable[..., Any], tokens: torch.Tensor) -> torch.Tensor | N
 
 class _Watch(TorchDispatchMode):
     """
-    Notes the shape of what operations draw.
-
-    Args:
-        device (`torch.device`): Where the model computes.
-        single (`float`): Value in place of a single random number.
-
-    Attributes:
-        by_token, single, others (`bool`): Whether numbers of each token, single numbers, or others were drawn.
+    Notes what operations draw: `"single"` numbers, in whose place it puts `value`; numbers `"by token"`; or `"others"`.
     """
 
-    def __init__(self, device: torch.device, single: float = 0.0):
+    def __init__(self, device: torch.device, value: float = 0.0):
         super().__init__()
-        self.device, self.value = device, single
-        self.by_token = self.single = self.others = False
-
-    @property
-    def drew(self) -> bool:
-        return self.by_token or self.single or self.others
+        self.device, self.value, self.drawn = device, value, set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -120,14 +88,11 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         if before.same_as(RandomStates.now(self.device)):  # fused attention has the tag at a rate of zero too
             return result
-        drawn = next(leaf for leaf in tree_leaves(result) if torch.is_tensor(leaf))
-        if drawn.numel() == 1:
-            self.single = True
-            return drawn.fill_(self.value)
-        if _has_tokens(drawn.shape):
-            self.by_token = True
-        else:
-            self.others = True
+        numbers = next(leaf for leaf in tree_leaves(result) if torch.is_tensor(leaf))
+        if numbers.numel() == 1:
+            self.drawn.add("single")
+            return numbers.fill_(self.value)
+        self.drawn.add("by token" if _has_tokens(numbers.shape) else "others")
         return result
 
 

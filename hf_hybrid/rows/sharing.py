@@ -20,10 +20,10 @@ are those of plain `Trainer`; the micro-batches that are left over compute nothi
 exchange gradients in the last backward pass of a window.
 
 **Is it the same?** The gradient is, up to rounding: about 1e-6 in fp32. Three things guard it. What is known not to
-work is not tried ([`why_not`], and `reason_not_shared` in windows.py). The first batch of every model is computed in
-both ways and compared (comparison.py); so is the first batch with rows longer than the model's sliding window. And a
-layer that asks for an attention that a tree does not have raises an error in that comparison. After a mismatch the
-padded rows are computed, and the log says why.
+work is not tried ([`obstacle_in_model`], and `reason_not_shared` in windows.py). The first batch of every model is
+computed in both ways and compared (comparison.py); so is the first batch with rows longer than the model's sliding
+window. And a layer that asks for an attention that a tree does not have raises an error in that comparison. After a
+mismatch the padded rows are computed, and the log says why.
 
 **Dropout.** In padded rows each copy of a prefix has random numbers of its own, so that it cannot be computed once. But
 padding can be left out: rows follow each other in the flat row, and each token draws numbers of its own. The update has
@@ -53,9 +53,10 @@ from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.attention import ARGUMENT, CannotAttendError, attention, layout_of, no_mask, tree_attention
 from hf_hybrid.rows.comparison import TOLERANCES, difference, sample
 from hf_hybrid.rows.costs import WORTH, Costs, share_saved
-from hf_hybrid.rows.randomness import Drawn, as_before, drawn_numbers
+from hf_hybrid.rows.randomness import Drawn, drawn_numbers
 from hf_hybrid.rows.tree import IGNORED, Batch, Row, Rows, Segment, Targets, Tree, divide, on_host, padded
 from hf_hybrid.run.fallbacks import Fallbacks
+from hf_hybrid.run.run import as_before
 from hf_hybrid.streaming.layers import base_model
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ _COUNTS_MASK = ("opt", "biogpt")
 # What is known of a model.
 
 
-def why_not(model: Model) -> str | None:
+def obstacle_in_model(model: Model) -> str | None:
     """Return why a model cannot compute trees, if that is known without running it."""
     base: Model = base_model(model)
     config = base.config.get_text_config()
@@ -112,9 +113,9 @@ def window_of(config: Any) -> float:
 
 @dataclass
 class ModelFacts:
-    """What is known of a model: `why` it computes padded rows, or what it costs and what was compared."""
+    """What is known of a model: the `reason` for padded rows, or what it costs and what was compared."""
 
-    why: str | None = None
+    reason: str | None = None
     base: Any = None
     """The model without the wrapper of adapters."""
     backbone: Any = None
@@ -123,9 +124,8 @@ class ModelFacts:
     window: float = float("inf")
     counts_mask: bool = False
     """Whether positions count tokens in the mask, not columns."""
-    compared: bool = False
-    compared_beyond: bool = False
-    """Whether rows longer than the window were compared too."""
+    compared: int = 0
+    """Tokens of the longest row that was compared."""
     drawn: dict[bool, Drawn] = field(default_factory=dict)
     """Random numbers of a forward pass, in training and out of it, once they are known."""
 
@@ -133,8 +133,8 @@ class ModelFacts:
     def of(cls, model: nn.Module) -> ModelFacts:
         try:
             base: Model = base_model(model)
-            if (why := why_not(model)) is not None:
-                return cls(why)
+            if (reason := obstacle_in_model(model)) is not None:
+                return cls(reason)
             counts_mask, window = base.config.model_type in _COUNTS_MASK, window_of(base.config.get_text_config())
             return cls(None, base, base.get_decoder(), Costs.of(model), window, counts_mask)
         except (AttributeError, TypeError) as error:  # of a model with a config of its own
@@ -142,11 +142,10 @@ class ModelFacts:
 
     def has_compared(self, longest: int) -> bool:
         """Whether rows of this length have been compared, as far as windows of attention go."""
-        return self.compared and (self.compared_beyond or longest <= self.window)
+        return self.compared > 0 and (self.compared > self.window or longest <= self.window)
 
     def note_compared(self, longest: int) -> None:
-        """Rows of this length have been compared."""
-        self.compared, self.compared_beyond = True, self.compared_beyond or longest > self.window
+        self.compared = max(self.compared, longest)
 
 
 # A batch as a flat row.
@@ -156,23 +155,17 @@ class FlatRow(NamedTuple):
     """
     What a model gets and gives for a batch. Tensors are on the model's device.
 
-    Attributes:
-        ids, positions (`Tensor`): `[1, slots]`.
-        segments (`tuple[Segment, ...]`): Of the row.
-        slots, tokens (`Tensor`): Where each target is predicted, and what: `[targets]`.
-        readers (`Tensor`): Target of each label, `[labels]`.
-        places (`Tensor`): Where TRL expects the label's values, as an index into `[batch, length - 1]`: `[labels]`.
-        shape (`tuple[int, int]`): Of the batch.
+    TRL expects the values of each label at its `places`, which are indices into `[batch, length - 1]`.
     """
 
-    ids: Tensor
-    positions: Tensor
+    ids: Tensor  # [1, slots]
+    positions: Tensor  # [1, slots]
     segments: tuple[Segment, ...]
-    slots: Tensor
-    tokens: Tensor
-    readers: Tensor
-    places: Tensor
-    shape: tuple[int, int]
+    slots: Tensor  # where each target is predicted: [targets]
+    tokens: Tensor  # what is predicted there: [targets]
+    readers: Tensor  # the target of each label: [labels]
+    places: Tensor  # [labels]
+    shape: tuple[int, int]  # of the batch
 
     @classmethod
     def of(cls, tree: Tree, batch: Batch, device: torch.device, *, repeat: bool) -> FlatRow:
@@ -207,8 +200,8 @@ class FlatRow(NamedTuple):
         """Bring values of targets `[1, targets]` into the layout of the batch `[batch, length - 1]`; 0 elsewhere."""
         rows, length = self.shape
         places, readers = (tensor.to(values.device) for tensor in (self.places, self.readers))
-        found = values.new_zeros(rows * (length - 1))
-        return found.index_put((places,), values[0][readers]).view(rows, length - 1)
+        zeros = values.new_zeros(rows * (length - 1))
+        return zeros.index_put((places,), values[0][readers]).view(rows, length - 1)
 
 
 def rows_of(inputs: Mapping[str, Any]) -> Rows:
@@ -217,7 +210,7 @@ def rows_of(inputs: Mapping[str, Any]) -> Rows:
     return ids, torch.ones_like(ids) if mask is None else mask != 0, inputs["labels"]
 
 
-def why_no_rows(inputs: Any) -> str | None:
+def obstacle_in_batch(inputs: Any) -> str | None:
     """Return why a batch is not rows of tokens with labels and nothing else, as far as its form tells."""
     if not isinstance(inputs, Mapping):
         return "a batch is no mapping of names to tensors"
@@ -238,23 +231,18 @@ def why_no_rows(inputs: Any) -> str | None:
 class Plan(NamedTuple):
     """What one process would do with the batches of a window: nothing, if there are no trees."""
 
-    why: str | None = None
-    """Why there are none; it was said already."""
+    reason: str | None = None  # there are none; it was said already
     trees: tuple[Tree, ...] = ()
-    cost: float = 0.0
-    """Operations of the trees."""
-    padded: float = 0.0
-    """Operations of the padded rows."""
+    cost: float = 0.0  # operations of the trees
+    padded: float = 0.0  # operations of the padded rows
 
 
 class _UnderWay(threading.local):
     """The forward pass of this thread: the micro-batches of a window may go through a model on several."""
 
     row: FlatRow | None = None
-    comparing: str | None = None
-    """`padded` or `tree` in a comparison."""
-    hidden: Tensor | None = None
-    """What the backbone returned in a comparison."""
+    comparing: str | None = None  # `padded` or `tree` in a comparison
+    hidden: Tensor | None = None  # what the backbone returned in a comparison
 
 
 class SharedRows(Part):
@@ -265,12 +253,9 @@ class SharedRows(Part):
     `tokens_padding`, and `tokens_shared`, to which tokens without influence on a label belong. `plain_rows_because` in
     the summary says why the last batch that was computed as it is was.
 
-    Args:
-        off (`bool`): Do nothing.
-        why_plain (`str`, *optional*): Why no batch is exchanged in this run.
-        half_precision (`bool`): Whether models compute in bf16 or fp16.
-        may_compare (`bool`): Whether a model can run one more forward pass inside of one. It cannot where processes, or
-            the layers of a window, wait for each other.
+    With `off` it does nothing. `reason_plain` says why no batch is exchanged in this run. `half_precision` tells
+    whether models compute in bf16 or fp16. `may_compare` tells whether a model can run one more forward pass inside of
+    one. It cannot where processes, or the layers of a window, wait for each other.
     """
 
     name = "shared_rows"
@@ -280,11 +265,11 @@ class SharedRows(Part):
     def __init__(
         self,
         off: bool = False,
-        why_plain: str | None = None,
+        reason_plain: str | None = None,
         half_precision: bool = False,
         may_compare: bool = True,
     ):
-        self.off, self.why_plain, self.half_precision = off, why_plain, half_precision
+        self.off, self.reason_plain, self.half_precision = off, reason_plain, half_precision
         self.may_compare = may_compare
         self.fallbacks = Fallbacks("Rows are computed padded, each for itself (`share_rows`)")
         self.shares_nothing = Fallbacks("Padding is left out, but no shared prefix (`share_rows`)")
@@ -311,7 +296,7 @@ class SharedRows(Part):
     @property
     def may_share(self) -> bool:
         """Whether batches may be exchanged, as far as is known."""
-        return not self.off and self.why_plain is None
+        return not self.off and self.reason_plain is None
 
     # Open and closed. Recomputed layers need the attention of trees in the backward pass too.
 
@@ -343,7 +328,7 @@ class SharedRows(Part):
             return
         self._opened[model] = stack = contextlib.ExitStack()
         stack.callback(model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True).remove)
-        if self.may_share and (facts := self.facts_of(model)).why is None:
+        if self.may_share and (facts := self.facts_of(model)).reason is None:
             stack.callback(model.register_forward_hook(self._after).remove)
             stack.callback(facts.backbone.register_forward_hook(self._behind_backbone).remove)
 
@@ -393,11 +378,8 @@ class SharedRows(Part):
 
     def copy_ahead(self, tensors: Sequence[Tensor], batches: Iterable[Rows]) -> None:
         """
-        Copy the batches of a step to the host at once: the host waits for the device at every copy.
-
-        Args:
-            tensors (`Sequence[Tensor]`): What a model will get of each, or what [`computing`] will name.
-            batches (`Iterable[Rows]`): The same rows, best on the host.
+        Copy the batches of a step to the host at once: the host waits for the device at every copy. `tensors` are what
+        a model will get of each, or what [`computing`] will name.
         """
         self._copied.clear()
         if self.may_share:
@@ -428,9 +410,9 @@ class SharedRows(Part):
         way.row = None
         if way.comparing == "padded" or args:
             return None
-        if (why := self._why_not(model, inputs)) is not None:
+        if (reason := self._obstacle(model, inputs)) is not None:
             if inputs.get("labels") is not None:  # else nothing could be left out
-                self.fallbacks.cannot_be_exact(why)
+                self.fallbacks.cannot_be_exact(reason)
             return None
         batch, tree = self._on_host(inputs)
         if tree is None:
@@ -478,15 +460,15 @@ class SharedRows(Part):
             self._facts[model] = ModelFacts.of(model)
         return self._facts[model]
 
-    def _why_not(self, model: nn.Module, inputs: Mapping[str, Any]) -> str | None:
+    def _obstacle(self, model: nn.Module, inputs: Mapping[str, Any]) -> str | None:
         """Return why a batch is computed as it is, if that is known before anything is copied to the host."""
-        if self.why_plain is not None:
-            return self.why_plain
-        if (why := why_no_rows(inputs)) is not None:
-            return why
+        if self.reason_plain is not None:
+            return self.reason_plain
+        if (reason := obstacle_in_batch(inputs)) is not None:
+            return reason
         if inputs.get("output_router_logits"):
             return "the router loss counts every token of the padded rows"
-        return self.facts_of(model).why
+        return self.facts_of(model).reason
 
     def _drawn(self, model: nn.Module, device: torch.device) -> Drawn | None:
         """Return which random numbers a model draws in its mode; `None` if that cannot be found out, and say why."""
@@ -498,7 +480,7 @@ class SharedRows(Part):
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
-                self.why_plain = self.fallbacks.did_not_work(error, "the model does not take ten tokens")
+                self.reason_plain = self.fallbacks.did_not_work(error, "the model does not take ten tokens")
                 return None
             finally:
                 way.comparing = before
@@ -522,11 +504,8 @@ class SharedRows(Part):
         self, model: nn.Module, batches: Sequence[Batch], most: float, device: torch.device, compact: bool
     ) -> Plan:
         """
-        Return the trees of some batches.
-
-        Args:
-            most (`float`): Tokens of a tree, see [`divide`].
-            compact (`bool`): Whether the head of padded rows scores the tokens with labels alone.
+        Return the trees of some batches, which have at most `most` tokens each. In `compact` padded rows the head
+        scores only the tokens with labels.
         """
         facts, rows = self.facts_of(model), []
         for number, batch in enumerate(batches):
@@ -537,7 +516,7 @@ class SharedRows(Part):
             rows += of_batch
         padded_cost = sum(facts.costs.padded(batch, compact=compact) for batch in batches)
         if not rows or (drawn := self._drawn(model, device)) is None:
-            return Plan(self.why_plain, padded=padded_cost)
+            return Plan(self.reason_plain, padded=padded_cost)
         if drawn != "nothing":
             self._note_drawn(model, drawn, rows)
         if drawn == "by batch":
@@ -557,8 +536,9 @@ class SharedRows(Part):
             if not self.may_compare:
                 self.fallbacks.cannot_be_exact("no batch of its kind was compared yet")
                 return None
-            self.why_plain = self._compare(model, tree, [batch], lambda part: model(**{**inputs, **part}), device)
-        return tree if self.why_plain is None else None
+            self.reason_plain = self._compare(model, tree, [batch], lambda part: model(**{**inputs, **part}), device)
+            facts.note_compared(tree.longest)
+        return tree if self.reason_plain is None else None
 
     def _compare(
         self,
@@ -569,11 +549,8 @@ class SharedRows(Part):
         device: torch.device,
     ) -> str | None:
         """
-        Compute some rows in both ways (comparison.py), and return why the results are not the same.
-
-        Args:
-            compute (`Callable`): From `input_ids`, `attention_mask` and `labels` to what holds a `loss`, or to a loss.
-            device (`torch.device`): Where the model computes.
+        Compute some rows in both ways (comparison.py), and return why the results are not the same. `compute` takes
+        `input_ids`, `attention_mask` and `labels`, and returns a loss or what holds one.
         """
         facts, rows, trains = self.facts_of(model), Tree.of(sample(tree)), model.training
         half_precision = self.half_precision or model.dtype in (torch.float16, torch.bfloat16)
@@ -581,8 +558,8 @@ class SharedRows(Part):
         try:
             with as_before(model, device):
                 model.eval()
-                why = difference(observe, rows, batches, TOLERANCES[half_precision])
-                if why is None and trains and facts.drawn.get(True, "nothing") != "nothing":
+                reason = difference(observe, rows, batches, TOLERANCES[half_precision])
+                if reason is None and trains and facts.drawn.get(True, "nothing") != "nothing":
                     model.train()
                     observe("tree", *padded(Tree.of(rows.rows, shares=False), batches))
         except CannotAttendError as error:
@@ -594,14 +571,14 @@ class SharedRows(Part):
             if getattr(facts.base, "_supports_attention_backend", False):
                 cost = f"About {saved:.0%} of the tokens of the first batch, and its padding, are not saved."
                 return self.fallbacks.did_not_work(error, "the model does not take a tree", cost=cost)
-            why = f"the attention of `{type(facts.base).__name__}` is its own, not one of transformers' interface"
-            self.fallbacks.cannot_be_exact(why)
-            return why
-        if why is None:
-            facts.note_compared(tree.longest)
-        else:
-            self.fallbacks.cannot_be_exact(why, advice=f"About {saved:.0%} of its tokens, and padding, are not saved.")
-        return why
+            reason = f"the attention of `{type(facts.base).__name__}` is its own, not one of transformers' interface"
+            self.fallbacks.cannot_be_exact(reason)
+            return reason
+        if reason is not None:
+            self.fallbacks.cannot_be_exact(
+                reason, advice=f"About {saved:.0%} of its tokens, and padding, are not saved."
+            )
+        return reason
 
     def _observe(
         self, model: nn.Module, compute: Callable, device: torch.device, how: str, batch: Batch, tree: Tree

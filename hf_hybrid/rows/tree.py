@@ -53,23 +53,14 @@ decoder layer keeps for the backward pass.
 
 
 class Row(NamedTuple):
-    """
-    One row of a batch. Rows sort by what they begin with.
+    """One row of a batch. Rows sort by what they begin with."""
 
-    Attributes:
-        position (`int`): Of its first token.
-        ids (`list[int]`): Its tokens, up to the last one that is predicted.
-        first (`int`): Column of its first token; what stands before it is padding.
-        batch, number (`int`): The batch it comes from, and its number there.
-        labels (`int`): How many of its tokens are predicted.
-    """
-
-    position: int
-    ids: list[int]
-    first: int
-    batch: int
-    number: int
-    labels: int
+    position: int  # of its first token
+    ids: list[int]  # its tokens, up to the last one that is predicted
+    first: int  # column of its first token; what stands before it is padding
+    batch: int  # the number of the batch it comes from
+    number: int  # its own number there
+    labels: int  # how many of its tokens are predicted
 
     @property
     def fed(self) -> list[int]:
@@ -82,18 +73,11 @@ Rows = tuple[Tensor, Tensor, Tensor]
 
 
 class Batch(NamedTuple):
-    """
-    A padded batch, on the host.
-
-    Attributes:
-        ids (`Tensor`): Tokens, `[batch, length]`, padded on either side.
-        mask (`Tensor`): 1 where there is a token, 0 where there is padding.
-        labels (`Tensor`): The tokens that are to be predicted, `IGNORED` elsewhere.
-    """
+    """A padded batch, on the host: `[batch, length]`, padded on either side."""
 
     ids: Tensor
-    mask: Tensor
-    labels: Tensor
+    mask: Tensor  # 1 where there is a token, 0 where there is padding
+    labels: Tensor  # the tokens that are to be predicted, `IGNORED` elsewhere
 
     @property
     def tokens(self) -> int:
@@ -117,15 +101,15 @@ class Batch(NamedTuple):
         columns = torch.arange(1, self.ids.shape[1])
         ends = (columns * self.predicted).amax(1).tolist() if len(columns) else [0] * len(self.ids)
         begins, labels = self.mask.argmax(1).tolist(), self.predicted.sum(1).tolist()
-        found = []
+        rows = []
         for row, (begin, end, ids) in enumerate(zip(begins, ends, self.ids.tolist(), strict=True)):
             if not end:
                 continue
             if not self.mask[row, begin:end].all():
                 return None
             position = 0 if counts_mask else begin
-            found.append(Row(position, ids[begin : end + 1], begin, number, row, labels[row]))
-        return found
+            rows.append(Row(position, ids[begin : end + 1], begin, number, row, labels[row]))
+        return rows
 
 
 def on_host(batches: Sequence[Rows]) -> list[Batch]:
@@ -161,17 +145,11 @@ class _Node:
 
 
 class Segment(NamedTuple):
-    """
-    Tokens between two branches. Plain numbers, so that it can go through a model as an argument.
+    """Tokens between two branches. Plain numbers, so that it can go through a model as an argument."""
 
-    Attributes:
-        begin, end (`int`): Its slots.
-        path (`tuple[tuple[int, int], ...]`): Slots of its ancestors, from the root on.
-    """
-
-    begin: int
-    end: int
-    path: tuple[tuple[int, int], ...]
+    begin: int  # its first slot
+    end: int  # the slot behind its last
+    path: tuple[tuple[int, int], ...]  # slots of its ancestors, from the root on
 
     @property
     def keys(self) -> int:
@@ -186,23 +164,14 @@ class Segment(NamedTuple):
 
 @dataclass
 class Tree:
-    """
-    Rows that are computed together.
+    """Rows that are computed together."""
 
-    Attributes:
-        rows (`list[Row]`): In sorted order.
-        ids, positions (`list[int]`): Token and position of each slot.
-        spans (`list[list[tuple[int, int]]]`): Of each row, the slots of its tokens in order.
-        memory (`float`): Memory that it takes, in tokens.
-        shares (`bool`): Whether prefixes are computed once. If not, each row is a segment of its own.
-    """
-
-    rows: list[Row] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    spans: list[list[tuple[int, int]]] = field(default_factory=list)
-    memory: float = 0.0
-    shares: bool = True
+    rows: list[Row] = field(default_factory=list)  # in sorted order
+    ids: list[int] = field(default_factory=list)  # of each slot, its token
+    positions: list[int] = field(default_factory=list)  # and its position
+    spans: list[list[tuple[int, int]]] = field(default_factory=list)  # of each row, the slots of its tokens in order
+    memory: float = 0.0  # that it takes, in tokens
+    shares: bool = True  # prefixes are computed once; if not, each row is a segment of its own
     _path: list[_Node] = field(default_factory=list)
     _nodes: list[_Node] = field(default_factory=list)
 
@@ -252,14 +221,14 @@ class Tree:
     @property
     def segments(self) -> tuple[Segment, ...]:
         """The segments, in the order of their slots: together they are all slots."""
-        found = []
+        segments = []
         for node in sorted(self._nodes, key=lambda node: node.slot):
             path, above = [], node.parent
             while above is not None:
                 path.append((above.slot, above.slot + above.stop - above.start))
                 above = above.parent
-            found.append(Segment(node.slot, node.slot + node.stop - node.start, tuple(reversed(path))))
-        return tuple(found)
+            segments.append(Segment(node.slot, node.slot + node.stop - node.start, tuple(reversed(path))))
+        return tuple(segments)
 
     @property
     def labels(self) -> int:
@@ -277,20 +246,12 @@ class Tree:
 
 
 class Targets(NamedTuple):
-    """
-    What is predicted in a tree, and who reads it.
+    """What is predicted in a tree, and who reads it. Each pair of slot and token stands once."""
 
-    Attributes:
-        slots (`Tensor`): Where each target is predicted, `[targets]`, in ascending order.
-        tokens (`Tensor`): The token to be predicted, `[targets]`; each pair of slot and token stands once.
-        readers (`Tensor`): For each label of the batches, its target: `[labels]`.
-        places (`Tensor`): For each label its batch, row and column of the predicting token: `[labels, 3]`.
-    """
-
-    slots: Tensor
-    tokens: Tensor
-    readers: Tensor
-    places: Tensor
+    slots: Tensor  # where each target is predicted, in ascending order: [targets]
+    tokens: Tensor  # what is predicted there: [targets]
+    readers: Tensor  # for each label of the batches, its target: [labels]
+    places: Tensor  # for each label its batch, row and column of the predicting token: [labels, 3]
 
     @classmethod
     def of(cls, tree: Tree, batches: Sequence[Batch]) -> Targets:
@@ -308,8 +269,8 @@ class Targets(NamedTuple):
             none = torch.zeros(0, dtype=torch.long)
             return cls(none, none, none, none.view(0, 3))
         pairs = torch.stack([torch.cat(slots), torch.cat(tokens)], 1)
-        found, readers = pairs.unique(dim=0, return_inverse=True)
-        return cls(found[:, 0], found[:, 1], readers, torch.cat(places))
+        targets, readers = pairs.unique(dim=0, return_inverse=True)
+        return cls(targets[:, 0], targets[:, 1], readers, torch.cat(places))
 
 
 # Several micro-batches.
@@ -328,19 +289,17 @@ def divide(rows: Sequence[Row], most: float, *, shares: bool = True) -> list[Tre
 def padded(tree: Tree, batches: Sequence[Batch], beside: Sequence[tuple[int, int]] = ()) -> tuple[Batch, Tree]:
     """
     Return the rows of a tree as a padded batch, whole and in their own columns, and the tree as one of that batch.
-
-    Args:
-        beside (`Sequence[tuple[int, int]]`): Other rows to put into the batch, as the numbers of batch and row.
+    `beside` are the numbers of batch and row of other rows that stand in the batch too.
     """
     wanted = [(row.batch, row.number) for row in tree.rows] + list(beside)
     length = max(batches[number].ids.shape[1] for number, _ in wanted)
 
     def rows(name: str, filler: int) -> Tensor:
-        found = torch.full((len(wanted), length), filler)
+        filled = torch.full((len(wanted), length), filler)
         for place, (number, row) in enumerate(wanted):
             values = getattr(batches[number], name)[row]
-            found[place, : len(values)] = values
-        return found
+            filled[place, : len(values)] = values
+        return filled
 
     mask = rows("mask", 0)
     end = max(int((mask.any(0) * torch.arange(1, length + 1)).max()), 1)  # padding on the right has no use

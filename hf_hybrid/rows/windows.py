@@ -27,7 +27,7 @@ from torch import Tensor
 from hf_hybrid.machine import mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.part import Phase, Step
 from hf_hybrid.rows.costs import WORTH, share_saved
-from hf_hybrid.rows.sharing import COUNTS, Plan, SharedRows, rows_of, why_no_rows
+from hf_hybrid.rows.sharing import COUNTS, Plan, SharedRows, obstacle_in_batch, rows_of
 from hf_hybrid.rows.tree import IGNORED, LEAST, Batch, Row, Tree, on_host, padded
 from hf_hybrid.run.trainer_view import LossView, TrainerView, own_losses
 
@@ -40,18 +40,14 @@ REMEMBERED = 200_000
 """Tokens of the first windows that are kept, to say what their rows would share if they all stood together."""
 LITTLE = f"less than {1 - WORTH:.0%} would be saved".replace("%", " %")
 NO_LABEL = "no token of this batch has a label"
-Window = list[dict[str, Tensor] | None]
-"""Micro-batches as they are computed; `None` computes nothing."""
 
 
 def may_save(batches: Sequence[Any]) -> bool:
     """
     Whether a window has padding, tokens that predict nothing, or rows that begin alike. Cheap, and often no.
 
-    A batch that holds anything else than such rows may save something too: what it holds is looked at elsewhere.
-
-    Args:
-        batches (`Sequence`): As the loader gives them, on the host.
+    The batches are on the host, as the loader gives them. One that holds anything else than such rows may save
+    something too: [`SharedRows`] looks at what it holds.
     """
     starts: list[tuple[int, ...]] = []
     for batch in batches:
@@ -74,20 +70,16 @@ class SharedWindows(SharedRows):
 
     `micro_batches_saved` counts those of this process that are left over. `shared_if_together` is the share of the
     tokens of the first windows that would be shared if all rows that begin alike stood in one window.
-
-    Args:
-        trainer (`HybridTrainerMixin`): Its models, loss and options are read.
-        why_plain (`str`, *optional*): As [`SharedRows`].
     """
 
     in_every_pass = False
 
-    def __init__(self, trainer: LossView, why_plain: str | None = None):
-        super().__init__(why_plain=why_plain, half_precision=mixed_precision_of(trainer.args) != "no")
+    def __init__(self, trainer: LossView, reason_plain: str | None = None):
+        super().__init__(reason_plain=reason_plain, half_precision=mixed_precision_of(trainer.args) != "no")
         self.trainer = trainer
         self.may_compare = trainer.accelerator.num_processes == 1 and not trainer.memory.streams
         self._laid_out = self._is_counting = False  # what is counted here is windows
-        self._first_rows, self._first_tokens = [], 0
+        self._first_rows: list[Row] = []
 
     @property
     def model(self) -> torch.nn.Module:
@@ -115,7 +107,7 @@ class SharedWindows(SharedRows):
         if not micro_batches + shared + padding:
             logger.info("Rows were computed as they are: %s.", self.plain_because)
             return
-        together, share = share_saved(Tree.of(self._first_rows)) if self._first_rows else 0.0, shared / tokens
+        together, share = self._shared_if_together() or 0.0, shared / tokens
         sentence = (
             f"{shared:,} of {tokens:,} tokens ({share:.0%}) were shared or had no influence on a label, and "
             f"{padding:,} of padding were not computed; {micro_batches:,} micro-batches were left over."
@@ -125,8 +117,10 @@ class SharedWindows(SharedRows):
         logger.info("%s", sentence)
 
     def summary(self) -> dict[str, Any]:
-        together = share_saved(Tree.of(self._first_rows)) if self._first_rows else None
-        return {**super().summary(), "shared_if_together": together}
+        return {**super().summary(), "shared_if_together": self._shared_if_together()}
+
+    def _shared_if_together(self) -> float | None:
+        return share_saved(Tree.of(self._first_rows)) if self._first_rows else None
 
     # A step.
 
@@ -135,38 +129,32 @@ class SharedWindows(SharedRows):
         self._laid_out, alone = False, self.trainer.accelerator.num_processes == 1
         if step.phase is Phase.PREDICT or not step.batches:
             return
-        if self.why_plain is None and alone and step.items is not None and not may_save(step.on_host):
+        if self.reason_plain is None and alone and step.items is not None and not may_save(step.on_host):
             self.fallbacks.because = self.fallbacks.because or LITTLE
             self.counts["tokens"] += sum(batch["input_ids"].numel() for batch in step.batches)
             return
-        why = self._why_not_laid_out(step) if self.why_plain is None else self.why_plain
-        if why is not None:
-            self.fallbacks.cannot_be_exact(why)
+        reason = self.reason_plain or next(filter(None, map(obstacle_in_batch, step.batches)), None)
+        if reason is None and step.items is None:
+            reason = "losses are means over micro-batches, not sums over the window"
+        if (reason := reason or self.facts_of(self.model).reason) is not None:
+            self.fallbacks.cannot_be_exact(reason)
         self._find_drawn()
-        batches = [] if why is not None else on_host([rows_of(inputs) for inputs in step.on_host])
-        plan = self._plan_window(batches) if why is None and self.why_plain is None else Plan(why)
-        count = 0 if self.why_plain is not None else self._agreed(plan)
-        if count and (why := self._compare_window(plan, batches, count)) is not None:
-            count, plan = 0, plan._replace(why=why)
-        if plan.why is None and not count:
+        batches = [] if reason is not None else on_host([rows_of(inputs) for inputs in step.on_host])
+        plan = self._plan_window(batches) if reason is None and self.reason_plain is None else Plan(reason)
+        count = 0 if self.reason_plain is not None else self._agreed(plan)
+        if count and (reason := self._compare_window(plan, batches)) is not None:
+            count, plan = 0, plan._replace(reason=reason)
+        if plan.reason is None and not count:
             self.fallbacks.because = self.plain_because or (LITTLE if plan.cost else NO_LABEL)
         if count:
             step.window = self._lay_out(plan.trees, batches, len(step.batches), count)
         self._count_window(step, batches, plan.trees)
 
-    def _why_not_laid_out(self, step: Step) -> str | None:
-        """Return why a window stays as it is, as far as its form and the model's kind tell."""
-        if (why := next(filter(None, map(why_no_rows, step.batches)), None)) is not None:
-            return why
-        if step.items is None:
-            return "losses are means over micro-batches, not sums over the window"
-        return self.facts_of(self.model).why
-
     def _find_drawn(self) -> None:
         """Find out what the model draws in training: on all processes in the same step, as FSDP2 joins their passes."""
         model, trainer = self.model, self.trainer
         facts = self.facts_of(model)
-        if self.why_plain is None and facts.why is None:
+        if self.reason_plain is None and facts.reason is None:
             model.train()  # as `training_step` does
             if True not in facts.drawn:
                 with trainer.memory.running(), trainer.compute_loss_context_manager():
@@ -182,7 +170,7 @@ class SharedWindows(SharedRows):
     def _agreed(self, plan: Plan) -> int:
         """Return the number of micro-batches that every process computes, 0 for Trainer's own."""
         trainer, longest = self.trainer, max((tree.longest for tree in plan.trees), default=0)
-        mine = [float(plan.why is not None), plan.cost, plan.padded, float(len(plan.trees)), float(longest)]
+        mine = [float(plan.reason is not None), plan.cost, plan.padded, float(len(plan.trees)), float(longest)]
         if trainer.accelerator.num_processes > 1:
             of_all = trainer.accelerator.gather(torch.tensor([mine], device=trainer.args.device))
             mine = of_all.amax(0).tolist()
@@ -191,21 +179,21 @@ class SharedWindows(SharedRows):
 
     # The comparison. All processes make it in the same window, because forward passes may join them.
 
-    def _compare_window(self, plan: Plan, batches: list[Batch], count: int) -> str | None:
+    def _compare_window(self, plan: Plan, batches: list[Batch]) -> str | None:
         """Compare some rows of the first window with padded ones, and return why they are not the same."""
         facts = self.facts_of(self.model)
         if facts.has_compared(int(self._longest)):
             return None
         tree = plan.trees[-1] if plan.trees else _nothing(batches)[1]
-        why = self._compare(self.model, tree, batches, self._quiet_loss, self.trainer.args.device)
+        reason = self._compare(self.model, tree, batches, self._quiet_loss, self.trainer.args.device)
         facts.note_compared(int(self._longest))
         if self.trainer.accelerator.num_processes > 1:
-            failed = torch.tensor([float(why is not None)], device=self.trainer.args.device)
-            if self.trainer.accelerator.gather(failed).max() and why is None:
-                why = "another process found that they are not the same"
-                self.fallbacks.cannot_be_exact(why)
-        self.why_plain = why
-        return why
+            failed = torch.tensor([float(reason is not None)], device=self.trainer.args.device)
+            if self.trainer.accelerator.gather(failed).max() and reason is None:
+                reason = "another process found that they are not the same"
+                self.fallbacks.cannot_be_exact(reason)
+        self.reason_plain = reason
+        return reason
 
     def _quiet_loss(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the trainer's loss of a batch without leaving a trace in TRL's metrics."""
@@ -220,7 +208,9 @@ class SharedWindows(SharedRows):
 
     # The layout.
 
-    def _lay_out(self, trees: Sequence[Tree], batches: list[Batch], number: int, count: int) -> Window:
+    def _lay_out(
+        self, trees: Sequence[Tree], batches: list[Batch], number: int, count: int
+    ) -> list[dict[str, Tensor] | None]:
         """Return a window of `number` micro-batches, of which the last `count` are computed."""
         device, window = self.trainer.args.device, [None] * (number - count)
         kept = {(row.batch, row.number) for tree in trees for row in tree.rows}

@@ -48,11 +48,8 @@ def adapter_rate(*, alpha: float, width: int, preference: bool = False) -> float
     the rank. The steps of the matrix `A` add up over the width of the layer's input (Hayou et al., 2024, arXiv
     2402.12354). So the rate is in inverse proportion to both.
 
-    Args:
-        alpha (`float`): The adapters' `lora_alpha`; for rank-stabilised adapters, `lora_alpha` times the square root of
-            the rank.
-        width (`int`): The model's `hidden_size`.
-        preference (`bool`): Whether a loss on pairs is trained, as in DPO.
+    `alpha` is the adapters' `lora_alpha`, for rank-stabilised adapters times the square root of the rank; `width` is
+    the model's `hidden_size`; `preference` is for a loss on pairs, as in DPO.
     """
     rate = ADAPTER_RATE * (AT_ALPHA / alpha) * (AT_WIDTH / width)
     return rate * OF_PREFERENCES if preference else rate
@@ -148,10 +145,6 @@ class AdapterRate(RateScale):
 
     After training went badly wrong it is reduced to a quarter. Preferences are the exception: where nearly all pairs
     are ranked right, a batch with one that is not has a loss far above the trend, at any rate.
-
-    Args:
-        scale (`float`): The factor; it is never reduced below 1.
-        backs_off (`bool`): Whether a loss far above the trend is a sign of a rate that is too high.
     """
 
     def __init__(self, scale: float, *, backs_off: bool):

@@ -8,7 +8,7 @@ are no longer the same number, so the run reads its batches itself (`BatchFeed` 
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy
 import torch
@@ -16,15 +16,6 @@ from torch.utils.data import IterableDataset, Sampler
 from transformers.trainer_utils import has_length
 
 from hf_hybrid.run.trainer_view import TrainerView
-
-if TYPE_CHECKING:
-    from hf_hybrid.run.run import DataOrder
-
-
-class OrderedTrainer(TrainerView, Protocol):
-    """A trainer that keeps the order of its data."""
-
-    order: DataOrder
 
 
 class Epochs:
@@ -36,12 +27,8 @@ class Epochs:
         is_at_start (`bool`): Whether an epoch has begun and none of its batches was read.
     """
 
-    def __init__(self, trainer: OrderedTrainer):
+    def __init__(self, trainer: TrainerView):
         self._trainer = trainer
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget the last training."""
         self.next, self.is_at_start = 0, False
         self._began_at: list[int] = []
 

@@ -94,10 +94,8 @@ class DivergenceMonitor(Part):
     """
     Judges the gradients of every real step before they are used ([`judge_gradients`]) and its loss after it
     ([`judge_step`]). Thresholds are relative to what this run does normally. In Warmup it withholds gradients that are
-    not finite and is silent otherwise, because Warmup follows plain `Trainer` to the last bit.
-
-    Args:
-        threshold (`float`): Deviation of the loss from its trend, in standard deviations, that is a warning.
+    not finite and is silent otherwise, because Warmup follows plain `Trainer` to the last bit. A loss that is more than
+    `threshold` standard deviations above its trend is a warning.
     """
 
     name = "monitor"
@@ -308,13 +306,7 @@ def robust_trend(values: list[float]) -> tuple[float, float]:
     deviation, so that the next bad leap looks normal. Here the slope is the median of all slopes between two values
     (Theil, 1950; Sen, 1968). The noise is read from the distances to the line at two quantiles, the median and the
     fourth fifth, each scaled to the standard deviation of a normal distribution: the larger of both, which no fifth of
-    the values can raise, however far off it is.
-
-    Args:
-        values (`list[float]`): At least three losses, one per real step.
-
-    Returns:
-        The continuation of the line and the standard deviation of the noise, in the units of `values`.
+    the values can raise, however far off it is. It takes at least three values.
     """
     count = len(values)
     slope = statistics.median((values[j] - values[i]) / (j - i) for i in range(count) for j in range(i + 1, count))

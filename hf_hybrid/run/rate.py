@@ -21,12 +21,11 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
 from hf_hybrid import machine
 from hf_hybrid.part import Part, Step
@@ -37,15 +36,6 @@ if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
 
 logger = logging.getLogger(__name__)
-
-
-def rate_at(scheduler: Any) -> Callable[[int], float] | None:
-    """
-    Return the factor on the learning rate in a step (from 0), if the schedule knows it in advance: of those that
-    transformers makes, all but the two that watch the loss do.
-    """
-    scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate wraps some
-    return (lambda step: float(scheduler.lr_lambdas[0](step))) if isinstance(scheduler, LambdaLR) else None
 
 
 class _Average:
@@ -143,14 +133,11 @@ class RateScale(Part):
 
 class LearningRateSearch(RateScale):
     """
-    A scalar state machine: [`observe`] takes the numbers of one real step and moves [`scale`].
+    A scalar state machine: [`observe`] takes the numbers of one real step and moves [`scale`] between 1 and
+    `max_scale`. The search is to take a small part of the run. Its signal is measured on `weights` of torch's Adam or
+    AdamW.
 
     The constants were chosen on the tasks of docs/evaluation/leaps.md. benchmarks/NOTEBOOK.md lists the alternatives.
-
-    Args:
-        max_steps (`int`): Length of the run; the search is to take a small part of it.
-        max_scale (`float`): Upper bound of the scale; 1 is the lower one.
-        weights (`TrainedWeights`, *optional*): Of torch's Adam or AdamW; what the signal is measured on.
     """
 
     GROWTH, MIN_GROWTH, MAX_GROWTH = 2.5, 0.03, 0.25
@@ -304,29 +291,25 @@ class LearningRateSearch(RateScale):
         vars(self.watch).update(state["watch"])
 
 
-def last_step(state: Mapping[str, Any], out: Tensor) -> Tensor | None:
-    """Direction of Adam's last step (uphill), `exp_avg / (sqrt(exp_avg_sq) + eps)`; `None` before the first."""
+def last_steps(gradient: Tensor, state: Mapping[str, Any], out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """
+    Yield a gradient and the direction of Adam's last step (uphill), `exp_avg / (sqrt(exp_avg_sq) + eps)`, which is
+    written into `out`; nothing before the first step.
+
+    Where all tensors lie on the host, it yields part by part: what it makes of a part is still in the processor's cache
+    when it is multiplied.
+    """
     first, second = state.get("exp_avg"), state.get("exp_avg_sq")
     if not (torch.is_tensor(first) and torch.is_tensor(second) and first.shape == second.shape):
-        return None
-    return torch.div(first.to(out.device, torch.float32), out.copy_(second).sqrt_().add_(1e-8), out=out)
-
-
-def in_parts(gradient: Tensor, state: Mapping[str, Any], out: Tensor) -> Iterator[tuple[Tensor, Mapping, Tensor]]:
-    """
-    Yield a gradient, the moments of its parameter and a buffer part by part where all lie on the host: what
-    [`last_step`] makes of a part is still in the processor's cache when it is multiplied. Otherwise all at once.
-    """
-    moments = [state.get(name) for name in ("exp_avg", "exp_avg_sq")]
-    held = [tensor for tensor in moments if torch.is_tensor(tensor) and tensor.shape == gradient.shape]
-    tensors = [gradient, out, *held]
-    if len(held) < 2 or any(tensor.device.type != "cpu" or not tensor.is_contiguous() for tensor in tensors):
-        yield gradient, state, out
         return
-    rest = (tensor.view(-1).split(machine.PART) for tensor in (gradient, *held))
-    for part, first, second in zip(*rest):
+    tensors = (gradient, first, second)
+    on_host = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in (*tensors, out))
+    in_parts = on_host and first.shape == gradient.shape
+    parts = zip(*(tensor.view(-1).split(machine.PART) for tensor in tensors)) if in_parts else [tensors]
+    for part, first, second in parts:
         # Always the same part of the buffer, which so stays in the cache.
-        yield part, {"exp_avg": first, "exp_avg_sq": second}, out.view(-1)[: len(part)]
+        step = out.view(-1)[: len(part)] if in_parts else out
+        yield part, torch.div(first.to(out.device, torch.float32), step.copy_(second).sqrt_().add_(1e-8), out=step)
 
 
 @torch.no_grad()
@@ -342,12 +325,11 @@ def step_cosine(weights: TrainedWeights) -> float | None:
         if parameter.grad is None or parameter.grad.is_sparse:
             continue
         out = weights.scratch(parameter, parameter.device)
-        for gradient, state, part in in_parts(parameter.grad, weights.state(index), out):
-            if (followed := last_step(state, part)) is not None:
-                gradient = gradient.to(followed.device, torch.float32)
-                dots.append(inner_product(gradient, followed))
-                squares.append(sum_of_squares(followed))
-                gradients.append(sum_of_squares(gradient))
+        for gradient, followed in last_steps(parameter.grad, weights.state(index), out):
+            gradient = gradient.to(followed.device, torch.float32)
+            dots.append(inner_product(gradient, followed))
+            squares.append(sum_of_squares(followed))
+            gradients.append(sum_of_squares(gradient))
     if not dots:
         return None
     dot, square, gradient = weights.shards.totals([dots, squares, gradients]).tolist()

@@ -88,11 +88,8 @@ class Leap:
     def summary(self) -> dict:
         """Return plain values for summaries and JSON, with `None` for numbers that are not finite."""
         inner = ("decrease", "under_test", "real_steps", "forecast", "deviation", "losses", "rate")
-        return {name: _finite(value) for name, value in asdict(self).items() if name not in inner}
-
-
-def _finite(value):
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        values = {name: value for name, value in asdict(self).items() if name not in inner}
+        return {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
 
 
 def _per_phase(zero):
@@ -161,9 +158,7 @@ class RunRecord:
         """Restore a saved record, from `asdict`."""
         for name in vars(self):
             setattr(self, name, state[name])
-        self.leaps = [Leap(**{**leap, **_infinities(leap)}) for leap in state["leaps"]]
-
-
-def _infinities(leap: dict) -> dict:
-    """Turn infinity into text for a checkpoint, because JSON has none."""
-    return {name: float(value) for name, value in leap.items() if value in ("inf", "-inf")}
+        self.leaps = []
+        for leap in state["leaps"]:
+            infinite: dict = {name: float(value) for name, value in leap.items() if value in ("inf", "-inf")}
+            self.leaps.append(Leap(**{**leap, **infinite}))  # text in a checkpoint, because JSON has no infinity

@@ -234,8 +234,7 @@ class Run:
 
     def react(self, verdict: Verdict) -> None:
         """Carry out the action of a verdict. The monitor writes it down, and raises an error if it is the last one."""
-        for method in self._hooks["react"]:
-            method(self.step, verdict)
+        self.call("react", self.step, verdict)
 
     def end_step(self) -> Step:
         """Close the step, and let the parts decide what comes next. Return the step that ended."""
@@ -584,6 +583,21 @@ class RandomStates:
             yield
         finally:
             current.restore()
+
+
+@contextlib.contextmanager
+def as_before(model: torch.nn.Module, device: torch.device) -> Generator[None]:
+    """Context without gradients after which modes, buffers (running means) and random generators are as they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with RandomStates.now(device).again(), torch.no_grad():
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            for buffer, value in buffers:
+                buffer.copy_(value)
 
 
 def _which(place: torch.device) -> tuple[torch.device, ...]:

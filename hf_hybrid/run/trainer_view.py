@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from hf_hybrid.arguments import HybridArguments
     from hf_hybrid.part import Part
-    from hf_hybrid.run.run import Run
+    from hf_hybrid.run.run import DataOrder, Run
     from hf_hybrid.streaming.engine import Resident
 
 
@@ -46,6 +46,7 @@ class TrainerView(Protocol):
     state: TrainerState
     control: TrainerControl
     callback_handler: CallbackHandler
+    order: DataOrder
     train_dataset: Any
     probe_dataset: Any
     compute_loss_func: Any

@@ -32,6 +32,7 @@ processes.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
 
 SAMPLE = 4096
 """Most elements of a parameter that [`Whole.sample`] takes."""
-
-Task = tuple[Any, torch.Size, Tensor]
 
 
 # Sums over many tensors, with a single synchronisation and without temporaries of their size.
@@ -70,23 +69,15 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     return torch.dot(flat, flat)  # several times faster than a norm on the CPU, and without a temporary
 
 
-def gather(scalars: list[Tensor]) -> Tensor:
-    """Stack scalars into a vector on their device, or on the host if there are several, with one transfer of each."""
-    places: dict[torch.device, list[int]] = {}
-    for place, scalar in enumerate(scalars):
-        places.setdefault(scalar.device, []).append(place)
-    if len(places) == 1:
-        return torch.stack([scalar.float() for scalar in scalars])
-    gathered = torch.empty(len(scalars))
-    for of_device in places.values():
-        gathered[of_device] = torch.stack([scalars[place].float() for place in of_device]).cpu()
-    return gathered
-
-
 def totals(lists: list[list[Tensor]]) -> Tensor:
     """Return the sum of each list of scalars, 0 for an empty list. All scalars of a device travel together."""
-    together = gather([scalar for scalars in lists for scalar in scalars] or [torch.zeros(())]).cpu()
-    return torch.stack([part.sum() for part in together[: sum(map(len, lists))].split([*map(len, lists)])])
+    scalars, places = [scalar for scalars in lists for scalar in scalars], defaultdict[torch.device, list[int]](list)
+    for place, scalar in enumerate(scalars):
+        places[scalar.device].append(place)
+    together = torch.empty(len(scalars))
+    for of_device in places.values():
+        together[of_device] = torch.stack([scalars[place].float() for place in of_device]).cpu()
+    return torch.stack([part.sum() for part in together.split([*map(len, lists)])])
 
 
 # Which part of the weights is here.
@@ -108,22 +99,18 @@ def _is_spread(value: Any) -> TypeGuard[DTensor]:
 
 
 class Whole:
-    """
-    Parameters that this process has whole.
-
-    Attributes:
-        originals (`list[torch.nn.Parameter]`): The parameters of the model, which the optimizer knows.
-        parameters (`Sequence[torch.Tensor]`): What this process holds of each parameter, with its `grad`.
-        processes (`int`): How many processes share the parameters.
-        bytes_sent (`int`): Bytes that this process has sent to others.
-    """
+    """Parameters that this process has whole."""
 
     processes = 1
+    """How many processes share the parameters."""
 
     def __init__(self, originals: list[nn.Parameter]):
         self.originals = originals
+        """The parameters of the model, which the optimizer knows."""
         self.parameters: Sequence[Tensor] = originals
+        """What this process holds of each parameter, with its `grad`."""
         self.bytes_sent = 0
+        """Bytes that this process has sent to others."""
 
     def shape(self, index: int) -> torch.Size:
         """Return the shape of a whole parameter."""
@@ -151,7 +138,7 @@ class Whole:
 
     def bytes_in_rounds(self, elements: int) -> float:
         """Return the bytes that all processes together send so that matrices of so many elements are computed whole."""
-        return 0.0
+        return 2 * (self.processes - 1) / self.processes * 4 * elements
 
     def whole(self, index: int, tensor: Tensor) -> Tensor:
         """
@@ -213,15 +200,15 @@ class Shards(Whole):
         stride = self.stride(index)
         return tensor.detach().reshape(-1)[-start % stride :: stride]
 
-    def in_rounds(self, tasks: Iterable[Task], function: Callable[[Any, Tensor], Tensor]) -> Iterator[tuple]:
+    def in_rounds(
+        self, tasks: Iterable[tuple[Any, torch.Size, Tensor]], function: Callable[[Any, Tensor], Tensor]
+    ) -> Iterator[tuple[Any, Tensor]]:
         """
         Apply a function to whole matrices. Yield key and this process's rows of each result, in any order.
 
-        Args:
-            tasks (`Iterable[tuple[Any, torch.Size, torch.Tensor]]`): Key and shape of each matrix, and the rows of it
-                that this process holds. All processes pass the same keys and shapes in the same order.
-            function (`Callable[[Any, torch.Tensor], torch.Tensor]`): From key and whole matrix (fp32, on the device of
-                the mesh) to a matrix of the same shape.
+        A task is key and shape of a matrix, and the rows of it that this process holds. All processes pass the same
+        keys and shapes in the same order. The function takes a key and a whole matrix (fp32, on the device of the
+        mesh), and returns a matrix of the same shape.
         """
         # Matrices of a round cost about the same, so that no process waits long for another.
         ordered = sorted(tasks, key=lambda task: min(task[1]) * task[1].numel(), reverse=True)
@@ -236,9 +223,6 @@ class Shards(Whole):
             back = self._exchange(result, take, give).split(give)
             for (key, _, rows), part in zip(in_turn, back):
                 yield key, part.view(rows.shape).to(rows.device)
-
-    def bytes_in_rounds(self, elements: int) -> float:
-        return 2 * (self.processes - 1) / self.processes * 4 * elements
 
     def _exchange(self, tensor: Tensor, give: list[int], take: list[int]) -> Tensor:
         """Send the next `give[p]` elements of a flat tensor to process `p`; return `take[p]` elements from each."""
@@ -329,13 +313,8 @@ class Gathered(InPlace):
 
 class TrainedWeights:
     """
-    The trainable weights of a run, with the optimizer that moves them.
-
-    Args:
-        parameters (`Iterable[tuple[str, torch.nn.Parameter]]`): Named trainable parameters. Those that the optimizer
-            does not move are left out.
-        optimizer (`torch.optim.Optimizer`): Unwrapped.
-        store (`InPlace` or `Streamed`, *optional*): Where they are stored. Default: where they compute.
+    The trainable weights of a run, with the unwrapped optimizer that moves them; parameters that it does not move are
+    left out. `store` is where they are stored, by default where they compute.
 
     Attributes:
         names (`list[str]`): Names in the model; every `index` counts in this list.
@@ -402,10 +381,10 @@ class TrainedWeights:
             kind, name = key.split(".", 1)
             kinds.setdefault(kind, {})[name] = tensor
         for saved in kinds.values():
-            if set(saved) != set(self.names):
-                odd = sorted(set(saved) ^ set(self.names))[0]
+            if unknown := sorted(saved.keys() ^ set(self.names)):
                 raise ValueError(
-                    f"The hybrid state of the checkpoint belongs to other parameters (`{odd}` is only in one of them). "
+                    "The hybrid state of the checkpoint belongs to other parameters "
+                    f"(`{unknown[0]}` is only in one of them). "
                     "Resume with the model, adapters and trainable layers of the run that wrote it."
                 )
         return {

@@ -119,15 +119,10 @@ class Resident:
 
 class Streamed(Resident):
     """
-    Decoder layers live on the host and visit the device while they compute.
+    Decoder layers live on the host and visit the device while they compute, as the `plan` says.
 
-    Args:
-        model (`nn.Module`): The model as the trainer holds it.
-        streamer (`LayerStreamer`): Of the model.
-        window (`Window`): How its layers walk an accumulation window.
-        plan (`MemoryPlan`): What all of it carries out.
-        steps_on_device (`bool`): Step units on the device as they are brought in, not on the host.
-        host_memory (`Callable[[], int]`): Bytes that can still be allocated on the host.
+    With `steps_on_device` units are stepped on the device as they are brought in, not on the host. `host_memory`
+    returns how many bytes can still be allocated on the host.
     """
 
     streams = True
@@ -153,8 +148,9 @@ class Streamed(Resident):
     @property
     def torn(self) -> str | None:
         failed = [u for u in self.streamer.units if u.update is not None and u.update.done() and u.update.exception()]
-        unit = failed[0] if failed else None if self.optimizer is None else self.optimizer.updating
-        return None if unit is None else f"The update of `{unit.name}` was cut short."
+        if self.optimizer is not None and self.optimizer.updating is not None:
+            failed.append(self.optimizer.updating)
+        return f"The update of `{failed[0].name}` was cut short." if failed else None
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer that updates a layer when that layer is streamed."""
@@ -262,8 +258,7 @@ class Streamed(Resident):
     def host_tensors(self, buffers: Iterable[Tensor]) -> list[Tensor] | None:
         if self.optimizer is None:
             return None
-        held = self.streamer.tensors_held()
-        masters = [piece.master for unit in self.streamer.units for piece in unit.trainable]
+        held, masters = self.streamer.tensors_held(), [piece.master for piece in self.streamer.masters.values()]
         states = [value for master in masters for value in self.optimizer.state.get(master, {}).values()]
         states = [value for value in states if torch.is_tensor(value)]
         return held["host_weights"] + held["host_gradients"] + list(buffers) + self._parking() + states

@@ -65,7 +65,7 @@ def layers_on_host(
     Raises:
         ValueError: If the map says nothing about a layer.
     """
-    found = []
+    on_host = []
     for name, layer in layers:
         key = name
         while key and key not in device_map:
@@ -76,8 +76,8 @@ def layers_on_host(
                 "everything else."
             )
         if str(device_map[key]) in ("cpu", "disk"):
-            found.append((name, layer))
-    return found
+            on_host.append((name, layer))
+    return on_host
 
 
 def embeddings_and_head(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
@@ -86,19 +86,12 @@ def embeddings_and_head(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
 
     Only modules whose parameters belong to no other module count. The list is empty if the model does not name them.
     """
-    found = [
-        (name, module)
-        for name, module in (
-            ("embeddings", ask(model, "get_input_embeddings")),
-            ("head", ask(model, "get_output_embeddings")),
-        )
-        if module is not None and any(True for _ in module.parameters())
-    ]
-    if len(found) == 2:
-        first, second = ({id(p) for p in module.parameters()} for _, module in found)
-        if first & second:
-            return [("embeddings", [module for _, module in found])]
-    return [(name, [module]) for name, module in found]
+    questions = {"embeddings": "get_input_embeddings", "head": "get_output_embeddings"}
+    modules = {name: module for name, question in questions.items() if (module := ask(model, question)) is not None}
+    parameters = {name: {id(p) for p in module.parameters()} for name, module in modules.items()}
+    if len(modules) == 2 and parameters["embeddings"] & parameters["head"]:
+        return [("embeddings", list(modules.values()))]
+    return [(name, [module]) for name, module in modules.items() if parameters[name]]
 
 
 def rounded_by_autocast(model: nn.Module) -> set[int]:

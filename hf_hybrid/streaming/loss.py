@@ -30,7 +30,7 @@ import math
 import threading
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -38,11 +38,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from hf_hybrid.run.run import RandomStates
+from hf_hybrid.run.run import as_before
+from hf_hybrid.run.trainer_view import vocabulary_size
 from hf_hybrid.streaming.layers import ask, base_model
 
 if TYPE_CHECKING:
-    from hf_hybrid.arguments import HybridArguments
+    from hf_hybrid.run.trainer_view import TrainerView
 
 logger = logging.getLogger(__name__)
 
@@ -62,16 +63,11 @@ def linear_cross_entropy(
     """
     Summed cross-entropy of `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`, without all its logits.
 
-    Nothing reads the weight after this function, and a second backward pass through the same loss raises
-    `RuntimeError`.
-
-    Args:
-        hidden: float, `[..., width]`. Under autocast it is cast as `nn.Linear` does, but not to float16, in which the
-            gradients of single logits vanish before a loss scale can reach them.
-        weight: float, `[vocabulary, width]`, of the type of `hidden` outside autocast; `bias`: `[vocabulary]`.
-        targets: int64, `[...]`, in `[0, vocabulary)`, or -100 for tokens that do not count.
-        softcap: tanh cap of the logits, above 0; `None` for no cap. `scale`: factor on the logits.
-        chunk_tokens: tokens that have logits at once, `[chunk_tokens, vocabulary]` in float32.
+    `hidden` is `[..., width]`, `weight` `[vocabulary, width]` of the same type, `bias` `[vocabulary]`, and `targets`
+    are int64, `[...]`, with -100 for tokens that do not count. `chunk_tokens` tokens have logits at once, in float32.
+    Under autocast `hidden` is cast as `nn.Linear` does, but not to float16, in which the gradients of single logits
+    vanish before a loss scale can reach them. Nothing reads the weight after this function, and a second backward pass
+    through the same loss raises `RuntimeError`.
 
     Returns the loss, a float32 scalar (float64 for float64 input). Raises `ValueError` for arguments that do not fit.
     """
@@ -114,9 +110,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, softcap, scale, chunk_tokens, with_grad):
-        needed = [with_grad and value for value in ctx.needs_input_grad[:3]]
-        grads = [torch.zeros_like(value) if need else None for value, need in zip((hidden, weight, bias), needed)]
-        of_hidden, of_weight, of_bias = grads
+        needed = zip((hidden, weight, bias), ctx.needs_input_grad)
+        grads = [torch.zeros_like(value) if with_grad and need else None for value, need in needed]
+        hidden_grad, weight_grad, bias_grad = grads
         exact = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=hidden.device)
 
@@ -125,12 +121,12 @@ class _ChunkedLoss(torch.autograd.Function):
             loss, slope = _loss_and_slope(logits, targets[rows], softcap, scale)
             total.add_(loss)
             slope = slope.to(hidden.dtype)
-            if of_hidden is not None:
-                torch.mm(slope, weight, out=of_hidden[rows])
-            if of_weight is not None:
-                of_weight.addmm_(slope.t(), hidden[rows])
-            if of_bias is not None:
-                of_bias.add_(slope.sum(0))
+            if hidden_grad is not None:
+                torch.mm(slope, weight, out=hidden_grad[rows])
+            if weight_grad is not None:
+                weight_grad.addmm_(slope.t(), hidden[rows])
+            if bias_grad is not None:
+                bias_grad.add_(slope.sum(0))
 
         for start in range(0, len(targets), chunk_tokens):
             add(slice(start, start + chunk_tokens))
@@ -247,9 +243,9 @@ class ChunkedCausalLoss:
             dtype = self._measure(model, part)
             if num_items_in_batch is not None:
                 part["num_items_in_batch"] = num_items_in_batch
-            with _quiet(model):
+            with self._quiet(model):
                 own = model(**part)[0]
-            with _quiet(model), self.active(part):
+            with self._quiet(model), self.active(part):
                 loss = model(**part)[0]
             tolerance = self.TOLERANCE if dtype == torch.float32 else self.LOW_PRECISION_TOLERANCE
             equal = bool((loss - own).abs() <= tolerance * own.abs())  # not with NaN either
@@ -275,7 +271,7 @@ class ChunkedCausalLoss:
     def _measure(self, model, inputs) -> torch.dtype:
         """Find factor and cap between head and loss, and return the dtype of the logits."""
         probe = torch.tensor(self.PROBE)
-        with _quiet(model), self.active(inputs, probe) as call:
+        with self._quiet(model), self.active(inputs, probe) as call:
             model(**inputs)
         arrived = call.arrived.cpu()
         small, large = arrived.reshape(-1, len(probe))[0, :2].tolist()
@@ -288,6 +284,15 @@ class ChunkedCausalLoss:
             raise RuntimeError(f"`{type(self.base).__name__}` changes its logits by more than a factor and a tanh cap.")
         self._transfer = scale, cap
         return call.output.dtype
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _quiet(model: nn.Module) -> Generator[None]:
+        """Context of a pass in evaluation mode with fixed random numbers, which leaves no trace."""
+        with as_before(model, next(model.parameters()).device):
+            model.eval()
+            torch.manual_seed(0)
+            yield
 
     def _pending(self) -> _Call | None:
         """Return the call of this thread whose head has not run. A head that runs again computes another loss."""
@@ -352,15 +357,6 @@ BIG_VOCABULARY = 32_000
 """Words from which `chunked_loss=auto` pays; below, the model's own loss is kept, to the last bit."""
 
 
-class ModelWithLoss(Protocol):
-    """What the switch reads of a trainer."""
-
-    model: Any
-    hybrid_args: HybridArguments
-    label_smoother: Any
-    compute_loss_func: Any
-
-
 class ChunkedLossSwitch:
     """Computes a trainer's loss in chunks if the options ask for it, the model allows it and both losses agree."""
 
@@ -369,7 +365,7 @@ class ChunkedLossSwitch:
         self._agreed: bool | None = None
         self._required = False
 
-    def install(self, trainer: ModelWithLoss) -> None:
+    def install(self, trainer: TrainerView) -> None:
         """
         Prepare the trainer's model for a run.
 
@@ -377,13 +373,14 @@ class ChunkedLossSwitch:
             ValueError: If `chunked_loss=on` and the model cannot use it.
         """
         options = trainer.hybrid_args
-        pays = options.memory != "off" and _vocabulary_size(trainer.model) >= BIG_VOCABULARY
+        words = vocabulary_size(base_model(trainer.model)) or 0
+        pays = options.memory != "off" and words >= BIG_VOCABULARY
         self._required = options.chunked_loss == "on"
         if self.loss is not None or not (self._required or (options.chunked_loss == "auto" and pays)):
             return
         self._agreed = None
         reason = ChunkedCausalLoss.unsupported_reason(trainer.model)
-        if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
+        if trainer.args.label_smoothing_factor or trainer.compute_loss_func is not None:
             reason = "the trainer has its own loss (`compute_loss_func` or `label_smoothing_factor`)"
         if reason is None:
             self.loss = ChunkedCausalLoss(trainer.model).install()
@@ -418,11 +415,6 @@ class ChunkedLossSwitch:
         logger.warning("The loss is computed from all logits (`chunked_loss`): %s.", reason)
 
 
-def _vocabulary_size(model: nn.Module) -> int:
-    base = base_model(model)  # Trainer also takes modules without a config
-    return getattr(base.config.get_text_config(), "vocab_size", 0) if isinstance(base, PreTrainedModel) else 0
-
-
 def _checked_part(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
     """Return the row with most labels, cut to `tokens` from its first label on. Inputs of other shapes are cut less."""
     labels = inputs["labels"]
@@ -434,19 +426,3 @@ def _checked_part(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
     start = max(int(kept[row].int().argmax()) - 1, 0)
     cut = (slice(row, row + 1), slice(start, start + tokens))[: 2 if all(s == labels.shape for s in shapes) else 1]
     return {name: value[cut] if torch.is_tensor(value) else value for name, value in inputs.items()}
-
-
-@contextlib.contextmanager
-def _quiet(model: nn.Module):
-    """Context with evaluation mode, no gradients and fixed random numbers. Modes and random state are restored."""
-    modes = [(module, module.training) for module in model.modules()]
-    before = RandomStates.now(next(model.parameters()).device)
-    model.eval()
-    try:
-        with torch.no_grad():
-            torch.manual_seed(0)
-            yield
-    finally:
-        before.restore()
-        for module, training in modes:
-            module.training = training

@@ -85,15 +85,10 @@ def clear_false_zeros_(codes: Tensor) -> Tensor:
 @torch.no_grad()
 def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """
-    Round fp32 to bf16, up or down at random so that the expectation is exact; representable values stay as they are.
+    Round the fp32 values of `source` into the bf16 `target`, up or down at random so that the expectation is exact.
 
-    Args:
-        target (`torch.Tensor`): bf16; overwritten.
-        source (`torch.Tensor`): fp32, of the same shape and device; unchanged.
-        generator (`torch.Generator`, *optional*): Where the random bits come from, on the device of both.
-
-    Returns:
-        `target`. Infinite values and NaN stay what they are.
+    Representable values, infinite ones and NaN stay as they are. `generator` gives the random bits, on the device of
+    both. Returns `target`.
     """
     if target.dtype != torch.bfloat16 or source.dtype != torch.float32:
         raise ValueError(
@@ -110,13 +105,8 @@ class AdamW8bit(torch.optim.Optimizer):
     """
     Decoupled AdamW whose moments take two bytes per weight instead of eight, through the kernels of bitsandbytes.
 
-    fp32 weights are updated as they are. bf16 weights are updated in fp32 and rounded stochastically.
-
-    Args:
-        params: Parameters or parameter groups, fp32 or bf16.
-        lr (`float`), betas (`tuple[float, float]`), eps (`float`), weight_decay (`float`): As in `torch.optim.AdamW`.
-        stochastic_rounding (`bool`): Of bf16 weights; `False` rounds to nearest.
-        seed (`int`): Of the rounding.
+    fp32 weights are updated as they are. bf16 weights are updated in fp32 and rounded stochastically, by random numbers
+    of `seed`; without `stochastic_rounding` to the nearest. The other arguments are those of `torch.optim.AdamW`.
 
     Raises:
         ImportError: If bitsandbytes is not installed.
@@ -197,15 +187,13 @@ class AdamW8bit(torch.optim.Optimizer):
         if "rounding_id" not in state:
             self._number_parameters()
         state["step"] = torch.tensor(0.0)
-        if parameter.numel() < LEAST_QUANTIZED:
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
-            return
-        # Not the usual names: readers of an `exp_avg_sq` in the parameter's shape expect the moment itself.
+        zeros, blocks = functools.partial(torch.zeros, device=parameter.device), math.ceil(parameter.numel() / BLOCK)
         for name in ("exp_avg", "exp_avg_sq"):
-            blocks = math.ceil(parameter.numel() / BLOCK)
-            state[f"{name}_8bit"] = torch.zeros(parameter.shape, dtype=torch.uint8, device=parameter.device)
-            state[f"{name}_absmax"] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
+            if parameter.numel() < LEAST_QUANTIZED:
+                state[name] = zeros(parameter.shape, dtype=torch.float32)
+            else:  # not the usual names: readers of an `exp_avg_sq` in the parameter's shape expect the moment itself
+                state[f"{name}_8bit"] = zeros(parameter.shape, dtype=torch.uint8)
+                state[f"{name}_absmax"] = zeros(blocks, dtype=torch.float32)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """
@@ -235,8 +223,7 @@ def _parameters(groups: list[dict]) -> list:
 
 def _mixed(seed: int, identity: int, step: int) -> int:
     """A seed for three numbers, far from that of their neighbours (splitmix64). torch's CPU generator uses 32 bits."""
-    mask = 2**64 - 1
-    value = 0
+    mask, value = 2**64 - 1, 0
     for number in (seed, identity, step):
         value = (value + number + 0x9E3779B97F4A7C15) & mask
         value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -246,7 +233,7 @@ def _mixed(seed: int, identity: int, step: int) -> int:
 
 
 def _update_8bit(weights: Tensor, gradient: Tensor, state: dict, part: slice, group: dict, step: int) -> None:
-    """Return the slice `part` of a parameter, flat and fp32."""
+    """Update the slice `part` of a parameter, flat and fp32."""
     blocks = slice(part.start // BLOCK, math.ceil(part.stop / BLOCK))
     beta1, beta2 = group["betas"]
     first, second = state["exp_avg_8bit"].view(-1)[part], state["exp_avg_sq_8bit"].view(-1)[part]
@@ -277,10 +264,8 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     Round every row (along the last dimension) to 255 even steps between plus and minus its largest magnitude.
 
     An element is off by at most half a step, `absmax(row) / 254`. Zeros stay zeros; a row that holds NaN or an infinity
-    comes back as NaN, so that a broken weight is not mistaken for a good one.
-
-    Returns:
-        `tuple`: int8 codes of the same shape, and the steps as fp32 scales of shape `[..., 1]`.
+    comes back as NaN, so that a broken weight is not mistaken for a good one. Returns int8 codes of the same shape, and
+    the steps as fp32 scales of shape `[..., 1]`.
 
     Raises:
         ValueError: If `weight` is not floating-point or has fewer than two dimensions.

@@ -103,37 +103,20 @@ def step_in_parts(
     In parts the processor's cache has the scaled gradient when the step reads it, and the new weights when they are
     rounded, so 32 bytes per weight remain. The arithmetic is that of the whole, so the bits are, too.
 
-    Args:
-        master (`nn.Parameter`): Weights on the host, with their gradient, which is left unscaled.
-        state (`dict`): What torch's fused AdamW keeps of it: `step`, `exp_avg`, `exp_avg_sq`.
-        group (`dict`): The options of its step.
-        scale (`Tensor`, *optional*): A number that multiplies the gradient.
-        rounded (`Tensor`, *optional*): Of the shape of `master`: where the new weights go in another dtype.
+    `state` is what torch's fused AdamW keeps of the master, and `group` has the options of its step. `scale` multiplies
+    the gradient, which itself is left unscaled. The new weights also go to `rounded`, in another dtype.
     """
     gradient: Any = master.grad
-    held = [master.data, gradient, state["exp_avg"], state["exp_avg_sq"], *([] if rounded is None else [rounded])]
+    tensors = [master.data, gradient, state["exp_avg"], state["exp_avg_sq"], *([] if rounded is None else [rounded])]
     scaled = gradient.new_empty(0 if scale is None else min(machine.PART, gradient.numel()))
-    beta1, beta2 = group["betas"]
+    options = {name: group[name] for name in ("lr", "weight_decay", "eps", "maximize")}
+    options["beta1"], options["beta2"] = group["betas"]
     state["step"] += 1
-    for weights, of_part, mean, square, *copies in zip(*(tensor.view(-1).split(machine.PART) for tensor in held)):
+    for weights, slope, mean, square, *copies in zip(*(tensor.view(-1).split(machine.PART) for tensor in tensors)):
         if scale is not None:
-            of_part = torch.mul(of_part, scale, out=scaled[: len(of_part)])
+            slope = torch.mul(slope, scale, out=scaled[: len(slope)])
         # The function beneath torch.optim.AdamW. The documented one takes ten times as long for each call.
-        torch._fused_adamw_(
-            [weights],
-            [of_part],
-            [mean],
-            [square],
-            [],
-            [state["step"]],
-            lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=group["maximize"],
-        )
+        torch._fused_adamw_([weights], [slope], [mean], [square], [], [state["step"]], amsgrad=False, **options)
         for copy in copies:
             copy.copy_(weights)
 
@@ -188,9 +171,9 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         """
         self.streamer.end_backward()
         parameters = [self.streamer.counterpart(parameter) for parameter in parameters]
-        found = [norm for parameter in parameters if (norm := self._norm_or_gradient(parameter)) is not None]
-        resident = [gradient for gradient in found if gradient.device.type != "cpu"]
-        on_host = [gradient for gradient in found if gradient.device.type == "cpu"]
+        norms = [norm for parameter in parameters if (norm := self._norm_or_gradient(parameter)) is not None]
+        resident = [norm for norm in norms if norm.device.type != "cpu"]
+        on_host = [norm for norm in norms if norm.device.type == "cpu"]
         streamed = any(id(p) in self.streamer.masters and p.grad is not None for p in parameters)
         norm = torch.nn.utils.get_total_norm(resident)
         if resident and streamed:
@@ -202,8 +185,8 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         else:
             self.streamer.gradients_arrived()
         if on_host:
-            there = torch.nn.utils.get_total_norm(on_host)
-            norm = torch.linalg.vector_norm(torch.stack([there, norm])) if resident else there
+            host_norm = torch.nn.utils.get_total_norm(on_host)
+            norm = torch.linalg.vector_norm(torch.stack([host_norm, norm])) if resident else host_norm
         if not self._checked:
             self._checked = True
             unused = [unit.name for unit in self.streamer.layers if unit.calls == 0 and not unit.resident]
@@ -257,9 +240,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         scale, self._scale = self._scale, None
         if resident:
             self._optimizer_over(resident).step()
-        # Forward order: the unit that is needed first is stepped first.
-        order = {unit: index for index, unit in enumerate(self.streamer.in_forward_order())}
-        for unit in sorted(groups, key=order.__getitem__):
+        for unit in [unit for unit in self.streamer.units if unit in groups]:  # what is needed first is stepped first
             self.streamer.forget(unit)
             pending = self._optimizer_over(groups[unit]), scale
             if self.on_device:
@@ -267,8 +248,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             else:
                 unit.updating = True
                 unit.update = self._worker.submit(self._step_on_host, unit, *pending)
-        travelling = [unit for unit in self.streamer.layers if not unit.resident]
-        for unit in travelling[: self.streamer.ahead + 1]:
+        for unit in self.streamer.travelling[: self.streamer.ahead + 1]:
             self.streamer.fetch(unit)
 
     def _optimizer_over(self, groups: list[dict]) -> torch.optim.Optimizer:
@@ -285,7 +265,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
     def _step_on_host(self, unit: Unit, optimizer: torch.optim.Optimizer, scale: Tensor | None) -> None:
         scale = None if scale is None or scale.item() == 1.0 else scale
         pieces = {id(piece.master): piece for piece in unit.trainable}
-        whole: list[dict] = []
+        in_full: list[dict] = []
         for group in optimizer.param_groups:
             others = []
             for master in group["params"]:
@@ -294,11 +274,11 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
                     step_in_parts(master, state, group, scale, unit.storage.copy_of(pieces[id(master)]))
                 else:
                     others.append(master)
-            whole += [{**group, "params": others}] if others else []
-        if whole:
-            for master in [master for group in whole for master in group["params"]] if scale is not None else ():
+            in_full += [{**group, "params": others}] if others else []
+        if in_full:
+            for master in [master for group in in_full for master in group["params"]] if scale is not None else ():
                 master.grad.mul_(scale)
-            self._optimizer_over(whole).step()
+            self._optimizer_over(in_full).step()
             unit.storage.refresh()
         for master in [master for group in optimizer.param_groups for master in group["params"]]:
             master.grad = None

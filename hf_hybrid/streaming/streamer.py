@@ -67,15 +67,11 @@ class LayerStreamer:
     """
     Streams the units of one model. Built detached: the model's parameters are then ordinary host tensors.
 
-    Args:
-        layers (`Iterable[tuple[str, nn.Module]]`): Decoder layers to stream, in the order of their execution.
-        ends (`Iterable[tuple[str, list[nn.Module]]]`): Embeddings and head as units, unless they stay on the device.
-        device (`torch.device`): Where the model computes; may be the host itself.
-        ahead (`int`): Layers fetched ahead.
-        resident (`int`): Layers that stay on the device: the first trained ones with gradients and optimizer states,
-            and beyond those the copies of frozen ones after their use.
-        dtype_of (`Callable`): Dtype of a parameter on the device; default its own.
-        int8 (`bool`): Hold and transport frozen matrices of the layers as int8.
+    `layers` are the decoder layers to stream, in the order of their execution, and `ends` the embeddings and the head
+    if they are streamed too. The model computes on `device`, which may be the host itself. `ahead` layers are fetched
+    ahead. `resident` layers stay on the device: the first trained ones with gradients and optimizer states, and beyond
+    those the copies of frozen ones after their use. `dtype_of` tells the dtype that a parameter has on the device. With
+    `int8` frozen matrices of the layers are held and transported as int8.
     """
 
     def __init__(
@@ -102,7 +98,10 @@ class LayerStreamer:
         """The window has one micro-batch."""
         pin = self.transfers.beside
         self.layers, self._ends = make_units(layers, ends, dtype_of=dtype_of, int8=int8, pin=pin, resident=resident)
-        self.units = self.layers + self._ends
+        first = [unit for unit in self._ends if any(isinstance(module, nn.Embedding) for module in unit.modules)]
+        self.travelling = [unit for unit in self.layers if not unit.resident]
+        self.units = [*first, *self.layers, *(unit for unit in self._ends if unit not in first)]
+        """In the order in which a forward pass needs them: embeddings, layers, head."""
         self.kept = resident - sum(unit.resident for unit in self.layers)
         self.streamed = {id(piece.parameter): piece for unit in self.units for piece in unit.storage.pieces}
         self.masters = {id(piece.master): piece for unit in self.units for piece in unit.trainable}
@@ -116,11 +115,6 @@ class LayerStreamer:
         self._pools: list[SlotPool] = []
         self._expanded = torch.empty(0)
 
-    def in_forward_order(self) -> list[Unit]:
-        """Return the units in the order in which a forward pass needs them: embeddings, layers, head."""
-        first = [unit for unit in self._ends if any(isinstance(module, nn.Embedding) for module in unit.modules)]
-        return [*first, *self.layers, *(unit for unit in self._ends if unit not in first)]
-
     # In place of the model's own weights, and back.
 
     @property
@@ -131,8 +125,7 @@ class LayerStreamer:
         """Take over the model: streamed parameters become placeholders, everything else moves to the device."""
         if self.attached:
             return
-        travelling = [unit for unit in self.layers if not unit.resident]
-        for units, ahead, kept in ((travelling, self.ahead, self.kept), (self._ends, 0, 0)):
+        for units, ahead, kept in ((self.travelling, self.ahead, self.kept), (self._ends, 0, 0)):
             if units:
                 size = max(unit.storage.packed_bytes for unit in units)
                 self._pools.append(SlotPool(size, ahead=ahead, kept=kept, device=self.device))
@@ -353,7 +346,7 @@ class LayerStreamer:
         if slot is None or unit.pool is None:
             return
         self.transfers.release(slot)
-        unit.pool.give_back(unit)
+        unit.pool.make_room()
         if unit.altered:
             unit.altered = False
             unit.pool.forget(unit)
@@ -392,7 +385,7 @@ class LayerStreamer:
             # The sum so far comes back and is added to on the device, which is faster than the host is.
             if piece.widening is not None:
                 piece.widen()
-            before = self.transfers.fetch(piece.landing() if piece.narrow else piece.buffer, after=piece.sent)
+            before = self.transfers.fetch(piece.landing() if piece.narrow else piece.gradient, after=piece.sent)
             gradient, piece.narrow = gradient.to(master.dtype).add_(before.take()), False
         else:
             self.transfers.bytes_out += gradient.numel() * gradient.element_size()
@@ -402,7 +395,7 @@ class LayerStreamer:
         if self.transfers.beside:
             # Here, and not on the host after the last has arrived, while the device waits for the first update.
             piece.norm = torch.linalg.vector_norm(gradient, dtype=master.dtype)
-        piece.sent = self.transfers.send(gradient, piece.landing() if piece.narrow else piece.buffer)
+        piece.sent = self.transfers.send(gradient, piece.landing() if piece.narrow else piece.gradient)
         if piece.narrow and self.one_pass and self.transfers.beside:
             piece.widening = self.updates.widen_soon(piece)
 

@@ -55,10 +55,8 @@ class Slot:
 
 class Transfers:
     """
-    Copies between the host and one device, ordered with computation without stopping the host.
-
-    Args:
-        device (`torch.device`): Where the model computes; may be the host itself.
+    Copies between the host and one device, which may be the host itself. They are ordered with computation without
+    stopping the host.
     """
 
     def __init__(self, device: torch.device):
@@ -116,15 +114,12 @@ class Transfers:
             self._leaving.append((sent, source))
             self._bytes_leaving += source.nbytes
             while self._leaving and self._leaving[0][0].query():
-                self._let_go()
+                self._bytes_leaving -= self._leaving.popleft()[1].nbytes
             while self._bytes_leaving > self.most_leaving and len(self._leaving) > 1:
                 # The host does not wait. Memory is given back in the order of computation, which now waits instead.
                 self.wait(self._leaving[0][0])
-                self._let_go()
+                self._bytes_leaving -= self._leaving.popleft()[1].nbytes
         return sent
-
-    def _let_go(self) -> None:
-        self._bytes_leaving -= self._leaving.popleft()[1].nbytes
 
     def finish_sending(self) -> None:
         """Wait until everything sent has arrived on the host."""

@@ -30,9 +30,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ class Piece:
     expanded_start: int = 0
     host_weights: nn.Parameter | None = None
     """The [`master`], if the piece has one."""
-    gradient: Tensor | None = None
+    gradient: Any = None
     """Host buffer for the master's gradient, allocated when it is first needed."""
     total: Tensor | None = None
     """Sum of gradients that arrive in a lower precision than the master's, while a window is walked by layer."""
@@ -89,13 +90,6 @@ class Piece:
         return self.host_weights
 
     @property
-    def buffer(self) -> Tensor:
-        """Host buffer of the gradient. Raises `RuntimeError` before there is one."""
-        if self.gradient is None:
-            raise RuntimeError(f"`{self.name}` has no buffer for its gradient yet.")
-        return self.gradient
-
-    @property
     def nbytes(self) -> int:
         return self.parameter.numel() * self.dtype.itemsize
 
@@ -105,7 +99,7 @@ class Piece:
 
     def landing(self) -> Tensor:
         """Where a gradient of the device's dtype lands: the end of the buffer."""
-        return self.buffer.view(-1).view(self.dtype)[-self.buffer.numel() :].view(self.buffer.shape)
+        return self.gradient.view(-1).view(self.dtype)[-self.gradient.numel() :].view(self.gradient.shape)
 
     def widen(self) -> None:
         """Convert a gradient that has landed to the master's dtype, in place, or wait until another thread has."""
@@ -125,7 +119,7 @@ class Piece:
         """Convert a gradient that has landed to the master's dtype, in place."""
         if self.narrow:
             self.narrow = False
-            wide, landed, start = self.buffer.view(-1), self.landing().view(-1), 0
+            wide, landed, start = self.gradient.view(-1), self.landing().view(-1), 0
             while start < len(wide):
                 # By halves: what is written ends before what is still to be read. A short rest needs a copy.
                 stop = (start + len(wide)) // 2 if len(wide) - start > ALIGNMENT else len(wide)
@@ -151,11 +145,10 @@ class Piece:
 
 class UnitStorage:
     """
-    The host side of a unit: its pieces, packed.
+    The host side of a unit: its pieces, packed. `pin` page-locks the buffer.
 
-    The parameters come named and lie on the host. `dtype_of` tells the dtype that each has on the device; with `int8`
-    frozen matrices are held as int8. An int8 base is packed when a run begins; until then, and after it, its weights
-    are the model's own. `pin` page-locks the buffer.
+    The parameters lie on the host. With `int8` frozen matrices are held as int8. An int8 base is packed when a run
+    begins; until then, and after it, its weights are the model's own.
     """
 
     def __init__(
@@ -171,26 +164,21 @@ class UnitStorage:
         self.written: Event = None
         """When the last copy into the packed buffer is over."""
         self.packed: Tensor | None = None
-        self._lay_out(int8)
+        for piece in self.pieces:
+            piece.start, frozen = self.packed_bytes, not piece.parameter.requires_grad
+            if int8 and frozen and piece.parameter.is_floating_point() and piece.parameter.dim() >= 2:
+                piece.scales_start = piece.start + padded(piece.parameter.numel())
+                piece.expanded_start = self.expanded_bytes
+                self.expanded_bytes += padded(piece.nbytes)
+                self.packed_bytes = piece.scales_start + padded(4 * piece.rows)
+            else:
+                self.packed_bytes += padded(piece.nbytes)
         self.rounded = [p for p in self.pieces if not p.is_int8 and p.dtype != p.parameter.dtype]
         trains = any(p.parameter.requires_grad for p in self.pieces)
         self.packs_for_runs = any(p.is_int8 for p in self.pieces) and not trains
         if not self.packs_for_runs:
             self.pack()
             self.restore()
-
-    def _lay_out(self, int8: bool) -> None:
-        end = 0
-        for piece in self.pieces:
-            piece.start, frozen = end, not piece.parameter.requires_grad and piece.parameter.is_floating_point()
-            if int8 and frozen and piece.parameter.dim() >= 2:
-                piece.scales_start = end + padded(piece.parameter.numel())
-                piece.expanded_start = self.expanded_bytes
-                self.expanded_bytes += padded(piece.nbytes)
-                end = piece.scales_start + padded(4 * piece.rows)
-            else:
-                end += padded(piece.nbytes)
-        self.packed_bytes = end
 
     @torch.no_grad()
     def pack(self) -> None:
@@ -254,21 +242,16 @@ class UnitStorage:
 
 
 class SlotPool:
-    """
-    A fixed number of equal device buffers, and the unit that each holds.
-
-    A slot has `size` bytes, as many as the largest unit; `ahead` units are fetched ahead, and `kept` units may stay
-    after their use.
-    """
+    """A fixed number of device buffers of `size` bytes, and the unit that each holds; see the top of this file."""
 
     def __init__(self, size: int, *, ahead: int, kept: int, device: torch.device):
         self.kept = kept
         self.slots = [Slot(size, device) for _ in range(ahead + 1 + kept)]
         self._free = list(self.slots)
-        self.held: OrderedDict[Hashable, Slot] = OrderedDict()
-        self._in_use: set[Hashable] = set()
+        self.held: OrderedDict[Unit, Slot] = OrderedDict()
+        """The unit in each slot; a unit that has the slot itself is in use."""
 
-    def take(self, unit: Hashable) -> Slot | None:
+    def take(self, unit: Unit) -> Slot | None:
         """Return a slot for the unit, its own if it still has one, or `None` if all are in use."""
         slot = self.held.get(unit)
         if slot is None:
@@ -277,23 +260,21 @@ class SlotPool:
             slot = self._free.pop()
         self.held[unit] = slot
         self.held.move_to_end(unit)
-        self._in_use.add(unit)
         return slot
 
-    def give_back(self, unit: Hashable) -> None:
-        """Mark the unit as unused. It stays in its slot as long as there is room."""
-        self._in_use.discard(unit)
-        while sum(held not in self._in_use for held in self.held) > self.kept:
+    def make_room(self) -> None:
+        """Let go of units that are not used any more. They stay in their slots as long as there is room."""
+        while sum(unit.slot is None for unit in self.held) > self.kept:
             self._evict()
 
-    def forget(self, unit: Hashable) -> None:
+    def forget(self, unit: Unit) -> None:
         """Remove the unit from its slot, because its weights have changed."""
-        if unit in self.held and unit not in self._in_use:
+        if unit in self.held and unit.slot is None:
             self._free.append(self.held.pop(unit))
 
     def _evict(self) -> bool:
         for unit in self.held:
-            if unit not in self._in_use:
+            if unit.slot is None:
                 self._free.append(self.held.pop(unit))
                 return True
         return False

@@ -284,20 +284,20 @@ class LayerWalk:
         needs_gradient = any(t.requires_grad for t in tree_leaves(inputs) if isinstance(t, Tensor)) or any(
             parameter.requires_grad for module in unit.modules for parameter in module.parameters()
         )
-        made: list[_Output] = []
+        entered: list[_Output] = []
 
         def enter(tensor: Tensor) -> Tensor:
             if id(tensor) in own or not tensor.is_floating_point() or not needs_gradient:
                 return tensor
             leaf = tensor.detach().requires_grad_()
-            made.append(_Output(leaf))
-            job.outputs[leaf] = made[-1]
+            entered.append(_Output(leaf))
+            job.outputs[leaf] = entered[-1]
             return leaf
 
         outputs = tree_map_only(Tensor, enter, outputs)
-        if made:
+        if entered:
             inputs = tree_map_only(Tensor, lambda tensor: job.outputs.get(tensor, tensor), inputs)
-            job.calls.append(_Call(unit, function, inputs, made, cuts, state, autocast))
+            job.calls.append(_Call(unit, function, inputs, entered, cuts, state, autocast))
         return outputs
 
     @staticmethod

@@ -41,10 +41,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -161,16 +162,10 @@ def chunks_of_similar_length(lengths: Sequence[int]) -> list[list[int]]:
 
 def drawn(probabilities: Tensor, all_probabilities: Tensor | None, places: Tensor | None) -> Tensor:
     """
-    Draw a token of each row with the random numbers that the row gets in the whole batch.
+    Draw a token of each row that is left, shape [rows left], with the random numbers that it gets in the whole batch.
 
-    Args:
-        probabilities (`Tensor`): Of the rows that are left, shape [rows left, vocabulary].
-        all_probabilities (`Tensor`, *optional*): Of the whole batch, shape [rows, vocabulary]; those of rows that have
-            left are any. The others are written into it. `None` if no row has left.
-        places (`Tensor`, *optional*): Where the rows that are left are in the whole batch, shape [rows left].
-
-    Returns:
-        `Tensor`: Of shape [rows left].
+    `probabilities` of shape [rows left, vocabulary] are written into `all_probabilities` of shape [rows, vocabulary] at
+    `places`; those of rows that have left are any. Both are `None` if no row has left.
     """
     if all_probabilities is None or places is None:
         return torch.multinomial(probabilities, 1)[:, 0]
@@ -187,13 +182,6 @@ def indices(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 class PlainRolloutsError(Exception):
     """Completions are left to transformers; the message says why. Raised before anything is computed."""
-
-
-class _LoopError(Exception):
-    """The loop raised an error that nobody foresaw."""
-
-    def __init__(self, error: Exception):
-        self.error = error.with_traceback(None)  # which holds the tensors of the loop
 
 
 def why_plain_model(model: Any) -> str | None:
@@ -219,9 +207,7 @@ def why_plain_cache(cache: Any, longest: int) -> str | None:
     """
     Return why rows cannot be taken out of this cache; `None` if they can.
 
-    Args:
-        cache: What `generate` has prepared, still empty.
-        longest (`int`): Tokens of a row at the end, with its padding.
+    `cache` is what `generate` has prepared, still empty; `longest` the tokens of a row at the end, with its padding.
     """
     if type(cache) is not DynamicCache or cache.offloading:
         kind = "an offloaded cache" if getattr(cache, "offloading", False) else f"`{type(cache).__name__}`"
@@ -245,21 +231,16 @@ def why_plain_positions(config: Any, longest: int) -> str | None:
     return None
 
 
-class Request(NamedTuple):
-    """What `generate` has prepared, and the prompts of its rows, `input_ids` of shape [rows, width]."""
-
-    input_ids: Tensor
-    processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    config: GenerationConfig
-    model_inputs: dict[str, Any]
-    """What the model gets beside tokens."""
-    prompts: Prompts
-
-
-def _reason_plain(model: Any, request: Request) -> str | None:
-    """Return why a call is left to transformers; `None` if it is not."""
-    input_ids, processors, criteria, config, model_inputs, prompts = request
+def _reason_plain(
+    model: Any,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    model_inputs: dict[str, Any],
+    prompts: Prompts,
+) -> str | None:
+    """Return why a call is left to transformers; `None` if it is not. See [`Decoding._decode`]."""
     if (mode := config.get_generation_mode()) not in ("greedy_search", "sample"):
         return f"the generation config asks for `{mode.value}`"
     for name in ("return_dict_in_generate", "prefill_chunk_size", "token_healing"):
@@ -297,11 +278,8 @@ def _prefill(
     model: Any, input_ids: Tensor, prompts: Prompts, model_inputs: dict[str, Any]
 ) -> tuple[Tensor, dict[str, Any]]:
     """
-    Compute each prompt once.
-
-    Returns:
-        Logits of the first token of each row, and what `generate` has prepared with the cache of all rows. Both have
-        the width of the longest prompt.
+    Compute each prompt once. Return the logits of the first token of each row, and what `generate` has prepared with
+    the cache of all rows, which has the width of the longest prompt.
     """
     device, positions = input_ids.device, model_inputs.get("position_ids")
     lengths, empty = prompts.lengths, model_inputs[CACHE]
@@ -340,29 +318,21 @@ def _cut(model_inputs: dict[str, Any], rows: Tensor | None, width: int, padded: 
 
 def _repeat(caches: list[DynamicCache], places: Tensor, width: int) -> None:
     """
-    Put the rows of all caches into the first, padded at the left.
-
-    Args:
-        places (`Tensor`): Which of them, counted through all caches, shape [rows].
-        width (`int`): Tokens of a row.
+    Put rows of all caches into the first, padded at the left to `width` tokens. `places` counts them through all
+    caches, shape [rows].
     """
     for of_caches in zip(*(cache.layers for cache in caches)):
         first: Any = of_caches[0]
         for name in ("keys", "values"):
             states: Tensor = getattr(first, name)
             if len(caches) > 1:
-                states = torch.cat([_widened(getattr(layer, name), width) for layer in of_caches])
+                chunks = [getattr(layer, name) for layer in of_caches]
+                states = torch.cat([pad(chunk, (0, 0, width - chunk.shape[2], 0)) for chunk in chunks])
             setattr(first, name, states.index_select(0, places))
         if isinstance(first, DynamicSlidingWindowLayer):
             first.cumulative_length = width
         for layer in of_caches[1:]:
             layer.keys = layer.values = None
-
-
-def _widened(states: Tensor, width: int) -> Tensor:
-    """Pad keys or values at the left."""
-    missing = width - states.shape[2]
-    return pad(states, (0, 0, missing, 0)) if missing else states
 
 
 def _keep(cache: DynamicCache, rows: Tensor, cut: int) -> None:
@@ -413,9 +383,7 @@ class RowsLeft:
         """
         Keep the rows that go on, without columns that are padding for all of them. Return what the model gets for them.
 
-        Args:
-            goes_on (`list[bool]`): `active`, on the host.
-            completed (`int`): Tokens of their completions, of which the last is not computed yet.
+        `goes_on` is `active` on the host. The last of the `completed` tokens of a completion is not computed yet.
         """
         rows = self.active.int().argsort(descending=True, stable=True)[: sum(goes_on)]
         self.prompt_lengths = lengths = [length for length, active in zip(self.prompt_lengths, goes_on) if active]
@@ -436,11 +404,8 @@ class Decoding(Part):
     It counts, on this process and in training: `rows_decoded`, rows of the forward passes that
     computed one token of each; `rows_decoded_saved`, those that transformers would compute beside them; and
     `prompt_tokens_shared`, tokens of prompts that it would compute once more. `plain_rollouts_because` in the summary
-    says why the last completions that were left to transformers were.
-
-    Args:
-        off (`bool`): Leave everything to transformers, without a word.
-        tells (`Callable[[], bool]`): Whether this process writes to the log.
+    says why the last completions that were left to transformers were. With `off` everything is left to them, without a
+    word. `tells` says whether this process writes to the log.
     """
 
     name = "decoding"
@@ -465,28 +430,16 @@ class Decoding(Part):
     @contextlib.contextmanager
     def completing(self, model: Any, prompts: Sequence[Sequence[int]], counts: bool) -> Generator[None]:
         """
-        Inside, `model.generate` completes these prompts.
-
-        Args:
-            model: Without what processes or a compiler wrap around it.
-            prompts: Tokens of the prompt of each row.
-            counts (`bool`): Whether the completions are those of the training.
+        Inside, `model.generate` completes these prompts, one per row; `model` is unwrapped. Only completions of the
+        training are counted.
         """
-        plain = model.generate
-
-        def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_inputs):
-            try:
-                prepared = input_ids, logits_processor, stopping_criteria, generation_config, model_inputs
-                return self._decode(model, Request(*prepared, known), counts)
-            except Exception as error:
-                if isinstance(error, PlainRolloutsError) or is_out_of_memory(error):
-                    raise
-                raise _LoopError(error) from None
+        plain, loop = model.generate, functools.partial(self._decode, Prompts.of(prompts), counts)
 
         def generate(*args, **kwargs):
             others = sorted(kwargs.keys() - {"input_ids", "attention_mask", "generation_config"})
             if args or others:
-                self.tell(f"`generate` is given `{others[0] if others else 'inputs'}` beside tokens")
+                what = others[0] if others else "inputs"
+                self.fallbacks.cannot_be_exact(f"`generate` is given `{what}` beside tokens")
                 return plain(*args, **kwargs)
             if self.failed:
                 return plain(**kwargs)
@@ -494,36 +447,33 @@ class Decoding(Part):
             try:
                 return plain(**kwargs, custom_generate=loop)
             except PlainRolloutsError as why:
-                self.tell(str(why))
+                self.fallbacks.cannot_be_exact(str(why))
                 return plain(**kwargs)
-            except _LoopError as failure:
-                error = failure.error
+            except Exception as unforeseen:
+                if is_out_of_memory(unforeseen):
+                    raise
+                error = unforeseen.with_traceback(None)  # which holds the tensors of the loop
             before.restore()
             completions = plain(**kwargs)  # raises the error again if it is the model's own
             self.fallbacks.did_not_work(error, "the loop that leaves ended rows out does not run")
             return completions
 
-        known = Prompts.of(prompts)
         model.generate = generate
         try:
             yield
         finally:
             del model.generate
 
-    def _decode(self, model: Any, request: Request, counts: bool) -> Tensor:
+    def _decode(
+        self, prompts, counts, model, input_ids, logits_processor, stopping_criteria, generation_config, **model_inputs
+    ) -> Tensor:
         """
-        Complete the rows of a request: the loop of `generate`.
-
-        Returns:
-            `Tensor`: Prompts and completions, shape [rows, width and tokens of the longest completion].
-
-        Raises:
-            PlainRolloutsError: If transformers should do it.
+        Complete the rows of `input_ids`, shape [rows, width], with what else `generate` has prepared: its loop. Return
+        prompts and completions, shape [rows, width and tokens of the longest completion], or raise
+        `PlainRolloutsError`. The model gets `model_inputs` beside tokens.
         """
-        reason, (input_ids, processors, criteria, config, model_inputs, prompts) = (
-            _reason_plain(model, request),
-            request,
-        )
+        processors, criteria, config = logits_processor, stopping_criteria, generation_config
+        reason = _reason_plain(model, input_ids, processors, criteria, config, model_inputs, prompts)
         if reason is not None:
             raise PlainRolloutsError(reason)
         device, (count, width) = input_ids.device, input_ids.shape
@@ -572,10 +522,6 @@ class Decoding(Part):
             self.counts["rows_decoded_saved"] += count * passes - computed
             self.counts["prompt_tokens_shared"] += prompts.tokens_shared
         return torch.cat([input_ids, completions[:, :length]], dim=1)
-
-    def tell(self, why: str) -> None:
-        """Note, and log once, why completions are left to transformers, or to whom else."""
-        self.fallbacks.cannot_be_exact(why)
 
     # A run.
 

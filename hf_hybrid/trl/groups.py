@@ -127,21 +127,10 @@ def log_probs_of_sampler(
     """Return log-probabilities that vLLM gave, padded at the right; zeros where there are none."""
     if given is None:
         return torch.zeros(shape, device=device)
-    found = torch.zeros(shape)
-    for row, values in zip(found, given):
+    log_probs = torch.zeros(shape)
+    for row, values in zip(log_probs, given):
         row[: len(values)] = torch.tensor([0.0 if value is None else value for value in values])
-    return found.nan_to_num(nan=0.0).to(device)
-
-
-def take_rows(batches: list[Batch], rows: Tensor) -> Batch:
-    """Return the rows of several micro-batches of one generation batch; `rows` counts through all of them."""
-
-    def taken(name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() == 0:
-            return value  # the same for the whole generation batch
-        return torch.cat([batch[name] for batch in batches])[rows]
-
-    return {name: taken(name, value) for name, value in batches[0].items()}
+    return log_probs.nan_to_num(nan=0.0).to(device)
 
 
 def rows_of_completions(batch: Batch) -> Rows:
@@ -155,26 +144,21 @@ def rows_of_completions(batch: Batch) -> Rows:
     )
 
 
-def prompt_numbers(prompt_ids: Tensor) -> Tensor:
-    """Return a number for the prompt of each row, shape [rows]: the same where prompts of shape [rows, width] are."""
-    return prompt_ids.unique(dim=0, return_inverse=True)[1]
-
-
 def rebin(batches: list[Batch], rows: Tensor, count: int, mean: Mean) -> list[Batch]:
     """
-    Put rows of several micro-batches into others, each with the weight that it had.
+    Put rows of several micro-batches into `count` others, at most one per row, each with the weight that it had.
 
-    Args:
-        batches (`list[Batch]`): Micro-batches of one generation batch, with equally many rows.
-        rows (`Tensor`): Indices of the rows to keep, counted through all micro-batches, shape [rows].
-        count (`int`): Number of new micro-batches, at most `len(rows)`.
-        mean (`str`): What the loss is divided by.
+    `batches` are of one generation batch and have equally many rows. `rows` has the indices of those to keep, counted
+    through all micro-batches, shape [rows].
     """
     size = len(batches[0]["advantages"])
     tokens_before = torch.stack([tokens_in_loss(batch).sum().clamp(min=1) for batch in batches])
-    made = []
+    rebinned = []
     for part in rows.tensor_split(count):
-        batch = take_rows(batches, part)
+        batch = dict(batches[0])  # scalars are the same for the whole generation batch
+        for name, value in batch.items():
+            if isinstance(value, Tensor) and value.dim():
+                batch[name] = torch.cat([other[name] for other in batches])[part]
         if mean == "rows":
             weight = torch.full_like(part, len(part)) / size
         elif mean == "tokens":
@@ -183,8 +167,8 @@ def rebin(batches: list[Batch], rows: Tensor, count: int, mean: Mean) -> list[Ba
             weight = torch.ones_like(part)
         advantages = batch["advantages"]
         batch["advantages"] = advantages * weight.to(advantages.dtype).view(-1, *[1] * (advantages.dim() - 1))
-        made.append(batch)
-    return made
+        rebinned.append(batch)
+    return rebinned
 
 
 # State.
@@ -218,28 +202,20 @@ class ExactSkips:
         self, batches: list[Batch], *, ends_window: bool, processes: int, leave_out: bool, by_prompt: bool
     ) -> dict[str, int]:
         """
-        Plan the next micro-batches.
+        Plan the next micro-batches in place of TRL's `batches`, which are of one generation batch and one window.
+        Return what the run counts: rows, those not computed, and micro-batches without any.
 
         The computed ones come last: processes exchange gradients in the last backward pass of a window, so with
         several of them that one is always made. One process makes it once if nothing else shows which parameters
-        get gradients.
-
-        Args:
-            batches (`list[Batch]`): TRL's micro-batches, of one generation batch and one window.
-            ends_window (`bool`): Whether the window ends with them.
-            processes (`int`): Number of processes.
-            leave_out (`bool`): Whether rows that do not count are left out.
-            by_prompt (`bool`): Whether rows of the same prompt are put together.
-
-        Returns:
-            `dict[str, int]`: What the run counts: rows, those not computed, and micro-batches without any.
+        get gradients. With `leave_out` rows that do not count are left out, with `by_prompt` rows of the same prompt
+        are put together.
         """
         on_device = torch.cat([self.counts(batch) for batch in batches]).long()
-        found = on_device.unsqueeze(1)
+        columns = on_device.unsqueeze(1)
         if by_prompt:
-            found = torch.cat([found, torch.cat([batch["prompt_ids"] for batch in batches])], dim=1)
-        found = found.cpu()  # the host waits for the device, once
-        counts = found[:, 0].bool() if leave_out else torch.ones(len(found), dtype=torch.bool)
+            columns = torch.cat([columns, torch.cat([batch["prompt_ids"] for batch in batches])], dim=1)
+        columns = columns.cpu()  # the host waits for the device, once
+        counts = columns[:, 0].bool() if leave_out else torch.ones(len(columns), dtype=torch.bool)
         total, size = len(counts), len(counts) // len(batches)
         at_least = 1 if ends_window and (processes > 1 or not self._reached) else 0
         needed = max(self.agree(int(counts.sum())), at_least)
@@ -247,7 +223,8 @@ class ExactSkips:
         if needed < total or by_prompt:
             rows = torch.argsort(counts.logical_not().int(), stable=True)[:needed].sort().values
             if by_prompt:
-                rows = rows[prompt_numbers(found[:, 1:])[rows].argsort(stable=True)]
+                _, prompt_of_row = columns[:, 1:].unique(dim=0, return_inverse=True)
+                rows = rows[prompt_of_row[rows].argsort(stable=True)]
             rows, count = rows.to(on_device.device, non_blocking=True), -(-needed // size)
             planned = [None] * (len(batches) - count) + (rebin(batches, rows, count, self.mean) if count else [])
         self._planned = deque(planned)
@@ -292,17 +269,12 @@ class Sampled:
 
 @dataclass
 class Scoring:
-    """
-    A generation batch between its sampling and its advantages.
-
-    Attributes:
-        inputs (`list[dict]`): Rows of the dataset on this process.
-        with_grad (`bool`): Whether gradients were on. TRL turns them off for log-probabilities, not for rewards.
-        sampled (`Sampled`, *optional*): Once there are completions.
-        rewards (`Tensor`, *optional*): Of all processes, once they were asked for, shape [rows, functions].
-    """
+    """A generation batch between its sampling and its advantages."""
 
     inputs: list[dict[str, Any]]
+    """Rows of the dataset on this process."""
     with_grad: bool
+    """Whether gradients were on. TRL turns them off for log-probabilities, not for rewards."""
     sampled: Sampled | None = None
     rewards: Tensor | None = None
+    """Of all processes, once they were asked for, shape [rows, functions]."""

@@ -121,20 +121,19 @@ def _in_braces(text: str) -> str:
 
 def exact_match(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
     """Give 1 where the completion is the answer, apart from case, punctuation and articles, and 0 elsewhere."""
-    return [
-        None if right is None else float(normalised(text_of(completion)) == normalised(str(right)))
-        for completion, right in zip(completions, answer, strict=True)
-    ]
+    return _compared(normalised, completions, answer)
 
 
 def numeric_answer(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
     """Give 1 where the completion answers with the number of the answer (see [`last_number`]), and 0 elsewhere."""
-    right = [None if text is None else last_number(str(text)) for text in answer]
-    numbers = [last_number(text_of(completion)) for completion in completions]
-    return [
-        None if wanted is None else float(number is not None and number == wanted)
-        for number, wanted in zip(numbers, right, strict=True)
-    ]
+    return _compared(last_number, completions, answer)
+
+
+def _compared(read: Callable[[str], Any], completions: Sequence[Any], answers: Sequence[Any]) -> list[float | None]:
+    """Compare what `read` returns for completions and answers. Where an answer has nothing, there is no opinion."""
+    wanted = [None if answer is None else read(str(answer)) for answer in answers]
+    values = [read(text_of(completion)) for completion in completions]
+    return [None if right is None else float(value == right) for value, right in zip(values, wanted, strict=True)]
 
 
 class FormatReward:
@@ -177,10 +176,8 @@ def check_name(name: str, pattern: str | None) -> None:
 def load(name: str, pattern: str | None) -> Reward:
     """Return the reward function that a name stands for. Raises `ValueError` with what there is."""
     check_name(name, pattern)
-    if name == "format":
-        return FormatReward(pattern or "")
-    if name in OWN:
-        return OWN[name]
+    if name in NAMES:
+        return OWN.get(name) or FormatReward(pattern or "")
     place, _, function = name.rpartition(":")
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else _from_path(place)
@@ -195,32 +192,51 @@ def load(name: str, pattern: str | None) -> Reward:
 
 
 def load_all(
-    names: Sequence[str], pattern: str | None, weights: Sequence[float] | None, rows: Any
+    names: Sequence[str], pattern: str | None, weights: Sequence[float] | None, row: dict[str, Any]
 ) -> tuple[list[Reward], str]:
     """
-    Return the reward functions that the names stand for, and these with their weights in words.
+    Return the reward functions that the names stand for, with their checks, and the names with weights in words.
+
+    Each function was called on two completions of a row. (TRL awaits those that are `async`: they are not checked.)
 
     Raises:
-        ValueError: If a function does not exist, or needs what the rows lack.
+        ValueError: If a function does not exist, needs what the row lacks, or does not work ([`RewardError`]).
     """
     if weights is not None and len(weights) != len(names):
         raise ValueError(f"`--reward_weights` has {len(weights)} numbers, and `--reward` {len(names)}.")
     functions = [load(name, pattern) for name in names]
-    first = next(iter(rows))
-    comparing = [name for name in names if name in OWN]
-    if comparing and "answer" not in first:
+    own = [name for name in names if name in OWN]
+    if own and "answer" not in row:
         raise ValueError(
-            f"`--reward {comparing[0]}` compares with a column `answer`, and the data has {', '.join(first)}. "
+            f"`--reward {own[0]}` compares with a column `answer`, and the data has {', '.join(row)}. "
             "`--columns answer=OLD` renames one."
         )
-    if "numeric_answer" in comparing and first["answer"] is not None and last_number(str(first["answer"])) is None:
+    if "numeric_answer" in own and row["answer"] is not None and last_number(str(row["answer"])) is None:
         raise ValueError(
-            f"`--reward numeric_answer` compares numbers, and the first `answer` is `{first['answer']!r:.60}`. Use "
+            f"`--reward numeric_answer` compares numbers, and the first `answer` is `{row['answer']!r:.60}`. Use "
             "`exact_match`."
         )
+    for place, (name, reward) in enumerate(zip(names, functions, strict=True)):
+        if not (inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(reward.__call__)):
+            functions[place] = CheckedReward(name, reward)
+            functions[place](**_arguments(row))
     titles = [f"format {pattern}" if name == "format" else name for name in names]
     pairs = zip(titles, weights or [1.0] * len(names), strict=True)
     return functions, ", ".join(title if weight == 1 else f"{title} (x {weight:g})" for title, weight in pairs)
+
+
+def _arguments(row: dict[str, Any]) -> dict[str, Any]:
+    """What TRL passes to a reward function, for two completions of a row."""
+    from transformers import TrainerState
+
+    completions: list[Any] = ["", "The answer is 1."]
+    if not isinstance(row["prompt"], str):
+        completions = [[{"role": "assistant", "content": text}] for text in completions]
+    columns = {name: [value] * 2 for name, value in row.items() if name not in ("prompt", "completion")}
+    return {
+        "completions": completions, "prompts": [row["prompt"]] * 2, "completion_ids": [[0], [0]], **columns,
+        "trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None,
+    }  # fmt: skip
 
 
 def _from_path(name: str) -> Any:
@@ -263,15 +279,19 @@ class CheckedReward:
                 f"`--reward {self.name}` raised `{reason:.200}` in line {last.lineno} of `{Path(last.filename).name}`. "
                 f"It gets by name: completions, {', '.join(columns)}."
             ) from error
-        wanted = f"It must return a list of {len(completions)} numbers, one for each completion, or `None` for some."
         if not hasattr(rewards, "__len__") or isinstance(rewards, str):
-            raise RewardError(f"`--reward {self.name}` returned `{rewards!r:.60}`. {wanted}")
-        if len(rewards) != len(completions):
-            raise RewardError(f"`--reward {self.name}` returned {len(rewards)} rewards. {wanted}")
-        for value in rewards:
-            if not _is_reward(value):
-                raise RewardError(f"`--reward {self.name}` returned `{value!r:.60}` for a completion. {wanted}")
-        return list(rewards)
+            what = f"`{rewards!r:.60}`"
+        elif len(rewards) != len(completions):
+            what = f"{len(rewards)} rewards"
+        else:
+            wrong = [value for value in rewards if not _is_reward(value)]
+            if not wrong:
+                return list(rewards)
+            what = f"`{wrong[0]!r:.60}` for a completion"
+        raise RewardError(
+            f"`--reward {self.name}` returned {what}. It must return a list of {len(completions)} numbers, one for "
+            "each completion, or `None` for some."
+        )
 
 
 def _is_reward(value: Any) -> bool:
@@ -279,27 +299,3 @@ def _is_reward(value: Any) -> bool:
         return value is None or not isinstance(value, str) and math.isfinite(float(value))
     except (TypeError, ValueError):
         return False
-
-
-def checked(names: Sequence[str], rewards: Sequence[Reward], row: dict[str, Any]) -> list[Reward]:
-    """
-    Return the reward functions with their checks, after a call of each on two completions of a row.
-
-    Raises:
-        RewardError: If a function does not work. (TRL awaits those that are `async`: they are returned as they are.)
-    """
-    from transformers import TrainerState
-
-    completions: list[Any] = ["", "The answer is 1."]
-    if not isinstance(row["prompt"], str):
-        completions = [[{"role": "assistant", "content": text}] for text in completions]
-    columns: dict[str, Any] = {"prompts": [row["prompt"]] * 2, "completion_ids": [[0], [0]]}
-    columns |= {name: [value] * 2 for name, value in row.items() if name not in ("prompt", "completion")}
-    columns |= {"trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None}
-    functions: list[Reward] = []
-    for name, reward in zip(names, rewards, strict=True):
-        waits = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(reward.__call__)
-        functions.append(reward if waits else CheckedReward(name, reward))
-        if not waits:
-            functions[-1](completions=completions, **columns)
-    return functions

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_map_only
 from transformers import ProcessorMixin
 
 from hf_hybrid.arguments import HybridArguments, as_declared, option
-from hf_hybrid.config import HybridConfigBase
 from hf_hybrid.machine import sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
@@ -44,7 +43,7 @@ from hf_hybrid.trl.groups import (
     rows_that_count,
     total_rewards,
 )
-from hf_hybrid.trl.sft_dpo import TRLTrainerMixin, choose_bf16, config_for, options_of_rows
+from hf_hybrid.trl.sft_dpo import TRLConfigBase, TRLTrainerMixin, config_for, options_of_rows
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
@@ -67,23 +66,13 @@ else:
 logger = logging.getLogger(__name__)
 
 
-def rows_of_rollouts(args: Any) -> SharedRows:
-    """Return the part that shares rows. `auto` is on: without leaps the trainer is not asked to be TRL's to the bit."""
-    _, why, half_precision = options_of_rows(args)
-    return SharedRows(getattr(args, "share_rows", "auto") == "off", why, half_precision)
-
-
 class RowsStay(NamedTuple):
-    """
-    Why every row is computed, and computed where TRL has it.
-
-    Attributes:
-        why (`str`): A clause.
-        change (`str`): What the user can do about it, as an imperative clause; empty if there is nothing.
-    """
+    """Why every row is computed, and computed where TRL has it."""
 
     why: str
+    """A clause."""
     change: str = ""
+    """What the user can do about it, as an imperative clause; empty if there is nothing."""
 
 
 # A part of the run.
@@ -106,7 +95,7 @@ class Rollouts(Part):
         trainer (`RolloutTrainerMixin`): Its options and TRL's generation batch are read; a resume writes the latter.
 
     Attributes:
-        skips (`ExactSkips`): Plans the micro-batches of each window.
+        skips (`ExactSkips`): Plans the micro-batches of each window, once a run begins.
         leaves_out (`bool`): Whether rows that do not count are left out.
         by_prompt (`bool`): Whether rows of the same prompt are put together.
         every_row (`Fallbacks`): Why no row is left out.
@@ -117,7 +106,7 @@ class Rollouts(Part):
     name = "rollouts"
 
     def __init__(self, trainer: RolloutTrainerMixin):
-        self.trainer, self.skips = trainer, trainer._new_skips()
+        self.trainer = trainer
         self.leaves_out = self.by_prompt = False
         tells = trainer.is_world_process_zero
         self.every_row = Fallbacks("Every row is computed, also those without advantage (`exact_skips`)", tells)
@@ -130,7 +119,7 @@ class Rollouts(Part):
 
     def begin(self, run: Run) -> None:
         trainer = self.trainer
-        self.skips, self._before = trainer._new_skips(), None
+        self.skips, self._before = ExactSkips(trainer._mean, trainer._rows_that_count, trainer._agree), None
         self.every_row.because = self.own_prompts.because = trainer._drawn = None
         self.counts = run.counts
         self.leaves_out = getattr(trainer.args, "exact_skips", "auto") == "auto"
@@ -263,7 +252,7 @@ class ExactSkipArguments:
 
 
 @dataclass
-class RolloutConfigBase(ExactSkipArguments, HybridConfigBase, _Arguments):
+class RolloutConfigBase(ExactSkipArguments, TRLConfigBase, _Arguments):
     """The options and checks of [`HybridGRPOConfig`] and [`HybridRLOOConfig`]."""
 
     enable_predict: bool = option(False, f"Refused: {_NO_LEAPS}.")
@@ -271,7 +260,6 @@ class RolloutConfigBase(ExactSkipArguments, HybridConfigBase, _Arguments):
     def __post_init__(self):
         for name, kind in get_type_hints(ExactSkipArguments).items():
             setattr(self, name, as_declared(name, getattr(self, name), kind))
-        choose_bf16(self)
         super().__post_init__()
         if self.enable_predict:
             raise ValueError(f"`enable_predict=True` does not work here: {_NO_LEAPS}. Leave it out.")
@@ -330,7 +318,9 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         for name in ("probe_dataset", "direction"):
             if kwargs.get(name) is not None:
                 raise ValueError(f"`{name}` is for leaps, which are not made here: {_NO_LEAPS}. Leave it out.")
-        self.rows = rows_of_rollouts(args)
+        _, why, half_precision = options_of_rows(args)
+        # `auto` is on: without leaps the trainer is not asked to be TRL's to the bit.
+        self.rows = SharedRows(getattr(args, "share_rows", "auto") == "off", why, half_precision)
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
 
     def own_parts(self) -> list[Part]:
@@ -359,12 +349,12 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         decoding, completing = self.decoding, contextlib.nullcontext()
-        if not decoding.off and not self._generates_elsewhere():
+        if not decoding.off:
             model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
             if (why := self._why_plain_rollouts(model)) is None:
                 completing = decoding.completing(model, prompt_ids, counts=self.model.training)
             else:
-                decoding.tell(why)
+                decoding.fallbacks.cannot_be_exact(why)
         with completing:
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
 
@@ -372,16 +362,11 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     def _sharding(self) -> str | None:
         return sharding_of(self.args)
 
-    def _generates_elsewhere(self) -> bool:
-        """Whether another engine than `generate` completes prompts."""
-        engines = ("use_vllm", "use_transformers_continuous_batching")
-        using = [name for name in engines if getattr(self, name, False)]
-        if using:
-            self.decoding.tell(f"`{using[0]}=True` computes a prompt once by itself")
-        return bool(using)
-
     def _why_plain_rollouts(self, model: Any) -> str | None:
-        """Return why completions are left to TRL, or `None` if they are not."""
+        """Return why completions are left to TRL or to another engine; `None` if they are not."""
+        for engine in ("use_vllm", "use_transformers_continuous_batching"):
+            if getattr(self, engine, False):
+                return f"`{engine}=True` computes a prompt once by itself"
         if self._sharding is not None:
             return f"with `{self._sharding}` processes generate in step"
         if (why := why_plain_model(model)) is not None:
@@ -409,7 +394,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     _rewards: Tensor
     """Of all processes, on the host, shape [rows, functions]."""
 
-    def _sampled(self, prompts: list[Any], found: tuple) -> Sampled:
+    def _sampled(self, prompts: list[Any], output: tuple) -> Sampled:
         """Return what is needed of the tuple that TRL's `_generate` returns."""
         raise NotImplementedError
 
@@ -440,40 +425,36 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         return rewards
 
     def _generate(self, prompts):
-        found = super()._generate(prompts)
+        output = super()._generate(prompts)
         if self._scoring is not None:
-            self._scoring.sampled = self._sampled(prompts, found)
-        return found
+            self._scoring.sampled = self._sampled(prompts, output)
+        return output
 
     def _generate_and_score_completions(self, inputs):
-        self._scoring = Scoring(inputs, torch.is_grad_enabled()) if self._asks_rewards_first() else None
+        own = type(self)._generate_and_score_completions is RolloutTrainerMixin._generate_and_score_completions
+        # Then log-probabilities of rows without advantage are read by nobody: rewards are asked for first.
+        rewards_first = own and self.rollouts.leaves_out and self.model.training
+        self._scoring = Scoring(inputs, torch.is_grad_enabled()) if rewards_first else None
         try:
-            found: Batch = super()._generate_and_score_completions(inputs)
+            batch: Batch = super()._generate_and_score_completions(inputs)
         finally:
             self._scoring = None
         if (alike := self._rewarded_alike()) is None:
-            return found
-        advantages, own = found["advantages"], self._own_rows(alike)
+            return batch
+        advantages, own = batch["advantages"], self._own_rows(alike)
         if self.model.training:
             self.rollouts.counts["rows_of_rounding"] += int(advantages.cpu()[own].ne(0).sum())
-        found["advantages"] = advantages.masked_fill(own.to(advantages.device, non_blocking=True), 0.0)
+        batch["advantages"] = advantages.masked_fill(own.to(advantages.device, non_blocking=True), 0.0)
         logged: Any = self._logs["advantages"]
         for place, zero in zip(range(-1, -len(logged) - 1, -1), reversed(alike.tolist())):
             logged[place] = 0.0 if zero else logged[place]
-        return found
-
-    def _asks_rewards_first(self) -> bool:
-        """Whether log-probabilities of rows without advantage are read by nobody."""
-        own = type(self)._generate_and_score_completions is RolloutTrainerMixin._generate_and_score_completions
-        return own and self.rollouts.leaves_out and self.model.training
+        return batch
 
     def _old_rows(self, attention_mask: Tensor, kept: int) -> list[int] | None:
         """
         Ask for the rewards. Return the rows of this process that may have an advantage, or `None` for all of them.
 
-        Args:
-            attention_mask (`Tensor`): Of prompts and completions, shape [rows, width].
-            kept (`int`): Width of the completions.
+        `attention_mask`, of shape [rows, width], is that of prompts and completions; `kept` the width of the latter.
         """
         scoring: Any = self._scoring
         sampled = scoring.sampled
@@ -500,17 +481,14 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
                 )
             self.rollouts.counts["log_probs_skipped"] += len(input_ids) - len(chosen)
             shape = (len(input_ids), logits_to_keep)
-            found = log_probs_of_sampler(sampled.log_probs, shape, input_ids.device)
+            log_probs = log_probs_of_sampler(sampled.log_probs, shape, input_ids.device)
             if chosen:
                 rows = indices(chosen, input_ids.device)
                 computed, *_ = super()._get_per_token_logps_and_entropies(
                     model, input_ids[rows], attention_mask[rows], logits_to_keep, *args, **kwargs
                 )
-                found = found.to(computed.dtype).index_copy(0, rows, computed)
-            return found, None, None
-
-    def _new_skips(self) -> ExactSkips:
-        return ExactSkips(self._mean, self._rows_that_count, self._agree)
+                log_probs = log_probs.to(computed.dtype).index_copy(0, rows, computed)
+            return log_probs, None, None
 
     def _agree(self, count: int) -> int:
         if self.accelerator.num_processes == 1:
@@ -572,21 +550,15 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     def log(self, logs, *args, **kwargs):
         left_out = self.rollouts.leaves_out and self._buffered_inputs and not self._metrics["train"].get("entropy")
         if left_out and "loss" in logs and self.model.training:
-            self._measure_left_out()
+            # Every row since the last entry was left out, and callbacks count on TRL's metrics of tokens. Its loss
+            # measures them. One forward pass of the last micro-batch is little beside the steps that were left out, and
+            # the values are those of real rows. Under dropout it draws random numbers, which training draws again.
+            inputs = dict(self.generated[(self._step - 1) % self.per_generation])
+            inputs.pop("old_per_token_logps", None)  # not computed for these rows: their ratios are taken to be 1
+            as_before = RandomStates.now(self.args.device).again()
+            with as_before, torch.no_grad(), self.compute_loss_context_manager(), self.rows.evaluating():
+                self._compute_loss(self.model_wrapped, inputs)
         super().log(logs, *args, **kwargs)
-
-    def _measure_left_out(self) -> None:
-        """
-        Give the log its metrics of tokens where every row since the last entry was left out: callbacks count on them.
-
-        TRL's loss measures them. One forward pass of the last micro-batch is little beside the steps that were left
-        out, and the values are those of real rows. Under dropout it draws random numbers, which training draws again.
-        """
-        inputs = dict(self.generated[(self._step - 1) % self.per_generation])
-        inputs.pop("old_per_token_logps", None)  # not computed for these rows: their ratios are taken to be 1
-        as_before = RandomStates.now(self.args.device).again()
-        with as_before, torch.no_grad(), self.compute_loss_context_manager(), self.rows.evaluating():
-            self._compute_loss(self.model_wrapped, inputs)
 
 
 class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):  # ty: ignore[incompatible-method-override]
@@ -622,8 +594,8 @@ class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):  # ty: ignore[incompa
     def _mean(self) -> Mean:
         return MEAN_OF_LOSS.get(self.loss_type, "items")
 
-    def _sampled(self, prompts: list[Any], found: tuple) -> Sampled:
-        _, completion_ids, _, completions, log_probs, extra, *_ = found
+    def _sampled(self, prompts: list[Any], output: tuple) -> Sampled:
+        _, completion_ids, _, completions, log_probs, extra, *_ = output
         return Sampled(prompts, completion_ids, completions, log_probs, extra)
 
     def _total_rewards(self) -> Tensor | None:
@@ -662,8 +634,8 @@ class HybridRLOOTrainer(RolloutTrainerMixin, RLOOTrainer):  # ty: ignore[incompa
     config_class, method = HybridRLOOConfig, "RLOO"
     _mean: Mean = "rows"
 
-    def _sampled(self, prompts: list[Any], found: tuple) -> Sampled:
-        _, completion_ids, completions = found
+    def _sampled(self, prompts: list[Any], output: tuple) -> Sampled:
+        _, completion_ids, completions = output
         return Sampled(prompts, completion_ids, completions)
 
     def _total_rewards(self) -> Tensor | None:

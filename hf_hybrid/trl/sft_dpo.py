@@ -34,8 +34,27 @@ except ImportError as error:
     ) from error
 
 
+class TRLConfigBase(HybridConfigBase):
+    """The options and checks that the configs for TRL have in common."""
+
+    def __post_init__(self):
+        if self.bf16 is None and not self.fp16:  # by the hardware: TRL has it on, which fails where nothing can do it
+            if self.use_cpu or torch.backends.mps.is_available():  # emulated on many
+                self.bf16 = False
+            elif (native := native_bf16()) is not None:
+                self.bf16 = native
+            else:
+                self.bf16 = is_torch_bf16_gpu_available() or is_torch_xla_available()
+        super().__post_init__()
+        if self.chunked_loss == "on":
+            raise ValueError(
+                "`chunked_loss=on` changes the head of the model, past which TRL computes its loss, in chunks already. "
+                "Leave `chunked_loss` out."
+            )
+
+
 @dataclass
-class HybridSFTConfig(HybridConfigBase, SFTConfig):
+class HybridSFTConfig(TRLConfigBase, SFTConfig):
     """
     [`~trl.SFTConfig`] with the options of [`HybridArguments`]. One default of the former differs: `bf16` is on where
     the accelerator computes in bf16, as TRL has it everywhere, and off on a CPU, on MPS and on older GPUs.
@@ -47,14 +66,9 @@ class HybridSFTConfig(HybridConfigBase, SFTConfig):
 
     plan_values = {"stream_embeddings": False}  # TRL multiplies with the head's weights without calling it
 
-    def __post_init__(self):
-        choose_bf16(self)
-        super().__post_init__()
-        check_head_options(self)
-
 
 @dataclass
-class HybridDPOConfig(HybridConfigBase, DPOConfig):
+class HybridDPOConfig(TRLConfigBase, DPOConfig):
     """
     [`~trl.DPOConfig`] with the options of [`HybridArguments`]. One default of the former differs, `bf16`, as in
     [`HybridSFTConfig`].
@@ -64,35 +78,12 @@ class HybridDPOConfig(HybridConfigBase, DPOConfig):
     """
 
     def __post_init__(self):
-        choose_bf16(self)
         super().__post_init__()
-        check_head_options(self)
         if self.memory != "off":
             raise ValueError(
                 f"`memory={self.memory}` streams the layers of one model, and preference optimisation runs a policy "
                 "and a reference over each batch. Set `memory=off`; LoRA over a base in 4 bits takes the least memory."
             )
-
-
-def choose_bf16(args: TrainingArguments) -> None:
-    """Where neither `bf16` nor `fp16` is given: by the hardware. TRL has it on, which fails where nothing can do it."""
-    if args.bf16 is not None or args.fp16:
-        return
-    if args.use_cpu or torch.backends.mps.is_available():  # emulated on many
-        args.bf16 = False
-    elif (native := native_bf16()) is not None:
-        args.bf16 = native
-    else:
-        args.bf16 = is_torch_bf16_gpu_available() or is_torch_xla_available()
-
-
-def check_head_options(args: HybridArguments) -> None:
-    """Refuse options that change the head of the model, because TRL multiplies with its weights by itself."""
-    if args.chunked_loss == "on":
-        raise ValueError(
-            "`chunked_loss=on` changes the head of the model, past which TRL computes its loss, in chunks already. "
-            "Leave `chunked_loss` out."
-        )
 
 
 class _Recording:
@@ -139,14 +130,14 @@ class CompletionLosses(_QuietLosses):
         if self.from_logits is not False:
             recording = _Recording(model)
             loss = self.trainer.compute_loss(recording, dict(inputs))
-            losses, counts, router = self._told_apart(recording.outputs, inputs)
+            losses, counts, router = self._by_sequence(recording.outputs, inputs)
             if self.from_logits is None:
                 self.from_logits = self._agrees(loss - router, losses, counts)
             if self.from_logits:
                 return losses / counts.clamp(min=1) + router
         return self._one_by_one(model, inputs)
 
-    def _told_apart(self, outputs, inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
+    def _by_sequence(self, outputs, inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
         """Summed loss and number of predicted tokens per sequence, and the router loss of the batch."""
         trainer, logs = self.trainer, outputs.log_probs.float()  # zero where there is no label
         losses = -logs * logs.exp() if trainer.args.loss_type == "dft" else -logs
@@ -245,16 +236,9 @@ class TRLTrainerMixin(HybridTrainerMixin):
         super().__init__(*args, probe_dataset=probe_dataset, **kwargs)
         self._chunked_loss = _HeadOfTRL()
         if self.has_phases and self._is_vision_dataset:
-            leave_out_leaps(
-                self,
-                LeapObstacleError(
-                    "`train_dataset` holds images, and leaps are verified on text alone.",
-                    "Train on text, or leave `direction` out.",
-                ),
-            )
-        if not self.has_phases:
-            return
-        if probe_dataset is not None:
+            reason = "`train_dataset` holds images, and leaps are verified on text alone."
+            leave_out_leaps(self, LeapObstacleError(reason, "Train on text, or leave `direction` out."))
+        if self.has_phases and probe_dataset is not None:
             self.probe_dataset = self._prepare_probe_set(probe_dataset)
             check_probe_set(self.probe_dataset)
 

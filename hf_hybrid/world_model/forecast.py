@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 
 from hf_hybrid.part import Part
-from hf_hybrid.run.rate import rate_at
 from hf_hybrid.world_model.final_loss import FinalLoss, forecast_final_loss
 
 if TYPE_CHECKING:
@@ -41,11 +41,11 @@ POINTS = 10_000
 
 def schedule_of(scheduler: Any, max_steps: int) -> np.ndarray:
     """Factor of the learning rate in each step `[max_steps]`; 1 where the scheduler does not know it in advance."""
-    factor = rate_at(scheduler)
-    if factor is None or not max_steps:
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate wraps some
+    if not isinstance(scheduler, LambdaLR) or not max_steps:  # the two of transformers that watch the loss
         return np.ones(max_steps)
     at = np.unique(np.linspace(0, max_steps - 1, min(max_steps, POINTS)).astype(int))
-    return np.interp(np.arange(max_steps), at, [factor(int(step)) for step in at])
+    return np.interp(np.arange(max_steps), at, [scheduler.lr_lambdas[0](int(step)) for step in at])
 
 
 class RunForecast:

@@ -131,7 +131,7 @@ def test_flash_attention_is_kept_where_no_rows_share(monkeypatch):
         asked.append(options)
         return query.transpose(1, 2), None
 
-    monkeypatch.setattr(attention, "_function", lambda own, module: flash)
+    monkeypatch.setattr(attention.ALL_ATTENTION_FUNCTIONS, "get_interface", lambda own, eager: flash)
     text = KINDS["instructions"]()[:6]
     made = pad(text)
     tree = Tree.of(Batch(made["input_ids"], made["attention_mask"], made["labels"]).rows())

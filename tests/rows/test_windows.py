@@ -429,7 +429,7 @@ def test_what_would_not_be_exact_is_trained_in_padded_rows(case, tmp_path, caplo
 
 
 def test_stateful_layers_that_nothing_tells_are_refused_by_the_comparison(tmp_path, monkeypatch):
-    monkeypatch.setattr(sharing, "why_not", lambda model: None)
+    monkeypatch.setattr(sharing, "obstacle_in_model", lambda model: None)
     monkeypatch.setattr(sharing.Costs, "of", classmethod(lambda cls, model: cls(1.0, 0.0, 0.0)))
     rows, options = KINDS["agent"](), {"max_steps": 2}
     expected = plain(tmp_path / "plain", rows, model=stateful(MambaConfig), **options)

@@ -432,15 +432,16 @@ def test_a_run_that_is_left_to_trl(reason, tmp_path, caplog):
     assert_same_weights(weights(theirs.model), weights(ours.model))
 
 
-def test_other_engines_are_left_alone(tmp_path, caplog):
+def test_other_engines_are_left_alone(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO", logger="hf_hybrid")
     trainer = build(HybridGRPOTrainer, tmp_path)
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", lambda *_: None)
     for name in ("use_vllm", "use_transformers_continuous_batching"):
         setattr(trainer, name, True)
-        assert trainer._generates_elsewhere()
+        trainer._generate_single_turn([])
         assert f"`{name}=True`" in trainer.decoding.plain_because
         setattr(trainer, name, False)
-    assert not trainer._generates_elsewhere()
+    assert trainer._why_plain_rollouts(trainer.model) is None
     assert {record.levelname for record in caplog.records if "`rollouts`" in record.message} == {"INFO"}
 
 

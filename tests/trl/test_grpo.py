@@ -734,7 +734,7 @@ REFUSED = {
     "a preset": ({"preset": "aggressive"}, "`preset=aggressive` does not work"),
     "rescue": ({"auto_lr": "on"}, "`auto_lr=on` does not work"),
     "streaming": ({"memory": "stream"}, "`memory=stream` does not work"),
-    "chunks": ({"chunked_loss": "on"}, "`chunked_loss=on` does not work"),
+    "chunks": ({"chunked_loss": "on"}, "`chunked_loss=on` changes the head of the model"),
     "a word": ({"exact_skips": "on"}, "`exact_skips` must be one of auto, off"),
 }
 

@@ -586,7 +586,7 @@ def test_bf16_is_chosen_by_the_hardware(config, plain, hardware, expected, tmp_p
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="transformers takes bf16 on MPS")
 def test_on_a_machine_without_bf16_the_defaults_train(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="doesn't support bf16"):
-        SFTConfig(str(tmp_path))  # TRL's own: drop `choose_bf16` once this works
+        SFTConfig(str(tmp_path))  # TRL's own: drop `bf16` of `TRLConfigBase` once this works
     trainer = HybridSFTTrainer(
         llama(), HybridSFTConfig(str(tmp_path), max_steps=2), train_dataset=CHATS, processing_class=TOKENIZER
     )
