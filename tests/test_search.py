@@ -98,6 +98,15 @@ def test_a_trial_is_named_by_its_values_and_has_a_profile_of_its_own(tmp_path):
         assert (tmp_path / name / "profile" / "steps.jsonl").is_file()
 
 
+def test_trials_that_draw_the_same_values_share_a_folder(tmp_path):
+    """As with Trainer: the second one replaces the checkpoints of the first."""
+    trainer = trainer_of(
+        hybrid_config(tmp_path, **EVALUATED, enable_predict=False, save_strategy="steps", save_steps=4)
+    )
+    search(trainer, trials=2, hp_name=lambda trial: "same")
+    assert read_manifest(tmp_path / "same" / "checkpoint-12").step == 12
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_pruned_and_failed_trials_leave_nothing_to_the_next(mode, tmp_path):
     import optuna

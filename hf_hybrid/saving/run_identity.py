@@ -314,10 +314,9 @@ def _data(trainer: Any) -> dict[str, Any] | None:
     data, collator = trainer.train_dataset, trainer.data_collator
     if data is None:
         return None
-    try:
+    length = None  # of a stream
+    with contextlib.suppress(Exception):
         length = len(data)
-    except Exception:  # a stream has none
-        length = None
     rows = _rows(data)
     return {
         "class": type(data).__qualname__,

@@ -136,8 +136,9 @@ class Saver:
     def make_room(self) -> None:
         """Delete surplus checkpoints of a run that goes on from the last one: a full disk gets room for the next."""
         trainer, folder = self._trainer, self._trainer.run_folder
-        if trainer.trial is not None and self.start.folder is None:
+        if trainer.trial is not None and self.start.folder is None and folder.resolve() not in _SAVED_IN:
             check_no_other_run(folder)
+            _SAVED_IN.add(folder.resolve())  # a search may draw the values of a trial, and so its folder, twice
         if trainer.args.should_save and self.saves_checkpoints and self.resumed_from is not None:
             last = manifest.last_checkpoint(folder)
             if last is not None and os.path.samefile(last, self.resumed_from):
