@@ -14,6 +14,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from pydoc_data import topics
 from typing import TYPE_CHECKING
@@ -41,6 +42,15 @@ sys.modules.setdefault("lomo_optim", None)
 # Without TRL, Python would take our folder `trl` of its tests for it.
 if (spec := importlib.util.find_spec("trl")) is None or spec.origin is None:
     sys.modules["trl"] = None
+
+
+def _own_lock_of_bars() -> None:
+    """A forked process that a test kills inside a progress bar would leave the lock that its parent's bars wait for."""
+    if "tqdm" in sys.modules:
+        sys.modules["tqdm"].tqdm.set_lock(threading.RLock())
+
+
+os.register_at_fork(after_in_child=_own_lock_of_bars)
 
 SLOWEST_FIRST = (
     "simulated_gpu/test_scenarios.py",
