@@ -16,6 +16,7 @@ from conftest import (
     tiny_model,
     weights,
 )
+from rig import trainers
 from rig.fake_device import MESSAGE, FakeDevice, RowLimit
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -45,8 +46,8 @@ def build(folder, size=4, steps=2, *, model=None, callbacks=(), parts=(), **opti
     """A trainer with `size` sequences per micro-batch and `steps` micro-batches per window."""
     phases = {"warmup_phase_steps": 2, "full_phase_steps": 2, "correct_phase_steps": 1, "max_predict_steps": 2}
     sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "max_steps": 12}
-    config = hybrid_config(folder, **{**phases, **sizes, **options})
-    return HybridTrainer(model or tiny_model(), config, train_dataset=TEXT, callbacks=list(callbacks), parts=parts)
+    arguments = {"model": model, "train_dataset": TEXT, "callbacks": list(callbacks), "parts": parts}
+    return trainers.build(folder, **arguments, **{**phases, **sizes, **options})
 
 
 @pytest.fixture(scope="module")

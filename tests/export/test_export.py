@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ByteText, hybrid_config, mostly_slow, tiny_model
+from conftest import ByteText, mostly_slow, tiny_model
 from huggingface_hub import ModelCard
+from rig import trainers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -54,16 +55,9 @@ def bpe_tokenizer() -> PreTrainedTokenizerFast:
 
 def trained(folder: Path, model=None, callbacks=(), **options) -> HybridTrainer:
     """A run of twelve steps. Rows of 64 weights are the shortest that bitsandbytes computes with on a CPU."""
-    trainer = HybridTrainer(
-        tiny_model(vocab_size=264, hidden_size=64) if model is None else model,
-        hybrid_config(folder, max_steps=12, **options),
-        train_dataset=ByteText(100),
-        eval_dataset=ByteText(8, offset=200),
-        processing_class=bpe_tokenizer(),
-        callbacks=list(callbacks),
-    )
-    trainer.train()
-    return trainer
+    model = tiny_model(vocab_size=264, hidden_size=64) if model is None else model
+    data = {"samples": 100, "eval_dataset": ByteText(8, offset=200), "processing_class": bpe_tokenizer()}
+    return trainers.train(folder, model=model, callbacks=list(callbacks), max_steps=12, **data, **options)
 
 
 @pytest.fixture(scope="module")

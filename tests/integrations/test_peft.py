@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
+from rig import trainers
 from transformers import Trainer, TrainingArguments
 
 from hf_hybrid import HybridTrainer
@@ -38,10 +39,7 @@ def adapted(method, base=None):
 
 
 def train(folder, model, resume=None, **options):
-    config, parts = hybrid_config(folder, **{**LEAPING, **options}), [LeapResiduals()]
-    trainer = HybridTrainer(model, config, train_dataset=ByteText(400), parts=parts)
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+    return trainers.train(folder, model=model, parts=[LeapResiduals()], resume=resume, **{**LEAPING, **options})
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
+from rig import trainers
 from transformers import LlamaForSequenceClassification, Trainer, TrainingArguments
 
 from hf_hybrid import HybridTrainer, SampleCallback
@@ -28,11 +29,8 @@ def train(folder, model=None, callbacks=(), resume=None, **options):
     values = {"max_steps": 12, "eval_strategy": "steps", "eval_steps": 4, **options}
     torch.manual_seed(1)  # of dropout
     model = tiny_model(attention_dropout=0.1, vocab_size=256) if model is None else model
-    data = {"train_dataset": ByteText(64), "eval_dataset": ByteText(4, offset=64)}
-    config = hybrid_config(folder, **values)
-    trainer = HybridTrainer(model, config, processing_class=TOKENIZER, callbacks=list(callbacks), **data)
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+    values |= {"model": model, "samples": 64, "eval_dataset": ByteText(4, offset=64), "processing_class": TOKENIZER}
+    return trainers.train(folder, resume=resume, callbacks=list(callbacks), **values)
 
 
 def test_prompts_are_completed_at_evaluations_and_no_bit_of_the_training_changes(tmp_path, prompts):

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, config_values, hybrid_config, losses, tiny_model, weights
+from rig import trainers
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from hf_hybrid import HybridTrainer
@@ -153,15 +154,7 @@ class Spy(Part):
 
 def train(folder, *plugins, model=None, **overrides):
     values = {"bf16": True, "gradient_accumulation_steps": 2, "max_steps": 6, **overrides}
-    trainer = HybridTrainer(
-        model or tiny_model(),
-        hybrid_config(folder, **values),
-        train_dataset=ByteText(400),
-        probe_dataset=ByteText(40, offset=400),
-        parts=plugins,
-    )
-    trainer.train()
-    return trainer
+    return trainers.train(folder, model=model, probe_dataset=ByteText(40, offset=400), parts=plugins, **values)
 
 
 def lora_model():

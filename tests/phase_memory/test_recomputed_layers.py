@@ -9,6 +9,7 @@ import torch
 from conftest import ByteText, hybrid_config, tiny_model, weights
 from conftest import assert_same_weights as assert_same
 from peft import LoraConfig, get_peft_model
+from rig import trainers
 from rig.fake_device import MESSAGE
 from rig.live_bytes import LiveBytes
 from transformers import Trainer
@@ -34,8 +35,8 @@ def deep_model(**options):
 
 def build(folder, checkpointing="auto", model=None, budget=None, kind=HybridTrainer, **options):
     asked = {OPTION: checkpointing, "vram_budget_gib": budget and budget / 2**30}
-    config = hybrid_config(folder, **{"max_steps": 4, "enable_predict": False, **asked, **options})
-    return kind(model or deep_model(), config, train_dataset=TEXT)
+    options = {"max_steps": 4, "enable_predict": False, **asked, **options}
+    return trainers.build(folder, kind, model=model or deep_model(), train_dataset=TEXT, **options)
 
 
 def train(*args, **options):

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, hybrid_config, losses, tiny_model, weights
+from rig import trainers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,9 +28,8 @@ def device(monkeypatch):
 
 
 def trained(folder, *plugins, resume=None, **overrides):
-    config = hybrid_config(folder, **{"max_steps": STEPS, "max_predict_steps": 4, "leap_worth": 6.0, **overrides})
-    trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(400), parts=plugins)
-    trainer.train(resume_from_checkpoint=resume)
+    values = {"max_steps": STEPS, "max_predict_steps": 4, "leap_worth": 6.0, **overrides}
+    trainer = trainers.train(folder, parts=plugins, resume=resume, **values)
     assert trainer.hybrid_summary()["predicted_steps"] > 2
     return trainer
 

@@ -1,9 +1,9 @@
 """The memory options of a trainer: plans within budgets, refusals with their bytes, exact options change no bit."""
 
 import pytest
-from conftest import assert_same_weights, hybrid_config, losses, tiny_model, weights
+from conftest import assert_same_weights, losses, tiny_model, weights
+from rig import trainers
 
-from hf_hybrid import HybridTrainer
 from hf_hybrid.plan.estimate import PlanError
 
 LAYERS = 4
@@ -11,7 +11,7 @@ LAYERS = 4
 
 def build(folder, data, model=None, **options):
     model = tiny_model(num_hidden_layers=LAYERS) if model is None else model
-    return HybridTrainer(model, hybrid_config(folder, **options), train_dataset=data)
+    return trainers.build(folder, model=model, train_dataset=data, **options)
 
 
 # Plans.

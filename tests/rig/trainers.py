@@ -1,14 +1,15 @@
 """Trainers of the tiny model on `ByteText`, for tests in which an option or two matter."""
 
+import torch
 from conftest import ByteText, hybrid_config, tiny_model
 
 from hf_hybrid import HybridTrainer
 
 ARGUMENTS = ("data_collator", "train_dataset", "eval_dataset", "callbacks", "optimizers", "parts", "direction")
-ARGUMENTS += ("probe_dataset",)
+ARGUMENTS += ("probe_dataset", "processing_class")
 
 
-def build(folder, kind=HybridTrainer, config=hybrid_config, *, model=None, samples=400, **options):
+def build(folder, kind=HybridTrainer, config=hybrid_config, *, model=None, samples=400, model_seed=None, **options):
     """
     Make a trainer.
 
@@ -18,8 +19,11 @@ def build(folder, kind=HybridTrainer, config=hybrid_config, *, model=None, sampl
         config (`Callable`): From the folder and options to its arguments.
         model: Default: the tiny one.
         samples (`int`): Rows of the training data, if `train_dataset` is not given.
+        model_seed (`int`, *optional*): Of the tiny model and of what draws until the training.
         options: Options, and [`ARGUMENTS`] of the trainer. A `direction` that is a name is an option.
     """
+    if model_seed is not None:
+        torch.manual_seed(model_seed)
     own = [name for name in ARGUMENTS if name in options and not isinstance(options[name], str)]
     arguments = {name: options.pop(name) for name in own}
     data = arguments.pop("train_dataset", None)

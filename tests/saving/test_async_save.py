@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
+from conftest import ByteText, assert_same_weights, tiny_model, weights
 from peft import LoraConfig, get_peft_model
+from rig import trainers
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from hf_hybrid import HybridTrainer
 from hf_hybrid.saving import manifest
 from hf_hybrid.saving.async_save import AsyncSaver, CannotStageError, Staging
 from hf_hybrid.saving.manifest import is_committed
@@ -19,11 +19,9 @@ from hf_hybrid.saving.manifest import is_committed
 
 def build(folder, model=None, callbacks=None, **overrides):
     """A trainer of six steps. Its model has no say in what a save may do."""
-    torch.manual_seed(0)
     options = {"max_steps": 6, "save_strategy": "steps", "per_device_train_batch_size": 2, "save_total_limit": None}
-    config = hybrid_config(folder, **{**options, **overrides})
-    model = tiny_model() if model is None else model
-    return HybridTrainer(model, config, train_dataset=ByteText(30), eval_dataset=ByteText(4), callbacks=callbacks)
+    data = {"samples": 30, "eval_dataset": ByteText(4)}
+    return trainers.build(folder, model_seed=0, model=model, callbacks=callbacks, **data, **{**options, **overrides})
 
 
 class Slow(TrainerCallback):

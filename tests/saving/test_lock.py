@@ -10,11 +10,9 @@ import socket
 import time
 
 import pytest
-import torch
-from conftest import ByteText, hybrid_config, tiny_model
+from rig import trainers
 from transformers import TrainerCallback
 
-from hf_hybrid import HybridTrainer
 from hf_hybrid.saving.lock import HOLDER_NAME, LOCK_NAME, FolderInUseError, FolderLock
 from hf_hybrid.saving.manifest import CheckpointError
 
@@ -50,9 +48,7 @@ def held(tmp_path):
 
 
 def build(folder, callbacks=None, **options):
-    torch.manual_seed(0)
-    config = hybrid_config(folder, max_steps=3, **options)
-    return HybridTrainer(tiny_model(), config, train_dataset=ByteText(8), callbacks=callbacks)
+    return trainers.build(folder, model_seed=0, samples=8, callbacks=callbacks, max_steps=3, **options)
 
 
 @pytest.mark.processes

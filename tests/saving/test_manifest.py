@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
+from rig import trainers
 from rig.processes import together
 from rig.run_folders import reseal
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -30,9 +31,8 @@ OPTIONS = {"max_steps": 6, "per_device_train_batch_size": 2, "save_strategy": "s
 
 def build(folder, callbacks=None, **overrides):
     torch.manual_seed(0)
-    config = hybrid_config(folder, **{"enable_predict": False, **OPTIONS, **overrides})
-    data = {"train_dataset": ByteText(30), "eval_dataset": ByteText(4)}
-    return HybridTrainer(tiny_model(attention_dropout=0.1), config, callbacks=callbacks, **data)
+    given = {"model": tiny_model(attention_dropout=0.1), "samples": 30, "eval_dataset": ByteText(4)}
+    return trainers.build(folder, callbacks=callbacks, **given, **{"enable_predict": False, **OPTIONS, **overrides})
 
 
 @pytest.fixture(scope="module")

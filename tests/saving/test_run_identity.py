@@ -12,6 +12,7 @@ import torch
 from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from rig import trainers
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
@@ -40,10 +41,10 @@ def adapted(base=0, dtype=torch.float32, target="q_proj"):
 
 def build(folder, model=None, data=None, collator=None, callbacks=None, optimizers=(None, None), **options):
     torch.manual_seed(0)
-    config = hybrid_config(folder, **{**OPTIONS, **options})
-    data = ByteText(MIDDLE) if data is None else data
+    arguments = {"data_collator": collator, "callbacks": callbacks, "optimizers": optimizers}
     model = tiny_model(attention_dropout=0.1) if model is None else model
-    return HybridTrainer(model, config, collator, data, callbacks=callbacks, optimizers=optimizers)
+    data = ByteText(MIDDLE) if data is None else data
+    return trainers.build(folder, model=model, train_dataset=data, **arguments, **{**OPTIONS, **options})
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from conftest import ByteText, assert_same_weights, config_values, hybrid_config, mostly_slow, tiny_model, weights
+from rig import trainers
 from rig.run_folders import reseal
 from safetensors.torch import save_file
 from torch.utils.data import (
@@ -63,12 +64,8 @@ QUICK = [("on_step_begin", False, {}), ("on_pre_optimizer_step", True, {}), ("on
 
 def build(folder, callbacks=(), **overrides):
     torch.manual_seed(0)
-    return HybridTrainer(
-        tiny_model(attention_dropout=0.1),
-        hybrid_config(folder, **{**OPTIONS, **overrides}),
-        train_dataset=ByteText(SAMPLES),
-        callbacks=list(callbacks),
-    )
+    model = tiny_model(attention_dropout=0.1)
+    return trainers.build(folder, model=model, samples=SAMPLES, callbacks=list(callbacks), **{**OPTIONS, **overrides})
 
 
 @pytest.fixture(scope="module")

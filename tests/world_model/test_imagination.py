@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
+from conftest import assert_same_weights, weights
+from rig import trainers
 from rig.synthetic_runs import make_run
 
 import hf_hybrid
 from benchmarks.world_model.learning import new_rssm
-from hf_hybrid import HybridTrainer
 from hf_hybrid.build import STRETCH_STEPS
 from hf_hybrid.leaps.trust import GainPlanner
 from hf_hybrid.world_model import imagination
@@ -104,9 +104,8 @@ STEPS = 90
 
 
 def build(folder, **overrides):
-    torch.manual_seed(0)
     options = {"max_steps": STEPS, "planner": "dynamics", "save_strategy": "steps", "save_steps": 47}
-    return HybridTrainer(tiny_model(), hybrid_config(folder, **{**options, **overrides}), train_dataset=ByteText(200))
+    return trainers.build(folder, model_seed=0, samples=200, **{**options, **overrides})
 
 
 @pytest.fixture(scope="module")
