@@ -244,11 +244,7 @@ ONLY_ELSEWHERE = {
     "recovery.py: return None": "a CPU, which nothing watches",
     "hub/provenance.py: if device != 'cpu'": "MPS, of which torch tells no name",
     "hub/provenance.py: parts = {'Accelerator': f'{devices} x {device}', **parts}": "MPS",
-    "saving/drift.py: return type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and "
-    "(value.device.type != 'meta')": "several processes, tests/saving/test_drift.py",
     "saving/run_identity.py: continue": "weights on the disk",
-    "saving/run_identity.py: return {**found, 'device': torch.backends.cpu.get_cpu_capability(), 'threads': "
-    "torch.get_num_threads()}": "a CPU",
     "streaming/streamer.py: self.transfers.bytes_out += gradient.numel() * gradient.element_size()": "a CPU",
 }
 """Device-dependent lines that the simulated device cannot enter, each with where it is entered."""
