@@ -92,14 +92,14 @@ def render(facts: dict[str, Any]) -> str:
 # Facts.
 
 
-def card_facts(trainer: PublishedTrainer, given: dict[str, Any]) -> dict[str, Any]:
-    """What the card says by the names of the template; `given` are the arguments of `create_model_card`."""
+def card_facts(trainer: PublishedTrainer, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What the card says by the names of the template; `arguments` are those of `create_model_card`."""
     args, state, summary = trainer.args, trainer.state, trainer.hybrid_summary()
-    model = model_facts(trainer, given["finetuned_from"], given["tasks"])
+    model = model_facts(trainer, arguments["finetuned_from"], arguments["tasks"])
     evaluation, data = evaluation_of(trainer, model["task"]), data_of(trainer)
     final = evaluation["metrics"] if evaluation and evaluation["of_final_weights"] else {}
-    if given["license"] is None and model["base"]:
-        given = {**given, **license_of(model["base"])}
+    if arguments["license"] is None and model["base"]:
+        arguments = {**arguments, **license_of(model["base"])}
     finished = next((entry["train_runtime"] for entry in reversed(state.log_history) if "train_runtime" in entry), None)
     logged, starts = load_log(trainer.log_file.folder).wall_time()
     known = logged is not None or not summary.get("resumed")  # `train_runtime` covers one start of a resumed run
@@ -108,13 +108,13 @@ def card_facts(trainer: PublishedTrainer, given: dict[str, Any]) -> dict[str, An
     settings = {name: clean(value, secrets) for name, value in settings_of(args).items()}
     summary["failed_savings"] = [clean(why, secrets) for why in summary["failed_savings"]]
     method = dict.fromkeys(("title", "id", "citation")) | getattr(trainer, "_paper", {})  # of TRL's trainers
-    name = given["model_name"] or Path(str(args.output_dir)).absolute().name or model["base"] or model["class_name"]
+    name = arguments["model_name"] or Path(str(args.output_dir)).absolute().name or model["base"] or model["class_name"]
     return {
         "name": name,
         "model": model,
         "trainer": type(trainer).__name__,
         "method": {**method, "name": getattr(trainer, "_name", None)},
-        "given": given,
+        "arguments": arguments,
         "data": data,
         "held_out": len(probes) if hasattr(probes, "__len__") and summary["leaps"] else None,
         "evaluation": evaluation,
@@ -135,7 +135,7 @@ def card_facts(trainer: PublishedTrainer, given: dict[str, Any]) -> dict[str, An
         "state": {"global_step": state.global_step, "max_steps": state.max_steps},
         "rewards": rewards_of(trainer),
         "today": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "metadata": metadata_of(one_line(name), model, given, final, data),
+        "metadata": metadata_of(one_line(name), model, arguments, final, data),
     }
 
 
@@ -354,24 +354,24 @@ def papers_of(trainer: PublishedTrainer, summary: dict) -> list[tuple[str, str]]
 # Metadata.
 
 
-def metadata_of(name: str, model: dict, given: dict, metrics: dict[str, float], data: list[dict]) -> dict:
+def metadata_of(name: str, model: dict, arguments: dict, metrics: dict[str, float], data: list[dict]) -> dict:
     """The YAML block as the Hub accepts it. `metrics` are of the weights that are published; others are no results."""
-    results = [_result(key, value, model["task"], given, data) for key, value in metrics.items()]
-    tags = ["generated_from_trainer", *given["tags"]]
+    results = [_result(key, value, model["task"], arguments, data) for key, value in metrics.items()]
+    tags = ["generated_from_trainer", *arguments["tags"]]
     if model["adapter"]:
         tags += [model["adapter"].lower(), *["transformers"] * bool(model["loads_with"])]
         tags += [f"base_model:adapter:{model['base']}"] * bool(model["base"])
     card_data = ModelCardData(
         library_name="peft" if model["adapter"] else "transformers",
-        language=given.get("language"),
-        license=given.get("license"),
-        license_name=given.get("license_name"),
-        license_link=given.get("license_link"),
+        language=arguments.get("language"),
+        license=arguments.get("license"),
+        license_name=arguments.get("license_name"),
+        license_link=arguments.get("license_link"),
         base_model=model["base"],
         base_model_relation=("adapter" if model["adapter"] else "finetune") if model["base"] else None,
         pipeline_tag=model["task"],
         tags=unique(one_line(tag) for tag in tags),
-        datasets=given["datasets"] or None,
+        datasets=arguments["datasets"] or None,
         metrics=unique(r.metric_type for r in results if r.metric_type in (*METRIC_TAGS, "perplexity")) or None,
         model_name=name,
         eval_results=results or None,
@@ -380,7 +380,7 @@ def metadata_of(name: str, model: dict, given: dict, metrics: dict[str, float], 
     return {**card_data.to_dict(), "model_name": name}
 
 
-def _result(key: str, value: float, task: str | None, given: dict[str, Any], data: list[dict]) -> EvalResult:
+def _result(key: str, value: float, task: str | None, arguments: dict[str, Any], data: list[dict]) -> EvalResult:
     # With several evaluation sets a metric is logged as `NAME_metric`.
     sets = [part["name"] for part in data if part["role"] == "Evaluation"]
     name = max((name for name in sets if key.startswith(f"{name}_")), key=len, default="")
@@ -388,9 +388,9 @@ def _result(key: str, value: float, task: str | None, given: dict[str, Any], dat
     return EvalResult(
         task_type=task or "other",
         # Results of the same type share an entry, so evaluation sets without an id have their name instead.
-        dataset_type=one_line(next(iter(given["datasets"]), None) or name or "unknown"),
-        dataset_name=one_line(name or next(iter(given["dataset"]), None) or "evaluation set of the run"),
-        dataset_args={"config": one_line(given["dataset_args"][0])} if given["dataset_args"] else None,
+        dataset_type=one_line(next(iter(arguments["datasets"]), None) or name or "unknown"),
+        dataset_name=one_line(name or next(iter(arguments["dataset"]), None) or "evaluation set of the run"),
+        dataset_args={"config": one_line(arguments["dataset_args"][0])} if arguments["dataset_args"] else None,
         metric_type=one_line(metric),
         metric_name=one_line(metric.replace("_", " ").capitalize()),
         metric_value=value,

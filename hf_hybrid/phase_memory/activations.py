@@ -176,7 +176,7 @@ def _topmost(module: nn.Module, kind: type) -> list:
     """Return the modules of a class that are not part of another module of this class."""
     if isinstance(module, kind):
         return [module]
-    return list(dict.fromkeys(found for child in module.children() for found in _topmost(child, kind)))
+    return list(dict.fromkeys(inner for child in module.children() for inner in _topmost(child, kind)))
 
 
 def _modules_with_switch(model: nn.Module) -> list[nn.Module]:

@@ -545,11 +545,11 @@ def _missing(trace: StepTrace, stands_for: Sequence[int], stage: str, layer: int
     before, after = trace.after_forward, trace.begin
     if stage != "forward":
         before, after = trace.before_backward, trace.after_backward
-    whole = _sum(
+    untraced = _sum(
         _of(before if index < place else after, stands) for index, stands in enumerate(stands_for) if index != place
     )
     traced = _sum(_of(before if index < layer else after, index) for index in range(trace.layers) if index != layer)
-    return tuple(a - b for a, b in zip(whole, traced))
+    return tuple(a - b for a, b in zip(untraced, traced))
 
 
 def _of(held: Held, owner: int) -> Bytes:

@@ -46,10 +46,10 @@ class ReportingMixin(Trainer):
         `failed_savings` lists savings that are off because of an exception, each with it.
         """
         failed = list(dict.fromkeys(why for part in self.parts for why in part.failed))
-        found = {"memory": self.memory_summary(), "resumed": self.saver.report, "failed_savings": failed}
+        own = {"memory": self.memory_summary(), "resumed": self.saver.report, "failed_savings": failed}
         for part in self.parts:  # as they are now; the run's own summary ends with it
-            found.update(part.summary())
-        return HybridSummary({**self.run.summary(), **found})
+            own.update(part.summary())
+        return HybridSummary({**self.run.summary(), **own})
 
     def write_log(self, entry: dict[str, Any]) -> None:
         """Append an entry of Trainer's log to ours; the last of a run that writes no summary file has the summary."""

@@ -264,11 +264,11 @@ class RolloutConfigBase(ExactSkipArguments, TRLConfigBase, _Arguments):
         if self.enable_predict:
             raise ValueError(f"`enable_predict=True` does not work here: {_NO_LEAPS}. Leave it out.")
         for name, default in ((known.name, known.default) for known in fields(HybridArguments)):
-            given = getattr(self, name)
-            works = name in _NEED_NO_LEAPS and given not in ("conservative", "aggressive")
-            if given != default and given != "off" and not works:
+            value = getattr(self, name)
+            works = name in _NEED_NO_LEAPS and value not in ("conservative", "aggressive")
+            if value != default and value != "off" and not works:
                 raise ValueError(
-                    f"`{name}={given}` does not work with completions that are generated in training: it belongs to "
+                    f"`{name}={value}` does not work with completions that are generated in training: it belongs to "
                     "leaps or to streamed layers. Leave it out."
                 )
 

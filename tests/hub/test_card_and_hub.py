@@ -527,7 +527,7 @@ def test_records_of_cards_hold_what_a_trainer_records(trained, generator):
     for name, record in generator["read_records"]().items():
         if not generator["COMMANDS"][name].startswith("export"):
             assert record.keys() == facts.keys()
-            for part in ("model", "given", "memory", "state"):
+            for part in ("model", "arguments", "memory", "state"):
                 assert record[part].keys() == facts[part].keys(), part
 
 
