@@ -245,6 +245,8 @@ ONLY_ELSEWHERE = {
     "hub/provenance.py: if device != 'cpu'": "MPS, of which torch tells no name",
     "hub/provenance.py: parts = {'Accelerator': f'{devices} x {device}', **parts}": "MPS",
     "saving/run_identity.py: continue": "weights on the disk",
+    "saving/run_identity.py: device = {'device': torch.backends.cpu.get_cpu_capability(), 'threads': "
+    "torch.get_num_threads()}": "a CPU",
     "streaming/streamer.py: self.transfers.bytes_out += gradient.numel() * gradient.element_size()": "a CPU",
 }
 """Device-dependent lines that the simulated device cannot enter, each with where it is entered."""
