@@ -19,7 +19,14 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hf_hybrid.arguments import HybridArguments
-from hf_hybrid.config import check_leap_optimizer, check_leaps, check_training_arguments, phase_options, was_given
+from hf_hybrid.config import (
+    check_leap_optimizer,
+    check_leaps,
+    check_one_set_of_weights,
+    check_training_arguments,
+    phase_options,
+    was_given,
+)
 from hf_hybrid.leaps.automatic import FirstLoss, LeapView, leaps_are_automatic, pretrained_below, reason_no_leaps
 from hf_hybrid.leaps.directions import DIRECTIONS, DirectionFactory, GradientMemory, Orthogonal, direction_class
 from hf_hybrid.leaps.leap import LeapObserver, Leaps, PhaseController, PhaseLengths
@@ -43,6 +50,7 @@ from hf_hybrid.optimizers import (
     muon_groups,
     optimizer_name,
     split_parameters,
+    users_optimizer,
 )
 from hf_hybrid.part import Part
 from hf_hybrid.plan.accounting import host_memory
@@ -64,7 +72,7 @@ from hf_hybrid.run.adapters import adapter_rate_scale
 from hf_hybrid.run.monitor import DivergenceMonitor
 from hf_hybrid.run.rate import LearningRateSearch, RateScale
 from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
-from hf_hybrid.run.trainer_view import made_optimizer, trains_adapters, unwrapped_optimizer
+from hf_hybrid.run.trainer_view import trains_adapters
 from hf_hybrid.run.weights import Gathered, Shards, TrainedWeights, canonical, shards_of
 from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.layers import embeddings_and_head, map_with_host_layers, obstacle_to_walking, working_dtypes
@@ -206,7 +214,8 @@ def _weights(trainer: BuiltTrainer) -> TrainedWeights:
     memory, model = trainer.memory, trainer.accelerator.unwrap_model(trainer.model)
     named = [(canonical(name), memory.parameter(p)) for name, p in model.named_parameters() if p.requires_grad]
     store = Gathered(model) if trainer.is_fsdp_enabled else memory if memory.streams else None
-    return TrainedWeights(named, unwrapped_optimizer(trainer), store)
+    check_one_set_of_weights(trainer.optimizer)
+    return TrainedWeights(named, inner_optimizer(trainer.optimizer), store)
 
 
 def _on_host_if_out_of_memory(trainer: BuiltTrainer, build: Callable[[bool], list[Part]]) -> list[Part]:
@@ -353,7 +362,7 @@ def _rate(trainer: BuiltTrainer, weights: TrainedWeights) -> RateScale | None:
         return None
     if trains_adapters(trainer):
         return adapter_rate_scale(trainer)
-    optimizer = made_optimizer(trainer)
+    optimizer = users_optimizer(trainer.optimizer)
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
         return LearningRateSearch(max_scale=MAX_RATE_SCALE, max_steps=trainer.state.max_steps, weights=weights)
     logger.warning(

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hf_hybrid.arguments import HybridArguments, as_declared, check_range
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.machine import LeapObstacleError, computes_on_cpu, mixed_precision_of, sharding_of, shards_by_fsdp2
-from hf_hybrid.optimizers import is_adam, optimizer_name, steps_in_backward
+from hf_hybrid.optimizers import inner_optimizer, is_adam, optimizer_layers, optimizer_name, steps_in_backward
 
 CONFIG_NAME = "hybrid_config.json"
 REPLACED = ("learning_rate", "optim")
@@ -343,13 +344,25 @@ def check_leaps(args: TrainingArguments) -> None:
         )
 
 
+def check_one_set_of_weights(optimizer: Any) -> None:
+    """Refuse an optimizer that keeps weights for training and others for evaluation, or a wrapper that does."""
+    for layer in optimizer_layers(optimizer):
+        if isinstance(layer, AcceleratedOptimizer):  # it passes `train` and `eval` on to what it wraps
+            continue
+        if all(callable(getattr(layer, name, None)) for name in ("train", "eval")):
+            raise LeapObstacleError(
+                f"`{type(layer).__name__}` keeps two sets of weights, which its `train` and `eval` exchange "
+                "(Schedule-Free), and a leap would move one of them without the other.",
+                "Choose another optimizer, for example `optim=adamw_torch_fused`.",
+            )
+
+
 def check_leap_optimizer(optimizer: Any) -> None:
     """
     Refuse leaps under an optimizer other than Adam or AdamW, an object, its class or a value of `optim`. An object may
-    be inside wrappers that hold it as `optimizer`.
+    be inside wrappers.
     """
-    while getattr(optimizer, "optimizer", None) is not None:
-        optimizer = optimizer.optimizer
+    optimizer = inner_optimizer(optimizer)
     kind = optimizer if isinstance(optimizer, (str, type)) else type(optimizer)
     if not is_adam(kind) and not (isinstance(kind, type) and issubclass(kind, (torch.optim.Adam, torch.optim.AdamW))):
         name = f"optim={kind}" if isinstance(kind, str) else kind.__name__

@@ -26,6 +26,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -59,11 +60,23 @@ def optimizer_name(args: TrainingArguments | type[TrainingArguments]) -> str:
     return str(args.optim.value if isinstance(args.optim, Enum) else args.optim)
 
 
+def optimizer_layers(optimizer: Any) -> list[Any]:
+    """Return an optimizer and all that it wraps, outermost first. Streaming calls it `base`."""
+    layers = [optimizer]
+    while (inner := getattr(layers[-1], "optimizer", getattr(layers[-1], "base", None))) is not None:
+        layers.append(inner)
+    return layers
+
+
 def inner_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside all wrappers: of accelerate and of users (`optimizer`), and of streaming (`base`)."""
-    while (inner := getattr(optimizer, "optimizer", getattr(optimizer, "base", None))) is not None:
-        optimizer = inner
-    return optimizer
+    """Return the optimizer inside all wrappers."""
+    return optimizer_layers(optimizer)[-1]
+
+
+def users_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer as `optim` or the user made it. A wrapper of the user's may do anything, so it stays."""
+    layers = optimizer_layers(optimizer)
+    return next(layer for layer in layers if not isinstance(layer, AcceleratedOptimizer) and not hasattr(layer, "base"))
 
 
 def steps_in_backward(optim: str) -> bool:

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, config_values, tiny_model, weights
+from rig import trainers
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -38,10 +39,8 @@ def with_lora(model):
 
 def train(trainer_class, config_class, folder, *, lora=False, resume=None, **overrides):
     model = with_lora(tiny_model()) if lora else tiny_model()
-    args = config_class(**config_values(folder, **overrides))
-    trainer = trainer_class(model, args, train_dataset=ByteText(400), eval_dataset=ByteText(40, offset=400))
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+    values = {"model": model, "eval_dataset": ByteText(40, offset=400), **overrides}
+    return trainers.train(folder, trainer_class, config_class, resume=resume, **values)
 
 
 def history(trainer):
@@ -54,6 +53,7 @@ def history(trainer):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.long
 def test_disabled_equals_plain_trainer(case, tmp_path):
     overrides = {"eval_strategy": "steps", "eval_steps": 5, **CASES[case]}
     plain = train(Trainer, TrainingArguments, tmp_path / "plain", lora=case == "lora", **overrides)

@@ -34,6 +34,7 @@ from transformers import TrainerCallback
 
 from hf_hybrid import machine
 from hf_hybrid.machine import DeviceMemory, DriverMemory
+from hf_hybrid.optimizers import inner_optimizer
 from hf_hybrid.plan.accounting import ByteTable, measure_held, storage_address
 from hf_hybrid.records.log import PROFILE, LogFile, load_log
 from hf_hybrid.records.readings import Totals
@@ -108,7 +109,7 @@ class MemoryProbes:
 
 def held_bytes(trainer: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ByteTable:
     """Count all live tensors by category and place, also buffers of leaps and streamed layers of a `trainer`."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+    optimizer = inner_optimizer(optimizer)
     if not hasattr(trainer, "memory"):  # not one of ours
         return measure_held(model, optimizer)
     memory, buffers = trainer.memory, trainer.run.tensors_held()

@@ -20,7 +20,6 @@ from hf_hybrid.run.trainer_view import (
     optimizer_unlike_adam,
     trains_adapters,
     unknown_loss,
-    unwrapped_optimizer,
 )
 
 logger = logging.getLogger(__name__)
@@ -101,7 +100,7 @@ def reason_no_rate(trainer: TrainerView) -> str | None:
         return "other weights are trained beside them"
     if (name := optimizer_unlike_adam(trainer)) is not None:
         return f"no default rate is known for the optimizer `{name}`"
-    groups = unwrapped_optimizer(trainer).param_groups
+    groups = trainer.optimizer.param_groups
     if any(float(group.get("initial_lr", group["lr"])) != rate for group in groups):
         return "the optimizer that was passed has learning rates of its own"
     if _width(model) is None:

@@ -11,11 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_hybrid.machine import LeapObstacleError
-from hf_hybrid.optimizers import has_adapters, is_adam, optimizer_name, text_config
+from hf_hybrid.optimizers import has_adapters, is_adam, optimizer_name, text_config, users_optimizer
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -82,38 +80,10 @@ class LossView(TrainerView, Protocol):
 # The optimizer.
 
 
-def made_optimizer(trainer: TrainerView) -> torch.optim.Optimizer | None:
-    """Return the optimizer inside the wrappers of accelerate and of streaming. Those of a user may do anything."""
-    if trainer.memory.optimizer is not None:
-        return trainer.memory.optimizer.base
-    return trainer.optimizer.optimizer if isinstance(trainer.optimizer, AcceleratedOptimizer) else trainer.optimizer
-
-
-def unwrapped_optimizer(trainer: TrainerView) -> torch.optim.Optimizer:
-    """
-    Return the optimizer inside accelerate's wrapper and inside all wrappers of the user.
-
-    Raises:
-        LeapObstacleError: If it, or a wrapper of the user's, keeps weights for training and others for evaluation.
-    """
-    optimizer = trainer.optimizer
-    while True:
-        switches = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
-        if switches and not isinstance(optimizer, AcceleratedOptimizer):  # which passes both on to what it wraps
-            raise LeapObstacleError(
-                f"`{type(optimizer).__name__}` keeps two sets of weights, which its `train` and `eval` exchange "
-                "(Schedule-Free), and a leap would move one of them without the other.",
-                "Choose another optimizer, for example `optim=adamw_torch_fused`.",
-            )
-        if getattr(optimizer, "optimizer", None) is None:
-            return optimizer
-        optimizer = optimizer.optimizer
-
-
 def optimizer_unlike_adam(trainer: TrainerView) -> str | None:
     """Return the name of the optimizer if it is not known to step as AdamW does. It may not be made yet."""
-    if (optimizer := made_optimizer(trainer)) is not None:
-        kind: type | str = type(optimizer)
+    if trainer.optimizer is not None:
+        kind: type | str = type(users_optimizer(trainer.optimizer))
     elif trainer.optimizer_cls_and_kwargs is not None:
         kind = trainer.optimizer_cls_and_kwargs[0]
     else:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_hybrid.optimizers import optimizer_layers
 from hf_hybrid.streaming.optimizer import LazyOptimizer
 from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.walk import Window
@@ -154,10 +155,10 @@ class Streamed(Resident):
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer that updates a layer when that layer is streamed."""
-        inner = getattr(optimizer, "optimizer", optimizer)  # in a second run: accelerate's wrapper of the first's
-        if isinstance(inner, LazyOptimizer):
-            self.optimizer = inner
-            return optimizer
+        for layer in optimizer_layers(optimizer):  # in a second run accelerate has wrapped the first's
+            if isinstance(layer, LazyOptimizer):
+                self.optimizer = layer
+                return optimizer
         self.optimizer = LazyOptimizer(optimizer, self.streamer, on_device=self.steps_on_device)
         return self.optimizer
 

@@ -116,6 +116,7 @@ def test_defaults_yield_to_yaml_and_yaml_to_the_command_line(folder):
 
 
 @pytest.mark.parametrize("peft", ["none", "lora"])
+@pytest.mark.long
 def test_a_plan_needs_nothing_but_a_data_set_to_train(peft, folder, tmp_path):
     """As docs/cli.md says: `plan --output p.yaml`, then `train --config p.yaml --dataset ...`."""
     model, target, out = shutil.copytree(folder / "model", tmp_path / "model"), tmp_path / "p.yaml", tmp_path / "out"
@@ -597,6 +598,7 @@ def test_a_packed_base_is_streamed_under_adapters(folder, tmp_path, monkeypatch)
     assert memory["plan"]["mode"] == "streamed" and memory["statistics"]["loads"] > 0
 
 
+@pytest.mark.long
 def test_what_plan_writes_is_taken(folder, tmp_path, capsys):
     file = str(tmp_path / "plan.yaml")
     arguments = [str(folder / "model"), "--vram", "4GiB", "--ram", "4GiB", "--sequence_length", "32", "--for", "train"]

@@ -200,6 +200,7 @@ LONG = [{"messages": [user("What? " * 30), assistant("Paris")]}] * 8
     ],
     ids=["right", "other end", "no end", "no marks"],
 )
+@pytest.mark.long
 def test_rows_that_make_a_model_that_never_stops_are_warned_of(run, tmp_path, tokenizer, words):
     tokenizer = tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")
@@ -246,6 +247,7 @@ def preferences(rows):
         ("sft", FULL, [], ["--packing", "true"], 2), ("sft", FULL, [], ["--streaming", "true"], 2),
     ],
 )  # fmt: skip
+@pytest.mark.long
 def test_rows_that_are_cut_before_their_answer_are_counted(run, tmp_path, command, rows, held, more, status):
     if command == "dpo":
         rows, held = preferences(rows), preferences(held)
@@ -280,6 +282,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused(run, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["sft", "dpo", "train"])
+@pytest.mark.long
 def test_trained_adapters_go_on_or_are_merged_under_new_ones(run, tmp_path, command):
     from peft import PeftModel
     from safetensors.torch import load_file

@@ -412,6 +412,7 @@ def test_export_measures_on_the_rows_that_sft_held_out(run, tmp_path, capsys, mo
         [("sft", "chats", "lora"), ("dpo", "pairs", "none"), ("grpo", "questions", "lora")],
     ),
 )  # fmt: skip
+@pytest.mark.long
 def test_a_plan_runs_unchanged_under_its_command(folder, tmp_path, monkeypatch, capsys, command, data, peft):
     monkeypatch.chdir(folder)
     words = ["model", "--for", command, "--peft", peft, "--sequence_length", "64", "--batch_size", "4"]

@@ -57,6 +57,7 @@ def test_python_m_runs_the_same():
     assert done.stdout.startswith("hf_hybrid ")
 
 
+@pytest.mark.long
 def test_a_table_and_a_recommendation(config_file, capsys):
     assert plan(config_file.parent, "--vram", "2GiB", "--ram", "4GiB", *SHORT) == 0
     shown = capsys.readouterr().out
@@ -99,6 +100,7 @@ BEST = {
 
 
 @pytest.mark.parametrize("name", mostly_slow(BEST, ["gpt-oss-20b"]))
+@pytest.mark.long
 def test_the_best_of_each_kind_that_fits_is_recommended(name, tmp_path, capsys):
     by_memory, config = BEST[name]
     config().to_json_file(tmp_path / "config.json")
@@ -116,6 +118,7 @@ def test_the_best_of_each_kind_that_fits_is_recommended(name, tmp_path, capsys):
     assert re.search(r"\nLoRA, streamed.* GiB\n  hf-hybrid sft .*--peft lora .*--dataset DATA", best, re.S)
 
 
+@pytest.mark.long
 def test_as_few_layers_are_recomputed_as_fit(config_file, capsys, tmp_path):
     sizes = {"sequence_length": 32, "batch_size": 8, "chunked_loss": True, "memory": "off"}
     most, least = (
@@ -157,6 +160,7 @@ def test_processes_that_share_nothing_are_refused(config_file, capsys, options, 
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_what_is_short_is_said(config_file, capsys):
     target = config_file.parent / "none.yaml"
     assert plan(config_file, "--vram", "600MiB", "--ram", "1MiB", *SHORT, "--output", target) == 1
@@ -188,6 +192,7 @@ def test_json(config_file, capsys):
     assert best["fits"] and best["categories"]["total"]["device"] == best["peak_device_bytes"]
 
 
+@pytest.mark.long
 def test_ternary_weights_train_all_and_hold_more(config_file, capsys, tmp_path):
     def least(*words) -> int:
         asked = ("--vram", "2GiB", "--ram", "4GiB", "--output", tmp_path / "plan.yaml", "--json", *SHORT, *words)

@@ -138,6 +138,7 @@ def names_of(page: str, tiny: str) -> dict:
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if blocks(path, "python")], ids=page_name)
+@pytest.mark.long
 def test_python_blocks_run(path, tiny, tmp_path, monkeypatch):
     page = page_name(path)
     if re.search("Hybrid(SFT|DPO|GRPO)", "".join(blocks(path, "python"))):
@@ -287,6 +288,7 @@ def lines_of(path: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=page_name)
+@pytest.mark.long
 def test_results_say_where_they_come_from(path):
     """Every line names its benchmark and the command; what no command repeats says so in a line before it."""
     explained = set()

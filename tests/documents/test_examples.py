@@ -20,7 +20,7 @@ NAMES = (
     "11_gpt2_small",
     "13_low_bit",
 )
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture

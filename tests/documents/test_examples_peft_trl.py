@@ -14,7 +14,7 @@ from transformers import Trainer
 pytest.importorskip("peft")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS = {"01_quickstart": "trl", "06_lora": "peft", "08_dpo_trl": "trl", "12_grpo_trl": "trl"}
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 
 def start(name, *arguments, monkeypatch, capsys, folder):

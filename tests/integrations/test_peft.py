@@ -57,6 +57,7 @@ def trained(request, tmp_path_factory):
     return request.param, trainer, before
 
 
+@pytest.mark.long
 def test_leaps_move_what_is_trainable_and_nothing_else(trained):
     method, trainer, before = trained
     summary = trainer.hybrid_summary()
@@ -70,6 +71,7 @@ def test_leaps_move_what_is_trainable_and_nothing_else(trained):
     assert groups and all("lora" in g or "ia3" in g or "prompt" in g or "modules_to_save" in g for g in groups)
 
 
+@pytest.mark.long
 def test_no_leap_touches_the_base(trained, tmp_path, monkeypatch):
     """Right behind each leap: of all parameters, those that it wrote are the trainable ones."""
     from hf_hybrid.leaps.trajectory import Trajectory

@@ -139,6 +139,7 @@ def test_a_loader_of_the_users_is_probed_too(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["datasets", "stream_of_datasets", "one_row"])
+@pytest.mark.long
 def test_a_resumed_run_goes_on_with_the_batches_that_were_not_trained_on(kind, tmp_path):
     data, options = KINDS[kind]
     options = {"max_steps": 20, "leap_budget": 100.0, **options, "save_strategy": "steps", "save_steps": 6}

@@ -95,6 +95,7 @@ def test_a_planner_that_wants_no_leap_makes_none(tmp_path, monkeypatch):
     ],
     ids=["bandit and corrected gains", "gradient memory", "streamed"],
 )
+@pytest.mark.long
 def test_a_run_resumes_bit_for_bit(options, tmp_path):
     options = {"max_steps": 48, "save_strategy": "steps", "save_steps": 19, **options}
     corrects = options.pop("corrects", False)
@@ -245,6 +246,7 @@ def test_rejected_leaps_leave_the_weights_bit_equal(tmp_path, monkeypatch):
         assert leap["horizon"] == 0
 
 
+@pytest.mark.long
 def test_leaps_at_a_rate_that_is_far_too_high_do_no_harm(tmp_path):
     """Leaps that were shortened sixteenfold used to be followed by unprobed ones of full length, which stayed."""
     above = []

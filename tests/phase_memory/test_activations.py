@@ -185,6 +185,7 @@ def run(tmp_path, *plugins, model=None, trainer_class=HybridTrainer, **overrides
     return trainer
 
 
+@pytest.mark.long
 def test_every_real_phase_of_a_run_saves_nine_tenths_predict_saves_nothing_and_results_are_the_same(
     tmp_path, monkeypatch
 ):

@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, config_values, losses, tiny_model, weights
+from conftest import ByteText, assert_same_weights, losses, tiny_model, weights
 from peft import LoraConfig, get_peft_model
+from rig import trainers
 from rig.live_bytes import saved_for_backward
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -22,11 +23,10 @@ def lora(**options):
     return get_peft_model(tiny_model(), LoraConfig(**values))
 
 
-def train(trainer, config, folder, model=None, callbacks=(), **options):
+def build(trainer, config, folder, model=None, callbacks=(), **options):
     values = {"max_steps": 6, "bf16": True, "gradient_accumulation_steps": 2, **options}
-    args = config(**config_values(folder, **values))
-    built = trainer(lora() if model is None else model, args, train_dataset=TEXT, callbacks=list(callbacks))
-    return built
+    given = {"model": lora() if model is None else model, "train_dataset": TEXT, "callbacks": list(callbacks)}
+    return trainers.build(folder, trainer, config, **given, **values)
 
 
 def part_of(trainer):
@@ -35,8 +35,8 @@ def part_of(trainer):
 
 @pytest.mark.parametrize("options", [{}, {checkpointing_option(): True}], ids=["stored", "recomputed"])
 def test_weights_are_those_of_trainer_to_the_last_bit(options, tmp_path):
-    plain = train(Trainer, TrainingArguments, tmp_path / "plain", **options)
-    ours = train(HybridTrainer, HybridConfig, tmp_path / "ours", share_rows="off", **options)
+    plain = build(Trainer, TrainingArguments, tmp_path / "plain", **options)
+    ours = build(HybridTrainer, HybridConfig, tmp_path / "ours", share_rows="off", **options)
     for trainer in (plain, ours):
         trainer.train()
     assert part_of(ours).layers
@@ -45,7 +45,7 @@ def test_weights_are_those_of_trainer_to_the_last_bit(options, tmp_path):
 
 
 def test_less_is_kept_for_the_backward_pass(tmp_path):
-    trainer = train(HybridTrainer, HybridConfig, tmp_path)
+    trainer = build(HybridTrainer, HybridConfig, tmp_path)
     batch = {name: tensor[None] for name, tensor in TEXT[0].items()}
     part, kept = part_of(trainer), []
     for switch in (lambda _: None, part.before_forward):
@@ -62,7 +62,7 @@ class Fails(TrainerCallback):
 
 
 def test_the_layers_are_left_as_they_were(tmp_path):
-    trainer = train(HybridTrainer, HybridConfig, tmp_path, callbacks=[Fails()])
+    trainer = build(HybridTrainer, HybridConfig, tmp_path, callbacks=[Fails()])
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert all(layer.cast_input_dtype_enabled for layer in part_of(trainer).layers)
@@ -80,7 +80,7 @@ def test_the_layers_are_left_as_they_were(tmp_path):
     ids=["dropout", "dora", "no adapters", "fp32", "switch"],
 )
 def test_where_the_casts_stay(model, options, tmp_path):
-    assert part_of(train(HybridTrainer, HybridConfig, tmp_path, model(), **options)) is None
+    assert part_of(build(HybridTrainer, HybridConfig, tmp_path, model(), **options)) is None
 
 
 def test_layers_of_other_kinds_are_left_alone():
@@ -119,7 +119,7 @@ def both(folder, look, make=saved_in_bf16, **options):
     for kind, config in ((Trainer, TrainingArguments), (HybridTrainer, HybridConfig)):
         looks = Looks(look)
         more = {"share_rows": "off"} if kind is HybridTrainer else {}
-        trainers.append(train(kind, config, folder / kind.__name__, make(), [looks], **more, **options))
+        trainers.append(build(kind, config, folder / kind.__name__, make(), [looks], **more, **options))
         trainers[-1].train()
         seen.append(looks.seen)
     return seen, trainers
@@ -140,7 +140,7 @@ def test_frozen_weights_in_bf16_change_no_bit(options, tmp_path):
 
 def test_frozen_weights_in_bf16_take_less_memory(tmp_path):
     batch = {name: tensor[None] for name, tensor in TEXT[0].items()}
-    trainer, kept = train(HybridTrainer, HybridConfig, tmp_path, saved_in_bf16()), []
+    trainer, kept = build(HybridTrainer, HybridConfig, tmp_path, saved_in_bf16()), []
     for hold in (lambda _: None, holder(trainer).begin):
         hold(None)
         with torch.autocast("cpu", torch.bfloat16):
@@ -188,13 +188,13 @@ def test_merging_during_a_run_is_that_of_fp32(copied, tmp_path):
 
 
 def test_weights_are_in_fp32_again_after_an_error(tmp_path):
-    trainer = train(HybridTrainer, HybridConfig, tmp_path, saved_in_bf16(), callbacks=[Fails()])
+    trainer = build(HybridTrainer, HybridConfig, tmp_path, saved_in_bf16(), callbacks=[Fails()])
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert types(trainer.model) == {torch.float32}
     trainer.remove_callback(Fails)
     trainer.train()
-    plain = train(Trainer, TrainingArguments, tmp_path / "plain", saved_in_bf16())
+    plain = build(Trainer, TrainingArguments, tmp_path / "plain", saved_in_bf16())
     assert weights(plain.model).keys() == weights(trainer.model).keys()
 
 
@@ -211,4 +211,4 @@ def test_weights_are_in_fp32_again_after_an_error(tmp_path):
     ids=["dora", "no adapters", "fp32", "switch", "streamed", "bf16 already"],
 )
 def test_where_frozen_weights_stay(model, options, tmp_path):
-    assert holder(train(HybridTrainer, HybridConfig, tmp_path, model(), **options)) is None
+    assert holder(build(HybridTrainer, HybridConfig, tmp_path, model(), **options)) is None

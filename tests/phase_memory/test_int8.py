@@ -236,6 +236,7 @@ def run(folder, plugin, **overrides):
 
 
 @pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.long
 def test_training_with_int8_probes(tmp_path, bf16):
     plugin = PhaseMemory("predict=int8")
     trainer, witness = run(tmp_path, plugin, bf16=bf16)
@@ -247,6 +248,7 @@ def test_training_with_int8_probes(tmp_path, bf16):
 
 
 @pytest.mark.parametrize("word, engine", [("int8", "torch"), ("int8_bitsandbytes", "bitsandbytes")])
+@pytest.mark.long
 def test_int8_probes(tmp_path, train_set, monkeypatch, word, engine):
     products = 0
     if engine == "bitsandbytes":

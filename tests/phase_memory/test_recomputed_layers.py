@@ -75,6 +75,7 @@ def planned(trainer, count) -> int:
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+@pytest.mark.long
 def test_as_few_layers_are_recomputed_as_fit(share, every_layer, no_layer, tmp_path):
     """Under a budget of bytes on the CPU: measured, the step fits; planned with one layer fewer, it does not."""
     (full, least), (_, most) = every_layer, no_layer

@@ -220,6 +220,7 @@ def test_a_run_is_the_same_to_the_last_bit(placement, plain, device, tmp_path):
 
 
 @pytest.mark.parametrize("placement", ["host", "8bit"])
+@pytest.mark.long
 def test_checkpoints_of_predict_hold_whole_states_and_resume_exactly(placement, device, tmp_path):
     if placement == "8bit":
         pytest.importorskip("bitsandbytes")

@@ -104,6 +104,7 @@ def test_small_buffers_are_powers_of_two_and_large_ones_whole_pages():
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
+@pytest.mark.long
 def test_host_bytes_on_a_gpu_are_those_of_the_buffers_that_a_run_takes(options, tmp_path, monkeypatch):
     if "optimizer_states" in options:
         pytest.importorskip("bitsandbytes")
@@ -196,6 +197,7 @@ def test_the_context_is_counted_once(tmp_path, monkeypatch):
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
+@pytest.mark.long
 def test_traffic_is_that_of_a_run(options, tmp_path):
     def look(trainer):
         moved = trainer.memory.statistics()

@@ -52,6 +52,7 @@ def test_impossible_plans_are_refused_with_their_bytes(options, limit, tmp_path,
     assert "No change of options fits" in text or "Nearest plan that works" in text
 
 
+@pytest.mark.long
 def test_the_nearest_plan_works(tmp_path, train_set):
     options = {"memory": "stream", "vram_budget_gib": 0.00125, "per_device_train_batch_size": 16}
     with pytest.raises(PlanError) as refusal:

@@ -80,6 +80,7 @@ def tracer(config, all_layers: bool = False, adapters: bool = False) -> Tracer:
         ("deepseek", {"activation_checkpointing": True, "autocast": False}),
     ],
 )
+@pytest.mark.long
 def test_layers_that_are_left_out_change_nothing(name, changes):
     """The excerpt has fewer layers than the model, and gives its peak to the byte."""
     options = {"autocast": True, "accelerator": "cuda", **changes}
@@ -94,6 +95,7 @@ def test_layers_that_are_left_out_change_nothing(name, changes):
 @pytest.mark.parametrize(
     ("name", "counts"), [("llama", (1, 4)), ("gemma3", (3,)), pytest.param("deepseek", (2, 5), marks=pytest.mark.slow)]
 )
+@pytest.mark.long
 def test_peaks_with_some_layers_recomputed_are_those_of_all_layers(name, counts):
     """A trace of two layers of each kind gives the peak of a step of the whole model, to the byte."""
     some, whole = tracer(CONFIGS[name]), tracer(CONFIGS[name], all_layers=True)
@@ -116,6 +118,7 @@ def test_peaks_with_some_layers_recomputed_are_those_of_all_layers(name, counts)
     ("checkpointing", "dtype", "qat"),
     [(False, "mixed", "none"), (True, "mixed", "none"), (False, "mixed", "bitnet"), (False, "float32", "bitnet")],
 )
+@pytest.mark.long
 def test_the_peak_is_that_of_torchs_tracker_over_a_real_step(checkpointing, dtype, qat):
     """On tensors with data, through the model's own attention."""
     model = tiny_model(num_hidden_layers=5, vocab_size=1024, use_cache=False).train()
@@ -213,6 +216,7 @@ def ask_both(model, vram, tmp_path, **asked):
         (0.7, {"qat": "bitnet"}),
     ],
 )
+@pytest.mark.long
 def test_trainer_and_plan_give_the_same_answer(share, asked, tmp_path):
     """From what just fits on the device to what cannot be trained; also which layers stay there, to the byte."""
     model = tiny_model(num_hidden_layers=6, vocab_size=1024)
@@ -386,6 +390,7 @@ def test_the_first_exact_plan_that_fits_is_recommended():
     assert recommended(plans, "QLoRA").way.title == "QLoRA"
 
 
+@pytest.mark.long
 def test_usual_plans_share_their_traces():
     config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 3})
     planner = Planner(config, sequence_length=32, vram=GIB, ram=GIB, accelerator="cuda", enable_predict=False)

@@ -54,6 +54,7 @@ def test_equal_steps_are_traced_once(traced):
 
 
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.long
 def test_other_steps_are_traced(traced, name):
     ask, steps, forget = traced
     changes, options = OTHERS[name]

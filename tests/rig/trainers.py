@@ -1,7 +1,7 @@
 """Trainers of the tiny model on `ByteText`, for tests in which an option or two matter."""
 
 import torch
-from conftest import ByteText, hybrid_config, tiny_model
+from conftest import ByteText, config_values, hybrid_config, tiny_model
 
 from hf_hybrid import HybridTrainer
 
@@ -16,7 +16,7 @@ def build(folder, kind=HybridTrainer, config=hybrid_config, *, model=None, sampl
     Args:
         folder: Its output.
         kind: Its class.
-        config (`Callable`): From the folder and options to its arguments.
+        config (`Callable` or `type`): From the folder and options to its arguments, or their class.
         model: Default: the tiny one.
         samples (`int`): Rows of the training data, if `train_dataset` is not given.
         model_seed (`int`, *optional*): Of the tiny model and of what draws until the training.
@@ -28,7 +28,8 @@ def build(folder, kind=HybridTrainer, config=hybrid_config, *, model=None, sampl
     arguments = {name: options.pop(name) for name in own}
     data = arguments.pop("train_dataset", None)
     data = ByteText(samples) if data is None else data
-    return kind(model or tiny_model(), config(folder, **options), train_dataset=data, **arguments)
+    args = config(**config_values(folder, **options)) if isinstance(config, type) else config(folder, **options)
+    return kind(model or tiny_model(), args, train_dataset=data, **arguments)
 
 
 def train(folder, *args, resume=None, **options):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import assert_same_weights, config_values, losses, mostly_slow, weights
 from peft import LoraConfig, get_peft_model
+from rig import trainers
 from rig.sft_rows import KINDS, WORDS, Text, pad, row
 from rig.strict import SavingIsOffError
 from transformers import (
@@ -119,16 +120,9 @@ PLAIN = {"optim": "sgd", "learning_rate": 0.1, "gradient_accumulation_steps": 3,
 
 
 def train(trainer, config, folder, rows, model=None, left=False, resume=None, callbacks=(), **options):
-    built = trainer(
-        build() if model is None else model,
-        config(**config_values(folder, **{**PLAIN, **options})),
-        data_collator=functools.partial(pad, left=left),
-        train_dataset=rows,
-        eval_dataset=rows[:10],
-        callbacks=list(callbacks),
-    )
-    built.train(resume_from_checkpoint=resume)
-    return built
+    given = {"model": build() if model is None else model, "data_collator": functools.partial(pad, left=left)}
+    given |= {"train_dataset": rows, "eval_dataset": rows[:10], "callbacks": list(callbacks)}
+    return trainers.train(folder, trainer, config, resume=resume, **given, **{**PLAIN, **options})
 
 
 def shared(folder, rows, **options):
@@ -268,6 +262,7 @@ VARIANTS = {
 @pytest.mark.parametrize(
     "case", mostly_slow(VARIANTS, ["checkpointing", "streamed by layer", "bf16", "8-bit states", "leaps"])
 )
+@pytest.mark.long
 def test_it_composes(case, tmp_path):
     """The run without shared rows is the reference: with the same options it makes the same steps."""
     rows, options = KINDS["agent"](), {"optim": "sgd", **VARIANTS[case]}
@@ -472,6 +467,7 @@ def test_under_dropout_padding_is_left_out_and_no_prefix_is_shared(case, tmp_pat
 
 
 @pytest.mark.parametrize("case", ["of attention", "of adapters"])
+@pytest.mark.long
 def test_under_dropout_gradients_have_the_distribution_of_padded_rows(case):
     """Means over draws agree within their standard errors, and so do standard deviations."""
     torch.manual_seed(0)

@@ -5,8 +5,7 @@ import os
 
 import pytest
 import torch
-from conftest import config_values
-from rig import fsdp2_on_cpu
+from rig import fsdp2_on_cpu, trainers
 from rig.processes import together
 from rig.sft_rows import KINDS, Text, pad, row
 from safetensors.torch import load_file, save_file
@@ -44,10 +43,8 @@ def model():
 def train(trainer, config, folder, rows, **options):
     values = {"optim": "sgd", "learning_rate": 0.1, "gradient_accumulation_steps": 3, "max_steps": 6, **options}
     rows_each = 4 // int(os.environ.get("WORLD_SIZE", 1))
-    args = config(**config_values(folder, per_device_train_batch_size=rows_each, **values))
-    built = trainer(model(), args, data_collator=pad, train_dataset=rows)
-    built.train()
-    return built
+    values |= {"model": model(), "data_collator": pad, "train_dataset": rows}
+    return trainers.train(folder, trainer, config, per_device_train_batch_size=rows_each, **values)
 
 
 def run(folder, sharding):

@@ -247,6 +247,7 @@ WINDOWS = {"one row": range(1, 2), "a micro-batch": range(2, 4), "first": range(
     [(None, {}), (None, {"share_rows": "on"}), (None, {"chunked_loss": "on"}), (Means, {})],
     ids=["plain", "shared", "chunked", "means"],
 )
+@pytest.mark.long
 def test_a_step_without_labels_is_that_of_trainer(tmp_path, caplog, kind, options):
     """A step of the optimizer with a gradient of zero, said once: no divergence, however many follow each other."""
 

@@ -55,6 +55,7 @@ def files_of(folder: Path) -> dict:
 
 @pytest.mark.parametrize("options", [{}, {"enable_predict": False}], ids=["phases", "off"])
 @pytest.mark.parametrize("adapters", [False, True], ids=["all", "lora"])
+@pytest.mark.long
 def test_a_checkpoint_holds_the_step_it_is_of_although_training_goes_on(tmp_path, monkeypatch, options, adapters):
     def model():
         torch.manual_seed(0)

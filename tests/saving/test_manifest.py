@@ -219,6 +219,7 @@ def renames_no_folders(replace):
 
 @pytest.mark.parametrize("renames", [True, False])
 @pytest.mark.parametrize("replaces", [True, False])
+@pytest.mark.long
 def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(folder, tmp_path, monkeypatch, replaces, renames):
     """
     The old one or the new one, and none of both is mixed. A job that is restarted looks for `checkpoint-*`, and would

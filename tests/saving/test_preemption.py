@@ -231,6 +231,7 @@ def logged(trainer):
 
 @pytest.mark.parametrize("options", [{"enable_predict": False}, {"direction": "orthogonal"}], ids=["off", "leaps"])
 @pytest.mark.parametrize("strategy, step", [("steps", 4), ("epoch", 3), ("epoch", 4)])
+@pytest.mark.long
 def test_an_evaluation_at_the_last_step_is_left_to_the_run_that_goes_on(tmp_path, strategy, step, options):
     whole = evaluated(tmp_path / "whole", strategy, Ended(), **options)
     first = Ended(step)

@@ -136,6 +136,7 @@ def kill_and_resume(phase, uninterrupted, tmp_path, **options):
     return summary, trainer.hybrid_summary()
 
 
+@pytest.mark.long
 def test_resume_from_every_kind_of_moment(uninterrupted, tmp_path):
     """Also right before a leap, inside a longer Predict phase, and at the boundary of an epoch."""
     folder, expected, _, phases = uninterrupted
@@ -376,6 +377,7 @@ def counted(trainer):
         for event, late in INSIDE
     ],
 )
+@pytest.mark.long
 def test_a_checkpoint_made_inside_a_step_resumes_to_the_same_bits(event, late, options, tmp_path):
     """The weights, and the counters. Making it changes nothing for the run that goes on."""
     reference = of_short_run(tmp_path / "reference", **options)

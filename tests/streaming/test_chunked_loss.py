@@ -467,6 +467,7 @@ def big_vocabulary():
 
 
 @pytest.mark.parametrize("memory", ["off", "stream"])
+@pytest.mark.long
 def test_chunked_loss_is_the_loss(memory, tmp_path, train_set):
     options = {"max_steps": 6, "gradient_accumulation_steps": 2, "weight_decay": 0.1}
     plain = Trainer(big_vocabulary(), TrainingArguments(**config_values(tmp_path, **options)), train_dataset=train_set)

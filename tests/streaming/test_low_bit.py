@@ -315,6 +315,7 @@ def test_leaps_go_along_the_gradients_as_far_as_the_steps_did(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.long
 def test_8bit_states_streamed_or_not(dtype, tmp_path, train_set):
     """The same update, on the device as units stream in or resident: the same weights."""
     found = []

@@ -62,6 +62,7 @@ def plain(tmp_path_factory):
 @pytest.mark.parametrize("walk", ["micro_batch", "layer"])
 @pytest.mark.parametrize("ends", [None, True], ids=["ends resident", "ends streamed"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.long
 def test_equal_to_trainer(walk, ends, tied, plain, tmp_path, train_set):
     def build():
         return tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=tied)

@@ -176,6 +176,7 @@ class RandomDirection(Direction):
     (sft, (HybridSFTTrainer, HybridSFTConfig), HybridSFTTrainer, HybridSFTConfig, CHATS, "on"),
     (dpo, (DPOTrainer, DPOConfig), HybridDPOTrainer, HybridDPOConfig, PAIRS, "off"),
 ], ids=["sft", "sft that shares rows in evaluations", "dpo"])  # fmt: skip
+@pytest.mark.long
 def test_warmup_and_refused_leaps_leave_no_trace(
     build, plain, hybrid, config, probe, share_rows, tmp_path, monkeypatch
 ):
@@ -277,6 +278,7 @@ def test_dpo_leaps_that_cost_accuracy_are_undone(tmp_path):
     assert_same_weights(weights(trainer.model), weights(plain.model))
 
 
+@pytest.mark.long
 def test_dpo_has_a_rate_for_adapters_in_place_of_its_default(tmp_path):
     """TRL's 1e-6 is for full fine-tuning. A quarter of the rate of supervised training is that of preferences."""
     losses, first = {}, {}
@@ -470,6 +472,7 @@ def test_router_loss_is_trained_through_all_phases(tmp_path):
 
 
 @pytest.mark.parametrize("case", mostly_slow(["packing", "dpo with lora"], ["dpo with lora"]))
+@pytest.mark.long
 def test_resume_ends_at_the_same_weights(case, tmp_path):
     options = {**PHASES, "max_steps": 16, "save_strategy": "steps", "save_steps": 1}
 
@@ -503,6 +506,7 @@ def test_streamed_layers_equal_trl(options, tmp_path):
     assert_same_weights(weights(streamed.model), weights(plain.model))
 
 
+@pytest.mark.long
 def test_as_few_layers_are_recomputed_as_fit_beside_trls_head(tmp_path):
     """The plan traces TRL's own way to the loss. A budget is measured on the bytes of a run."""
 

@@ -497,6 +497,7 @@ SFT = {
 
 
 @pytest.mark.parametrize("case", SFT)
+@pytest.mark.long
 def test_fine_tuning_is_that_of_trl(case, tmp_path):
     options = {"max_grad_norm": 0.0, **SFT[case]}
     trained = []

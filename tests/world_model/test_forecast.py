@@ -148,6 +148,7 @@ def test_the_callback_leaves_plain_training_as_it_is(tmp_path, train_set):
 
 
 @pytest.mark.parametrize("options", [{}, {"forecast": False}, {"enable_predict": False}])
+@pytest.mark.long
 def test_hybrid_trainer_forecasts_unless_told_otherwise(tmp_path, train_set, options):
     config = hybrid_config(tmp_path, eval_strategy="steps", eval_steps=10, **options)
     trainer = HybridTrainer(tiny_model(), config, train_dataset=train_set, eval_dataset=train_set)
