@@ -324,7 +324,7 @@ class WeightsAround(Part):
     def now(self):
         """The weights themselves, also where layers are streamed."""
         trained = self.trainer.run.weights
-        trained.store.settle()
+        trained.store.finish_updates()
         return {name: p.detach().clone() for name, p in zip(trained.names, trained.parameters)}
 
     def before_forward(self, phase):

@@ -69,7 +69,7 @@ class DirectionContext(TrainedWeights):
         host (`bool`): Whether buffers live in host memory instead of beside the weights.
         clock (`Clock`): Progress of the run.
         matrices (`Collection[str]`): Names of the hidden matrices: 2-D weights that are neither embedding nor head.
-        settle (`Callable[[], None]`): Finishes optimizer updates that are still under way. Call it before you read
+        finish_updates (`Callable[[], None]`): Finishes optimizer updates that are under way. Call it before you read
             weights or optimizer states; in [`Direction.prepare`] and [`Direction.displacement`] this has been done.
     """
 
@@ -86,7 +86,7 @@ class DirectionContext(TrainedWeights):
         self.groups, self.optimizer, self.store = weights.groups, weights.optimizer, weights.store
         self.scratches = weights.scratches
         self.clock, self.memory_steps, self.host, self.matrices = clock, memory_steps, host, matrices
-        self.settle = weights.store.settle
+        self.finish_updates = weights.store.finish_updates
 
     def lr_sum(self, index: int) -> float:
         """Sum of a parameter's learning rates since the last leap."""
@@ -334,14 +334,14 @@ class GradientMemory(Direction):
         # Which parameters are sampled shows in the optimizer's state, which is empty before its first update.
         if self.context.clock.steps_seen != 1 or self.buffers["sample"]:
             return True
-        self.context.settle()
+        self.context.finish_updates()
         return not any(self._is_sampled(index) for index in range(len(self.context.parameters)))
 
     def block_begins(self, *, undoable: bool) -> None:
         sampled = [self._is_sampled(index) for index in range(len(self.context.parameters))]
         self.buffers["sample"] = []
         if any(sampled):
-            self.context.settle()
+            self.context.finish_updates()
             for index, (is_sampled, parameter) in enumerate(zip(sampled, self.context.parameters)):
                 values = self.context.shards.sample(index, parameter) if is_sampled else torch.empty(0)
                 self.buffers["sample"].append(self.context.buffer(parameter, shape=values.shape).copy_(values))

@@ -121,7 +121,7 @@ class Trajectory:
         """
         if self.open is not None:
             raise RuntimeError(f"The leap made before step {self.open.step} is still open: accept it or roll it back.")
-        self.store.settle()
+        self.store.finish_updates()
         self.direction.prepare()
         self.open, leap.under_test, leap.gain = leap, True, 0.0
         try:
@@ -182,7 +182,7 @@ class Trajectory:
         """Restore the weights from before the open leap, bit for bit."""
         leap = self.opened()
         if not leap.under_test:
-            self.store.settle()  # real steps were made since
+            self.store.finish_updates()  # real steps were made since
         self._restore()
         leap.under_test, self.open = False, None
         self._saved.clear()

@@ -287,7 +287,7 @@ class InPlace:
         """Whether copies of a parameter compute in its place."""
         return False
 
-    def settle(self) -> None:
+    def finish_updates(self) -> None:
         """Finish updates that are under way. Called before weights or optimizer states are read."""
 
     def changed(self) -> None:
@@ -395,6 +395,6 @@ class TrainedWeights:
     @torch.no_grad()
     def are_finite(self) -> bool:
         """Whether no weight is NaN or infinite: one pass over them, and one host synchronisation."""
-        self.store.settle()
+        self.store.finish_updates()
         squares = self.shards.totals([sums_of_squares(parameter.detach() for parameter in self.parameters)])
         return bool(torch.isfinite(squares))

@@ -86,7 +86,7 @@ class Resident:
         """Whether the model computes with copies of this parameter."""
         return False
 
-    def settle(self) -> None:
+    def finish_updates(self) -> None:
         """Finish pending updates, before weights or states are read."""
 
     def changed(self) -> None:
@@ -169,7 +169,7 @@ class Streamed(Resident):
         """Finish pending updates and give the model its weights back, on the host."""
         if self.streamer.attached:
             if self.torn is None:  # else there is nothing to finish: the weights are of no step
-                self.settle()
+                self.finish_updates()
             if self.optimizer is not None:
                 self.optimizer.drop_gradients()  # of a window that an error cut short
             self.streamer.detach(expand=self._base_fits())
@@ -178,8 +178,8 @@ class Streamed(Resident):
 
     def _base_fits(self) -> bool:
         """Whether the host can hold an int8 base as the model had it."""
-        pieces = [piece for unit in self.streamer.units for piece in unit.storage.pieces if piece.is_int8]
-        needed = sum(piece.nbytes for piece in pieces)
+        params = [param for unit in self.streamer.units for param in unit.storage.params if param.is_int8]
+        needed = sum(param.nbytes for param in params)
         available = self.host_memory()
         if needed > available:
             logger.warning(
@@ -206,7 +206,7 @@ class Streamed(Resident):
     def holds(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self.streamer.masters
 
-    def settle(self) -> None:
+    def finish_updates(self) -> None:
         if self.optimizer is not None:
             self.optimizer.flush()
 
@@ -222,7 +222,7 @@ class Streamed(Resident):
     def suspended(self) -> Generator[None]:
         attached = self.streamer.attached
         if attached:
-            self.settle()
+            self.finish_updates()
             # Adapters are saved without their base, which may stay packed; any other model is saved whole.
             self.streamer.detach(for_good=False, expand=not hasattr(self.model, "peft_config"))
         try:
@@ -259,7 +259,7 @@ class Streamed(Resident):
     def host_tensors(self, buffers: Iterable[Tensor]) -> list[Tensor] | None:
         if self.optimizer is None:
             return None
-        held, masters = self.streamer.tensors_held(), [piece.master for piece in self.streamer.masters.values()]
+        held, masters = self.streamer.tensors_held(), [param.master for param in self.streamer.masters.values()]
         states = [value for master in masters for value in self.optimizer.state.get(master, {}).values()]
         states = [value for value in states if torch.is_tensor(value)]
         return held["host_weights"] + held["host_gradients"] + list(buffers) + self._parking() + states

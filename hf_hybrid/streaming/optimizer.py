@@ -43,7 +43,7 @@ from hf_hybrid import machine
 from hf_hybrid.machine import host_tensor
 from hf_hybrid.streaming.streamer import LayerStreamer, Updates
 from hf_hybrid.streaming.transfers import Fetched, is_big
-from hf_hybrid.streaming.units import Piece, Unit
+from hf_hybrid.streaming.units import StreamedParameter, Unit
 
 SEPARABLE: dict[str, dict[str, int]] = {
     "AdamW": {"adamw_torch": 2, "adamw_torch_fused": 2},
@@ -146,7 +146,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         # Not Optimizer.__init__: groups and state are those of `base`, not copies.
         self.defaults, self.param_groups, self.state = base.defaults, base.param_groups, base.state
         vars(self).update({name: hooks for name, hooks in vars(base).items() if name.endswith("_hooks")})
-        self._unit_of = {id(piece.master): unit for unit in streamer.units for piece in unit.trainable}
+        self._unit_of = {id(param.master): unit for unit in streamer.units for param in unit.trainable}
         self.pending = {}
         """The inputs of a unit's step: the optimizer with its groups, and the scale of its gradients."""
         self._scale: Tensor | None = None
@@ -198,10 +198,10 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         return norm
 
     def _norm_or_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        piece = self.streamer.masters.get(id(parameter))
-        if parameter.grad is None or piece is None or piece.norm is None:
+        param = self.streamer.masters.get(id(parameter))
+        if parameter.grad is None or param is None or param.norm is None:
             return parameter.grad
-        norm, piece.norm = piece.norm, None
+        norm, param.norm = param.norm, None
         return norm
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float, *, now: bool) -> Tensor:
@@ -264,14 +264,14 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
     @torch.no_grad()
     def _step_on_host(self, unit: Unit, optimizer: torch.optim.Optimizer, scale: Tensor | None) -> None:
         scale = None if scale is None or scale.item() == 1.0 else scale
-        pieces = {id(piece.master): piece for piece in unit.trainable}
+        params = {id(param.master): param for param in unit.trainable}
         in_full: list[dict] = []
         for group in optimizer.param_groups:
             others = []
             for master in group["params"]:
                 state = self.state.get(master, {})
                 if can_step_in_parts(optimizer, group, master, state):
-                    step_in_parts(master, state, group, scale, unit.storage.copy_of(pieces[id(master)]))
+                    step_in_parts(master, state, group, scale, unit.storage.copy_of(params[id(master)]))
                 else:
                     others.append(master)
             in_full += [{**group, "params": others}] if others else []
@@ -284,8 +284,8 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             master.grad = None
         self.streamer.updated(unit)  # here and not by a callback: once the future is done, no load begins any more
 
-    def widen_soon(self, piece: Piece) -> Future:
-        return self._worker.submit(piece.widen_when_it_lands)
+    def widen_soon(self, param: StreamedParameter) -> Future:
+        return self._worker.submit(param.widen_when_it_lands)
 
     def begin_load(self, unit: Unit) -> None:
         """Start to copy gradients and states to the device beside the weights."""
@@ -303,20 +303,20 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
     def before_forward(self, unit: Unit) -> None:
         """Step a unit in its slot on the device, and copy weights and states back to the host."""
         self.updating, (optimizer, scale) = unit, self.pending.pop(unit)
-        pieces = {id(piece.master): piece for piece in unit.trainable}
+        params = {id(param.master): param for param in unit.trainable}
         for group in optimizer.param_groups:
             masters, group["params"] = group["params"], []
             for master in masters:
-                self._step_one(pieces[id(master)], group, scale)
+                self._step_one(params[id(master)], group, scale)
         if unit.slot is not None:
             unit.slot.sent = unit.storage.written
         self.updating = None
 
-    def _step_one(self, piece: Piece, group: dict, scale: Tensor | None) -> None:
-        master, transfers = piece.master, self.streamer.transfers
+    def _step_one(self, param: StreamedParameter, group: dict, scale: Tensor | None) -> None:
+        master, transfers = param.master, self.streamer.transfers
         storage = self._unit_of[id(master)].storage
         gradient, states = self._coming.pop(id(master))
-        weights = piece.parameter.data
+        weights = param.parameter.data
         travels_rounded = weights.dtype != master.dtype
         if travels_rounded:
             weights = transfers.fetch(master.data).take()
@@ -339,8 +339,8 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         self.state[master] = host_state
         storage.written = transfers.send(on_device.data, master.data)
         if travels_rounded and storage.packed is not None:
-            piece.parameter.data.copy_(weights)
-            storage.written = transfers.send(piece.parameter.data, piece.view(storage.packed))
+            param.parameter.data.copy_(weights)
+            storage.written = transfers.send(param.parameter.data, param.view(storage.packed))
         master.grad = None
 
     # Nothing is left pending.
@@ -362,10 +362,10 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         scheduled = {unit for unit in self.streamer.units if unit.update is not None or unit in self.pending}
         for unit in self.streamer.units:
             if unit not in scheduled:
-                for piece in unit.trainable:
-                    if piece.widening is not None:
-                        wait([piece.widening])
-                    piece.master.grad = piece.norm = piece.widening = None
+                for param in unit.trainable:
+                    if param.widening is not None:
+                        wait([param.widening])
+                    param.master.grad = param.norm = param.widening = None
         self._scale = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -386,8 +386,8 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         self.base.load_state_dict(state_dict)
         self.param_groups, self.state = self.base.param_groups, self.base.state
         if self.on_device and self.streamer.transfers.beside:
-            for piece in self.streamer.masters.values():
-                state = self.state.get(piece.master, {})
+            for param in self.streamer.masters.values():
+                state = self.state.get(param.master, {})
                 for name in [name for name, value in state.items() if is_big(value)]:
                     # They travel at every step, so they are page-locked as those of a new run are.
                     state[name] = host_tensor(state[name].shape, state[name].dtype, pin=True).copy_(state[name])

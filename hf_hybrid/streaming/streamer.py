@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_hybrid.compat import CACHES
 from hf_hybrid.machine import copy_to_device_, host_tensor
 from hf_hybrid.streaming.transfers import Transfers
-from hf_hybrid.streaming.units import Piece, SlotPool, Unit, make_units
+from hf_hybrid.streaming.units import SlotPool, StreamedParameter, Unit, make_units
 
 if TYPE_CHECKING:
     from hf_hybrid.streaming.walk import LayerWalk
@@ -59,7 +59,7 @@ class Updates:
     def before_forward(self, unit: Unit) -> None:
         """A pending unit lies in its slot, before its forward: the place for its update."""
 
-    def widen_soon(self, piece: Piece) -> Future | None:
+    def widen_soon(self, param: StreamedParameter) -> Future | None:
         """Let another thread widen a gradient when it lands. Called where nothing will be added to it."""
 
 
@@ -103,10 +103,10 @@ class LayerStreamer:
         self.units = [*first, *self.layers, *(unit for unit in self._ends if unit not in first)]
         """In the order in which a forward pass needs them: embeddings, layers, head."""
         self.kept = resident - sum(unit.resident for unit in self.layers)
-        self.streamed = {id(piece.parameter): piece for unit in self.units for piece in unit.storage.pieces}
-        self.masters = {id(piece.master): piece for unit in self.units for piece in unit.trainable}
+        self.streamed = {id(param.parameter): param for unit in self.units for param in unit.storage.params}
+        self.masters = {id(param.master): param for unit in self.units for param in unit.trainable}
         # One unit's gradients leave while the next are computed. Without any, activations may leave in their place.
-        trained = max((sum(piece.master.nbytes for piece in unit.trainable) for unit in self.units), default=0)
+        trained = max((sum(param.master.nbytes for param in unit.trainable) for unit in self.units), default=0)
         self.transfers.most_leaving = trained or max((unit.storage.packed_bytes for unit in self.units), default=0)
         self._position = {unit: index for index, unit in enumerate(self.layers)}
         self._in_backward: Unit | None = None
@@ -140,11 +140,11 @@ class LayerStreamer:
             for module in unit.modules:
                 self._wrap(unit, module)
                 self._undo.append(module.register_state_dict_post_hook(functools.partial(self._show, unit)).remove)
-            for piece in unit.storage.pieces:
-                piece.parameter.data = self._placeholder(piece)
-                if piece.parameter.requires_grad:
-                    hook = functools.partial(self._on_gradient, piece)
-                    self._undo.append(piece.parameter.register_post_accumulate_grad_hook(hook).remove)
+            for param in unit.storage.params:
+                param.parameter.data = self._placeholder(param)
+                if param.parameter.requires_grad:
+                    hook = functools.partial(self._on_gradient, param)
+                    self._undo.append(param.parameter.register_post_accumulate_grad_hook(hook).remove)
         self._move_rest(self.device)
 
     def detach(self, *, for_good: bool = True, expand: bool = True) -> None:
@@ -168,8 +168,8 @@ class LayerStreamer:
         self._expanded = torch.empty(0)
         if for_good:
             self._move_rest(torch.device("cpu"))
-            for piece in self.masters.values():
-                piece.gradient = piece.master.grad = None  # page-locked as long as it is there
+            for param in self.masters.values():
+                param.gradient = param.master.grad = None  # page-locked as long as it is there
 
     def _wrap(self, unit: Unit, module: nn.Module) -> None:
         own, original = module.__dict__.get("forward"), module.forward
@@ -191,15 +191,15 @@ class LayerStreamer:
         """Give weights, not placeholders, to a callback that asks for a state dict during a run."""
         self.updates.flush()
         for name, parameter in module.named_parameters():
-            piece = self.streamed.get(id(parameter))
-            if piece is not None and piece.host_weights is not None and prefix + name in state:
-                state[prefix + name] = piece.master.data
+            param = self.streamed.get(id(parameter))
+            if param is not None and param.host_weights is not None and prefix + name in state:
+                state[prefix + name] = param.master.data
 
-    def _placeholder(self, piece: Piece) -> Tensor:
-        if piece.dtype not in self._nothing:
-            value = float("nan") if piece.dtype.is_floating_point else 0
-            self._nothing[piece.dtype] = torch.full((), value, dtype=piece.dtype, device=self.device)
-        return self._nothing[piece.dtype].expand(piece.parameter.shape)
+    def _placeholder(self, param: StreamedParameter) -> Tensor:
+        if param.dtype not in self._nothing:
+            value = float("nan") if param.dtype.is_floating_point else 0
+            self._nothing[param.dtype] = torch.full((), value, dtype=param.dtype, device=self.device)
+        return self._nothing[param.dtype].expand(param.parameter.shape)
 
     def _move_rest(self, device: torch.device) -> None:
         for parameter in self.model.parameters():
@@ -300,9 +300,9 @@ class LayerStreamer:
             if unit in self.updates.pending:
                 self.updates.before_forward(unit)
             if (overlay := self.overlay) is not None:
-                for piece in unit.trainable:
-                    if (weights := overlay(piece.master)) is not None:
-                        copy_to_device_(piece.parameter.data, weights)
+                for param in unit.trainable:
+                    if (weights := overlay(param.master)) is not None:
+                        copy_to_device_(param.parameter.data, weights)
                         unit.altered = True
 
     def fetch(self, unit: Unit) -> None:
@@ -338,8 +338,8 @@ class LayerStreamer:
         """Make the unit's parameters placeholders again."""
         if unit is self._in_backward:
             self._in_backward = None
-        for piece in unit.storage.pieces:
-            piece.parameter.data = self._placeholder(piece)
+        for param in unit.storage.params:
+            param.parameter.data = self._placeholder(param)
         unit.bound = False
         with unit.lock:
             slot, unit.slot = unit.slot, None
@@ -360,58 +360,58 @@ class LayerStreamer:
 
     # Transfers of gradients.
 
-    def _on_gradient(self, piece: Piece, parameter: nn.Parameter) -> None:
-        if self.walk is None or id(piece) not in self.walk.collecting:
-            self.collect(piece)
-        elif self.walk.several and parameter.grad is not None and parameter.grad.dtype != piece.master.dtype:
+    def _on_gradient(self, param: StreamedParameter, parameter: nn.Parameter) -> None:
+        if self.walk is None or id(param) not in self.walk.collecting:
+            self.collect(param)
+        elif self.walk.several and parameter.grad is not None and parameter.grad.dtype != param.master.dtype:
             # A sum in bf16 would lose what later micro-batches add to it.
-            gradient, parameter.grad = parameter.grad.to(piece.master.dtype), None
-            piece.total = gradient if piece.total is None else piece.total.add_(gradient)
+            gradient, parameter.grad = parameter.grad.to(param.master.dtype), None
+            param.total = gradient if param.total is None else param.total.add_(gradient)
 
-    def collect(self, piece: Piece) -> None:
+    def collect(self, param: StreamedParameter) -> None:
         """Move the gradient of a streamed parameter into, or add it to, its master's."""
-        gradient, piece.parameter.grad = piece.parameter.grad, None
-        if piece.total is not None:
-            gradient, piece.total = piece.total, None
+        gradient, param.parameter.grad = param.parameter.grad, None
+        if param.total is not None:
+            gradient, param.total = param.total, None
         if gradient is None:
             return
-        master = piece.master
+        master = param.master
         if master.grad is None:
-            if piece.gradient is None:
-                piece.gradient = host_tensor(master.shape, master.dtype, pin=self.transfers.beside)
+            if param.gradient is None:
+                param.gradient = host_tensor(master.shape, master.dtype, pin=self.transfers.beside)
             # Sent as it is and converted on the host: a conversion on the way runs on the device and needs room there.
-            master.grad, piece.narrow = piece.gradient, gradient.dtype.itemsize < master.dtype.itemsize
+            master.grad, param.narrow = param.gradient, gradient.dtype.itemsize < master.dtype.itemsize
         elif self.transfers.beside:
             # The sum so far comes back and is added to on the device, which is faster than the host is.
-            if piece.widening is not None:
-                piece.widen()
-            before = self.transfers.fetch(piece.landing() if piece.narrow else piece.gradient, after=piece.sent)
-            gradient, piece.narrow = gradient.to(master.dtype).add_(before.take()), False
+            if param.widening is not None:
+                param.widen()
+            before = self.transfers.fetch(param.landing() if param.narrow else param.gradient, after=param.sent)
+            gradient, param.narrow = gradient.to(master.dtype).add_(before.take()), False
         else:
             self.transfers.bytes_out += gradient.numel() * gradient.element_size()
-            piece.widen()
+            param.widen()
             master.grad.add_(gradient)
             return
         if self.transfers.beside:
             # Here, and not on the host after the last has arrived, while the device waits for the first update.
-            piece.norm = torch.linalg.vector_norm(gradient, dtype=master.dtype)
-        piece.sent = self.transfers.send(gradient, piece.landing() if piece.narrow else piece.gradient)
-        if piece.narrow and self.one_pass and self.transfers.beside:
-            piece.widening = self.updates.widen_soon(piece)
+            param.norm = torch.linalg.vector_norm(gradient, dtype=master.dtype)
+        param.sent = self.transfers.send(gradient, param.landing() if param.narrow else param.gradient)
+        if param.narrow and self.one_pass and self.transfers.beside:
+            param.widening = self.updates.widen_soon(param)
 
     def gradients_arrived(self) -> None:
         """Wait until the gradients of everything computed so far are on the host."""
         self.end_backward()
         self.transfers.finish_sending()
-        for piece in self.masters.values():
-            piece.widen()
+        for param in self.masters.values():
+            param.widen()
 
     # For the optimizer, and for reports.
 
     def counterpart(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that the optimizer updates: the master of a streamed one, otherwise itself."""
-        piece = self.streamed.get(id(parameter))
-        return parameter if piece is None or piece.host_weights is None else piece.host_weights
+        param = self.streamed.get(id(parameter))
+        return parameter if param is None or param.host_weights is None else param.host_weights
 
     def statistics(self) -> dict:
         """Loads, bytes each way, and seconds that computation waited for an update."""
@@ -427,14 +427,14 @@ class LayerStreamer:
 
     def tensors_held(self) -> dict[str, list[Tensor]]:
         """The streamer's own tensors: slots and the expanded layer on the device, weights and gradients on the host."""
-        pieces = [piece for unit in self.units for piece in unit.storage.pieces]
+        params = [param for unit in self.units for param in unit.storage.params]
         storages = [unit.storage for unit in self.units if unit.storage.packed is not None]
         return {
             "slots": [slot.buffer for pool in self._pools for slot in pool.slots],
             "expanded": [self._expanded],
             "host_weights": [storage.packed for storage in storages if storage.packed is not None]
-            + [piece.master.data for storage in storages for piece in storage.rounded],
-            "host_gradients": [piece.gradient for piece in pieces if piece.gradient is not None],
+            + [param.master.data for storage in storages for param in storage.rounded],
+            "host_gradients": [param.gradient for param in params if param.gradient is not None],
         }
 
 

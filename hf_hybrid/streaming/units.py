@@ -8,7 +8,7 @@ unit. Slots are allocated once and all have the same size, so any unit fits any 
 during training. When a unit has arrived, its parameters become views into the slot.
 
 The optimizer updates *masters*: host parameters with the precision that the model was loaded in. There are three kinds
-of pieces (streamed parameters):
+of params (streamed parameters):
 
 - Weights that are copied as the masters are: the masters are views into the packed buffer, so nothing is held twice.
 - Weights that are copied rounded (fp32 masters under bf16 autocast, which would round them anyway): the packed buffer
@@ -22,7 +22,7 @@ layers forwards and then backwards, so the layers that were used last are needed
 
 Trained layers are not kept, because their copies are old after each update. Where there is room, the first of them are
 *resident* instead: their weights, gradients and optimizer states live on the device, and nothing of them travels. They
-are units without pieces, which are recomputed like all others. They come first in the forward pass, so the device has
+are units without params, which are recomputed like all others. They come first in the forward pass, so the device has
 work while the host updates the first layer that travels.
 """
 
@@ -52,7 +52,7 @@ def padded(count: int) -> int:
 
 
 @dataclass
-class Piece:
+class StreamedParameter:
     """One streamed parameter: the place of its bytes in the packed buffer, and its master on the host."""
 
     name: str
@@ -61,10 +61,10 @@ class Piece:
     """Of the weights on the device."""
     start: int = 0
     scales_start: int = -1
-    """Where the scales of an int8 piece lie; -1 for any other."""
+    """Where the scales of an int8 parameter lie; -1 for any other."""
     expanded_start: int = 0
     host_weights: nn.Parameter | None = None
-    """The [`master`], if the piece has one."""
+    """The [`master`], if the parameter has one."""
     gradient: Any = None
     """Host buffer for the master's gradient, allocated when it is first needed."""
     total: Tensor | None = None
@@ -133,19 +133,19 @@ class Piece:
         return buffer[start : start + size].view(dtype).view(self.parameter.shape)
 
     def scales(self, buffer: Tensor) -> Tensor:
-        """Return the fp32 scales of an int8 piece, one per row: `[..., 1]`."""
+        """Return the fp32 scales of an int8 parameter, one per row: `[..., 1]`."""
         scales = buffer[self.scales_start : self.scales_start + 4 * self.rows]
         return scales.view(torch.float32).view(*self.parameter.shape[:-1], 1)
 
     def expand(self, buffer: Tensor, out: Tensor, *, start: int) -> Tensor:
-        """Write the weights of an int8 piece into the byte buffer `out` at `start`, and return them."""
+        """Write the weights of an int8 parameter into the byte buffer `out` at `start`, and return them."""
         out = self.view(out, start=start)
         return dequantize_rows(self.view(buffer, torch.int8), self.scales(buffer), out)
 
 
 class UnitStorage:
     """
-    The host side of a unit: its pieces, packed. `pin` page-locks the buffer.
+    The host side of a unit: its params, packed. `pin` page-locks the buffer.
 
     The parameters lie on the host. With `int8` frozen matrices are held as int8. An int8 base is packed when a run
     begins; until then, and after it, its weights are the model's own.
@@ -159,23 +159,23 @@ class UnitStorage:
         int8: bool = False,
         pin: bool = False,
     ):
-        self.pieces = [Piece(name, parameter, dtype_of(parameter)) for name, parameter in parameters]
+        self.params = [StreamedParameter(name, parameter, dtype_of(parameter)) for name, parameter in parameters]
         self.pin, self.packed_bytes, self.expanded_bytes = pin, 0, 0
         self.written: Event = None
         """When the last copy into the packed buffer is over."""
         self.packed: Tensor | None = None
-        for piece in self.pieces:
-            piece.start, frozen = self.packed_bytes, not piece.parameter.requires_grad
-            if int8 and frozen and piece.parameter.is_floating_point() and piece.parameter.dim() >= 2:
-                piece.scales_start = piece.start + padded(piece.parameter.numel())
-                piece.expanded_start = self.expanded_bytes
-                self.expanded_bytes += padded(piece.nbytes)
-                self.packed_bytes = piece.scales_start + padded(4 * piece.rows)
+        for param in self.params:
+            param.start, frozen = self.packed_bytes, not param.parameter.requires_grad
+            if int8 and frozen and param.parameter.is_floating_point() and param.parameter.dim() >= 2:
+                param.scales_start = param.start + padded(param.parameter.numel())
+                param.expanded_start = self.expanded_bytes
+                self.expanded_bytes += padded(param.nbytes)
+                self.packed_bytes = param.scales_start + padded(4 * param.rows)
             else:
-                self.packed_bytes += padded(piece.nbytes)
-        self.rounded = [p for p in self.pieces if not p.is_int8 and p.dtype != p.parameter.dtype]
-        trains = any(p.parameter.requires_grad for p in self.pieces)
-        self.packs_for_runs = any(p.is_int8 for p in self.pieces) and not trains
+                self.packed_bytes += padded(param.nbytes)
+        self.rounded = [p for p in self.params if not p.is_int8 and p.dtype != p.parameter.dtype]
+        trains = any(p.parameter.requires_grad for p in self.params)
+        self.packs_for_runs = any(p.is_int8 for p in self.params) and not trains
         if not self.packs_for_runs:
             self.pack()
             self.restore()
@@ -187,58 +187,58 @@ class UnitStorage:
             self.refresh()
             return
         self.packed = packed = host_buffer(self.packed_bytes, pin=self.pin)
-        for piece in self.pieces:
-            weights = piece.parameter.data
-            if piece.is_int8:
+        for param in self.params:
+            weights = param.parameter.data
+            if param.is_int8:
                 codes, scales = quantize_rows(weights)
-                piece.view(packed, torch.int8).copy_(codes)
-                piece.scales(packed).copy_(scales)
+                param.view(packed, torch.int8).copy_(codes)
+                param.scales(packed).copy_(scales)
                 continue
-            place = piece.view(packed).copy_(weights)
-            master = weights.cpu() if piece in self.rounded else place
-            piece.host_weights = nn.Parameter(master, requires_grad=piece.parameter.requires_grad)
+            place = param.view(packed).copy_(weights)
+            master = weights.cpu() if param in self.rounded else place
+            param.host_weights = nn.Parameter(master, requires_grad=param.parameter.requires_grad)
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Round the masters into the packed buffer again, after they changed."""
         if self.packed is not None:
-            for piece in self.rounded:
-                piece.view(self.packed).copy_(piece.master)
+            for param in self.rounded:
+                param.view(self.packed).copy_(param.master)
 
-    def copy_of(self, piece: Piece) -> Tensor | None:
-        """Return where the rounded copy of a piece's master lies; `None` if its weights travel as they are."""
-        return piece.view(self.packed) if self.packed is not None and piece.dtype != piece.master.dtype else None
+    def copy_of(self, param: StreamedParameter) -> Tensor | None:
+        """Return where the rounded copy of a parameter's master lies; `None` if its weights travel as they are."""
+        return param.view(self.packed) if self.packed is not None and param.dtype != param.master.dtype else None
 
     @torch.no_grad()
     def lock_masters(self) -> None:
-        """Page-lock the masters of rounded pieces: they travel too if the optimizer steps them on the device."""
-        for piece in self.rounded if self.pin else ():
-            locked = host_tensor(piece.master.shape, piece.master.dtype, pin=True)
-            piece.master.data = piece.parameter.data = locked.copy_(piece.master)
+        """Page-lock the masters of rounded params: they travel too if the optimizer steps them on the device."""
+        for param in self.rounded if self.pin else ():
+            locked = host_tensor(param.master.shape, param.master.dtype, pin=True)
+            param.master.data = param.parameter.data = locked.copy_(param.master)
 
     def bind(self, buffer: Tensor, expanded: Tensor) -> None:
         """Make the parameters views into `buffer`, a device copy of `packed`. int8 ones are expanded first."""
-        for piece in self.pieces:
-            if piece.is_int8:
-                piece.parameter.data = piece.expand(buffer, expanded, start=piece.expanded_start)
+        for param in self.params:
+            if param.is_int8:
+                param.parameter.data = param.expand(buffer, expanded, start=param.expanded_start)
             else:
-                piece.parameter.data = piece.view(buffer)
+                param.parameter.data = param.view(buffer)
 
     def restore(self, *, for_good: bool = True) -> None:
         """
         Let the parameters be the host weights. `for_good` also expands an int8 base, into memory of its own, and drops
         its codes; otherwise its parameters are left as they are, for readers of everything else.
         """
-        for piece in self.pieces:
-            if not piece.is_int8:
-                piece.parameter.data = piece.master.data.clone() if self.packs_for_runs else piece.master.data
+        for param in self.params:
+            if not param.is_int8:
+                param.parameter.data = param.master.data.clone() if self.packs_for_runs else param.master.data
             elif for_good and self.packed is not None:
-                own = torch.empty(piece.nbytes, dtype=torch.uint8)
-                piece.parameter.data = piece.expand(self.packed, own, start=0)
+                own = torch.empty(param.nbytes, dtype=torch.uint8)
+                param.parameter.data = param.expand(self.packed, own, start=0)
         if self.packs_for_runs and for_good:
             self.packed = None
-            for piece in self.pieces:
-                piece.host_weights = None
+            for param in self.params:
+                param.host_weights = None
 
 
 class SlotPool:
@@ -305,12 +305,12 @@ class Unit:
     @property
     def resident(self) -> bool:
         """It lives on the device: nothing of it travels."""
-        return not self.storage.pieces
+        return not self.storage.params
 
     @property
-    def trainable(self) -> list[Piece]:
-        """Its pieces that are trained."""
-        return [piece for piece in self.storage.pieces if piece.parameter.requires_grad]
+    def trainable(self) -> list[StreamedParameter]:
+        """Its params that are trained."""
+        return [param for param in self.storage.params if param.parameter.requires_grad]
 
 
 def make_units(

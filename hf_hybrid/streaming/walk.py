@@ -323,8 +323,8 @@ class LayerWalk:
                 for job, call, early in zip(jobs, calls, before):
                     self._differentiate(call)
                     early.extend(self._differentiate_between(job, call))
-                for piece in unit.trainable:
-                    self.streamer.collect(piece)
+                for param in unit.trainable:
+                    self.streamer.collect(param)
             finally:
                 self.collecting = set()
                 self.streamer.release(unit)

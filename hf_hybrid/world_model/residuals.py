@@ -137,7 +137,7 @@ class LeapResiduals(LeapObserver):
 
     def leap_accepted(self, leaps: Leaps, leap: Leap) -> None:
         try:
-            leaps.trajectory.store.settle()
+            leaps.trajectory.store.finish_updates()
             of_all, groups = self.judge(leaps.trajectory.clock.lr_sum)
             if of_all is not None:
                 leap.cosine, leap.norm_ratio = of_all.cosine, of_all.norm_ratio

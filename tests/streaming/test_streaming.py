@@ -110,8 +110,8 @@ def test_bf16_autocast(tmp_path, train_set):
     plain = train_plain(tmp_path, train_set, bf16=True)
     trainer = make_streamed(tmp_path, train_set, bf16=True, accumulation_walk="micro_batch")
     trainer.train()
-    pieces = [piece for unit in trainer.memory.streamer.units for piece in unit.storage.pieces]
-    assert {piece.dtype for piece in pieces if "proj" in piece.name} == {torch.bfloat16}
+    params = [param for unit in trainer.memory.streamer.units for param in unit.storage.params]
+    assert {param.dtype for param in params if "proj" in param.name} == {torch.bfloat16}
     assert_same_run(trainer, plain)
 
 
@@ -126,10 +126,10 @@ def test_updates_in_parts_are_the_whole_update(options, tmp_path, train_set, mon
     trainer = make_streamed(tmp_path / "streamed", train_set, accumulation_walk="micro_batch", **options)
     trainer.train()
     assert_same_run(trainer, plain)
-    pieces = [piece for unit in trainer.memory.streamer.units for piece in unit.trainable]
-    assert len(stepped) == len(pieces) * (OPTIONS["max_steps"] - 1), "the first update makes the states"
+    params = [param for unit in trainer.memory.streamer.units for param in unit.trainable]
+    assert len(stepped) == len(params) * (OPTIONS["max_steps"] - 1), "the first update makes the states"
     assert any(scale is not None and scale < 1 for scale in stepped)
-    assert any(len(piece.master) % 96 for piece in pieces)
+    assert any(len(param.master) % 96 for param in params)
 
 
 def test_updates_come_in_the_order_in_which_weights_are_needed(tmp_path, train_set, monkeypatch):
@@ -216,7 +216,7 @@ def test_lora_over_a_streamed_base(walk, tmp_path, train_set):
     plain = train_plain(tmp_path, train_set, lora(tiny_model(num_hidden_layers=LAYERS)))
     trainer = make_streamed(tmp_path, train_set, lora(tiny_model(num_hidden_layers=LAYERS)), accumulation_walk=walk)
     trainer.train()
-    assert all("lora" not in piece.name for u in trainer.memory.streamer.units for piece in u.storage.pieces)
+    assert all("lora" not in param.name for u in trainer.memory.streamer.units for param in u.storage.params)
     assert_same_run(trainer, plain)
 
 
@@ -226,7 +226,7 @@ def test_lora_over_an_int8_base(tmp_path, train_set):
     before = weights(model)
     trainer = make_streamed(tmp_path, train_set, model, base_precision="int8")
     storage = trainer.memory.streamer.layers[0].storage
-    assert storage.packed_bytes < 1.2 * sum(p.parameter.numel() for p in storage.pieces)
+    assert storage.packed_bytes < 1.2 * sum(p.parameter.numel() for p in storage.params)
     trainer.train()
     after = weights(trainer.model)
     for name, weight in before.items():
@@ -280,8 +280,8 @@ def test_lora_over_a_4bit_base(walk, tmp_path, train_set):
     plain = train_plain(tmp_path, train_set, quantised("nf4"), max_steps=4)
     trainer = make_streamed(tmp_path, train_set, quantised("nf4"), max_steps=4, accumulation_walk=walk)
     trainer.train()
-    pieces = [piece for unit in trainer.memory.streamer.units for piece in unit.storage.pieces]
-    assert sum(piece.nbytes for piece in pieces if piece.dtype == torch.uint8) > 0.9 * sum(p.nbytes for p in pieces)
+    params = [param for unit in trainer.memory.streamer.units for param in unit.storage.params]
+    assert sum(param.nbytes for param in params if param.dtype == torch.uint8) > 0.9 * sum(p.nbytes for p in params)
     assert_same_run(trainer, plain)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_hybrid import HybridTrainer, machine
 from hf_hybrid.streaming.transfers import HostBuffers
-from hf_hybrid.streaming.units import Piece
+from hf_hybrid.streaming.units import StreamedParameter
 
 STREAMED = {"memory": "stream", "enable_predict": False, "resident_layers": 1, "gradient_accumulation_steps": 2}
 
@@ -65,10 +65,12 @@ def test_slots_do_not_double_when_the_model_is_saved(tmp_path, monkeypatch):
 @pytest.mark.parametrize("length", [1, 2, 255, 257, 1000, 4097])
 def test_gradients_are_widened_where_they_landed(length):
     weights, gradient = nn.Parameter(torch.zeros(length)), torch.randn(length).bfloat16()
-    piece = Piece("weight", weights, torch.bfloat16, host_weights=weights, gradient=torch.empty(length), narrow=True)
-    piece.landing().copy_(gradient)
-    piece.widen()
-    assert torch.equal(piece.gradient, gradient.float()) and not piece.narrow
+    param = StreamedParameter(
+        "weight", weights, torch.bfloat16, host_weights=weights, gradient=torch.empty(length), narrow=True
+    )
+    param.landing().copy_(gradient)
+    param.widen()
+    assert torch.equal(param.gradient, gradient.float()) and not param.narrow
 
 
 def test_pages_that_cannot_be_locked_are_ordinary_memory(monkeypatch, caplog):
