@@ -261,7 +261,7 @@ class Command:
     data: type[DataOptions] = DataOptions
     more: tuple[type[OptionGroup], ...] = ()
     training: tuple[str, ...] = ("max_length",)
-    defaulted: tuple[str, ...] = ("logging_steps",)
+    defaulted: tuple[str, ...] = ("logging_steps", "logging_first_step")
 
     @property
     def groups(self) -> tuple[type[OptionGroup], ...]:
@@ -296,7 +296,7 @@ SFT = Command(
     "hf_hybrid.trl.sft_dpo:HybridSFTTrainer",
     "trl.SFTConfig",
     training=("max_length", "packing"),
-    defaulted=("logging_steps", "assistant_only_loss"),
+    defaulted=("logging_steps", "logging_first_step", "assistant_only_loss"),
 )
 DPO = Command(
     "dpo",
@@ -314,7 +314,7 @@ GRPO = Command(
     "trl.GRPOConfig",
     more=(RewardOptions,),
     training=("num_generations", "max_completion_length", "temperature"),
-    defaulted=("logging_steps", "learning_rate", "log_completions"),
+    defaulted=("logging_steps", "logging_first_step", "learning_rate", "log_completions"),
 )
 TRAINING = {command.name: command for command in (TRAIN, SFT, DPO, GRPO)}
 

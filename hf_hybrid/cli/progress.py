@@ -62,21 +62,23 @@ class Progress(TrainerCallback):
     Writes the lines and, on a terminal, the bar, in place of Trainer's own. With `log_completions` each line is
     followed by a completion. After Ctrl-C (`interrupted`) it ends the run at the next step.
 
-    `chooses_steps`: `logging_steps` follows from the length of the run.
+    Of the options that were left out (`defaulted`), `logging_steps` follows from the length of the run, and then the
+    first step has a line as well.
     """
 
-    def __init__(self, trainer: Any, interrupted: threading.Event, *, chooses_steps: bool):
+    def __init__(self, trainer: Any, interrupted: threading.Event, *, defaulted: frozenset[str]):
         for kind in (HybridProgressCallback, ProgressCallback, PrinterCallback):
             trainer.remove_callback(kind)
-        self.trainer, self.interrupted, self.chooses_steps = trainer, interrupted, chooses_steps
+        self.trainer, self.interrupted, self.defaulted = trainer, interrupted, defaulted
         self.bar: PositionBar | None = None
         self.begun: float | None = None
         self.stepped = False  # whether a step has begun
         self.scale: float | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if self.chooses_steps:
+        if "logging_steps" in self.defaulted:
             args.logging_steps = state.logging_steps = logging_steps(state.max_steps)
+            args.logging_first_step |= "logging_first_step" in self.defaulted
         self.begun = self.logged = time.monotonic()
         self.first_step, self.tokens = state.global_step, 0
         if state.is_world_process_zero and sys.stderr.isatty() and not args.disable_tqdm:

@@ -173,7 +173,7 @@ def train(line: CommandLine) -> int:
         trainer = make_trainer(options)
         console.print_trainer(trainer, by_rule="learning_rate" in options.defaulted)
         with interrupts(alone=trainer.args.world_size == 1) as interrupted:
-            progress = Progress(trainer, interrupted, chooses_steps="logging_steps" in options.defaulted)
+            progress = Progress(trainer, interrupted, defaulted=options.defaulted)
             trainer.add_callback(progress)
             # `true` resumes from the last checkpoint, `false` from none.
             words = {None: None, "": None, "none": None, "false": None, "true": True}
