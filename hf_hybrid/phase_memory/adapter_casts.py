@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from hf_hybrid.machine import sharding_of
+from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Phase
+from hf_hybrid.phase_memory.adapter_products import AdapterProducts, plain_lora_layers
 from hf_hybrid.run.run import Run
 from hf_hybrid.run.trainer_view import TrainerView, unknown_loss
 from hf_hybrid.streaming.layers import decoder_layers
@@ -28,11 +30,17 @@ from hf_hybrid.streaming.layers import decoder_layers
 def cast_parts(trainer: TrainerView) -> list[Part]:
     """Return the parts that leave out casts under bf16 autocast, for a trainer of adapters."""
     args, model, parts = trainer.args, trainer.accelerator.unwrap_model(trainer.model), []
-    if inputs := layers_with_idle_casts(model):
+    inputs, options = layers_with_idle_casts(model), trainer.hybrid_args
+    stays = not (trainer.memory.streams or sharding_of(args) or args.torch_compile or args.n_gpu > 1)
+    # DDP reduces gradients where autograd leaves them, and some optimizers step there.
+    alone = args.world_size == 1 and not steps_in_backward(optimizer_name(args))
+    if options.share_rows != "off" and stays and alone and (plain := plain_lora_layers(model)):
+        parts.append(AdapterProducts(plain, torch.bfloat16))
+        inputs = [layer for layer in inputs if layer not in plain]
+    if inputs:
         parts.append(UncastInputs(inputs))
     known = unknown_loss(trainer) is None or trainer.trains_preferences  # others may generate, without autocast
-    moved = trainer.memory.streams or sharding_of(args) or trainer.hybrid_args.weight_precision
-    if known and not moved and not args.torch_compile and args.n_gpu <= 1:
+    if known and stays and not options.weight_precision:
         frozen, adapters = frozen_linear_layers(model)
         if frozen:
             parts.append(FrozenInBf16(frozen, adapters))

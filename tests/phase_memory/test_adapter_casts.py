@@ -45,7 +45,7 @@ def test_weights_are_those_of_trainer_to_the_last_bit(options, tmp_path):
 
 
 def test_less_is_kept_for_the_backward_pass(tmp_path):
-    trainer = build(HybridTrainer, HybridConfig, tmp_path)
+    trainer = build(HybridTrainer, HybridConfig, tmp_path, share_rows="off")
     batch = {name: tensor[None] for name, tensor in TEXT[0].items()}
     part, kept = part_of(trainer), []
     for switch in (lambda _: None, part.before_forward):
@@ -62,7 +62,7 @@ class Fails(TrainerCallback):
 
 
 def test_the_layers_are_left_as_they_were(tmp_path):
-    trainer = build(HybridTrainer, HybridConfig, tmp_path, callbacks=[Fails()])
+    trainer = build(HybridTrainer, HybridConfig, tmp_path, callbacks=[Fails()], share_rows="off")
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert all(layer.cast_input_dtype_enabled for layer in part_of(trainer).layers)

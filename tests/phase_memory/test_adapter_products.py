@@ -1,0 +1,246 @@
+"""LoRA in fewer kernels beside PEFT's forward: what is computed, in how many calls, and which layers keep PEFT's."""
+
+import pytest
+import torch
+from conftest import ByteText, assert_same_weights, losses, tiny_model, weights
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from rig import trainers
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from benchmarks.skips.adapters import kernels_per_layer, llama, micro_batch, part_for, tokens
+from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid.compat import checkpointing_option
+from hf_hybrid.part import Step
+from hf_hybrid.phase_memory.adapter_products import AdapterProducts, plain_lora_layers
+
+TEXT = ByteText(200)
+
+
+def lora(model=None, **options):
+    """Adapters whose `B` are not zero, over fp32 weights."""
+    model = get_peft_model(
+        tiny_model() if model is None else model, LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", **options)
+    )
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+def build(folder, kind=HybridTrainer, config=HybridConfig, *, model=None, **options):
+    values = {"max_steps": 6, "bf16": True, "gradient_accumulation_steps": 2, **options}
+    return trainers.build(folder, kind, config, model=model or lora(), train_dataset=TEXT, **values)
+
+
+def train(*args, resume=None, **options):
+    trainer = build(*args, **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def part_of(trainer):
+    return next((part for part in trainer.parts if isinstance(part, AdapterProducts)), None)
+
+
+def moved(model):
+    """What was trained, as one vector."""
+    return torch.cat([p.detach().float().flatten() for p in model.parameters() if p.requires_grad])
+
+
+class Twin(nn.Module):
+    """A LoRA layer written plainly: the operands in bf16, the arithmetic in fp32, one rounding for each result."""
+
+    def __init__(self, module):
+        super().__init__()
+        (name,) = module.active_adapters
+        self.weight, self.scaling = module.base_layer.weight, module.scaling[name]
+        self.a, self.b = module.lora_A[name].weight, module.lora_B[name].weight
+
+    def forward(self, x):
+        def rounded(tensor):
+            return tensor.bfloat16().float()
+
+        x = rounded(x)
+        hidden = rounded(x @ rounded(self.a).t())
+        base = rounded(x @ rounded(self.weight).t())
+        return rounded(base + hidden @ rounded(self.scaling * self.b).t())
+
+
+def test_a_layer_is_its_plain_twin():
+    module = plain_lora_layers(llama(1, 64))[0]
+    part, x = AdapterProducts([module], torch.bfloat16), torch.randn(2, 5, 64, requires_grad=True)
+    twin, gradient = Twin(module), torch.randn(2, 5, 64)
+    (want := twin(x)).backward(gradient)
+    expected = [x.grad, twin.a.grad, twin.b.grad]
+    x.grad = twin.a.grad = twin.b.grad = None
+    part.begin(None)
+    part.begin_step(Step(0))
+    part.before_forward(None)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = module(x)
+    got.backward(gradient.bfloat16())
+    part.after_backward(None)
+    assert got.dtype == torch.bfloat16 and torch.allclose(got.float(), want, rtol=2**-8, atol=2**-8)
+    for ours, reference in zip((x.grad, twin.a.grad, twin.b.grad), expected, strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours - reference).norm() < 0.01 * reference.norm()
+
+
+def test_a_layer_takes_less_than_half_of_pefts_kernels():
+    assert kernels_per_layer(part_for) < 0.5 * kernels_per_layer()
+
+
+def test_layers_that_read_the_same_input_multiply_it_once():
+    part = part_for(llama(2, 64))
+    names = [[layer.module.base_layer.out_features for layer in group.layers] for group in groups(part)]
+    assert names == 2 * [[64, 32, 32], [64], [256, 256], [64]]
+
+
+def groups(part):
+    return list({layer.group: None for layer in part.layers})
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {checkpointing_option(): True}, {"max_grad_norm": 0.05}], ids=["stored", "recomputed", "clipped"]
+)
+def test_a_training_is_pefts_up_to_rounding(options, tmp_path):
+    """Nearer to a training in fp32 than the distance of PEFT's, and a tenth; losses agree to three digits."""
+    options = {"optim": "sgd", "learning_rate": 1.0, **options}
+    exact = train(tmp_path / "exact", Trainer, TrainingArguments, **{**options, "bf16": False})
+    peft = train(tmp_path / "peft", Trainer, TrainingArguments, **options)
+    ours = train(tmp_path / "ours", **options)
+    assert part_of(ours) is not None and len(groups(part_of(ours))) == 8
+    far = [(moved(trainer.model) - moved(exact.model)).norm() for trainer in (peft, ours)]
+    assert far[1] < 1.1 * far[0] < 0.1 * (moved(exact.model) - moved(lora())).norm()
+    assert losses(ours) == pytest.approx(losses(peft), rel=2e-3)
+
+
+def test_a_run_resumes_to_the_same_bits(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 3}
+    whole = train(tmp_path / "whole", **options)
+    assert len(groups(part_of(whole))) == 8
+    resumed = train(tmp_path / "resumed", resume=str(tmp_path / "whole" / "checkpoint-3"), **options)
+    assert_same_weights(weights(whole.model), weights(resumed.model))
+
+
+def test_other_trainable_weights_train_beside_them(tmp_path):
+    """`modules_to_save` gets gradients from autograd itself."""
+    options = {"optim": "sgd", "learning_rate": 0.5}
+    peft = train(tmp_path / "peft", Trainer, TrainingArguments, model=lora(modules_to_save=["lm_head"]), **options)
+    ours = train(tmp_path / "ours", model=lora(modules_to_save=["lm_head"]), **options)
+    assert part_of(ours) is not None
+    assert (moved(ours.model) - moved(peft.model)).norm() < 2e-3 * moved(peft.model).norm()
+
+
+class Looks(TrainerCallback):
+    def on_step_end(self, args, state, control, model, **kwargs):
+        self.patched = [m for m in model.modules() if isinstance(m, LoraLayer) and "forward" in vars(m)]
+        with torch.no_grad():
+            self.logits = model(input_ids=TEXT[0]["input_ids"][None]).logits
+            with model.disable_adapter():
+                self.without = model(input_ids=TEXT[0]["input_ids"][None]).logits
+
+
+def test_between_micro_batches_the_model_is_pefts(tmp_path):
+    looks = Looks()
+    trainer = train(tmp_path, callbacks=[looks])
+    assert part_of(trainer) is not None and not looks.patched
+    assert not torch.equal(looks.logits, looks.without)
+    with torch.no_grad():
+        assert torch.equal(looks.logits, trainer.model(input_ids=TEXT[0]["input_ids"][None]).logits)
+
+
+def test_inside_of_a_micro_batch_other_forwards_are_pefts():
+    """The reference of DPO without adapters, another adapter, and what computes without autocast."""
+    model = llama(1, 64)
+    part, ids = part_for(model), tokens(8)
+
+    def passes():
+        with torch.no_grad():
+            found = [model(ids).logits]  # not under autocast
+            with torch.autocast("cpu", torch.bfloat16), model.disable_adapter():
+                found.append(model(ids).logits)
+            return found
+
+    want = passes()
+    part.begin_step(Step(0))
+    part.before_forward(None)
+    assert all(map(torch.equal, passes(), want))
+    part.after_backward(None)
+
+
+def test_gradients_of_an_aborted_micro_batch_are_dropped():
+    model = llama(1, 64)
+    part = part_for(model)
+    micro_batch(model, tokens(16), part)
+    want = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    part.before_forward(None)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=tokens(32), labels=tokens(32)).loss.backward()
+    model.zero_grad()  # out of memory: the micro-batch is computed again, and the gradients of this one are not
+    micro_batch(model, tokens(16), part)
+    assert all(torch.equal(p.grad, want[name]) for name, p in model.named_parameters() if name in want)
+
+
+def two_adapters():
+    model = lora()
+    model.add_adapter("other", LoraConfig(r=4, target_modules="all-linear"))
+    model.base_model.set_adapter(["default", "other"])
+    return model
+
+
+def hooked():
+    model = lora()
+    for module in plain_lora_layers(model):
+        module.lora_A["default"].register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    "model, options",
+    [
+        (lambda: lora(lora_dropout=0.1), {}),
+        (lambda: lora(use_dora=True), {}),
+        (lambda: lora(lora_bias=True), {}),
+        (two_adapters, {}),
+        (hooked, {}),
+        (tiny_model, {}),
+        (lora, {"bf16": False}),
+        (lora, {"enable_predict": False}),
+        (lora, {"share_rows": "off"}),
+        (lora, {"memory": "stream"}),
+    ],
+    ids=["dropout", "dora", "bias", "two", "hooks", "no adapters", "fp32", "switch", "Trainer's rows", "streamed"],
+)
+def test_where_pefts_forward_stays(model, options, tmp_path):
+    assert part_of(build(tmp_path, model=model(), **options)) is None
+
+
+def test_adapters_over_4_bits_are_plain():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = tiny_model()
+    for layer in model.model.layers:
+        for name in ("gate_proj", "up_proj"):
+            linear = getattr(layer.mlp, name)
+            four = bitsandbytes.nn.Linear4bit(32, 64, bias=False, compute_dtype=torch.bfloat16)
+            four.load_state_dict({"weight": linear.weight.data})
+            setattr(layer.mlp, name, four.to("cpu"))
+    model.is_loaded_in_4bit = True
+    adapted = lora(model)
+    kinds = [type(module).__name__ for module in plain_lora_layers(adapted)]
+    assert kinds.count("Linear4bit") == 4 and kinds.count("Linear") == 10
+    want = llama_gradients(adapted)
+    part = AdapterProducts(plain_lora_layers(adapted), torch.bfloat16)
+    part.begin(None)
+    got = llama_gradients(adapted, part)
+    assert all((got[name] - want[name]).norm() < 0.05 * want[name].norm() for name in want)
+
+
+def llama_gradients(model, part=None):
+    model.zero_grad()
+    micro_batch(model, tokens(16), part)
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
