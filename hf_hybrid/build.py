@@ -516,13 +516,13 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
 
 
 def adapter_parts(trainer: BuiltTrainer) -> list[Part]:
-    """Return the parts that leave out casts of adapters and of the weights below them, idle under bf16 autocast."""
+    """Return the parts that compute adapters with fewer kernels and casts under bf16 autocast."""
     idle = trainer.hybrid_args.enable_predict and trainer.accelerator.mixed_precision == "bf16"
     if not idle or not has_adapters(trainer.model):
         return []
-    from hf_hybrid.phase_memory.adapter_casts import cast_parts
+    from hf_hybrid.phase_memory import adapters
 
-    return cast_parts(trainer)
+    return adapters.adapter_parts(trainer)
 
 
 def rows_part(trainer: BuiltTrainer) -> Part | None:

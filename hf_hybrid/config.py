@@ -137,24 +137,12 @@ class HybridConfigBase(_Arguments):
         """
         Read the options that a run wrote as `hybrid_config.json`: from this file, or from the folder that holds it.
 
-        `overrides` are options that override the file. Tokens are never written; pass them again. Paths outside the
-        working folder and the home are written by their names alone, as the file is meant to be shared; pass an
-        `output_dir` like that again.
-
-        Raises:
-            ValueError: If the file is not JSON, or holds an option that does not exist.
+        `overrides` come first. Tokens are never written; pass them again, and an `output_dir` outside of the working
+        folder and the home, of which the file has the name alone, as it is meant to be shared.
         """
         path = Path(path)
         path = path / CONFIG_NAME if path.is_dir() else path
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"`{path}` is not JSON: {error}. Give the `{CONFIG_NAME}` of a run.") from None
-        if not isinstance(values, dict):
-            raise ValueError(f"`{path}` holds no options by name. Give the `{CONFIG_NAME}` of a run.")
-        if unknown := sorted(values.keys() - {field.name for field in dataclasses.fields(cls) if field.init}):
-            raise ValueError(f"Unknown options in `{path}`: {', '.join(f'`{name}`' for name in unknown)}.")
-        return cls(**{**values, **overrides})
+        return cls(**{**json.loads(path.read_text(encoding="utf-8")), **overrides})
 
 
 @dataclass

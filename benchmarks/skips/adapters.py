@@ -29,7 +29,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.results import Results, command_line, provenance
 from hf_hybrid.part import Step
-from hf_hybrid.phase_memory.adapter_products import AdapterProducts, plain_lora_layers
+from hf_hybrid.phase_memory.adapters import AdapterProducts, plain_lora_layers
+from hf_hybrid.run.run import Run
 
 COUNTED = 14
 """Adapted layers of the model whose kernels are counted."""
@@ -70,11 +71,8 @@ def llama(layers: int, hidden: int, *, adapters: bool = True) -> Any:
 
 
 def part_for(model: Any) -> AdapterProducts:
-    """Return our part, after the micro-batch in which it looks which layers read the same input."""
     part = AdapterProducts(plain_lora_layers(model), torch.bfloat16)
-    part.begin(None)  # ty: ignore[invalid-argument-type]  # it asks nothing of the run
-    micro_batch(model, tokens(64), part)
-    model.zero_grad()
+    part.begin(Run(model=model))
     return part
 
 

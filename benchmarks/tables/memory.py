@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import statistics
 
-from benchmarks.memory.host_update import KEY as UPDATE
 from benchmarks.memory.low_bit import summarise
 from benchmarks.memory.peaks import KEY as PEAK_KEY
 from benchmarks.memory.peaks import MODES
@@ -260,15 +259,3 @@ def launch_sharing() -> str:
     ]
     rows.append(["CPU seconds per step", *(f"{row['cpu_seconds']:.2f}" for row in both)])
     return markdown(["per process", "FSDP2 with `cpu_offload`", "a copy streamed by each process"], rows)
-
-
-@table("host-update")
-def host_update() -> str:
-    names = {"whole": "three passes over whole tensors", "documented": "in parts, by the documented function"}
-    told = []
-    for arm, part in (("whole", 0), *(("parts", 1 << exponent) for exponent in (18, 19, 20)), ("documented", 1 << 19)):
-        found = results("memory", "host_update", *UPDATE).rows(arm=arm, part=part)
-        plain, scaled = (next(row["milliseconds"] for row in found if row["scaled"] is kind) for kind in (False, True))
-        title = f"{names.get(arm, '**in parts**' if part == 1 << 19 else 'in parts')}{f', of {part:,}' if part else ''}"
-        told.append([title, f"{plain:.1f}", f"{scaled:.1f}"])
-    return markdown(["45 million weights", "ms", "ms with a clip factor"], told)

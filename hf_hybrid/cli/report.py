@@ -77,7 +77,8 @@ def _follow(write: Callable[..., list[Path]], every: int) -> None:
                 if not before:
                     _print_files(files)
                     sys.stdout.write(f"Written again every {every} s, until the run has finished. Ctrl-C ends that.\n")
-                if values == before and _have_finished(json.loads(values)):
+                report = json.loads(values)
+                if values == before and all(run["finished"] for run in report.get("runs", {"": report}).values()):
                     return
                 before = values
             sys.stdout.flush()
@@ -86,8 +87,3 @@ def _follow(write: Callable[..., list[Path]], every: int) -> None:
         sys.stdout.write("\n")
         if before:
             write()
-
-
-def _have_finished(values: dict) -> bool:
-    """Whether the JSON of a report or of a comparison says that each of its runs has finished."""
-    return all(run["finished"] for run in values.get("runs", {"": values}).values())

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_hybrid.export import bitnet, gguf
@@ -83,26 +82,6 @@ def check_format(name: str, config: PreTrainedConfig, tokenizer: Any) -> None:
         raise ExportError(f"`format={name}`: {reason} Convert the model with llama.cpp's `convert_hf_to_gguf.py`.")
 
 
-def _check_rows(model: nn.Module) -> None:
-    """Refuse rows that the CPU kernels of bitsandbytes cannot compute with."""
-    for name, module in model.named_modules():
-        if hasattr(module, "in_features") and module.in_features % NF4_BLOCK:
-            raise ExportError(
-                f"`format=nf4`: on the CPU bitsandbytes takes rows of a multiple of {NF4_BLOCK} weights, and `{name}` "
-                f"has {module.in_features}. Export on a GPU, or set `format=gguf-q4_m` for 4 bits."
-            )
-
-
-def _check_finite(model: nn.Module, dtype: torch.dtype) -> None:
-    """Refuse weights that overflow in 16 bits: 65,504 is the largest number of float16."""
-    for name, value in model.named_parameters():
-        if not value.isfinite().all():
-            raise ExportError(
-                f"`{name}` has values that are not finite in `{str(dtype).removeprefix('torch.')}`. Set "
-                "`dtype=bfloat16`, which has the range of float32."
-            )
-
-
 def device() -> torch.device:
     """Where models are quantised and measured: the accelerator if there is one, or else the CPU."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -152,7 +131,12 @@ def write(
     if quantization is not None:
         model = load(plain, dtype, quantization_config=quantization(dtype))
         if name == "nf4" and device().type == "cpu":
-            _check_rows(model)
+            for key, module in model.named_modules():
+                if getattr(module, "in_features", 0) % NF4_BLOCK:
+                    raise ExportError(
+                        f"`format=nf4`: on the CPU bitsandbytes takes rows of a multiple of {NF4_BLOCK} weights, and "
+                        f"`{key}` has {module.in_features}. Export on a GPU, or set `format=gguf-q4_m` for 4 bits."
+                    )
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         return
     model = load(plain, dtype)
@@ -162,7 +146,12 @@ def write(
             for key, parameter in model.named_parameters():
                 if parameter.dtype in HALVES:  # transformers keeps some in fp32
                     round_(parameter.data, exact[key].data, key)
-        _check_finite(model, dtype)
+        for key, value in model.named_parameters():  # 65,504 is the largest number of float16
+            if not value.isfinite().all():
+                raise ExportError(
+                    f"`{key}` has values that are not finite in `{str(dtype).removeprefix('torch.')}`. Set "
+                    "`dtype=bfloat16`, which has the range of float32."
+                )
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         return
     if name == "bitnet":

@@ -16,8 +16,7 @@ next forward pass:
 3. `step()` steps the resident parameters. For each unit it freezes everything that the unit's step depends on: the
    parameter groups with the learning rates of this moment, and the scale. Then it returns, and the next window begins.
 4. A thread steps unit after unit on the host, in forward order, while the device already computes the embeddings and
-   the first layers. `LayerStreamer.bring_in` waits for a unit's update before its weights travel. AdamW goes through a
-   weight in parts that the processor's cache holds ([`step_in_parts`]), because host memory is what limits it.
+   the first layers. `LayerStreamer.bring_in` waits for a unit's update before its weights travel.
 
 Every parameter sees the gradient, learning rate, scale and state that it would see in a plain run, in the same
 arithmetic. So the weights are equal bit for bit, as long as the optimizer steps each parameter by itself
@@ -39,7 +38,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid import machine
 from hf_hybrid.machine import host_tensor
 from hf_hybrid.streaming.streamer import LayerStreamer, Updates
 from hf_hybrid.streaming.transfers import Fetched, is_big
@@ -81,44 +79,6 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
             "layers need. Choose `optim=adamw_torch_fused`, `optim=muon`, `optimizer_states=8bit`, or one of torch's "
             f"{', '.join(name for name in SEPARABLE if hasattr(torch.optim, name))}; or `memory=off`."
         )
-
-
-def can_step_in_parts(optimizer: torch.optim.Optimizer, group: dict, master: nn.Parameter, state: dict) -> bool:
-    """Whether [`step_in_parts`] does the step of this optimizer: torch's own AdamW, fused, after its first step."""
-    if type(optimizer) is not torch.optim.AdamW or not group["fused"] or group["amsgrad"] or "exp_avg" not in state:
-        return False
-    tensors: list[Any] = [master, master.grad, state["exp_avg"], state["exp_avg_sq"]]
-    numbers = not any(isinstance(beta, Tensor) for beta in group["betas"])
-    return numbers and all(tensor.is_contiguous() and tensor.dtype == master.dtype for tensor in tensors)
-
-
-@torch.no_grad()
-def step_in_parts(
-    master: nn.Parameter, state: dict, group: dict, scale: Tensor | None, rounded: Tensor | None = None
-) -> None:
-    """
-    Scale the gradient of a master, step the master, and round it, all for one part of the weights after the other.
-
-    Three passes over whole tensors read and write 44 bytes per weight in memory (8 to scale, 28 to step, 8 to round).
-    In parts the processor's cache has the scaled gradient when the step reads it, and the new weights when they are
-    rounded, so 32 bytes per weight remain. The arithmetic is that of the whole, so the bits are, too.
-
-    `state` is what torch's fused AdamW keeps of the master, and `group` has the options of its step. `scale` multiplies
-    the gradient, which itself is left unscaled. The new weights also go to `rounded`, in another dtype.
-    """
-    gradient: Any = master.grad
-    tensors = [master.data, gradient, state["exp_avg"], state["exp_avg_sq"], *([] if rounded is None else [rounded])]
-    scaled = gradient.new_empty(0 if scale is None else min(machine.PART, gradient.numel()))
-    options = {name: group[name] for name in ("lr", "weight_decay", "eps", "maximize")}
-    options["beta1"], options["beta2"] = group["betas"]
-    state["step"] += 1
-    for weights, slope, mean, square, *copies in zip(*(tensor.view(-1).split(machine.PART) for tensor in tensors)):
-        if scale is not None:
-            slope = torch.mul(slope, scale, out=scaled[: len(slope)])
-        # The function beneath torch.optim.AdamW. The documented one takes ten times as long for each call.
-        torch._fused_adamw_([weights], [slope], [mean], [square], [], [state["step"]], amsgrad=False, **options)
-        for copy in copies:
-            copy.copy_(weights)
 
 
 class LazyOptimizer(torch.optim.Optimizer, Updates):
@@ -263,24 +223,12 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
 
     @torch.no_grad()
     def _step_on_host(self, unit: Unit, optimizer: torch.optim.Optimizer, scale: Tensor | None) -> None:
-        scale = None if scale is None or scale.item() == 1.0 else scale
-        params = {id(param.master): param for param in unit.trainable}
-        in_full: list[dict] = []
-        for group in optimizer.param_groups:
-            others = []
-            for master in group["params"]:
-                state = self.state.get(master, {})
-                if can_step_in_parts(optimizer, group, master, state):
-                    step_in_parts(master, state, group, scale, unit.storage.copy_of(params[id(master)]))
-                else:
-                    others.append(master)
-            in_full += [{**group, "params": others}] if others else []
-        if in_full:
-            for master in [master for group in in_full for master in group["params"]] if scale is not None else ():
-                master.grad.mul_(scale)
-            self._optimizer_over(in_full).step()
-            unit.storage.refresh()
-        for master in [master for group in optimizer.param_groups for master in group["params"]]:
+        masters = [master for group in optimizer.param_groups for master in group["params"]]
+        if scale is not None and scale.item() != 1.0:
+            torch._foreach_mul_([master.grad for master in masters], scale)
+        optimizer.step()
+        unit.storage.refresh()
+        for master in masters:
             master.grad = None
         self.streamer.updated(unit)  # here and not by a callback: once the future is done, no load begins any more
 

@@ -205,10 +205,6 @@ class UnitStorage:
             for param in self.rounded:
                 param.view(self.packed).copy_(param.master)
 
-    def copy_of(self, param: StreamedParameter) -> Tensor | None:
-        """Return where the rounded copy of a parameter's master lies; `None` if its weights travel as they are."""
-        return param.view(self.packed) if self.packed is not None and param.dtype != param.master.dtype else None
-
     @torch.no_grad()
     def lock_masters(self) -> None:
         """Page-lock the masters of rounded params: they travel too if the optimizer steps them on the device."""

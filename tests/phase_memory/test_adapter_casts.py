@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.compat import checkpointing_option
-from hf_hybrid.phase_memory.adapter_casts import FrozenInBf16, UncastInputs, layers_with_idle_casts
+from hf_hybrid.phase_memory.adapters import FrozenInBf16, UncastInputs, plain_lora_layers
 
 TEXT = ByteText(200)
 
@@ -85,7 +85,7 @@ def test_where_the_casts_stay(model, options, tmp_path):
 
 def test_layers_of_other_kinds_are_left_alone():
     model = lora(modules_to_save=["lm_head"], target_modules=["q_proj"])
-    assert {type(layer).__name__ for layer in layers_with_idle_casts(model)} == {"Linear"}
+    assert {type(layer).__name__ for layer in plain_lora_layers(model)} == {"Linear"}
 
 
 # Frozen weights.

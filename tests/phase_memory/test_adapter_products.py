@@ -13,7 +13,8 @@ from benchmarks.skips.adapters import kernels_per_layer, llama, micro_batch, par
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.part import Step
-from hf_hybrid.phase_memory.adapter_products import AdapterProducts, plain_lora_layers
+from hf_hybrid.phase_memory.adapters import AdapterProducts, plain_lora_layers
+from hf_hybrid.run.run import Run
 
 TEXT = ByteText(200)
 
@@ -76,7 +77,7 @@ def test_a_layer_is_its_plain_twin():
     (want := twin(x)).backward(gradient)
     expected = [x.grad, twin.a.grad, twin.b.grad]
     x.grad = twin.a.grad = twin.b.grad = None
-    part.begin(None)
+    part.begin(Run(model=module))
     part.begin_step(Step(0))
     part.before_forward(None)
     with torch.autocast("cpu", torch.bfloat16):
@@ -234,9 +235,7 @@ def test_adapters_over_4_bits_are_plain():
     kinds = [type(module).__name__ for module in plain_lora_layers(adapted)]
     assert kinds.count("Linear4bit") == 4 and kinds.count("Linear") == 10
     want = llama_gradients(adapted)
-    part = AdapterProducts(plain_lora_layers(adapted), torch.bfloat16)
-    part.begin(None)
-    got = llama_gradients(adapted, part)
+    got = llama_gradients(adapted, part_for(adapted))
     assert all((got[name] - want[name]).norm() < 0.05 * want[name].norm() for name in want)
 
 

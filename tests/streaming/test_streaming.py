@@ -8,7 +8,7 @@ from conftest import ByteText, assert_same_weights, config_values, hybrid_config
 from rig.tiny_architectures import build_model, samples
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_hybrid import HybridConfig, HybridTrainer, machine
+from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.plan.estimate import PlanError
 from hf_hybrid.streaming import optimizer
@@ -113,23 +113,6 @@ def test_bf16_autocast(tmp_path, train_set):
     params = [param for unit in trainer.memory.streamer.units for param in unit.storage.params]
     assert {param.dtype for param in params if "proj" in param.name} == {torch.bfloat16}
     assert_same_run(trainer, plain)
-
-
-@pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=str)
-def test_updates_in_parts_are_the_whole_update(options, tmp_path, train_set, monkeypatch):
-    """Scaled, stepped and rounded part by part, with the scale of clipping and a last part that is shorter."""
-    plain = train_plain(tmp_path / "plain", train_set, **options)
-    stepped = []
-    whole = optimizer.step_in_parts
-    monkeypatch.setattr(optimizer, "step_in_parts", lambda *args: (stepped.append(args[3]), whole(*args)))
-    monkeypatch.setattr(machine, "PART", 96)
-    trainer = make_streamed(tmp_path / "streamed", train_set, accumulation_walk="micro_batch", **options)
-    trainer.train()
-    assert_same_run(trainer, plain)
-    params = [param for unit in trainer.memory.streamer.units for param in unit.trainable]
-    assert len(stepped) == len(params) * (OPTIONS["max_steps"] - 1), "the first update makes the states"
-    assert any(scale is not None and scale < 1 for scale in stepped)
-    assert any(len(param.master) % 96 for param in params)
 
 
 def test_updates_come_in_the_order_in_which_weights_are_needed(tmp_path, train_set, monkeypatch):

@@ -1,65 +1,89 @@
 """
-LoRA with fewer kernels: PEFT's products under autocast, in fewer calls.
+Adapters under bf16 autocast, with fewer kernels and casts than PEFT's forward.
 
 For small models a GPU waits for the host, which launches one kernel after the other; for large ones the products of
 adapters are bound by memory. PEFT computes a layer, `y = x W' + s (x A') B'`, as
 
     x W'    cast x    cast A    x A'    cast B    (x A') B'    times s    plus
 
-and its backward pass has one or two kernels for each of them. Here, while a micro-batch computes, a layer is
+and its backward pass has one or two kernels for each of them. While a micro-batch computes, [`AdapterProducts`] has
 
     x W'    x A'    += (x A') (s B)'
 
 - **Weights are cast once per step**, in one call for all, into copies in 16 bits: `A` and `s B`. Autograd knows the
   copies as leaves. After the backward pass their gradients are cast and added to those of the weights, all at once.
-- **Layers that read the same input** (q, k, v; gate, up) cast it once and multiply it once, by their `A` one below the
-  other. Which layers these are is seen in the first micro-batch: they get the same tensor, one after the other.
+- **Layers that read the same input** ([`SAME_INPUT`]) cast it once and multiply it once, by their `A` one below the
+  other. They are told by their names, and get the product only where the tensor is the same.
 - **The last product adds**, over the output of the base layer.
 
 The products have the operands of PEFT's, rounded to the same 16 bits. PEFT then rounds three times (the product, its
 scaled value, the sum), and this once. So weights after a step differ from PEFT's by rounding, and are nearer to those
-of fp32 (`python -m benchmarks.skips.adapters`).
+of fp32 (`python -m benchmarks.skips.adapters`). Layers that are not plain LoRA keep PEFT's forward
+([`plain_lora_layers`]); so does what computes outside of the micro-batches of a training, or without autocast.
 
-Layers that are not plain LoRA keep PEFT's forward ([`plain_lora_layers`]); so does what computes outside of the
-micro-batches of a training, or without autocast.
+Two savings change no bit. PEFT casts the input of an adapter to fp32, and the product casts it back at once, but the
+copy is kept for the backward pass: where PEFT's forward stays, [`UncastInputs`] switches that off. And autocast rounds
+frozen fp32 weights to bf16 in each forward pass and keeps both: [`FrozenInBf16`] holds them rounded.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_hybrid.machine import sharding_of
+from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.run.run import Run
+from hf_hybrid.run.trainer_view import TrainerView, unknown_loss
+from hf_hybrid.streaming.layers import decoder_layers
+
+SAME_INPUT = (
+    ("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3")
+)  # fmt: skip
+"""Names of linear layers that stand side by side and read the same input."""
+
+
+def adapter_parts(trainer: TrainerView) -> list[Part]:
+    """Return the parts for a trainer of adapters under bf16 autocast."""
+    args, model, parts = trainer.args, trainer.accelerator.unwrap_model(trainer.model), []
+    plain, options = plain_lora_layers(model), trainer.hybrid_args
+    stays = not (trainer.memory.streams or sharding_of(args) or args.torch_compile or args.n_gpu > 1)
+    # DDP reduces gradients where autograd leaves them, and some optimizers step there.
+    alone = args.world_size == 1 and not steps_in_backward(optimizer_name(args))
+    if plain:
+        fewer = options.share_rows != "off" and stays and alone
+        parts.append(AdapterProducts(plain, torch.bfloat16) if fewer else UncastInputs(plain))
+    known = unknown_loss(trainer) is None or trainer.trains_preferences  # others may generate, without autocast
+    if known and stays and not options.weight_precision:
+        frozen, adapters = frozen_linear_layers(model)
+        if frozen:
+            parts.append(FrozenInBf16(frozen, adapters))
+    return parts
 
 
 class AdapterProducts(Part):
-    """
-    Computes LoRA layers as described above.
-
-    Args:
-        layers: What [`plain_lora_layers`] found.
-        dtype (`torch.dtype`): What autocast computes in.
-    """
+    """Computes what [`plain_lora_layers`] found as described above, in autocast's `dtype`."""
 
     name = "adapter_products"
 
     def __init__(self, layers: list[Any], dtype: torch.dtype):
         self.layers, self.dtype = [_Layer(module, self._forward) for module in layers], dtype
-        self._calls: list[tuple[_Layer, Tensor]] | None = None
-        """Calls of the first micro-batch with their inputs; `None` once they were looked at."""
         self._weights: list[Tensor] = []
         self._copies: list[Tensor] = []
         """Of the weights. Several lie in one leaf."""
         self._leaves: list[Tensor] = []
 
     def begin(self, run: Run) -> None:
-        self._calls = []
-        self._place([[layer] for layer in self.layers])
+        layers = {layer.module: layer for layer in self.layers}
+        groups = [[layers.pop(module) for module in group if module in layers] for group in same_input(run.model)]
+        self._place([*filter(None, groups), *([layer] for layer in layers.values())])
 
     def begin_step(self, step: Step) -> None:
         if step.phase is not Phase.PREDICT:
@@ -74,33 +98,16 @@ class AdapterProducts(Part):
     def after_backward(self, phase: Phase | None) -> None:
         self._leave()
         self._hand_over()
-        if self._calls is not None:
-            groups, self._calls = groups_of(self._calls), None
-            grouped = {layer for group in groups for layer in group}
-            self._place([*groups, *([layer] for layer in self.layers if layer not in grouped)])
-
-    def clean_up(self) -> None:
-        self._leave()
 
     def tensors_held(self) -> Sequence[Tensor]:
         return self._leaves
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the layers of each group by number: products of other sizes would be rounded otherwise."""
-        if self._calls is not None:
-            return {}
-        numbers, groups = {layer: n for n, layer in enumerate(self.layers)}, {layer.group: 0 for layer in self.layers}
-        return {"groups": [[numbers[layer] for layer in group.layers] for group in groups]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:
-            self._calls = None
-            self._place([[self.layers[number] for number in numbers] for numbers in state["groups"]])
 
     def _leave(self) -> None:
         for layer in self.layers:
             vars(layer.module).pop("forward", None)
             layer.group.forget()
+
+    clean_up = _leave
 
     @torch.no_grad()
     def _place(self, groups: list[list[_Layer]]) -> None:
@@ -140,15 +147,11 @@ class AdapterProducts(Part):
             torch._foreach_copy_(gradients, [of_copy for _, of_copy in pairs])
         if scales:
             torch._foreach_mul_(gradients[len(downs) :], scales)
-        later: tuple[list[Tensor], list[Tensor]] = ([], [])
+        later = [(w.grad, gradient) for (w, _), gradient in zip(pairs, gradients, strict=True) if w.grad is not None]
+        if later:
+            torch._foreach_add_([grad for grad, _ in later], [gradient for _, gradient in later])
         for (weight, _), gradient in zip(pairs, gradients, strict=True):
-            if weight.grad is None:
-                weight.grad = gradient
-            else:
-                later[0].append(weight.grad)
-                later[1].append(gradient)
-        if later[0]:
-            torch._foreach_add_(*later)
+            weight.grad = gradient if weight.grad is None else weight.grad
         for leaf in self._leaves:
             leaf.grad = None
 
@@ -158,8 +161,6 @@ class AdapterProducts(Part):
         adapts = not (module.disable_adapters or module.merged) and module._active_adapter == layer.active
         if args or kwargs or not casts or not adapts:  # for example the reference of DPO
             return type(module).forward(module, x, *args, **kwargs)
-        if self._calls is not None:
-            self._calls.append((layer, x))
         rows, hidden = layer.group.products(layer, x)
         result = layer.base(rows)
         return result.addmm_(hidden, layer.up.t()).view(*x.shape[:-1], -1)
@@ -179,7 +180,7 @@ class _Layer:
 
 
 class _Group:
-    """Layers that read the same input, in the order in which they are called, and the copies of their `A`."""
+    """Layers that read the same input, and the copies of their `A`."""
 
     def __init__(self, layers: list[_Layer], down: Tensor):
         self.layers, self.down, self.ranks = layers, down, [len(layer.a) for layer in layers]
@@ -202,22 +203,11 @@ class _Group:
         return rows, hidden
 
 
-def groups_of(calls: list[tuple[_Layer, Tensor]]) -> list[list[_Layer]]:
-    """Return the layers that were called one after the other with the same input."""
-    groups: list[list[_Layer]] = []
-    seen: set[_Layer] = set()
-    before: Tensor | None = None
-    for layer, x in calls:
-        if layer in seen:  # recomputed, or used twice
-            before = None
-            continue
-        seen.add(layer)
-        if x is before:
-            groups[-1].append(layer)
-        else:
-            groups.append([layer])
-        before = x
-    return groups
+def same_input(model: nn.Module) -> list[list[nn.Module]]:
+    """Return the modules of a model that read the same input, by their names and sizes."""
+    children, size = [dict(module.named_children()) for module in model.modules()], "in_features"
+    named = [[of[name] for name in names if name in of] for of in children for names in SAME_INPUT]
+    return [[m for m in group if getattr(m, size, 0) == getattr(group[0], size, 0)] for group in named if group]
 
 
 def plain_lora_layers(model: nn.Module) -> list[Any]:
@@ -247,3 +237,84 @@ def _is_plain(module: Any) -> bool:
         and not (product._forward_hooks or product._forward_pre_hooks or product.weight._backward_hooks)
         for product in products
     )
+
+
+class UncastInputs(Part):
+    """Leaves out casts of the inputs of LoRA layers under bf16 autocast; see [`plain_lora_layers`]."""
+
+    name = "uncast_inputs"
+
+    def __init__(self, layers: list[Any]):
+        self.layers = layers
+
+    def before_forward(self, phase: Phase | None) -> None:
+        for layer in self.layers:
+            layer.cast_input_dtype_enabled = False
+
+    def after_backward(self, phase: Phase | None) -> None:
+        for layer in self.layers:
+            layer.cast_input_dtype_enabled = True
+
+
+class FrozenInBf16(Part):
+    """
+    Holds frozen weights of linear layers in bf16 while a training runs, where that is without loss.
+
+    Most models on the Hub were saved in bf16, so that their fp32 weights have the same values: held in bf16 they take a
+    third of the memory, and every product has the same bits. Weights that would be rounded stay as they are. Outside of
+    autocast a layer computes in the precision of its input. Before adapters are merged, and when the training is left,
+    all weights are in fp32 again. See [`frozen_linear_layers`] for the arguments.
+    """
+
+    name = "frozen_in_bf16"
+
+    def __init__(self, layers: list[nn.Linear], adapters: list[Any]):
+        self.layers, self.adapters = layers, adapters
+        self.held: list[nn.Linear] = []
+
+    def begin(self, run: Run) -> None:
+        for layer in self.layers:
+            rounded = layer.weight.data.to(torch.bfloat16)
+            if torch.equal(rounded.float(), layer.weight.data):
+                layer.weight.data = rounded
+                layer.forward = functools.partial(_linear, layer)
+                self.held.append(layer)
+        for adapter in self.adapters if self.held else ():
+            adapter.merge = functools.partial(self._merge, adapter)
+
+    def _merge(self, adapter: Any, *args: Any, **kwargs: Any) -> None:
+        self.end()
+        adapter.merge(*args, **kwargs)
+
+    def end(self) -> None:
+        for layer in self.held:
+            layer.weight.data = layer.weight.data.float()
+            vars(layer).pop("forward", None)
+        for adapter in self.adapters if self.held else ():
+            vars(adapter).pop("merge", None)
+        self.held.clear()
+
+    clean_up = end
+
+
+def _linear(layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    weight = layer.weight if torch.is_autocast_enabled(input.device.type) else layer.weight.to(input.dtype)
+    return F.linear(input, weight, layer.bias)
+
+
+def frozen_linear_layers(model: nn.Module) -> tuple[list[nn.Linear], list[Any]]:
+    """
+    Return the frozen fp32 linear layers in the decoder layers of a model, and its LoRA layers; none where an adapter
+    does more with the weights of its layer than multiply by them.
+    """
+    from peft.tuners.lora import Linear
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    adapters = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    if any(type(adapter) is not Linear or adapter.lora_variant for adapter in adapters):
+        return [], []
+    inside = [module for layer in decoder_layers(model) for module in layer.modules()]
+    uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))  # more than one: shared
+    linear = (module for module in inside if type(module) is nn.Linear and "forward" not in vars(module))
+    owned = ((layer, layer.weight) for layer in linear if uses[id(layer.weight)] == 1)
+    return [layer for layer, w in owned if w.dtype == torch.float32 and not w.requires_grad], adapters
