@@ -335,9 +335,8 @@ def check_leaps(args: TrainingArguments) -> None:
 def check_one_set_of_weights(optimizer: Any) -> None:
     """Refuse an optimizer that keeps weights for training and others for evaluation, or a wrapper that does."""
     for layer in optimizer_layers(optimizer):
-        if isinstance(layer, AcceleratedOptimizer):  # it passes `train` and `eval` on to what it wraps
-            continue
-        if all(callable(getattr(layer, name, None)) for name in ("train", "eval")):
+        switches = all(callable(getattr(layer, name, None)) for name in ("train", "eval"))
+        if switches and not isinstance(layer, AcceleratedOptimizer):  # it passes both on to what it wraps
             raise LeapObstacleError(
                 f"`{type(layer).__name__}` keeps two sets of weights, which its `train` and `eval` exchange "
                 "(Schedule-Free), and a leap would move one of them without the other.",

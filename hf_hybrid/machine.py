@@ -230,11 +230,6 @@ class DriverMemory:
 
 # Page-locked host memory, from and to which a device copies by itself.
 
-PART = 1 << 19
-"""
-Elements of a tensor that several operations on the host handle before they go on to the next. A part of a few tensors
-lies in the processor's cache then, so that only the first operation reads memory, and only the last writes to it.
-"""
 PAGE = 4096
 SMALL = 32 * 2**20
 """Bytes below which torch's pinned allocator is used: rounding up to powers of two costs little there."""

@@ -13,13 +13,12 @@ and its backward pass has one or two kernels for each of them. While a micro-bat
 - **Weights are cast once per step**, in one call for all, into copies in 16 bits: `A` and `s B`. Autograd knows the
   copies as leaves. After the backward pass their gradients are cast and added to those of the weights, all at once.
 - **Layers that read the same input** ([`SAME_INPUT`]) cast it once and multiply it once, by their `A` one below the
-  other. They are told by their names, and get the product only where the tensor is the same.
+  other. Names tell which may, and the tensor whether they do.
 - **The last product adds**, over the output of the base layer.
 
 The products have the operands of PEFT's, rounded to the same 16 bits. PEFT then rounds three times (the product, its
-scaled value, the sum), and this once. So weights after a step differ from PEFT's by rounding, and are nearer to those
-of fp32 (`python -m benchmarks.skips.adapters`). Layers that are not plain LoRA keep PEFT's forward
-([`plain_lora_layers`]); so does what computes outside of the micro-batches of a training, or without autocast.
+scaled value, the sum), and this once: weights after a step are nearer to those of fp32 (`benchmarks.skips.adapters`).
+What is not plain LoRA ([`plain_lora_layers`]) keeps PEFT's forward, as does what is no micro-batch of a training.
 
 Two savings change no bit. PEFT casts the input of an adapter to fp32, and the product casts it back at once, but the
 copy is kept for the backward pass: where PEFT's forward stays, [`UncastInputs`] switches that off. And autocast rounds
@@ -44,9 +43,7 @@ from hf_hybrid.run.run import Run
 from hf_hybrid.run.trainer_view import TrainerView, unknown_loss
 from hf_hybrid.streaming.layers import decoder_layers
 
-SAME_INPUT = (
-    ("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3")
-)  # fmt: skip
+SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Names of linear layers that stand side by side and read the same input."""
 
 
@@ -75,10 +72,7 @@ class AdapterProducts(Part):
 
     def __init__(self, layers: list[Any], dtype: torch.dtype):
         self.layers, self.dtype = [_Layer(module, self._forward) for module in layers], dtype
-        self._weights: list[Tensor] = []
-        self._copies: list[Tensor] = []
-        """Of the weights. Several lie in one leaf."""
-        self._leaves: list[Tensor] = []
+        self._weights, self._copies, self._leaves = [], [], []  # several copies lie in one leaf
 
     def begin(self, run: Run) -> None:
         layers = {layer.module: layer for layer in self.layers}

@@ -18,7 +18,7 @@ WORTH = 0.95
 
 def share_saved(tree: Tree) -> float:
     """Return the share of the tokens of a tree's rows that it does not compute again."""
-    return 1 - len(tree.ids) / max(sum(len(row.fed) for row in tree.rows), 1)
+    return 1 - tree.size / max(sum(row.length for row in tree.rows), 1)
 
 
 class Costs(NamedTuple):
@@ -50,4 +50,4 @@ class Costs(NamedTuple):
     def tree(self, tree: Tree) -> float:
         """Return the operations of a tree, each label counted once per row."""
         pairs = sum(segment.pairs for segment in tree.segments)
-        return len(tree.ids) * self.token + pairs * self.pair + tree.labels * self.scored
+        return tree.size * self.token + pairs * self.pair + tree.labels * self.scored

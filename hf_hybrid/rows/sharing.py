@@ -44,6 +44,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -54,7 +55,7 @@ from hf_hybrid.rows.attention import ARGUMENT, CannotAttendError, attention, lay
 from hf_hybrid.rows.comparison import TOLERANCES, difference, sample
 from hf_hybrid.rows.costs import WORTH, Costs, share_saved
 from hf_hybrid.rows.randomness import Drawn, drawn_numbers
-from hf_hybrid.rows.tree import IGNORED, Batch, Row, Rows, Segment, Targets, Tree, divide, on_host, padded
+from hf_hybrid.rows.tree import IGNORED, Batch, Row, Rows, Segment, Targets, Tree, divide, labels_of, on_host, padded
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import as_before
 from hf_hybrid.streaming.layers import base_model
@@ -170,19 +171,19 @@ class FlatRow(NamedTuple):
     @classmethod
     def of(cls, tree: Tree, batch: Batch, device: torch.device, *, repeat: bool) -> FlatRow:
         """Lay out a tree of rows of one batch. With `repeat` a target stands once for each row that reads it."""
-        targets = Targets.of(tree, [batch])
-        slots, tokens, readers = targets.slots, targets.tokens, targets.readers
-        if repeat:
-            order = readers.sort().values
-            slots, tokens = slots[order], tokens[order]
+        if repeat:  # nothing is read from it
+            pairs = torch.from_numpy(np.sort(labels_of(tree, [batch])[0], kind="stable"))
+            slots, tokens = pairs >> 32, pairs & 0xFFFFFFFF
+            readers = places = torch.zeros(0, dtype=torch.long)
+        else:
+            slots, tokens, readers, places = Targets.of(tree, [batch])
+            places = places[:, 1] * (batch.ids.shape[1] - 1) + places[:, 2]
         if not len(slots):  # a loss of nothing, with a gradient of zero
             slots, tokens = torch.zeros(1, dtype=torch.long), torch.full((1,), IGNORED)
-        places = targets.places[:, 1] * (batch.ids.shape[1] - 1) + targets.places[:, 2]
-        parts = [torch.tensor(tree.ids), torch.tensor(tree.positions), slots, tokens, readers, places]
+        parts = [*tree.flat(), slots, tokens, readers, places]
         moved = torch.cat(parts).to(device, non_blocking=True).split([len(part) for part in parts])
-        ids, positions, slots, tokens, readers, places = moved
-        shape = len(batch.ids), batch.ids.shape[1]
-        return cls(ids[None], positions[None], tree.segments, slots, tokens, readers, places, shape)
+        ids, positions, *targets = moved
+        return cls(ids[None], positions[None], tree.segments, *targets, (len(batch.ids), batch.ids.shape[1]))
 
     def inputs(self) -> dict[str, Any]:
         """Return what a model takes in place of `input_ids`, `attention_mask` and `labels`."""
@@ -451,7 +452,7 @@ class SharedRows(Part):
         self.counts["tokens"] += batch.tokens
         if tree is not None:
             self.counts["tokens_padding"] += batch.ids.numel() - batch.tokens
-            self.counts["tokens_shared"] += batch.tokens - len(tree.ids)
+            self.counts["tokens_shared"] += batch.tokens - tree.size
 
     # Whether.
 

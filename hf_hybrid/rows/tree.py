@@ -38,6 +38,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,20 +53,20 @@ decoder layer keeps for the backward pass.
 """
 
 
+WORD = np.dtype(">u4")
+"""A token in [`Row.ids`]: four bytes, the high ones first. So rows compare as their tokens do, in C."""
+
+
 class Row(NamedTuple):
     """One row of a batch. Rows sort by what they begin with."""
 
     position: int  # of its first token
-    ids: list[int]  # its tokens, up to the last one that is predicted
+    ids: bytes  # its tokens up to the last one that is predicted, each a `WORD`
+    length: int  # number of its tokens that are computed: the last one predicts nothing
     first: int  # column of its first token; what stands before it is padding
     batch: int  # the number of the batch it comes from
     number: int  # its own number there
     labels: int  # how many of its tokens are predicted
-
-    @property
-    def fed(self) -> list[int]:
-        """The tokens that are computed: the last one predicts nothing."""
-        return self.ids[:-1]
 
 
 Rows = tuple[Tensor, Tensor, Tensor]
@@ -96,19 +97,20 @@ class Batch(NamedTuple):
         A token's position is its column, or where `counts_mask`, its place among the tokens of its row. `None` if a row
         has a hole in its mask, or predicts a label from padding: it has no place in a tree.
         """
-        if (self.predicted & (self.mask[:, :-1] == 0)).any():
+        ids, mask, predicted = self.ids.numpy().astype(WORD), self.mask.numpy() != 0, self.predicted.numpy()
+        if (predicted & ~mask[:, :-1]).any():
             return None
-        columns = torch.arange(1, self.ids.shape[1])
-        ends = (columns * self.predicted).amax(1).tolist() if len(columns) else [0] * len(self.ids)
-        begins, labels = self.mask.argmax(1).tolist(), self.predicted.sum(1).tolist()
+        labels = predicted.sum(1)
+        if not labels.any():
+            return []
+        ends = np.where(labels, predicted.shape[1] - predicted[:, ::-1].argmax(1), 0).tolist()
         rows = []
-        for row, (begin, end, ids) in enumerate(zip(begins, ends, self.ids.tolist(), strict=True)):
-            if not end:
-                continue
-            if not self.mask[row, begin:end].all():
+        for row, (begin, end, count) in enumerate(zip(mask.argmax(1).tolist(), ends, labels.tolist())):
+            if count and not mask[row, begin:end].all():
                 return None
-            position = 0 if counts_mask else begin
-            rows.append(Row(position, ids[begin : end + 1], begin, number, row, labels[row]))
+            if count:
+                tokens, position = ids[row, begin : end + 1].tobytes(), 0 if counts_mask else begin
+                rows.append(Row(position, tokens, end - begin, begin, number, row, count))
         return rows
 
 
@@ -122,12 +124,12 @@ def on_host(batches: Sequence[Rows]) -> list[Batch]:
     return [Batch(*part.view(tensor.shape)) for tensor, part in zip(stacked, parts, strict=True)]
 
 
-def common(first: list[int], second: list[int]) -> int:
-    """Return the length of the common prefix of two lists."""
-    low, high = 0, min(len(first), len(second))
+def common(first: bytes, second: bytes) -> int:
+    """Return how many tokens two [`Row.ids`] have in common at their beginning."""
+    low, high, size = 0, min(len(first), len(second)) // WORD.itemsize, WORD.itemsize
     while low < high:  # slices compare in C
         middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
+        if first[low * size : middle * size] == second[low * size : middle * size]:
             low = middle
         else:
             high = middle - 1
@@ -138,6 +140,7 @@ def common(first: list[int], second: list[int]) -> int:
 class _Node:
     """A segment while the tree grows: slots `[slot, slot + stop - start)`, tokens `[start, stop)` of its rows."""
 
+    row: Row  # the first one
     slot: int
     start: int
     stop: int
@@ -167,8 +170,7 @@ class Tree:
     """Rows that are computed together."""
 
     rows: list[Row] = field(default_factory=list)  # in sorted order
-    ids: list[int] = field(default_factory=list)  # of each slot, its token
-    positions: list[int] = field(default_factory=list)  # and its position
+    size: int = 0  # number of slots
     spans: list[list[tuple[int, int]]] = field(default_factory=list)  # of each row, the slots of its tokens in order
     memory: float = 0.0  # that it takes, in tokens
     shares: bool = True  # prefixes are computed once; if not, each row is a segment of its own
@@ -187,36 +189,42 @@ class Tree:
         """Return how many tokens of the next row are in the tree already."""
         if not self.shares or not self.rows or self.rows[-1].position != row.position:
             return 0
-        shared = common(self.rows[-1].fed, row.fed)
+        shared = min(common(self.rows[-1].ids, row.ids), self.rows[-1].length, row.length)
         cut = next((node for node in self._path if node.stop > shared), None)
         if cut is not None and shared - cut.start < LEAST:
             shared = cut.start
-        return shared if shared >= KEY_SHARE * (len(row.ids) - 1) else 0
+        return shared if shared >= KEY_SHARE * row.length else 0
 
     def more(self, row: Row) -> float:
         """Return the memory that the next row would take, in tokens."""
-        taken, length = self._taken(row), len(row.ids) - 1
+        taken, length = self._taken(row), row.length
         return length - taken + (KEY_SHARE * length if taken else 0)
 
     def add(self, row: Row) -> None:
         """Add a row, which must not sort before the last one."""
         self.memory += self.more(row)
-        taken, fed = self._taken(row), row.fed
+        taken, length = self._taken(row), row.length
         while self._path and self._path[-1].stop > taken:
             node = self._path.pop()
             if node.start < taken:  # both rows go on inside of it, so it is cut in two
-                upper = _Node(node.slot, node.start, taken, node.parent)
+                upper = _Node(node.row, node.slot, node.start, taken, node.parent)
                 node.slot, node.start, node.parent = node.slot + taken - upper.start, taken, upper
                 self._nodes.append(upper)
                 self._path.append(upper)
-        if len(fed) > taken:
-            node = _Node(len(self.ids), taken, len(fed), self._path[-1] if self._path else None)
-            self.ids += fed[taken:]
-            self.positions += range(row.position + taken, row.position + len(fed))
+        if length > taken:
+            node = _Node(row, self.size, taken, length, self._path[-1] if self._path else None)
+            self.size += length - taken
             self._nodes.append(node)
             self._path.append(node)
         self.rows.append(row)
         self.spans.append([(node.slot, node.slot + node.stop - node.start) for node in self._path])
+
+    def flat(self) -> tuple[Tensor, Tensor]:
+        """Return the token and the position of each slot, both `[slots]`."""
+        nodes = sorted(self._nodes, key=lambda node: node.slot)
+        ids = [np.frombuffer(node.row.ids, WORD)[node.start : node.stop] for node in nodes]
+        positions = [np.arange(node.start, node.stop) + node.row.position for node in nodes]
+        return torch.from_numpy(np.concatenate(ids).astype(np.int64)), torch.from_numpy(np.concatenate(positions))
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -238,11 +246,11 @@ class Tree:
     @property
     def longest(self) -> int:
         """Number of tokens of its longest row that are computed."""
-        return max(len(row.ids) - 1 for row in self.rows)
+        return max(row.length for row in self.rows)
 
-    def slots(self, row: int) -> Tensor:
+    def slots(self, row: int) -> np.ndarray:
         """Return the slot of each token of a row that is computed, `[tokens]`."""
-        return torch.cat([torch.arange(begin, end) for begin, end in self.spans[row]])
+        return np.concatenate([np.arange(begin, end) for begin, end in self.spans[row]])
 
 
 class Targets(NamedTuple):
@@ -256,24 +264,26 @@ class Targets(NamedTuple):
     @classmethod
     def of(cls, tree: Tree, batches: Sequence[Batch]) -> Targets:
         """Collect the targets of a tree whose rows come from these batches."""
-        slots, tokens, places = [], [], []
-        for index, row in enumerate(tree.rows):
-            labels = batches[row.batch].labels[row.number, row.first + 1 : row.first + len(row.ids)]
-            wanted = (labels != IGNORED).nonzero()[:, 0]
-            slots.append(tree.slots(index)[wanted])
-            tokens.append(labels[wanted])
-            place = torch.tensor([row.batch, row.number, row.first]).repeat(len(wanted), 1)
-            place[:, 2] += wanted
-            places.append(place)
-        if not slots:
-            none = torch.zeros(0, dtype=torch.long)
-            return cls(none, none, none, none.view(0, 3))
-        pairs = torch.stack([torch.cat(slots), torch.cat(tokens)], 1)
-        targets, readers = pairs.unique(dim=0, return_inverse=True)
-        return cls(targets[:, 0], targets[:, 1], readers, torch.cat(places))
+        pairs, counts, columns = labels_of(tree, batches)
+        # With the index it sorts by merging, which is fast where they are nearly in order.
+        targets, _, readers = np.unique(pairs, return_index=True, return_inverse=True)
+        rows = np.repeat([(row.batch, row.number) for row in tree.rows], counts, axis=0)
+        parts = targets >> 32, targets & 0xFFFFFFFF, readers, np.column_stack([rows, columns])
+        return cls(*map(torch.from_numpy, parts))
 
 
-# Several micro-batches.
+def labels_of(tree: Tree, batches: Sequence[Batch]) -> tuple[np.ndarray, list[int], np.ndarray]:
+    """
+    Return for each label of a tree `slot << 32 | token`, where and what is predicted, and the column of the predicting
+    token, both `[labels]`; between them the number of labels of each row.
+    """
+    of_batches, pairs, columns = [batch.labels.numpy() for batch in batches], [], []
+    for index, row in enumerate(tree.rows):
+        labels = of_batches[row.batch][row.number, row.first + 1 : row.first + 1 + row.length]
+        wanted = np.flatnonzero(labels != IGNORED)
+        pairs.append(tree.slots(index)[wanted] << 32 | labels[wanted])
+        columns.append(wanted + row.first)
+    return np.concatenate(pairs), list(map(len, pairs)), np.concatenate(columns)
 
 
 def divide(rows: Sequence[Row], most: float, *, shares: bool = True) -> list[Tree]:
@@ -295,11 +305,11 @@ def padded(tree: Tree, batches: Sequence[Batch], beside: Sequence[tuple[int, int
     length = max(batches[number].ids.shape[1] for number, _ in wanted)
 
     def rows(name: str, filler: int) -> Tensor:
-        filled = torch.full((len(wanted), length), filler)
+        filled, of_batches = np.full((len(wanted), length), filler), [getattr(batch, name).numpy() for batch in batches]
         for place, (number, row) in enumerate(wanted):
-            values = getattr(batches[number], name)[row]
+            values = of_batches[number][row]
             filled[place, : len(values)] = values
-        return filled
+        return torch.from_numpy(filled)
 
     mask = rows("mask", 0)
     end = max(int((mask.any(0) * torch.arange(1, length + 1)).max()), 1)  # padding on the right has no use

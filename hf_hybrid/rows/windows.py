@@ -28,7 +28,7 @@ from hf_hybrid.machine import mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.part import Phase, Step
 from hf_hybrid.rows.costs import WORTH, share_saved
 from hf_hybrid.rows.sharing import COUNTS, Plan, SharedRows, obstacle_in_batch, rows_of
-from hf_hybrid.rows.tree import IGNORED, LEAST, Batch, Row, Tree, on_host, padded
+from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, on_host, padded
 from hf_hybrid.run.trainer_view import LossView, TrainerView, own_losses
 
 if TYPE_CHECKING:
@@ -232,12 +232,12 @@ class SharedWindows(SharedRows):
             for row in [row for tree in trees if tree.shares for row in tree.rows]:
                 if self._first_tokens < REMEMBERED:
                     self._first_rows.append(row)
-                    self._first_tokens += len(row.fed)
+                    self._first_tokens += row.length
         tokens = sum(batch.tokens for batch in batches)
         self.counts["tokens"] += tokens
         if step.window is not None:
             self.counts["tokens_padding"] += sum(batch.ids.numel() for batch in batches) - tokens
-            self.counts["tokens_shared"] += tokens - sum(len(tree.ids) for tree in trees)
+            self.counts["tokens_shared"] += tokens - sum(tree.size for tree in trees)
             self.counts["micro_batches_saved"] += step.window.count(None)
 
 
@@ -260,7 +260,7 @@ def _nothing(batches: list[Batch]) -> tuple[Batch, Tree]:
     if ids.shape[1] < 2:
         ids = ids.repeat(1, 2)
     batch = Batch(ids, torch.ones_like(ids), torch.full_like(ids, IGNORED))
-    return batch, Tree.of([Row(0, ids[0].tolist(), 0, 0, 0, 0)])
+    return batch, Tree.of([Row(0, ids[0].numpy().astype(WORD).tobytes(), 1, 0, 0, 0, 0)])
 
 
 def reason_not_shared(trainer: TrainerView) -> str | None:

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_hybrid import machine
 from hf_hybrid.part import Part, Step
 from hf_hybrid.run.monitor import Action, Level, Verdict
 from hf_hybrid.run.weights import TrainedWeights, inner_product, sum_of_squares
@@ -291,6 +290,10 @@ class LearningRateSearch(RateScale):
         vars(self.watch).update(state["watch"])
 
 
+PART = 1 << 19
+"""Elements that operations on the host handle before they go on: a part of a few tensors lies in the cache then."""
+
+
 def last_steps(gradient: Tensor, state: Mapping[str, Any], out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """
     Yield a gradient and the direction of Adam's last step (uphill), `exp_avg / (sqrt(exp_avg_sq) + eps)`, which is
@@ -305,7 +308,7 @@ def last_steps(gradient: Tensor, state: Mapping[str, Any], out: Tensor) -> Itera
     tensors = (gradient, first, second)
     on_host = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in (*tensors, out))
     in_parts = on_host and first.shape == gradient.shape
-    parts = zip(*(tensor.view(-1).split(machine.PART) for tensor in tensors)) if in_parts else [tensors]
+    parts = zip(*(tensor.view(-1).split(PART) for tensor in tensors)) if in_parts else [tensors]
     for part, first, second in parts:
         # Always the same part of the buffer, which so stays in the cache.
         step = out.view(-1)[: len(part)] if in_parts else out

@@ -10,9 +10,8 @@ next forward pass:
 1. During the window, gradients of streamed layers add up in host memory, in the `grad` of their masters.
 2. When the window is over, every gradient is there. Its global norm is exact, and so is clipping: the scale is one
    number, which is remembered and applied when the layer is stepped.
-   Two things are done before that, so that the device need not wait for them then. The norm of each gradient is
-   computed on the device as it leaves. And a gradient that leaves in fewer bytes than its master has (one micro-batch
-   under autocast) is converted by the thread of step 4 when it lands, while the backward pass goes on.
+   The norm of each gradient is computed before that, on the device as it leaves. A gradient that leaves in fewer bytes
+   than its master has (one micro-batch under autocast) is converted by the thread of step 4 when it lands.
 3. `step()` steps the resident parameters. For each unit it freezes everything that the unit's step depends on: the
    parameter groups with the learning rates of this moment, and the scale. Then it returns, and the next window begins.
 4. A thread steps unit after unit on the host, in forward order, while the device already computes the embeddings and

@@ -24,14 +24,14 @@ def tree_of(kind, count=12):
 def tensors(tree, dtype=torch.float64):
     torch.manual_seed(0)
     shapes = [(HEADS, SIZE), (FEWER, SIZE), (FEWER, SIZE)]
-    return [torch.randn(1, heads, len(tree.ids), size, dtype=dtype, requires_grad=True) for heads, size in shapes]
+    return [torch.randn(1, heads, tree.size, size, dtype=dtype, requires_grad=True) for heads, size in shapes]
 
 
 def by_rows(tree, query, key, value, window):
     """Reference: every row by itself, each token written to its slot."""
-    output = torch.zeros(1, len(tree.ids), HEADS, SIZE, dtype=query.dtype)
+    output = torch.zeros(1, tree.size, HEADS, SIZE, dtype=query.dtype)
     for index in range(len(tree.rows)):
-        slots = tree.slots(index)
+        slots = torch.from_numpy(tree.slots(index))
         keys = [tensor[:, :, slots].repeat_interleave(HEADS // FEWER, 1) for tensor in (key, value)]
         places = torch.arange(len(slots))
         back = places[:, None] - places

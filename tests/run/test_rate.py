@@ -11,7 +11,7 @@ from conftest import ByteText, assert_same_weights, config_values, tiny_model, w
 from peft import IA3Config, LoraConfig, OFTConfig, get_peft_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_hybrid import HybridConfig, HybridTrainer, machine
+from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.run.adapters import MAX_ADAPTER_RATE, AdapterRate
 from hf_hybrid.run.rate import AccuracyWatch, LearningRateSearch, step_cosine
 from hf_hybrid.run.weights import TrainedWeights
@@ -294,7 +294,7 @@ def test_the_cosine_in_parts_is_that_of_the_whole(monkeypatch):
     followed = torch.cat([(s["exp_avg"] / (s["exp_avg_sq"].sqrt() + 1e-8)).view(-1) for s in states])
     expected = torch.cosine_similarity(gradients, followed, dim=0).item()
     for part in (10**6, 4):
-        monkeypatch.setattr(machine, "PART", part)
+        monkeypatch.setattr("hf_hybrid.run.rate.PART", part)
         assert step_cosine(trained) == pytest.approx(expected, rel=1e-5)
 
 
