@@ -137,7 +137,7 @@ class HybridConfigBase(_Arguments):
         """
         Read the options that a run wrote as `hybrid_config.json`: from this file, or from the folder that holds it.
 
-        `overrides` come first. Tokens are never written; pass them again, and an `output_dir` outside of the working
+        `overrides` come first. Pass tokens again, which are never written, and an `output_dir` outside of the working
         folder and the home, of which the file has the name alone, as it is meant to be shared.
         """
         path = Path(path)

@@ -1,8 +1,7 @@
 """
 Adapters under bf16 autocast, with fewer kernels and casts than PEFT's forward.
 
-For small models a GPU waits for the host, which launches one kernel after the other; for large ones the products of
-adapters are bound by memory. PEFT computes a layer, `y = x W' + s (x A') B'`, as
+PEFT computes a layer, `y = x W' + s (x A') B'`, as
 
     x W'    cast x    cast A    x A'    cast B    (x A') B'    times s    plus
 
@@ -14,7 +13,6 @@ and its backward pass has one or two kernels for each of them. While a micro-bat
   copies as leaves. After the backward pass their gradients are cast and added to those of the weights, all at once.
 - **Layers that read the same input** ([`SAME_INPUT`]) cast it once and multiply it once, by their `A` one below the
   other. Names tell which may, and the tensor whether they do.
-- **The last product adds**, over the output of the base layer.
 
 The products have the operands of PEFT's, rounded to the same 16 bits. PEFT then rounds three times (the product, its
 scaled value, the sum), and this once: weights after a step are nearer to those of fp32 (`benchmarks.skips.adapters`).
@@ -76,8 +74,13 @@ class AdapterProducts(Part):
 
     def begin(self, run: Run) -> None:
         layers = {layer.module: layer for layer in self.layers}
-        groups = [[layers.pop(module) for module in group if module in layers] for group in same_input(run.model)]
-        self._place([*filter(None, groups), *([layer] for layer in layers.values())])
+        children = [dict(module.named_children()) for module in run.model.modules()]
+        named = [
+            [layers[of[name]] for name in names if of.get(name) in layers] for of in children for names in SAME_INPUT
+        ]
+        groups = [[layer for layer in group if layer.a.shape[1] == group[0].a.shape[1]] for group in named if group]
+        grouped = {layer for group in groups for layer in group}
+        self._place([*groups, *([layer] for layer in self.layers if layer not in grouped)])
 
     def begin_step(self, step: Step) -> None:
         if step.phase is not Phase.PREDICT:
@@ -90,18 +93,16 @@ class AdapterProducts(Part):
             vars(layer.module)["forward"] = layer.forward
 
     def after_backward(self, phase: Phase | None) -> None:
-        self._leave()
+        self.clean_up()
         self._hand_over()
 
     def tensors_held(self) -> Sequence[Tensor]:
         return self._leaves
 
-    def _leave(self) -> None:
+    def clean_up(self) -> None:
         for layer in self.layers:
             vars(layer.module).pop("forward", None)
             layer.group.forget()
-
-    clean_up = _leave
 
     @torch.no_grad()
     def _place(self, groups: list[list[_Layer]]) -> None:
@@ -197,24 +198,16 @@ class _Group:
         return rows, hidden
 
 
-def same_input(model: nn.Module) -> list[list[nn.Module]]:
-    """Return the modules of a model that read the same input, by their names and sizes."""
-    children, size = [dict(module.named_children()) for module in model.modules()], "in_features"
-    named = [[of[name] for name in names if name in of] for of in children for names in SAME_INPUT]
-    return [[m for m in group if getattr(m, size, 0) == getattr(group[0], size, 0)] for group in named if group]
-
-
 def plain_lora_layers(model: nn.Module) -> list[Any]:
     """
-    Return the LoRA layers of a model that compute nothing but their two products, over linear layers or such in 4 bits.
-
-    Dropout, DoRA and other variants, biases, several active adapters, adapters that are not trained, weights that two
-    layers use and hooks, which would see nothing, are other layers.
+    Return the LoRA layers that compute nothing but their two products: without dropout, DoRA or another variant,
+    biases, several adapters, weights that are not trained or used twice, and hooks, which would see nothing.
     """
-    return [module for module in model.modules() if _is_plain(module)]
+    uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    return [module for module in model.modules() if _is_plain(module, uses)]
 
 
-def _is_plain(module: Any) -> bool:
+def _is_plain(module: Any, uses: Counter[int]) -> bool:
     kind = type(module)
     if not kind.__module__.startswith("peft.tuners.lora.") or kind.__name__ not in ("Linear", "Linear4bit"):
         return False
@@ -228,6 +221,7 @@ def _is_plain(module: Any) -> bool:
         type(product) is nn.Linear
         and product.bias is None
         and product.weight.requires_grad
+        and uses[id(product.weight)] == 1
         and not (product._forward_hooks or product._forward_pre_hooks or product.weight._backward_hooks)
         for product in products
     )

@@ -20,7 +20,7 @@ from hf_hybrid.plan.accounting import ModelShape, host_memory
 from hf_hybrid.plan.estimate import Estimator, refuse
 from hf_hybrid.plan.setups import MARGIN, Setup, with_context
 from hf_hybrid.plan.trace import Tracer
-from hf_hybrid.run.trainer_view import TrainerView, unknown_loss
+from hf_hybrid.run.trainer_view import TrainerView, own_losses, unknown_loss
 from hf_hybrid.streaming.layers import decoder_layers, find_layers, layers_on_host
 from hf_hybrid.streaming.loss import BIG_VOCABULARY, ChunkedCausalLoss
 from hf_hybrid.streaming.optimizer import STATES_PER_WEIGHT
@@ -32,6 +32,7 @@ class PlannedTrainer(TrainerView, Protocol):
     """A trainer whose memory is planned."""
 
     more_inputs: Mapping[str, Any]
+    blocks_of_rows: int
 
 
 class LeapBuffers(NamedTuple):
@@ -67,7 +68,7 @@ def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBu
     most = len(shape.layers)  # more could not be kept or fetched, and each takes a buffer
     setup = Setup(
         sequence_length=sequence_length(trainer),
-        batch_size=args.per_device_train_batch_size,
+        batch_size=args.per_device_train_batch_size * trainer.blocks_of_rows,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         vram=with_context(device_memory(args.device)) if vram is None and on_gpu else vram,
         ram=host_memory() + held if ram is None else ram,
@@ -105,11 +106,13 @@ def fewest_recomputed_layers(trainer: PlannedTrainer, leaps: LeapBuffers) -> int
         return None
     estimator, setup = estimator_of(trainer, None, leaps)
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if t.device.type == args.device.type)
+    others = (args.world_size > 1) * sum(p.nbytes for p in model.parameters() if p.requires_grad)  # buckets of DDP
     if options.vram_budget_gib is None:  # what is free, beside the model; on a CPU other processes want some of it
         free = HOST_SHARE * host_memory() if setup.vram is None else setup.vram
         setup = dataclasses.replace(setup, vram=int(free) + held)
-    buckets = (args.world_size > 1) * sum(p.nbytes for p in model.parameters() if p.requires_grad)  # of DDP
-    vram = max((setup.vram or 0) - buckets, 1)
+    elif (reference := getattr(trainer, "ref_model", None)) is not None:  # of DPO, which a budget counts
+        others += sum(p.nbytes for p in reference.parameters())
+    vram = max((setup.vram or 0) - others, 1)
     vram = vram if setup.accelerator == "cuda" else int(vram / (1 + MARGIN))  # there the plan leaves it
     plan = estimator.lightest(dataclasses.replace(setup, memory="off", vram=vram))
     count = torch.tensor(plan.recomputed_layers, device=args.device)
@@ -125,7 +128,7 @@ def _reason_all_are_recomputed(trainer: TrainerView) -> str | None:
         return "`DataParallel` divides each batch"
     if not decoder_layers(trainer.model):
         return f"`{type(trainer.model).__name__}` has no list of decoder layers"
-    return unknown_loss(trainer)
+    return None if trainer.trains_preferences and own_losses(trainer) == ["DPOTrainer"] else unknown_loss(trainer)
 
 
 def sequence_length(trainer: TrainerView) -> int:
@@ -133,10 +136,16 @@ def sequence_length(trainer: TrainerView) -> int:
     data: Any = trainer.train_dataset
     try:
         spread = range(0, len(data), max(len(data) // SAMPLED_LENGTHS, 1))[:SAMPLED_LENGTHS]
-        return max(len(data[index]["input_ids"]) for index in spread)
+        longest = max(_tokens(data[index]) for index in spread)
+        return min(longest, getattr(trainer.args, "max_length", None) or longest)
     except (TypeError, KeyError, IndexError, ValueError):
         config = getattr(trainer.model, "config", None)
         return min(getattr(config, "max_position_embeddings", None) or 1024, 1024)
+
+
+def _tokens(row: Mapping[str, Any]) -> int:
+    pair = [len(row[name]) for name in ("chosen_ids", "rejected_ids") if name in row]
+    return len(row["prompt_ids"]) + max(pair) if pair else len(row["input_ids"])
 
 
 def streamed_layers(model: torch.nn.Module, device_map: dict | None) -> list[tuple[str, torch.nn.Module]]:

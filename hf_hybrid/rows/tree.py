@@ -248,10 +248,6 @@ class Tree:
         """Number of tokens of its longest row that are computed."""
         return max(row.length for row in self.rows)
 
-    def slots(self, row: int) -> np.ndarray:
-        """Return the slot of each token of a row that is computed, `[tokens]`."""
-        return np.concatenate([np.arange(begin, end) for begin, end in self.spans[row]])
-
 
 class Targets(NamedTuple):
     """What is predicted in a tree, and who reads it. Each pair of slot and token stands once."""
@@ -281,7 +277,8 @@ def labels_of(tree: Tree, batches: Sequence[Batch]) -> tuple[np.ndarray, list[in
     for index, row in enumerate(tree.rows):
         labels = of_batches[row.batch][row.number, row.first + 1 : row.first + 1 + row.length]
         wanted = np.flatnonzero(labels != IGNORED)
-        pairs.append(tree.slots(index)[wanted] << 32 | labels[wanted])
+        slots = np.concatenate([np.arange(begin, end) for begin, end in tree.spans[index]])  # of its tokens
+        pairs.append(slots[wanted] << 32 | labels[wanted])
         columns.append(wanted + row.first)
     return np.concatenate(pairs), list(map(len, pairs)), np.concatenate(columns)
 

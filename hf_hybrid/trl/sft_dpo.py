@@ -231,6 +231,7 @@ class TRLTrainerMixin(HybridTrainerMixin):
     """Common part of the trainers of this module: a `probe_dataset` in the form of the training set, and refusals."""
 
     _is_vision_dataset: bool
+    more_inputs = {"fused_lm_head": True}  # TRL computes the head in chunks, on a GPU by kernels of its own
 
     def __init__(self, *args, probe_dataset=None, **kwargs):
         super().__init__(*args, probe_dataset=probe_dataset, **kwargs)
@@ -301,7 +302,6 @@ class HybridSFTTrainer(TRLTrainerMixin, SFTTrainer):  # ty: ignore[incompatible-
     """
 
     sequence_losses = CompletionLosses
-    more_inputs = {"fused_lm_head": True}  # TRL computes the head in chunks, on a GPU by kernels of its own
     args: SFTConfig
     processing_class: PreTrainedTokenizerBase | ProcessorMixin
 

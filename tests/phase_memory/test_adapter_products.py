@@ -201,6 +201,15 @@ def hooked():
     return model
 
 
+def tied():
+    """All layers use the `B` of the first of their size."""
+    model, first = lora(), {}
+    for module in plain_lora_layers(model):
+        product = module.lora_B["default"]
+        product.weight = first.setdefault(product.weight.shape, product.weight)
+    return model
+
+
 @pytest.mark.parametrize(
     "model, options",
     [
@@ -209,13 +218,26 @@ def hooked():
         (lambda: lora(lora_bias=True), {}),
         (two_adapters, {}),
         (hooked, {}),
+        (tied, {}),
         (tiny_model, {}),
         (lora, {"bf16": False}),
         (lora, {"enable_predict": False}),
         (lora, {"share_rows": "off"}),
         (lora, {"memory": "stream"}),
     ],
-    ids=["dropout", "dora", "bias", "two", "hooks", "no adapters", "fp32", "switch", "Trainer's rows", "streamed"],
+    ids=[
+        "dropout",
+        "dora",
+        "bias",
+        "two",
+        "hooks",
+        "tied",
+        "no adapters",
+        "fp32",
+        "switch",
+        "Trainer's rows",
+        "streamed",
+    ],
 )
 def test_where_pefts_forward_stays(model, options, tmp_path):
     assert part_of(build(tmp_path, model=model(), **options)) is None

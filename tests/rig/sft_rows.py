@@ -104,3 +104,8 @@ def pad(rows, left=False):
         "attention_mask": torch.tensor([padded([1] * len(row["input_ids"]), 0) for row in rows]),
         "labels": torch.tensor([padded(row["labels"], IGNORED) for row in rows]),
     }
+
+
+def slots_of(tree, index):
+    """The slot of each token of a row that is computed, `[tokens]`."""
+    return torch.cat([torch.arange(begin, end) for begin, end in tree.spans[index]])

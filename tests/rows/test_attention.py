@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
-from rig.sft_rows import KINDS, pad
+from rig.sft_rows import KINDS, pad, slots_of
 from rig.varlen import TWINS
 from torch import nn
 from torch.nn.attention import varlen
@@ -31,7 +31,7 @@ def by_rows(tree, query, key, value, window):
     """Reference: every row by itself, each token written to its slot."""
     output = torch.zeros(1, tree.size, HEADS, SIZE, dtype=query.dtype)
     for index in range(len(tree.rows)):
-        slots = torch.from_numpy(tree.slots(index))
+        slots = slots_of(tree, index)
         keys = [tensor[:, :, slots].repeat_interleave(HEADS // FEWER, 1) for tensor in (key, value)]
         places = torch.arange(len(slots))
         back = places[:, None] - places

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from rig.sft_rows import IGNORED, KINDS, pad, row
+from rig.sft_rows import IGNORED, KINDS, pad, row, slots_of
 
 from hf_hybrid.rows.tree import WORD, Batch, Targets, Tree, common, divide, on_host, padded
 
@@ -91,7 +91,7 @@ def test_every_row_is_its_path(kind, left):
     for tree in trees:
         ids, positions = tree.flat()
         for index, each in enumerate(tree.rows):
-            slots = tree.slots(index)
+            slots = slots_of(tree, index)
             assert ids[slots].tolist() == to_tokens(each.ids)[:-1]
             assert positions[slots].tolist() == list(range(each.position, each.position + each.length))
         covered = [slot for segment in tree.segments for slot in range(segment.begin, segment.end)]
@@ -112,7 +112,7 @@ def test_a_path_of_a_segment_is_that_of_its_rows():
     for index in range(len(tree.rows)):
         last = ends[tree.spans[index][-1][1]]
         path = [slot for begin, end in (*last.path, (last.begin, last.end)) for slot in range(begin, end)]
-        assert path == tree.slots(index).tolist()
+        assert path == slots_of(tree, index).tolist()
 
 
 def test_micro_batches_take_no_more_memory_than_asked():

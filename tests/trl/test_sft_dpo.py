@@ -527,6 +527,29 @@ def test_as_few_layers_are_recomputed_as_fit_beside_trls_head(tmp_path):
     assert estimator.resident(setup).traced
 
 
+@pytest.mark.long
+def test_dpo_recomputes_as_few_layers_as_fit_too(tmp_path):
+    """The plan counts both rows of each pair. A budget is measured on the bytes of a run."""
+
+    def trained(name, **options):
+        model = llama(num_hidden_layers=6, hidden_size=128, intermediate_size=1024)
+        options = {"enable_predict": False, "max_steps": 3, **options}
+        trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path / name, model=model, **options)
+        with LiveBytes() as live:
+            trainer.train()
+        return trainer, live.peak
+
+    (every, least), (_, most) = trained("every"), trained("none", gradient_checkpointing=False)
+    trainer, peak = trained("auto", gradient_checkpointing="auto", vram_budget_gib=1.1 * most / 2**30)
+    assert least <= peak <= most and trainer.hybrid_summary()["recomputed_layers"] < 6
+    assert_same_weights(weights(trainer.model), weights(every.model))
+    estimator, setup = estimator_for(trainer, None)
+    assert estimator.resident(setup).traced and setup.batch_size == 2 * trainer.args.per_device_train_batch_size
+    rows = trainer.train_dataset
+    longest = max(len(r["prompt_ids"]) + max(len(r["chosen_ids"]), len(r["rejected_ids"])) for r in rows)
+    assert setup.sequence_length == min(longest, trainer.args.max_length)
+
+
 def test_model_card_and_tags(tmp_path):
     for build, trainer, config, tag in (
         (sft, HybridSFTTrainer, HybridSFTConfig, "sft"), (dpo, HybridDPOTrainer, HybridDPOConfig, "dpo"),
