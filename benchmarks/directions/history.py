@@ -27,7 +27,7 @@ class BlockDirection(Direction):
         return bool(self.buffers["anchor"])
 
     def block_begins(self, *, undoable: bool) -> None:
-        self.context.settle()
+        self.context.finish_updates()
         if not self.buffers["anchor"]:
             self.buffers["anchor"] = [self.context.buffer(parameter) for parameter in self.context.parameters]
         for anchor, parameter in zip(self.buffers["anchor"], self.context.parameters):
@@ -110,7 +110,7 @@ class HistoryDirection(BlockDirection):
         self._since_anchor = [total + rate for total, rate in zip(self._since_anchor, learning_rates)]
         self._steps_since_anchor += 1
         if not self._undoable and self._steps_open + self._steps_since_anchor >= self.spacing:
-            self.context.settle()
+            self.context.finish_updates()
             self._take_in()
 
     def prepare(self) -> None:

@@ -71,11 +71,11 @@ def readme() -> str:
         [
             "Llama shapes of 1B and 8B, LoRA, 16 rows a step, one H100",
             "[SFT](docs/results.md#on-a-gpu)",
-            f"a step is {times(small['instructions'])} and {times(large['instructions'])} (instructions) to "
-            f"{times(small['system'])} and {times(large['system'])} times (a common system prompt) as fast as the "
-            "fastest peer, padding-free with Liger's kernels, and "
-            f"{times(gain('sft', '1b', 'agent'))} times on agents' rows, where 8B does not fit without sharing; the "
-            "update is the same",
+            "a step beside the fastest peer (padding-free, with or without Liger's kernels): "
+            f"{times(small['instructions'])} times as fast at 1B and {times(large['instructions'])} at 8B on "
+            f"instructions, {times(small['system'])} and {times(large['system'])} with a common system prompt, "
+            f"{times(gain('sft', '1b', 'agent'))} at 1B on agent trajectories, where 8B does not fit without sharing; "
+            "the update is the same",
         ],
         [
             "SmolLM2-135M, LoRA, 8 rows a step, one CPU thread",

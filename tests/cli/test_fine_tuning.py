@@ -830,8 +830,9 @@ def test_every_option_of_trl_is_taken(command, tmp_path):
 
 
 def test_what_was_not_given_is_decided_by_the_command():
-    assert CommandLine([], SFT).defaulted == {"logging_steps", "assistant_only_loss"}
-    assert CommandLine(["--logging_steps", "7"], GRPO).defaulted == {"learning_rate", "log_completions"}
+    assert CommandLine([], SFT).defaulted == {"logging_steps", "logging_first_step", "assistant_only_loss"}
+    words = ["--logging_steps", "7", "--logging_first_step", "false"]
+    assert CommandLine(words, GRPO).defaulted == {"learning_rate", "log_completions"}
     for words, value in (([], "auto"), (["--gradient_checkpointing", "false"], None)):
         line = CommandLine(["--use_cpu", *words], SFT)
         assert line.options().config.activation_checkpointing in (value, bool(value))
