@@ -334,7 +334,7 @@ class TrainerRun(Run):
             config.plan_values = ends
             self.trainer = HybridTrainer(self.model, config, **common)
             # Several windows with one streamer: the model is not given back in between.
-            self.trainer.memory.end = self.trainer.memory.settle
+            self.trainer.memory.end = self.trainer.memory.finish_updates
             self.trainer._chunked_loss.remove = lambda: None
         else:
             if self.mode["low_bit"]:
