@@ -47,7 +47,10 @@ if (spec := importlib.util.find_spec("trl")) is None or spec.origin is None:
 def _own_lock_of_bars() -> None:
     """A forked process that a test kills inside a progress bar would leave the lock that its parent's bars wait for."""
     if "tqdm" in sys.modules:
-        sys.modules["tqdm"].tqdm.set_lock(threading.RLock())
+        kinds, lock = [sys.modules["tqdm"].tqdm], threading.RLock()
+        for kind in kinds:  # a subclass that made the first bar has a lock of its own
+            kind.set_lock(lock)
+            kinds += kind.__subclasses__()
 
 
 os.register_at_fork(after_in_child=_own_lock_of_bars)
