@@ -291,15 +291,16 @@ def lines_of(path: Path) -> list[dict]:
 @pytest.mark.long
 def test_results_say_where_they_come_from(path):
     """Every line names its benchmark and the command; what no command repeats says so in a line before it."""
-    explained = set()
+    explained, commands = set(), set()
     for line in lines_of(path):
         if "about" in line:
             explained.add((line["benchmark"], line["set"]))
         elif (line["benchmark"], line.get("set")) not in explained:
             assert line["benchmark"] and line["hardware"], line
-            check = check_python if line["command"].startswith("python ") else None
-            if check is not None:
-                check(shlex.split(line["command"])[1:])
+            commands.add(line["command"])
+    for command in sorted(commands):
+        if command.startswith("python "):
+            check_python(shlex.split(command)[1:])
 
 
 def test_every_file_of_results_is_cited():

@@ -73,9 +73,9 @@ def tracer(config, all_layers: bool = False, adapters: bool = False) -> Tracer:
     ("name", "changes"),
     [
         ("llama", {}),
-        ("llama", {"chunked_loss": True, "gradient_accumulation_steps": 2}),
+        pytest.param("llama", {"chunked_loss": True, "gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
         ("llama", {"adapters": True, "activation_checkpointing": True}),
-        ("gpt2", {"activation_checkpointing": True}),
+        pytest.param("gpt2", {"activation_checkpointing": True}, marks=pytest.mark.slow),
         ("gemma3", {}),
         ("deepseek", {"activation_checkpointing": True, "autocast": False}),
     ],

@@ -466,7 +466,7 @@ def test_under_dropout_padding_is_left_out_and_no_prefix_is_shared(case, tmp_pat
     assert any(not torch.equal(start[name], weight) for name, weight in weights(model).items())
 
 
-@pytest.mark.parametrize("case", ["of attention", "of adapters"])
+@pytest.mark.parametrize("case", mostly_slow(["of attention", "of adapters"], ["of adapters"]))
 @pytest.mark.long
 def test_under_dropout_gradients_have_the_distribution_of_padded_rows(case):
     """Means over draws agree within their standard errors, and so do standard deviations."""
