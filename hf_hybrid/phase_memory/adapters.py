@@ -70,14 +70,13 @@ class AdapterProducts(Part):
 
     def __init__(self, layers: list[Any], dtype: torch.dtype):
         self.layers, self.dtype = [_Layer(module, self._forward) for module in layers], dtype
-        self._weights, self._copies, self._leaves = [], [], []  # several copies lie in one leaf
+        self._groups, self._weights, self._copies, self._leaves = [], [], [], []  # several copies lie in one leaf
 
     def begin(self, run: Run) -> None:
         layers = {layer.module: layer for layer in self.layers}
         children = [dict(module.named_children()) for module in run.model.modules()]
-        named = [
-            [layers[of[name]] for name in names if of.get(name) in layers] for of in children for names in SAME_INPUT
-        ]
+        kinds = [(of, names) for of in children for names in SAME_INPUT]
+        named = [[layers[of[name]] for name in names if of.get(name) in layers] for of, names in kinds]
         groups = [[layer for layer in group if layer.a.shape[1] == group[0].a.shape[1]] for group in named if group]
         grouped = {layer for group in groups for layer in group}
         self._place([*groups, *([layer] for layer in self.layers if layer not in grouped)])
@@ -102,16 +101,17 @@ class AdapterProducts(Part):
     def clean_up(self) -> None:
         for layer in self.layers:
             vars(layer.module).pop("forward", None)
-            layer.group.forget()
+        for group in self._groups:
+            group.forget()
 
     @torch.no_grad()
     def _place(self, groups: list[list[_Layer]]) -> None:
         """Make the copies: for each group a leaf with its `A`, `[ranks, inputs]`, for each layer one with its `s B`."""
-        self._weights, self._copies, self._leaves = [], [], []
+        self._groups, self._weights, self._copies, self._leaves = [], [], [], []
         for layers in groups:
             a = layers[0].a
             down = torch.empty(sum(len(layer.a) for layer in layers), a.shape[1], dtype=self.dtype, device=a.device)
-            group = _Group(layers, down)
+            self._groups.append(group := _Group(layers, down))
             self._leaves.append(down)
             for layer, copy in zip(layers, down.split(group.ranks), strict=True):
                 layer.group, layer.up = group, torch.empty_like(layer.b, dtype=self.dtype)
@@ -131,7 +131,7 @@ class AdapterProducts(Part):
     def _hand_over(self) -> None:
         """Cast the gradients of the copies, and add them to those of the weights: all in a few calls."""
         downs: list[tuple[Tensor, Tensor]] = []
-        for group in {layer.group: None for layer in self.layers}:
+        for group in self._groups:
             if group.down.grad is not None:  # not all layers compute, for example experts
                 downs += zip([layer.a for layer in group.layers], group.down.grad.split(group.ranks), strict=True)
         ups = [(layer.b, layer.up.grad) for layer in self.layers if layer.up.grad is not None]
