@@ -141,7 +141,8 @@ def _as_text(value: Any, what: str) -> str:
     if isinstance(value, (bool, int, float)) and value == value:
         return json.dumps(value)
     if not isinstance(value, str):
-        raise FormatError(f"{what} is `{value!r:.80}`, not a text")
+        shown = json.dumps(value, default=str) if isinstance(value, (dict, list)) else repr(value)
+        raise FormatError(f"{what} is `{shown:.80}`, not a text")
     return value
 
 

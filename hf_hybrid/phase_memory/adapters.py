@@ -74,9 +74,8 @@ class AdapterProducts(Part):
 
     def begin(self, run: Run) -> None:
         layers = {layer.module: layer for layer in self.layers}
-        children = [dict(module.named_children()) for module in run.model.modules()]
-        kinds = [(of, names) for of in children for names in SAME_INPUT]
-        named = [[layers[of[name]] for name in names if of.get(name) in layers] for of, names in kinds]
+        sets = [(dict(m.named_children()), names) for m in run.model.modules() for names in SAME_INPUT]
+        named = [[layers[of[name]] for name in names if of.get(name) in layers] for of, names in sets]
         groups = [[layer for layer in group if layer.a.shape[1] == group[0].a.shape[1]] for group in named if group]
         grouped = {layer for group in groups for layer in group}
         self._place([*groups, *([layer] for layer in self.layers if layer not in grouped)])
