@@ -15,18 +15,12 @@ from typing import Any, Protocol
 
 import torch
 from accelerate.hooks import remove_hook_from_submodules
+from accelerate.optimizer import AcceleratedOptimizer
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hf_hybrid.arguments import HybridArguments
-from hf_hybrid.config import (
-    check_leap_optimizer,
-    check_leaps,
-    check_one_set_of_weights,
-    check_training_arguments,
-    phase_options,
-    was_given,
-)
+from hf_hybrid.config import check_leap_optimizer, check_leaps, check_training_arguments, phase_options, was_given
 from hf_hybrid.leaps.automatic import FirstLoss, LeapView, leaps_are_automatic, pretrained_below, reason_no_leaps
 from hf_hybrid.leaps.directions import DIRECTIONS, DirectionFactory, GradientMemory, Orthogonal, direction_class
 from hf_hybrid.leaps.leap import LeapObserver, Leaps, PhaseController, PhaseLengths
@@ -48,6 +42,7 @@ from hf_hybrid.optimizers import (
     has_adapters,
     inner_optimizer,
     muon_groups,
+    optimizer_layers,
     optimizer_name,
     split_parameters,
     users_optimizer,
@@ -214,7 +209,14 @@ def _weights(trainer: BuiltTrainer) -> TrainedWeights:
     memory, model = trainer.memory, trainer.accelerator.unwrap_model(trainer.model)
     named = [(canonical(name), memory.parameter(p)) for name, p in model.named_parameters() if p.requires_grad]
     store = Gathered(model) if trainer.is_fsdp_enabled else memory if memory.streams else None
-    check_one_set_of_weights(trainer.optimizer)
+    for layer in optimizer_layers(trainer.optimizer):
+        switches = all(callable(getattr(layer, name, None)) for name in ("train", "eval"))
+        if switches and not isinstance(layer, AcceleratedOptimizer):  # it passes both on to what it wraps
+            raise LeapObstacleError(
+                f"`{type(layer).__name__}` keeps two sets of weights, which its `train` and `eval` exchange "
+                "(Schedule-Free), and a leap would move one of them without the other.",
+                "Choose another optimizer, for example `optim=adamw_torch_fused`.",
+            )
     return TrainedWeights(named, inner_optimizer(trainer.optimizer), store)
 
 

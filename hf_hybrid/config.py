@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hf_hybrid.arguments import HybridArguments, as_declared, check_range
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.machine import LeapObstacleError, computes_on_cpu, mixed_precision_of, sharding_of, shards_by_fsdp2
-from hf_hybrid.optimizers import inner_optimizer, is_adam, optimizer_layers, optimizer_name, steps_in_backward
+from hf_hybrid.optimizers import inner_optimizer, is_adam, optimizer_name, steps_in_backward
 
 CONFIG_NAME = "hybrid_config.json"
 REPLACED = ("learning_rate", "optim")
@@ -138,11 +137,20 @@ class HybridConfigBase(_Arguments):
         Read the options that a run wrote as `hybrid_config.json`: from this file, or from the folder that holds it.
 
         `overrides` come first. Pass tokens again, which are never written, and an `output_dir` outside of the working
-        folder and the home, of which the file has the name alone, as it is meant to be shared.
+        folder and the home, of which the file has the name alone, as it is meant to be shared. A file that is not JSON,
+        or holds an option that does not exist, raises a `ValueError`.
         """
         path = Path(path)
         path = path / CONFIG_NAME if path.is_dir() else path
-        return cls(**{**json.loads(path.read_text(encoding="utf-8")), **overrides})
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"`{path}` is not JSON: {error}. Give the `{CONFIG_NAME}` of a run.") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"`{path}` holds no options by name. Give the `{CONFIG_NAME}` of a run.")
+        if unknown := sorted(values.keys() - {field.name for field in dataclasses.fields(cls) if field.init}):
+            raise ValueError(f"Unknown options in `{path}`: {', '.join(f'`{name}`' for name in unknown)}.")
+        return cls(**{**values, **overrides})
 
 
 @dataclass
@@ -330,18 +338,6 @@ def check_leaps(args: TrainingArguments) -> None:
             "later could not be taken out of it.",
             "Set `sync_ref_model=False`.",
         )
-
-
-def check_one_set_of_weights(optimizer: Any) -> None:
-    """Refuse an optimizer that keeps weights for training and others for evaluation, or a wrapper that does."""
-    for layer in optimizer_layers(optimizer):
-        switches = all(callable(getattr(layer, name, None)) for name in ("train", "eval"))
-        if switches and not isinstance(layer, AcceleratedOptimizer):  # it passes both on to what it wraps
-            raise LeapObstacleError(
-                f"`{type(layer).__name__}` keeps two sets of weights, which its `train` and `eval` exchange "
-                "(Schedule-Free), and a leap would move one of them without the other.",
-                "Choose another optimizer, for example `optim=adamw_torch_fused`.",
-            )
 
 
 def check_leap_optimizer(optimizer: Any) -> None:

@@ -352,8 +352,12 @@ def test_a_token_is_in_no_pickle_and_in_every_copy(tmp_path):
 
 def test_unknown_keys_in_a_saved_config_are_named(tmp_path):
     (tmp_path / "hybrid_config.json").write_text(json.dumps({"output_dir": "x", "leap_gian": 1}))
-    with pytest.raises(TypeError, match="leap_gian"):
+    with pytest.raises(ValueError, match="Unknown options in .*`leap_gian`"):
         HybridConfig.from_json(tmp_path)
+    for text, message in (("{", "hybrid_config.json` is not JSON: "), ("[1]", "holds no options by name")):
+        (tmp_path / "hybrid_config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            HybridConfig.from_json(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -210,10 +210,10 @@ def _is_plain(module: Any, uses: Counter[int]) -> bool:
     kind = type(module)
     if not kind.__module__.startswith("peft.tuners.lora.") or kind.__name__ not in ("Linear", "Linear4bit"):
         return False
-    if "forward" in vars(module) or module.lora_variant or len(module.active_adapters) != 1:
+    if "forward" in vars(module) or module.lora_variant or module.base_layer._forward_hooks:  # they may keep its output
         return False
-    (name,) = module.active_adapters
-    if name not in module.lora_A or not isinstance(module.lora_dropout[name], nn.Identity):
+    name, *others = module.active_adapters or [""]
+    if others or name not in module.lora_A or not isinstance(module.lora_dropout[name], nn.Identity):
         return False
     products: tuple[Any, ...] = module.lora_A[name], module.lora_B[name]
     return all(
@@ -222,6 +222,7 @@ def _is_plain(module: Any, uses: Counter[int]) -> bool:
         and product.weight.requires_grad
         and uses[id(product.weight)] == 1
         and not (product._forward_hooks or product._forward_pre_hooks or product.weight._backward_hooks)
+        and not getattr(product.weight, "_post_accumulate_grad_hooks", None)
         for product in products
     )
 
@@ -245,12 +246,11 @@ class UncastInputs(Part):
 
 class FrozenInBf16(Part):
     """
-    Holds frozen weights of linear layers in bf16 while a training runs, where that is without loss.
+    Holds frozen weights of linear layers in bf16 while a training runs, where that is without loss: most models on the
+    Hub were saved in bf16, so that their fp32 weights have the same values, and every product has the same bits.
 
-    Most models on the Hub were saved in bf16, so that their fp32 weights have the same values: held in bf16 they take a
-    third of the memory, and every product has the same bits. Weights that would be rounded stay as they are. Outside of
-    autocast a layer computes in the precision of its input. Before adapters are merged, and when the training is left,
-    all weights are in fp32 again. See [`frozen_linear_layers`] for the arguments.
+    Outside of autocast a layer computes in the precision of its input. Before adapters are merged, and at the end, all
+    weights are in fp32 again. See [`frozen_linear_layers`] for the arguments.
     """
 
     name = "frozen_in_bf16"

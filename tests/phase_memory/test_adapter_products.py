@@ -239,6 +239,14 @@ def hooked():
     return model
 
 
+def watched():
+    """A hook keeps what a base layer returned, as activation capture does."""
+    model = lora()
+    for module in plain_lora_layers(model):
+        module.base_layer.register_forward_hook(lambda *_: None)
+    return model
+
+
 def tied():
     """All layers use the `B` of the first of their size."""
     model, first = lora(), {}
@@ -257,6 +265,7 @@ def tied():
         (two_adapters, {}),
         (hooked, {}),
         (tied, {}),
+        (watched, {}),
         (tiny_model, {}),
         (lora, {"bf16": False}),
         (lora, {"enable_predict": False}),
@@ -264,19 +273,10 @@ def tied():
         (lora, {"memory": "stream"}),
     ],
     ids=[
-        "dropout",
-        "dora",
-        "bias",
-        "two",
-        "hooks",
-        "tied",
-        "no adapters",
-        "fp32",
-        "switch",
-        "Trainer's rows",
-        "streamed",
+        "dropout", "dora", "bias", "two adapters", "hooks", "tied", "kept outputs", "no adapters", "fp32", "switch",
+        "Trainer's rows", "streamed",
     ],
-)
+)  # fmt: skip
 def test_where_pefts_forward_stays(model, options, tmp_path):
     assert part_of(build(tmp_path, model=model(), **options)) is None
 

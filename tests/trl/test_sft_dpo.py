@@ -1,6 +1,7 @@
 """TRL's trainers in phases: what TRL prepares, computes and logs stays TRL's; leaps are verified on what it trains."""
 
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import json
@@ -506,21 +507,22 @@ def test_streamed_layers_equal_trl(options, tmp_path):
     assert_same_weights(weights(streamed.model), weights(plain.model))
 
 
+def trained_in_bytes(build, trainer, config, folder, **options):
+    """A trainer of a deep model after three steps, and the most bytes of tensors that were alive at a time."""
+    model = llama(num_hidden_layers=6, hidden_size=128, intermediate_size=1024)
+    built = build(trainer, config, folder, model=model, **{"enable_predict": False, "max_steps": 3, **options})
+    with LiveBytes() as live:
+        built.train()
+    return built, live.peak
+
+
 @pytest.mark.long
 def test_as_few_layers_are_recomputed_as_fit_beside_trls_head(tmp_path):
     """The plan traces TRL's own way to the loss. A budget is measured on the bytes of a run."""
-
-    def trained(name, **options):
-        model = llama(num_hidden_layers=6, hidden_size=128, intermediate_size=1024)
-        options = {"enable_predict": False, "max_steps": 3, **options}
-        trainer = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path / name, model=model, **options)
-        with LiveBytes() as live:
-            trainer.train()
-        return trainer, live.peak
-
-    (every, least), (_, most) = trained("every"), trained("none", gradient_checkpointing=False)
+    trained = functools.partial(trained_in_bytes, sft, HybridSFTTrainer, HybridSFTConfig)
+    (every, least), (_, most) = trained(tmp_path / "every"), trained(tmp_path / "none", gradient_checkpointing=False)
     budget = {"vram_budget_gib": 1.05 * (least + most) / 2 / 2**30}
-    trainer, peak = trained("auto", gradient_checkpointing="auto", **budget)
+    trainer, peak = trained(tmp_path / "auto", gradient_checkpointing="auto", **budget)
     assert least < peak <= 1.05 * (least + most) / 2 and 0 < trainer.hybrid_summary()["recomputed_layers"] < 6
     assert_same_weights(weights(trainer.model), weights(every.model))
     estimator, setup = estimator_for(trainer, None)
@@ -530,17 +532,10 @@ def test_as_few_layers_are_recomputed_as_fit_beside_trls_head(tmp_path):
 @pytest.mark.long
 def test_dpo_recomputes_as_few_layers_as_fit_too(tmp_path):
     """The plan counts both rows of each pair. A budget is measured on the bytes of a run."""
-
-    def trained(name, **options):
-        model = llama(num_hidden_layers=6, hidden_size=128, intermediate_size=1024)
-        options = {"enable_predict": False, "max_steps": 3, **options}
-        trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path / name, model=model, **options)
-        with LiveBytes() as live:
-            trainer.train()
-        return trainer, live.peak
-
-    (every, least), (_, most) = trained("every"), trained("none", gradient_checkpointing=False)
-    trainer, peak = trained("auto", gradient_checkpointing="auto", vram_budget_gib=1.1 * most / 2**30)
+    trained = functools.partial(trained_in_bytes, dpo, HybridDPOTrainer, HybridDPOConfig)
+    (every, least), (_, most) = trained(tmp_path / "every"), trained(tmp_path / "none", gradient_checkpointing=False)
+    budget = {"vram_budget_gib": 1.1 * most / 2**30}
+    trainer, peak = trained(tmp_path / "auto", gradient_checkpointing="auto", **budget)
     assert least <= peak <= most and trainer.hybrid_summary()["recomputed_layers"] < 6
     assert_same_weights(weights(trainer.model), weights(every.model))
     estimator, setup = estimator_for(trainer, None)
