@@ -6,8 +6,10 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cli.test_cli import byte_tokenizer
@@ -827,6 +829,22 @@ def test_every_option_of_trl_is_taken(command, tmp_path):
     file.write_text("model_name_or_path: m\ndataset: [a, b]\nlora_target_modules: [q_proj]\nauto_lr: off\n")
     values = CommandLine(["--config", str(file)], command).values
     assert values.model == "m" and values.dataset == ["a", "b"] and values.auto_lr == "off"
+
+
+@pytest.mark.parametrize(
+    "defaulted, steps, first",
+    [
+        ({"logging_steps", "logging_first_step"}, 5, True),
+        ({"logging_steps"}, 5, False),
+        ({"logging_first_step"}, 7, False),
+    ],
+)
+def test_the_first_step_has_a_line_unless_logging_was_chosen(defaulted, steps, first):
+    trainer = SimpleNamespace(remove_callback=lambda kind: None)
+    args = SimpleNamespace(logging_steps=7, logging_first_step=False, disable_tqdm=True)
+    state = SimpleNamespace(max_steps=100, global_step=0, logging_steps=7, is_world_process_zero=True)
+    progress.Progress(trainer, threading.Event(), defaulted=frozenset(defaulted)).on_train_begin(args, state, None)
+    assert (args.logging_steps, args.logging_first_step) == (steps, first)
 
 
 def test_what_was_not_given_is_decided_by_the_command():
