@@ -572,7 +572,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         super().log(logs, *args, **kwargs)
 
     def _show_real_weights(self) -> None:
-        self.run.call("before_export")
+        self.run.before_export()
 
     def evaluate(self, *args, **kwargs):
         self._show_real_weights()

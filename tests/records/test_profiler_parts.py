@@ -14,7 +14,7 @@ from hf_hybrid import HybridTrainer
 from hf_hybrid.records import profiler as profiler_module
 from hf_hybrid.records.profiler import (
     DeviceMemory,
-    DriverMemory,
+    Driver,
     HostMemory,
     MemoryProbes,
     MemoryProfilerCallback,
@@ -243,14 +243,14 @@ def fake_nvml(error=None):
 def test_the_driver_is_asked_for_the_device_by_its_identity(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="abc"))
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
-    assert DriverMemory(torch.device("cuda:0")).read() == {"used": 7, "total": 9}
+    assert Driver(torch.device("cuda:0")).read() == {"used": 7, "total": 9}
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml("lost"))
-    assert DriverMemory(torch.device("cuda:0")).read() is None
+    assert Driver(torch.device("cuda:0")).read() is None
 
 
 def test_without_a_driver_nothing_is_said_aloud(caplog):
     caplog.set_level("DEBUG", logger="hf_hybrid")
-    driver = DriverMemory(torch.device("cuda:0"))  # there is none on the machines that run these tests
+    driver = Driver(torch.device("cuda:0"))  # there is none on the machines that run these tests
     assert driver.read() is None
     assert [record.levelname for record in caplog.records] == ["DEBUG"]
 
