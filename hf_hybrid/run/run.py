@@ -336,9 +336,10 @@ class Run:
         if speed.clock is not None:
             speed.seconds, speed.clock = speed.seconds + time.perf_counter() - speed.clock, None
             speed.read(keep=self.steps_done > 0)
-        count = torch.tensor(math.nan if speed.tokens is None else float(speed.tokens), device=PartialState().device)
-        total = reduce(count).item()
-        speed.tokens = None if math.isnan(total) else int(total)
+        if PartialState().num_processes > 1:
+            count = torch.tensor(math.nan if speed.tokens is None else float(speed.tokens))
+            total = reduce(count.to(PartialState().device), "sum").item()
+            speed.tokens = None if math.isnan(total) else int(total)
         if speed.hint is not None:
             logger.warning(HOST_IS_LIMIT, *speed.hint)
 

@@ -234,6 +234,7 @@ def test_training_ends_at_the_weights_of_trainer(kind, left, tmp_path):
     summary = found.hybrid_summary()
     assert summary["plain_rows_because"] is None and (left or summary["micro_batches_saved"] > 0)
     assert summary["tokens"] == found.state.num_input_tokens_seen == expected.state.num_input_tokens_seen
+    assert summary["tokens_per_second"] == summary["tokens"] / found.run.speed.seconds
     assert summary["backward_passes"] + summary["micro_batches_saved"] == 3 * 8
     assert summary["tokens_padding"] + summary["tokens_shared"] > 0.1 * summary["tokens"]
 
