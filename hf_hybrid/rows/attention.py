@@ -54,7 +54,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_hybrid.compat import varlen_attention
+from hf_hybrid.compat import options_for_fewer_heads
 from hf_hybrid.rows.tree import Segment
 
 ARGUMENT = "tree_layout"
@@ -202,6 +202,7 @@ class Layout:
     def _keep(self, tensors: Sequence[Tensor]) -> None:
         keys, of_queries, of_keys = (tensor.to(self.device, non_blocking=True) for tensor in tensors)
         self.keys, self.of_queries, self.of_keys = keys, of_queries.int(), of_keys.int()
+        self.for_fewer_heads = options_for_fewer_heads()
 
     # By flash attention.
 
@@ -216,7 +217,8 @@ class Layout:
 
         Indexing with a tensor adds up its gradient in a fixed order, on a GPU too.
         """
-        return tensor[(slice(None),) * dim + (self.keys,)] if self.shares else tensor
+        gathers = torch.compiler.is_compiling() or self.shares  # compiled layers have one way
+        return tensor[(slice(None),) * dim + (self.keys,)] if gathers else tensor
 
     def flashes(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Whether one call of flash attention can do it: on a GPU that has it, in 16 bits, with heads of one size."""
@@ -225,11 +227,14 @@ class Layout:
 
     def in_one_call(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
         """Return the outputs of all segments, `[1, slots, heads, size]`, by one call of `varlen_attn`."""
+        from torch.nn.attention import varlen
+
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         keys, values = self.gather(key, 0), self.gather(value, 0)
-        output = varlen_attention(
+        output = varlen.varlen_attn(
             query, keys, values, self.of_queries, self.of_keys, self.most_queries, self.most_keys,
             scale=scaling, window_size=(-1 if window is None else window - 1, 0),
+            **(self.for_fewer_heads if query.shape[1] != key.shape[1] else {}),
         )  # fmt: skip
         return output[None]
 

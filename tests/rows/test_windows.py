@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from rig import trainers
 from rig.sft_rows import KINDS, WORDS, Text, pad, row
 from rig.strict import SavingIsOffError
+from rig.varlen import take_varlen_on_cpu
 from torch._dynamo.utils import counters
 from transformers import (
     AutoModelForCausalLM,
@@ -306,6 +307,7 @@ def ten_kinds():
     return [rows for kind in [*(kind()[-12:] for kind in KINDS.values()), *more] for rows in kind]
 
 
+CPU = torch.device("cpu")
 COMPILED = {"torch_compile_backend": "aot_eager"}
 IN_ORDER = {"train_sampling_strategy": "sequential", "max_steps": 10, "eval_strategy": "steps", "eval_steps": 5}
 
@@ -325,6 +327,27 @@ def test_layers_compile_twice_in_a_run_on_ten_kinds_of_windows(model, tmp_path):
     summary = found.hybrid_summary()
     assert summary["plain_rows_because"] is None and summary["tokens_shared"] > 0 < summary["micro_batches_saved"]
     assert not any("_compiled_call_impl" in vars(module) for module in found.model.modules())
+
+
+@pytest.mark.long
+def test_layers_with_flash_attention_compile_as_often(tmp_path, monkeypatch):
+    """torch's own function, with a kernel for a CPU."""
+    take_varlen_on_cpu()
+    init = attention.Layout.__init__
+    monkeypatch.setattr(attention.Layout, "flashes", lambda *tensors: True)
+    monkeypatch.setattr(
+        attention.Layout,
+        "__init__",
+        lambda self, segments, *_: init(self, segments, CPU, attention.tensors_of(segments)),
+    )
+    rows, options = ten_kinds(), {**IN_ORDER, "learning_rate": 0.01}
+    torch._dynamo.reset()
+    counters.clear()
+    found = shared(tmp_path, rows, model=build(head_dim=24), **options, **COMPILED)
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+    expected = plain(tmp_path, rows, model=build(head_dim=24), **options)
+    assert apart(weights(expected.model), weights(found.model)) < 1e-6
+    assert found.hybrid_summary()["plain_rows_because"] is None
 
 
 @pytest.mark.long
@@ -584,7 +607,7 @@ def test_an_exception_that_nobody_foresaw_is_told_and_padded_rows_are_trained(tm
     def broken(*args, **options):
         raise TypeError("varlen_attn() got an unexpected keyword argument")
 
-    monkeypatch.setattr(attention.Layout, "segment", broken)
+    monkeypatch.setattr(attention.Layout, "by_segment", broken)
     expected = plain(tmp_path / "plain", KINDS["agent"](), max_steps=2)
     found = shared(tmp_path / "shared", KINDS["agent"](), max_steps=2)
     assert_same_weights(weights(expected.model), weights(found.model))
@@ -595,7 +618,7 @@ def test_an_exception_that_nobody_foresaw_is_told_and_padded_rows_are_trained(tm
 
 
 def test_a_test_fails_if_a_saving_does(tmp_path, monkeypatch):
-    monkeypatch.setattr(attention.Layout, "segment", None)
+    monkeypatch.setattr(attention.Layout, "by_segment", None)
     with pytest.raises(SavingIsOffError):
         shared(tmp_path, KINDS["agent"](), max_steps=1)
 
