@@ -374,6 +374,9 @@ class SharedRows(Part):
                 self._close(before)
 
     def _open(self, model: nn.Module) -> None:
+        inside: Any = getattr(model, "_orig_mod", None)
+        if inside is not None and model.forward == inside.__call__:
+            model = inside  # its layers are compiled (compiled.py), not the model as a whole
         if self.off or model in self._opened:
             return
         self._opened[model] = stack = contextlib.ExitStack()

@@ -296,6 +296,21 @@ def test_a_resumed_run_ends_at_the_same_weights_and_goes_on_counting(tmp_path):
         assert whole.hybrid_summary()[name] == resumed.hybrid_summary()[name] > 0
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("architecture", mostly_slow(ARCHITECTURES, ["llama", "qwen3_moe"]))
+def test_products_of_adapters_in_bf16_are_as_near_to_fp32_as_pefts(architecture, tmp_path):
+    def model():
+        return lora(build(architecture, hidden_size=64, intermediate_size=96))
+
+    def error(train, **options):
+        train = functools.partial(train, bf16=True, **options)
+        return apart(exact, gradients(train, tmp_path / train.func.__name__, rows, model())[1])
+
+    rows = KINDS["agent"]()[:12]
+    exact = gradients(plain, tmp_path / "exact", rows, model())[1]
+    assert error(shared) < 1.25 * error(plain)
+
+
 # Compiled layers.
 
 
