@@ -399,9 +399,12 @@ class SharedRows(Part):
     def _on_host(self, inputs: Mapping[str, Any]) -> tuple[Batch, Tree | None]:
         """Return a batch on the host, and its tree if it was laid out: as it was copied ahead, or else copied now."""
         known_by = inputs["input_ids"] if self._computed is None else self._computed
-        if known_by not in self._copied:
-            self._copied[known_by] = on_host([rows_of(inputs)])[0], None
-        return self._copied[known_by]
+        if known_by in self._copied:
+            return self._copied[known_by]
+        copied = on_host([rows_of(inputs)])[0], None
+        if known_by.device.type != "cpu":  # else it is no copy, and would keep the key alive
+            self._copied[known_by] = copied
+        return copied
 
     # The exchange.
 
