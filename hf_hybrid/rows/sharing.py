@@ -55,7 +55,7 @@ from hf_hybrid.rows.attention import ARGUMENT, CannotAttendError, attention, lay
 from hf_hybrid.rows.comparison import TOLERANCES, difference, sample
 from hf_hybrid.rows.costs import WORTH, Costs, share_saved
 from hf_hybrid.rows.randomness import Drawn, drawn_numbers
-from hf_hybrid.rows.tree import IGNORED, Batch, Row, Rows, Segment, Targets, Tree, divide, labels_of, on_host, padded
+from hf_hybrid.rows.tree import IGNORED, Batch, Row, Rows, Segment, Targets, Tree, labels_of, on_host, padded
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import as_before
 from hf_hybrid.streaming.layers import base_model
@@ -505,11 +505,16 @@ class SharedRows(Part):
             self.shares_nothing.cannot_be_exact(f"{numbers} would be drawn once for all rows that share", advice=cost)
 
     def _plan(
-        self, model: nn.Module, batches: Sequence[Batch], most: float, device: torch.device, compact: bool
+        self,
+        model: nn.Module,
+        batches: Sequence[Batch],
+        divide: Callable[[list[Row], bool], list[Tree]],
+        device: torch.device,
+        compact: bool,
     ) -> Plan:
         """
-        Return the trees of some batches, which have at most `most` tokens each. In `compact` padded rows the head
-        scores only the tokens with labels.
+        Return the trees of some batches. `divide` makes them of the rows, which come batch by batch, and of whether
+        rows share. In `compact` padded rows the head scores only the tokens with labels.
         """
         facts, rows = self.facts_of(model), []
         for number, batch in enumerate(batches):
@@ -525,14 +530,14 @@ class SharedRows(Part):
             self._note_drawn(model, drawn, rows)
         if drawn == "by batch":
             return Plan(self.plain_because)
-        trees = divide(rows, most, shares=drawn == "nothing")
+        trees = divide(rows, drawn == "nothing")
         return Plan(None, tuple(trees), sum(map(facts.costs.tree, trees)), padded_cost)
 
     def _tree_if_worth(self, model: nn.Module, inputs: dict[str, Any], batch: Batch) -> Tree | None:
         """Return the tree of a batch, or `None` if the batch is computed as it is."""
         facts, device = self.facts_of(model), inputs["input_ids"].device
         compact = bool(inputs.get("fused_lm_head")) and inputs["input_ids"].is_cuda
-        plan = self._plan(model, [batch], float("inf"), device, compact)
+        plan = self._plan(model, [batch], lambda rows, shares: [Tree.of(rows, shares=shares)], device, compact)
         if not plan.trees or plan.cost > WORTH * plan.padded:
             return None
         (tree,) = plan.trees

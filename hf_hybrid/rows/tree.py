@@ -279,9 +279,8 @@ def labels_of(tree: Tree, batches: Sequence[Batch]) -> tuple[np.ndarray, np.ndar
     )
     wanted = np.flatnonzero(labels != IGNORED)
     begins, ends = np.array([span for spans in tree.spans for span in spans]).T  # they are all tokens of all rows
-    passed = np.cumsum(ends - begins)
-    counts = np.diff(np.searchsorted(wanted, passed), prepend=0)
-    slots = wanted + np.repeat(ends - passed, counts)
+    starts = np.cumsum([0, *(ends - begins)])
+    slots = wanted + np.repeat(begins - starts[:-1], np.diff(np.searchsorted(wanted, starts)))
     return slots << 32 | labels[wanted], wanted
 
 
