@@ -537,6 +537,15 @@ def rows_part(trainer: BuiltTrainer) -> Part | None:
     return SharedWindows(trainer, reason_not_shared(trainer))
 
 
+def compiled_parts(trainer: BuiltTrainer) -> list[Part]:
+    """Return the part that compiles layers one by one, where windows may be trees and `torch_compile` is set."""
+    if not trainer.args.torch_compile or trainer.rows is None or not trainer.rows.may_share:
+        return []
+    from hf_hybrid.rows.compiled import CompiledLayers
+
+    return [CompiledLayers(trainer, trainer.rows)]
+
+
 def phase_memory_parts(trainer: BuiltTrainer) -> list[Part]:
     """Build the parts that change memory by phase, for models that are not streamed."""
     options, parts = trainer.hybrid_args, []

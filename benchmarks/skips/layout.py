@@ -25,7 +25,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.results import Results, command_line, provenance
-from hf_hybrid.rows.attention import Layout
 from hf_hybrid.rows.sharing import FlatRow
 from hf_hybrid.rows.tree import IGNORED, Rows, divide, on_host, padded
 
@@ -59,11 +58,11 @@ def window(kind: str) -> list[Rows]:
 def lay_out(batches: list[Rows]) -> None:
     copies = on_host(batches)
     rows = [row for number, batch in enumerate(copies) for row in batch.rows(number) or []]
+    tensors = []
     for tree in divide(rows, MOST):
         batch, tree = padded(tree, copies)
-        torch.stack(batch)
-        flat = FlatRow.of(tree, batch, torch.device("cpu"), repeat=True)
-        _ = Layout(flat.segments, torch.device("cpu")).gathered
+        tensors += [*batch, *FlatRow.on_host(tree, batch, torch.device("cuda"), repeats=True)]
+    torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def launches() -> Callable[[], None]:

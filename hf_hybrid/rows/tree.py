@@ -42,6 +42,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_hybrid.machine import copy_to_device_
+
 IGNORED = -100
 """Label of a token that nobody has to predict."""
 LEAST = 4
@@ -120,6 +122,15 @@ def on_host(batches: Sequence[Rows]) -> list[Batch]:
     flat = torch.cat([tensor.flatten() for tensor in stacked]).cpu()
     parts = flat.split([tensor.numel() for tensor in stacked])
     return [Batch(*part.view(tensor.shape)) for tensor, part in zip(stacked, parts, strict=True)]
+
+
+def on_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copy tensors of int64 to a device, in one transfer that the host does not wait for."""
+    if device.type == "cpu":
+        return list(tensors)
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    parts = copy_to_device_(torch.empty_like(flat, device=device), flat).split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for tensor, part in zip(tensors, parts, strict=True)]
 
 
 def common(first: bytes, second: bytes) -> int:

@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,8 +34,8 @@ from torch import Tensor
 from hf_hybrid.machine import mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.part import Phase, Step
 from hf_hybrid.rows.costs import WORTH, share_saved
-from hf_hybrid.rows.sharing import COUNTS, Plan, SharedRows, obstacle_in_batch, rows_of
-from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, divide, on_host, padded
+from hf_hybrid.rows.sharing import COUNTS, Copied, FlatRow, Plan, SharedRows, obstacle_in_batch, rows_of
+from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, divide, on_device, on_host, padded
 from hf_hybrid.run.trainer_view import LossView, TrainerView, own_losses
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ class SharedWindows(SharedRows):
     in_every_pass = False
 
     def __init__(self, trainer: LossView, reason_plain: str | None = None):
-        super().__init__(reason_plain=reason_plain, half_precision=mixed_precision_of(trainer.args) != "no")
+        half_precision = mixed_precision_of(trainer.args) != "no"
+        super().__init__(reason_plain=reason_plain, half_precision=half_precision, compiles=trainer.args.torch_compile)
         self.trainer = trainer
         self.may_compare = trainer.accelerator.num_processes == 1 and not trainer.memory.streams
         self._laid_out = self._is_counting = False  # what is counted here is windows
@@ -100,6 +101,12 @@ class SharedWindows(SharedRows):
         """Context for forward and backward pass of a micro-batch that was laid out."""
         with super().around():
             self._open(self.model)
+            yield
+
+    @contextlib.contextmanager
+    def evaluating(self, *models: torch.nn.Module) -> Generator[None]:
+        self._laid_out = False  # the step is over
+        with super().evaluating(*models):
             yield
 
     # A run.
@@ -138,7 +145,8 @@ class SharedWindows(SharedRows):
         self._laid_out, alone = False, self.trainer.accelerator.num_processes == 1
         if step.phase is Phase.PREDICT or not step.batches:
             return
-        if self.reason_plain is None and alone and step.items is not None and not may_save(step.on_host):
+        looks = self.reason_plain is None and alone and step.items is not None and not self.compiles
+        if looks and not may_save(step.on_host):
             self.fallbacks.because = self.fallbacks.because or LITTLE
             self.counts["tokens"] += sum(batch["input_ids"].numel() for batch in step.batches)
             return
@@ -180,7 +188,8 @@ class SharedWindows(SharedRows):
         """Divide the rows of a window into micro-batches, whose padded ones have at most `most` tokens."""
         costs = self.facts_of(self.model).costs
         if self.trainer.args.device.type not in WITHOUT_LAUNCHES:
-            own = [Tree.of(list(of_batch), shares=shares) for _, of_batch in groupby(rows, lambda row: row.batch)]
+            by_batch = itertools.groupby(rows, lambda row: row.batch)
+            own = [Tree.of(list(of_batch), shares=shares) for _, of_batch in by_batch]
             if costs.keep_busy(own):
                 without_padding = max(sum(row.length for row in tree.rows) for tree in own)
                 merged = divide(rows, without_padding, shares=shares)
@@ -196,7 +205,7 @@ class SharedWindows(SharedRows):
             of_all = trainer.accelerator.gather(torch.tensor([mine], device=trainer.args.device))
             mine = of_all.amax(0).tolist()
         unable, cost, price, count, self._longest = mine
-        return 0 if unable or not count or cost > WORTH * price else int(count)
+        return 0 if unable or not count or cost > self.worth * price else int(count)
 
     # The comparison. All processes make it in the same window, because forward passes may join them.
 
@@ -234,17 +243,20 @@ class SharedWindows(SharedRows):
     ) -> list[dict[str, Tensor] | None]:
         """Return a window of `number` micro-batches, of which the last `count` are computed."""
         device, window = self.trainer.args.device, [None] * (number - count)
+        repeats = not self.trainer.more_inputs.get("fused_lm_head")
         kept = {(row.batch, row.number) for tree in trees for row in tree.rows}
         left = [(n, row) for n, batch in enumerate(batches) for row in range(len(batch.ids)) if (n, row) not in kept]
         # Rows without labels are not computed, but TRL counts their tokens.
         micro_batches = [padded(tree, batches, () if index else left) for index, tree in enumerate(trees)]
-        # Other processes have more.
-        for batch, tree in [_nothing(batches)] * (count - len(micro_batches)) + micro_batches:
-            # In one copy that the host does not wait for.
-            ids, mask, labels = torch.stack(batch).to(device, non_blocking=True)
-            inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-            self._copied[inputs["input_ids"]] = batch, tree
-            window.append(inputs)
+        micro_batches = [_nothing(batches)] * (count - len(micro_batches)) + micro_batches  # other processes have more
+        of_rows = [FlatRow.on_host(tree, batch, device, repeats=repeats) for batch, tree in micro_batches]
+        tensors = [[*batch, *of_row] for (batch, _), of_row in zip(micro_batches, of_rows, strict=True)]
+        moved = iter(on_device(list(itertools.chain(*tensors)), device))
+        for (batch, tree), host in zip(micro_batches, tensors, strict=True):
+            ids, mask, labels, *of_row = itertools.islice(moved, len(host))
+            row = FlatRow.of_tensors(tree, batch, of_row, repeats=repeats)
+            self._copied[ids] = Copied(batch, tree, row)
+            window.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
         self._laid_out = True
         return window
 
@@ -293,10 +305,10 @@ def reason_not_shared(trainer: TrainerView) -> str | None:
         return f"`label_smoothing_factor={args.label_smoothing_factor}` reads logits of padded rows"
     if own := own_losses(trainer):
         return f"`{own[0]}.compute_loss` may read more than the loss"
-    if args.torch_compile:
-        return "`torch_compile=True` would compile anew for each tree"
     if (sharding := sharding_of(args)) is not None and not shards_by_fsdp2(args):
         return f"`{sharding}` is not known to take windows in which processes agree on micro-batches"
+    if sharding is not None and args.torch_compile:
+        return f"`{sharding}` compiles with `torch_compile=True` what it wraps"
     if args.n_gpu > 1:
         return "`DataParallel` divides each batch over several GPUs"
     if args.neftune_noise_alpha is not None:
