@@ -84,6 +84,7 @@ class BuiltTrainer(LeapView, ProbedTrainer, RecoveringTrainer, PlannedTrainer, P
 
     recovery: OutOfMemoryRecovery
     log_file: LogFile
+    rows: Any
     sequence_losses: type[SequenceLosses]
     probe_sequences: int | None
 
@@ -556,7 +557,7 @@ def compiled_parts(trainer: BuiltTrainer) -> list[Part]:
         return []
     from hf_hybrid.rows.compiled import CompiledLayers
 
-    return [CompiledLayers(trainer, trainer.rows)]
+    return [CompiledLayers(trainer, trainer.rows, vars(trainer).get("ref_model"))]
 
 
 def phase_memory_parts(trainer: BuiltTrainer) -> list[Part]:

@@ -49,7 +49,7 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 # torch.
 
 
-def options_for_fewer_heads() -> dict[str, bool]:
+def options_for_fewer_heads() -> dict[str, Any]:
     """
     Return what `torch.nn.attention.varlen.varlen_attn` has to be told where keys have fewer heads than queries.
 

@@ -231,7 +231,7 @@ class Layout:
 
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         keys, values = self.gather(key, 0), self.gather(value, 0)
-        output = varlen.varlen_attn(
+        output: Any = varlen.varlen_attn(
             query, keys, values, self.of_queries, self.of_keys, self.most_queries, self.most_keys,
             scale=scaling, window_size=(-1 if window is None else window - 1, 0),
             **(self.for_fewer_heads if query.shape[1] != key.shape[1] else {}),
@@ -296,14 +296,17 @@ class Layout:
         for segment in self.segments:
             own, length = slice(segment.begin, segment.end), segment.end - segment.begin
             if not segment.path and (window is None or length <= window):
-                keys, values, options = key[:, :, own], value[:, :, own], {"is_causal": True}
+                keys, values, mask = key[:, :, own], value[:, :, own], None
             else:
                 keys, values = (
                     torch.cat([tensor[:, :, span] for span in spans_of(segment)], 2) for tensor in (key, value)
                 )
-                options = {"attn_mask": self.mask(length, segment.keys, query.dtype, window)}
-            options |= {"scale": scaling, "dropout_p": dropout}
-            outputs.append(F.scaled_dot_product_attention(query[:, :, own], keys, values, **options))
+                mask = self.mask(length, segment.keys, query.dtype, window)
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    query[:, :, own], keys, values, mask, dropout, is_causal=mask is None, scale=scaling
+                )
+            )
         return torch.cat(outputs, 2).transpose(1, 2)
 
     def mask(self, queries: int, keys: int, dtype: torch.dtype, window: int | None) -> Tensor:
@@ -357,10 +360,9 @@ def _visible(ends: Tensor, depths: Tensor, window: int | None) -> Any:
     def below(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < ends[key])
 
-    def near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return below(batch, head, query, key) & (depths[query] - depths[key] < window)
-
-    return below if window is None else near
+    if window is None:
+        return below
+    return lambda batch, head, query, key: below(batch, head, query, key) & (depths[query] - depths[key] < window)
 
 
 # The operator. Its gradient is written out: inside of an operator there is no autograd.

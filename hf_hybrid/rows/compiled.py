@@ -10,6 +10,8 @@ compile again is kept away from it: layouts of trees (attention.py), an input wi
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from hf_hybrid.part import Part
 from hf_hybrid.rows.sharing import SharedRows
 from hf_hybrid.run.run import Run
 from hf_hybrid.run.trainer_view import TrainerView
-from hf_hybrid.streaming.layers import base_model, decoder_layers
+from hf_hybrid.streaming.layers import decoder_layers
 
 
 class CompiledLayers(Part):
@@ -28,31 +30,33 @@ class CompiledLayers(Part):
 
     name = "compiled_layers"
 
-    def __init__(self, trainer: TrainerView, rows: SharedRows):
-        self.trainer, self.rows, self._undo = trainer, rows, contextlib.ExitStack()
+    def __init__(self, trainer: TrainerView, rows: SharedRows, reference: nn.Module | None):
+        self.trainer, self.rows, self.reference = trainer, rows, reference
+        self._undo = contextlib.ExitStack()
 
     def begin(self, run: Run) -> None:
         args = self.trainer.args
-        models = [self.trainer.accelerator.unwrap_model(run.model, keep_torch_compile=False)]
-        models += [] if getattr(self.trainer, "ref_model", None) is None else [self.trainer.ref_model]
+        wrapped = [run.model, *([] if self.reference is None else [self.reference])]
+        models = [self.trainer.accelerator.unwrap_model(model, keep_torch_compile=False) for model in wrapped]
         if any(self.rows.facts_of(model).reason for model in models):
             return  # padded rows, compiled as accelerate does it
-        wrapper: Any = run.model
-        if is_compiled_module(wrapper):  # lazily: nothing has been compiled
+        wrappers: list[Any] = [model for model in wrapped if is_compiled_module(model)]
+        for wrapper in wrappers:  # nothing has been compiled yet
             self._undo.callback(setattr, wrapper, "forward", wrapper.forward)
             wrapper.forward = wrapper._orig_mod.__call__
-        for model in models:
-            hook = base_model(model).get_input_embeddings().register_forward_hook(_with_gradient)
-            self._undo.callback(hook.remove)
-            for layer in decoder_layers(model):
+        for layers in map(decoder_layers, models):
+            for layer in layers:
                 layer.compile(dynamic=True, backend=args.torch_compile_backend, mode=args.torch_compile_mode)
                 self._undo.callback(vars(layer).pop, "_compiled_call_impl", None)
+            first: Any = layers[0]
+            first._compiled_call_impl = functools.partial(_as_later_layers, first._compiled_call_impl)
 
     def clean_up(self) -> None:
         self._undo.close()
 
 
-def _with_gradient(embeddings: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-    """Give the first layer an input with a gradient, as all others have."""
-    if torch.is_grad_enabled() and not output.requires_grad:
-        output.requires_grad_()
+def _as_later_layers(layer: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Give the first layer an input with a gradient where all others have one, and only there."""
+    if hidden_states.is_leaf:  # of frozen embeddings, or in a pass without gradients
+        hidden_states.requires_grad_(torch.is_grad_enabled())
+    return layer(hidden_states, *args, **kwargs)

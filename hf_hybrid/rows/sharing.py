@@ -71,7 +71,6 @@ from hf_hybrid.rows.tree import (
     Rows,
     Targets,
     Tree,
-    divide,
     labels_of,
     on_device,
     on_host,
@@ -202,8 +201,8 @@ class FlatRow(NamedTuple):
     def on_host(tree: Tree, batch: Batch, device: torch.device, *, repeats: bool) -> list[Tensor]:
         """Return the tensors of a flat row that will be computed on `device`."""
         if repeats:  # nothing is read from it
-            pairs = torch.from_numpy(np.sort(labels_of(tree, [batch])[0], kind="stable"))
-            slots, tokens = pairs >> 32, pairs & 0xFFFFFFFF
+            pairs = np.sort(labels_of(tree, [batch])[0], kind="stable")
+            slots, tokens = torch.from_numpy(pairs >> 32), torch.from_numpy(pairs & 0xFFFFFFFF)
             readers = places = torch.zeros(0, dtype=torch.long)
         else:
             slots, tokens, readers, places = Targets.of(tree, [batch])
@@ -374,6 +373,9 @@ class SharedRows(Part):
                 self._close(before)
 
     def _open(self, model: nn.Module) -> None:
+        inside: Any = getattr(model, "_orig_mod", None)
+        if inside is not None and model.forward == inside.__call__:
+            model = inside  # its layers are compiled (compiled.py), not the model as a whole
         if self.off or model in self._opened:
             return
         self._opened[model] = stack = contextlib.ExitStack()
@@ -454,9 +456,12 @@ class SharedRows(Part):
     def _on_host(self, inputs: Mapping[str, Any]) -> Copied:
         """Return a batch on the host: as it was copied ahead, or else copied now."""
         known_by = inputs["input_ids"] if self._computed is None else self._computed
-        if known_by not in self._copied:
-            self._copied[known_by] = Copied(on_host([rows_of(inputs)])[0])
-        return self._copied[known_by]
+        if known_by in self._copied:
+            return self._copied[known_by]
+        copied = Copied(on_host([rows_of(inputs)])[0])
+        if known_by.device.type != "cpu":  # else it is no copy, and would keep the key alive
+            self._copied[known_by] = copied
+        return copied
 
     # The exchange.
 
@@ -562,11 +567,16 @@ class SharedRows(Part):
             self.shares_nothing.cannot_be_exact(f"{numbers} would be drawn once for all rows that share", advice=cost)
 
     def _plan(
-        self, model: nn.Module, batches: Sequence[Batch], most: float, device: torch.device, compact: bool
+        self,
+        model: nn.Module,
+        batches: Sequence[Batch],
+        divide: Callable[[list[Row], bool], list[Tree]],
+        device: torch.device,
+        compact: bool,
     ) -> Plan:
         """
-        Return the trees of some batches, which have at most `most` tokens each. In `compact` padded rows the head
-        scores only the tokens with labels.
+        Return the trees of some batches. `divide` makes them of the rows, which come batch by batch, and of whether
+        rows share. In `compact` padded rows the head scores only the tokens with labels.
         """
         facts, rows = self.facts_of(model), []
         for number, batch in enumerate(batches):
@@ -582,14 +592,14 @@ class SharedRows(Part):
             self._note_drawn(model, drawn, rows)
         if drawn == "by batch":
             return Plan(self.plain_because)
-        trees = divide(rows, most, shares=drawn == "nothing")
+        trees = divide(rows, drawn == "nothing")
         return Plan(None, tuple(trees), sum(map(facts.costs.tree, trees)), padded_cost)
 
     def _tree_if_worth(self, model: nn.Module, inputs: dict[str, Any], batch: Batch) -> Tree | None:
         """Return the tree of a batch, or `None` if the batch is computed as it is."""
         facts, device = self.facts_of(model), inputs["input_ids"].device
         compact = bool(inputs.get("fused_lm_head")) and inputs["input_ids"].is_cuda
-        plan = self._plan(model, [batch], float("inf"), device, compact)
+        plan = self._plan(model, [batch], lambda rows, shares: [Tree.of(rows, shares=shares)], device, compact)
         if not plan.trees or plan.cost > self.worth * plan.padded:
             return None
         (tree,) = plan.trees

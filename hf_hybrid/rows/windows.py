@@ -7,6 +7,11 @@ Windows as trees: the micro-batches of an accumulation window are arranged again
 `s` is a prefix that three rows share. A sum over the window does not depend on the micro-batch in which a row is
 computed. Micro-batches that are not needed stay in their place as `None`, because `Trainer` counts them.
 
+How many are needed? As few as hold no more tokens than the largest padded one. But where the micro-batches of `Trainer`
+keep a GPU busy even without padding (costs.py), launching fewer saves no time. There each stays as it is, without its
+padding. Or rows of several stand together, if they share so much that this costs clearly less, in micro-batches that
+hold no more tokens than the largest of `Trainer` without padding.
+
 Each window must pass four tests, the cheap ones first. May it be arranged as a tree at all (its tensors, the model)?
 Can anything be saved (padding, tokens that predict nothing, shared prefixes)? Does the tree cost less than `WORTH` of
 the padded rows? Was a window of its kind compared with padded rows? The first `no` keeps Trainer's window, to the last
@@ -16,6 +21,7 @@ bit. All processes give the same answer: they exchange gradients, and TRL's metr
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 from collections import defaultdict
@@ -29,7 +35,7 @@ from hf_hybrid.machine import mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.part import Phase, Step
 from hf_hybrid.rows.costs import WORTH, share_saved
 from hf_hybrid.rows.sharing import COUNTS, Copied, FlatRow, Plan, SharedRows, obstacle_in_batch, rows_of
-from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, on_device, on_host, padded
+from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, divide, on_device, on_host, padded
 from hf_hybrid.run.trainer_view import LossView, TrainerView, own_losses
 
 if TYPE_CHECKING:
@@ -39,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 REMEMBERED = 200_000
 """Tokens of the first windows that are kept, to say what their rows would share if they all stood together."""
+WITHOUT_LAUNCHES = ("cpu",)
+"""Devices whose windows are merged as far as padded rows allow, however large the micro-batches are."""
 LITTLE = f"less than {1 - WORTH:.0%} would be saved".replace("%", " %")
 NO_LABEL = "no token of this batch has a label"
 
@@ -172,9 +180,22 @@ class SharedWindows(SharedRows):
     def _plan_window(self, batches: list[Batch]) -> Plan:
         device, most = self.trainer.args.device, max(batch.ids.numel() for batch in batches)
         compact = device.type == "cuda" and self.trainer.loss_in_chunks  # fused heads: TRL's, and the chunked loss
-        plan = self._plan(self.model, batches, most, device, compact)
+        plan = self._plan(self.model, batches, functools.partial(self._divide, most), device, compact)
         # Long rows that share little with their neighbours may need more micro-batches.
         return plan if len(plan.trees) <= len(batches) else Plan(cost=plan.padded, padded=plan.padded)
+
+    def _divide(self, most: int, rows: list[Row], shares: bool) -> list[Tree]:
+        """Divide the rows of a window into micro-batches, whose padded ones have at most `most` tokens."""
+        costs = self.facts_of(self.model).costs
+        if self.trainer.args.device.type not in WITHOUT_LAUNCHES:
+            by_batch = itertools.groupby(rows, lambda row: row.batch)
+            own = [Tree.of(list(of_batch), shares=shares) for _, of_batch in by_batch]
+            if costs.keep_busy(own):
+                without_padding = max(sum(row.length for row in tree.rows) for tree in own)
+                merged = divide(rows, without_padding, shares=shares)
+                is_worth = sum(map(costs.tree, merged)) < WORTH * sum(map(costs.tree, own))
+                return merged if is_worth and len(merged) <= len(own) else own
+        return divide(rows, most, shares=shares)
 
     def _agreed(self, plan: Plan) -> int:
         """Return the number of micro-batches that every process computes, 0 for Trainer's own."""

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,8 +48,9 @@ from transformers import (
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.compat import checkpointing_option
-from hf_hybrid.rows import attention, sharing
+from hf_hybrid.rows import attention, costs, sharing, windows
 from hf_hybrid.rows.sharing import SharedRows
+from hf_hybrid.rows.tree import on_host
 from hf_hybrid.rows.windows import SharedWindows
 
 SIZES = {
@@ -159,6 +161,7 @@ def gradients(train, folder, rows, model):
     """Loss and gradients of one window with all rows, and the trainer."""
     callback = Gradients()
     options = {"max_steps": 1, "gradient_accumulation_steps": len(rows) // 4, "max_grad_norm": 0.0}
+    options |= {"train_sampling_strategy": "sequential"}
     trained = train(folder, rows, model=model, callbacks=[callback], **options)
     return losses(trained)[0], callback.found, trained
 
@@ -297,6 +300,21 @@ def test_a_resumed_run_ends_at_the_same_weights_and_goes_on_counting(tmp_path):
         assert whole.hybrid_summary()[name] == resumed.hybrid_summary()[name] > 0
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("architecture", mostly_slow(ARCHITECTURES, ["llama", "qwen3_moe"]))
+def test_products_of_adapters_in_bf16_are_as_near_to_fp32_as_pefts(architecture, tmp_path):
+    def model():
+        return lora(build(architecture, hidden_size=64, intermediate_size=96))
+
+    def error(train, **options):
+        train = functools.partial(train, bf16=True, **options)
+        return apart(exact, gradients(train, tmp_path / train.func.__name__, rows, model())[1])
+
+    rows = KINDS["agent"]()[:12]
+    exact = gradients(plain, tmp_path / "exact", rows, model())[1]
+    assert error(shared) < 1.25 * error(plain)
+
+
 # Compiled layers.
 
 
@@ -418,6 +436,94 @@ def test_a_micro_batch_takes_no_more_tokens_than_the_largest_padded_one(tmp_path
     model.model.layers[0].register_forward_pre_hook(padded, with_kwargs=True)
     plain(tmp_path, rows, model=model)
     assert 0 < limit.largest <= padded.largest
+
+
+# How many micro-batches: where each keeps a GPU busy, they hold no more than without padding.
+
+
+def ragged(count=12):
+    """One long row in each micro-batch, and nothing shared."""
+    text = Text(5)
+    return [row((text(4, 6), 0), (text(6) if n % 4 else text(30), 1)) for n in range(count)]
+
+
+@pytest.mark.parametrize("data", [ragged, KINDS["agent"]])
+def test_where_each_micro_batch_keeps_a_gpu_busy_gradients_are_those_of_padded_rows(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(windows, "WITHOUT_LAUNCHES", ())
+    rows, saved, largest = data()[:12], [], []
+    expected_loss, expected, _ = gradients(plain, tmp_path / "plain", rows, build())
+    for busy in (0.0, float("inf")):
+        monkeypatch.setattr(costs, "BUSY", busy)
+        model, limit = build(), Limit(10**9)
+        model.model.layers[0].register_forward_pre_hook(limit, with_kwargs=True)
+        loss, found, trained = gradients(shared, tmp_path / str(busy), rows, model)
+        assert loss == pytest.approx(expected_loss, rel=1e-5) and apart(expected, found) < 1e-5
+        assert trained.hybrid_summary()["plain_rows_because"] is None
+        saved.append(trained.hybrid_summary()["micro_batches_saved"])
+        largest.append(limit.largest)
+    if data is ragged:
+        tokens = [len(row["input_ids"]) for row in rows]
+        assert saved[0] == 0 < saved[1]
+        assert largest[0] <= max(sum(tokens[first : first + 4]) for first in (0, 4, 8)) < largest[1]
+    else:
+        assert saved[0] > 0
+
+
+def test_weights_in_four_bits_cost_as_much_as_others_and_experts_only_where_they_compute():
+    sizes = {"hidden_size": 64, "intermediate_size": 128}
+    assert costs.Costs.of(packed()) == costs.Costs.of(lora(build(**sizes)))
+    few, all_of_them = (costs.Costs.of(build("qwen3_moe", num_experts_per_tok=number)) for number in (1, 4))
+    weights = sum(p.numel() for n, p in build("qwen3_moe").named_parameters() if ".experts." in n)
+    assert all_of_them.token - few.token == 2 * weights * 3 / 4 > 0
+    assert few.passes == 3 and 2 < costs.Costs.of(lora()).passes < 2.5  # of frozen weights nobody needs the gradient
+
+
+def on_a_gpu(shape):
+    """Windows of a Llama whose weights are nowhere, as they would be on a GPU: LoRA, no dropout."""
+    sizes = {"vocab_size": 128_256, "num_attention_heads": 32, "num_key_value_heads": 8, **SHAPES[shape]}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=torch.bfloat16)
+        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    accelerator = SimpleNamespace(num_processes=1, unwrap_model=lambda model: model)
+    args = SimpleNamespace(device=torch.device("cuda"), bf16=True, fp16=False, torch_compile=False)
+    memory = SimpleNamespace(streams=False)
+    rows = SharedWindows(
+        SimpleNamespace(accelerator=accelerator, args=args, memory=memory, model=model, loss_in_chunks=True)
+    )
+    rows.facts_of(model.train()).drawn[True] = "nothing"
+    return rows
+
+
+SHAPES = {
+    "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True},
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+}
+
+
+def long(kind):
+    """16 rows as `benchmarks/gpu/sft.py` has them, of which the last 100 tokens are learned."""
+    text, past = Text(5), []
+    if kind == "ragged":
+        return [row((text(length - 100), 0), (text(100), 1)) for length in (120, 900, 300, 250, 400, 150, 180, 200) * 2]
+    prompt, rows = text(1500), []
+    for _ in range(4):
+        past = prompt + text(150)
+        for _ in range(4):
+            rows.append(row((past, 0), (text(100), 1)))
+            past = past + text(350)
+    return rows
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["ragged", "agent"])
+def test_a_window_on_a_gpu_holds_no_more_than_without_padding_unless_launches_are_the_limit(shape, kind):
+    made = [pad(long(kind)[first : first + 8]) for first in (0, 8)]
+    batches = on_host([(batch["input_ids"], batch["attention_mask"], batch["labels"]) for batch in made])
+    plan = on_a_gpu(shape)._plan_window(batches)
+    in_two = shape == "8B" and kind == "ragged"
+    assert len(plan.trees) == 1 + in_two and plan.cost < 0.95 * plan.padded
+    without_padding = max(batch.tokens for batch in batches)
+    assert (max(tree.memory for tree in plan.trees) <= without_padding) == (in_two or kind == "agent")
 
 
 # What a user is told.
