@@ -211,8 +211,7 @@ def _speed(trainer: BuiltTrainer) -> Speed:
     """Return what measures the run's speed, and what is to do where the host turns out to be the limit."""
     args, parallelism, advice = trainer.args, trainer.accelerator.parallelism_config, None
     if not trainer.memory.streams and trainer.is_world_process_zero():  # of streamed layers the bus may be the limit
-        # Compiled models share no rows of pairs.
-        compiled = "" if args.torch_compile or trainer.trains_preferences else " or `torch_compile=True`"
+        compiled = "" if args.torch_compile else " or `torch_compile=True`"
         advice = f"A larger `per_device_train_batch_size`{compiled} gives the host less to do for each token."
     driver = Driver(args.device) if args.device.type == "cuda" else None
     share_batches = parallelism is not None and parallelism.non_data_parallel_size > 1
