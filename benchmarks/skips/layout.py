@@ -58,11 +58,7 @@ def window(kind: str) -> list[Rows]:
 def lay_out(batches: list[Rows]) -> None:
     copies = on_host(batches)
     rows = [row for number, batch in enumerate(copies) for row in batch.rows(number) or []]
-    tensors = []
-    for tree in divide(rows, MOST):
-        batch, tree = padded(tree, copies)
-        tensors += [*batch, *FlatRow.on_host(tree, batch, torch.device("cuda"), repeats=True)]
-    torch.cat([tensor.flatten() for tensor in tensors])
+    FlatRow.of_window([padded(tree, copies) for tree in divide(rows, MOST)], torch.device("meta"), repeats=True)
 
 
 def launches() -> Callable[[], None]:

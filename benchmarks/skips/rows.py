@@ -177,6 +177,8 @@ ARMS: dict[str, tuple[type, type, dict, dict]] = {
     "trl_packing": (SFTTrainer, SFTConfig, {"packing": True, "max_length": 1024, "per_device_train_batch_size": 1}, {}),
     "trl_padding_free": (SFTTrainer, SFTConfig, {"padding_free": True, "max_length": None}, {}),
     "hybrid": (HybridTrainer, HybridConfig, OURS, PADDED),
+    "trainer_compiled": (Trainer, TrainingArguments, {"torch_compile": True}, PADDED),
+    "hybrid_compiled": (HybridTrainer, HybridConfig, {**OURS, "torch_compile": True}, PADDED),
     "hybrid_sft": (HybridSFTTrainer, HybridSFTConfig, {"max_length": None, **OURS}, {}),
 }
 

@@ -298,9 +298,8 @@ class Layout:
             if not segment.path and (window is None or length <= window):
                 keys, values, mask = key[:, :, own], value[:, :, own], None
             else:
-                keys, values = (
-                    torch.cat([tensor[:, :, span] for span in spans_of(segment)], 2) for tensor in (key, value)
-                )
+                spans = [slice(begin, end) for begin, end in segment.path] + [own]
+                keys, values = (torch.cat([tensor[:, :, span] for span in spans], 2) for tensor in (key, value))
                 mask = self.mask(length, segment.keys, query.dtype, window)
             outputs.append(
                 F.scaled_dot_product_attention(

@@ -116,12 +116,12 @@ class Batch(NamedTuple):
 
 def on_host(batches: Sequence[Rows]) -> list[Batch]:
     """Copy batches to the host, in one transfer. What is there already is not copied."""
-    if all(tensor.device.type == "cpu" for batch in batches for tensor in batch):
-        return [Batch(*(tensor.long() for tensor in batch)) for batch in batches]
-    stacked = [torch.stack([tensor.long() for tensor in batch]) for batch in batches]
-    flat = torch.cat([tensor.flatten() for tensor in stacked]).cpu()
-    parts = flat.split([tensor.numel() for tensor in stacked])
-    return [Batch(*part.view(tensor.shape)) for tensor, part in zip(stacked, parts, strict=True)]
+    tensors = [tensor.long() for batch in batches for tensor in batch]
+    if tensors and tensors[0].device.type != "cpu":
+        sizes = [tensor.numel() for tensor in tensors]
+        parts = torch.cat([tensor.flatten() for tensor in tensors]).cpu().split(sizes)
+        tensors = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    return [Batch(*tensors[first : first + 3]) for first in range(0, len(tensors), 3)]
 
 
 def on_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -35,7 +35,7 @@ from hf_hybrid.machine import mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.part import Phase, Step
 from hf_hybrid.rows.costs import WORTH, share_saved
 from hf_hybrid.rows.sharing import COUNTS, Copied, FlatRow, Plan, SharedRows, obstacle_in_batch, rows_of
-from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, divide, on_device, on_host, padded
+from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, divide, on_host, padded
 from hf_hybrid.run.trainer_view import LossView, TrainerView, own_losses
 
 if TYPE_CHECKING:
@@ -249,12 +249,8 @@ class SharedWindows(SharedRows):
         # Rows without labels are not computed, but TRL counts their tokens.
         micro_batches = [padded(tree, batches, () if index else left) for index, tree in enumerate(trees)]
         micro_batches = [_nothing(batches)] * (count - len(micro_batches)) + micro_batches  # other processes have more
-        of_rows = [FlatRow.on_host(tree, batch, device, repeats=repeats) for batch, tree in micro_batches]
-        tensors = [[*batch, *of_row] for (batch, _), of_row in zip(micro_batches, of_rows, strict=True)]
-        moved = iter(on_device(list(itertools.chain(*tensors)), device))
-        for (batch, tree), host in zip(micro_batches, tensors, strict=True):
-            ids, mask, labels, *of_row = itertools.islice(moved, len(host))
-            row = FlatRow.of_tensors(tree, batch, of_row, repeats=repeats)
+        moved = FlatRow.of_window(micro_batches, device, repeats=repeats)
+        for (batch, tree), ((ids, mask, labels), row) in zip(micro_batches, moved, strict=True):
             self._copied[ids] = Copied(batch, tree, row)
             window.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
         self._laid_out = True
