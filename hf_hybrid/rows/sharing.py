@@ -15,7 +15,7 @@ exchange both, and neither the model's code nor the trainer's notices:
 
 **Windows.** transformers divides a summed loss by the number of labels in the accumulation window. So any row may be
 computed in any micro-batch of its window. windows.py puts rows with a common prefix together, and makes as few
-micro-batches as the memory of the largest padded one allows. Batches, their order, the number of steps and the schedule
+micro-batches as memory allows, or as keep a large GPU busy. Batches, their order, the number of steps and the schedule
 are those of plain `Trainer`; the micro-batches that are left over compute nothing. They come first, because processes
 exchange gradients in the last backward pass of a window.
 
