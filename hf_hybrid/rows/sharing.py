@@ -15,7 +15,7 @@ exchange both, and neither the model's code nor the trainer's notices:
 
 **Windows.** transformers divides a summed loss by the number of labels in the accumulation window. So any row may be
 computed in any micro-batch of its window. windows.py puts rows with a common prefix together, and makes as few
-micro-batches as the memory of the largest padded one allows. Batches, their order, the number of steps and the schedule
+micro-batches as memory allows, or as keep a large GPU busy. Batches, their order, the number of steps and the schedule
 are those of plain `Trainer`; the micro-batches that are left over compute nothing. They come first, because processes
 exchange gradients in the last backward pass of a window.
 
@@ -72,6 +72,7 @@ from hf_hybrid.rows.tree import (
     Rows,
     Targets,
     Tree,
+    divide,
     labels_of,
     on_device,
     on_host,
@@ -570,13 +571,13 @@ class SharedRows(Part):
         self,
         model: nn.Module,
         batches: Sequence[Batch],
-        divide: Callable[[list[Row], bool], list[Tree]],
+        divide: Callable[..., list[Tree]],
         device: torch.device,
         compact: bool,
     ) -> Plan:
         """
-        Return the trees of some batches. `divide` makes them of the rows, which come batch by batch, and of whether
-        rows share. In `compact` padded rows the head scores only the tokens with labels.
+        Return the trees of some batches. `divide` makes them of the rows, which come batch by batch; `shares` tells it
+        whether rows share. In `compact` padded rows the head scores only the tokens with labels.
         """
         facts, rows = self.facts_of(model), []
         for number, batch in enumerate(batches):
@@ -592,14 +593,14 @@ class SharedRows(Part):
             self._note_drawn(model, drawn, rows)
         if drawn == "by batch":
             return Plan(self.plain_because)
-        trees = divide(rows, drawn == "nothing")
+        trees = divide(rows, shares=drawn == "nothing")
         return Plan(None, tuple(trees), sum(map(facts.costs.tree, trees)), padded_cost)
 
     def _tree_if_worth(self, model: nn.Module, inputs: dict[str, Any], batch: Batch) -> Tree | None:
         """Return the tree of a batch, or `None` if the batch is computed as it is."""
         facts, device = self.facts_of(model), inputs["input_ids"].device
         compact = bool(inputs.get("fused_lm_head")) and inputs["input_ids"].is_cuda
-        plan = self._plan(model, [batch], lambda rows, shares: [Tree.of(rows, shares=shares)], device, compact)
+        plan = self._plan(model, [batch], functools.partial(divide, most=float("inf")), device, compact)
         if not plan.trees or plan.cost > self.worth * plan.padded:
             return None
         (tree,) = plan.trees

@@ -180,22 +180,20 @@ class SharedWindows(SharedRows):
     def _plan_window(self, batches: list[Batch]) -> Plan:
         device, most = self.trainer.args.device, max(batch.ids.numel() for batch in batches)
         compact = device.type == "cuda" and self.trainer.loss_in_chunks  # fused heads: TRL's, and the chunked loss
-        plan = self._plan(self.model, batches, functools.partial(self._divide, most), device, compact)
+        by_size = divide if device.type in WITHOUT_LAUNCHES else self._divide
+        plan = self._plan(self.model, batches, functools.partial(by_size, most=most), device, compact)
         # Long rows that share little with their neighbours may need more micro-batches.
         return plan if len(plan.trees) <= len(batches) else Plan(cost=plan.padded, padded=plan.padded)
 
-    def _divide(self, most: int, rows: list[Row], shares: bool) -> list[Tree]:
-        """Divide the rows of a window into micro-batches, whose padded ones have at most `most` tokens."""
-        costs = self.facts_of(self.model).costs
-        if self.trainer.args.device.type not in WITHOUT_LAUNCHES:
-            by_batch = itertools.groupby(rows, lambda row: row.batch)
-            own = [Tree.of(list(of_batch), shares=shares) for _, of_batch in by_batch]
-            if costs.keep_busy(own):
-                without_padding = max(sum(row.length for row in tree.rows) for tree in own)
-                merged = divide(rows, without_padding, shares=shares)
-                is_worth = sum(map(costs.tree, merged)) < WORTH * sum(map(costs.tree, own))
-                return merged if is_worth and len(merged) <= len(own) else own
-        return divide(rows, most, shares=shares)
+    def _divide(self, rows: Sequence[Row], most: float, *, shares: bool) -> list[Tree]:
+        """Divide the rows of a window, which come batch by batch, as [`divide`] or into what keeps a GPU busy."""
+        costs, by_batch = self.facts_of(self.model).costs, itertools.groupby(rows, lambda row: row.batch)
+        own = [Tree.of(list(of_batch), shares=shares) for _, of_batch in by_batch]
+        if not costs.keep_busy(own):
+            return divide(rows, most, shares=shares)
+        merged = divide(rows, max(sum(row.length for row in tree.rows) for tree in own), shares=shares)
+        is_worth = sum(map(costs.tree, merged)) < WORTH * sum(map(costs.tree, own))
+        return merged if is_worth and len(merged) <= len(own) else own
 
     def _agreed(self, plan: Plan) -> int:
         """Return the number of micro-batches that every process computes, 0 for Trainer's own."""
