@@ -78,8 +78,7 @@ class Step:
         phase (`Phase`, *optional*): `None` in a run without phases. [`Part.begin_step`] may change it.
         learning_rate (`float`): As scheduled, without [`Run.rate_scale`].
         batches (`Sequence`): The micro-batches. A skipped step trains on none of them.
-        on_host (`Sequence`): The same as the loader gave them: on the host they are read without waiting. Those of a
-            window that was laid out anew stay there.
+        on_host (`Sequence`): The same as the loader gave them: on the host they are read without waiting.
         window (`list`, *optional*): The micro-batches as a part laid them out anew, one in place of each that is not
             computed yet; `None` computes nothing.
         items (`Any`): `num_items_in_batch`: the label count that divides the loss; `None` if the loss is a mean.

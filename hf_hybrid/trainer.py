@@ -394,7 +394,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             if rows is not None and rows.in_every_pass:
                 batches = send_to_device(batches, self.args.device, non_blocking=True)
             step = self.run.begin_step(self.state.global_step, batches, items, rate, on_host)
-            batches = list(step.batches)
+            if rows is not None and step.window is None:  # else what is computed was moved
+                batches = send_to_device(batches, self.args.device, non_blocking=True)
             if step.phase is Phase.PREDICT:  # trains on none of them: they stay the next
                 batches = batches + batches[-1:] * (num_batches - len(batches))
             elif feed is not None:

@@ -29,7 +29,6 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import send_to_device
 from torch import Tensor
 
 from hf_hybrid.machine import mixed_precision_of, sharding_of, shards_by_fsdp2
@@ -142,12 +141,6 @@ class SharedWindows(SharedRows):
     # A step.
 
     def begin_step(self, step: Step) -> None:
-        self._arrange(step)
-        if step.window is None:  # else what is computed was moved
-            step.batches = send_to_device(step.batches, self.trainer.args.device, non_blocking=True)
-
-    def _arrange(self, step: Step) -> None:
-        """Lay the window out anew, if that is possible and saves anything."""
         self._copied.clear()
         self._laid_out, alone = False, self.trainer.accelerator.num_processes == 1
         if step.phase is Phase.PREDICT or not step.batches:
