@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_same_weights, config_values, weights
+from conftest import assert_same_weights, config_values, mostly_slow, weights
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -167,10 +167,24 @@ def lora(**options):
     return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
 
 
+def trained_adapters():
+    """A policy whose adapters changed something already: TRL keeps a copy of them as the reference."""
+    model = pytest.importorskip("peft").get_peft_model(build("llama"), lora())
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
 CASES = {
     "accumulation": {"gradient_accumulation_steps": 3},
     "adapters": {"peft_config": lora, "reference": None},
-    "reference beforehand": {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 4},
+    "adapters trained before": {"model": trained_adapters, "reference": None},
+    "reference beforehand": {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 4, "ld_alpha": 0.5},
+    "adapters, reference beforehand": {"precompute_ref_log_probs": True, "peft_config": lora, "reference": None},
+    "reference that follows": {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5},
+    "padding free": {"padding_free": True, "share_rows": "auto"},
+    "padding free, adapters": {"padding_free": True, "share_rows": "auto", "peft_config": lora, "reference": None},
     "checkpointing": {checkpointing_option(): True},
     "truncated": {"max_length": 18},
     "truncated at the beginning": {"max_length": 18, "truncation_mode": "keep_end"},
@@ -204,20 +218,55 @@ def test_generators_of_dpo_are_left_as_by_trl(draws, tmp_path):
     assert summary["tokens_padding"] > 0 and (summary["plain_rows_because"] is None) is not draws
 
 
-@pytest.mark.parametrize("case", [c if c == "adapters" else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+QUICK = ("adapters", "adapters trained before", "reference beforehand", "reference that follows", "padding free")
+
+
+@pytest.mark.parametrize("case", mostly_slow(CASES, QUICK))
 def test_training_is_that_of_trl(case, tmp_path):
     options = {"eval_dataset": PAIRS.select(range(4)), "eval_strategy": "steps", "eval_steps": 4, "max_steps": 8}
     options |= CASES[case]
     trained = []
     for trainer, config in ((DPOTrainer, DPOConfig), (HybridDPOTrainer, HybridDPOConfig)):
         made = {name: value() if callable(value) else value for name, value in options.items()}
+        if config is DPOConfig:
+            made.pop("share_rows", None)
         trained.append(dpo(trainer, config, tmp_path / trainer.__name__, **made))
+        if config is HybridDPOConfig:  # the reference beforehand
+            assert bool(trained[1].rows.counts["tokens_shared"]) is ("precompute_ref_log_probs" in options)
         trained[-1].train()
     plain, shared = trained
     assert shared.rows.counts["tokens_shared"] > (0 if "beginning" in case else 0.2 * shared.rows.counts["tokens"])
     assert apart(weights(plain.model), weights(shared.model)) < 1e-6
     for theirs, ours in zip(history(plain), history(shared), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+
+
+def test_padding_free_computes_no_padding(tmp_path, caplog):
+    """In TRL 1.16 it does nothing, and a warning says so."""
+    plain = dpo(DPOTrainer, DPOConfig, tmp_path, padding_free=True)
+    assert not plain.padding_free and "`padding_free=True` is temporarily unavailable" in caplog.text
+    caplog.clear()
+    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, padding_free=True, share_rows="auto")
+    assert trainer.padding_free and trainer.args.padding_free
+    batch = trainer.data_collator([trainer.train_dataset[index] for index in range(4)])
+    gradients(trainer, batch)  # in both ways, to compare
+    seen = []
+    for model in (trainer.model, trainer.ref_model):
+        model.model.embed_tokens.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    gradients(trainer, batch)
+    assert (batch["input_ids"] == 0).any() and len(seen) == 2
+    assert all(len(ids) == 1 and (ids != 0).all() and ids.numel() < batch["attention_mask"].sum() for ids in seen)
+    assert not caplog.records
+
+
+def test_padding_free_that_cannot_be_is_told(tmp_path, caplog):
+    with pytest.raises(ValueError, match="`padding_free=True` needs `share_rows`.*Leave one of the two out"):
+        HybridDPOConfig(**config_values(tmp_path, bf16=False), padding_free=True, share_rows="off")
+    options = {"padding_free": True, "share_rows": "auto", "max_steps": 1}
+    dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, neftune_noise_alpha=5.0, **options)
+    dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, model=bloom(), reference=bloom(), **options).train()
+    for told, why in zip(warnings_of(caplog), ("`neftune_noise_alpha=5.0`", "`BloomForCausalLM`"), strict=True):
+        assert "`padding_free=True` has no effect" in told and why in told and "Leave `padding_free` out" in told
 
 
 LOSSES = [
