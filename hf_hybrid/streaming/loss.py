@@ -117,7 +117,7 @@ class _ChunkedLoss(torch.autograd.Function):
         log_masses = []
         # A sum in half precision is rounded with each chunk that is added. Beyond a few the gradient of the weight is
         # computed again, block by block of words: a product over all tokens is rounded once.
-        in_blocks = weight_grad is not None and exact != hidden.dtype and len(targets) > FEW_CHUNKS * chunk_tokens
+        in_blocks = exact != hidden.dtype and len(targets) > FEW_CHUNKS * chunk_tokens
 
         def add(rows: slice) -> None:  # a function, so that the logits of one chunk are gone before the next
             logits = F.linear(hidden[rows], weight, bias).to(exact)
@@ -132,17 +132,17 @@ class _ChunkedLoss(torch.autograd.Function):
             if weight_grad is not None and not in_blocks:
                 weight_grad.addmm_(slope.t(), hidden[rows])
 
-        def compute(words: slice) -> None:
+        def compute(gradient: torch.Tensor, words: slice) -> None:
             logits = F.linear(hidden, weight[words], None if bias is None else bias[words]).to(exact)
             _, slope, _ = _loss_and_slope(logits, targets, softcap, scale, words.start, torch.cat(log_masses))
-            torch.mm(slope.to(hidden.dtype).t(), hidden, out=weight_grad[words])
+            torch.mm(slope.to(hidden.dtype).t(), hidden, out=gradient[words])
 
         for start in range(0, len(targets), chunk_tokens):
             add(slice(start, start + chunk_tokens))
-        if in_blocks:
+        if weight_grad is not None and in_blocks:
             block = max(chunk_tokens * len(weight) // len(targets), 1)
             for start in range(0, len(weight), block):
-                compute(slice(start, start + block))
+                compute(weight_grad, slice(start, start + block))
         ctx.grads, ctx.has_labels = grads, targets.ne(IGNORE_INDEX).any()
         return total
 

@@ -36,6 +36,7 @@ from transformers import (
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
+import trl.trainer.utils  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from rig import rollouts  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
@@ -167,6 +168,10 @@ def lora(**options):
     return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
 
 
+def lora_and_head():
+    return lora(modules_to_save=["lm_head"])
+
+
 def trained_adapters():
     """A policy whose adapters changed something already: TRL keeps a copy of them as the reference."""
     model = pytest.importorskip("peft").get_peft_model(build("llama"), lora())
@@ -179,6 +184,7 @@ def trained_adapters():
 CASES = {
     "accumulation": {"gradient_accumulation_steps": 3},
     "adapters": {"peft_config": lora, "reference": None},
+    "adapters and head": {"peft_config": lora_and_head, "reference": None},
     "adapters trained before": {"model": trained_adapters, "reference": None},
     "reference beforehand": {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 4, "ld_alpha": 0.5},
     "adapters, reference beforehand": {"precompute_ref_log_probs": True, "peft_config": lora, "reference": None},
@@ -218,7 +224,14 @@ def test_generators_of_dpo_are_left_as_by_trl(draws, tmp_path):
     assert summary["tokens_padding"] > 0 and (summary["plain_rows_because"] is None) is not draws
 
 
-QUICK = ("adapters", "adapters trained before", "reference beforehand", "reference that follows", "padding free")
+QUICK = (
+    "adapters",
+    "adapters and head",
+    "adapters trained before",
+    "reference beforehand",
+    "reference that follows",
+    "padding free",
+)
 
 
 @pytest.mark.parametrize("case", mostly_slow(CASES, QUICK))
@@ -539,6 +552,7 @@ SFT = {
     "every token": {"completion_only_loss": False},
     "dft": {"loss_type": "dft"},
     "adapters": {"peft_config": lora},
+    "adapters and head": {"peft_config": lora_and_head},
     "checkpointing": {checkpointing_option(): True},
     "no accumulation": {"gradient_accumulation_steps": 1},
     "multiple": {"pad_to_multiple_of": 16},
@@ -563,6 +577,20 @@ def test_fine_tuning_is_that_of_trl(case, tmp_path):
         assert {name: ours[name] for name in theirs} == pytest.approx(theirs, rel=1e-4, abs=1e-6)
     tokens = [[e["num_tokens"] for e in t.state.log_history if "num_tokens" in e] for t in trained]
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("adapters", [None, lora, lora_and_head])
+def test_the_head_scores_labels_alone(adapters, tmp_path, monkeypatch):
+    """On a CPU TRL's head scores every token of a batch."""
+    scored, function = [], trl.trainer.utils._ChunkedLogProbFunction
+    score = function.apply
+    monkeypatch.setattr(function, "apply", lambda hidden, *args: scored.append(len(hidden)) or score(hidden, *args))
+    options = {"max_steps": 2, "eval_strategy": "no", "gradient_accumulation_steps": 1}
+    options |= {"per_device_train_batch_size": len(TALKS), "peft_config": adapters and adapters()}
+    theirs = sft(SFTTrainer, SFTConfig, tmp_path / "trl", **options)
+    assert scored[-1] == len(TALKS) * (max(map(len, theirs.train_dataset["input_ids"])) - 1)
+    ours = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path / "ours", leap_gain=0, **options)
+    assert scored[-1] == sum(label != -100 for row in ours.train_dataset["labels"] for label in row[1:])
 
 
 def test_metrics_of_one_micro_batch_are_those_of_trl(tmp_path):
