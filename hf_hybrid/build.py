@@ -36,7 +36,7 @@ from hf_hybrid.leaps.probe import (
 )
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.leaps.trust import GainPlanner, Trust
-from hf_hybrid.machine import LeapObstacleError
+from hf_hybrid.machine import Driver, LeapObstacleError
 from hf_hybrid.optimizers import (
     MuonAdamW,
     has_adapters,
@@ -66,6 +66,7 @@ from hf_hybrid.recovery import OutOfMemoryRecovery, RecoveringTrainer, Unrecover
 from hf_hybrid.run.adapters import adapter_rate_scale
 from hf_hybrid.run.monitor import DivergenceMonitor
 from hf_hybrid.run.rate import LearningRateSearch, RateScale
+from hf_hybrid.run.record import Speed
 from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
 from hf_hybrid.run.trainer_view import trains_adapters
 from hf_hybrid.run.weights import Gathered, Shards, TrainedWeights, canonical, shards_of
@@ -83,6 +84,7 @@ class BuiltTrainer(LeapView, ProbedTrainer, RecoveringTrainer, PlannedTrainer, P
 
     recovery: OutOfMemoryRecovery
     log_file: LogFile
+    rows: Any
     sequence_losses: type[SequenceLosses]
     probe_sequences: int | None
 
@@ -177,7 +179,7 @@ def build_run(trainer: BuiltTrainer) -> Run:
     """
     options, max_steps = trainer.hybrid_args, trainer.state.max_steps
     common: dict[str, Any] = {"model": trainer.model_wrapped, "max_steps": max_steps}
-    common |= {"survive": trainer.recovery.survive, "write": trainer.log_file.add}
+    common |= {"survive": trainer.recovery.survive, "write": trainer.log_file.add, "speed": _speed(trainer)}
     if not trainer.has_phases:
         return Run(trainer.parts, optimizer=trainer.optimizer, no_leaps=trainer.obstacle, **common)
     weights, feed, no_leaps = _weights(trainer), BatchFeed(), reason_no_leaps(trainer)
@@ -203,6 +205,17 @@ def build_run(trainer: BuiltTrainer) -> Run:
         no_leaps=no_leaps,
         **common,
     )
+
+
+def _speed(trainer: BuiltTrainer) -> Speed:
+    """Return what measures the run's speed, and what is to do where the host turns out to be the limit."""
+    args, parallelism, advice = trainer.args, trainer.accelerator.parallelism_config, None
+    if not trainer.memory.streams and trainer.is_world_process_zero():  # of streamed layers the bus may be the limit
+        compiled = "" if args.torch_compile else " or `torch_compile=True`"
+        advice = f"A larger `per_device_train_batch_size`{compiled} gives the host less to do for each token."
+    driver = Driver(args.device) if args.device.type == "cuda" else None
+    share_batches = parallelism is not None and parallelism.non_data_parallel_size > 1
+    return Speed(driver, advice, tokens=None if share_batches else 0)
 
 
 def _weights(trainer: BuiltTrainer) -> TrainedWeights:
@@ -535,6 +548,15 @@ def rows_part(trainer: BuiltTrainer) -> Part | None:
     from hf_hybrid.rows.windows import SharedWindows, reason_not_shared
 
     return SharedWindows(trainer, reason_not_shared(trainer))
+
+
+def compiled_parts(trainer: BuiltTrainer) -> list[Part]:
+    """Return the part that compiles layers one by one, where windows may be trees and `torch_compile` is set."""
+    if not trainer.args.torch_compile or trainer.rows is None or not trainer.rows.may_share:
+        return []
+    from hf_hybrid.rows.compiled import CompiledLayers
+
+    return [CompiledLayers(trainer, trainer.rows, vars(trainer).get("ref_model"))]
 
 
 def phase_memory_parts(trainer: BuiltTrainer) -> list[Part]:

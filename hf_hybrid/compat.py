@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 logger = logging.getLogger(__name__)
 
@@ -49,17 +49,15 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 # torch.
 
 
-def varlen_attention(query: Tensor, key: Tensor, value: Tensor, *lengths: Any, **options: Any) -> Any:
+def options_for_fewer_heads() -> dict[str, Any]:
     """
-    `torch.nn.attention.varlen.varlen_attn`, also where keys have fewer heads than queries.
+    Return what `torch.nn.attention.varlen.varlen_attn` has to be told where keys have fewer heads than queries.
 
-    2.12: it has to be told of them (`enable_gqa`). Until then it takes them as they are.
+    2.12: `enable_gqa`. Until then it takes them as they are.
     """
     from torch.nn.attention import varlen
 
-    if query.shape[1] != key.shape[1] and _takes(varlen.varlen_attn, "enable_gqa"):
-        options["enable_gqa"] = True
-    return varlen.varlen_attn(query, key, value, *lengths, **options)
+    return {"enable_gqa": True} if _takes(varlen.varlen_attn, "enable_gqa") else {}
 
 
 # transformers.

@@ -200,11 +200,11 @@ class DeviceMemory:
         self._module.reset_peak_memory_stats(self.device)
 
 
-class DriverMemory:
+class Driver:
     """One CUDA device as the driver sees it, through NVML: other processes, CUDA contexts and libraries included."""
 
     def __init__(self, device: torch.device):
-        self._handle = None
+        self._handle, self._seen = None, 0
         try:
             import pynvml
 
@@ -222,10 +222,33 @@ class DriverMemory:
         try:
             memory = self._pynvml.nvmlDeviceGetMemoryInfo(self._handle)
         except self._pynvml.NVMLError as error:
-            logger.debug("NVML is not read any more: %s", error)
-            self._handle = None
+            self._give_up(error)
             return None
         return {"used": int(memory.used), "total": int(memory.total)}
+
+    def utilization(self) -> list[int]:
+        """
+        Percent of the time in which kernels ran, of any process, for each sample that the driver took since the last
+        call. It takes one in 1/6 to 1 s, and keeps those of the last seconds. Empty where there are none.
+        """
+        if self._handle is None:
+            return []
+        nvml = self._pynvml
+        try:
+            _, samples = nvml.nvmlDeviceGetSamples(self._handle, nvml.NVML_GPU_UTILIZATION_SAMPLES, self._seen)
+        except nvml.NVMLError as error:
+            nothing_new = nvml.NVML_ERROR_NOT_FOUND
+            if error.value != nothing_new:  # ty: ignore[missing-attribute]  # which `__new__` sets
+                self._give_up(error)
+            return []
+        # Of what clock the time stamps are differs between drivers: they are compared with each other alone.
+        latest = [sample for sample in samples if sample.timeStamp > self._seen]
+        self._seen = max((sample.timeStamp for sample in latest), default=self._seen)
+        return [sample.sampleValue.uiVal for sample in latest]
+
+    def _give_up(self, error: Exception) -> None:
+        logger.debug("NVML is not read any more: %s", error)
+        self._handle = None
 
 
 # Page-locked host memory, from and to which a device copies by itself.

@@ -37,6 +37,7 @@ from hf_hybrid.build import (
     build_optimizer,
     build_run,
     check_trainable,
+    compiled_parts,
     leave_adapters_to_adamw,
     leave_out_leaps,
     makes_muon,
@@ -239,7 +240,13 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.rows = rows_part(self) if self.rows is None else self.rows
         self.order = DataOrder(self.args.device, self.is_world_process_zero)
         own = [self.order] if self.rows is None else [self.order, self.rows]
-        own += [self.recovery, self.memory_guard, *phase_memory_parts(self), *adapter_parts(self)]
+        own += [
+            self.recovery,
+            self.memory_guard,
+            *phase_memory_parts(self),
+            *adapter_parts(self),
+            *compiled_parts(self),
+        ]
         self.parts, self.probe_dataset = [*own, *self.own_parts(), *parts], probe_dataset
         check_parts(self.parts)
         self.preemption = agree_on_preemption(self)
@@ -572,7 +579,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         super().log(logs, *args, **kwargs)
 
     def _show_real_weights(self) -> None:
-        self.run.call("before_export")
+        self.run.before_export()
 
     def evaluate(self, *args, **kwargs):
         self._show_real_weights()

@@ -75,6 +75,8 @@ SLOWEST_FIRST = (
 )
 """Files that take 15 seconds of a processor and more."""
 LENGTH = 32
+TIMES = ("seconds_by_phase", "tokens_per_second")
+"""Values of the summary that no two runs have in common."""
 HERE = Path(__file__).parent
 
 

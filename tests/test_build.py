@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import config_values, tiny_model
+from rig.trainers import train
 from transformers import TrainingArguments
 from trl import DPOConfig, SFTConfig
 
@@ -35,6 +36,17 @@ def test_rescue_respects_a_learning_rate_that_was_chosen(tmp_path):
 def test_a_plain_config_does_not_tell_whether_its_rate_was_written(tmp_path, config):
     for given in ({}, {"learning_rate": 1e-4}):
         assert not chooses_rate(config(str(tmp_path), use_cpu=True, bf16=False, **given), HybridArguments())
+
+
+def test_the_advice_where_the_host_is_the_limit_is_one_that_helps(tmp_path):
+    found = {}
+    for name, options in {"resident": {}, "streamed": {"memory": "stream", "enable_predict": False}}.items():
+        found[name] = train(tmp_path / name, samples=8, max_steps=1, **options).run.speed.advice
+    assert found["streamed"] is None, "the bus may be the limit"
+    sentence = (
+        "A larger `per_device_train_batch_size` or `torch_compile=True` gives the host less to do for each token."
+    )
+    assert found["resident"] == sentence
 
 
 @pytest.mark.parametrize(

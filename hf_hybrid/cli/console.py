@@ -278,6 +278,12 @@ def print_end(trainer: Any, trained: dict[str, Any], metrics: dict[str, Any]) ->
         print_fact("eval", text)
     if (scale := summary.get("learning_rate_scale", 1.0)) != 1.0:
         print_fact("rate", f"auto_lr multiplied the scheduled rate by {scale:.3g} at the end")
+    if per_second := summary["tokens_per_second"]:
+        print_fact("speed", f"{per_second:,.0f} tokens/s")
+    if summary["speed_hint"]:
+        print_fact("", summary["speed_hint"])
+    elif share := summary["device_share"]:
+        print_fact("" if per_second else "speed", f"the device computed in {share:.0%} of the time")
     if text := _saved_work(summary):
         print_fact("saved", text)
     if summary.get("leaps_made"):

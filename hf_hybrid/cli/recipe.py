@@ -93,10 +93,11 @@ def run(name: str, arguments: Sequence[str]) -> int:
             from hf_hybrid.machine import use_one_gpu
 
             use_one_gpu()
+        from hf_hybrid.run.record import HOST_IS_LIMIT
         from hf_hybrid.run.run import NO_LEAPS
 
-        # The message about leaps would confuse users who fine-tune.
-        with console.speaking(unsaid=() if command is TRAIN else (NO_LEAPS,)):
+        # The message about leaps would confuse users who fine-tune. The other one is said at the end.
+        with console.speaking(unsaid=(HOST_IS_LIMIT,) if command is TRAIN else (HOST_IS_LIMIT, NO_LEAPS)):
             return train(line)
     except (OptionError, ImportError) as error:  # an ImportError: of TRL, with how to install it
         return complain(error, command.program)

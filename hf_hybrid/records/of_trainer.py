@@ -44,6 +44,12 @@ class ReportingMixin(Trainer):
         the same of the held-out loss in `held_out`), or `None`; `recomputed_layers` counts those that
         `activation_checkpointing="auto"` chose; `resumed` says what a checkpoint brought back and what not, or `None`;
         `failed_savings` lists savings that are off because of an exception, each with it.
+
+        Every run has `tokens_per_second`, `device_share` and `speed_hint`, since it was started or resumed. Tokens are
+        those without padding, of this process until the training ends and then of all. Seconds are those of training
+        steps, with the wait for batches, without evaluating, saving and pushing. `device_share` is the share of them in
+        which kernels ran on the GPU, by samples of its driver. `speed_hint` says what to do if the host is the limit.
+        Each is `None` where it is not known.
         """
         failed = list(dict.fromkeys(why for part in self.parts for why in part.failed))
         own = {"memory": self.memory_summary(), "resumed": self.saver.report, "failed_savings": failed}

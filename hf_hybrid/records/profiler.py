@@ -33,7 +33,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from hf_hybrid import machine
-from hf_hybrid.machine import DeviceMemory, DriverMemory
+from hf_hybrid.machine import DeviceMemory, Driver
 from hf_hybrid.optimizers import inner_optimizer
 from hf_hybrid.plan.accounting import ByteTable, measure_held, storage_address
 from hf_hybrid.records.log import PROFILE, LogFile, load_log
@@ -89,7 +89,7 @@ class MemoryProbes:
 
     def __init__(self, device: torch.device):
         self.device = DeviceMemory.of(device)
-        self.driver = DriverMemory(device) if device.type == "cuda" else None
+        self.driver = Driver(device) if device.type == "cuda" else None
         self.host = HostMemory()
 
     def read(self, *, with_driver: bool = True) -> dict[str, Any]:

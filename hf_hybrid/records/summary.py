@@ -157,6 +157,12 @@ class HybridSummary(dict):
         if self.get("out_of_memory"):
             rows.append(("recovered from out of memory", f"{len(self['out_of_memory'])} x"))
         rows += self.savings_rows()
+        if (per_second := number(self.get("tokens_per_second"))) is not None:
+            rows.append(("tokens per second", format_number(per_second)))
+        if (share := number(self.get("device_share"))) is not None:
+            rows.append(("time in which the device computed", f"{share:.0%}"))
+        if self.get("speed_hint"):
+            rows.append(("hint", str(self["speed_hint"])))
         forecast = self.get("forecast") or {}
         for name, end in (("final loss", forecast), ("final eval loss", forecast.get("held_out"))):
             if end:

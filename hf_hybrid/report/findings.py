@@ -65,6 +65,8 @@ def _notes(run: Run) -> list[str]:
     scale = number(run.record.get("learning_rate_scale"))
     if scale not in (None, 1.0):
         notes.append(f"The run set the learning rate itself: it ended at {scale:.3g} times the scheduled rate.")
+    if hint := run.record.get("speed_hint"):
+        notes.append(str(hint))
     longest = max((len(row.points) for row in series_of(run)), default=0)
     for count, what in (
         (longest, "points of a series"),

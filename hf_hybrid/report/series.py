@@ -116,6 +116,10 @@ def speed(run: Run) -> dict | None:
     intervals = _intervals(run)
     counted = next(filter(None, map(run.series, _TOKENS)), [])
     tokens = counted[-1][1] if counted else None
+    if (value := number(run.record.get("tokens_per_second"))) is not None:
+        share = number(run.record.get("device_share"))
+        computed = "" if share is None else f"; the device computed in {100 * share:.0f} % of the time"
+        return {"value": value, "tokens": tokens, "source": f"without evaluation and saving{computed}"}
     if intervals:
         value = sum(tokens for _, tokens, _ in intervals) / sum(seconds for *_, seconds in intervals)
         return {"value": value, "tokens": tokens, "source": "log, with evaluation and saving"}

@@ -11,17 +11,26 @@ that mask.
                                                       1 1 1 1   1 .
                                                       1 1 1 1   1 1
 
-**One call or several.** On a GPU with flash attention all segments go through one call of torch's `varlen_attn`, whose
-sequences of queries and of keys may differ in length. Elsewhere there is one call of `scaled_dot_product_attention` per
-segment. `varlen_attn` needs a GPU: it ran on one H200 with torch 2.11. A test gives its arguments to a plain reference
-that has the signatures of 2.11 and of 2.12. It has no dropout. So attention with dropout, where rows share nothing, is
-computed segment by segment.
+**Which kernel.** Flash attention takes all segments in one call, as sequences whose queries and keys differ in length:
+the model's own (`flash_attention_2`, ...) if it has one, else torch's `varlen_attn` on a GPU in 16 bits. Elsewhere
+there is one call of `scaled_dot_product_attention` per segment. `varlen_attn` ran on one H200 with torch 2.11; in the
+tests plain references with the signatures of 2.11 and of 2.12 stand in for it. It has no dropout. So attention with
+dropout, where rows share nothing, is computed segment by segment.
+
+**Caps and sinks.** `scaled_dot_product_attention` can neither cap its scores (Gemma 2) nor add a sink to its sums
+(gpt-oss). On a GPU `flex_attention` computes such layers in one call; a token sees those before it whose subtree it
+stands in. That needs a GPU, and has not run on one. Elsewhere [`_tree_attention`] computes segment by segment, with a
+gradient of its own.
+
+**Compiled layers.** What a compiled layer reads of an object becomes a guard: another value compiles anew. Of a
+[`Layout`] it reads tensors, and numbers that count as dynamic. What would read more is hidden in an operator of torch
+(`hf_hybrid::tree_attention`), which gets the number of a layout and looks it up.
 
 **How it gets into a model.** [`tree_attention`] registers an attention with transformers' `AttentionInterface`, beside
 the one that the model has, and a config names the one to use. A model passes arguments of its forward on to every
-attention, so the segments travel as the argument `tree_segments`, as plain numbers. That works in recomputed layers, in
-layers that are streamed, and on the threads of the backward pass, where a global variable would be another one. Without
-segments the model's own attention computes, with its own mask, so other batches may go through the model meanwhile.
+attention, so the layout travels as the argument `tree_layout`. That works in recomputed layers, in layers that are
+streamed, and on the threads of the backward pass, where a global variable would be another one. Without a layout the
+model's own attention computes, with its own mask, so other batches may go through the model meanwhile.
 
 **The mask.** A model that is given a mask of four dimensions makes none. [`no_mask`] is one that nothing can be
 computed with: should a tree ever reach the model's own attention, it raises an error.
@@ -31,10 +40,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -43,18 +54,12 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_hybrid.compat import varlen_attention
+from hf_hybrid.compat import options_for_fewer_heads
 from hf_hybrid.rows.tree import Segment
 
-ARGUMENT = "tree_segments"
-"""Argument of a model's forward that holds the segments."""
+ARGUMENT = "tree_layout"
+"""Argument of a model's forward that holds the [`Layout`]."""
 PREFIX = "hf_hybrid_tree_or_"
-NOT_IN_A_TREE = {
-    "softcap": "its attention caps its scores",
-    "s_aux": "its attention has sinks",
-    "position_bias": "its attention has a bias by position",
-}
-"""Arguments of an attention that a tree does not take, and what they are."""
 MOST_KEYS_IN_FLOAT32 = 512
 """
 Up to so many keys, a CPU attends faster in fp32 than in 16 bits. For 9 heads of size 64 its backward pass takes 1.9
@@ -71,7 +76,7 @@ def tree_attention(own: str) -> str:
     """
     Register the attention of trees for models whose own attention is `own`, and return the name for their configs.
 
-    Without `tree_segments` it is `own`, mask and all.
+    Without a `tree_layout` it is `own`, mask and all.
     """
     if own.startswith(PREFIX):
         return own
@@ -98,6 +103,16 @@ def no_mask(device: torch.device) -> Tensor:
     return torch.zeros(1, 1, 0, 0, device=device)
 
 
+class _Instead:
+    """An object with other values of some attributes."""
+
+    def __init__(self, of: Any, **values: Any):
+        vars(self).update(values, _of=of)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+
 def attend(
     own: str,
     module: nn.Module,
@@ -108,76 +123,193 @@ def attend(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    tree_segments: tuple[Segment, ...] | None = None,
+    tree_layout: Layout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """
     Compute the attention of a flat row, with the arguments that transformers gives.
 
-    `own` names the model's own attention. It computes where there are no `tree_segments`, and where no rows share and
-    it is flash attention, which takes rows without padding. Where rows share, `dropout` must be 0. Queries, keys and
-    values are `[1, heads, slots, size]`. Returns the outputs, `[1, slots, heads, size]`, and no weights.
+    `own` names the model's own attention. It computes where there is no `tree_layout`, and if it is flash attention,
+    in trees too. Where rows share, `dropout` must be 0. Queries, keys and values are `[1, heads, slots, size]`. Returns
+    the outputs, `[1, slots, heads, size]`, and no weights.
 
     Raises:
         CannotAttendError: If the layer asks for more than a tree has.
     """
-    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    compute: Any = ALL_ATTENTION_FUNCTIONS.get_interface(own, eager)
-    if tree_segments is None:
+    layout, window = tree_layout, kwargs.get("sliding_window")
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    plain, compiling = softcap is None and sinks is None, torch.compiler.is_compiling()
+    flash = "flash" in own and not (layout is not None and plain and compiling)
+    if layout is None or flash:
+        eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        compute: Any = ALL_ATTENTION_FUNCTIONS.get_interface(own, eager)
+        if flash:  # it looks for its kernels by the name in the config
+            module: Any = _Instead(module, config=_Instead(module.config, _attn_implementation=own))
+    if layout is None:
         return compute(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    layout, window = layout_of(tree_segments, query.device), kwargs.get("sliding_window")
-    obstacles = [obstacle for name, obstacle in NOT_IN_A_TREE.items() if kwargs.get(name) is not None]
-    if dropout and layout.shares:
-        obstacles.append("its attention has dropout")
+    if kwargs.get("position_bias") is not None:
+        raise CannotAttendError("its attention has a bias by position")
+    if dropout and (layout.shares or not plain or compiling):
+        raise CannotAttendError("its attention has dropout")
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
-        obstacles.append("its attention is not causal")
-    if obstacles:
-        raise CannotAttendError(obstacles[0])
+        raise CannotAttendError("its attention is not causal")
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    in_float32 = kind == "cpu" and dtype in FLASH_DTYPES and layout.most_keys <= MOST_KEYS_IN_FLOAT32
+    in_float32 = kind == "cpu" and dtype in FLASH_DTYPES and plain and layout.most_keys <= MOST_KEYS_IN_FLOAT32
     query, key, value = (tensor.to(torch.float32 if in_float32 else dtype) for tensor in (query, key, value))
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     with torch.autocast(kind, enabled=False):
-        if "flash" in own and not layout.shares:
-            _, ends, _, longest, _ = layout.gathered
-            lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-            options = {"scaling": scaling, "dropout": dropout, **kwargs, **lengths}
-            output = compute(module, query, key, value, None, **options)[0]
-        elif not dropout and layout.flashes(query, key, value):  # `varlen_attn` has no dropout
+        if flash:
+            options = {**kwargs, **layout.lengths(), "scaling": scaling, "dropout": dropout}
+            keys, values = layout.gather(key, 2), layout.gather(value, 2)
+            output = compute(module, query, keys, values, None, **options)[0]
+        elif plain and not dropout and layout.flashes(query, key, value):
             output = layout.in_one_call(query, key, value, scaling, window)
+        elif kind == "cuda" and not plain:
+            output = layout.by_flex(query, key, value, scaling, window, softcap, sinks)
+        elif compiling or not plain:
+            output = _tree_attention(query, key, value, sinks, layout.number, scaling, window, softcap)
         else:
-            groups = query.shape[1] // key.shape[1]
-            key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-            options = {"scale": scaling, "dropout_p": dropout}
-            parts = [layout.segment(segment, query, key, value, window, options) for segment in tree_segments]
-            output = torch.cat(parts, 2).transpose(1, 2)
+            output = layout.by_segment(query, key, value, scaling, window, dropout)
     return output.to(dtype), None
 
 
 class Layout:
-    """What the attentions of all layers need of the segments of a flat row, made once."""
+    """
+    What the attentions of all layers need of the segments of a flat row, made once.
 
-    def __init__(self, segments: tuple[Segment, ...], device: torch.device):
+    `tensors` are those of [`tensors_of`] on the device; without them they are made when they are needed.
+    """
+
+    holds_no_activations = True
+    """Layers may get it in a walk of micro-batches (streaming/walk.py)."""
+    _numbers = itertools.count(2)  # a compiler makes a constant of 0 and 1
+    known: dict[int, Layout] = {}
+    """Layouts by number. Whoever computes with one forgets it afterwards: `known.clear()`."""
+
+    def __init__(self, segments: tuple[Segment, ...], device: torch.device, tensors: Sequence[Tensor] | None = None):
         self.segments, self.device = segments, device
+        self.most_queries = max(segment.end - segment.begin for segment in segments)
         self.most_keys = max(segment.keys for segment in segments)
         self.shares = any(segment.path for segment in segments)
+        self.on_flash = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
         self._masks: dict[tuple, Tensor] = {}
+        if tensors is not None or device.type != "cpu":
+            self._keep(tensors_of(segments) if tensors is None else tensors)
+        self.number = next(self._numbers)
+        self.known[self.number] = self
 
-    def segment(
-        self, segment: Segment, query: Tensor, key: Tensor, value: Tensor, window: int | None, options: dict[str, Any]
+    def _keep(self, tensors: Sequence[Tensor]) -> None:
+        keys, of_queries, of_keys = (tensor.to(self.device, non_blocking=True) for tensor in tensors)
+        self.keys, self.of_queries, self.of_keys = keys, of_queries.int(), of_keys.int()
+        self.for_fewer_heads = options_for_fewer_heads()
+
+    # By flash attention.
+
+    def lengths(self) -> dict[str, Any]:
+        """Return what transformers' flash attention takes: where the queries and keys of each segment end."""
+        lengths = {"max_length_q": self.most_queries, "max_length_k": self.most_keys}
+        return {**lengths, "cu_seq_lens_q": self.of_queries, "cu_seq_lens_k": self.of_keys}
+
+    def gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """
+        Return the keys or values of all segments, one path after the other; where no rows share, they stand so already.
+
+        Indexing with a tensor adds up its gradient in a fixed order, on a GPU too.
+        """
+        gathers = torch.compiler.is_compiling() or self.shares  # compiled layers have one way
+        return tensor[(slice(None),) * dim + (self.keys,)] if gathers else tensor
+
+    def flashes(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether one call of flash attention can do it: on a GPU that has it, in 16 bits, with heads of one size."""
+        same_size = query.shape[-1] == key.shape[-1] == value.shape[-1] <= MOST_HEAD_SIZE
+        return self.on_flash and query.dtype in FLASH_DTYPES and same_size
+
+    def in_one_call(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+        """Return the outputs of all segments, `[1, slots, heads, size]`, by one call of `varlen_attn`."""
+        from torch.nn.attention import varlen
+
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        keys, values = self.gather(key, 0), self.gather(value, 0)
+        output: Any = varlen.varlen_attn(
+            query, keys, values, self.of_queries, self.of_keys, self.most_queries, self.most_keys,
+            scale=scaling, window_size=(-1 if window is None else window - 1, 0),
+            **(self.for_fewer_heads if query.shape[1] != key.shape[1] else {}),
+        )  # fmt: skip
+        return output[None]
+
+    # By flex attention.
+
+    @torch.compiler.disable
+    def by_flex(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
-        """Return the outputs of a segment, `[1, heads, slots of the segment, size]`; `options` of torch's function."""
-        own = slice(segment.begin, segment.end)
-        query, length = query[:, :, own], segment.end - segment.begin
-        if not segment.path and (window is None or length <= window):
-            key, value = key[:, :, own], value[:, :, own]
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
-        spans = [slice(begin, end) for begin, end in segment.path] + [own]
-        key, value = (torch.cat([tensor[:, :, span] for span in spans], 2) for tensor in (key, value))
-        mask = self._mask(length, segment.keys, query.dtype, window)
-        return F.scaled_dot_product_attention(query, key, value, mask, **options)
+        """Return the outputs of all segments, `[1, slots, heads, size]`, by one call of `flex_attention`."""
+        from torch.nn.attention.flex_attention import AuxRequest
 
-    def _mask(self, queries: int, keys: int, dtype: torch.dtype, window: int | None) -> Tensor:
+        flex = _flex_attention(query.device.type)[0]
+        options = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+        if softcap is not None:
+            options["score_mod"] = _capped(softcap)
+        if sinks is None:
+            return flex(query, key, value, block_mask=self._block_mask(window), **options).transpose(1, 2)
+        asked = AuxRequest(lse=True)
+        output, aux = flex(query, key, value, block_mask=self._block_mask(window), return_aux=asked, **options)
+        share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[:, None])  # of the keys, beside the sink
+        return (output * share[..., None]).to(value.dtype).transpose(1, 2)
+
+    def _block_mask(self, window: int | None) -> Any:
+        """Return which blocks of slots see which; layers share it."""
+        if ("flex", window) not in self._masks:
+            slots = self.segments[-1].end
+            parts = torch.from_numpy(np.stack(self._subtrees())).to(self.device, non_blocking=True)
+            self._masks["flex", window] = _flex_attention(self.device.type)[1](
+                _visible(*parts, window), None, None, slots, slots, device=self.device
+            )
+        return self._masks["flex", window]
+
+    def _subtrees(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return for each slot where the subtree of its segment ends, and its distance from the root: `[slots]`."""
+        ends = {}
+        for segment in self.segments:
+            ends[segment.begin] = segment.end
+            ends.update((begin, segment.end) for begin, _ in segment.path)
+        lengths = [segment.end - segment.begin for segment in self.segments]
+        depths = [np.arange(segment.keys - length, segment.keys) for segment, length in zip(self.segments, lengths)]
+        return np.repeat([ends[segment.begin] for segment in self.segments], lengths), np.concatenate(depths)
+
+    # Segment by segment.
+
+    def by_segment(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, dropout: float
+    ) -> Tensor:
+        """Return the outputs of all segments, `[1, slots, heads, size]`, by torch's function for each."""
+        groups, outputs = query.shape[1] // key.shape[1], []
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        for segment in self.segments:
+            own, length = slice(segment.begin, segment.end), segment.end - segment.begin
+            if not segment.path and (window is None or length <= window):
+                keys, values, mask = key[:, :, own], value[:, :, own], None
+            else:
+                keys, values = (
+                    torch.cat([tensor[:, :, span] for span in spans_of(segment)], 2) for tensor in (key, value)
+                )
+                mask = self.mask(length, segment.keys, query.dtype, window)
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    query[:, :, own], keys, values, mask, dropout, is_causal=mask is None, scale=scaling
+                )
+            )
+        return torch.cat(outputs, 2).transpose(1, 2)
+
+    def mask(self, queries: int, keys: int, dtype: torch.dtype, window: int | None) -> Tensor:
         """Return what is added to the scores, `[queries, keys]`. Layers share it: the backward pass keeps it."""
         window = None if window is None or window >= keys else window
         known = (queries, keys, dtype, window)
@@ -190,46 +322,155 @@ class Layout:
             )
         return self._masks[known]
 
-    def flashes(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Whether one call of flash attention can do it: on a GPU that has it, in 16 bits, with heads of one size."""
-        return (
-            query.device.type == "cuda"
-            and query.dtype in FLASH_DTYPES
-            and query.shape[-1] == key.shape[-1] == value.shape[-1] <= MOST_HEAD_SIZE
-            and torch.cuda.get_device_capability(query.device) >= (8, 0)
-        )
 
-    @functools.cached_property
-    def gathered(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
-        """
-        Slots of the keys of all segments, one path after the other; where the queries and the keys of each segment end,
-        from 0 on; the most queries and the most keys of a segment.
-        """
-        index, ends = [], [(0, 0)]
-        for segment in self.segments:
-            for begin, end in (*segment.path, (segment.begin, segment.end)):
-                index.append(torch.arange(begin, end))
-            ends.append((segment.end, ends[-1][1] + segment.keys))
-        keys = torch.cat(index).to(self.device, non_blocking=True)
-        of_queries, of_keys = torch.tensor(ends, dtype=torch.int32).t().contiguous().to(self.device, non_blocking=True)
-        longest = max(segment.end - segment.begin for segment in self.segments)
-        return keys, of_queries, of_keys, longest, self.most_keys
-
-    def in_one_call(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
-    ) -> Tensor:
-        """Return the outputs of all segments, `[1, slots, heads, size]`, by one call of `varlen_attn`."""
-        keys, of_queries, of_keys, most_queries, most_keys = self.gathered
-        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        back = -1 if window is None else window - 1
-        output = varlen_attention(
-            query, key[keys], value[keys], of_queries, of_keys, most_queries, most_keys,
-            scale=scaling, window_size=(back, 0),
-        )  # fmt: skip
-        return output[None]
+def spans_of(segment: Segment) -> list[slice]:
+    """Return the slots of the keys of a segment: those of its path, and its own."""
+    return [slice(begin, end) for begin, end in (*segment.path, (segment.begin, segment.end))]
 
 
-@functools.lru_cache(maxsize=64)
-def layout_of(segments: tuple[Segment, ...], device: torch.device) -> Layout:
-    """Return the layout of a flat row. Whoever computes with it forgets it afterwards: `layout_of.cache_clear()`."""
-    return Layout(segments, device)
+def tensors_of(segments: Sequence[Segment]) -> list[Tensor]:
+    """
+    Return what flash attention needs of some segments, on the host: the slots of the keys of all, one path after the
+    other; where the queries, and where the keys of each segment end, from 0 on: both `[segments + 1]`.
+    """
+    keys = np.concatenate([np.arange(span.start, span.stop) for segment in segments for span in spans_of(segment)])
+    of_queries = np.array([0, *(segment.end for segment in segments)])
+    of_keys = np.array([0, *itertools.accumulate(segment.keys for segment in segments)])
+    return [torch.from_numpy(array) for array in (keys, of_queries, of_keys)]
+
+
+@functools.cache
+def _flex_attention(kind: str) -> tuple[Any, Any]:
+    """Return `flex_attention` and what makes its masks. A GPU needs them compiled, once for all lengths."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if kind != "cuda":
+        return flex_attention, create_block_mask
+    return torch.compile(flex_attention, dynamic=True), torch.compile(create_block_mask, dynamic=True)
+
+
+@functools.cache
+def _capped(softcap: float) -> Any:
+    return lambda score, batch, head, query, key: softcap * torch.tanh(score / softcap)
+
+
+def _visible(ends: Tensor, depths: Tensor, window: int | None) -> Any:
+    """Return flex attention's question: may a slot see another? Both tensors are of [`Layout._subtrees`]."""
+
+    def below(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < ends[key])
+
+    if window is None:
+        return below
+    return lambda batch, head, query, key: below(batch, head, query, key) & (depths[query] - depths[key] < window)
+
+
+# The operator. Its gradient is written out: inside of an operator there is no autograd.
+
+
+def _weights(
+    query: Tensor, keys: Tensor, mask: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """
+    Return the weights of the keys of a segment, `[heads, queries, keys]`, the slope of the cap at each score, and the
+    weight of the sink, `[heads, queries, 1]`, if there is one. All are in fp32 at least.
+    """
+    scores = (query @ keys.transpose(1, 2)).to(mask.dtype) * scaling
+    slope = torch.ones_like(scores[:1, :1, :1])
+    if softcap is not None:
+        scores = (scores / softcap).tanh_()
+        slope, scores = 1 - scores.square(), scores * softcap
+    scores = scores + mask
+    if sinks is None:
+        return scores.softmax(-1), slope, None
+    sink = sinks.to(mask.dtype)[:, None, None].expand(*scores.shape[:2], 1)
+    weights = torch.cat([scores, sink], -1).softmax(-1)
+    return weights[..., :-1], slope, weights[..., -1:]
+
+
+def _segments(query: Tensor, key: Tensor, value: Tensor, number: int, window: int | None) -> Generator[Any]:
+    """Give each segment's slots, the slots of its keys, its queries, keys and values, `[heads, ...]`, and its mask."""
+    layout, groups = Layout.known[number], query.shape[1] // key.shape[1]
+    exact = torch.promote_types(query.dtype, torch.float32)
+    for segment in layout.segments:
+        own, spans = slice(segment.begin, segment.end), spans_of(segment)
+        keys, values = (torch.cat([t[0, :, span] for span in spans], 1) for t in (key, value))
+        keys, values = (tensor.repeat_interleave(groups, 0) for tensor in (keys, values))
+        yield own, spans, query[0, :, own], keys, values, layout.mask(own.stop - own.start, segment.keys, exact, window)
+
+
+@torch.library.custom_op("hf_hybrid::tree_attention", mutates_args=())
+def _tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    number: int,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Compute the attention of the layout of a number, segment by segment; see [`attend`]."""
+    outputs = []
+    for _, _, queries, keys, values, mask in _segments(query, key, value, number, window):
+        weights, _, _ = _weights(queries, keys, mask, scaling, softcap, sinks)
+        outputs.append((weights.to(values.dtype) @ values).transpose(0, 1))
+    return torch.cat(outputs)[None]
+
+
+@torch.library.custom_op("hf_hybrid::tree_attention_backward", mutates_args=())
+def _tree_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    number: int,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys, values and sinks."""
+    exact = torch.promote_types(query.dtype, torch.float32)
+    of_query, of_key, of_value = (t.new_zeros(t.shape, dtype=exact) for t in (query, key, value))
+    of_sinks = query.new_zeros(query.shape[1], dtype=exact)
+    for own, spans, queries, keys, values, mask in _segments(query, key, value, number, window):
+        weights, slope, sink = _weights(queries, keys, mask, scaling, softcap, sinks)
+        of_output = grad[0, own].transpose(0, 1)
+        of_weights = (of_output @ values.transpose(1, 2)).to(exact)
+        mean = (of_weights * weights).sum(-1, keepdim=True)
+        of_scores = (weights * (of_weights - mean) * slope * scaling).to(queries.dtype)
+        if sink is not None:
+            of_sinks -= (sink * mean).sum((1, 2))
+        of_query[0, :, own] = (of_scores @ keys).to(exact)
+        shares = of_scores.transpose(1, 2) @ queries, weights.to(values.dtype).transpose(1, 2) @ of_output
+        for total, share in zip((of_key, of_value), shares, strict=True):
+            share = share.to(exact).unflatten(0, (key.shape[1], -1)).sum(1)  # of the heads that read the same keys
+            for span, part in zip(spans, share.split([span.stop - span.start for span in spans], 1), strict=True):
+                total[0, :, span] += part
+    return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_sinks
+
+
+@_tree_attention.register_fake
+def _(query, key, value, sinks, number, scaling, window, softcap):
+    return value.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+@_tree_attention_backward.register_fake
+def _(grad, query, key, value, sinks, number, scaling, window, softcap):
+    exact = torch.promote_types(query.dtype, torch.float32)
+    return *(t.new_empty(t.shape) for t in (query, key, value)), query.new_empty(query.shape[1], dtype=exact)
+
+
+def _keep(ctx, inputs, output):
+    *tensors, ctx.number, ctx.scaling, ctx.window, ctx.softcap = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients(ctx, grad):
+    tensors, numbers = ctx.saved_tensors, (ctx.number, ctx.scaling, ctx.window, ctx.softcap)
+    *gradients, of_sinks = _tree_attention_backward(grad, *tensors, *numbers)
+    return *gradients, None if tensors[3] is None else of_sinks.to(tensors[3].dtype), None, None, None, None
+
+
+_tree_attention.register_autograd(_gradients, setup_context=_keep)

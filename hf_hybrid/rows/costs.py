@@ -3,10 +3,15 @@ Is it worth it? What a model computes for padded rows, and for trees.
 
 Linear layers cost the same per token, attention per pair of tokens, and the head per scored token. [`Costs`] counts all
 three. If less than 5 % is saved the padded batch is computed, to the last bit as plain `Trainer` does.
+
+On a GPU the host launches the same kernels for a micro-batch of any size. One more micro-batch costs no time if each
+keeps the device busy for longer than that, [`BUSY`], and a small one holds less memory.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hf_hybrid.rows.tree import Batch, Tree
@@ -14,6 +19,13 @@ from hf_hybrid.streaming.layers import base_model
 
 WORTH = 0.95
 """Padded rows are exchanged for trees that cost less than this share of them."""
+BUSY = 1.6e12
+"""
+Operations of one layer, in the forward and the backward pass of a micro-batch, after which a fast GPU has computed for
+as long as its host launched: 400 TFLOP/s for 4 ms, which is 30 us for each of the 130 kernels of a layer with adapters.
+It lies between what was measured (`benchmarks/gpu`, instructions): at 1B a micro-batch has 0.6e12 and the host is the
+limit, at 8B it has 2.2e12 and the device is.
+"""
 
 
 def share_saved(tree: Tree) -> float:
@@ -22,11 +34,13 @@ def share_saved(tree: Tree) -> float:
 
 
 class Costs(NamedTuple):
-    """Operations of a forward pass; the backward pass has about twice as many."""
+    """Operations of a forward pass; the backward pass has about twice as many, or as many where weights are frozen."""
 
     token: float  # per token, in linear layers without the head
     pair: float  # per pair of tokens, in attention
     scored: float  # per token that the head scores
+    layers: int = 1
+    passes: float = 3.0  # operations of forward and backward pass, as a multiple of those of the forward pass
 
     @classmethod
     def of(cls, model: Any) -> Costs:
@@ -36,10 +50,16 @@ class Costs(NamedTuple):
         for table in (base.get_input_embeddings(), base.get_output_embeddings()):
             if table is not None:
                 tables[id(table.weight)] = table.weight.numel()
-        weights = sum(parameter.numel() for parameter in model.parameters()) - sum(tables.values())
-        heads = config.num_attention_heads
+        weights = trained = 0.0
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in tables:
+                packed = getattr(parameter, "quant_state", None) or parameter  # two weights in a byte
+                count = math.prod(packed.shape) * (_share_of_experts(config) if ".experts." in name else 1.0)
+                weights, trained = weights + count, trained + count * parameter.requires_grad
+        heads, layers = config.num_attention_heads, config.num_hidden_layers
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return cls(2.0 * weights, 4.0 * config.num_hidden_layers * heads * size, 2.0 * max(tables.values()))
+        passes = 2.0 + trained / weights
+        return cls(2.0 * weights, 4.0 * layers * heads * size, 2.0 * max(tables.values()), layers, passes)
 
     def padded(self, batch: Batch, *, compact: bool) -> float:
         """Return the operations of a padded batch, whose head scores every token unless it is `compact`."""
@@ -49,5 +69,19 @@ class Costs(NamedTuple):
 
     def tree(self, tree: Tree) -> float:
         """Return the operations of a tree, each label counted once per row."""
-        pairs = sum(segment.pairs for segment in tree.segments)
-        return tree.size * self.token + pairs * self.pair + tree.labels * self.scored
+        return self._layers(tree) + tree.labels * self.scored
+
+    def keep_busy(self, trees: Sequence[Tree]) -> bool:
+        """Whether a GPU computes micro-batches of such trees for longer than the host launches them."""
+        return self.passes * sum(map(self._layers, trees)) > BUSY * self.layers * len(trees)
+
+    def _layers(self, tree: Tree) -> float:
+        """Return the operations of a tree without the head."""
+        return tree.size * self.token + sum(segment.pairs for segment in tree.segments) * self.pair
+
+
+def _share_of_experts(config: Any) -> float:
+    """Return the share of a layer's experts that compute a token."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    counts = [getattr(config, name) for name in names if getattr(config, name, None)]
+    return getattr(config, "num_experts_per_tok", counts[0]) / counts[0] if counts else 1.0

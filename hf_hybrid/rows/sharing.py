@@ -46,16 +46,36 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from accelerate.utils import is_compiled_module
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_hybrid.part import Part, Step
 from hf_hybrid.recovery import is_out_of_memory
-from hf_hybrid.rows.attention import ARGUMENT, CannotAttendError, attention, layout_of, no_mask, tree_attention
+from hf_hybrid.rows.attention import (
+    ARGUMENT,
+    CannotAttendError,
+    Layout,
+    attention,
+    no_mask,
+    tensors_of,
+    tree_attention,
+)
 from hf_hybrid.rows.comparison import TOLERANCES, difference, sample
 from hf_hybrid.rows.costs import WORTH, Costs, share_saved
 from hf_hybrid.rows.randomness import Drawn, drawn_numbers
-from hf_hybrid.rows.tree import IGNORED, Batch, Row, Rows, Segment, Targets, Tree, divide, labels_of, on_host, padded
+from hf_hybrid.rows.tree import (
+    IGNORED,
+    Batch,
+    Row,
+    Rows,
+    Targets,
+    Tree,
+    labels_of,
+    on_device,
+    on_host,
+    padded,
+)
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import as_before
 from hf_hybrid.streaming.layers import base_model
@@ -88,6 +108,8 @@ def obstacle_in_model(model: Model) -> str | None:
     if getattr(base, "_is_stateful", False) or stateful:
         kinds = ", ".join(sorted(stateful)) or config.model_type
         return f"it has layers with a state that runs along the row ({kinds})"
+    if is_compiled_module(model):
+        return "it is compiled as a whole"
     if base.get_decoder() is base:
         return f"`{type(base).__name__}` has no backbone that is called by itself"
     if getattr(config, "output_router_logits", False):
@@ -161,29 +183,41 @@ class FlatRow(NamedTuple):
 
     ids: Tensor  # [1, slots]
     positions: Tensor  # [1, slots]
-    segments: tuple[Segment, ...]
+    layout: Layout
     slots: Tensor  # where each target is predicted: [targets]
     tokens: Tensor  # what is predicted there: [targets]
     readers: Tensor  # the target of each label: [labels]
     places: Tensor  # [labels]
     shape: tuple[int, int]  # of the batch
+    repeats: bool  # whether a target stands once for each row that reads it; then there are no readers
 
     @classmethod
-    def of(cls, tree: Tree, batch: Batch, device: torch.device, *, repeat: bool) -> FlatRow:
-        """Lay out a tree of rows of one batch. With `repeat` a target stands once for each row that reads it."""
-        if repeat:  # nothing is read from it
-            pairs = torch.from_numpy(np.sort(labels_of(tree, [batch])[0], kind="stable"))
-            slots, tokens = pairs >> 32, pairs & 0xFFFFFFFF
+    def of(cls, tree: Tree, batch: Batch, device: torch.device, *, repeats: bool) -> FlatRow:
+        """Lay out a tree of rows of one batch."""
+        tensors = on_device(cls.on_host(tree, batch, device, repeats=repeats), device)
+        return cls.of_tensors(tree, batch, tensors, repeats=repeats)
+
+    @staticmethod
+    def on_host(tree: Tree, batch: Batch, device: torch.device, *, repeats: bool) -> list[Tensor]:
+        """Return the tensors of a flat row that will be computed on `device`."""
+        if repeats:  # nothing is read from it
+            pairs = np.sort(labels_of(tree, [batch])[0], kind="stable")
+            slots, tokens = torch.from_numpy(pairs >> 32), torch.from_numpy(pairs & 0xFFFFFFFF)
             readers = places = torch.zeros(0, dtype=torch.long)
         else:
             slots, tokens, readers, places = Targets.of(tree, [batch])
             places = places[:, 1] * (batch.ids.shape[1] - 1) + places[:, 2]
         if not len(slots):  # a loss of nothing, with a gradient of zero
             slots, tokens = torch.zeros(1, dtype=torch.long), torch.full((1,), IGNORED)
-        parts = [*tree.flat(), slots, tokens, readers, places]
-        moved = torch.cat(parts).to(device, non_blocking=True).split([len(part) for part in parts])
-        ids, positions, *targets = moved
-        return cls(ids[None], positions[None], tree.segments, *targets, (len(batch.ids), batch.ids.shape[1]))
+        of_layout = [] if device.type == "cpu" else tensors_of(tree.segments)
+        return [*tree.flat(), slots, tokens, readers, places, *of_layout]
+
+    @classmethod
+    def of_tensors(cls, tree: Tree, batch: Batch, tensors: Sequence[Tensor], *, repeats: bool) -> FlatRow:
+        """Make a flat row of what [`on_host`] returned, moved to the device."""
+        ids, positions, slots, tokens, readers, places, *of_layout = tensors
+        layout, shape = Layout(tree.segments, ids.device, of_layout or None), (len(batch.ids), batch.ids.shape[1])
+        return cls(ids[None], positions[None], layout, slots, tokens, readers, places, shape, repeats)
 
     def inputs(self) -> dict[str, Any]:
         """Return what a model takes in place of `input_ids`, `attention_mask` and `labels`."""
@@ -194,7 +228,7 @@ class FlatRow(NamedTuple):
             "labels": self.tokens[None],
             "shift_labels": self.tokens[None],
             "use_cache": False,
-            ARGUMENT: self.segments,
+            ARGUMENT: self.layout,
         }
 
     def read(self, values: Tensor) -> Tensor:
@@ -238,6 +272,15 @@ class Plan(NamedTuple):
     padded: float = 0.0  # operations of the padded rows
 
 
+@dataclass
+class Copied:
+    """A batch on the host, its tree if it was laid out, and the row of that tree if it is on the device already."""
+
+    batch: Batch
+    tree: Tree | None = None
+    row: FlatRow | None = None
+
+
 class _UnderWay(threading.local):
     """The forward pass of this thread: the micro-batches of a window may go through a model on several."""
 
@@ -269,18 +312,23 @@ class SharedRows(Part):
         reason_plain: str | None = None,
         half_precision: bool = False,
         may_compare: bool = True,
+        compiles: bool = False,
     ):
         self.off, self.reason_plain, self.half_precision = off, reason_plain, half_precision
-        self.may_compare = may_compare
+        self.may_compare, self.compiles = may_compare, compiles
+        self.worth = float("inf") if compiles else WORTH
+        """Rows are exchanged for trees that cost less than this share of them; compiled layers get no other shape."""
         self.fallbacks = Fallbacks("Rows are computed padded, each for itself (`share_rows`)")
         self.shares_nothing = Fallbacks("Padding is left out, but no shared prefix (`share_rows`)")
         self.counts: Counter[str] = Counter()
         """Those of the run, once it begins."""
         self._facts: weakref.WeakKeyDictionary[nn.Module, ModelFacts] = weakref.WeakKeyDictionary()
         self._copied: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """Batches on the host, and their trees if they were laid out, by the tensor that they are known by."""
+        """[`Copied`] of batches, by the tensor that they are known by."""
         self._computed: Tensor | None = None
         self._opened: dict[nn.Module, contextlib.ExitStack] = {}
+        self._layouts: list[Layout] = []
+        """Those that are known, for the backward passes that follow."""
         self._backward_follows = False
         self._under_way = _UnderWay()
         self._is_counting, self._said_drawn = True, False
@@ -325,6 +373,9 @@ class SharedRows(Part):
                 self._close(before)
 
     def _open(self, model: nn.Module) -> None:
+        inside: Any = getattr(model, "_orig_mod", None)
+        if inside is not None and model.forward == inside.__call__:
+            model = inside  # its layers are compiled (compiled.py), not the model as a whole
         if self.off or model in self._opened:
             return
         self._opened[model] = stack = contextlib.ExitStack()
@@ -337,12 +388,18 @@ class SharedRows(Part):
         for model in [model for model in reversed(self._opened) if model not in but]:
             self._opened.pop(model).close()
         if not self._opened:
-            layout_of.cache_clear()
+            for layout in self._layouts:
+                Layout.known.pop(layout.number, None)
+            self._layouts.clear()
 
     def _in_trees(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Context in which a model attends along paths where it gets a tree, and as it is elsewhere."""
         config = self.facts_of(model).base.config
         return attention(config, tree_attention(config._attn_implementation or "eager"))
+
+    def _eager(self) -> contextlib.AbstractContextManager[Any]:
+        """Context in which compiled layers run as they are: what runs once does not pay for a compilation."""
+        return torch.compiler.set_stance("force_eager") if self.compiles else contextlib.nullcontext()
 
     # A run.
 
@@ -385,7 +442,7 @@ class SharedRows(Part):
         self._copied.clear()
         if self.may_share:
             for tensor, batch in zip(tensors, on_host(list(batches))):
-                self._copied[tensor] = batch, None
+                self._copied[tensor] = Copied(batch)
 
     @contextlib.contextmanager
     def computing(self, tensor: Tensor) -> Generator[None]:
@@ -396,12 +453,15 @@ class SharedRows(Part):
         finally:
             self._computed = None
 
-    def _on_host(self, inputs: Mapping[str, Any]) -> tuple[Batch, Tree | None]:
-        """Return a batch on the host, and its tree if it was laid out: as it was copied ahead, or else copied now."""
+    def _on_host(self, inputs: Mapping[str, Any]) -> Copied:
+        """Return a batch on the host: as it was copied ahead, or else copied now."""
         known_by = inputs["input_ids"] if self._computed is None else self._computed
-        if known_by not in self._copied:
-            self._copied[known_by] = on_host([rows_of(inputs)])[0], None
-        return self._copied[known_by]
+        if known_by in self._copied:
+            return self._copied[known_by]
+        copied = Copied(on_host([rows_of(inputs)])[0])
+        if known_by.device.type != "cpu":  # else it is no copy, and would keep the key alive
+            self._copied[known_by] = copied
+        return copied
 
     # The exchange.
 
@@ -415,18 +475,22 @@ class SharedRows(Part):
             if inputs.get("labels") is not None:  # else nothing could be left out
                 self.fallbacks.cannot_be_exact(reason)
             return None
-        batch, tree = self._on_host(inputs)
+        copied = self._on_host(inputs)
+        batch, tree, row = copied.batch, copied.tree, copied.row
         if tree is None:
             tree = self._tree_if_worth(model, inputs, batch)
             if self._is_counting and way.comparing is None:
                 self._count(batch, tree)
         if tree is None:
             return None
-        fused = bool(inputs.get("fused_lm_head"))
-        way.row = FlatRow.of(tree, batch, inputs["input_ids"].device, repeat=not fused)
+        repeats, copied.row = not inputs.get("fused_lm_head"), None
+        if row is None or row.repeats != repeats:
+            row = FlatRow.of(tree, batch, inputs["input_ids"].device, repeats=repeats)
+        way.row, Layout.known[row.layout.number] = row, row.layout
+        self._layouts.append(row.layout)
         if way.comparing is None:
             self._opened[model].enter_context(self._in_trees(model))
-        return args, {**inputs, **way.row.inputs()}
+        return args, {**inputs, **row.inputs()}
 
     def _behind_backbone(self, backbone: nn.Module, args: tuple, output: Any):
         """Take out the hidden states of the slots that predict."""
@@ -477,7 +541,8 @@ class SharedRows(Part):
         if model.training not in drawn:
             before, way.comparing = way.comparing, "padded"  # it runs inside of a forward pass
             try:
-                drawn[model.training] = drawn_numbers(model, device)
+                with self._eager():
+                    drawn[model.training] = drawn_numbers(model, device)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
@@ -502,11 +567,16 @@ class SharedRows(Part):
             self.shares_nothing.cannot_be_exact(f"{numbers} would be drawn once for all rows that share", advice=cost)
 
     def _plan(
-        self, model: nn.Module, batches: Sequence[Batch], most: float, device: torch.device, compact: bool
+        self,
+        model: nn.Module,
+        batches: Sequence[Batch],
+        divide: Callable[[list[Row], bool], list[Tree]],
+        device: torch.device,
+        compact: bool,
     ) -> Plan:
         """
-        Return the trees of some batches, which have at most `most` tokens each. In `compact` padded rows the head
-        scores only the tokens with labels.
+        Return the trees of some batches. `divide` makes them of the rows, which come batch by batch, and of whether
+        rows share. In `compact` padded rows the head scores only the tokens with labels.
         """
         facts, rows = self.facts_of(model), []
         for number, batch in enumerate(batches):
@@ -522,15 +592,15 @@ class SharedRows(Part):
             self._note_drawn(model, drawn, rows)
         if drawn == "by batch":
             return Plan(self.plain_because)
-        trees = divide(rows, most, shares=drawn == "nothing")
+        trees = divide(rows, drawn == "nothing")
         return Plan(None, tuple(trees), sum(map(facts.costs.tree, trees)), padded_cost)
 
     def _tree_if_worth(self, model: nn.Module, inputs: dict[str, Any], batch: Batch) -> Tree | None:
         """Return the tree of a batch, or `None` if the batch is computed as it is."""
         facts, device = self.facts_of(model), inputs["input_ids"].device
         compact = bool(inputs.get("fused_lm_head")) and inputs["input_ids"].is_cuda
-        plan = self._plan(model, [batch], float("inf"), device, compact)
-        if not plan.trees or plan.cost > WORTH * plan.padded:
+        plan = self._plan(model, [batch], lambda rows, shares: [Tree.of(rows, shares=shares)], device, compact)
+        if not plan.trees or plan.cost > self.worth * plan.padded:
             return None
         (tree,) = plan.trees
         if not facts.has_compared(tree.longest):
@@ -557,7 +627,7 @@ class SharedRows(Part):
         half_precision = self.half_precision or model.dtype in (torch.float16, torch.bfloat16)
         observe, saved = functools.partial(self._observe, model, compute, device), share_saved(rows)
         try:
-            with as_before(model, device):
+            with as_before(model, device), self._eager():
                 model.eval()
                 reason = difference(observe, rows, batches, TOLERANCES[half_precision])
                 if reason is None and trains and facts.drawn.get(True, "nothing") != "nothing":
@@ -587,7 +657,7 @@ class SharedRows(Part):
         """Compute a batch `padded` or as a `tree`, and return what the backbone and `compute` returned."""
         inputs = {name: tensor.to(device) for name, tensor in zip(_BATCH, batch)}
         way, computed = self._under_way, self._computed
-        self._copied[inputs["input_ids"]] = batch, tree
+        self._copied[inputs["input_ids"]] = Copied(batch, tree)
         way.comparing, self._computed = how, None
         try:
             with self._in_trees(model) if how == "tree" else contextlib.nullcontext():

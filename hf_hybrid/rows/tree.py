@@ -42,6 +42,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_hybrid.machine import copy_to_device_
+
 IGNORED = -100
 """Label of a token that nobody has to predict."""
 LEAST = 4
@@ -86,9 +88,9 @@ class Batch(NamedTuple):
         return int(self.mask.sum())
 
     @property
-    def predicted(self) -> Tensor:
+    def predicted(self) -> np.ndarray:
         """Which tokens predict a label: `[batch, length - 1]`, as each predicts the one behind it."""
-        return self.labels[:, 1:] != IGNORED
+        return self.labels.numpy()[:, 1:] != IGNORED
 
     def rows(self, number: int = 0, *, counts_mask: bool = False) -> list[Row] | None:
         """
@@ -97,31 +99,38 @@ class Batch(NamedTuple):
         A token's position is its column, or where `counts_mask`, its place among the tokens of its row. `None` if a row
         has a hole in its mask, or predicts a label from padding: it has no place in a tree.
         """
-        ids, mask, predicted = self.ids.numpy().astype(WORD), self.mask.numpy() != 0, self.predicted.numpy()
-        if (predicted & ~mask[:, :-1]).any():
-            return None
-        labels = predicted.sum(1)
+        ids, mask, predicted = self.ids.numpy().astype(WORD), self.mask.numpy() != 0, self.predicted
+        rows, labels = [], predicted.sum(1)
         if not labels.any():
-            return []
-        ends = np.where(labels, predicted.shape[1] - predicted[:, ::-1].argmax(1), 0).tolist()
-        rows = []
-        for row, (begin, end, count) in enumerate(zip(mask.argmax(1).tolist(), ends, labels.tolist())):
-            if count and not mask[row, begin:end].all():
+            return rows
+        begins, predicting = mask.argmax(1), predicted.argmax(1)
+        ends = predicted.shape[1] - predicted[:, ::-1].argmax(1)
+        for row in np.flatnonzero(labels).tolist():
+            begin, end = int(begins[row]), int(ends[row])
+            if predicting[row] < begin or not mask[row, begin:end].all():
                 return None
-            if count:
-                tokens, position = ids[row, begin : end + 1].tobytes(), 0 if counts_mask else begin
-                rows.append(Row(position, tokens, end - begin, begin, number, row, count))
+            tokens, position = ids[row, begin : end + 1].tobytes(), 0 if counts_mask else begin
+            rows.append(Row(position, tokens, end - begin, begin, number, row, int(labels[row])))
         return rows
 
 
 def on_host(batches: Sequence[Rows]) -> list[Batch]:
-    """Copy batches to the host, in one transfer."""
-    if not batches:
-        return []
+    """Copy batches to the host, in one transfer. What is there already is not copied."""
+    if all(tensor.device.type == "cpu" for batch in batches for tensor in batch):
+        return [Batch(*(tensor.long() for tensor in batch)) for batch in batches]
     stacked = [torch.stack([tensor.long() for tensor in batch]) for batch in batches]
     flat = torch.cat([tensor.flatten() for tensor in stacked]).cpu()
     parts = flat.split([tensor.numel() for tensor in stacked])
     return [Batch(*part.view(tensor.shape)) for tensor, part in zip(stacked, parts, strict=True)]
+
+
+def on_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copy tensors of int64 to a device, in one transfer that the host does not wait for."""
+    if device.type == "cpu":
+        return list(tensors)
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    parts = copy_to_device_(torch.empty_like(flat, device=device), flat).split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for tensor, part in zip(tensors, parts, strict=True)]
 
 
 def common(first: bytes, second: bytes) -> int:
@@ -165,6 +174,11 @@ class Segment(NamedTuple):
         return (self.end - self.begin) * self.keys
 
 
+def memory_of(row: Row, taken: int) -> float:
+    """Return the memory that a row takes in a tree that has `taken` of its tokens already, in tokens."""
+    return row.length - taken + (KEY_SHARE * row.length if taken else 0)
+
+
 @dataclass
 class Tree:
     """Rows that are computed together."""
@@ -182,11 +196,11 @@ class Tree:
         """Build the tree of some rows."""
         tree = cls(shares=shares)
         for row in sorted(rows):
-            tree.add(row)
+            tree.add(row, tree.taken(row))
         return tree
 
-    def _taken(self, row: Row) -> int:
-        """Return how many tokens of the next row are in the tree already."""
+    def taken(self, row: Row) -> int:
+        """Return how many tokens of the next row, which must not sort before the last one, are in the tree already."""
         if not self.shares or not self.rows or self.rows[-1].position != row.position:
             return 0
         shared = min(common(self.rows[-1].ids, row.ids), self.rows[-1].length, row.length)
@@ -195,15 +209,10 @@ class Tree:
             shared = cut.start
         return shared if shared >= KEY_SHARE * row.length else 0
 
-    def more(self, row: Row) -> float:
-        """Return the memory that the next row would take, in tokens."""
-        taken, length = self._taken(row), row.length
-        return length - taken + (KEY_SHARE * length if taken else 0)
-
-    def add(self, row: Row) -> None:
-        """Add a row, which must not sort before the last one."""
-        self.memory += self.more(row)
-        taken, length = self._taken(row), row.length
+    def add(self, row: Row, taken: int) -> None:
+        """Add the next row, of which `taken` tokens are in the tree already."""
+        length = row.length
+        self.memory += memory_of(row, taken)
         while self._path and self._path[-1].stop > taken:
             node = self._path.pop()
             if node.start < taken:  # both rows go on inside of it, so it is cut in two
@@ -223,7 +232,7 @@ class Tree:
         """Return the token and the position of each slot, both `[slots]`."""
         nodes = sorted(self._nodes, key=lambda node: node.slot)
         ids = [np.frombuffer(node.row.ids, WORD)[node.start : node.stop] for node in nodes]
-        positions = [np.arange(node.start, node.stop) + node.row.position for node in nodes]
+        positions = [np.arange(node.start + node.row.position, node.stop + node.row.position) for node in nodes]
         return torch.from_numpy(np.concatenate(ids).astype(np.int64)), torch.from_numpy(np.concatenate(positions))
 
     @property
@@ -260,36 +269,41 @@ class Targets(NamedTuple):
     @classmethod
     def of(cls, tree: Tree, batches: Sequence[Batch]) -> Targets:
         """Collect the targets of a tree whose rows come from these batches."""
-        pairs, counts, columns = labels_of(tree, batches)
+        pairs, wanted = labels_of(tree, batches)
         # With the index it sorts by merging, which is fast where they are nearly in order.
         targets, _, readers = np.unique(pairs, return_index=True, return_inverse=True)
-        rows = np.repeat([(row.batch, row.number) for row in tree.rows], counts, axis=0)
-        parts = targets >> 32, targets & 0xFFFFFFFF, readers, np.column_stack([rows, columns])
-        return cls(*map(torch.from_numpy, parts))
+        starts = np.cumsum([0, *(row.length for row in tree.rows)])
+        rows = np.searchsorted(starts, wanted, side="right") - 1
+        numbers = np.array([(row.batch, row.number, row.first) for row in tree.rows])[rows]
+        numbers[:, 2] += wanted - starts[rows]
+        return cls(*map(torch.from_numpy, (targets >> 32, targets & 0xFFFFFFFF, readers, numbers)))
 
 
-def labels_of(tree: Tree, batches: Sequence[Batch]) -> tuple[np.ndarray, list[int], np.ndarray]:
+def labels_of(tree: Tree, batches: Sequence[Batch]) -> tuple[np.ndarray, np.ndarray]:
     """
-    Return for each label of a tree `slot << 32 | token`, where and what is predicted, and the column of the predicting
-    token, both `[labels]`; between them the number of labels of each row.
+    Return for each label of a tree `slot << 32 | token`, where and what is predicted, and the index of the predicting
+    token among those of the tree's rows, one row after the other. Both are `[labels]`.
     """
-    of_batches, pairs, columns = [batch.labels.numpy() for batch in batches], [], []
-    for index, row in enumerate(tree.rows):
-        labels = of_batches[row.batch][row.number, row.first + 1 : row.first + 1 + row.length]
-        wanted = np.flatnonzero(labels != IGNORED)
-        slots = np.concatenate([np.arange(begin, end) for begin, end in tree.spans[index]])  # of its tokens
-        pairs.append(slots[wanted] << 32 | labels[wanted])
-        columns.append(wanted + row.first)
-    return np.concatenate(pairs), list(map(len, pairs)), np.concatenate(columns)
+    of_batches = [batch.labels.numpy() for batch in batches]
+    labels = np.concatenate(
+        [of_batches[row.batch][row.number, row.first + 1 : row.first + 1 + row.length] for row in tree.rows]
+    )
+    wanted = np.flatnonzero(labels != IGNORED)
+    begins, ends = np.array([span for spans in tree.spans for span in spans]).T  # they are all tokens of all rows
+    starts = np.cumsum([0, *(ends - begins)])
+    slots = wanted + np.repeat(begins - starts[:-1], np.diff(np.searchsorted(wanted, starts)))
+    return slots << 32 | labels[wanted], wanted
 
 
 def divide(rows: Sequence[Row], most: float, *, shares: bool = True) -> list[Tree]:
     """Divide rows into trees that take at most the memory of `most` tokens each; one row may take more."""
     trees: list[Tree] = []
     for row in sorted(rows):
-        if not trees or trees[-1].memory + trees[-1].more(row) > most:
+        taken = trees[-1].taken(row) if trees else 0
+        if not trees or trees[-1].memory + memory_of(row, taken) > most:
             trees.append(Tree(shares=shares))
-        trees[-1].add(row)
+            taken = 0
+        trees[-1].add(row, taken)
     return trees
 
 
@@ -300,15 +314,13 @@ def padded(tree: Tree, batches: Sequence[Batch], beside: Sequence[tuple[int, int
     """
     wanted = [(row.batch, row.number) for row in tree.rows] + list(beside)
     length = max(batches[number].ids.shape[1] for number, _ in wanted)
-
-    def rows(name: str, filler: int) -> Tensor:
-        filled, of_batches = np.full((len(wanted), length), filler), [getattr(batch, name).numpy() for batch in batches]
-        for place, (number, row) in enumerate(wanted):
-            values = of_batches[number][row]
-            filled[place, : len(values)] = values
-        return torch.from_numpy(filled)
-
-    mask = rows("mask", 0)
-    end = max(int((mask.any(0) * torch.arange(1, length + 1)).max()), 1)  # padding on the right has no use
-    batch = Batch(rows("ids", 0)[:, :end], mask[:, :end], rows("labels", IGNORED)[:, :end])
+    filled = np.zeros((3, len(wanted), length), np.int64)
+    filled[2] = IGNORED
+    arrays = [[tensor.numpy() for tensor in batch] for batch in batches]
+    for place, (number, row) in enumerate(wanted):
+        for part, of_batch in zip(filled, arrays[number]):
+            part[place, : of_batch.shape[1]] = of_batch[row]
+    # Padding on the right has no use, but a row may learn to end with it.
+    end = max(int(np.flatnonzero(filled[1].any(0)).max(initial=0)), *(row.first + row.length for row in tree.rows)) + 1
+    batch = Batch(*torch.from_numpy(filled[:, :, :end]))
     return batch, replace(tree, rows=[row._replace(batch=0, number=place) for place, row in enumerate(tree.rows)])

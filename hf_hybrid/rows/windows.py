@@ -7,6 +7,11 @@ Windows as trees: the micro-batches of an accumulation window are arranged again
 `s` is a prefix that three rows share. A sum over the window does not depend on the micro-batch in which a row is
 computed. Micro-batches that are not needed stay in their place as `None`, because `Trainer` counts them.
 
+How many are needed? As few as hold no more tokens than the largest padded one. But where the micro-batches of `Trainer`
+keep a GPU busy even without padding (costs.py), launching fewer saves no time. There each stays as it is, without its
+padding. Or rows of several stand together, if they share so much that this costs clearly less, in micro-batches that
+hold no more tokens than the largest of `Trainer` without padding.
+
 Each window must pass four tests, the cheap ones first. May it be arranged as a tree at all (its tensors, the model)?
 Can anything be saved (padding, tokens that predict nothing, shared prefixes)? Does the tree cost less than `WORTH` of
 the padded rows? Was a window of its kind compared with padded rows? The first `no` keeps Trainer's window, to the last
@@ -16,6 +21,8 @@ bit. All processes give the same answer: they exchange gradients, and TRL's metr
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
@@ -27,8 +34,8 @@ from torch import Tensor
 from hf_hybrid.machine import mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.part import Phase, Step
 from hf_hybrid.rows.costs import WORTH, share_saved
-from hf_hybrid.rows.sharing import COUNTS, Plan, SharedRows, obstacle_in_batch, rows_of
-from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, on_host, padded
+from hf_hybrid.rows.sharing import COUNTS, Copied, FlatRow, Plan, SharedRows, obstacle_in_batch, rows_of
+from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, divide, on_device, on_host, padded
 from hf_hybrid.run.trainer_view import LossView, TrainerView, own_losses
 
 if TYPE_CHECKING:
@@ -38,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 REMEMBERED = 200_000
 """Tokens of the first windows that are kept, to say what their rows would share if they all stood together."""
+WITHOUT_LAUNCHES = ("cpu",)
+"""Devices whose windows are merged as far as padded rows allow, however large the micro-batches are."""
 LITTLE = f"less than {1 - WORTH:.0%} would be saved".replace("%", " %")
 NO_LABEL = "no token of this batch has a label"
 
@@ -75,7 +84,8 @@ class SharedWindows(SharedRows):
     in_every_pass = False
 
     def __init__(self, trainer: LossView, reason_plain: str | None = None):
-        super().__init__(reason_plain=reason_plain, half_precision=mixed_precision_of(trainer.args) != "no")
+        half_precision = mixed_precision_of(trainer.args) != "no"
+        super().__init__(reason_plain=reason_plain, half_precision=half_precision, compiles=trainer.args.torch_compile)
         self.trainer = trainer
         self.may_compare = trainer.accelerator.num_processes == 1 and not trainer.memory.streams
         self._laid_out = self._is_counting = False  # what is counted here is windows
@@ -91,6 +101,12 @@ class SharedWindows(SharedRows):
         """Context for forward and backward pass of a micro-batch that was laid out."""
         with super().around():
             self._open(self.model)
+            yield
+
+    @contextlib.contextmanager
+    def evaluating(self, *models: torch.nn.Module) -> Generator[None]:
+        self._laid_out = False  # the step is over
+        with super().evaluating(*models):
             yield
 
     # A run.
@@ -129,7 +145,8 @@ class SharedWindows(SharedRows):
         self._laid_out, alone = False, self.trainer.accelerator.num_processes == 1
         if step.phase is Phase.PREDICT or not step.batches:
             return
-        if self.reason_plain is None and alone and step.items is not None and not may_save(step.on_host):
+        looks = self.reason_plain is None and alone and step.items is not None and not self.compiles
+        if looks and not may_save(step.on_host):
             self.fallbacks.because = self.fallbacks.because or LITTLE
             self.counts["tokens"] += sum(batch["input_ids"].numel() for batch in step.batches)
             return
@@ -163,9 +180,22 @@ class SharedWindows(SharedRows):
     def _plan_window(self, batches: list[Batch]) -> Plan:
         device, most = self.trainer.args.device, max(batch.ids.numel() for batch in batches)
         compact = device.type == "cuda" and self.trainer.loss_in_chunks  # fused heads: TRL's, and the chunked loss
-        plan = self._plan(self.model, batches, most, device, compact)
+        plan = self._plan(self.model, batches, functools.partial(self._divide, most), device, compact)
         # Long rows that share little with their neighbours may need more micro-batches.
         return plan if len(plan.trees) <= len(batches) else Plan(cost=plan.padded, padded=plan.padded)
+
+    def _divide(self, most: int, rows: list[Row], shares: bool) -> list[Tree]:
+        """Divide the rows of a window into micro-batches, whose padded ones have at most `most` tokens."""
+        costs = self.facts_of(self.model).costs
+        if self.trainer.args.device.type not in WITHOUT_LAUNCHES:
+            by_batch = itertools.groupby(rows, lambda row: row.batch)
+            own = [Tree.of(list(of_batch), shares=shares) for _, of_batch in by_batch]
+            if costs.keep_busy(own):
+                without_padding = max(sum(row.length for row in tree.rows) for tree in own)
+                merged = divide(rows, without_padding, shares=shares)
+                is_worth = sum(map(costs.tree, merged)) < WORTH * sum(map(costs.tree, own))
+                return merged if is_worth and len(merged) <= len(own) else own
+        return divide(rows, most, shares=shares)
 
     def _agreed(self, plan: Plan) -> int:
         """Return the number of micro-batches that every process computes, 0 for Trainer's own."""
@@ -175,7 +205,7 @@ class SharedWindows(SharedRows):
             of_all = trainer.accelerator.gather(torch.tensor([mine], device=trainer.args.device))
             mine = of_all.amax(0).tolist()
         unable, cost, price, count, self._longest = mine
-        return 0 if unable or not count or cost > WORTH * price else int(count)
+        return 0 if unable or not count or cost > self.worth * price else int(count)
 
     # The comparison. All processes make it in the same window, because forward passes may join them.
 
@@ -213,17 +243,20 @@ class SharedWindows(SharedRows):
     ) -> list[dict[str, Tensor] | None]:
         """Return a window of `number` micro-batches, of which the last `count` are computed."""
         device, window = self.trainer.args.device, [None] * (number - count)
+        repeats = not self.trainer.more_inputs.get("fused_lm_head")
         kept = {(row.batch, row.number) for tree in trees for row in tree.rows}
         left = [(n, row) for n, batch in enumerate(batches) for row in range(len(batch.ids)) if (n, row) not in kept]
         # Rows without labels are not computed, but TRL counts their tokens.
         micro_batches = [padded(tree, batches, () if index else left) for index, tree in enumerate(trees)]
-        # Other processes have more.
-        for batch, tree in [_nothing(batches)] * (count - len(micro_batches)) + micro_batches:
-            # In one copy that the host does not wait for.
-            ids, mask, labels = torch.stack(batch).to(device, non_blocking=True)
-            inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-            self._copied[inputs["input_ids"]] = batch, tree
-            window.append(inputs)
+        micro_batches = [_nothing(batches)] * (count - len(micro_batches)) + micro_batches  # other processes have more
+        of_rows = [FlatRow.on_host(tree, batch, device, repeats=repeats) for batch, tree in micro_batches]
+        tensors = [[*batch, *of_row] for (batch, _), of_row in zip(micro_batches, of_rows, strict=True)]
+        moved = iter(on_device(list(itertools.chain(*tensors)), device))
+        for (batch, tree), host in zip(micro_batches, tensors, strict=True):
+            ids, mask, labels, *of_row = itertools.islice(moved, len(host))
+            row = FlatRow.of_tensors(tree, batch, of_row, repeats=repeats)
+            self._copied[ids] = Copied(batch, tree, row)
+            window.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
         self._laid_out = True
         return window
 
@@ -272,10 +305,10 @@ def reason_not_shared(trainer: TrainerView) -> str | None:
         return f"`label_smoothing_factor={args.label_smoothing_factor}` reads logits of padded rows"
     if own := own_losses(trainer):
         return f"`{own[0]}.compute_loss` may read more than the loss"
-    if args.torch_compile:
-        return "`torch_compile=True` would compile anew for each tree"
     if (sharding := sharding_of(args)) is not None and not shards_by_fsdp2(args):
         return f"`{sharding}` is not known to take windows in which processes agree on micro-batches"
+    if sharding is not None and args.torch_compile:
+        return f"`{sharding}` compiles with `torch_compile=True` what it wraps"
     if args.n_gpu > 1:
         return "`DataParallel` divides each batch over several GPUs"
     if args.neftune_noise_alpha is not None:

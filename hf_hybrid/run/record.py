@@ -1,5 +1,5 @@
 """
-Records of a run: its last leaps, and the counters behind `hybrid_summary()`. Standard library only.
+Records of a run: its last leaps, the counters behind `hybrid_summary()`, and its speed. Standard library only.
 
 The record is part of every checkpoint, so it must not grow with the run. It keeps the last leaps, the last events and
 the last changes of the learning rate's scale, and exact counts of all of them. The whole history is on disk:
@@ -9,10 +9,15 @@ the last changes of the learning rate's scale, and exact counts of all of them. 
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from hf_hybrid.part import Phase
+
+if TYPE_CHECKING:
+    from hf_hybrid.machine import Driver
 
 MOST_LEAPS, MOST_EVENTS = 100, 20
 """Leaps, and events and changes of the scale, that a record keeps: the last ones."""
@@ -162,3 +167,66 @@ class RunRecord:
         for leap in state["leaps"]:
             infinite: dict = {name: float(value) for name, value in leap.items() if value in ("inf", "-inf")}
             self.leaps.append(Leap(**{**leap, **infinite}))  # text in a checkpoint, because JSON has no infinity
+
+
+HOST_IS_LIMIT = "The host is the limit: the device computed in %.0f %% of the time. %s"
+HOST_LIMIT = 0.7
+"""
+Share of the time below which the host, not the device, limits a run. On an H200 the device computed in 28 to 52 % of
+the time with a model of 1B, which the host limited, and in about 95 % with one of 8B.
+"""
+LEAST_SAMPLES = 10
+"""Samples of the driver from which the device's share is known: 2 to 10 s of training."""
+
+
+@dataclass
+class Speed:
+    """
+    How fast a run trains since it was started, or resumed.
+
+    The run lets the `clock` go on from the beginning of its first step to its end, with the wait for batches, and stops
+    it while weights are evaluated, saved or pushed. It counts the tokens of the batches that it trains on.
+    """
+
+    driver: Driver | None = None
+    """Samples of the device, if it is a GPU."""
+    advice: str | None = None
+    """What to do if the host is the limit; `None` where the reason may be another one."""
+    tokens: Any = 0
+    """
+    Tokens without padding, as a number or a tensor that nobody waits for: of this process, and from the end of the
+    training on of all. `None` where batches do not tell, or where processes share them.
+    """
+    seconds: float = 0.0
+    clock: float | None = None
+    """When `seconds` was brought up to date; `None` while the clock stands still."""
+    read_at: float = 0.0
+    samples: int = 0
+    percent: int = 0
+    """Sum of the samples."""
+
+    def read(self, *, keep: bool) -> None:
+        """Read the samples since the last time, and count them if they are of the training."""
+        values = [] if self.driver is None else self.driver.utilization()
+        self.read_at = time.perf_counter()
+        if keep:
+            self.samples, self.percent = self.samples + len(values), self.percent + sum(values)
+
+    @property
+    def device_share(self) -> float | None:
+        """Share of the time in which the device computed, if it is known."""
+        known = self.samples >= LEAST_SAMPLES and self.percent > 0  # some integrated GPUs always report 0
+        return self.percent / self.samples / 100 if known else None
+
+    @property
+    def hint(self) -> tuple[float, str] | None:
+        """The values of `HOST_IS_LIMIT`, if it is; unknown where batches hold no tokens, but prompts to complete."""
+        share = self.device_share
+        is_low = share is not None and share < HOST_LIMIT
+        return (100 * share, self.advice) if is_low and self.tokens is not None and self.advice is not None else None
+
+    def summary(self) -> dict[str, Any]:
+        """Return `tokens_per_second`, `device_share` and `speed_hint`; each is `None` where it is not known."""
+        per_second = int(self.tokens) / self.seconds if self.tokens is not None and self.seconds else 0
+        hint = None if self.hint is None else HOST_IS_LIMIT % self.hint
+        return {"tokens_per_second": per_second or None, "device_share": self.device_share, "speed_hint": hint}

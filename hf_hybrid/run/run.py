@@ -21,13 +21,14 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy
 import torch
-from accelerate import skip_first_batches
+from accelerate import PartialState, skip_first_batches
+from accelerate.utils import reduce
 
 from hf_hybrid.part import Part, Phase, RealStep, Step, check_parts, listening, name_of
 from hf_hybrid.run.epochs import (
@@ -40,12 +41,14 @@ from hf_hybrid.run.epochs import (
 )
 from hf_hybrid.run.monitor import Action, Verdict
 from hf_hybrid.run.rate import RateScale
-from hf_hybrid.run.record import RunRecord
+from hf_hybrid.run.record import HOST_IS_LIMIT, RunRecord, Speed
 from hf_hybrid.run.weights import TrainedWeights
 
 logger = logging.getLogger(__name__)
 
 NO_LEAPS = "No leaps are made: %s. Name a `direction` to make them all the same."
+READ_EVERY = 5.0
+"""Seconds of training between two readings of the device's share: the driver keeps samples of about ten."""
 
 if TYPE_CHECKING:
     from hf_hybrid.world_model.final_loss import FinalLoss
@@ -94,6 +97,7 @@ class Run:
     says what is lost."""
     write: Callable[[dict], None] = lambda entry: None
     """Takes what became of each leap and each event of the monitor: `step` (1-based), and `leap` or `event`."""
+    speed: Speed = field(default_factory=Speed)
 
     def __post_init__(self):
         self.record = RunRecord()
@@ -179,6 +183,11 @@ class Run:
     ) -> Step:
         """Begin step `index` (0-based), with its batches and its scheduled learning rate, and return it."""
         self._began_at, self._counts_before = time.perf_counter(), self.counts.copy()
+        speed = self.speed
+        if speed.clock is None:
+            speed.clock = self._began_at
+            if speed.driver is not None:
+                speed.read(keep=False)
         self.step = step = Step(index, learning_rate=learning_rate, batches=batches, items=items)
         step.on_host = batches if on_host is None else on_host
         self.learning_rate = learning_rate
@@ -186,6 +195,13 @@ class Run:
         for method in self._hooks["begin_step"]:
             method(step)
         self.phase = step.phase
+        for batch in step.on_host if step.phase is not Phase.PREDICT and speed.tokens is not None else ():
+            ids, mask = (batch.get("input_ids"), batch.get("attention_mask")) if isinstance(batch, Mapping) else (0, 0)
+            if not torch.is_tensor(ids):
+                speed.tokens = None
+                break
+            masked = torch.is_tensor(mask) and mask.shape == ids.shape
+            speed.tokens = speed.tokens + ((mask != 0).sum() if masked else ids.numel())
         # After the leap, which may be worth no step, and which needs what parts put away in Predict.
         if step.phase is not self._announced and step.phase is not None:
             old, self._announced = self._announced, step.phase
@@ -261,8 +277,23 @@ class Run:
             real, finite = phase is not Phase.PREDICT, step.loss is None or math.isfinite(step.loss)
             for steps in (self.logged, self.trained):
                 steps.count(real=real, finite=real and finite)
+        speed, now = self.speed, time.perf_counter()
+        if speed.clock is not None:
+            speed.seconds, speed.clock = speed.seconds + now - speed.clock, now
+            if speed.driver is not None and (not self.steps_done or now - speed.read_at >= READ_EVERY):
+                speed.read(keep=self.steps_done > 0)  # the first step warms up
         self.last_phase, self.step, self.steps_done = phase, Step(step.index + 1), step.index + 1
         return step
+
+    def before_export(self) -> None:
+        """Weights are evaluated, saved or pushed: the parts put them in place, and the clock stops until a step."""
+        speed = self.speed
+        if speed.clock is not None:
+            speed.seconds, speed.clock = speed.seconds + time.perf_counter() - speed.clock, None
+            if speed.driver is not None:
+                speed.read(keep=self.steps_done > 0)
+        for method in self._hooks["before_export"]:
+            method()
 
     def end(self) -> None:
         """End the run. Its parts are released, and the summary stays."""
@@ -279,6 +310,7 @@ class Run:
         if self._ended is not None:
             return self._ended
         summary: dict[str, Any] = {**self.record.summary(), **ABSENT, "no_leaps": self.no_leaps}
+        summary |= self.speed.summary()
         for part in self.parts:
             summary.update(part.summary())
         return summary
@@ -293,8 +325,23 @@ class Run:
                     logs.pop("grad_norm", None)
                 self.logged = LoggedSteps()
             self.trained.correct_mean(logs, "train_loss")
+        if "train_runtime" in logs:
+            self._end_clock()
         for method in self._hooks["log"]:
             method(step, logs)
+
+    def _end_clock(self) -> None:
+        """The training is over: add up what all processes counted, and say so if the host was the limit."""
+        speed = self.speed
+        if speed.clock is not None:
+            speed.seconds, speed.clock = speed.seconds + time.perf_counter() - speed.clock, None
+            speed.read(keep=self.steps_done > 0)
+        if PartialState().num_processes > 1:
+            count = torch.tensor(math.nan if speed.tokens is None else float(speed.tokens))
+            total = reduce(count.to(PartialState().device), "sum").item()
+            speed.tokens = None if math.isnan(total) else int(total)
+        if speed.hint is not None:
+            logger.warning(HOST_IS_LIMIT, *speed.hint)
 
     def tensors_held(self) -> list[torch.Tensor]:
         """Return what parts hold between steps beside model and optimizer."""

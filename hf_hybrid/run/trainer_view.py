@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hf_hybrid.optimizers import has_adapters, is_adam, optimizer_name, text_config, users_optimizer
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -67,7 +68,9 @@ class TrainerView(Protocol):
 
 
 class LossView(TrainerView, Protocol):
-    """A trainer that is asked for losses outside of its steps."""
+    """A trainer that is asked for losses outside of its steps. Its model gets `more_inputs` beside a batch."""
+
+    more_inputs: Mapping[str, Any]
 
     @property
     def loss_in_chunks(self) -> bool: ...

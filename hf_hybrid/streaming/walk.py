@@ -229,7 +229,7 @@ class LayerWalk:
         finally:
             self.streamer.walk = None
             for job in jobs:
-                if job.is_alive():
+                if job.waiting_for is not None:
                     job.abandoned = True
                     with contextlib.suppress(BaseException):
                         job.advance()
@@ -440,7 +440,7 @@ def _refuse_side_channels(unit: Unit, inputs: tuple[tuple, dict]) -> None:
     for value in (*args, *kwargs.values()):
         mutable = isinstance(value, (dict, list)) and value
         for part in tree_leaves(value):
-            if mutable or not isinstance(part, PLAIN):
+            if mutable or not (isinstance(part, PLAIN) or getattr(part, "holds_no_activations", False)):
                 raise CannotWalkError(
                     f"`{unit.name}` takes a `{type(value).__name__}`, through which layers may share tensors."
                 )

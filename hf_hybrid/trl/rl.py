@@ -319,6 +319,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             if kwargs.get(name) is not None:
                 raise ValueError(f"`{name}` is for leaps, which are not made here: {_NO_LEAPS}. Leave it out.")
         _, why, half_precision = options_of_rows(args)
+        if args.torch_compile:
+            why = "`torch_compile=True` would compile anew for each length of a generation"
         # `auto` is on: without leaps the trainer is not asked to be TRL's to the bit.
         self.rows = SharedRows(getattr(args, "share_rows", "auto") == "off", why, half_precision)
         super().__init__(model, reward_funcs, args, *positional, **kwargs)

@@ -217,8 +217,6 @@ def options_of_rows(args: TrainingArguments | None) -> tuple[bool, str | None, b
     why = None
     if (sharding := sharding_of(args)) is not None:
         why = f"`{sharding}` wants equally many forward passes of all processes, and the first batch has more"
-    elif getattr(args, "torch_compile", False):
-        why = "`torch_compile=True` would compile anew for each tree"
     elif (alpha := getattr(args, "neftune_noise_alpha", None)) is not None:
         why = f"`neftune_noise_alpha={alpha}` scales its noise by the length of a padded row"
     return off, why, mixed_precision_of(args) != "no"
@@ -360,9 +358,10 @@ class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):  # ty: ignore[incompatible-
 
     def __init__(self, model, ref_model=None, args=None, *positional, **kwargs):
         args = config_for(args, model, HybridDPOConfig, "DPO")
-        self.rows = PairRows(*options_of_rows(args))
+        self.rows = PairRows(*options_of_rows(args), compiles=args.torch_compile)
         padding_free = args.padding_free
         if padding_free:
+            self.rows.worth = float("inf")
             self.rows.fallbacks = Fallbacks(
                 "`padding_free=True` has no effect, and rows are computed padded (`share_rows`)",
                 advice="Leave `padding_free` out, or what prevents it.",

@@ -35,6 +35,7 @@ from hf_hybrid.cli.options import (
     help_text,
 )
 from hf_hybrid.cli.tokens import Answers
+from hf_hybrid.run.record import Speed
 from hf_hybrid.trl import rewards
 from hf_hybrid.trl.rewards import exact_match, last_number, numeric_answer
 
@@ -333,11 +334,24 @@ def test_sft_says_what_it_does_and_what_comes_next(run, tmp_path):
         "hf-hybrid chat",
     ):
         assert told in out, told
+    assert re.findall(r"^  speed      [\d,]+ tokens/s$", out, re.MULTILINE)
     assert all(len(line) <= 80 for line in out.splitlines() if str(tmp_path) not in line)  # a path is not broken
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
     assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [1, 2]
     adapters = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert adapters["r"] == 2 and adapters["lora_dropout"] == 0 and adapters["base_model_name_or_path"] == "model"
+
+
+@pytest.mark.parametrize("share", [0.38, 0.95])
+def test_on_a_gpu_the_end_says_what_share_it_computed_and_what_to_do(run, monkeypatch, share, tmp_path):
+    monkeypatch.setattr(Speed, "device_share", share)
+    status, out, err = run("sft", "--dataset", "chats.jsonl", "--torch_compile", "false")
+    assert status == 0, err
+    said = " ".join(out.split())
+    limit = "The host is the limit: the device computed in 38 % of the time. A larger `per_device_train_batch_size` or"
+    assert (limit if share == 0.38 else "the device computed in 95% of the time") in said
+    assert said.count("device computed") == 1, "once"
+    assert all(len(line) <= 80 for line in out.splitlines() if str(tmp_path) not in line)
 
 
 @pytest.mark.parametrize("more", [[], ["--load_best_model_at_end", "--save_steps", "1"]])

@@ -105,6 +105,7 @@ def test_card_says_what_the_run_recorded(trained):
     assert f"| kept after a test | {summary['leaps_by_verdict'].get('kept', 0)} |" in phases
     assert "`logging_steps`" not in card and "`sequences per step` | `4`" in section(card, "Settings")
     assert "CPU" in section(card, "Hardware and time") and "Wall time" in section(card, "Hardware and time")
+    assert re.search(r"^- Tokens per second, without evaluation and saving: [\d,.]+$", card, re.M)
     assert f"- torch {torch.__version__.split('+')[0]}" in section(card, "Versions")
     assert section(card, "Course of the training").count("\n") == 4  # heads, rule, evaluations at 10, 20 and 30
     assert "very small model" in section(card, "Limits and intended use")

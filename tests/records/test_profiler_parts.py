@@ -5,6 +5,7 @@ import mmap
 import sys
 import types
 
+import pynvml
 import pytest
 import torch
 from conftest import ByteText, config_values, hybrid_config, tiny_model
@@ -14,7 +15,7 @@ from hf_hybrid import HybridTrainer
 from hf_hybrid.records import profiler as profiler_module
 from hf_hybrid.records.profiler import (
     DeviceMemory,
-    DriverMemory,
+    Driver,
     HostMemory,
     MemoryProbes,
     MemoryProfilerCallback,
@@ -221,10 +222,7 @@ def test_the_allocator_is_read_in_one_call(monkeypatch):
     assert asked == reset == [torch.device("cuda:1")]
 
 
-def fake_nvml(error=None):
-    class NVMLError(Exception):
-        pass
-
+def fake_nvml(error=None, samples=None):
     def handle(identity):
         assert identity == "GPU-abc"
         return "handle"
@@ -232,26 +230,52 @@ def fake_nvml(error=None):
     def info(found):
         assert found == "handle"
         if error:
-            raise NVMLError(error)
+            raise pynvml.NVMLError(error)
         return types.SimpleNamespace(used=7, total=9)
 
+    def taken(found, kind, since):
+        assert found == "handle" and kind == pynvml.NVML_GPU_UTILIZATION_SAMPLES
+        result = samples.pop(0)
+        if isinstance(result, int):
+            raise pynvml.NVMLError(result)
+        assert result.pop("since") == since
+        values = [pynvml.c_nvmlSample_t(at, pynvml.c_nvmlValue_t(uiVal=value)) for at, value in result.items()]
+        return pynvml.NVML_VALUE_TYPE_UNSIGNED_INT, values
+
+    names = ("NVMLError", "NVML_ERROR_NOT_FOUND", "NVML_GPU_UTILIZATION_SAMPLES")
     return types.SimpleNamespace(
-        NVMLError=NVMLError, nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=handle, nvmlDeviceGetMemoryInfo=info
+        **{name: getattr(pynvml, name) for name in names},
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=handle,
+        nvmlDeviceGetMemoryInfo=info,
+        nvmlDeviceGetSamples=taken,
     )
 
 
 def test_the_driver_is_asked_for_the_device_by_its_identity(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="abc"))
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
-    assert DriverMemory(torch.device("cuda:0")).read() == {"used": 7, "total": 9}
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml("lost"))
-    assert DriverMemory(torch.device("cuda:0")).read() is None
+    assert Driver(torch.device("cuda:0")).read() == {"used": 7, "total": 9}
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(pynvml.NVML_ERROR_GPU_IS_LOST))
+    assert Driver(torch.device("cuda:0")).read() is None
+
+
+def test_samples_of_the_driver_are_read_once(monkeypatch):
+    properties = types.SimpleNamespace(name="A GPU", total_memory=80, uuid="abc")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    some, none = {"since": 0, 7: 90, 9: 40}, pynvml.NVML_ERROR_NOT_FOUND
+    known = {"since": 9, 0: 100, 9: 40, 12: 30}  # a ring that is not full yet, and one that was read
+    nvml = fake_nvml(samples=[some, none, known, pynvml.NVML_ERROR_NOT_SUPPORTED])
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    driver = Driver(torch.device("cuda:0"))
+    assert [driver.utilization() for _ in range(5)] == [[90, 40], [], [30], [], []]
+    assert driver.read() is None, "nothing is asked any more"
 
 
 def test_without_a_driver_nothing_is_said_aloud(caplog):
     caplog.set_level("DEBUG", logger="hf_hybrid")
-    driver = DriverMemory(torch.device("cuda:0"))  # there is none on the machines that run these tests
-    assert driver.read() is None
+    driver = Driver(torch.device("cuda:0"))  # there is none on the machines that run these tests
+    assert driver.read() is None and driver.utilization() == []
     assert [record.levelname for record in caplog.records] == ["DEBUG"]
 
 

@@ -350,6 +350,16 @@ def test_tokens_per_second_are_of_the_time_between_entries_of_a_start(tmp_path):
     assert speed(run) == {"value": 100.0, "tokens": 700, "source": "log, with evaluation and saving"}
 
 
+def test_the_speed_of_a_run_that_ended_is_that_of_its_summary(tmp_path):
+    hint = "The host is the limit: the device computed in 38 % of the time. A larger `batch` helps."
+    lines = [{"step": step, "loss": 1.0, "num_tokens": 100 * step, "seconds": float(step)} for step in (1, 2)]
+    summary = {"tokens_per_second": 250.0, "device_share": 0.38, "speed_hint": hint, "steps_by_phase": {"full": 2}}
+    found = findings(logged(tmp_path, [*lines, {"step": 2, "train_runtime": 9.0, "summary": summary}]))
+    source = "without evaluation and saving; the device computed in 38 % of the time"
+    assert found["headline"]["tokens_per_second"] == {"value": 250.0, "tokens": 200, "source": source}
+    assert hint in found["notes"]
+
+
 def test_without_times_tokens_per_second_are_as_they_were_logged(tmp_path):
     plain_run(tmp_path)
     path = tmp_path / STATE

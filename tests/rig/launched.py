@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import torch
-from conftest import ByteText, hybrid_config, tiny_model
+from conftest import TIMES, ByteText, hybrid_config, tiny_model
 from datasets import IterableDataset as HubIterableDataset
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainerCallback
@@ -61,9 +61,7 @@ def build(folder, trainer_class=HybridTrainer, samples=400, callbacks=(), **opti
 def result(trainer) -> dict:
     """What must not differ between processes, and the losses."""
     summary = trainer.hybrid_summary() if isinstance(trainer, HybridTrainer) else {}
-    untimed = {
-        k: v for k, v in summary.items() if k not in ("seconds_by_phase", "memory", "planner", "shared_if_together")
-    }
+    untimed = {k: v for k, v in summary.items() if k not in (*TIMES, "memory", "planner", "shared_if_together")}
     digest = hashlib.sha256()
     for parameter in trainer.accelerator.unwrap_model(trainer.model).parameters():
         digest.update(parameter.detach().numpy().tobytes())

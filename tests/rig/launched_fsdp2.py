@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import torch
-from conftest import ByteText, hybrid_config, tiny_model
+from conftest import TIMES, ByteText, hybrid_config, tiny_model
 from datasets import IterableDataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
@@ -212,9 +212,7 @@ def result(trainer) -> dict:
     """What must not differ between processes, and the losses."""
     summary = trainer.hybrid_summary()
     return {
-        "decisions": {
-            k: v for k, v in summary.items() if k not in ("seconds_by_phase", "memory", "planner", "shared_if_together")
-        },
+        "decisions": {k: v for k, v in summary.items() if k not in (*TIMES, "memory", "planner", "shared_if_together")},
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "processes": trainer.accelerator.num_processes,
         "kind": type(trainer.model).__name__,

@@ -29,7 +29,7 @@ def build(folder, kind=HybridTrainer, config=hybrid_config, *, model=None, sampl
     data = arguments.pop("train_dataset", None)
     data = ByteText(samples) if data is None else data
     args = config(**config_values(folder, **options)) if isinstance(config, type) else config(folder, **options)
-    return kind(model or tiny_model(), args, train_dataset=data, **arguments)
+    return kind(tiny_model() if model is None else model, args, train_dataset=data, **arguments)
 
 
 def train(folder, *args, resume=None, **options):

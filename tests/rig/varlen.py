@@ -5,8 +5,12 @@ They take what torch's function takes, version by version, and no more. The sign
 2.11.0; those of 2.12.1, 2.13.0 and 2.14.1 have one set of parameters.
 """
 
+import functools
+import threading
+
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import varlen
 
 
 def varlen_twin(
@@ -64,3 +68,27 @@ def varlen_twin_of_2_11(
 
 TWINS = {"2.11": varlen_twin_of_2_11, "2.12": varlen_twin}
 """By the version that brought the signature."""
+
+
+@functools.cache
+def take_varlen_on_cpu():
+    """Register kernels for torch's own `varlen_attn` on a CPU, where it has none. Nothing else changes in a process."""
+
+    @varlen._varlen_attn.register_kernel("cpu")
+    def _(query, key, value, cu_q, cu_k, max_q, max_k, is_causal=False, scale=None, window_size=None, *others):
+        output = varlen_twin_of_2_11(query, key, value, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size)
+        return output.contiguous(), query.new_zeros(query.shape[1::-1]), torch.zeros(2, dtype=torch.uint64)
+
+    @varlen._varlen_attn_backward.register_kernel("cpu")
+    def _(grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, causal, state, scale=None, window_size=None):
+        gradients = []
+
+        def compute():
+            leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+            output = varlen_twin_of_2_11(*leaves, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size)
+            gradients.extend(gradient.contiguous() for gradient in torch.autograd.grad(output, leaves, grad))
+
+        thread = threading.Thread(target=compute)  # autograd is off where a kernel runs
+        thread.start()
+        thread.join()
+        return tuple(gradients)

@@ -9,6 +9,8 @@ from rig.sft_rows import KINDS, pad, slots_of
 from rig.varlen import TWINS
 from torch import nn
 from torch.nn.attention import varlen
+from transformers import LlamaConfig
+from transformers import modeling_flash_attention_utils as utils
 
 from hf_hybrid.rows import attention
 from hf_hybrid.rows.tree import Batch, Tree
@@ -27,29 +29,38 @@ def tensors(tree, dtype=torch.float64):
     return [torch.randn(1, heads, tree.size, size, dtype=dtype, requires_grad=True) for heads, size in shapes]
 
 
-def by_rows(tree, query, key, value, window):
+def by_rows(tree, query, key, value, window=None, softcap=None, s_aux=None):
     """Reference: every row by itself, each token written to its slot."""
     output = torch.zeros(1, tree.size, HEADS, SIZE, dtype=query.dtype)
     for index in range(len(tree.rows)):
         slots = slots_of(tree, index)
-        keys = [tensor[:, :, slots].repeat_interleave(HEADS // FEWER, 1) for tensor in (key, value)]
+        keys, values = (tensor[0, :, slots].repeat_interleave(HEADS // FEWER, 0) for tensor in (key, value))
         places = torch.arange(len(slots))
         back = places[:, None] - places
-        seen = (back >= 0) & (back < (window or len(slots)))
-        found = F.scaled_dot_product_attention(query[:, :, slots], *keys, attn_mask=seen)
-        output = output.index_copy(1, slots, found.transpose(1, 2))
+        scores = query[0, :, slots] @ keys.transpose(1, 2) * SIZE**-0.5
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill((back < 0) | (back >= (window or len(slots))), float("-inf"))
+        if s_aux is not None:
+            scores = torch.cat([scores, s_aux[:, None, None].expand(-1, len(slots), 1)], -1)
+        weights = scores.softmax(-1)[..., : len(slots)]
+        output = output.index_copy(1, slots, (weights @ values).transpose(0, 1)[None])
     return output
+
+
+def layout_of(tree):
+    return attention.Layout(tree.segments, torch.device("cpu"), attention.tensors_of(tree.segments))
 
 
 @pytest.fixture(autouse=True)
 def forget():
     yield
-    attention.layout_of.cache_clear()
+    attention.Layout.known.clear()
 
 
-def attend(tree, query, key, value, window):
-    options = {} if window is None else {"sliding_window": window}
-    return attention.attend("sdpa", nn.Module(), query, key, value, tree_segments=tree.segments, **options)[0]
+def attend(tree, query, key, value, window, **options):
+    options |= {} if window is None else {"sliding_window": window}
+    return attention.attend("sdpa", nn.Module(), query, key, value, tree_layout=layout_of(tree), **options)[0]
 
 
 @pytest.mark.parametrize("window", [None, 7, 40])
@@ -73,8 +84,8 @@ def test_one_call_gets_the_arguments_of_all_segments(version, kind, window, monk
     monkeypatch.setattr(varlen, "varlen_attn", TWINS[version])
     tree = tree_of(kind)
     query, key, value = tensors(tree)
-    layout = attention.layout_of(tree.segments, query.device)
-    found = layout.in_one_call(query, key, value, None, window)
+    layout = layout_of(tree)
+    found = layout.in_one_call(query, key, value, SIZE**-0.5, window)
     assert torch.allclose(found, by_rows(tree, query, key, value, window), atol=1e-12)
     found.sum().backward()
     assert key.grad is not None and key.grad.abs().sum() > 0
@@ -97,7 +108,7 @@ def test_one_call_with_as_many_heads_of_keys(version, monkeypatch):
     tree = tree_of("system")
     query, key, value = (tensor.detach() for tensor in tensors(tree))
     wide = [tensor.repeat_interleave(HEADS // FEWER, 1) for tensor in (key, value)]
-    found = attention.layout_of(tree.segments, query.device).in_one_call(query, *wide, None, None)
+    found = layout_of(tree).in_one_call(query, *wide, SIZE**-0.5, None)
     assert torch.allclose(found, by_rows(tree, query, key, value, None), atol=1e-12)
 
 
@@ -112,35 +123,75 @@ def test_without_segments_the_models_own_attention_computes():
     assert torch.allclose(found, expected, atol=1e-12)
 
 
+EXTRAS = {
+    "capped": {"softcap": 0.5},
+    "sinks": {"s_aux": torch.linspace(-1, 2, HEADS, dtype=torch.float64)},
+    "both": {"softcap": 2.0, "s_aux": torch.linspace(-1, 2, HEADS, dtype=torch.float64)},
+}
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("extras", EXTRAS)
+@pytest.mark.parametrize("kind", ["system", "instructions"])
+def test_scores_with_a_cap_and_sums_with_a_sink(kind, extras, window):
+    """As Gemma 2 and gpt-oss have them. Sinks are learned."""
+    tree, options, grads = tree_of(kind), EXTRAS[extras], []
+    for compute in (attend, by_rows):
+        leaves = tensors(tree)
+        sinks = {"s_aux": options["s_aux"].clone().requires_grad_()} if "s_aux" in options else {}
+        found = compute(tree, *leaves, window, **{**options, **sinks})
+        (found * torch.linspace(-1, 1, found.numel()).view(found.shape)).sum().backward()
+        grads.append([found, *(leaf.grad for leaf in [*leaves, *sinks.values()])])
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("extras", [*EXTRAS, "neither"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_flex_attention_sees_what_rows_see(kind, extras, window):
+    """It has a gradient on a GPU alone, and compiles there; here it computes the same by its plain operations."""
+    tree, options = tree_of(kind), {"softcap": None, "s_aux": None, **EXTRAS.get(extras, {})}
+    query, key, value = (tensor.detach() for tensor in tensors(tree, torch.float32))
+    softcap, sinks = options["softcap"], options["s_aux"]
+    found = layout_of(tree).by_flex(query, key, value, SIZE**-0.5, window, softcap, sinks)
+    expected = by_rows(tree, *(t.double() for t in (query, key, value)), window, softcap, sinks)
+    assert torch.allclose(found.double(), expected, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "options, why",
-    [({"softcap": 30.0}, "caps"), ({"s_aux": torch.ones(4)}, "sinks"), ({"position_bias": torch.ones(1)}, "bias"),
-     ({"dropout": 0.1}, "dropout"), ({"is_causal": False}, "not causal")],
-)  # fmt: skip
+    [({"position_bias": torch.ones(1)}, "bias"), ({"dropout": 0.1}, "dropout"), ({"is_causal": False}, "not causal")],
+)
 def test_what_a_tree_does_not_have_is_refused(options, why):
     tree = tree_of("system", 2)
     with pytest.raises(attention.CannotAttendError, match=why):
-        attention.attend("sdpa", nn.Module(), *tensors(tree), tree_segments=tree.segments, **options)
+        attention.attend("sdpa", nn.Module(), *tensors(tree), tree_layout=layout_of(tree), **options)
 
 
-def test_flash_attention_is_kept_where_no_rows_share(monkeypatch):
-    """Its function gets the lengths of the rows; where rows share, segments are computed one by one."""
-    asked = []
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_flash_attention_of_the_model_computes_trees(kind, window, monkeypatch):
+    """transformers looks for its kernels by the name in the config, and they get all segments in one call."""
+    names = []
 
-    def flash(module, query, key, value, mask, **options):
-        asked.append(options)
-        return query.transpose(1, 2), None
+    def kernel(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
+    ):  # fmt: skip
+        assert causal and not dropout_p
+        lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        return TWINS["2.12"](q, k, v, *lengths, scale=softmax_scale, window_size=(window_size[0], 0), enable_gqa=True)
 
-    monkeypatch.setattr(attention.ALL_ATTENTION_FUNCTIONS, "get_interface", lambda own, eager: flash)
-    text = KINDS["instructions"]()[:6]
-    made = pad(text)
-    tree = Tree.of(Batch(made["input_ids"], made["attention_mask"], made["labels"]).rows())
-    assert not any(segment.path for segment in tree.segments)
-    attention.attend("flash_attention_2", nn.Module(), *tensors(tree), tree_segments=tree.segments)
-    (options,) = asked
-    ends = options["cu_seq_lens_q"].tolist()
-    assert ends == options["cu_seq_lens_k"].tolist() == [0, *(segment.end for segment in tree.segments)]
-    assert options["max_length_q"] == tree.longest
-    shared = tree_of("system")
-    attention.attend("flash_attention_2", nn.Module(), *tensors(shared), tree_segments=shared.segments)
-    assert len(asked) == 1
+    def kernels(implementation):
+        names.append(implementation)
+        return (None, kernel, None, None, None), (utils._lazy_define_process_function(kernel), None)
+
+    monkeypatch.setattr(utils, "lazy_import_flash_attention", kernels)
+    module, tree = nn.Module(), tree_of(kind)
+    module.is_causal, module.config = True, LlamaConfig(attn_implementation=attention.tree_attention("eager"))
+    query, key, value = tensors(tree)
+    found, _ = attention.attend(
+        "flash_attention_2", module, query, key, value, tree_layout=layout_of(tree), sliding_window=window
+    )
+    assert names == ["flash_attention_2"]
+    assert torch.allclose(found, by_rows(tree, query, key, value, window), atol=1e-12)

@@ -132,6 +132,14 @@ def test_a_tree_as_a_padded_batch_holds_its_rows_whole():
         assert batch.ids[each.number, each.first :][: each.length + 1].tolist() == to_tokens(each.ids)
 
 
+def test_a_row_that_learns_to_end_with_padding_keeps_this_label():
+    batch = batch_of([row(([5, 6, 7, 8], 1)), row(([5, 6], 1))])
+    batch.mask[0, 3] = 0
+    tree = Tree.of(batch.rows())
+    same, tree = padded(tree, [batch])
+    assert tree.labels == len(Targets.of(tree, [same]).readers) == 4
+
+
 def test_batches_of_other_lengths_are_copied_together():
     batches = [pad(KINDS["system"]()[:3]), pad(KINDS["agent"]()[:5])]
     copies = on_host([(b["input_ids"], b["attention_mask"], b["labels"]) for b in batches])

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from peft import LoraConfig, get_peft_model
 from rig import trainers
 from rig.sft_rows import KINDS, WORDS, Text, pad, row
 from rig.strict import SavingIsOffError
+from rig.varlen import take_varlen_on_cpu
+from torch._dynamo.utils import counters
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -45,8 +48,9 @@ from transformers import (
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.compat import checkpointing_option
-from hf_hybrid.rows import attention, sharing
+from hf_hybrid.rows import attention, costs, sharing, windows
 from hf_hybrid.rows.sharing import SharedRows
+from hf_hybrid.rows.tree import on_host
 from hf_hybrid.rows.windows import SharedWindows
 
 SIZES = {
@@ -82,13 +86,15 @@ ARCHITECTURES = {
     "opt": (OPTConfig, {"ffn_dim": 48, "dropout": 0.0, "word_embed_proj_dim": 32}),
     "mixtral": (MixtralConfig, {"num_local_experts": 2}),
     "deepseek_v3": (DeepseekV3Config, {**LATENT, **EXPERTS}),
+    "gemma2": (Gemma2Config, {"head_dim": 8, "sliding_window": 12, "attn_logit_softcapping": 1.0}),
+    "gpt_oss": (GptOssConfig, {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12}),
     "starcoder2": (Starcoder2Config, {"sliding_window": None, **NO_DROPOUT}),
 }
 
 
 COMMON = (
     "llama", "qwen3", "qwen3_moe", "mistral with a window", "gemma3 with a window", "phi3", "gpt2", "smollm3", "opt",
-    "deepseek_v3",
+    "deepseek_v3", "gemma2", "gpt_oss",
 )  # fmt: skip
 """Those of the default suite."""
 
@@ -96,6 +102,7 @@ COMMON = (
 def build(architecture="llama", attention="sdpa", **options):
     """A model whose tokens matter: as it is initialised, one would hardly attend to another."""
     kind, own = ARCHITECTURES[architecture]
+    attention = "eager" if kind in (Gemma2Config, GptOssConfig) else attention  # `sdpa` has neither caps nor sinks
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(kind(**{**SIZES, **own, **options}), attn_implementation=attention)
     for parameter in model.parameters():
@@ -154,6 +161,7 @@ def gradients(train, folder, rows, model):
     """Loss and gradients of one window with all rows, and the trainer."""
     callback = Gradients()
     options = {"max_steps": 1, "gradient_accumulation_steps": len(rows) // 4, "max_grad_norm": 0.0}
+    options |= {"train_sampling_strategy": "sequential"}
     trained = train(folder, rows, model=model, callbacks=[callback], **options)
     return losses(trained)[0], callback.found, trained
 
@@ -234,6 +242,7 @@ def test_training_ends_at_the_weights_of_trainer(kind, left, tmp_path):
     summary = found.hybrid_summary()
     assert summary["plain_rows_because"] is None and (left or summary["micro_batches_saved"] > 0)
     assert summary["tokens"] == found.state.num_input_tokens_seen == expected.state.num_input_tokens_seen
+    assert summary["tokens_per_second"] == summary["tokens"] / found.run.speed.seconds
     assert summary["backward_passes"] + summary["micro_batches_saved"] == 3 * 8
     assert summary["tokens_padding"] + summary["tokens_shared"] > 0.1 * summary["tokens"]
 
@@ -291,6 +300,113 @@ def test_a_resumed_run_ends_at_the_same_weights_and_goes_on_counting(tmp_path):
         assert whole.hybrid_summary()[name] == resumed.hybrid_summary()[name] > 0
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("architecture", mostly_slow(ARCHITECTURES, ["llama", "qwen3_moe"]))
+def test_products_of_adapters_in_bf16_are_as_near_to_fp32_as_pefts(architecture, tmp_path):
+    def model():
+        return lora(build(architecture, hidden_size=64, intermediate_size=96))
+
+    def error(train, **options):
+        train = functools.partial(train, bf16=True, **options)
+        return apart(exact, gradients(train, tmp_path / train.func.__name__, rows, model())[1])
+
+    rows = KINDS["agent"]()[:12]
+    exact = gradients(plain, tmp_path / "exact", rows, model())[1]
+    assert error(shared) < 1.25 * error(plain)
+
+
+# Compiled layers.
+
+
+def ten_kinds():
+    """Twelve rows of each kind, which are a window each."""
+    text = Text(7)
+    lengths = {"full": (40, 40), "long": (60, 90), "short": (4, 6), "ragged": (4, 90)}
+    more = [[row((text(length), 1)) for length in torch.linspace(*ends, 12).int()] for ends in lengths.values()]
+    return [rows for kind in [*(kind()[-12:] for kind in KINDS.values()), *more] for rows in kind]
+
+
+CPU = torch.device("cpu")
+COMPILED = {"torch_compile_backend": "aot_eager"}
+IN_ORDER = {"train_sampling_strategy": "sequential", "max_steps": 10, "eval_strategy": "steps", "eval_steps": 5}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", [build, lora])
+def test_layers_compile_twice_in_a_run_on_ten_kinds_of_windows(model, tmp_path):
+    """Once for training and once for evaluation, with a comparison and with adapters, whose inputs need no gradient."""
+    rows, options = ten_kinds(), {**IN_ORDER, "learning_rate": 0.01}
+    expected = shared(tmp_path / "eager", rows, model=model(), **options)
+    torch._dynamo.reset()
+    counters.clear()
+    found = shared(tmp_path / "compiled", rows, model=model(), **options, **COMPILED)
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+    assert apart(weights(expected.model), weights(found.model)) < 1e-6
+    assert losses(found) == pytest.approx(losses(expected), rel=1e-5)
+    summary = found.hybrid_summary()
+    assert summary["plain_rows_because"] is None and summary["tokens_shared"] > 0 < summary["micro_batches_saved"]
+    assert not any("_compiled_call_impl" in vars(module) for module in found.model.modules())
+
+
+@pytest.mark.long
+def test_layers_with_flash_attention_compile_as_often(tmp_path, monkeypatch):
+    """torch's own function, with a kernel for a CPU."""
+    take_varlen_on_cpu()
+    init = attention.Layout.__init__
+    monkeypatch.setattr(attention.Layout, "flashes", lambda *tensors: True)
+    monkeypatch.setattr(
+        attention.Layout,
+        "__init__",
+        lambda self, segments, *_: init(self, segments, CPU, attention.tensors_of(segments)),
+    )
+    rows, options = ten_kinds(), {**IN_ORDER, "learning_rate": 0.01}
+    torch._dynamo.reset()
+    counters.clear()
+    found = shared(tmp_path, rows, model=build(head_dim=24), **options, **COMPILED)
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+    expected = plain(tmp_path, rows, model=build(head_dim=24), **options)
+    assert apart(weights(expected.model), weights(found.model)) < 1e-6
+    assert found.hybrid_summary()["plain_rows_because"] is None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("architecture", mostly_slow(ARCHITECTURES, ["gemma3 with a window", "gpt2"]))
+def test_gradients_of_compiled_layers(architecture, tmp_path):
+    torch._dynamo.reset()
+    rows = KINDS["agent"]()[:12]
+    loss, expected, _ = gradients(plain, tmp_path / "plain", rows, build(architecture))
+    train = functools.partial(shared, **COMPILED)
+    same, found, trained = gradients(train, tmp_path / "compiled", rows, build(architecture))
+    assert same == pytest.approx(loss, rel=1e-5) and apart(expected, found) < 1e-5
+    assert trained.hybrid_summary()["plain_rows_because"] is None
+
+
+@pytest.mark.long
+def test_compiled_layers_in_bf16_and_recomputed(tmp_path):
+    torch._dynamo.reset()
+    options = {"bf16": True, checkpointing_option(): True, "max_steps": 4}
+    expected = shared(tmp_path / "eager", KINDS["agent"](), **options)
+    found = shared(tmp_path / "compiled", KINDS["agent"](), **options, **COMPILED)
+    assert apart(weights(expected.model), weights(found.model)) < 2e-3
+    assert found.hybrid_summary()["plain_rows_because"] is None
+
+
+def test_a_model_that_is_compiled_as_a_whole_has_padded_rows(tmp_path):
+    model = torch.compile(build(), backend="eager")
+    trained = shared(tmp_path, KINDS["agent"](), model=model, max_steps=1, remove_unused_columns=False)
+    assert trained.hybrid_summary()["plain_rows_because"] == "it is compiled as a whole"
+
+
+def test_evaluations_of_a_training_compute_trees(tmp_path):
+    model, lengths = build(), []
+    model.model.layers[0].register_forward_pre_hook(
+        lambda layer, args: lengths.append(args[0].shape[:2].numel()) if not torch.is_grad_enabled() else None
+    )
+    shared(tmp_path, KINDS["system"](), model=model, max_steps=1, eval_strategy="steps", eval_steps=1)
+    padded = pad(KINDS["system"]()[:8])["input_ids"].numel(), pad(KINDS["system"]()[8:10])["input_ids"].numel()
+    assert lengths[-2] < padded[0] / 2 and lengths[-1] < padded[1]
+
+
 class Limit:
     """A device whose memory ends at so many tokens of a forward pass."""
 
@@ -320,6 +436,94 @@ def test_a_micro_batch_takes_no_more_tokens_than_the_largest_padded_one(tmp_path
     model.model.layers[0].register_forward_pre_hook(padded, with_kwargs=True)
     plain(tmp_path, rows, model=model)
     assert 0 < limit.largest <= padded.largest
+
+
+# How many micro-batches: where each keeps a GPU busy, they hold no more than without padding.
+
+
+def ragged(count=12):
+    """One long row in each micro-batch, and nothing shared."""
+    text = Text(5)
+    return [row((text(4, 6), 0), (text(6) if n % 4 else text(30), 1)) for n in range(count)]
+
+
+@pytest.mark.parametrize("data", [ragged, KINDS["agent"]])
+def test_where_each_micro_batch_keeps_a_gpu_busy_gradients_are_those_of_padded_rows(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(windows, "WITHOUT_LAUNCHES", ())
+    rows, saved, largest = data()[:12], [], []
+    expected_loss, expected, _ = gradients(plain, tmp_path / "plain", rows, build())
+    for busy in (0.0, float("inf")):
+        monkeypatch.setattr(costs, "BUSY", busy)
+        model, limit = build(), Limit(10**9)
+        model.model.layers[0].register_forward_pre_hook(limit, with_kwargs=True)
+        loss, found, trained = gradients(shared, tmp_path / str(busy), rows, model)
+        assert loss == pytest.approx(expected_loss, rel=1e-5) and apart(expected, found) < 1e-5
+        assert trained.hybrid_summary()["plain_rows_because"] is None
+        saved.append(trained.hybrid_summary()["micro_batches_saved"])
+        largest.append(limit.largest)
+    if data is ragged:
+        tokens = [len(row["input_ids"]) for row in rows]
+        assert saved[0] == 0 < saved[1]
+        assert largest[0] <= max(sum(tokens[first : first + 4]) for first in (0, 4, 8)) < largest[1]
+    else:
+        assert saved[0] > 0
+
+
+def test_weights_in_four_bits_cost_as_much_as_others_and_experts_only_where_they_compute():
+    sizes = {"hidden_size": 64, "intermediate_size": 128}
+    assert costs.Costs.of(packed()) == costs.Costs.of(lora(build(**sizes)))
+    few, all_of_them = (costs.Costs.of(build("qwen3_moe", num_experts_per_tok=number)) for number in (1, 4))
+    weights = sum(p.numel() for n, p in build("qwen3_moe").named_parameters() if ".experts." in n)
+    assert all_of_them.token - few.token == 2 * weights * 3 / 4 > 0
+    assert few.passes == 3 and 2 < costs.Costs.of(lora()).passes < 2.5  # of frozen weights nobody needs the gradient
+
+
+def on_a_gpu(shape):
+    """Windows of a Llama whose weights are nowhere, as they would be on a GPU: LoRA, no dropout."""
+    sizes = {"vocab_size": 128_256, "num_attention_heads": 32, "num_key_value_heads": 8, **SHAPES[shape]}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=torch.bfloat16)
+        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    accelerator = SimpleNamespace(num_processes=1, unwrap_model=lambda model: model)
+    args = SimpleNamespace(device=torch.device("cuda"), bf16=True, fp16=False, torch_compile=False)
+    memory = SimpleNamespace(streams=False)
+    rows = SharedWindows(
+        SimpleNamespace(accelerator=accelerator, args=args, memory=memory, model=model, loss_in_chunks=True)
+    )
+    rows.facts_of(model.train()).drawn[True] = "nothing"
+    return rows
+
+
+SHAPES = {
+    "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True},
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+}
+
+
+def long(kind):
+    """16 rows as `benchmarks/gpu/sft.py` has them, of which the last 100 tokens are learned."""
+    text, past = Text(5), []
+    if kind == "ragged":
+        return [row((text(length - 100), 0), (text(100), 1)) for length in (120, 900, 300, 250, 400, 150, 180, 200) * 2]
+    prompt, rows = text(1500), []
+    for _ in range(4):
+        past = prompt + text(150)
+        for _ in range(4):
+            rows.append(row((past, 0), (text(100), 1)))
+            past = past + text(350)
+    return rows
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["ragged", "agent"])
+def test_a_window_on_a_gpu_holds_no_more_than_without_padding_unless_launches_are_the_limit(shape, kind):
+    made = [pad(long(kind)[first : first + 8]) for first in (0, 8)]
+    batches = on_host([(batch["input_ids"], batch["attention_mask"], batch["labels"]) for batch in made])
+    plan = on_a_gpu(shape)._plan_window(batches)
+    in_two = shape == "8B" and kind == "ragged"
+    assert len(plan.trees) == 1 + in_two and plan.cost < 0.95 * plan.padded
+    without_padding = max(batch.tokens for batch in batches)
+    assert (max(tree.memory for tree in plan.trees) <= without_padding) == (in_two or kind == "agent")
 
 
 # What a user is told.
@@ -396,12 +600,6 @@ def stateful(config, **options):
 
 
 REFUSED = {
-    "capped scores": (lambda: stateful(Gemma2Config, head_dim=8), {}, "caps its scores"),
-    "sinks": (
-        lambda: stateful(GptOssConfig, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
-        {},
-        "has sinks",
-    ),
     "state-space layers": (lambda: stateful(MambaConfig), {}, "state that runs along the row"),
     "convolutions": (lambda: stateful(Lfm2Config, layer_types=["conv", "full_attention"]), {}, "state that runs"),
     "router": (lambda: build("mixtral", output_router_logits=True), {}, "router loss"),
@@ -516,7 +714,7 @@ def test_an_exception_that_nobody_foresaw_is_told_and_padded_rows_are_trained(tm
     def broken(*args, **options):
         raise TypeError("varlen_attn() got an unexpected keyword argument")
 
-    monkeypatch.setattr(attention.Layout, "segment", broken)
+    monkeypatch.setattr(attention.Layout, "by_segment", broken)
     expected = plain(tmp_path / "plain", KINDS["agent"](), max_steps=2)
     found = shared(tmp_path / "shared", KINDS["agent"](), max_steps=2)
     assert_same_weights(weights(expected.model), weights(found.model))
@@ -527,7 +725,7 @@ def test_an_exception_that_nobody_foresaw_is_told_and_padded_rows_are_trained(tm
 
 
 def test_a_test_fails_if_a_saving_does(tmp_path, monkeypatch):
-    monkeypatch.setattr(attention.Layout, "segment", None)
+    monkeypatch.setattr(attention.Layout, "by_segment", None)
     with pytest.raises(SavingIsOffError):
         shared(tmp_path, KINDS["agent"](), max_steps=1)
 

@@ -53,6 +53,7 @@ def run(folder, sharding):
     for name, data in DATA.items():
         trainer = train(HybridTrainer, HybridConfig, folder / name, data(), leap_gain=0, **SHARDING[sharding])
         found = {**trainer.hybrid_summary(), "losses": [e["loss"] for e in trainer.state.log_history if "loss" in e]}
+        found["tokens_of_all"] = trainer.run.speed.tokens
         (folder / f"{name}{rank}.json").write_text(json.dumps(found, default=str))
         weights = trainer.accelerator.get_state_dict(trainer.model)
         if rank == 0:
@@ -76,5 +77,6 @@ def test_two_processes_end_where_plain_trainer_on_one_does(launched, tmp_path, n
     first, second = (json.loads((launched / f"{name}{rank}.json").read_text()) for rank in (0, 1))
     losses = [entry["loss"] for entry in alone.state.log_history if "loss" in entry]
     assert first["losses"] == second["losses"] == pytest.approx(losses, rel=1e-5)
+    assert first["tokens_of_all"] == second["tokens_of_all"] == first["tokens"] + second["tokens"]
     assert first["micro_batches_saved"] == second["micro_batches_saved"] > 0
     assert first["plain_rows_because"] is None and first["tokens_padding"] + first["tokens_shared"] > 0

@@ -16,7 +16,16 @@ import numpy
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
-from conftest import ByteText, assert_same_weights, config_values, hybrid_config, mostly_slow, tiny_model, weights
+from conftest import (
+    TIMES,
+    ByteText,
+    assert_same_weights,
+    config_values,
+    hybrid_config,
+    mostly_slow,
+    tiny_model,
+    weights,
+)
 from rig import trainers
 from rig.run_folders import reseal
 from safetensors.torch import save_file
@@ -97,7 +106,7 @@ def die_at(folder: Path, step: int, **options) -> None:
 
 
 def comparable(summary):
-    return {key: value for key, value in summary.items() if key not in ("seconds_by_phase", "resumed")}
+    return {key: value for key, value in summary.items() if key not in (*TIMES, "resumed")}
 
 
 @pytest.mark.processes

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import logging
 import math
@@ -865,6 +866,17 @@ def profiled(place: Place) -> dict[str, Tensor]:
     return weights
 
 
+@scenario(keeps_model=True)
+def sampled(place: Place) -> dict[str, Tensor]:
+    """The driver says in what share of the time the device computed."""
+    with place.driver():
+        trainer = trainer_of(place, model(), share_rows="on")
+        with place.counted(trainer):
+            trainer.train()
+    place.facts["summary"] = trainer.hybrid_summary()
+    return weights_of(trainer)
+
+
 @scenario()
 def told(place: Place) -> dict[str, Tensor]:
     """What profiler and card say of a device."""
@@ -1136,9 +1148,21 @@ def default(cls: type, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def a_driver() -> Iterator[None]:
-    """NVML, as far as the package reads it."""
+    """NVML, as far as the package reads it. Between two calls it takes 20 samples of the device: 38 %."""
+    import pynvml
+
+    taken = itertools.count(1)
+
+    def samples(handle: Any, kind: int, since: int) -> tuple[int, list]:
+        assert kind == pynvml.NVML_GPU_UTILIZATION_SAMPLES
+        return pynvml.NVML_VALUE_TYPE_UNSIGNED_INT, [
+            pynvml.c_nvmlSample_t(next(taken), pynvml.c_nvmlValue_t(uiVal=38)) for _ in range(20)
+        ]
+
     driver = types.ModuleType("pynvml")
-    driver.NVMLError = type("NVMLError", (Exception,), {})
+    driver.NVMLError, driver.NVML_ERROR_NOT_FOUND = pynvml.NVMLError, pynvml.NVML_ERROR_NOT_FOUND
+    driver.NVML_GPU_UTILIZATION_SAMPLES = pynvml.NVML_GPU_UTILIZATION_SAMPLES
+    driver.nvmlDeviceGetSamples = samples
     driver.nvmlInit = driver.nvmlShutdown = lambda: None
     driver.nvmlDeviceGetHandleByUUID = lambda identity: identity
     driver.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(used=3 << 30, free=13 << 30, total=16 << 30)

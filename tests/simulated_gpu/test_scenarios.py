@@ -204,6 +204,14 @@ def test_the_profiler_reads_allocator_and_driver(results):
     assert record["host"]["pinned"] > 0
 
 
+@needs("sampled")
+def test_the_summary_says_what_share_the_device_computed(results):
+    summary = results.of("sampled")["facts"]["summary"]
+    assert summary["device_share"] == 0.38 and summary["tokens_per_second"] > 0
+    assert summary["speed_hint"].startswith("The host is the limit: the device computed in 38 % of the time. A larger")
+    assert results.of("sampled", "cpu")["facts"]["summary"]["device_share"] is None
+
+
 @needs("guarded")
 def test_the_guard_asks_for_a_checkpoint(results):
     assert results.of("guarded")["facts"]["checkpoints"] == 1

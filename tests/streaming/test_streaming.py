@@ -1,6 +1,8 @@
 """Streamed training is plain training: equal to the last bit, with few layers on the device at a time."""
 
 import gc
+import threading
+import time
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.plan.estimate import PlanError
 from hf_hybrid.streaming import optimizer
-from hf_hybrid.streaming.layers import NoLayerListError
+from hf_hybrid.streaming.layers import NoLayerListError, find_layers
+from hf_hybrid.streaming.streamer import LayerStreamer
+from hf_hybrid.streaming.walk import LayerWalk, _MicroBatch
 
 LAYERS = 4
 OPTIONS = {
@@ -512,6 +516,28 @@ def test_a_second_pass_inside_a_window(prefetch, tmp_path, train_set):
     plain.train()
     streamed.train()
     assert_same_run(streamed, plain)
+
+
+def test_a_micro_batch_that_fails_at_once_ends_the_walk(monkeypatch):
+    """Also while its thread has not quite ended."""
+    run = _MicroBatch.run
+    monkeypatch.setattr(_MicroBatch, "run", lambda job: (run(job), time.sleep(1)))
+    model, errors = tiny_model(), []
+    streamer = LayerStreamer(model, find_layers(model), device=torch.device("cpu"))
+    streamer.attach()
+
+    def fail():
+        raise ArithmeticError
+
+    def walk_through():
+        with pytest.raises(ArithmeticError) as error:
+            LayerWalk(streamer).run([fail, fail])
+        errors.append(error)
+
+    thread = threading.Thread(target=walk_through, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert errors
 
 
 def test_micro_batches_that_part_are_not_counted_twice(tmp_path, train_set):

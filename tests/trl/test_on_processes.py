@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from conftest import TIMES
 from peft import LoraConfig
 from rig import fsdp2_on_cpu
 from rig.processes import together
@@ -62,7 +63,7 @@ def train(name, folder, **options):
     trainer.probe_sequences = 4
     trainer.train()
     summary = trainer.hybrid_summary() if hasattr(trainer, "hybrid_summary") else {}
-    found = {key: value for key, value in summary.items() if key not in ("seconds_by_phase", "memory", "planner")}
+    found = {key: value for key, value in summary.items() if key not in (*TIMES, "memory", "planner")}
     found["losses"] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     state = trainer.accelerator.get_state_dict(trainer.model)
     return found, {key: tensor.clone() for key, tensor in state.items()}

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import assert_same_weights, config_values, mostly_slow, weights
+from torch._dynamo.utils import counters
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -248,6 +249,8 @@ def test_training_is_that_of_trl(case, tmp_path):
             assert bool(trained[1].rows.counts["tokens_shared"]) is ("precompute_ref_log_probs" in options)
         trained[-1].train()
     plain, shared = trained
+    # The rows of the reference are no rows that are trained on.
+    assert shared.run.speed.tokens == max(entry.get("num_tokens", 0) for entry in plain.state.log_history)
     assert shared.rows.counts["tokens_shared"] > (0 if "beginning" in case else 0.2 * shared.rows.counts["tokens"])
     assert apart(weights(plain.model), weights(shared.model)) < 1e-6
     for theirs, ours in zip(history(plain), history(shared), strict=True):
@@ -472,11 +475,28 @@ def test_the_option_is_checked(tmp_path):
         HybridDPOConfig(**config_values(tmp_path, bf16=False), share_rows="yes")
 
 
-def test_compiled_and_sharded_runs_compute_trls_rows():
-    names = ("torch_compile", "fsdp", "deepspeed", "parallelism_config", "fp16", "bf16")
-    for option in ("torch_compile", "fsdp"):
-        _, why, _ = options_of_rows(SimpleNamespace(**{name: name == option for name in names}))
-        assert f"`{option}" in why
+def test_sharded_runs_compute_trls_rows():
+    names = ("fsdp", "deepspeed", "parallelism_config", "fp16", "bf16")
+    _, why, _ = options_of_rows(SimpleNamespace(**{name: name == "fsdp" for name in names}))
+    assert "`fsdp" in why
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("adapters", [False, True])
+def test_layers_of_policy_and_reference_compile_twice(adapters, tmp_path):
+    """With a gradient and without one, in windows of other lengths; the reference of adapters is their base."""
+    options = {"reference": None if adapters else True, "max_steps": 6}
+    if adapters:
+        options["peft_config"] = lora()
+    expected = dpo(DPOTrainer, DPOConfig, tmp_path, **options)
+    expected.train()
+    torch._dynamo.reset()
+    counters.clear()
+    found = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, torch_compile_backend="aot_eager", **options)
+    found.train()
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+    assert apart(weights(expected.model), weights(found.model)) < 1e-6
+    assert found.hybrid_summary()["plain_rows_because"] is None
 
 
 def test_noise_of_the_length_of_a_row_is_that_of_trl(tmp_path):
