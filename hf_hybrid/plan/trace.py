@@ -51,8 +51,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_hybrid.compat import switch_checkpointing_on
 from hf_hybrid.plan.setups import Setup
 from hf_hybrid.plan.stand_ins import stand_in_for_low_bit
-from hf_hybrid.streaming.layers import ask, base_model, decoder_layers, find_layers
-from hf_hybrid.streaming.loss import ChunkedCausalLoss, linear_cross_entropy
+from hf_hybrid.streaming.layers import base_model, decoder_layers, find_layers
+from hf_hybrid.streaming.loss import ChunkedCausalLoss, head_of, linear_cross_entropy
 from hf_hybrid.streaming.low_bit import BLOCK, LEAST_QUANTIZED
 
 logger = logging.getLogger(__name__)
@@ -465,7 +465,7 @@ _TRACED_ROWS = 1024  # of the chunked loss: two chunks
 
 
 def _chunked_loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    head, seen = ask(model, "get_output_embeddings"), []
+    head, seen = head_of(base_model(model)), []
     if not isinstance(head, nn.Linear):
         raise TypeError(f"The head is a `{type(head).__name__}`, whose loss is not computed in chunks.")
 

@@ -23,11 +23,11 @@ class Fallbacks:
     What a part says of the saving that it leaves out. Each sentence is logged once.
 
     `what` happens instead, with the option in brackets: "Rows are computed padded (`share_rows`)". `tells` says whether
-    this process writes to the log.
+    this process writes to the log. `advice` is said of reasons that come without advice.
     """
 
-    def __init__(self, what: str, tells: Callable[[], bool] = lambda: True):
-        self.what, self.tells = what, tells
+    def __init__(self, what: str, tells: Callable[[], bool] = lambda: True, advice: str = ""):
+        self.what, self.tells, self.advice = what, tells, advice
         self.because: str | None = None
         """The last reason, as a clause."""
         self.failed: list[str] = []
@@ -39,6 +39,7 @@ class Fallbacks:
         Note why the saving would change the update, as a clause. It is a warning if there is `advice`: what the user
         can change, and what that is worth, as a sentence.
         """
+        advice = advice or self.advice
         self._log(reason, f"{self.what}: {reason}. {advice}".rstrip(), logging.WARNING if advice else logging.INFO)
 
     def did_not_work(self, error: BaseException, doing: str, *, cost: str = "") -> str:

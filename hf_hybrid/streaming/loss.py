@@ -6,8 +6,9 @@ pass holds their gradient beside them. But all the loss needs of a token's logit
 the logits, `softmax(logits) - one_hot(target)`, is known as soon as the logits are. So [`linear_cross_entropy`] takes
 `chunk_tokens` rows of hidden states at a time, computes their logits, adds up the loss, and turns the logits in place
 into their gradient, which it multiplies out to the gradients of hidden states and head at once. Then the logits of this
-chunk are gone. The backward pass only scales what is there by the incoming gradient. Nothing is computed twice, and
-memory is independent of the number of tokens. The idea is that of Cut Cross-Entropy (Wijmans et al., 2024, arXiv
+chunk are gone. The backward pass only scales what is there by the incoming gradient. Memory is independent of the
+number of tokens. Nothing is computed twice, but for the gradient of a head in half precision: a sum of many chunks
+would round with each of them. The idea is that of Cut Cross-Entropy (Wijmans et al., 2024, arXiv
 2411.09009) and of Liger Kernel (Hsu et al., 2024, arXiv 2410.10989), without a kernel of its own.
 
 **Into any model.** A Hub model computes its loss itself: hidden states, head, perhaps a scale or a cap on the logits,
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IGNORE_INDEX = -100
+FEW_CHUNKS = 8
+"""Chunks whose gradients of the head are added in half precision."""
 
 
 def linear_cross_entropy(
@@ -69,15 +72,8 @@ def linear_cross_entropy(
     vanish before a loss scale can reach them. Nothing reads the weight after this function, and a second backward pass
     through the same loss raises `RuntimeError`.
 
-    Returns the loss, a float32 scalar (float64 for float64 input). Raises `ValueError` for arguments that do not fit.
+    Returns the loss, a float32 scalar (float64 for float64 input).
     """
-    if chunk_tokens < 1:
-        raise ValueError(f"`chunk_tokens` must be at least 1, got `{chunk_tokens}`. 512 suits most vocabularies.")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"`softcap` must be above 0, got `{softcap}`. Use `None` for no cap.")
-    if hidden.shape[:-1] != targets.shape:
-        shapes = f"`{tuple(targets.shape)}` and `{tuple(hidden.shape)}`"
-        raise ValueError(f"`targets` must have one entry per token of `hidden`, got shapes {shapes}.")
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != torch.float16:
         dtype = torch.get_autocast_dtype(device)
@@ -87,49 +83,66 @@ def linear_cross_entropy(
         return _ChunkedLoss.apply(rows, weight, bias, targets, softcap, scale, chunk_tokens, torch.is_grad_enabled())
 
 
-def _loss_and_slope(logits, targets, softcap, scale) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed loss, and its gradient by `logits`, `[tokens, vocabulary]`, which is written into their memory."""
-    kept = targets.ne(IGNORE_INDEX)[:, None]
-    index = targets[:, None].where(kept, 0)  # an ignored id need not be an index
+def _loss_and_slope(logits, targets, softcap, scale, words=0, log_mass=None) -> tuple[torch.Tensor, ...]:
+    """
+    Summed loss, its gradient by `logits`, `[tokens, vocabulary]`, which is written into their memory, and the logarithm
+    of the sum of the exponentials of each token. With this `log_mass`, `logits` may be those of `words` and the next.
+    """
+    kept, index = targets.ne(IGNORE_INDEX)[:, None], targets[:, None] - words
+    here = kept & (index >= 0) & (index < logits.shape[1])
+    index = index.where(here, 0)  # an ignored id need not be an index
     scores = logits if scale == 1 else logits.mul_(scale)
     if softcap is not None:
         squashed = scores.div_(softcap).tanh_()
         scores = squashed * softcap
-    scores.sub_(scores.amax(-1, keepdim=True))
-    picked = scores.gather(1, index)
-    mass = scores.exp_().sum(-1, keepdim=True)
-    loss = (mass.log() - picked).where(kept, 0).sum()
-    factor = (kept * scale).to(scores.dtype)
-    slope = scores.mul_(factor / mass).scatter_add_(1, index, -factor)
-    return loss, slope if softcap is None else slope.mul_(squashed.square_().neg_().add_(1))
+    top = scores.amax(-1, keepdim=True) if log_mass is None else log_mass
+    picked = scores.sub_(top).gather(1, index)
+    scores.exp_()
+    mass = scores.sum(-1, keepdim=True) if log_mass is None else torch.ones_like(top)
+    loss = (mass.log() - picked).where(here, 0).sum()
+    slope = scores.mul_(kept * scale / mass).scatter_add_(1, index, (here * -scale).to(scores.dtype))
+    return loss, slope if softcap is None else slope.mul_(squashed.square_().neg_().add_(1)), top + mass.log()
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    # Not `F.linear_cross_entropy` of newer torch, which works in the same way: it has no scale or cap, and in 2.13 it
-    # sums the losses of bfloat16 hidden states in bfloat16 (8192 where 19992 is right, with its default chunks).
+    # Not `F.linear_cross_entropy` of torch 2.13, nor TRL's: `python -m benchmarks.skips.losses` compares them.
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, softcap, scale, chunk_tokens, with_grad):
-        needed = zip((hidden, weight, bias), ctx.needs_input_grad)
-        grads = [torch.zeros_like(value) if with_grad and need else None for value, need in needed]
-        hidden_grad, weight_grad, bias_grad = grads
         exact = torch.promote_types(hidden.dtype, torch.float32)
+        needed = zip((hidden, weight, bias), (hidden.dtype, weight.dtype, exact), ctx.needs_input_grad)
+        grads = [torch.zeros_like(v, dtype=dtype) if with_grad and need else None for v, dtype, need in needed]
+        hidden_grad, weight_grad, bias_grad = grads
         total = torch.zeros((), dtype=exact, device=hidden.device)
+        log_masses = []
+        # A sum in half precision is rounded with each chunk that is added. Beyond a few the gradient of the weight is
+        # computed again, block by block of words: a product over all tokens is rounded once.
+        in_blocks = exact != hidden.dtype and len(targets) > FEW_CHUNKS * chunk_tokens
 
         def add(rows: slice) -> None:  # a function, so that the logits of one chunk are gone before the next
             logits = F.linear(hidden[rows], weight, bias).to(exact)
-            loss, slope = _loss_and_slope(logits, targets[rows], softcap, scale)
+            loss, slope, log_mass = _loss_and_slope(logits, targets[rows], softcap, scale)
             total.add_(loss)
+            log_masses.append(log_mass)
+            if bias_grad is not None:
+                bias_grad.add_(slope.sum(0))
             slope = slope.to(hidden.dtype)
             if hidden_grad is not None:
                 torch.mm(slope, weight, out=hidden_grad[rows])
-            if weight_grad is not None:
+            if weight_grad is not None and not in_blocks:
                 weight_grad.addmm_(slope.t(), hidden[rows])
-            if bias_grad is not None:
-                bias_grad.add_(slope.sum(0))
+
+        def compute(gradient: torch.Tensor, words: slice) -> None:
+            logits = F.linear(hidden, weight[words], None if bias is None else bias[words]).to(exact)
+            _, slope, _ = _loss_and_slope(logits, targets, softcap, scale, words.start, torch.cat(log_masses))
+            torch.mm(slope.to(hidden.dtype).t(), hidden, out=gradient[words])
 
         for start in range(0, len(targets), chunk_tokens):
             add(slice(start, start + chunk_tokens))
+        if weight_grad is not None and in_blocks:
+            block = max(chunk_tokens * len(weight) // len(targets), 1)
+            for start in range(0, len(weight), block):
+                compute(weight_grad, slice(start, start + block))
         ctx.grads, ctx.has_labels = grads, targets.ne(IGNORE_INDEX).any()
         return total
 
@@ -175,7 +188,7 @@ class ChunkedCausalLoss:
 
     def __init__(self, model: nn.Module, chunk_tokens: int = 512):
         reason, base = self.unsupported_reason(model), base_model(model)
-        head = ask(base, "get_output_embeddings")
+        head = head_of(base)
         if reason is not None or not (isinstance(base, PreTrainedModel) and isinstance(head, nn.Linear)):
             raise ValueError(f"`model` cannot use the chunked loss: {reason}. Leave its loss as it is.")
         self.base, self.head = base, head
@@ -195,7 +208,7 @@ class ChunkedCausalLoss:
             return f"`{type(base).__name__}` is an encoder-decoder model"
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             return "prompt learning adds tokens that have no labels"
-        head = base.get_output_embeddings()
+        head = head_of(base)
         if type(head) is not nn.Linear:
             return f"its head is `{type(head).__module__}.{type(head).__name__}`, not `torch.nn.Linear`"
         if type(head.weight.data) is not torch.Tensor or not head.weight.is_floating_point():
@@ -212,10 +225,11 @@ class ChunkedCausalLoss:
             raise RuntimeError("`head.forward` is replaced already. Install the chunked loss first, and only once.")
         self.head.forward = self._forward
         self.base.loss_function = self._loss
+        called: Any = self.base.get_output_embeddings()  # the head, or what PEFT put around it
         self._hooks = [
             self.base.register_forward_pre_hook(self._before_model, with_kwargs=True),
-            self.head.register_forward_pre_hook(self._before_head, with_kwargs=True),
-            self.head.register_forward_hook(self._after_head),
+            called.register_forward_pre_hook(self._before_head, with_kwargs=True),
+            called.register_forward_hook(self._after_head),
         ]
         return self
 
@@ -337,7 +351,7 @@ class ChunkedCausalLoss:
         if call is None or call.output is None or logits.shape != call.stand_in.shape:
             return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, **kwargs)
         same = labels is call.labels or torch.equal(labels, call.labels.to(labels.device))
-        if not same or vocab_size != self.head.out_features or ignore_index != IGNORE_INDEX or logits.requires_grad:
+        if not same or vocab_size != len(self.head.weight) or ignore_index != IGNORE_INDEX or logits.requires_grad:
             name = type(self.base).__name__
             raise RuntimeError(f"`{name}` changes its labels or vocabulary, or learns how to scale its logits.")
         call.arrived = logits
@@ -345,6 +359,13 @@ class ChunkedCausalLoss:
             return logits.new_zeros(())
         count = call.targets.ne(IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
         return call.output / (count.to(call.output.device) if torch.is_tensor(count) else count)
+
+
+def head_of(base: nn.Module) -> nn.Module | None:
+    """Return the head of a model, or the copy of it that PEFT trains (`modules_to_save`)."""
+    head: Any = ask(base, "get_output_embeddings")
+    copies = getattr(head, "modules_to_save", None)
+    return head if copies is None else copies[head.active_adapters[0]]
 
 
 def _targets(inputs: Mapping[str, Any]) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from hf_hybrid.recovery import sequences_in, split_batch
 from hf_hybrid.rows.sharing import SharedRows
 from hf_hybrid.rows.tree import IGNORED, Rows
 from hf_hybrid.rows.windows import quiet_metrics
+from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 from hf_hybrid.trainer import HybridTrainerMixin
 
@@ -71,14 +72,27 @@ class HybridSFTConfig(TRLConfigBase, SFTConfig):
 class HybridDPOConfig(TRLConfigBase, DPOConfig):
     """
     [`~trl.DPOConfig`] with the options of [`HybridArguments`]. One default of the former differs, `bf16`, as in
-    [`HybridSFTConfig`].
+    [`HybridSFTConfig`]. `padding_free` works.
 
     Raises:
-        ValueError: As [`HybridConfig`], and for streamed layers.
+        ValueError: As [`HybridConfig`], for streamed layers, and for `padding_free=True` with `share_rows=off`.
     """
+
+    padding_free: bool = field(
+        default=False,
+        metadata={
+            "help": "Compute no padding, with any attention, also with enable_predict=False. share_rows does it, and "
+            "computes a shared prompt once."
+        },
+    )
 
     def __post_init__(self):
         super().__post_init__()
+        if self.padding_free and self.share_rows == "off":
+            raise ValueError(
+                "`padding_free=True` needs `share_rows`, which leaves padding out, and `share_rows=off` turns it off. "
+                "Leave one of the two out."
+            )
         if self.memory != "off":
             raise ValueError(
                 f"`memory={self.memory}` streams the layers of one model, and preference optimisation runs a policy "
@@ -198,7 +212,8 @@ def options_of_rows(args: TrainingArguments | None) -> tuple[bool, str | None, b
     TRL's `__init__` may compute some already, so only its options are known here (`None`: defaults).
     """
     options = args if isinstance(args, HybridArguments) else HybridArguments()
-    off = options.share_rows == "off" or (options.share_rows == "auto" and not options.enable_predict)
+    asked_for = options.enable_predict or getattr(args, "padding_free", False)
+    off = options.share_rows == "off" or (options.share_rows == "auto" and not asked_for)
     why = None
     if (sharding := sharding_of(args)) is not None:
         why = f"`{sharding}` wants equally many forward passes of all processes, and the first batch has more"
@@ -344,7 +359,21 @@ class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):  # ty: ignore[incompatible-
     def __init__(self, model, ref_model=None, args=None, *positional, **kwargs):
         args = config_for(args, model, HybridDPOConfig, "DPO")
         self.rows = PairRows(*options_of_rows(args), compiles=args.torch_compile)
-        super().__init__(model, ref_model, args, *positional, **kwargs)
+        padding_free = args.padding_free
+        if padding_free:
+            self.rows.worth = float("inf")
+            self.rows.fallbacks = Fallbacks(
+                "`padding_free=True` has no effect, and rows are computed padded (`share_rows`)",
+                advice="Leave `padding_free` out, or what prevents it.",
+            )
+            if self.rows.reason_plain is not None:
+                self.rows.fallbacks.cannot_be_exact(self.rows.reason_plain)
+        vars(args)["padding_free"] = False  # TRL has none, and would warn that rows are padded
+        try:
+            super().__init__(model, ref_model, args, *positional, **kwargs)
+        finally:
+            vars(args)["padding_free"] = padding_free
+        self.padding_free = padding_free
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         with self.rows.on(self.model, self.ref_model):

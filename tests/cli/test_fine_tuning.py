@@ -462,8 +462,9 @@ def test_held_out_pairs_are_measured_by_their_chosen_side(folder, tmp_path):
 
 
 def test_dpo_ranks_pairs(run):
-    status, out, err = run("dpo", "--dataset", "pairs.jsonl", "--eval_strategy", "steps", "--eval_steps", "1")
-    assert status == 0, err
+    more = ["--padding_free", "true", "--eval_strategy", "steps", "--eval_steps", "1"]
+    status, out, err = run("dpo", "--dataset", "pairs.jsonl", *more)
+    assert status == 0 and "padding_free" not in err + out, err
     assert "preference pairs with prompt (text)" in out and "tokens" in out and "in 11 pairs" in out
     assert "of the pairs ranked right" in out and "step 1/2  eval: loss" in out
 
@@ -697,6 +698,7 @@ WRONG = [
     ("sft", ["--dataset", "chats.jsonl", "--config", "gone.yaml"], "`--config gone.yaml` cannot be read"),
     ("sft", ["--dataset", "chats.jsonl", "--output_dir", "texts.jsonl/out"], "cannot be written to: Not a directory"),
     ("dpo", ["--dataset", "pairs.jsonl", "--memory", "stream"], "`memory=stream` streams the layers of one model"),
+    ("dpo", ["--dataset", "pairs.jsonl", "--padding_free", "true", "--share_rows", "off"], "needs `share_rows`"),
     # Rewards.
     ("grpo", ["--dataset", "questions.jsonl"], "`--reward` is missing"),
     ("grpo", ["--dataset", "questions.jsonl", "--reward", "exact"], "is none of exact_match, numeric_answer, format"),

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.streaming.layers import embeddings_and_head, find_layers
-from hf_hybrid.streaming.loss import ChunkedCausalLoss, linear_cross_entropy
+from hf_hybrid.streaming.layers import base_model, embeddings_and_head, find_layers
+from hf_hybrid.streaming.loss import ChunkedCausalLoss, head_of, linear_cross_entropy
 from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.walk import LayerWalk
 
@@ -178,14 +178,21 @@ def test_only_asked_for_gradients_are_computed():
     torch.testing.assert_close(found, torch.autograd.grad(reference(hidden, weight, targets), [hidden])[0])
 
 
-@pytest.mark.parametrize("option", [{"chunk_tokens": 0}, {"softcap": 0.0}], ids=str)
-def test_bad_options_are_named(option):
-    hidden, weight, targets, _ = head()
-    name, value = next(iter(option.items()))
-    with pytest.raises(ValueError, match=f"`{name}`.*`{value}`"):
-        linear_cross_entropy(hidden, weight, targets, **option)
-    with pytest.raises(ValueError, match="`targets`.*`hidden`"):
-        linear_cross_entropy(hidden, weight, targets[:, 1:])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "scale": 0.5}], ids=str)
+def test_many_chunks_round_the_gradient_of_a_bfloat16_head_once(options):
+    """A sum of 64 chunks would be four times as far from the exact gradient."""
+    hidden, weight, targets, bias = (v.detach() for v in head(torch.float32, (4096,), 16, 301))
+    hidden, weight, bias = ((value + 1).bfloat16() for value in (hidden, weight, bias))
+    found, exact = [], []
+    for loss, dtype, into in (
+        (linear_cross_entropy, torch.bfloat16, found), (reference, torch.bfloat16, found),
+        (reference, torch.float64, exact),
+    ):  # fmt: skip
+        inputs = [value.to(dtype).requires_grad_() for value in (hidden, weight, bias)]
+        chunks = {"chunk_tokens": 64} if loss is linear_cross_entropy else {}
+        into.append(torch.autograd.grad(loss(*inputs[:2], targets, bias=inputs[2], **options, **chunks), inputs))
+    ours, plain = ([(g - e).norm() / e.norm() for g, e in zip(gradients, exact[0])] for gradients in found)
+    assert all(mine < max(1.2 * theirs, 0.004) for mine, theirs in zip(ours, plain))
 
 
 def test_head_needs_less_than_a_fifth_of_the_memory():
@@ -247,13 +254,27 @@ def test_lora(target):
         assert_same_training(model, batch(), chunked, 40)
 
 
-@pytest.mark.parametrize("case", ["prompt", "head", "saved head"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_copy_of_the_head_that_is_trained(tied):
+    peft = pytest.importorskip("peft")
+    options = {"ensure_weight_tying": True} if tied else {}
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], **options)
+    model = peft.get_peft_model(tiny_model(tie_word_embeddings=tied), config)
+    copy = model.base_model.model.lm_head.modules_to_save["default"]
+    assert copy.weight.requires_grad
+    nn.init.normal_(copy.weight, std=0.05)
+    with ChunkedCausalLoss(model) as chunked:
+        assert chunked.agrees(model, batch()), chunked.disagreement
+        assert_same_training(model, batch(), chunked, 40)
+    assert copy.weight.grad.any()
+
+
+@pytest.mark.parametrize("case", ["prompt", "head"])
 def test_peft_methods_that_cannot_work(case):
     peft = pytest.importorskip("peft")
     config, words = {
         "prompt": (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "prompt learning"),
         "head": (peft.LoraConfig(target_modules=["q_proj", "lm_head"]), "lora.layer.Linear`"),
-        "saved head": (peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]), "ModulesToSaveWrapper"),
     }[case]
     model = peft.get_peft_model(tiny_model(tie_word_embeddings=False), config)
     assert words in ChunkedCausalLoss.unsupported_reason(model)
@@ -462,23 +483,34 @@ def test_streamed_model(tied, walked):
 # In a training.
 
 
-def big_vocabulary():
-    return tiny_model(num_hidden_layers=2, vocab_size=40_000)
+def big_vocabulary(adapters=False):
+    model = tiny_model(num_hidden_layers=2, vocab_size=40_000)
+    if not adapters:
+        return model
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
 
 
+@pytest.mark.parametrize("adapters", [False, True], ids=["", "adapters"])
 @pytest.mark.parametrize("memory", ["off", "stream"])
 @pytest.mark.long
-def test_chunked_loss_is_the_loss(memory, tmp_path, train_set):
+def test_chunked_loss_is_the_loss(memory, adapters, tmp_path, train_set):
     options = {"max_steps": 6, "gradient_accumulation_steps": 2, "weight_decay": 0.1}
-    plain = Trainer(big_vocabulary(), TrainingArguments(**config_values(tmp_path, **options)), train_dataset=train_set)
+    arguments = TrainingArguments(**config_values(tmp_path, **options))
+    plain = Trainer(big_vocabulary(adapters), arguments, train_dataset=train_set)
     config = HybridConfig(
         **config_values(tmp_path, **options), enable_predict=False, memory=memory,
         chunked_loss="auto" if memory == "stream" else "on",
     )  # fmt: skip
     config.plan_values = {"stream_embeddings": memory == "stream"}
-    chunked = HybridTrainer(big_vocabulary(), config, train_dataset=train_set)
+    chunked = HybridTrainer(big_vocabulary(adapters), config, train_dataset=train_set)
+    seen = []
+    head_of(base_model(chunked.model)).register_forward_hook(
+        lambda head, args, kwargs, output: seen.append("targets" in kwargs), with_kwargs=True
+    )
     plain.train()
     chunked.train()
+    assert seen.count(True) >= 12
     torch.testing.assert_close(losses(chunked), losses(plain), rtol=1e-5, atol=0)
     assert "forward" not in vars(chunked.model.lm_head)
     for name, weight in weights(plain.model).items():

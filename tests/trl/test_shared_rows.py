@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_same_weights, config_values, weights
+from conftest import assert_same_weights, config_values, mostly_slow, weights
 from torch._dynamo.utils import counters
 from transformers import (
     BloomConfig,
@@ -37,6 +37,7 @@ from transformers import (
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
+import trl.trainer.utils  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from rig import rollouts  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
@@ -168,10 +169,29 @@ def lora(**options):
     return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
 
 
+def lora_and_head():
+    return lora(modules_to_save=["lm_head"])
+
+
+def trained_adapters():
+    """A policy whose adapters changed something already: TRL keeps a copy of them as the reference."""
+    model = pytest.importorskip("peft").get_peft_model(build("llama"), lora())
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
 CASES = {
     "accumulation": {"gradient_accumulation_steps": 3},
     "adapters": {"peft_config": lora, "reference": None},
-    "reference beforehand": {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 4},
+    "adapters and head": {"peft_config": lora_and_head, "reference": None},
+    "adapters trained before": {"model": trained_adapters, "reference": None},
+    "reference beforehand": {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 4, "ld_alpha": 0.5},
+    "adapters, reference beforehand": {"precompute_ref_log_probs": True, "peft_config": lora, "reference": None},
+    "reference that follows": {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5},
+    "padding free": {"padding_free": True, "share_rows": "auto"},
+    "padding free, adapters": {"padding_free": True, "share_rows": "auto", "peft_config": lora, "reference": None},
     "checkpointing": {checkpointing_option(): True},
     "truncated": {"max_length": 18},
     "truncated at the beginning": {"max_length": 18, "truncation_mode": "keep_end"},
@@ -205,14 +225,28 @@ def test_generators_of_dpo_are_left_as_by_trl(draws, tmp_path):
     assert summary["tokens_padding"] > 0 and (summary["plain_rows_because"] is None) is not draws
 
 
-@pytest.mark.parametrize("case", [c if c == "adapters" else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+QUICK = (
+    "adapters",
+    "adapters and head",
+    "adapters trained before",
+    "reference beforehand",
+    "reference that follows",
+    "padding free",
+)
+
+
+@pytest.mark.parametrize("case", mostly_slow(CASES, QUICK))
 def test_training_is_that_of_trl(case, tmp_path):
     options = {"eval_dataset": PAIRS.select(range(4)), "eval_strategy": "steps", "eval_steps": 4, "max_steps": 8}
     options |= CASES[case]
     trained = []
     for trainer, config in ((DPOTrainer, DPOConfig), (HybridDPOTrainer, HybridDPOConfig)):
         made = {name: value() if callable(value) else value for name, value in options.items()}
+        if config is DPOConfig:
+            made.pop("share_rows", None)
         trained.append(dpo(trainer, config, tmp_path / trainer.__name__, **made))
+        if config is HybridDPOConfig:  # the reference beforehand
+            assert bool(trained[1].rows.counts["tokens_shared"]) is ("precompute_ref_log_probs" in options)
         trained[-1].train()
     plain, shared = trained
     # The rows of the reference are no rows that are trained on.
@@ -221,6 +255,34 @@ def test_training_is_that_of_trl(case, tmp_path):
     assert apart(weights(plain.model), weights(shared.model)) < 1e-6
     for theirs, ours in zip(history(plain), history(shared), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+
+
+def test_padding_free_computes_no_padding(tmp_path, caplog):
+    """In TRL 1.16 it does nothing, and a warning says so."""
+    plain = dpo(DPOTrainer, DPOConfig, tmp_path, padding_free=True)
+    assert not plain.padding_free and "`padding_free=True` is temporarily unavailable" in caplog.text
+    caplog.clear()
+    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, padding_free=True, share_rows="auto")
+    assert trainer.padding_free and trainer.args.padding_free
+    batch = trainer.data_collator([trainer.train_dataset[index] for index in range(4)])
+    gradients(trainer, batch)  # in both ways, to compare
+    seen = []
+    for model in (trainer.model, trainer.ref_model):
+        model.model.embed_tokens.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    gradients(trainer, batch)
+    assert (batch["input_ids"] == 0).any() and len(seen) == 2
+    assert all(len(ids) == 1 and (ids != 0).all() and ids.numel() < batch["attention_mask"].sum() for ids in seen)
+    assert not caplog.records
+
+
+def test_padding_free_that_cannot_be_is_told(tmp_path, caplog):
+    with pytest.raises(ValueError, match="`padding_free=True` needs `share_rows`.*Leave one of the two out"):
+        HybridDPOConfig(**config_values(tmp_path, bf16=False), padding_free=True, share_rows="off")
+    options = {"padding_free": True, "share_rows": "auto", "max_steps": 1}
+    dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, neftune_noise_alpha=5.0, **options)
+    dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, model=bloom(), reference=bloom(), **options).train()
+    for told, why in zip(warnings_of(caplog), ("`neftune_noise_alpha=5.0`", "`BloomForCausalLM`"), strict=True):
+        assert "`padding_free=True` has no effect" in told and why in told and "Leave `padding_free` out" in told
 
 
 LOSSES = [
@@ -510,6 +572,7 @@ SFT = {
     "every token": {"completion_only_loss": False},
     "dft": {"loss_type": "dft"},
     "adapters": {"peft_config": lora},
+    "adapters and head": {"peft_config": lora_and_head},
     "checkpointing": {checkpointing_option(): True},
     "no accumulation": {"gradient_accumulation_steps": 1},
     "multiple": {"pad_to_multiple_of": 16},
@@ -534,6 +597,20 @@ def test_fine_tuning_is_that_of_trl(case, tmp_path):
         assert {name: ours[name] for name in theirs} == pytest.approx(theirs, rel=1e-4, abs=1e-6)
     tokens = [[e["num_tokens"] for e in t.state.log_history if "num_tokens" in e] for t in trained]
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("adapters", [None, lora, lora_and_head])
+def test_the_head_scores_labels_alone(adapters, tmp_path, monkeypatch):
+    """On a CPU TRL's head scores every token of a batch."""
+    scored, function = [], trl.trainer.utils._ChunkedLogProbFunction
+    score = function.apply
+    monkeypatch.setattr(function, "apply", lambda hidden, *args: scored.append(len(hidden)) or score(hidden, *args))
+    options = {"max_steps": 2, "eval_strategy": "no", "gradient_accumulation_steps": 1}
+    options |= {"per_device_train_batch_size": len(TALKS), "peft_config": adapters and adapters()}
+    theirs = sft(SFTTrainer, SFTConfig, tmp_path / "trl", **options)
+    assert scored[-1] == len(TALKS) * (max(map(len, theirs.train_dataset["input_ids"])) - 1)
+    ours = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path / "ours", leap_gain=0, **options)
+    assert scored[-1] == sum(label != -100 for row in ours.train_dataset["labels"] for label in row[1:])
 
 
 def test_metrics_of_one_micro_batch_are_those_of_trl(tmp_path):
