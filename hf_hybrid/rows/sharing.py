@@ -201,8 +201,8 @@ class FlatRow(NamedTuple):
         tensors = []
         for batch, tree in micro_batches:
             if repeats:  # nothing is read from it
-                pairs = torch.from_numpy(np.sort(labels_of(tree, [batch])[0], kind="stable"))
-                slots, tokens = pairs >> 32, pairs & 0xFFFFFFFF
+                pairs = np.sort(labels_of(tree, [batch])[0], kind="stable")
+                slots, tokens = torch.from_numpy(pairs >> 32), torch.from_numpy(pairs & 0xFFFFFFFF)
                 readers = places = torch.zeros(0, dtype=torch.long)
             else:
                 slots, tokens, readers, places = Targets.of(tree, [batch])
