@@ -83,17 +83,23 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_hybrid.compat import cache_name
 from hf_hybrid.part import Part
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import RandomStates
+from hf_hybrid.trl.captured import (
+    CACHE,
+    Captured,
+    PlainRolloutsError,
+    Prefilled,
+    captures,
+    processors_of,
+    why_not_captured,
+)
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
 
-CACHE = cache_name()
-"""Argument and output of a model that holds keys and values."""
 ROWWISE = frozenset({
     EpsilonLogitsWarper, EtaLogitsWarper, ExponentialDecayLengthPenalty, ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor, InfNanRemoveLogitsProcessor, LogitNormalization, MinLengthLogitsProcessor,
@@ -102,12 +108,14 @@ ROWWISE = frozenset({
     SuppressTokensLogitsProcessor, TemperatureLogitsWarper, TopHLogitsWarper, TopKLogitsWarper, TopPLogitsWarper,
     TypicalLogitsWarper,
 })  # fmt: skip
-"""Logits processors that compute a row from this row alone. One of them is told of its rows, see [`_processors_of`]."""
+"""Logits processors that compute a row from this row alone. One of them is told of its rows, see [`processors_of`]."""
 KNOWN = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"}
 """What `generate` may give the model beside tokens."""
 COUNTS = ("rows_decoded", "rows_decoded_saved", "prompt_tokens_shared")
 KEEP = 0.75
 """Rows leave when at most this share of the rows in the batch goes on: to leave costs a copy of the cache."""
+PREFILL = 64
+"""On a GPU prompts are padded to a multiple of so many columns: attention is planned anew for each length."""
 
 # Arithmetic.
 
@@ -180,10 +188,6 @@ def indices(numbers: Sequence[int], device: torch.device) -> Tensor:
 # What is left to transformers.
 
 
-class PlainRolloutsError(Exception):
-    """Completions are left to transformers; the message says why. Raised before anything is computed."""
-
-
 def why_plain_model(model: Any) -> str | None:
     """Return why completions of this model, which may have adapters, are left to transformers; `None` if not."""
     for adapter in getattr(model, "peft_config", {}).values():
@@ -198,16 +202,19 @@ def why_plain_model(model: Any) -> str | None:
         return f"`{type(base).__name__}` has a `generate` of its own"
     if getattr(base, "is_loaded_in_8bit", False):
         return "matrix products in 8 bits look at all rows at once"
+    if captures(base.device):
+        return why_not_captured(base)
     if base.device.type != "cpu":
-        return "on a GPU fewer rows are not faster than TRL's batch, whose shape stays"
+        return f"passes are not captured on `{base.device.type}`, and fewer rows are not faster there"
     return None
 
 
-def why_plain_cache(cache: Any, longest: int) -> str | None:
+def why_plain_cache(cache: Any, longest: int, window_by_mask: bool) -> str | None:
     """
     Return why rows cannot be taken out of this cache; `None` if they can.
 
-    `cache` is what `generate` has prepared, still empty; `longest` the tokens of a row at the end, with its padding.
+    `cache` is what `generate` has prepared, still empty; `longest` the tokens of a row at the end, with its padding;
+    `window_by_mask` whether keys outside of a window are kept, and hidden by the mask.
     """
     if type(cache) is not DynamicCache or cache.offloading:
         kind = "an offloaded cache" if getattr(cache, "offloading", False) else f"`{type(cache).__name__}`"
@@ -215,7 +222,8 @@ def why_plain_cache(cache: Any, longest: int) -> str | None:
     for layer in cache.layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             return f"the cache has a layer of another kind, `{type(layer).__name__}`"
-        if isinstance(layer, DynamicSlidingWindowLayer) and longest > layer.sliding_window:
+        sliding = isinstance(layer, DynamicSlidingWindowLayer) and not window_by_mask
+        if sliding and longest > layer.sliding_window:
             return f"a row of {longest} tokens does not fit into the window of {layer.sliding_window} tokens"
     return None
 
@@ -265,30 +273,33 @@ def _reason_plain(
         return "positions have another shape than tokens"
     if not model_inputs.get("use_cache") or model_inputs.get(CACHE) is None:
         return "there is no cache of keys and values (`use_cache=False`, or a model with a state of its own)"
-    longest = config.max_length
-    return why_plain_cache(model_inputs[CACHE], longest) or why_plain_positions(
-        model.config.get_text_config(decoder=True), longest
+    longest, text = config.max_length, model.config.get_text_config(decoder=True)
+    window_by_mask = captures(input_ids.device) and "chunked_attention" not in (
+        getattr(text, "layer_types", None) or ()
     )
+    return why_plain_cache(model_inputs[CACHE], longest, window_by_mask) or why_plain_positions(text, longest)
 
 
 # The loop.
 
 
 def _prefill(
-    model: Any, input_ids: Tensor, prompts: Prompts, model_inputs: dict[str, Any]
-) -> tuple[Tensor, dict[str, Any]]:
-    """
-    Compute each prompt once. Return the logits of the first token of each row, and what `generate` has prepared with
-    the cache of all rows, which has the width of the longest prompt.
-    """
+    model: Any, input_ids: Tensor, prompts: Prompts, model_inputs: dict[str, Any], multiple: int = 1
+) -> Prefilled:
+    """Compute each prompt once, padded at the left to a `multiple` of columns where the model is told positions."""
     device, positions = input_ids.device, model_inputs.get("position_ids")
     lengths, empty = prompts.lengths, model_inputs[CACHE]
     # A model that is not told positions may count padding: then rows keep theirs.
     chunks = [list(range(len(lengths)))] if positions is None else chunks_of_similar_length(lengths)
     width = input_ids.shape[1] if positions is None else max(lengths)
+    if positions is not None and (more := -input_ids.shape[1] % multiple):
+        mask = model_inputs.get("attention_mask")  # `None` if nothing is padded
+        mask = torch.ones_like(input_ids) if mask is None else mask
+        input_ids, mask, positions = (pad(tensor, (more, 0)) for tensor in (input_ids, mask, positions))
+        model_inputs = {**model_inputs, "attention_mask": mask, "position_ids": positions}
     logits, caches = [], []
     for chunk in chunks:
-        longest = width if positions is None else lengths[chunk[-1]]
+        longest = width if positions is None else -(-lengths[chunk[-1]] // multiple) * multiple
         rows = indices([prompts.first[prompt] for prompt in chunk], device)
         padded = positions is None or lengths[chunk[0]] < longest
         part = _cut({**model_inputs, CACHE: copy.deepcopy(empty)}, rows, longest, padded)
@@ -300,9 +311,7 @@ def _prefill(
         del outputs
     computed_at = {prompt: place for place, prompt in enumerate(prompt for chunk in chunks for prompt in chunk)}
     places = indices([computed_at[prompt] for prompt in prompts.owner], device)
-    _repeat(caches, places, width)
-    padded = positions is None or min(lengths) < width
-    return torch.cat(logits).index_select(0, places), _cut({**model_inputs, CACHE: caches[0]}, None, width, padded)
+    return Prefilled(torch.cat(logits).index_select(0, places), caches, places, width)
 
 
 def _cut(model_inputs: dict[str, Any], rows: Tensor | None, width: int, padded: bool) -> dict[str, Any]:
@@ -316,23 +325,15 @@ def _cut(model_inputs: dict[str, Any], rows: Tensor | None, width: int, padded: 
     return inputs
 
 
-def _repeat(caches: list[DynamicCache], places: Tensor, width: int) -> None:
-    """
-    Put rows of all caches into the first, padded at the left to `width` tokens. `places` counts them through all
-    caches, shape [rows].
-    """
-    for of_caches in zip(*(cache.layers for cache in caches)):
-        first: Any = of_caches[0]
-        for name in ("keys", "values"):
-            states: Tensor = getattr(first, name)
-            if len(caches) > 1:
-                chunks = [getattr(layer, name) for layer in of_caches]
-                states = torch.cat([pad(chunk, (0, 0, width - chunk.shape[2], 0)) for chunk in chunks])
-            setattr(first, name, states.index_select(0, places))
-        if isinstance(first, DynamicSlidingWindowLayer):
-            first.cumulative_length = width
-        for layer in of_caches[1:]:
-            layer.keys = layer.values = None
+def _repeated(prefilled: Prefilled) -> DynamicCache:
+    """Return the cache of all rows, [rows, heads, width, size] per layer: the first one of the prompts, refilled."""
+    cache = prefilled.caches[0]
+    for index, layer in enumerate(cache.layers):
+        states: Any = layer
+        states.keys, states.values = prefilled.take(index, "keys"), prefilled.take(index, "values")
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = prefilled.width
+    return cache
 
 
 def _keep(cache: DynamicCache, rows: Tensor, cut: int) -> None:
@@ -343,19 +344,6 @@ def _keep(cache: DynamicCache, rows: Tensor, cut: int) -> None:
         states.values = states.values[:, :, cut:].index_select(0, rows)
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length -= cut
-
-
-def _processors_of(processors: LogitsProcessorList, rows: Tensor) -> LogitsProcessorList:
-    """Return logits processors for some of their rows. The penalty of repetitions knows how far each row is padded."""
-    of_rows = LogitsProcessorList()
-    for processor in processors:
-        if isinstance(processor, RepetitionPenaltyLogitsProcessor):
-            ignored = processor.prompt_ignore_length
-            if isinstance(ignored, Tensor):
-                ignored = ignored.to(rows.device).index_select(0, rows)
-                processor = RepetitionPenaltyLogitsProcessor(processor.penalty, ignored)
-        of_rows.append(processor)
-    return of_rows
 
 
 @dataclass
@@ -388,13 +376,69 @@ class RowsLeft:
         rows = self.active.int().argsort(descending=True, stable=True)[: sum(goes_on)]
         self.prompt_lengths = lengths = [length for length, active in zip(self.prompt_lengths, goes_on) if active]
         self.tokens, self.active = self.tokens.index_select(0, rows), self.active.index_select(0, rows)
-        self.processors = _processors_of(self.processors, rows)
+        self.processors = processors_of(self.processors, rows)
         self.places = rows if self.places is None else self.places.index_select(0, rows)
         positions, held = model_inputs.get("position_ids"), model_inputs[CACHE].get_seq_length()
         cut = 0 if positions is None else held - (max(lengths) + completed - 1)
         _keep(model_inputs[CACHE], rows, cut)
         # Mask and positions have a column for the token that is computed next.
         return _cut(model_inputs, rows, held + 1 - cut, padded=positions is None or min(lengths) < max(lengths))
+
+
+def _complete(
+    model: Any,
+    input_ids: Tensor,
+    prefilled: Prefilled,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    padding: int | None,
+    model_inputs: dict[str, Any],
+    prompts: Prompts,
+) -> tuple[Tensor, int]:
+    """
+    Complete the rows of `input_ids`, shape [rows, width], which leave when they have ended. Arguments and results are
+    those of [`Captured.complete`].
+    """
+    device, (count, width) = input_ids.device, input_ids.shape
+    completions = input_ids.new_full((count, config.max_length - width), padding or 0)
+    logits, lengths = prefilled.logits, [prompts.lengths[prompt] for prompt in prompts.owner]
+    padded = model_inputs.get("position_ids") is None or min(lengths) < prefilled.width
+    model_inputs = _cut({**model_inputs, CACHE: _repeated(prefilled)}, None, prefilled.width, padded)
+    filled = CausalLMOutputWithPast(**{CACHE: model_inputs[CACHE]})
+    model_inputs = model._update_model_kwargs_for_generation(filled, model_inputs)
+    rows = RowsLeft(input_ids, torch.ones(count, dtype=torch.bool, device=device), lengths, processors)
+    length = computed = 0
+    while True:
+        # One token of each row, padding where a row has ended.
+        logits = logits.to(dtype=torch.float32, device=device, copy=True)
+        scores: Any = rows.processors(rows.tokens, logits)  # ty: ignore[invalid-argument-type]
+        if config.do_sample:
+            tokens = drawn(scores.softmax(dim=-1), rows.all_probabilities, rows.places)
+        else:
+            tokens = scores.argmax(dim=-1)
+        if padding is not None:
+            tokens = tokens.masked_fill(~rows.active, padding)
+        completions[slice(None) if rows.places is None else rows.places, length] = tokens
+        rows.tokens, length = torch.cat([rows.tokens, tokens[:, None]], dim=1), length + 1
+        if width + length >= config.max_length:
+            break
+        if padding is not None:
+            rows.active = rows.active & ~criteria(rows.tokens, None)
+            goes_on = rows.active.tolist()
+            if not any(goes_on):
+                break
+            if sum(goes_on) <= KEEP * len(goes_on):
+                model_inputs = rows.drop_ended(goes_on, length, model_inputs)
+                if config.do_sample and rows.all_probabilities is None:
+                    rows.all_probabilities = scores.new_ones((count, scores.shape[1]))
+        # The logits of the next token.
+        inputs = model.prepare_inputs_for_generation(rows.tokens, next_sequence_length=1, **model_inputs)
+        outputs = model(**inputs, return_dict=True)
+        model_inputs = model._update_model_kwargs_for_generation(outputs, model_inputs)
+        logits, computed = outputs.logits[:, -1], computed + len(rows.tokens)
+        del outputs
+    return completions[:, :length], computed
 
 
 class Decoding(Part):
@@ -413,6 +457,7 @@ class Decoding(Part):
     def __init__(self, off: bool, tells: Callable[[], bool] = lambda: True):
         self.off = off
         self.fallbacks = Fallbacks("Completions are generated as TRL does it (`rollouts`)", tells)
+        self.captured = Captured()
         self.counts: Counter[str] = Counter()
         """Those of the run, once it begins."""
 
@@ -448,6 +493,7 @@ class Decoding(Part):
                 return plain(**kwargs, custom_generate=loop)
             except PlainRolloutsError as why:
                 self.fallbacks.cannot_be_exact(str(why))
+                before.restore()
                 return plain(**kwargs)
             except Exception as unforeseen:
                 if is_out_of_memory(unforeseen):
@@ -455,7 +501,7 @@ class Decoding(Part):
                 error = unforeseen.with_traceback(None)  # which holds the tensors of the loop
             before.restore()
             completions = plain(**kwargs)  # raises the error again if it is the model's own
-            self.fallbacks.did_not_work(error, "the loop that leaves ended rows out does not run")
+            self.fallbacks.did_not_work(error, "this package's loop does not run")
             return completions
 
         model.generate = generate
@@ -476,52 +522,22 @@ class Decoding(Part):
         reason = _reason_plain(model, input_ids, processors, criteria, config, model_inputs, prompts)
         if reason is not None:
             raise PlainRolloutsError(reason)
-        device, (count, width) = input_ids.device, input_ids.shape
-        ends = any(isinstance(criterion, EosTokenCriteria) for criterion in criteria)
-        padding = config.pad_token_id if ends else 0
-        completions = input_ids.new_full((count, config.max_length - width), padding)
-        logits, model_inputs = _prefill(model, input_ids, prompts, model_inputs)
-        filled = CausalLMOutputWithPast(**{CACHE: model_inputs[CACHE]})
-        model_inputs = model._update_model_kwargs_for_generation(filled, model_inputs)
-        active = torch.ones(count, dtype=torch.bool, device=device)
-        rows = RowsLeft(input_ids, active, [prompts.lengths[prompt] for prompt in prompts.owner], processors)
-        length = passes = computed = 0
-        with model._optimize_model_for_decode():
-            while True:
-                # One token of each row, padding where a row has ended.
-                logits = logits.to(dtype=torch.float32, device=device, copy=True)
-                scores = rows.processors(rows.tokens, logits)  # ty: ignore[invalid-argument-type]
-                if config.do_sample:
-                    tokens = drawn(scores.softmax(dim=-1), rows.all_probabilities, rows.places)
-                else:
-                    tokens = scores.argmax(dim=-1)
-                if ends:
-                    tokens = tokens.masked_fill(~rows.active, padding)
-                completions[slice(None) if rows.places is None else rows.places, length] = tokens
-                rows.tokens, length = torch.cat([rows.tokens, tokens[:, None]], dim=1), length + 1
-                if width + length >= config.max_length:
-                    break
-                if ends:
-                    rows.active = rows.active & ~criteria(rows.tokens, None)
-                    goes_on = rows.active.tolist()  # the host waits for the device
-                    if not any(goes_on):
-                        break
-                    if sum(goes_on) <= KEEP * len(goes_on):
-                        model_inputs = rows.drop_ended(goes_on, length, model_inputs)
-                        if config.do_sample and rows.all_probabilities is None:
-                            rows.all_probabilities = scores.new_ones((count, scores.shape[1]))
-                # The logits of the next token.
-                inputs = model.prepare_inputs_for_generation(rows.tokens, next_sequence_length=1, **model_inputs)
-                outputs = model(**inputs, return_dict=True)
-                model_inputs = model._update_model_kwargs_for_generation(outputs, model_inputs)
-                logits = outputs.logits[:, -1]
-                passes, computed = passes + 1, computed + len(rows.tokens)
-                del outputs
+        count, width = input_ids.shape
+        padding = config.pad_token_id if any(isinstance(one, EosTokenCriteria) for one in criteria) else None
+        call = (processors, criteria, config, padding)
+        if captures(input_ids.device):
+            prefilled = _prefill(model, input_ids, prompts, model_inputs, multiple=PREFILL)
+            with model._optimize_model_for_decode():
+                completions, computed = self.captured.complete(model, input_ids, prefilled, *call, model_inputs)
+        else:
+            prefilled = _prefill(model, input_ids, prompts, model_inputs)
+            with model._optimize_model_for_decode():
+                completions, computed = _complete(model, input_ids, prefilled, *call, model_inputs, prompts)
         if counts:
             self.counts["rows_decoded"] += computed
-            self.counts["rows_decoded_saved"] += count * passes - computed
+            self.counts["rows_decoded_saved"] += count * (completions.shape[1] - 1) - computed
             self.counts["prompt_tokens_shared"] += prompts.tokens_shared
-        return torch.cat([input_ids, completions[:, :length]], dim=1)
+        return torch.cat([input_ids, completions], dim=1)
 
     # A run.
 

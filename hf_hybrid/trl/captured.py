@@ -1,0 +1,584 @@
+"""
+Completions on a GPU: the pass that computes one token of each row is captured once as a CUDA graph, and then replayed.
+
+What costs time on a GPU. A pass over one token per row is a thousand small kernels. The host needs longer to launch
+them than the device to compute them: 42 ms against 6 ms, measured for 0.5B parameters with adapters on an H200. So it
+saves nothing to compute fewer rows. What saves is to launch all kernels at once, which a graph does. A graph repeats
+the same kernels on the same memory, so whatever changes from token to token must lie at a fixed place:
+
+    keys, values     of each layer [rows, heads, length, size]; the new token is written to column `place` of all rows
+    mask             [rows, length]: 0 where a prompt is padded, 1 elsewhere. Columns after `place` are in the future,
+                     which the model's causal mask hides
+    token, position  [rows, 1], and `place` []: written before each replay
+
+`length` is a multiple of [`BLOCK`]. When it is full, the buffers grow and the pass is captured again. Ended rows stay
+where they are and get padding. When at most half of the rows go on, these move to the front of the buffers, and a
+graph of half as many rows takes over.
+
+The model, its adapters, the logits processors and the stopping criteria are those of transformers, and the model makes
+its masks as for a `StaticCache`. Tokens are drawn outside of the graph.
+
+The host never waits for the token that it has just drawn. What a row gets (its token, or padding), whether it has ended
+and after how many tokens are tensors on the device. Every [`EVERY`] tokens the host orders a copy of three numbers,
+launches one more token, and then reads them. So it learns of the end up to nine tokens late. These tokens are cut off,
+and the random generator is set to its state after the last one that counts: its states are kept on the host for so
+long. `torch.multinomial` would make the host wait twice per token, because it checks its probabilities there;
+[`drawn`] draws the same tokens from the same random numbers, and the check is one of the three numbers.
+
+Graphs and buffers stay for the next generation if they are small ([`SHARE_KEPT`]); capturing costs as much as a few
+tokens. A graph reads the weights where they were when it was captured, and knows nothing of Python: so it is used again
+only if every weight is at the same place and the adapters are the same ([`_identity`]).
+
+A pass that reads a value on the host cannot be captured. The pass that warms up is watched for this ([`HostReads`]),
+and TRL's `generate` is called instead. Without a device that has graphs the pass is called again for each token, with
+everything else as above: that is how the tests run it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    Cache,
+    GenerationConfig,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+)
+from transformers.cache_utils import DynamicCache, StaticLayer
+
+from hf_hybrid.compat import cache_name
+from hf_hybrid.machine import device_memory
+
+CACHE = cache_name()
+"""Argument and output of a model that holds keys and values."""
+CAPTURING = {"cuda"}
+"""Types of devices on which passes are captured."""
+EVERY = 8
+"""Tokens after which the host looks which rows have ended."""
+BLOCK = 256
+"""Columns by which buffers grow."""
+FEWEST_ROWS = 8
+"""A graph of fewer rows computes no faster, so none is made."""
+SHARE_KEPT = 0.05
+"""Buffers that take at most this share of the device's memory are kept between generations."""
+WARM_UPS = 2
+"""Passes before one is captured, in which libraries allocate what they keep."""
+ATTENTION = frozenset({"sdpa", "eager"})
+"""Attention that computes a token against a buffer with a mask, without a look at it on the host."""
+
+aten = torch.ops.aten
+READ_ON_HOST = frozenset({
+    aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default,
+    aten._unique2.default, aten.unique_dim.default, aten.repeat_interleave.Tensor,
+})  # fmt: skip
+
+
+class PlainRolloutsError(Exception):
+    """Completions are left to transformers; the message says why. Raised before a token is drawn."""
+
+
+def captures(device: torch.device) -> bool:
+    """Whether completions are captured on this device."""
+    return device.type in CAPTURING
+
+
+def why_not_captured(model: Any) -> str | None:
+    """Return why a pass of this model, without adapters around it, cannot be captured; `None` if it may be."""
+    if (attention := model.config._attn_implementation) not in ATTENTION:
+        return f"`attn_implementation={attention!r}` looks at the mask on the host, which cannot be captured"
+    places = {str(tensor.device) for tensor in itertools.chain(model.parameters(), model.buffers())}
+    if len(places) > 1:
+        return f"the weights are on several devices: {', '.join(sorted(places))}"
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and not quantizer.is_compileable:
+        return f"`{type(quantizer).__name__}` does not say that its layers can be captured"
+    return None
+
+
+# Of the whole batch.
+
+
+@dataclass
+class Prefilled:
+    """
+    The prompts, each computed once.
+
+    Attributes:
+        logits (`Tensor`): Of the first token of each row, shape [rows, vocabulary].
+        caches (`list[DynamicCache]`): Keys and values of the prompts, which are padded at the left.
+        places (`Tensor`): Where each row's prompt is, counted through all caches, shape [rows].
+        width (`int`): Tokens of the longest prompt.
+    """
+
+    logits: Tensor
+    caches: list[DynamicCache]
+    places: Tensor
+    width: int
+
+    def take(self, layer: int, name: str) -> Tensor:
+        """Return `"keys"` or `"values"` of a layer for all rows, [rows, heads, width, size]. The caches forget them."""
+        chunks = []
+        for cache in self.caches:
+            states: Tensor = getattr(cache.layers[layer], name)[:, :, -self.width :]
+            chunks.append(pad(states, (0, 0, self.width - states.shape[2], 0)))
+            setattr(cache.layers[layer], name, None)
+        return torch.cat(chunks).index_select(0, self.places)
+
+
+def drawn(probabilities: Tensor, count: int, places: Tensor | None) -> Tensor:
+    """
+    Draw a token of each row, shape [rows], as `torch.multinomial` does, and without a wait.
+
+    `probabilities` are those of some rows, [rows, vocabulary]; `places` says which of the `count` rows of the whole
+    batch they are (`None`: all), whose random numbers they get. From Distributions.cpp of torch: the token with the
+    largest quotient of its probability and a random number of an exponential distribution.
+    """
+    numbers = probabilities.new_empty(count, probabilities.shape[1]).exponential_()
+    return (probabilities / (numbers if places is None else numbers.index_select(0, places))).argmax(dim=-1)
+
+
+def processors_of(processors: LogitsProcessorList, rows: Tensor) -> LogitsProcessorList:
+    """Return logits processors for some of their rows. The penalty of repetitions knows how far each row is padded."""
+    of_rows = LogitsProcessorList()
+    for processor in processors:
+        if isinstance(processor, RepetitionPenaltyLogitsProcessor):
+            ignored = processor.prompt_ignore_length
+            if isinstance(ignored, Tensor):
+                ignored = ignored.to(rows.device).index_select(0, rows)
+                processor = RepetitionPenaltyLogitsProcessor(processor.penalty, ignored)
+        of_rows.append(processor)
+    return of_rows
+
+
+# The pass.
+
+
+class FixedLayer(StaticLayer):
+    """
+    Keys and values of one layer, [rows, heads, length, size], at a fixed place. transformers' `StaticLayer` counts its
+    tokens by itself; this one is told by `place`, which all layers share. A layer with a sliding window keeps all
+    columns, and its mask hides those outside of the window.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, place: Tensor, is_sliding: bool):
+        super().__init__(max_cache_len=keys.shape[2])
+        self.keys, self.values, self.cumulative_length, self.is_sliding = keys, values, place, is_sliding
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        column = self.cumulative_length.view(1)
+        return self.keys.index_copy_(2, column, key_states), self.values.index_copy_(2, column, value_states)
+
+
+class HostReads(TorchDispatchMode):
+    """
+    Inside, an operation that makes the host read a value of the device raises [`PlainRolloutsError`].
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in READ_ON_HOST or self._by_mask(func, args) or self._to_host(args, result):
+            raise PlainRolloutsError(f"a forward pass of the model reads values on the host (`{func}`)")
+        return result
+
+    @staticmethod
+    def _by_mask(op: Any, args: Sequence[Any]) -> bool:
+        """Whether values are chosen by a mask, whose number the host has to know."""
+        if op not in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+            return False
+        fills = len(args) > 2 and args[2].numel() == 1
+        return not fills and any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+
+    @staticmethod
+    def _to_host(args: Sequence[Any], result: Any) -> bool:
+        on_device = any(isinstance(value, Tensor) and value.device.type != "cpu" for value in args)
+        return on_device and isinstance(result, Tensor) and result.device.type == "cpu"
+
+
+class CapturedPass:
+    """
+    A pass over fixed tensors, as a graph. `output` is overwritten by each [`replay`]. On devices without graphs the
+    function is called again.
+    """
+
+    def __init__(self, compute: Callable[[], Tensor], device: torch.device, pool: Any = None):
+        self._compute, self._graph = compute, None
+        if device.type not in GRAPHS:
+            with HostReads():
+                self.output = compute()
+            return
+        module, make, capture = torch.get_device_module(device), *GRAPHS[device.type]()
+        stream = module.Stream()
+        stream.wait_stream(module.current_stream())
+        with module.stream(stream):
+            for _ in range(WARM_UPS):
+                with HostReads():
+                    compute()
+        module.current_stream().wait_stream(stream)
+        self._graph = make()
+        # Other threads of the process may ask the driver for memory meanwhile.
+        with capture(self._graph, pool=pool, capture_error_mode="thread_local"):
+            self.output = compute()
+
+    @property
+    def pool(self) -> Any:
+        """The memory of the graph, which others may share: they never run at the same time."""
+        return None if self._graph is None else self._graph.pool()
+
+    def replay(self) -> Tensor:
+        """Compute the next token's logits, [rows, vocabulary]."""
+        if self._graph is None:
+            self.output = self._compute()
+        else:
+            self._graph.replay()
+        return self.output
+
+
+GRAPHS: dict[str, Callable[[], tuple[Any, Any]]] = {"cuda": lambda: (torch.cuda.CUDAGraph, torch.cuda.graph)}
+"""By type of device: what makes an empty graph, and the context that captures into it."""
+
+
+class Buffers:
+    """
+    Fixed tensors for `rows` rows of at most `length` tokens, and the graphs that work on them, by their number of rows.
+    A graph of fewer rows works on the first of each tensor.
+    """
+
+    def __init__(self, model: Any, prefilled: Prefilled, length: int, inputs: dict[str, Any]):
+        self.model, self.inputs = model, {k: v for k, v in inputs.items() if k not in PER_ROW}
+        self.rows, self.length, self.graphs = len(prefilled.logits), length, dict[int, CapturedPass]()
+        self.device = device = prefilled.logits.device
+        layers: list[Any] = prefilled.caches[0].layers
+        self.sliding = [layer.is_sliding for layer in layers]
+        self.layers = [(self._of_layer(layer.keys), self._of_layer(layer.values)) for layer in layers]
+        self.token = torch.zeros(self.rows, 1, dtype=torch.long, device=device)
+        self.place = torch.zeros((), dtype=torch.long, device=device)
+        self.mask = torch.ones(self.rows, length, dtype=torch.long, device=device)
+        self.positions = None if inputs.get("position_ids") is None else torch.zeros_like(self.token)
+
+    def _of_layer(self, states: Tensor) -> Tensor:
+        """Zeros, as what is hidden by a mask must be finite."""
+        return states.new_zeros(self.rows, states.shape[1], self.length, states.shape[3])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(states.nbytes for layer in self.layers for states in layer)
+
+    def fill(self, prefilled: Prefilled, inputs: dict[str, Any]) -> None:
+        """Write the prompts of all rows."""
+        width = prefilled.width
+        for layer, (keys, values) in enumerate(self.layers):
+            keys[:, :, :width] = prefilled.take(layer, "keys")
+            values[:, :, :width] = prefilled.take(layer, "values")
+        self.place.fill_(width)
+        self.mask.fill_(1)
+        if (mask := inputs.get("attention_mask")) is not None:
+            self.mask[:, :width] = mask[:, -width:]
+        if self.positions is not None:
+            self.positions.copy_(inputs["position_ids"][:, -1:] + 1)
+
+    def grow(self, length: int) -> None:
+        """Make room for longer rows. The graphs are of no use any more."""
+        self.graphs.clear()
+        more = (0, 0, 0, length - self.length)
+        for index, layer in enumerate(self.layers):
+            self.layers[index] = (pad(layer[0], more), pad(layer[1], more))
+        self.mask, self.length = pad(self.mask, (0, length - self.length), value=1), length
+
+    def move(self, rows: Tensor) -> None:
+        """Bring these rows, shape [rows], to the front."""
+        positions = () if self.positions is None else (self.positions,)
+        for states in itertools.chain(*self.layers, (self.mask,), positions):
+            states[: len(rows)] = states.index_select(0, rows)
+
+    def compute(self, tokens: Tensor) -> Tensor:
+        """Compute these tokens, shape [rows], which follow those computed so far. Return the logits of the next."""
+        count = len(tokens)
+        self.token[:count, 0] = tokens
+        if count not in self.graphs:
+            self.capture(count)
+        logits = self.graphs[count].replay()
+        self.place += 1
+        if self.positions is not None:
+            self.positions += 1
+        return logits
+
+    def capture(self, count: int) -> None:
+        """Capture the pass of so many rows. It is computed meanwhile, and writes to the column of the next token."""
+        pool = next((graph.pool for graph in self.graphs.values()), None)
+        self.graphs[count] = CapturedPass(self._pass(count), self.device, pool)
+
+    def _pass(self, count: int) -> Callable[[], Tensor]:
+        model, token = self.model, self.token[:count]
+        inputs = {**self.inputs, "attention_mask": self.mask[:count]}
+        inputs[CACHE] = Cache(layers=[
+            FixedLayer(keys[:count], values[:count], self.place, sliding)
+            for (keys, values), sliding in zip(self.layers, self.sliding)
+        ])  # fmt: skip
+        if self.positions is not None:
+            inputs["position_ids"] = self.positions[:count]
+
+        def compute() -> Tensor:
+            # Under autocast weights are cast within the pass: a copy from outside would be old at the next replay.
+            torch.clear_autocast_cache()
+            prepared = model.prepare_inputs_for_generation(token, next_sequence_length=1, **inputs)
+            logits = model(**prepared, return_dict=True).logits[:, -1]
+            torch.clear_autocast_cache()
+            return logits
+
+        return compute
+
+
+PER_ROW = {"attention_mask", "position_ids", CACHE}
+"""What `generate` prepares for the model row by row, and the buffers hold."""
+
+
+def room_for(length: int) -> int:
+    """Return the columns of buffers for rows of so many tokens."""
+    return -(-length // BLOCK) * BLOCK
+
+
+def sizes_below(rows: int) -> list[int]:
+    """Return the numbers of rows of the graphs that take over one after the other: 64 rows give 32, 16, 8."""
+    sizes = []
+    while (rows := (rows + 1) // 2) >= FEWEST_ROWS:
+        sizes.append(rows)
+    return sizes
+
+
+# The loop.
+
+
+class Look:
+    """Numbers of the device, which the host reads later: by then they are there."""
+
+    def __init__(self, numbers: Tensor):
+        self._numbers, self._copied = numbers, None
+        if numbers.device.type != "cpu":
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._copied = torch.get_device_module(numbers.device).Event()
+            self._copied.record()
+
+    def read(self) -> list[int]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._numbers.tolist()
+
+
+@dataclass
+class RowsInPlace:
+    """
+    The rows that a graph computes, all on the device.
+
+    Attributes:
+        tokens (`Tensor`): Prompts, completions so far and padding, shape [rows, longest].
+        active (`Tensor`): Which of them go on, as booleans of shape [rows].
+        lengths (`Tensor`): Tokens of their completions, shape [rows].
+        invalid (`Tensor`): Whether a row had no probabilities to draw from, shape [].
+        processors (`LogitsProcessorList`): Of these rows.
+        places (`Tensor`, *optional*): Where they are in the whole batch, shape [rows]; `None` if they are all of it.
+    """
+
+    tokens: Tensor
+    active: Tensor
+    lengths: Tensor
+    invalid: Tensor
+    processors: LogitsProcessorList
+    places: Tensor | None = None
+
+    @classmethod
+    def of(cls, input_ids: Tensor, longest: int, padding: int, processors: LogitsProcessorList) -> RowsInPlace:
+        tokens = pad(input_ids, (0, longest - input_ids.shape[1]), value=padding)
+        active = torch.ones_like(input_ids[:, 0], dtype=torch.bool)
+        invalid = torch.zeros((), dtype=torch.bool, device=input_ids.device)
+        return cls(tokens, active, active.long().zero_(), invalid, processors)
+
+    def look(self) -> Look:
+        """Order a copy of: how many rows go on, how many tokens the longest completion has, `invalid`."""
+        return Look(torch.stack([self.active.sum(), self.lengths.max(), self.invalid.long()]))
+
+    def write_into(self, whole: Tensor) -> None:
+        """Write the tokens into those of the whole batch, of which they are all until rows have left."""
+        if self.places is not None:
+            whole.index_copy_(0, self.places, self.tokens)
+
+    def keep(self, count: int) -> Tensor:
+        """Keep so many rows, first of all those that go on. Return which they are."""
+        rows = self.active.int().argsort(descending=True, stable=True)[:count]
+        self.tokens, self.active, self.lengths = (
+            states.index_select(0, rows) for states in (self.tokens, self.active, self.lengths)
+        )
+        self.processors = processors_of(self.processors, rows)
+        self.places = rows if self.places is None else self.places.index_select(0, rows)
+        return rows
+
+
+class States:
+    """The states of the device's random generator after each of the last tokens, on the host."""
+
+    def __init__(self, device: torch.device):
+        self._module: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+        self._device = () if device.type == "cpu" else (device,)
+        self._after: deque[Tensor] = deque(maxlen=EVERY + 2)
+
+    def note(self) -> None:
+        self._after.append(self._module.get_rng_state(*self._device))
+
+    def go_back(self, tokens: int) -> None:
+        """Set the generator to its state so many tokens ago."""
+        if tokens:
+            self._module.set_rng_state(self._after[-1 - tokens], *self._device)
+
+
+class Captured:
+    """Completes batches by captured passes, and keeps buffers and graphs from one to the next."""
+
+    def __init__(self):
+        self._buffers: Buffers | None = None
+        self._identity: Any = None
+
+    def free(self) -> None:
+        """Give buffers and graphs back."""
+        self._buffers = self._identity = None
+
+    def complete(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        prefilled: Prefilled,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        padding: int | None,
+        inputs: dict[str, Any],
+    ) -> tuple[Tensor, int]:
+        """
+        Complete the rows of `input_ids`, shape [rows, width]. Return their completions, [rows, tokens of the longest],
+        and how many rows all passes for these tokens computed.
+
+        `padding` follows the end of a row; `None` if rows have no end but the longest length. The model gets `inputs`
+        beside tokens.
+
+        Raises:
+            PlainRolloutsError: If the pass cannot be captured. No token is drawn yet.
+            RuntimeError: If there is a row without probabilities, as of `torch.multinomial`.
+        """
+        (count, width), most = input_ids.shape, config.max_length - input_ids.shape[1]
+        rows = RowsInPlace.of(input_ids, config.max_length, padding or 0, processors)
+        whole, states, look = rows.tokens, States(input_ids.device), None
+        buffers = self._prepared(model, prefilled, most, inputs)
+        logits, held, length, passes = prefilled.logits, prefilled.width, 0, list[int]()
+        while True:
+            # One token of each row, padding where a row has ended.
+            seen = rows.tokens[:, : width + length]
+            scores: Any = rows.processors(seen, logits.to(dtype=torch.float32, copy=True))  # ty: ignore[invalid-argument-type]
+            if config.do_sample:
+                probabilities = scores.softmax(dim=-1)
+                rows.invalid |= probabilities[:, 0].isnan().any()  # then all of the row are
+                tokens = drawn(probabilities, count, rows.places)
+                states.note()
+            else:
+                tokens = scores.argmax(dim=-1)
+            if padding is not None:
+                tokens = tokens.masked_fill(~rows.active, padding)
+            rows.tokens[:, width + length] = tokens
+            rows.lengths += rows.active
+            length += 1
+            if length == most:
+                break
+            if padding is not None:
+                rows.active &= ~criteria(rows.tokens[:, : width + length], None)
+                if length % EVERY == 0:
+                    look = rows.look()
+                elif look is not None:
+                    go_on, _, invalid = look.read()
+                    look = None
+                    if not go_on or invalid:
+                        break
+                    if smaller := [size for size in sizes_below(len(tokens)) if size >= go_on]:
+                        rows.write_into(whole)
+                        kept = rows.keep(smaller[-1])
+                        buffers.move(kept)
+                        tokens = tokens.index_select(0, kept)
+            # The logits of the next token.
+            if held == buffers.length:
+                buffers.grow(min(room_for(max(held + BLOCK, held * 3 // 2)), room_for(prefilled.width + most)))
+            logits = buffers.compute(tokens)
+            held += 1
+            passes.append(len(tokens))
+        _, longest, invalid = rows.look().read()
+        if invalid:
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+        if config.do_sample:
+            states.go_back(length - longest)
+        rows.write_into(whole)
+        self._keep_or_free(buffers)
+        return whole[:, width : width + longest], sum(passes[: longest - 1])
+
+    def _prepared(self, model: Any, prefilled: Prefilled, most: int, inputs: dict[str, Any]) -> Buffers:
+        """Return buffers with all prompts and a graph, which are those of the last generation if they are of use."""
+        identity = _identity(model, inputs)
+        if identity != self._identity:
+            self.free()
+        rows, length = len(prefilled.logits), room_for(prefilled.width + min(most, BLOCK))
+        buffers, self._buffers = self._buffers, None  # until it is known that all went well
+        if buffers is None or (buffers.rows, buffers.length) != (rows, length):
+            buffers = None  # before others are made
+            _check_memory(prefilled, length)
+            buffers = Buffers(model, prefilled, length, inputs)
+        self._identity = identity
+        buffers.fill(prefilled, inputs)
+        if rows not in buffers.graphs:
+            buffers.capture(rows)
+        return buffers
+
+    def _keep_or_free(self, buffers: Buffers) -> None:
+        module = torch.get_device_module(buffers.device)
+        total = module.mem_get_info(buffers.device)[1] if hasattr(module, "mem_get_info") else float("inf")
+        if buffers.nbytes <= SHARE_KEPT * total:
+            self._buffers = buffers
+
+
+def _check_memory(prefilled: Prefilled, length: int) -> None:
+    """Raise `PlainRolloutsError` if buffers of this length do not fit into the device's free memory."""
+    free = device_memory(prefilled.logits.device)
+    layers: list[Any] = prefilled.caches[0].layers
+    of_a_row = sum(states[0, :, 0].nbytes for layer in layers for states in (layer.keys, layer.values))
+    needed = of_a_row * length * len(prefilled.logits)
+    if free is not None and needed > free:
+        raise PlainRolloutsError(
+            f"buffers for keys and values take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
+        )
+
+
+def _identity(model: Any, inputs: dict[str, Any]) -> Any:
+    """
+    What a graph depends on beside the values of its buffers and of the weights, compared by `==`: where the weights
+    are, which adapters are active and how strong, how products are computed, and what else the model is given.
+    """
+    device = model.device.type
+    adapters = [
+        (tuple(module.active_adapters), module.disable_adapters, tuple(module.merged_adapters), scaling.copy())
+        for module in model.modules()
+        if isinstance(scaling := getattr(module, "scaling", None), dict) and hasattr(module, "merged_adapters")
+    ]
+    return (
+        id(model),
+        [tensor.data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())],
+        adapters,
+        model.training,
+        model.config._attn_implementation,
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        inputs.get("position_ids") is None,
+        {name: value for name, value in inputs.items() if name not in PER_ROW},
+    )
