@@ -175,8 +175,10 @@ class FixedLayer(StaticLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        keys: Any = self.keys
+        values: Any = self.values
         column = self.cumulative_length.view(1)
-        return self.keys.index_copy_(2, column, key_states), self.values.index_copy_(2, column, value_states)
+        return keys.index_copy_(2, column, key_states), values.index_copy_(2, column, value_states)
 
 
 class HostReads(TorchDispatchMode):
