@@ -93,6 +93,8 @@ def captures(device: torch.device) -> bool:
 
 def why_not_captured(model: Any) -> str | None:
     """Return why a pass of this model, without adapters around it, cannot be captured; `None` if it may be."""
+    if not model._can_compile_fullgraph:
+        return f"`{type(model).__name__}` does not say that it takes keys and values of a fixed size"
     if (attention := model.config._attn_implementation) not in ATTENTION:
         return f"`attn_implementation={attention!r}` looks at the mask on the host, which cannot be captured"
     places = {str(tensor.device) for tensor in itertools.chain(model.parameters(), model.buffers())}
@@ -178,6 +180,8 @@ class FixedLayer(StaticLayer):
         keys: Any = self.keys
         values: Any = self.values
         column = self.cumulative_length.view(1)
+        # Under autocast `torch.cat` of a `DynamicLayer` may have made the prompt's values wider.
+        key_states, value_states = key_states.to(keys.dtype), value_states.to(values.dtype)
         return keys.index_copy_(2, column, key_states), values.index_copy_(2, column, value_states)
 
 
@@ -416,7 +420,8 @@ class RowsInPlace:
 
     def keep(self, count: int) -> Tensor:
         """Keep so many rows, first of all those that go on. Return which they are."""
-        rows = self.active.int().argsort(descending=True, stable=True)[:count]
+        # Those that go on have the longest completions. Next come those that ended last, which say how long TRL's are.
+        rows = (2 * self.lengths + self.active).argsort(descending=True, stable=True)[:count]
         self.tokens, self.active, self.lengths = (
             states.index_select(0, rows) for states in (self.tokens, self.active, self.lengths)
         )
@@ -446,12 +451,19 @@ class Captured:
     """Completes batches by captured passes, and keeps buffers and graphs from one to the next."""
 
     def __init__(self):
+        self.keeps = True
+        """Whether buffers are kept, if they are small."""
         self._buffers: Buffers | None = None
         self._identity: Any = None
 
-    def free(self) -> None:
-        """Give buffers and graphs back."""
-        self._buffers = self._identity = None
+    def free(self) -> bool:
+        """Give buffers and graphs back. Return whether there were any."""
+        kept, self._buffers = self._buffers is not None, None
+        return kept
+
+    def tensors(self) -> list[Tensor]:
+        """Return the keys and values that are kept."""
+        return [] if self._buffers is None else [*itertools.chain(*self._buffers.layers)]
 
     def complete(
         self,
@@ -547,7 +559,7 @@ class Captured:
     def _keep_or_free(self, buffers: Buffers) -> None:
         module = torch.get_device_module(buffers.device)
         total = module.mem_get_info(buffers.device)[1] if hasattr(module, "mem_get_info") else float("inf")
-        if buffers.nbytes <= SHARE_KEPT * total:
+        if self.keeps and buffers.nbytes <= SHARE_KEPT * total:
             self._buffers = buffers
 
 

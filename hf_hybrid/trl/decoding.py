@@ -543,8 +543,19 @@ class Decoding(Part):
 
     def begin(self, run: Run) -> None:
         self.counts = run.counts
+        self.captured.keeps = True
         self.fallbacks.because = None
         self.fallbacks.failed.clear()
+
+    def clean_up(self) -> None:
+        self.captured.free()
+
+    def spare_memory(self) -> str | None:
+        self.captured.keeps = False
+        return "keys and values are given back after each generation" if self.captured.free() else None
+
+    def tensors_held(self) -> Sequence[Tensor]:
+        return self.captured.tensors()
 
     def summary(self) -> dict[str, Any]:
         return {**{name: self.counts[name] for name in COUNTS}, "plain_rollouts_because": self.plain_because}

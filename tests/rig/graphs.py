@@ -68,7 +68,9 @@ def _tensors(results):
 
 @functools.cache
 def _writes(function):
-    return any(argument.alias_info is not None and argument.alias_info.is_write for argument in function._schema.arguments)
+    return any(
+        argument.alias_info is not None and argument.alias_info.is_write for argument in function._schema.arguments
+    )
 
 
 @functools.cache

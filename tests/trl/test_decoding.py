@@ -1,6 +1,5 @@
 """Completions that cost once: those of TRL's trainers, token by token, with the generator left in the same state."""
 
-import functools
 import itertools
 
 import pytest
@@ -11,25 +10,9 @@ pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 from peft import LoraConfig, PromptTuningConfig, get_peft_model  # noqa: E402
+from rig.completions import ARCHITECTURES, COPIES, SHAPES, WAYS, batch, check_equal, completed, config, model  # noqa: E402
 from rig.rollouts import WITH_TOOLS, build, policy  # noqa: E402
-from transformers import (  # noqa: E402
-    BloomConfig,
-    BloomForCausalLM,
-    GenerationConfig,
-    GenerationMixin,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import GenerationMixin, LlamaForCausalLM, T5Config, T5ForConditionalGeneration  # noqa: E402
 from transformers.generation.utils import DeferredStopCheck  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
@@ -42,89 +25,6 @@ from hf_hybrid.trl.decoding import (  # noqa: E402
     drawn,
     why_plain_model,
 )
-
-VOCABULARY, NEW, COPIES = 97, 40, 4
-ENDS = [2, 3, 4, 5, 6, 7, 8]
-ARCHITECTURES = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8}),
-    "gpt2": (GPT2Config, GPT2LMHeadModel, {}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
-    "mistral, a window that fits": (MistralConfig, MistralForCausalLM, {"sliding_window": 100}),
-    "bloom, which is not told positions": (BloomConfig, BloomForCausalLM, {}),
-}
-SHAPES = {"one length": [20], "similar and not": [5, 9, 30, 31], "a long one": [3, 60]}
-WAYS = {
-    "greedy": {"do_sample": False},
-    "sampled": {},
-    "top k": {"top_k": 20, "temperature": 0.7},
-    "top p": {"top_p": 0.9},
-    "min p": {"min_p": 0.05},
-    "repetitions": {"repetition_penalty": 1.3},
-    "n-grams, least length": {"no_repeat_ngram_size": 2, "min_new_tokens": 3},
-    "no end": {"eos_token_id": None, "max_new_tokens": 6},
-}
-
-
-@functools.cache
-def model(name: str, **changed):
-    config, kind, own = ARCHITECTURES[name]
-    sizes = {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 128,
-    }  # fmt: skip
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4} if name == "gpt2" else sizes
-    sizes = {"hidden_size": 32, "n_layer": 2, "n_head": 4} if name.startswith("bloom") else sizes
-    torch.manual_seed(0)
-    made = kind(config(vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=1, **{**sizes, **own, **changed}))
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.15)
-    return made.eval()
-
-
-def batch(lengths, prompts=4, copies=COPIES):
-    """Prompts of these lengths by turns, with their copies: their tokens, and what TRL gives `generate`."""
-    generator, width = torch.Generator().manual_seed(1), max(lengths)
-    rows = []
-    for prompt in range(prompts):
-        tokens = torch.randint(9, VOCABULARY, (lengths[prompt % len(lengths)],), generator=generator).tolist()
-        rows += [tokens] * copies
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    return rows, {"input_ids": ids, "attention_mask": mask}
-
-
-def config(**options):
-    values = {
-        "max_new_tokens": NEW, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": ENDS, "do_sample": True,
-        "top_k": 0, "disable_compile": True,
-    }  # fmt: skip
-    return GenerationConfig(**{**values, **options})
-
-
-def completed(model, rows, inputs, generation_config, decoding=None):
-    """Completions, and the state of the generator afterwards."""
-    torch.manual_seed(7)
-    if decoding is None:
-        found = model.generate(**inputs, generation_config=generation_config)
-    else:
-        with decoding.completing(model, rows, counts=True):
-            found = model.generate(**inputs, generation_config=generation_config)
-        assert "generate" not in vars(model)
-    return found, torch.get_rng_state()
-
-
-def check_equal(model, rows, inputs, generation_config) -> Decoding:
-    decoding = Decoding(off=False)
-    (theirs, state), (ours, state_of_ours) = (
-        completed(model, rows, inputs, generation_config, how) for how in (None, decoding)
-    )
-    assert torch.equal(theirs, ours) and torch.equal(state, state_of_ours)
-    return decoding
-
 
 # Completions.
 

@@ -1,0 +1,354 @@
+"""
+Completions by captured passes: those of `generate`, with the generator left in the same state.
+
+On this CPU a graph repeats recorded operations (rig/graphs.py): what Python would do otherwise at a replay is not done.
+"""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from conftest import mostly_slow, weights
+
+pytest.importorskip("trl")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+from peft import LoraConfig, get_peft_model  # noqa: E402
+from rig.completions import ARCHITECTURES, NEW, SHAPES, WAYS, batch, check_equal, completed, config, model  # noqa: E402
+from rig.graphs import RecordedGraph, record  # noqa: E402
+from rig.rollouts import WITH_TOOLS  # noqa: E402
+from rig.tiny_architectures import build_model  # noqa: E402
+from test_decoding import train  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
+
+from hf_hybrid import HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
+from hf_hybrid.trl import captured  # noqa: E402
+from hf_hybrid.trl.captured import Buffers, Look, drawn  # noqa: E402
+from hf_hybrid.trl.decoding import Decoding, why_plain_model  # noqa: E402
+
+OTHERS = ("gemma3_text", "gpt_oss", "mixtral", "deepseek_v3", "olmo2")
+"""Windows that rows outgrow, with and without sinks; experts; keys and values of different sizes."""
+ENDS = list(range(20, 45))
+
+
+@pytest.fixture(autouse=True)
+def captures(monkeypatch):
+    """Passes are captured here, into small buffers that grow, and few rows move to a graph of their own."""
+    monkeypatch.setattr(captured, "CAPTURING", {"cpu"})
+    monkeypatch.setitem(captured.GRAPHS, "cpu", lambda: (RecordedGraph, record))
+    monkeypatch.setattr(captured, "BLOCK", 16)
+    monkeypatch.setattr(captured, "FEWEST_ROWS", 2)
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """How often each of these was called."""
+    counts = dict.fromkeys(("grow", "move", "compute", "capture", "read"), 0)
+
+    def counted(kind, name):
+        method = getattr(kind, name)
+
+        @functools.wraps(method)
+        def call(*args):
+            counts[name] += 1
+            return method(*args)
+
+        monkeypatch.setattr(kind, name, call)
+
+    for name in ("grow", "move", "compute", "capture"):
+        counted(Buffers, name)
+    counted(Look, "read")
+    return counts
+
+
+@functools.cache
+def other(name):
+    made = build_model(name).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.15)
+    return made
+
+
+# Completions.
+
+QUICK = {
+    *(("llama", way, shape) for way, shape in (("sampled", "similar and not"), ("greedy", "one length"))),
+    *((name, "sampled", "similar and not") for name in ("bloom, which is not told positions", *OTHERS[:3])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "shape"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
+        for case in itertools.product((*ARCHITECTURES, *OTHERS), WAYS, SHAPES)
+    ],
+)
+def test_completions_are_those_of_generate(name, way, shape, called):
+    rows, inputs = batch(SHAPES[shape])
+    asked = config(**WAYS[way]) if name in ARCHITECTURES else config(**{"eos_token_id": ENDS, **WAYS[way]})
+    decoding = check_equal(model(name) if name in ARCHITECTURES else other(name), rows, inputs, asked)
+    assert decoding.plain_because is None and decoding.counts["rows_decoded"] > 0
+    if way == "sampled":
+        assert called["grow"] > 0 and called["move"] > 0
+
+
+@pytest.mark.parametrize("tokens", range(1, 22))
+def test_whenever_the_last_row_ends(tokens):
+    """What was computed meanwhile is cut off, and draws no random number."""
+    rows, inputs = batch([5, 9])
+    for ends in (range(2, 8), range(2, 60), range(2, 95)):
+        asked = config(eos_token_id=[*ends], max_new_tokens=tokens)
+        assert check_equal(model("llama"), rows, inputs, asked).plain_because is None
+
+
+def test_the_plain_twin_completes_alike(monkeypatch):
+    rows, inputs = batch([5, 9, 30, 31])
+    ours = completed(model("llama"), rows, inputs, config(), Decoding(off=False))
+    monkeypatch.setattr(captured, "CAPTURING", set())
+    twin = completed(model("llama"), rows, inputs, config(), Decoding(off=False))
+    assert torch.equal(ours[0], twin[0]) and torch.equal(ours[1], twin[1])
+
+
+def test_draws_are_those_of_multinomial():
+    probabilities = torch.rand(6, 500, generator=torch.Generator().manual_seed(0)).mul(9).softmax(dim=-1)
+    torch.manual_seed(3)
+    whole, state = torch.multinomial(probabilities, 1)[:, 0], torch.get_rng_state()
+    for places in (None, torch.tensor([1, 2, 5])):
+        torch.manual_seed(3)
+        rows = probabilities if places is None else probabilities[places]
+        assert torch.equal(drawn(rows, 6, places), whole if places is None else whole[places])
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_bf16():
+    rows, inputs = batch([5, 9, 30, 31])
+    with torch.autocast("cpu", torch.bfloat16):
+        decoding = Decoding(off=False)
+        theirs, ours = (completed(model("llama"), rows, inputs, config(), how) for how in (None, decoding))
+    assert decoding.plain_because is None
+    width = min(theirs[0].shape[1], ours[0].shape[1])
+    assert (theirs[0][:, :width] == ours[0][:, :width]).all(dim=1).float().mean() >= 0.75
+
+
+# What the host does.
+
+
+class HostMeets(TorchDispatchMode):
+    """Counts operations outside of graphs, and where the host reads a value."""
+
+    operations = reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        HostMeets.operations += 1
+        HostMeets.reads += func in captured.READ_ON_HOST
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("way", ["sampled", "greedy"])
+def test_one_replay_a_token_and_one_wait_in_eight(way, called, monkeypatch):
+    monkeypatch.setattr(captured, "BLOCK", 256)
+    rows, inputs = batch([5, 9, 30, 31])
+    seen: list = []
+    compute = Buffers.compute
+
+    def counted(buffers, tokens):
+        with torch.utils._python_dispatch._disable_current_modes():
+            before, logits = RecordedGraph.replays, compute(buffers, tokens)
+        fixed = [*itertools.chain(*buffers.layers), buffers.token, buffers.positions, buffers.mask, buffers.place]
+        places = [states.data_ptr() for states in fixed]
+        seen.append((RecordedGraph.replays - before, places, HostMeets.operations, HostMeets.reads))
+        return logits
+
+    monkeypatch.setattr(Buffers, "compute", counted)
+    monkeypatch.setattr(HostMeets, "operations", 0)
+    monkeypatch.setattr(HostMeets, "reads", 0)
+    processors = {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "temperature": 0.7} if way == "sampled" else {}
+    asked = config(repetition_penalty=1.1, **WAYS[way], **processors)
+    found, _ = completed(model("llama"), rows, inputs, asked, Decoding(off=False))  # and captures what is needed
+    tokens = found.shape[1] - 31
+    seen.clear()
+    called["read"] = 0
+    decoding = Decoding(off=False)
+    with HostMeets():
+        completed(model("llama"), rows, inputs, asked, decoding)
+    assert decoding.plain_because is None and tokens > 16
+    assert {replays for replays, *_ in seen} == {1} and tokens - 1 <= len(seen) <= tokens + 8
+    assert len({tuple(places) for _, places, *_ in seen}) == 1
+    assert called["read"] <= tokens // 8 + 1 and len({reads for *_, reads in seen}) == 1
+    launches = [after - before for (*_, before, _), (*_, after, _) in itertools.pairwise(seen)]
+    assert sorted(launches)[len(launches) // 2] <= (70 if way == "sampled" else 40)  # with views, which launch nothing
+
+
+def test_a_wait_is_for_tokens_drawn_before(monkeypatch):
+    """Between the copy and its reading a token is drawn, and its pass is under way."""
+    events = []
+    look, read, compute = captured.RowsInPlace.look, Look.read, Buffers.compute
+    for kind, name, call in ((captured.RowsInPlace, "look", look), (Look, "read", read), (Buffers, "compute", compute)):
+        monkeypatch.setattr(kind, name, lambda *args, n=name, c=call: (events.append(n), c(*args))[1])
+    rows, inputs = batch([5, 9])
+    completed(model("llama"), rows, inputs, config(eos_token_id=[95]), Decoding(off=False))
+    reads = [place for place, event in enumerate(events) if event == "read"][:-1]  # the last one is at the end
+    assert len(reads) == (NEW - 1) // 8
+    assert all(events[place - 2 : place + 1] == ["look", "compute", "read"] for place in reads)
+
+
+# From one generation to the next.
+
+
+def test_graphs_are_used_again_until_weights_move(called, monkeypatch):
+    monkeypatch.setattr(captured, "BLOCK", 64)
+    changing = model.__wrapped__("llama")
+    rows, inputs = batch([20])
+    decoding, captures = Decoding(off=False), []
+    head = changing.lm_head.weight
+    for change in (None, lambda: head.data.mul_(1.5), lambda: setattr(head, "data", head.data * 0.5)):
+        if change is not None:
+            change()
+        before = called["capture"]
+        theirs, ours = (completed(changing, rows, inputs, config(), how) for how in (None, decoding))
+        assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
+        captures.append(called["capture"] - before)
+    assert captures[0] == captures[2] > 0 and captures[1] <= 2  # rows may need a size that was not needed before
+    assert called["grow"] == 0 and decoding.plain_because is None
+
+
+def test_other_prompts_use_the_same_graphs(called, monkeypatch):
+    monkeypatch.setattr(captured, "BLOCK", 128)
+    decoding = Decoding(off=False)
+    for lengths in ([5, 9, 30, 31], [20], [3, 60]):
+        rows, inputs = batch(lengths)
+        theirs, ours = (completed(model("llama"), rows, inputs, config(), how) for how in (None, decoding))
+        assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
+    assert called["capture"] <= 4  # 16, 8, 4, 2 rows
+
+
+def test_adapters_that_change(monkeypatch):
+    adapters = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    adapted = get_peft_model(model.__wrapped__("llama"), adapters).eval()
+    rows, inputs = batch([5, 9])
+    decoding, found = Decoding(off=False), []
+    for change in (lambda: None, adapted.base_model.disable_adapter_layers, adapted.base_model.enable_adapter_layers):
+        change()
+        theirs, ours = (completed(adapted, rows, inputs, config(), how) for how in (None, decoding))
+        assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
+        found.append(ours[0])
+    assert decoding.plain_because is None and not torch.equal(found[0], found[1])
+
+
+def test_buffers_are_kept_if_they_are_small(monkeypatch):
+    rows, inputs = batch([5])
+    decoding = Decoding(off=False)
+    completed(model("llama"), rows, inputs, config(), decoding)
+    assert len(decoding.tensors_held()) == 4  # of two layers
+    assert "given back after each generation" in decoding.spare_memory() and not decoding.tensors_held()
+    completed(model("llama"), rows, inputs, config(), decoding)
+    assert not decoding.tensors_held() and decoding.spare_memory() is None
+    monkeypatch.setattr(captured, "SHARE_KEPT", 0.0)
+    decoding = Decoding(off=False)
+    completed(model("llama"), rows, inputs, config(), decoding)
+    assert not decoding.tensors_held() or not hasattr(torch.cpu, "mem_get_info")
+
+
+# What is left to transformers.
+
+
+def test_models_that_are_not_captured(monkeypatch):
+    assert why_plain_model(model("llama")) is None
+    made = model.__wrapped__("llama")
+    monkeypatch.setattr(made.config, "_attn_implementation", "flash_attention_2")
+    assert "`attn_implementation='flash_attention_2'`" in why_plain_model(made)
+    made = model.__wrapped__("llama")
+    made.model.norm.to("meta")
+    assert "several devices: cpu, meta" in why_plain_model(made)
+    monkeypatch.setattr(type(made), "_can_compile_fullgraph", False)
+    assert "keys and values of a fixed size" in why_plain_model(made)
+
+
+def check_left(reading, reason, **options):
+    rows, inputs = batch([5, 9])
+    decoding = Decoding(off=False)
+    theirs, ours = (completed(reading, rows, inputs, config(**options), how) for how in (None, decoding))
+    assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
+    assert reason in decoding.plain_because and not decoding.failed and decoding.counts["rows_decoded"] == 0
+
+
+READS = {
+    "a number": lambda hidden: hidden * float(hidden.abs().max() > -1),
+    "by a mask": lambda hidden: hidden + hidden[hidden > 1e9].sum(),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_pass_that_reads_on_the_host(name):
+    reading = model.__wrapped__("llama")
+    reading.model.norm.register_forward_hook(lambda module, args, output: READS[name](output))
+    check_left(reading, "reads values on the host")
+
+
+def test_buffers_that_do_not_fit(monkeypatch):
+    monkeypatch.setattr(captured, "device_memory", lambda device: 1000)
+    check_left(model("llama"), "buffers for keys and values take 0.0 GiB")
+
+
+@pytest.mark.falls_back
+def test_a_pass_that_is_not_captured_is_told(monkeypatch):
+    def fails(graph, pool, capture_error_mode):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setitem(captured.GRAPHS, "cpu", lambda: (RecordedGraph, fails))
+    rows, inputs = batch([5, 9])
+    decoding = Decoding(off=False)
+    theirs, ours = (completed(model("llama"), rows, inputs, config(), how) for how in (None, decoding))
+    assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
+    assert "not permitted" in decoding.failed[0] and not decoding.tensors_held()
+
+
+def test_probabilities_that_are_none():
+    """transformers raises an error, and so does this package."""
+    broken = model.__wrapped__("llama")
+    with torch.no_grad():
+        broken.lm_head.weight.fill_(float("nan"))
+    rows, inputs = batch([5, 9])
+    for how in (None, Decoding(off=False)):
+        with pytest.raises(RuntimeError, match="probability tensor contains"):
+            completed(broken, rows, inputs, config(), how)
+
+
+def test_without_graphs_the_pass_is_called_again(monkeypatch):
+    monkeypatch.delitem(captured.GRAPHS, "cpu")
+    rows, inputs = batch([5, 9, 30, 31])
+    assert check_equal(model("llama"), rows, inputs, config()).plain_because is None
+
+
+# A run.
+
+RUNS = {
+    "grpo": (GRPOTrainer, HybridGRPOTrainer, {}),
+    "rloo": (RLOOTrainer, HybridRLOOTrainer, {}),
+    "evaluation": (
+        GRPOTrainer, HybridGRPOTrainer, {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2},
+    ),
+    "adapters": (GRPOTrainer, HybridGRPOTrainer, {
+        "peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+    }),
+    "tools": (GRPOTrainer, HybridGRPOTrainer, {"max_completion_length": 60, **WITH_TOOLS}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", mostly_slow(RUNS, ("grpo", "adapters")))
+def test_a_run_is_that_of_trl(name, tmp_path, called):
+    theirs, ours, options = RUNS[name]
+    theirs, ours = (train(kind, tmp_path / kind.__name__, max_steps=4, **options) for kind in (theirs, ours))
+    assert theirs.seen == ours.seen and called["compute"] > 0
+    assert all(
+        torch.allclose(weight, other, rtol=0, atol=1e-6)
+        for weight, other in zip(weights(theirs.model).values(), weights(ours.model).values())
+    )
+    summary = ours.hybrid_summary()
+    assert summary["plain_rollouts_because"] is None and summary["rows_decoded"] > 0
+    assert not ours.decoding.tensors_held()
