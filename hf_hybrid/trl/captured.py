@@ -292,13 +292,14 @@ class Buffers:
         if self.positions is not None:
             self.positions.copy_(inputs["position_ids"][:, -1:] + 1)
 
-    def grow(self, length: int) -> None:
-        """Make room for longer rows. The graphs are of no use any more."""
+    def grow(self, rows: int, length: int) -> None:
+        """Make room for longer rows, of which there are so many. The graphs are of no use any more."""
         self.graphs.clear()
         more = (0, 0, 0, length - self.length)
-        for index, layer in enumerate(self.layers):
-            self.layers[index] = (pad(layer[0], more), pad(layer[1], more))
-        self.mask, self.length = pad(self.mask, (0, length - self.length), value=1), length
+        for index, (keys, values) in enumerate(self.layers):
+            self.layers[index] = (pad(keys[:rows], more), pad(values[:rows], more))
+        self.mask = pad(self.mask[:rows], (0, length - self.length), value=1)
+        self.rows, self.length = rows, length
 
     def move(self, rows: Tensor) -> None:
         """Bring these rows, shape [rows], to the front."""
@@ -392,6 +393,8 @@ class RowsInPlace:
         lengths (`Tensor`): Tokens of their completions, shape [rows].
         invalid (`Tensor`): Whether a row had no probabilities to draw from, shape [].
         processors (`LogitsProcessorList`): Of these rows.
+        padding (`int`, *optional*): What follows the end of a row; `None` if rows have no end.
+        count (`int`): Rows of the whole batch.
         places (`Tensor`, *optional*): Where they are in the whole batch, shape [rows]; `None` if they are all of it.
     """
 
@@ -400,14 +403,32 @@ class RowsInPlace:
     lengths: Tensor
     invalid: Tensor
     processors: LogitsProcessorList
+    padding: int | None
+    count: int
     places: Tensor | None = None
 
     @classmethod
-    def of(cls, input_ids: Tensor, longest: int, padding: int, processors: LogitsProcessorList) -> RowsInPlace:
-        tokens = pad(input_ids, (0, longest - input_ids.shape[1]), value=padding)
+    def of(cls, input_ids: Tensor, longest: int, padding: int | None, processors: LogitsProcessorList) -> RowsInPlace:
+        tokens = pad(input_ids, (0, longest - input_ids.shape[1]), value=padding or 0)
         active = torch.ones_like(input_ids[:, 0], dtype=torch.bool)
         invalid = torch.zeros((), dtype=torch.bool, device=input_ids.device)
-        return cls(tokens, active, active.long().zero_(), invalid, processors)
+        return cls(tokens, active, torch.zeros_like(input_ids[:, 0]), invalid, processors, padding, len(input_ids))
+
+    def next_tokens(self, logits: Tensor, column: int, sample: bool) -> Tensor:
+        """Choose a token of each row, shape [rows], for this column: padding where a row has ended."""
+        logits = logits.to(dtype=torch.float32, copy=True)
+        scores: Any = self.processors(self.tokens[:, :column], logits)  # ty: ignore[invalid-argument-type]
+        if sample:
+            probabilities = scores.softmax(dim=-1)
+            self.invalid |= probabilities[:, 0].isnan().any()  # then all of the row are
+            tokens = drawn(probabilities, self.count, self.places)
+        else:
+            tokens = scores.argmax(dim=-1)
+        if self.padding is not None:
+            tokens = tokens.masked_fill(~self.active, self.padding)
+        self.tokens[:, column] = tokens
+        self.lengths += self.active
+        return tokens
 
     def look(self) -> Look:
         """Order a copy of: how many rows go on, how many tokens the longest completion has, `invalid`."""
@@ -487,54 +508,38 @@ class Captured:
             PlainRolloutsError: If the pass cannot be captured. No token is drawn yet.
             RuntimeError: If there is a row without probabilities, as of `torch.multinomial`.
         """
-        (count, width), most = input_ids.shape, config.max_length - input_ids.shape[1]
-        rows = RowsInPlace.of(input_ids, config.max_length, padding or 0, processors)
-        whole, states, look = rows.tokens, States(input_ids.device), None
+        width, most = input_ids.shape[1], config.max_length - input_ids.shape[1]
+        rows = RowsInPlace.of(input_ids, config.max_length, padding, processors)
+        whole, states, look, passes = rows.tokens, States(input_ids.device), None, list[int]()
         buffers = self._prepared(model, prefilled, most, inputs)
-        logits, held, length, passes = prefilled.logits, prefilled.width, 0, list[int]()
-        while True:
-            # One token of each row, padding where a row has ended.
-            seen = rows.tokens[:, : width + length]
-            scores: Any = rows.processors(seen, logits.to(dtype=torch.float32, copy=True))  # ty: ignore[invalid-argument-type]
-            if config.do_sample:
-                probabilities = scores.softmax(dim=-1)
-                rows.invalid |= probabilities[:, 0].isnan().any()  # then all of the row are
-                tokens = drawn(probabilities, count, rows.places)
-                states.note()
-            else:
-                tokens = scores.argmax(dim=-1)
-            if padding is not None:
-                tokens = tokens.masked_fill(~rows.active, padding)
-            rows.tokens[:, width + length] = tokens
-            rows.lengths += rows.active
-            length += 1
+        logits, held, longest, invalid = prefilled.logits, prefilled.width, 0, 0
+        for length in range(1, most + 1):
+            tokens = rows.next_tokens(logits, width + length - 1, config.do_sample)
+            states.note()
             if length == most:
+                _, longest, invalid = rows.look().read()
                 break
             if padding is not None:
                 rows.active &= ~criteria(rows.tokens[:, : width + length], None)
-                if length % EVERY == 0:
-                    look = rows.look()
-                elif look is not None:
-                    go_on, _, invalid = look.read()
-                    look = None
-                    if not go_on or invalid:
-                        break
-                    if smaller := [size for size in sizes_below(len(tokens)) if size >= go_on]:
-                        rows.write_into(whole)
-                        kept = rows.keep(smaller[-1])
-                        buffers.move(kept)
-                        tokens = tokens.index_select(0, kept)
-            # The logits of the next token.
+            if look is not None:
+                go_on, longest, invalid = look.read()
+                if not go_on or invalid:
+                    break
+                if smaller := [size for size in sizes_below(len(tokens)) if size >= go_on]:
+                    rows.write_into(whole)
+                    kept = rows.keep(smaller[-1])
+                    buffers.move(kept)
+                    tokens = tokens.index_select(0, kept)
+            look = rows.look() if length % EVERY == 0 else None
             if held == buffers.length:
-                buffers.grow(min(room_for(max(held + BLOCK, held * 3 // 2)), room_for(prefilled.width + most)))
+                more = max(held + BLOCK, held * 5 // 4)
+                buffers.grow(len(tokens), room_for(min(more, prefilled.width + most)))
             logits = buffers.compute(tokens)
             held += 1
             passes.append(len(tokens))
-        _, longest, invalid = rows.look().read()
         if invalid:
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-        if config.do_sample:
-            states.go_back(length - longest)
+        states.go_back(length - longest)
         rows.write_into(whole)
         self._keep_or_free(buffers)
         return whole[:, width : width + longest], sum(passes[: longest - 1])
@@ -546,7 +551,8 @@ class Captured:
             self.free()
         rows, length = len(prefilled.logits), room_for(prefilled.width + min(most, BLOCK))
         buffers, self._buffers = self._buffers, None  # until it is known that all went well
-        if buffers is None or (buffers.rows, buffers.length) != (rows, length):
+        longest = room_for(prefilled.width + most)
+        if buffers is None or buffers.rows != rows or not length <= buffers.length <= longest:
             buffers = None  # before others are made
             _check_memory(prefilled, length)
             buffers = Buffers(model, prefilled, length, inputs)

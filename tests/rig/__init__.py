@@ -7,9 +7,11 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 |---|---|
 | `bit_flips.py` | bits that change in memory, behind torch's back |
 | `circles.py` | which files of the package import each other |
+| `completions.py` | tiny models that complete prompts, and `generate` beside this package |
 | `fake_device.py` | a device with a limit of bytes, or of sequences, that raises what a GPU's allocator raises |
 | `fresh_process.py` | a process that imports every module, trains, and looks what that did |
 | `fsdp2_on_cpu.py` | accelerate's way to FSDP2 for processes on the CPU |
+| `graphs.py` | graphs of recorded operations, in place of CUDA's |
 | `head_of_trl_1_15.py` | a head for TRL 1.15, whose own needs a GPU |
 | `hub_scenario.py` | a process that trains, pushes and downloads against the Hub of `hub_server.py` |
 | `hub_server.py` | a Hub on this machine |

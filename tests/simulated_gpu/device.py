@@ -97,6 +97,7 @@ for _library in (_libraries / "libc10.so", _libraries / "libtorch_cpu.so", build
         raise Unavailable(f"{_library} cannot be loaded: {error}") from error
 
 import torch  # noqa: E402
+from rig.graphs import RecordedGraph, record  # noqa: E402
 from torch.cuda import _gpu_trace as trace  # noqa: E402 - what torch's CUDA sanitizer is told
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
@@ -937,11 +938,13 @@ _of_cuda = {
     "manual_seed": lambda seed: None,
     "manual_seed_all": lambda seed: None,
     "get_rng_state": lambda device=None: torch.get_rng_state(),
-    "set_rng_state": lambda state, device=None: None,
+    "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
     "get_rng_state_all": lambda: [torch.get_rng_state()],
     "set_rng_state_all": lambda states: None,
     "cudart": lambda: _Runtime,
     "check_error": _check_error,
+    "CUDAGraph": RecordedGraph,
+    "graph": record,
 }
 _of_accelerator = {
     **_memory_functions,

@@ -28,6 +28,7 @@ from unittest import mock
 
 import pytest
 import torch
+from rig.graphs import RecordedGraph
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from hf_hybrid import HybridConfig, HybridTrainer, MemoryProfilerCallback, machine, optimizers
@@ -1051,7 +1052,7 @@ def dpo(place: Place) -> dict[str, Tensor]:
     return weights_of(trainer)
 
 
-def grpo(place: Place, **options) -> dict[str, Tensor]:
+def grpo(place: Place, ends: int = 60, **options) -> dict[str, Tensor]:
     """TRL's GRPO: rows without advantage are left out, and two completions share a prompt in the update."""
     import datasets
 
@@ -1064,29 +1065,47 @@ def grpo(place: Place, **options) -> dict[str, Tensor]:
     prompts = [{"prompt": f"Say {n % 4}: {'and again ' * (n % 3)}"} for n in range(32)]
     options = {
         "bf16": False, "num_generations": 2, "max_completion_length": 6, "disable_dropout": True,
-        "generation_kwargs": {"eos_token_id": list(range(1, 60)), "use_cache": True}, **options,
+        "generation_kwargs": {"eos_token_id": list(range(1, ends)), "use_cache": True}, **options,
     }  # fmt: skip
     trainer = HybridGRPOTrainer(
         model(vocab_size=320), reward, place.config(HybridGRPOConfig, **options),
         train_dataset=datasets.Dataset.from_list(prompts), processing_class=tokenizer(),
     )  # fmt: skip
-    with place.counted(trainer), patched(vars(torch), "multinomial", partial(_drawn_on_host, torch.multinomial)):
+    with place.counted(trainer), _drawn_on_host(place):
         trainer.train()
     place.facts |= told_by(trainer)
     place.facts["rollouts"] = {key: trainer.hybrid_summary()[key] for key in ROLLOUTS}
+    place.facts["replays"] = RecordedGraph.replays
     return weights_of(trainer)
 
 
 ROLLOUTS = ("rows_decoded", "rows_decoded_saved", "prompt_tokens_shared", "log_probs_skipped", "plain_rollouts_because")
 
 
-def _drawn_on_host(multinomial: Callable, probabilities: Tensor, num_samples: int, **options) -> Tensor:
-    """Tokens from the host's random generator: a GPU has one of its own, and would complete the prompts otherwise."""
-    return multinomial(probabilities.cpu(), num_samples, **options).to(probabilities.device)
+@contextlib.contextmanager
+def _drawn_on_host(place: Place) -> Iterator[None]:
+    """Tokens from the host's random generator: a real GPU has one of its own, and would complete prompts otherwise."""
+    if not (place.on_device and isinstance(place.simulator, RealDevice)):
+        yield
+        return
+    from hf_hybrid.trl import captured
+
+    def drawn(probabilities: Tensor, count: int, places: Tensor | None, draw=captured.drawn) -> Tensor:
+        on_host = draw(probabilities.cpu(), count, None if places is None else places.cpu())
+        return on_host.to(probabilities.device)
+
+    def states(device: torch.device, of=captured.States) -> captured.States:
+        return of(torch.device("cpu"))
+
+    with patched(vars(captured), "drawn", drawn), patched(vars(captured), "States", states):
+        yield
 
 
 ROLLED = {"keeps_model": True, "tolerance": 1e-5, "stops": 4}
-SCENARIOS["grpo"] = Scenario(grpo, **ROLLED)
+SCENARIOS["grpo"] = Scenario(grpo, **{**ROLLED, "stops": 5})
+"""The host waits once for the completions."""
+SCENARIOS["grpo_long"] = Scenario(partial(grpo, max_completion_length=40, ends=20), **{**ROLLED, "stops": 9})
+"""Of up to 40 tokens: once more for every eight."""
 SCENARIOS["grpo_more"] = Scenario(partial(grpo, gradient_accumulation_steps=6), **ROLLED)
 SCENARIOS["grpo_rewards_first"] = Scenario(partial(grpo, steps_per_generation=4), **{**ROLLED, "stops": 7})
 """Log-probabilities are computed in micro-batches, each of which is copied to the host."""
@@ -1214,7 +1233,7 @@ SLOW = (
     "activations_offloaded", "activations_offloaded_with_leaps", "all_resident", "bf16_by_micro_batch", "bf16_copies",
     "bf16_no_accumulation", "bf16_of_a_device_model", "by_micro_batch_more", "checkpointed", "dpo", "dropout",
     "eight_bit", "eight_bit_by_micro_batch", "eight_bit_more", "ends_streamed_tied", "fast_streamed",
-    "fetched_far_ahead", "grpo_more", "grpo_rewards_first", "int8_probes_registered",
+    "fetched_far_ahead", "grpo_long", "grpo_more", "grpo_rewards_first", "int8_probes_registered",
     "interrupted_after_predict", "leaps_and_saves", "leaps_bf16", "leaps_by_micro_batch", "leaps_deeper",
     "leaps_eight_bit", "leaps_ends_streamed", "leaps_gradient_memory", "leaps_host_buffers", "leaps_planned",
     "leaps_probed", "leaps_probed_deeper", "lora_int8", "lora_kept_int8", "moved_by_hand", "no_accumulation",

@@ -124,11 +124,21 @@ def test_grpo_stops_the_host_no_oftener_with_more_micro_batches(results):
 
 
 @needs("grpo")
-def test_rollouts_on_a_device_are_left_to_trl(results):
+def test_rollouts_on_a_device_are_captured(results):
     """Both places sample the same completions, so the weights are compared too."""
     here, there = (results.of("grpo", place)["facts"]["rollouts"] for place in ("device", "cpu"))
-    assert here["rows_decoded"] == 0 and "on a GPU" in here["plain_rollouts_because"]
-    assert there["rows_decoded_saved"] > 0 and there["plain_rollouts_because"] is None
+    assert here["plain_rollouts_because"] is None and there["plain_rollouts_because"] is None
+    assert here["rows_decoded"] >= there["rows_decoded"] > 0
+    assert here["prompt_tokens_shared"] == there["prompt_tokens_shared"] > 0
+
+
+@pytest.mark.slow
+@needs("grpo_long")
+def test_captured_completions_stop_the_host_once_in_eight_tokens(results):
+    found = results.of("grpo_long")
+    waits = sum(count for site, count in found["stop_sites"].items() if "trl/captured.py" in site)
+    generations, replays = 3, found["facts"]["replays"]
+    assert replays > 24 and 0 < waits <= replays / 8 + generations, found["stop_sites"]
 
 
 @pytest.mark.slow
@@ -240,8 +250,11 @@ def test_profiler_and_card_speak_of_the_device(results):
 # What no scenario entered.
 
 ONLY_ELSEWHERE = {
-    "trl/decoding.py: return torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)": "the "
-    "slow scenario `grpo_rewards_first`",
+    "trl/captured.py: with HostReads()": "tests/trl/test_captured.py: a device without graphs",
+    "trl/decoding.py: if base.device.type != 'cpu'": "devices without graphs",
+    "trl/decoding.py: return f'passes are not captured on `{base.device.type}`, and fewer rows are not faster there'": (
+        "devices without graphs"
+    ),
     "machine.py: if torch.cuda.device_count() > 1": "the command line, before it trains",
     "machine.py: visible = os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',')[0]": "several devices",
     "machine.py: return None": "devices that do not tell their free memory",
