@@ -299,7 +299,8 @@ class Buffers:
         for index, (keys, values) in enumerate(self.layers):
             self.layers[index] = (pad(keys[:rows], more), pad(values[:rows], more))
         self.mask = pad(self.mask[:rows], (0, length - self.length), value=1)
-        self.rows, self.length = rows, length
+        self.rows, self.length, self.token = rows, length, self.token[:rows]
+        self.positions = None if self.positions is None else self.positions[:rows]
 
     def move(self, rows: Tensor) -> None:
         """Bring these rows, shape [rows], to the front."""

@@ -93,7 +93,7 @@ def test_completions_are_those_of_generate(name, way, shape, called):
     asked = config(**WAYS[way]) if name in ARCHITECTURES else config(**{"eos_token_id": ENDS, **WAYS[way]})
     decoding = check_equal(model(name) if name in ARCHITECTURES else other(name), rows, inputs, asked)
     assert decoding.plain_because is None and decoding.counts["rows_decoded"] > 0
-    if way == "sampled":
+    if way == "sampled" and shape == "similar and not":
         assert called["grow"] > 0 and called["move"] > 0
 
 
