@@ -51,6 +51,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
+    StaticCache,
     StoppingCriteriaList,
 )
 from transformers.cache_utils import DynamicCache, StaticLayer
@@ -183,6 +184,13 @@ class FixedLayer(StaticLayer):
         # Under autocast `torch.cat` of a `DynamicLayer` may have made the prompt's values wider.
         key_states, value_states = key_states.to(keys.dtype), value_states.to(values.dtype)
         return keys.index_copy_(2, column, key_states), values.index_copy_(2, column, value_states)
+
+
+class FixedCache(StaticCache):
+    """A cache of such layers. Some models ask whether it is a `StaticCache`, whose layers are made from a config."""
+
+    def __init__(self, layers: list[Any]):
+        Cache.__init__(self, layers=layers)
 
 
 class HostReads(TorchDispatchMode):
@@ -328,7 +336,7 @@ class Buffers:
     def _pass(self, count: int) -> Callable[[], Tensor]:
         model, token = self.model, self.token[:count]
         inputs = {**self.inputs, "attention_mask": self.mask[:count]}
-        inputs[CACHE] = Cache(layers=[
+        inputs[CACHE] = FixedCache([
             FixedLayer(keys[:count], values[:count], self.place, sliding)
             for (keys, values), sliding in zip(self.layers, self.sliding)
         ])  # fmt: skip
