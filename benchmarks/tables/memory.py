@@ -178,6 +178,31 @@ def memory_parts() -> str:
     return markdown(["", "without", "with", "saved"], rows)
 
 
+LOSSES = [  # labelled slots, vocabulary, precision, head, cap
+    (1024, 49_152, "float32", "trained", None), (1024, 49_152, "float32", "frozen", None),
+    (1024, 49_152, "bfloat16", "trained", None), (1024, 49_152, "bfloat16", "frozen", None),
+    (1024, 128_256, "bfloat16", "trained", None), (102, 49_152, "float32", "trained", None),
+    (1024, 49_152, "bfloat16", "trained", 30.0), (16_384, 4_096, "bfloat16", "trained", None),
+]  # fmt: skip
+
+
+@table("memory-losses")
+def memory_losses() -> str:
+    stored = results("skips", "losses", "vocabulary", "dtype", "labelled", "head", "softcap", "arm")
+    rows = []
+    for tokens, words, dtype, head, cap in LOSSES:
+        where = {"labelled": tokens, "vocabulary": words, "dtype": dtype, "head": head, "softcap": cap}
+        plain = stored.get(**where, arm="all_logits")
+        cells = [f"{tokens:,} of {words:,}, {'fp32' if dtype == 'float32' else 'bf16'}, {head}"]
+        cells[0] += ", cap" * (cap is not None)
+        for arm in ("ours", "torch_512", "torch", "trl"):
+            row = stored.get(**where, arm=arm)
+            parts = [] if row is None else [row[name] / plain[name] for name in ("seconds", "peak_bytes")]
+            cells.append(", ".join(f"{part:.2f}" for part in parts))
+        rows.append(cells)
+    return markdown(["tokens of words, precision, head", "ours", "torch, 512 at a time", "torch", "TRL"], rows)
+
+
 @table("memory-int8")
 def memory_int8() -> str:
     stored = results("memory", "int8_engines", "engine")
