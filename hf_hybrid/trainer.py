@@ -390,10 +390,12 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
                 else:
                     batches, items = [], None  # a stream has ended
         if batches:
-            rate, on_host = 0.0 if feed is None else self._get_learning_rate(), batches
-            if self.rows is not None:
+            rate, on_host, rows = 0.0 if feed is None else self._get_learning_rate(), batches, self.rows
+            if rows is not None and rows.in_every_pass:
                 batches = send_to_device(batches, self.args.device, non_blocking=True)
             step = self.run.begin_step(self.state.global_step, batches, items, rate, on_host)
+            if rows is not None and step.window is None:  # else what is computed was moved
+                batches = send_to_device(batches, self.args.device, non_blocking=True)
             if step.phase is Phase.PREDICT:  # trains on none of them: they stay the next
                 batches = batches + batches[-1:] * (num_batches - len(batches))
             elif feed is not None:

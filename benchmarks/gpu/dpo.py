@@ -17,13 +17,19 @@ from typing import Any
 from datasets import Dataset
 from trl import DPOConfig, DPOTrainer
 
-from benchmarks.gpu.models import ADAPTERS, COMMON, SHAPES, Clock, build, tokenizer
-from benchmarks.gpu.sft import measured_by, saved
+from benchmarks.gpu.models import ADAPTERS, COMMON, DEVICE, SHAPES, Clock, build, tokenizer
+from benchmarks.gpu.sft import COMPILED, measured_by, saved
 from hf_hybrid import HybridDPOConfig, HybridDPOTrainer
 
 PAIRS, MICRO_BATCH = 8, 4
 PROMPT, ANSWER = 600, 300
-ARMS = {"trl": (DPOTrainer, DPOConfig), "hybrid": (HybridDPOTrainer, HybridDPOConfig)}
+ARMS: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "trl": (DPOTrainer, DPOConfig, {}),
+    "hybrid": (HybridDPOTrainer, HybridDPOConfig, {}),
+    "hybrid_compiled": (HybridDPOTrainer, HybridDPOConfig, COMPILED),
+}
+if DEVICE == "cpu":
+    del ARMS["hybrid_compiled"]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +43,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def run(case: dict[str, Any], arm: str, args: argparse.Namespace) -> dict[str, Any]:
     """Train one arm on one kind of pairs. Returns what the row of the results says."""
-    trainer_class, config_class = ARMS[arm]
+    trainer_class, config_class, more = ARMS[arm]
     clock = Clock(args.warm_up, args.steps, args.profile)
     draw, vocabulary = random.Random(0), SHAPES[args.shape]["vocab_size"]
 
@@ -60,6 +66,7 @@ def run(case: dict[str, Any], arm: str, args: argparse.Namespace) -> dict[str, A
             max_length=None,
             gradient_checkpointing=False,
             **COMMON,
+            **more,
         )
         trainer = trainer_class(
             build(args.shape, lora=False),

@@ -69,7 +69,8 @@ def peak_gib() -> float:
 
 
 def forget() -> None:
-    """Give the memory of the last arm back."""
+    """Give the memory of the last arm back, and what it compiled."""
+    torch._dynamo.reset()
     gc.collect()
     if DEVICE == "cuda":
         torch.cuda.empty_cache()

@@ -10,6 +10,7 @@ Every step has rows of new lengths, in the order of the data set.
     free_liger   the same with Liger's kernels: what Unsloth, Axolotl and TRL's `padding_free` users have
     hybrid       HybridTrainer, defaults
     hybrid_liger the same with Liger's kernels
+    trainer_compiled, hybrid_compiled    with `torch_compile`
 
 The kinds of rows:
 
@@ -127,7 +128,7 @@ def varlen(module, query, key, value, mask, scaling=None, dropout=0.0, cu_seq_le
 
 AttentionInterface.register("benchmark_varlen", varlen)
 FREE = {"data_collator": padding_free, "attention": "benchmark_varlen"}
-LIGER = {"use_liger_kernel": True}
+LIGER, COMPILED = {"use_liger_kernel": True}, {"torch_compile": True}
 ARMS: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
     "trainer": (Trainer, TrainingArguments, {}, {}),
     "by_length": (Trainer, TrainingArguments, {"train_sampling_strategy": "group_by_length"}, {}),
@@ -135,9 +136,11 @@ ARMS: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
     "free_liger": (Trainer, TrainingArguments, LIGER, FREE),
     "hybrid": (HybridTrainer, HybridConfig, {}, {}),
     "hybrid_liger": (HybridTrainer, HybridConfig, LIGER, {}),
+    "trainer_compiled": (Trainer, TrainingArguments, COMPILED, {}),
+    "hybrid_compiled": (HybridTrainer, HybridConfig, COMPILED, {}),
 }
-if DEVICE == "cpu":  # for which Liger's kernels do not compile
-    ARMS = {name: arm for name, arm in ARMS.items() if arm[2] is not LIGER}
+if DEVICE == "cpu":  # for which Liger's kernels do not compile, and all else takes a minute
+    ARMS = {name: arm for name, arm in ARMS.items() if arm[2] not in (LIGER, COMPILED)}
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ CPU seconds of fine-tuning steps in which every token is computed once, beside w
     python -m benchmarks.skips.rows --order kept --kind unrolled answers agent --arm trainer trl hybrid
     python -m benchmarks.skips.rows --memory     # bytes of a step's tensors
     python -m benchmarks.skips.rows --equality --model smollm2 [--full]     # gradients of a window in fp32
+    python -m benchmarks.skips.rows --compiled --model smollm2 --kind agent instructions --steps 6
     python -m benchmarks.skips.rows --report
 
 A step is what `train()` does between the ends of two steps: fetching and laying out 8 rows in 2 micro-batches, forward
@@ -41,6 +42,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from rig.live_bytes import LiveBytes
+from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -179,6 +181,8 @@ ARMS: dict[str, tuple[type, type, dict, dict]] = {
     "hybrid": (HybridTrainer, HybridConfig, OURS, PADDED),
     "hybrid_sft": (HybridSFTTrainer, HybridSFTConfig, {"max_length": None, **OURS}, {}),
 }
+COMPILED = ("trainer", "trainer_compiled", "hybrid", "hybrid_compiled")
+ARMS |= {f"{arm}_compiled": (*ARMS[arm][:2], {**ARMS[arm][2], "torch_compile": True}, PADDED) for arm in COMPILED[::2]}
 
 
 class Seconds(TrainerCallback):
@@ -231,6 +235,8 @@ def measure(arm: str, model: str, lora: bool, kind: str, steps: int, order: str)
     with tempfile.TemporaryDirectory() as folder:
         trainer = train(arm, build(model, lora), rows, folder, seconds, steps + 1, order)
     found: dict[str, Any] = {"first": seconds.found[0], "seconds": seconds.found[1:]}
+    if trainer.args.torch_compile:
+        found["compilations"] = counters["stats"]["unique_graphs"]
     if arm == "trl_packing":  # so many packs per step, of so many rows
         per_row = len(rows) / len(trainer.train_dataset)
         found["seconds"] = [second * ROWS / (2 * per_row) for second in found["seconds"]]
@@ -300,7 +306,7 @@ def ratio(first: dict, second: dict) -> float:
 def report(results: Results) -> None:
     """Print the ratios of every arm over ours, as tables."""
     for model, trained, order in sorted({(row["model"], row["trains"], row["order"]) for row in results.rows()}):
-        names = [name for name in ARMS if name not in ("hybrid", "hybrid_sft")]
+        names = [name for name in ARMS if name not in ("hybrid", "hybrid_sft") and "compiled" not in name]
         print(f"\n{model}, {trained}, order {order}\n\n| rows | {' | '.join(names)} | tokens that are computed |")
         print(f"|{'---|' * (len(names) + 2)}")
         for kind in KINDS:
@@ -320,15 +326,17 @@ def main() -> None:
     parser.add_argument("--model", choices=["fifth", "smollm2"], default="fifth")
     parser.add_argument("--full", action="store_true", help="Train all weights, not adapters.")
     parser.add_argument("--kind", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--arm", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--arm", nargs="+", choices=list(ARMS), default=[arm for arm in ARMS if "compiled" not in arm])
     parser.add_argument("--order", choices=["shuffled", "kept"], default="shuffled", help="Of the rows.")
     parser.add_argument("--steps", type=int, default=3, help="Steps that are measured.")
     parser.add_argument("--memory", action="store_true", help="Measure bytes instead of seconds.")
     parser.add_argument("--equality", action="store_true", help="Compare gradients instead of measuring seconds.")
+    parser.add_argument("--compiled", action="store_true", help="Measure `torch_compile` and what it is beside.")
     parser.add_argument("--report", action="store_true", help="Print the table of what is there.")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    results = Results(args.results, "rows", ("model", "trains", "order", "kind", "arm"))
+    name, arms = ("rows_compiled", COMPILED) if args.compiled else ("rows", args.arm)
+    results = Results(args.results, name, ("model", "trains", "order", "kind", "arm"))
     if args.report:
         return report(results)
     found = {"model": args.model, "trains": "all weights" if args.full else "adapters", "order": args.order}
@@ -347,7 +355,9 @@ def main() -> None:
                 kind, kept.add({**provenance(1), **found, "kind": kind, "difference": value})["difference"], flush=True
             )
             continue
-        for arm in args.arm:
+        for arm in arms:
+            torch._dynamo.reset()
+            counters.clear()
             measured = measure(arm, args.model, not args.full, kind, args.steps, args.order)
             results.add({**provenance(1), **found, "kind": kind, "arm": arm, **measured})
             print(kind, arm, [round(second, 2) for second in measured["seconds"]], flush=True)

@@ -129,8 +129,7 @@ def memory_low_bit() -> str:
 
 
 ROUNDED = {
-    "nearest": "nearest bf16", "stochastic": "**bf16, stochastically**", "diffusion": "bf16, error carried along a row",
-    "fp16": "nearest fp16",
+    "nearest": "nearest bf16", "stochastic": "**bf16, stochastically**", "fp16": "nearest fp16",
     "fp16-stochastic": "**fp16, stochastically**",
 }  # fmt: skip
 TRAINED = {"weights": "all weights", "adapters": "adapters, merged in fp32"}
@@ -156,14 +155,9 @@ def memory_rounding() -> str:
 @table("memory-parts")
 def memory_parts() -> str:
     parts = all_lines("memory", "parts")
-    heads = [row for row in parts if row["part"] == "loss_head"]
     (saved,) = (row for row in parts if row["part"] == "activations")
     (probes,) = (row for row in parts if row["part"] == "int8_probes")
     rows = []
-    for row, name in zip(heads, ("loss head, 2,048 tokens, width 64, 65,536 words: peak, fp32", "the same in bf16")):
-        peaks = row["peak_bytes"]
-        told = [mib(peaks["all_logits"]).replace("1552", "1,552").replace("1544", "1,544"), mib(peaks["chunked"])]
-        rows.append([name, told[0], f"{told[1]} chunked", f"{100 * row['saved']:.1f} %"])
     kept = saved["saved_for_backward_bytes"]
     name = "saved for backward, backbone of 8 layers, width 128, 2 x 128 tokens"
     for key, words in (
@@ -195,12 +189,12 @@ def memory_losses() -> str:
         plain = stored.get(**where, arm="all_logits")
         cells = [f"{tokens:,} of {words:,}, {'fp32' if dtype == 'float32' else 'bf16'}, {head}"]
         cells[0] += ", cap" * (cap is not None)
-        for arm in ("ours", "torch_512", "torch", "trl"):
+        for arm in ("ours", "torch_512", "trl"):
             row = stored.get(**where, arm=arm)
             parts = [] if row is None else [row[name] / plain[name] for name in ("seconds", "peak_bytes")]
             cells.append(", ".join(f"{part:.2f}" for part in parts))
         rows.append(cells)
-    return markdown(["tokens of words, precision, head", "ours", "torch, 512 at a time", "torch", "TRL"], rows)
+    return markdown(["tokens of words, precision, head", "ours", "torch, 512 at a time", "TRL"], rows)
 
 
 @table("memory-int8")

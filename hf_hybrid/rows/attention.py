@@ -65,6 +65,8 @@ MOST_KEYS_IN_FLOAT32 = 512
 Up to so many keys, a CPU attends faster in fp32 than in 16 bits. For 9 heads of size 64 its backward pass takes 1.9
 instead of 6.5 ms with 140 keys, and 23 instead of 26 with 512.
 """
+MOST_COMPILATIONS = 64
+"""Of flex attention. Beyond torch's 8, it would compute without a kernel of its own."""
 FLASH_DTYPES, MOST_HEAD_SIZE = (torch.float16, torch.bfloat16), 256
 
 
@@ -215,7 +217,7 @@ class Layout:
         """
         Return the keys or values of all segments, one path after the other; where no rows share, they stand so already.
 
-        Indexing with a tensor adds up its gradient in a fixed order, on a GPU too.
+        Indexing with a tensor adds up its gradient in a fixed order, on a GPU too, but not in compiled layers there.
         """
         gathers = torch.compiler.is_compiling() or self.shares  # compiled layers have one way
         return tensor[(slice(None),) * dim + (self.keys,)] if gathers else tensor
@@ -254,24 +256,31 @@ class Layout:
         """Return the outputs of all segments, `[1, slots, heads, size]`, by one call of `flex_attention`."""
         from torch.nn.attention.flex_attention import AuxRequest
 
-        flex = _flex_attention(query.device.type)[0]
-        options = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+        flex, slots = _flex_attention(query.device.type)[0], query.shape[2]
+        query, key, value = (F.pad(tensor, (0, 0, 0, _few_lengths(slots) - slots)) for tensor in (query, key, value))
+        options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
         if softcap is not None:
             options["score_mod"] = _capped(softcap)
-        if sinks is None:
-            return flex(query, key, value, block_mask=self._block_mask(window), **options).transpose(1, 2)
-        asked = AuxRequest(lse=True)
-        output, aux = flex(query, key, value, block_mask=self._block_mask(window), return_aux=asked, **options)
-        share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[:, None])  # of the keys, beside the sink
-        return (output * share[..., None]).to(value.dtype).transpose(1, 2)
+        if sinks is not None:
+            options["return_aux"] = AuxRequest(lse=True)
+        # Kinds of layers, lengths, and passes with and without gradients.
+        with torch._dynamo.config.patch(recompile_limit=MOST_COMPILATIONS):
+            output = flex(query, key, value, block_mask=self._block_mask(window), **options)
+        if sinks is not None:
+            output, aux = output
+            share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[:, None])  # of the keys, beside the sink
+            output = (output * share[..., None]).to(value.dtype)
+        return output[:, :, :slots].transpose(1, 2)
 
     def _block_mask(self, window: int | None) -> Any:
         """Return which blocks of slots see which; layers share it."""
         if ("flex", window) not in self._masks:
-            slots = self.segments[-1].end
-            parts = torch.from_numpy(np.stack(self._subtrees())).to(self.device, non_blocking=True)
+            length = _few_lengths(self.segments[-1].end)
+            parts = np.zeros((2, length), np.int64)  # nothing sees padding
+            parts[:, : self.segments[-1].end] = self._subtrees()
+            parts = torch.from_numpy(parts).to(self.device, non_blocking=True)
             self._masks["flex", window] = _flex_attention(self.device.type)[1](
-                _visible(*parts, window), None, None, slots, slots, device=self.device
+                _visible(*parts, window), None, None, length, length, device=self.device
             )
         return self._masks["flex", window]
 
@@ -298,9 +307,8 @@ class Layout:
             if not segment.path and (window is None or length <= window):
                 keys, values, mask = key[:, :, own], value[:, :, own], None
             else:
-                keys, values = (
-                    torch.cat([tensor[:, :, span] for span in spans_of(segment)], 2) for tensor in (key, value)
-                )
+                spans = [slice(begin, end) for begin, end in segment.path] + [own]
+                keys, values = (torch.cat([tensor[:, :, span] for span in spans], 2) for tensor in (key, value))
                 mask = self.mask(length, segment.keys, query.dtype, window)
             outputs.append(
                 F.scaled_dot_product_attention(
@@ -341,12 +349,21 @@ def tensors_of(segments: Sequence[Segment]) -> list[Tensor]:
 
 @functools.cache
 def _flex_attention(kind: str) -> tuple[Any, Any]:
-    """Return `flex_attention` and what makes its masks. A GPU needs them compiled, once for all lengths."""
+    """Return `flex_attention` and what makes its masks. A GPU needs them compiled."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     if kind != "cuda":
         return flex_attention, create_block_mask
-    return torch.compile(flex_attention, dynamic=True), torch.compile(create_block_mask, dynamic=True)
+    return torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask, dynamic=False)
+
+
+def _few_lengths(slots: int) -> int:
+    """
+    Return the next power of two, or three quarters of it: flex attention is compiled once for each length, even with
+    `dynamic=True` (https://github.com/pytorch/pytorch/pull/189952). It skips blocks in which nothing is visible.
+    """
+    power = max(128, 1 << (slots - 1).bit_length())
+    return power * 3 // 4 if power > 128 and slots <= power * 3 // 4 else power
 
 
 @functools.cache

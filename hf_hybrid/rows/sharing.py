@@ -15,7 +15,7 @@ exchange both, and neither the model's code nor the trainer's notices:
 
 **Windows.** transformers divides a summed loss by the number of labels in the accumulation window. So any row may be
 computed in any micro-batch of its window. windows.py puts rows with a common prefix together, and makes as few
-micro-batches as the memory of the largest padded one allows. Batches, their order, the number of steps and the schedule
+micro-batches as memory allows, or as keep a large GPU busy. Batches, their order, the number of steps and the schedule
 are those of plain `Trainer`; the micro-batches that are left over compute nothing. They come first, because processes
 exchange gradients in the last backward pass of a window.
 
@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 import weakref
 from collections import Counter
@@ -71,6 +72,7 @@ from hf_hybrid.rows.tree import (
     Rows,
     Targets,
     Tree,
+    divide,
     labels_of,
     on_device,
     on_host,
@@ -192,32 +194,31 @@ class FlatRow(NamedTuple):
     repeats: bool  # whether a target stands once for each row that reads it; then there are no readers
 
     @classmethod
-    def of(cls, tree: Tree, batch: Batch, device: torch.device, *, repeats: bool) -> FlatRow:
-        """Lay out a tree of rows of one batch."""
-        tensors = on_device(cls.on_host(tree, batch, device, repeats=repeats), device)
-        return cls.of_tensors(tree, batch, tensors, repeats=repeats)
-
-    @staticmethod
-    def on_host(tree: Tree, batch: Batch, device: torch.device, *, repeats: bool) -> list[Tensor]:
-        """Return the tensors of a flat row that will be computed on `device`."""
-        if repeats:  # nothing is read from it
-            pairs = np.sort(labels_of(tree, [batch])[0], kind="stable")
-            slots, tokens = torch.from_numpy(pairs >> 32), torch.from_numpy(pairs & 0xFFFFFFFF)
-            readers = places = torch.zeros(0, dtype=torch.long)
-        else:
-            slots, tokens, readers, places = Targets.of(tree, [batch])
-            places = places[:, 1] * (batch.ids.shape[1] - 1) + places[:, 2]
-        if not len(slots):  # a loss of nothing, with a gradient of zero
-            slots, tokens = torch.zeros(1, dtype=torch.long), torch.full((1,), IGNORED)
-        of_layout = [] if device.type == "cpu" else tensors_of(tree.segments)
-        return [*tree.flat(), slots, tokens, readers, places, *of_layout]
-
-    @classmethod
-    def of_tensors(cls, tree: Tree, batch: Batch, tensors: Sequence[Tensor], *, repeats: bool) -> FlatRow:
-        """Make a flat row of what [`on_host`] returned, moved to the device."""
-        ids, positions, slots, tokens, readers, places, *of_layout = tensors
-        layout, shape = Layout(tree.segments, ids.device, of_layout or None), (len(batch.ids), batch.ids.shape[1])
-        return cls(ids[None], positions[None], layout, slots, tokens, readers, places, shape, repeats)
+    def of_window(
+        cls, micro_batches: Sequence[tuple[Batch, Tree]], device: torch.device, *, repeats: bool
+    ) -> list[tuple[Batch, FlatRow]]:
+        """Lay out trees of rows, each of one batch, and move them to the device in one copy, their batches as well."""
+        tensors = []
+        for batch, tree in micro_batches:
+            if repeats:  # nothing is read from it
+                pairs = np.sort(labels_of(tree, [batch])[0], kind="stable")
+                slots, tokens = torch.from_numpy(pairs >> 32), torch.from_numpy(pairs & 0xFFFFFFFF)
+                readers = places = torch.zeros(0, dtype=torch.long)
+            else:
+                slots, tokens, readers, places = Targets.of(tree, [batch])
+                places = places[:, 1] * (batch.ids.shape[1] - 1) + places[:, 2]
+            if not len(slots):  # a loss of nothing, with a gradient of zero
+                slots, tokens = torch.zeros(1, dtype=torch.long), torch.full((1,), IGNORED)
+            of_layout = [] if device.type == "cpu" else tensors_of(tree.segments)
+            tensors.append([*batch, *tree.flat(), slots, tokens, readers, places, *of_layout])
+        moved, rows = iter(on_device(list(itertools.chain(*tensors)), device)), []
+        for (batch, tree), host in zip(micro_batches, tensors, strict=True):
+            *there, ids, positions, slots, tokens, readers, places = itertools.islice(moved, 9)
+            layout = Layout(tree.segments, device, list(itertools.islice(moved, len(host) - 9)) or None)
+            shape = len(batch.ids), batch.ids.shape[1]
+            row = cls(ids[None], positions[None], layout, slots, tokens, readers, places, shape, repeats)
+            rows.append((Batch(*there), row))
+        return rows
 
     def inputs(self) -> dict[str, Any]:
         """Return what a model takes in place of `input_ids`, `attention_mask` and `labels`."""
@@ -485,7 +486,7 @@ class SharedRows(Part):
             return None
         repeats, copied.row = not inputs.get("fused_lm_head"), None
         if row is None or row.repeats != repeats:
-            row = FlatRow.of(tree, batch, inputs["input_ids"].device, repeats=repeats)
+            ((_, row),) = FlatRow.of_window([(batch, tree)], inputs["input_ids"].device, repeats=repeats)
         way.row, Layout.known[row.layout.number] = row, row.layout
         self._layouts.append(row.layout)
         if way.comparing is None:
@@ -570,13 +571,13 @@ class SharedRows(Part):
         self,
         model: nn.Module,
         batches: Sequence[Batch],
-        divide: Callable[[list[Row], bool], list[Tree]],
+        divide: Callable[..., list[Tree]],
         device: torch.device,
         compact: bool,
     ) -> Plan:
         """
-        Return the trees of some batches. `divide` makes them of the rows, which come batch by batch, and of whether
-        rows share. In `compact` padded rows the head scores only the tokens with labels.
+        Return the trees of some batches. `divide` makes them of the rows, which come batch by batch; `shares` tells it
+        whether rows share. In `compact` padded rows the head scores only the tokens with labels.
         """
         facts, rows = self.facts_of(model), []
         for number, batch in enumerate(batches):
@@ -592,14 +593,14 @@ class SharedRows(Part):
             self._note_drawn(model, drawn, rows)
         if drawn == "by batch":
             return Plan(self.plain_because)
-        trees = divide(rows, drawn == "nothing")
+        trees = divide(rows, shares=drawn == "nothing")
         return Plan(None, tuple(trees), sum(map(facts.costs.tree, trees)), padded_cost)
 
     def _tree_if_worth(self, model: nn.Module, inputs: dict[str, Any], batch: Batch) -> Tree | None:
         """Return the tree of a batch, or `None` if the batch is computed as it is."""
         facts, device = self.facts_of(model), inputs["input_ids"].device
         compact = bool(inputs.get("fused_lm_head")) and inputs["input_ids"].is_cuda
-        plan = self._plan(model, [batch], lambda rows, shares: [Tree.of(rows, shares=shares)], device, compact)
+        plan = self._plan(model, [batch], functools.partial(divide, most=float("inf")), device, compact)
         if not plan.trees or plan.cost > self.worth * plan.padded:
             return None
         (tree,) = plan.trees

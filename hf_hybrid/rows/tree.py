@@ -116,12 +116,14 @@ class Batch(NamedTuple):
 
 def on_host(batches: Sequence[Rows]) -> list[Batch]:
     """Copy batches to the host, in one transfer. What is there already is not copied."""
-    if all(tensor.device.type == "cpu" for batch in batches for tensor in batch):
-        return [Batch(*(tensor.long() for tensor in batch)) for batch in batches]
-    stacked = [torch.stack([tensor.long() for tensor in batch]) for batch in batches]
-    flat = torch.cat([tensor.flatten() for tensor in stacked]).cpu()
-    parts = flat.split([tensor.numel() for tensor in stacked])
-    return [Batch(*part.view(tensor.shape)) for tensor, part in zip(stacked, parts, strict=True)]
+    if not batches:
+        return []
+    tensors = [tensor.long() for batch in batches for tensor in batch]
+    if tensors[0].device.type != "cpu":
+        sizes = [tensor.numel() for tensor in tensors]
+        parts = torch.cat([tensor.flatten() for tensor in tensors]).cpu().split(sizes)
+        tensors = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    return [Batch(*tensors[first : first + 3]) for first in range(0, len(tensors), 3)]
 
 
 def on_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -272,7 +274,7 @@ class Targets(NamedTuple):
         pairs, wanted = labels_of(tree, batches)
         # With the index it sorts by merging, which is fast where they are nearly in order.
         targets, _, readers = np.unique(pairs, return_index=True, return_inverse=True)
-        starts = np.cumsum([0, *(row.length for row in tree.rows)])
+        starts = np.cumsum([0] + [row.length for row in tree.rows])
         rows = np.searchsorted(starts, wanted, side="right") - 1
         numbers = np.array([(row.batch, row.number, row.first) for row in tree.rows])[rows]
         numbers[:, 2] += wanted - starts[rows]
@@ -321,6 +323,7 @@ def padded(tree: Tree, batches: Sequence[Batch], beside: Sequence[tuple[int, int
         for part, of_batch in zip(filled, arrays[number]):
             part[place, : of_batch.shape[1]] = of_batch[row]
     # Padding on the right has no use, but a row may learn to end with it.
-    end = max(int(np.flatnonzero(filled[1].any(0)).max(initial=0)), *(row.first + row.length for row in tree.rows)) + 1
+    last = int(np.flatnonzero(filled[1].any(0)).max(initial=0))
+    end = max([last] + [row.first + row.length for row in tree.rows]) + 1
     batch = Batch(*torch.from_numpy(filled[:, :, :end]))
     return batch, replace(tree, rows=[row._replace(batch=0, number=place) for place, row in enumerate(tree.rows)])

@@ -35,7 +35,7 @@ from hf_hybrid.machine import mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.part import Phase, Step
 from hf_hybrid.rows.costs import WORTH, share_saved
 from hf_hybrid.rows.sharing import COUNTS, Copied, FlatRow, Plan, SharedRows, obstacle_in_batch, rows_of
-from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, divide, on_device, on_host, padded
+from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, divide, on_host, padded
 from hf_hybrid.run.trainer_view import LossView, TrainerView, own_losses
 
 if TYPE_CHECKING:
@@ -180,22 +180,20 @@ class SharedWindows(SharedRows):
     def _plan_window(self, batches: list[Batch]) -> Plan:
         device, most = self.trainer.args.device, max(batch.ids.numel() for batch in batches)
         compact = device.type == "cuda" and self.trainer.loss_in_chunks  # fused heads: TRL's, and the chunked loss
-        plan = self._plan(self.model, batches, functools.partial(self._divide, most), device, compact)
+        by_size = divide if device.type in WITHOUT_LAUNCHES else self._divide
+        plan = self._plan(self.model, batches, functools.partial(by_size, most=most), device, compact)
         # Long rows that share little with their neighbours may need more micro-batches.
         return plan if len(plan.trees) <= len(batches) else Plan(cost=plan.padded, padded=plan.padded)
 
-    def _divide(self, most: int, rows: list[Row], shares: bool) -> list[Tree]:
-        """Divide the rows of a window into micro-batches, whose padded ones have at most `most` tokens."""
-        costs = self.facts_of(self.model).costs
-        if self.trainer.args.device.type not in WITHOUT_LAUNCHES:
-            by_batch = itertools.groupby(rows, lambda row: row.batch)
-            own = [Tree.of(list(of_batch), shares=shares) for _, of_batch in by_batch]
-            if costs.keep_busy(own):
-                without_padding = max(sum(row.length for row in tree.rows) for tree in own)
-                merged = divide(rows, without_padding, shares=shares)
-                is_worth = sum(map(costs.tree, merged)) < WORTH * sum(map(costs.tree, own))
-                return merged if is_worth and len(merged) <= len(own) else own
-        return divide(rows, most, shares=shares)
+    def _divide(self, rows: Sequence[Row], most: float, *, shares: bool) -> list[Tree]:
+        """Divide the rows of a window, which come batch by batch, as [`divide`] or into what keeps a GPU busy."""
+        costs, by_batch = self.facts_of(self.model).costs, itertools.groupby(rows, lambda row: row.batch)
+        own = [Tree.of(list(of_batch), shares=shares) for _, of_batch in by_batch]
+        if not costs.keep_busy(own):
+            return divide(rows, most, shares=shares)
+        merged = divide(rows, max(sum(row.length for row in tree.rows) for tree in own), shares=shares)
+        is_worth = sum(map(costs.tree, merged)) < WORTH * sum(map(costs.tree, own))
+        return merged if is_worth and len(merged) <= len(own) else own
 
     def _agreed(self, plan: Plan) -> int:
         """Return the number of micro-batches that every process computes, 0 for Trainer's own."""
@@ -249,12 +247,8 @@ class SharedWindows(SharedRows):
         # Rows without labels are not computed, but TRL counts their tokens.
         micro_batches = [padded(tree, batches, () if index else left) for index, tree in enumerate(trees)]
         micro_batches = [_nothing(batches)] * (count - len(micro_batches)) + micro_batches  # other processes have more
-        of_rows = [FlatRow.on_host(tree, batch, device, repeats=repeats) for batch, tree in micro_batches]
-        tensors = [[*batch, *of_row] for (batch, _), of_row in zip(micro_batches, of_rows, strict=True)]
-        moved = iter(on_device(list(itertools.chain(*tensors)), device))
-        for (batch, tree), host in zip(micro_batches, tensors, strict=True):
-            ids, mask, labels, *of_row = itertools.islice(moved, len(host))
-            row = FlatRow.of_tensors(tree, batch, of_row, repeats=repeats)
+        moved = FlatRow.of_window(micro_batches, device, repeats=repeats)
+        for (batch, tree), ((ids, mask, labels), row) in zip(micro_batches, moved, strict=True):
             self._copied[ids] = Copied(batch, tree, row)
             window.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
         self._laid_out = True

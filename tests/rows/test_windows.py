@@ -123,6 +123,7 @@ def lora(base=None, **options):
     return model
 
 
+COMPILED = {"torch_compile_backend": "aot_eager"}
 PLAIN = {"optim": "sgd", "learning_rate": 0.1, "gradient_accumulation_steps": 3, "max_steps": 8, "max_grad_norm": 1.0}
 
 
@@ -291,8 +292,9 @@ def test_adapters_train_as_in_trainer(tmp_path):
     assert apart(weights(expected.model), weights(found.model)) < 1e-6
 
 
-def test_a_resumed_run_ends_at_the_same_weights_and_goes_on_counting(tmp_path):
-    rows, options = KINDS["unrolled"](), {"save_strategy": "steps", "save_steps": 5}
+@pytest.mark.parametrize("compiled", [{}, pytest.param(COMPILED, marks=pytest.mark.long)], ids=["eager", "compiled"])
+def test_a_resumed_run_ends_at_the_same_weights_and_goes_on_counting(compiled, tmp_path):
+    rows, options = KINDS["unrolled"](), {"save_strategy": "steps", "save_steps": 5, **compiled}
     whole = shared(tmp_path, rows, **options)
     resumed = shared(tmp_path / "resumed", rows, resume=str(tmp_path / "checkpoint-5"), **options)
     assert_same_weights(weights(whole.model), weights(resumed.model))
@@ -327,7 +329,6 @@ def ten_kinds():
 
 
 CPU = torch.device("cpu")
-COMPILED = {"torch_compile_backend": "aot_eager"}
 IN_ORDER = {"train_sampling_strategy": "sequential", "max_steps": 10, "eval_strategy": "steps", "eval_steps": 5}
 
 

@@ -18,7 +18,7 @@ SIZES = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-SHARDING = {"ddp": {}, "fsdp2": {"fsdp": True}}
+SHARDING = {"ddp": {}, "ddp, compiled": {"torch_compile_backend": "aot_eager"}, "fsdp2": {"fsdp": True}}
 
 
 def uneven(count=48):
