@@ -157,7 +157,9 @@ def attend(
         raise CannotAttendError("its attention is not causal")
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    in_float32 = kind == "cpu" and dtype in FLASH_DTYPES and plain and layout.most_keys <= MOST_KEYS_IN_FLOAT32
+    # Compiled layers have one way, so they do not ask for the number of keys.
+    in_float32 = kind == "cpu" and dtype in FLASH_DTYPES and plain
+    in_float32 = in_float32 and (compiling or layout.most_keys <= MOST_KEYS_IN_FLOAT32)
     query, key, value = (tensor.to(torch.float32 if in_float32 else dtype) for tensor in (query, key, value))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     with torch.autocast(kind, enabled=False):
@@ -195,7 +197,8 @@ class Layout:
         self.most_keys = max(segment.keys for segment in segments)
         self.shares = any(segment.path for segment in segments)
         self.on_flash = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-        self._masks: dict[tuple, Tensor] = {}
+        self._masks: dict[tuple, Any] = {}
+        self.keys: Tensor | None = None
         if tensors is not None or device.type != "cpu":
             self._keep(tensors_of(segments) if tensors is None else tensors)
         self.number = next(self._numbers)
@@ -210,6 +213,8 @@ class Layout:
 
     def lengths(self) -> dict[str, Any]:
         """Return what transformers' flash attention takes: where the queries and keys of each segment end."""
+        if self.keys is None:  # flash attention for a CPU
+            self._keep(tensors_of(self.segments))
         lengths = {"max_length_q": self.most_queries, "max_length_k": self.most_keys}
         return {**lengths, "cu_seq_lens_q": self.of_queries, "cu_seq_lens_k": self.of_keys}
 
