@@ -151,7 +151,7 @@ def attend(
         return compute(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if kwargs.get("position_bias") is not None:
         raise CannotAttendError("its attention has a bias by position")
-    if dropout and (layout.shares or not plain or compiling):
+    if dropout and (layout.shares or not plain):
         raise CannotAttendError("its attention has dropout")
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise CannotAttendError("its attention is not causal")
@@ -171,7 +171,7 @@ def attend(
             output = layout.in_one_call(query, key, value, scaling, window)
         elif kind == "cuda" and not plain:
             output = layout.by_flex(query, key, value, scaling, window, softcap, sinks)
-        elif compiling or not plain:
+        elif (compiling and not dropout) or not plain:
             output = _tree_attention(query, key, value, sinks, layout.number, scaling, window, softcap)
         else:
             output = layout.by_segment(query, key, value, scaling, window, dropout)
@@ -189,7 +189,7 @@ class Layout:
     """Layers may get it in a walk of micro-batches (streaming/walk.py)."""
     _numbers = itertools.count(2)  # a compiler makes a constant of 0 and 1
     known: dict[int, Layout] = {}
-    """Layouts by number. Whoever computes with one forgets it afterwards: `known.clear()`."""
+    """By number, those that are computed with: whoever does that puts them in and takes them out."""
 
     def __init__(self, segments: tuple[Segment, ...], device: torch.device, tensors: Sequence[Tensor] | None = None):
         self.segments, self.device = segments, device
@@ -202,7 +202,6 @@ class Layout:
         if tensors is not None or device.type != "cpu":
             self._keep(tensors_of(segments) if tensors is None else tensors)
         self.number = next(self._numbers)
-        self.known[self.number] = self
 
     def _keep(self, tensors: Sequence[Tensor]) -> None:
         keys, of_queries, of_keys = (tensor.to(self.device, non_blocking=True) for tensor in tensors)
@@ -301,6 +300,7 @@ class Layout:
 
     # Segment by segment.
 
+    @torch.compiler.disable
     def by_segment(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, dropout: float
     ) -> Tensor:

@@ -49,7 +49,9 @@ def by_rows(tree, query, key, value, window=None, softcap=None, s_aux=None):
 
 
 def layout_of(tree):
-    return attention.Layout(tree.segments, torch.device("cpu"), attention.tensors_of(tree.segments))
+    layout = attention.Layout(tree.segments, torch.device("cpu"), attention.tensors_of(tree.segments))
+    attention.Layout.known[layout.number] = layout
+    return layout
 
 
 @pytest.fixture(autouse=True)
