@@ -483,6 +483,8 @@ class Captured:
     def __init__(self):
         self.keeps = True
         """Whether buffers are kept, if they are small."""
+        self.refused: str | None = None
+        """Why the pass of this model cannot be captured, once that was tried."""
         self._buffers: Buffers | None = None
         self._identity: Any = None
 
@@ -568,7 +570,11 @@ class Captured:
         self._identity = identity
         buffers.fill(prefilled, inputs)
         if rows not in buffers.graphs:
-            buffers.capture(rows)
+            try:
+                buffers.capture(rows)
+            except PlainRolloutsError as why:
+                self.refused = str(why)
+                raise
         return buffers
 
     def _keep_or_free(self, buffers: Buffers) -> None:

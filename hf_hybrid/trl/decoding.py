@@ -27,14 +27,15 @@ model without this argument. So [`Decoding.completing`] puts a function in front
 has its completions.
 
 If the result is not known to be exact, transformers generates the whole batch; [`why_plain_model`] and
-[`_reason_plain`] list these cases. The decision is made before the model computes anything: [`PlainRolloutsError`] ends
-the call, and `generate` is called as TRL calls it. It is called too if the loop raises an error that nobody foresaw,
-from then on for the rest of the run. The random generators are set back first, so the completions are still TRL's.
+[`_reason_plain`] list these cases. The decision is made before a token is drawn: [`PlainRolloutsError`] ends the call,
+and `generate` is called as TRL calls it. It is called too if the loop raises an error that nobody foresaw, from then on
+for the rest of the run. The random generators are set back first, so the completions are still TRL's.
 
-**On a CPU alone.** There a token costs what the rows in the batch cost. On a GPU it costs what the host needs to start
-the kernels, so rows that leave save nothing, and each new shape of the batch costs more: without a mask
+**This loop is for a CPU.** There a token costs what the rows in the batch cost. On a GPU it costs what the host needs
+to start the kernels, so rows that leave save nothing, and each new shape costs more: without a mask
 `scaled_dot_product_attention` plans anew for each length of the keys. On an H200 this loop took 1.5 to 2.4 times the
-seconds of `generate`. So there, and on every other accelerator, TRL's call stays as it is.
+seconds of `generate`. So on a CUDA device captured.py completes the prompts. They are computed once here too, padded to
+a few lengths ([`PREFILL`]). On every other accelerator TRL's call stays as it is.
 """
 
 from __future__ import annotations
@@ -526,6 +527,8 @@ class Decoding(Part):
         padding = config.pad_token_id if any(isinstance(one, EosTokenCriteria) for one in criteria) else None
         call = (processors, criteria, config, padding)
         if captures(input_ids.device):
+            if self.captured.refused is not None:
+                raise PlainRolloutsError(self.captured.refused)
             prefilled = _prefill(model, input_ids, prompts, model_inputs, multiple=PREFILL)
             with model._optimize_model_for_decode():
                 completions, computed = self.captured.complete(model, input_ids, prefilled, *call, model_inputs)

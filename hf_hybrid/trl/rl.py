@@ -244,10 +244,10 @@ class ExactSkipArguments:
     )
     rollouts: Literal["auto", "off"] = option(
         "auto",
-        "How transformers' `generate` samples completions. auto: on a CPU a prompt is computed once for all of its "
-        "completions, and rows that have ended leave the batch; completions and random numbers stay TRL's. On a GPU, "
-        "where that is not faster, and where it is not known to be exact, it is left to TRL, and the log says why. "
-        "off: as TRL does it.",
+        "How transformers' `generate` samples completions. auto: a prompt is computed once for all of its completions. "
+        "On a CPU rows that have ended leave the batch; on a CUDA device the pass of a token is captured as a graph. "
+        "Completions and random numbers stay TRL's. Where that is not known to be exact, and on other devices, it is "
+        "left to TRL, and the log says why. off: as TRL does it.",
     )
 
 
