@@ -310,6 +310,8 @@ def _prefill(
         logits.append(outputs.logits[:, -1])
         caches.append(outputs[CACHE])
         del outputs
+        if any(layer.keys is None for layer in caches[-1].layers):
+            raise PlainRolloutsError("without images the model leaves layers of its cache empty")
     computed_at = {prompt: place for place, prompt in enumerate(prompt for chunk in chunks for prompt in chunk)}
     places = indices([computed_at[prompt] for prompt in prompts.owner], device)
     return Prefilled(torch.cat(logits).index_select(0, places), caches, places, width)

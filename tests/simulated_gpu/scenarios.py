@@ -1102,13 +1102,13 @@ def _drawn_on_host(place: Place) -> Iterator[None]:
         yield
 
 
-ROLLED = {"keeps_model": True, "tolerance": 1e-5, "stops": 4}
-SCENARIOS["grpo"] = Scenario(grpo, **{**ROLLED, "stops": 5})
+ROLLED = {"keeps_model": True, "tolerance": 1e-5, "stops": 5}
 """The host waits once for the completions."""
+SCENARIOS["grpo"] = Scenario(grpo, **ROLLED)
 SCENARIOS["grpo_long"] = Scenario(partial(grpo, max_completion_length=40, ends=20), **{**ROLLED, "stops": 9})
 """Of up to 40 tokens: once more for every eight."""
 SCENARIOS["grpo_more"] = Scenario(partial(grpo, gradient_accumulation_steps=6), **ROLLED)
-SCENARIOS["grpo_rewards_first"] = Scenario(partial(grpo, steps_per_generation=4), **{**ROLLED, "stops": 7})
+SCENARIOS["grpo_rewards_first"] = Scenario(partial(grpo, steps_per_generation=4), **{**ROLLED, "stops": 8})
 """Log-probabilities are computed in micro-batches, each of which is copied to the host."""
 
 
