@@ -17,6 +17,8 @@ page-locked memory that is unregistered meanwhile ("UNLOCKED").
 **Lateness.** A copy on a side stream runs as late as its events allow, so that what is not waited for also shows as
 wrong numbers. Kernels run at once.
 
+**Graphs.** A captured graph repeats the operations that were recorded, on the same bytes (rig/graphs.py).
+
 **Stops.** Whatever makes the host wait for the device is counted, by the package whose code asked for it.
 
 What it cannot show: speed; late kernels (the clocks find those races, the numbers do not); CUDA's own kernels (SDPA,
