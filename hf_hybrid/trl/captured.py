@@ -40,7 +40,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -49,15 +49,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     Cache,
     GenerationConfig,
-    LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
     StaticCache,
     StoppingCriteriaList,
 )
-from transformers.cache_utils import DynamicCache, StaticLayer
+from transformers.cache_utils import StaticLayer
 
 from hf_hybrid.compat import cache_name
 from hf_hybrid.machine import device_memory
+
+if TYPE_CHECKING:
+    from hf_hybrid.trl.decoding import Prefilled, RowwiseProcessors
 
 CACHE = cache_name()
 """Argument and output of a model that holds keys and values."""
@@ -87,11 +88,6 @@ class PlainRolloutsError(Exception):
     """Completions are left to transformers; the message says why. Raised before a token is drawn."""
 
 
-def captures(device: torch.device) -> bool:
-    """Whether completions are captured on this device."""
-    return device.type in CAPTURING
-
-
 def why_not_captured(model: Any) -> str | None:
     """Return why a pass of this model, without adapters around it, cannot be captured; `None` if it may be."""
     if not model._can_compile_fullgraph:
@@ -110,33 +106,6 @@ def why_not_captured(model: Any) -> str | None:
 # Of the whole batch.
 
 
-@dataclass
-class Prefilled:
-    """
-    The prompts, each computed once.
-
-    Attributes:
-        logits (`Tensor`): Of the first token of each row, shape [rows, vocabulary].
-        caches (`list[DynamicCache]`): Keys and values of the prompts, which are padded at the left.
-        places (`Tensor`): Where each row's prompt is, counted through all caches, shape [rows].
-        width (`int`): Tokens of the longest prompt.
-    """
-
-    logits: Tensor
-    caches: list[DynamicCache]
-    places: Tensor
-    width: int
-
-    def take(self, layer: int, name: str) -> Tensor:
-        """Return `"keys"` or `"values"` of a layer for all rows, [rows, heads, width, size]. The caches forget them."""
-        chunks = []
-        for cache in self.caches:
-            states: Tensor = getattr(cache.layers[layer], name)[:, :, -self.width :]
-            chunks.append(pad(states, (0, 0, self.width - states.shape[2], 0)))
-            setattr(cache.layers[layer], name, None)
-        return torch.cat(chunks).index_select(0, self.places)
-
-
 def drawn(probabilities: Tensor, count: int, places: Tensor | None) -> Tensor:
     """
     Draw a token of each row, shape [rows], as `torch.multinomial` does, and without a wait.
@@ -147,19 +116,6 @@ def drawn(probabilities: Tensor, count: int, places: Tensor | None) -> Tensor:
     """
     numbers = probabilities.new_empty(count, probabilities.shape[1]).exponential_()
     return (probabilities / (numbers if places is None else numbers.index_select(0, places))).argmax(dim=-1)
-
-
-def processors_of(processors: LogitsProcessorList, rows: Tensor) -> LogitsProcessorList:
-    """Return logits processors for some of their rows. The penalty of repetitions knows how far each row is padded."""
-    of_rows = LogitsProcessorList()
-    for processor in processors:
-        if isinstance(processor, RepetitionPenaltyLogitsProcessor):
-            ignored = processor.prompt_ignore_length
-            if isinstance(ignored, Tensor):
-                ignored = ignored.to(rows.device).index_select(0, rows)
-                processor = RepetitionPenaltyLogitsProcessor(processor.penalty, ignored)
-        of_rows.append(processor)
-    return of_rows
 
 
 # The pass.
@@ -290,9 +246,8 @@ class Buffers:
     def fill(self, prefilled: Prefilled, inputs: dict[str, Any]) -> None:
         """Write the prompts of all rows."""
         width = prefilled.width
-        for layer, (keys, values) in enumerate(self.layers):
-            keys[:, :, :width] = prefilled.take(layer, "keys")
-            values[:, :, :width] = prefilled.take(layer, "values")
+        for (keys, values), (of_keys, of_values) in zip(self.layers, prefilled.of_all_rows(), strict=True):
+            keys[:, :, :width], values[:, :, :width] = of_keys, of_values
         self.place.fill_(width)
         self.mask.fill_(1)
         if (mask := inputs.get("attention_mask")) is not None:
@@ -401,7 +356,7 @@ class RowsInPlace:
         active (`Tensor`): Which of them go on, as booleans of shape [rows].
         lengths (`Tensor`): Tokens of their completions, shape [rows].
         invalid (`Tensor`): Whether a row had no probabilities to draw from, shape [].
-        processors (`LogitsProcessorList`): Of these rows.
+        processors (`RowwiseProcessors`): Of these rows.
         padding (`int`, *optional*): What follows the end of a row; `None` if rows have no end.
         count (`int`): Rows of the whole batch.
         places (`Tensor`, *optional*): Where they are in the whole batch, shape [rows]; `None` if they are all of it.
@@ -411,13 +366,13 @@ class RowsInPlace:
     active: Tensor
     lengths: Tensor
     invalid: Tensor
-    processors: LogitsProcessorList
+    processors: RowwiseProcessors
     padding: int | None
     count: int
     places: Tensor | None = None
 
     @classmethod
-    def of(cls, input_ids: Tensor, longest: int, padding: int | None, processors: LogitsProcessorList) -> RowsInPlace:
+    def of(cls, input_ids: Tensor, longest: int, padding: int | None, processors: RowwiseProcessors) -> RowsInPlace:
         tokens = pad(input_ids, (0, longest - input_ids.shape[1]), value=padding or 0)
         active = torch.ones_like(input_ids[:, 0], dtype=torch.bool)
         invalid = torch.zeros((), dtype=torch.bool, device=input_ids.device)
@@ -455,7 +410,7 @@ class RowsInPlace:
         self.tokens, self.active, self.lengths = (
             states.index_select(0, rows) for states in (self.tokens, self.active, self.lengths)
         )
-        self.processors = processors_of(self.processors, rows)
+        self.processors = self.processors.of(rows)
         self.places = rows if self.places is None else self.places.index_select(0, rows)
         return rows
 
@@ -502,7 +457,7 @@ class Captured:
         model: Any,
         input_ids: Tensor,
         prefilled: Prefilled,
-        processors: LogitsProcessorList,
+        processors: RowwiseProcessors,
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
         padding: int | None,

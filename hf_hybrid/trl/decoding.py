@@ -44,7 +44,7 @@ import contextlib
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -90,11 +90,9 @@ from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import RandomStates
 from hf_hybrid.trl.captured import (
     CACHE,
+    CAPTURING,
     Captured,
     PlainRolloutsError,
-    Prefilled,
-    captures,
-    processors_of,
     why_not_captured,
 )
 
@@ -109,7 +107,7 @@ ROWWISE = frozenset({
     SuppressTokensLogitsProcessor, TemperatureLogitsWarper, TopHLogitsWarper, TopKLogitsWarper, TopPLogitsWarper,
     TypicalLogitsWarper,
 })  # fmt: skip
-"""Logits processors that compute a row from this row alone. One of them is told of its rows, see [`processors_of`]."""
+"""Logits processors that compute a row from this row alone. [`RowwiseProcessors`] tells one of them of its rows."""
 KNOWN = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"}
 """What `generate` may give the model beside tokens."""
 COUNTS = ("rows_decoded", "rows_decoded_saved", "prompt_tokens_shared")
@@ -203,7 +201,7 @@ def why_plain_model(model: Any) -> str | None:
         return f"`{type(base).__name__}` has a `generate` of its own"
     if getattr(base, "is_loaded_in_8bit", False):
         return "matrix products in 8 bits look at all rows at once"
-    if captures(base.device):
+    if base.device.type in CAPTURING:
         return why_not_captured(base)
     if base.device.type != "cpu":
         return f"passes are not captured on `{base.device.type}`, and fewer rows are not faster there"
@@ -275,13 +273,63 @@ def _reason_plain(
     if not model_inputs.get("use_cache") or model_inputs.get(CACHE) is None:
         return "there is no cache of keys and values (`use_cache=False`, or a model with a state of its own)"
     longest, text = config.max_length, model.config.get_text_config(decoder=True)
-    window_by_mask = captures(input_ids.device) and "chunked_attention" not in (
+    window_by_mask = input_ids.device.type in CAPTURING and "chunked_attention" not in (
         getattr(text, "layer_types", None) or ()
     )
     return why_plain_cache(model_inputs[CACHE], longest, window_by_mask) or why_plain_positions(text, longest)
 
 
 # The loop.
+
+
+@dataclass
+class Prefilled:
+    """
+    The prompts, each computed once.
+
+    Attributes:
+        logits (`Tensor`): Of the first token of each row, shape [rows, vocabulary].
+        caches (`list[DynamicCache]`): Keys and values of the prompts, which are padded at the left.
+        places (`Tensor`): Where each row's prompt is, counted through all caches, shape [rows].
+        width (`int`): Tokens of the longest prompt.
+    """
+
+    logits: Tensor
+    caches: list[DynamicCache]
+    places: Tensor
+    width: int
+
+    def of_all_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """
+        Yield keys and values of each layer for all rows, [rows, heads, width, size]. The caches forget them, so that
+        little memory is taken.
+        """
+        for of_caches in zip(*(cache.layers for cache in self.caches)):
+            both = []
+            for name in ("keys", "values"):
+                chunks = []
+                for layer in of_caches:
+                    states: Tensor = getattr(layer, name)[:, :, -self.width :]
+                    chunks.append(pad(states, (0, 0, self.width - states.shape[2], 0)))
+                    setattr(layer, name, None)
+                both.append(torch.cat(chunks).index_select(0, self.places))
+            yield both[0], both[1]
+
+
+class RowwiseProcessors(LogitsProcessorList):
+    """Logits processors that look at one row at a time."""
+
+    def of(self, rows: Tensor) -> RowwiseProcessors:
+        """Return those of some of the rows. The penalty of repetitions knows how far each row is padded."""
+        of_rows = RowwiseProcessors()
+        for processor in self:
+            if isinstance(processor, RepetitionPenaltyLogitsProcessor):
+                ignored = processor.prompt_ignore_length
+                if isinstance(ignored, Tensor):
+                    ignored = ignored.to(rows.device).index_select(0, rows)
+                    processor = RepetitionPenaltyLogitsProcessor(processor.penalty, ignored)
+            of_rows.append(processor)
+        return of_rows
 
 
 def _prefill(
@@ -310,8 +358,9 @@ def _prefill(
         logits.append(outputs.logits[:, -1])
         caches.append(outputs[CACHE])
         del outputs
-        if any(layer.keys is None for layer in caches[-1].layers):
-            raise PlainRolloutsError("without images the model leaves layers of its cache empty")
+        for layer in caches[-1].layers:
+            if layer.keys is None:
+                raise PlainRolloutsError("without images the model leaves layers of its cache empty")
     computed_at = {prompt: place for place, prompt in enumerate(prompt for chunk in chunks for prompt in chunk)}
     places = indices([computed_at[prompt] for prompt in prompts.owner], device)
     return Prefilled(torch.cat(logits).index_select(0, places), caches, places, width)
@@ -326,17 +375,6 @@ def _cut(model_inputs: dict[str, Any], rows: Tensor | None, width: int, padded: 
     if not padded:
         inputs["attention_mask"] = None
     return inputs
-
-
-def _repeated(prefilled: Prefilled) -> DynamicCache:
-    """Return the cache of all rows, [rows, heads, width, size] per layer: the first one of the prompts, refilled."""
-    cache = prefilled.caches[0]
-    for index, layer in enumerate(cache.layers):
-        states: Any = layer
-        states.keys, states.values = prefilled.take(index, "keys"), prefilled.take(index, "values")
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.cumulative_length = prefilled.width
-    return cache
 
 
 def _keep(cache: DynamicCache, rows: Tensor, cut: int) -> None:
@@ -358,7 +396,7 @@ class RowsLeft:
         tokens (`Tensor`): Prompts, at full width, and completions so far, shape [rows left, width and tokens].
         active (`Tensor`): Which of them go on, as booleans of shape [rows left].
         prompt_lengths (`list[int]`): Tokens of their prompts.
-        processors (`LogitsProcessorList`): Of these rows.
+        processors (`RowwiseProcessors`): Of these rows.
         places (`Tensor`, *optional*): Where they are in the whole batch, shape [rows left]; `None` if no row has left.
         all_probabilities (`Tensor`, *optional*): See [`drawn`].
     """
@@ -366,7 +404,7 @@ class RowsLeft:
     tokens: Tensor
     active: Tensor
     prompt_lengths: list[int]
-    processors: LogitsProcessorList
+    processors: RowwiseProcessors
     places: Tensor | None = None
     all_probabilities: Tensor | None = None
 
@@ -379,7 +417,7 @@ class RowsLeft:
         rows = self.active.int().argsort(descending=True, stable=True)[: sum(goes_on)]
         self.prompt_lengths = lengths = [length for length, active in zip(self.prompt_lengths, goes_on) if active]
         self.tokens, self.active = self.tokens.index_select(0, rows), self.active.index_select(0, rows)
-        self.processors = processors_of(self.processors, rows)
+        self.processors = self.processors.of(rows)
         self.places = rows if self.places is None else self.places.index_select(0, rows)
         positions, held = model_inputs.get("position_ids"), model_inputs[CACHE].get_seq_length()
         cut = 0 if positions is None else held - (max(lengths) + completed - 1)
@@ -392,7 +430,7 @@ def _complete(
     model: Any,
     input_ids: Tensor,
     prefilled: Prefilled,
-    processors: LogitsProcessorList,
+    processors: RowwiseProcessors,
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
     padding: int | None,
@@ -407,8 +445,14 @@ def _complete(
     completions = input_ids.new_full((count, config.max_length - width), padding or 0)
     logits, lengths = prefilled.logits, [prompts.lengths[prompt] for prompt in prompts.owner]
     padded = model_inputs.get("position_ids") is None or min(lengths) < prefilled.width
-    model_inputs = _cut({**model_inputs, CACHE: _repeated(prefilled)}, None, prefilled.width, padded)
-    filled = CausalLMOutputWithPast(**{CACHE: model_inputs[CACHE]})
+    cache: Any = prefilled.caches[0]  # which gets all rows
+    for layer, (keys, values) in zip(cache.layers, prefilled.of_all_rows(), strict=True):
+        states: Any = layer
+        states.keys, states.values = keys, values
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = prefilled.width
+    model_inputs = _cut({**model_inputs, CACHE: cache}, None, prefilled.width, padded)
+    filled = CausalLMOutputWithPast(**{CACHE: cache})
     model_inputs = model._update_model_kwargs_for_generation(filled, model_inputs)
     rows = RowsLeft(input_ids, torch.ones(count, dtype=torch.bool, device=device), lengths, processors)
     length = computed = 0
@@ -526,9 +570,9 @@ class Decoding(Part):
         if reason is not None:
             raise PlainRolloutsError(reason)
         count, width = input_ids.shape
-        padding = config.pad_token_id if any(isinstance(one, EosTokenCriteria) for one in criteria) else None
-        call = (processors, criteria, config, padding)
-        if captures(input_ids.device):
+        padding = config.pad_token_id if EosTokenCriteria in map(type, criteria) else None
+        call = (RowwiseProcessors(processors), criteria, config, padding)
+        if input_ids.device.type in CAPTURING:
             if self.captured.refused is not None:
                 raise PlainRolloutsError(self.captured.refused)
             prefilled = _prefill(model, input_ids, prompts, model_inputs, multiple=PREFILL)

@@ -36,10 +36,12 @@ ENDS = list(range(20, 45))
 @pytest.fixture(autouse=True)
 def captures(monkeypatch):
     """Passes are captured here, into small buffers that grow, and few rows move to a graph of their own."""
-    monkeypatch.setattr(captured, "CAPTURING", {"cpu"})
+    captured.CAPTURING.add("cpu")
     monkeypatch.setitem(captured.GRAPHS, "cpu", lambda: (RecordedGraph, record))
     monkeypatch.setattr(captured, "BLOCK", 16)
     monkeypatch.setattr(captured, "FEWEST_ROWS", 2)
+    yield
+    captured.CAPTURING.discard("cpu")
 
 
 @pytest.fixture
@@ -106,10 +108,10 @@ def test_whenever_the_last_row_ends(tokens):
         assert check_equal(model("llama"), rows, inputs, asked).plain_because is None
 
 
-def test_the_plain_twin_completes_alike(monkeypatch):
+def test_the_plain_twin_completes_alike():
     rows, inputs = batch([5, 9, 30, 31])
     ours = completed(model("llama"), rows, inputs, config(), Decoding(off=False))
-    monkeypatch.setattr(captured, "CAPTURING", set())
+    captured.CAPTURING.discard("cpu")
     twin = completed(model("llama"), rows, inputs, config(), Decoding(off=False))
     assert torch.equal(ours[0], twin[0]) and torch.equal(ours[1], twin[1])
 
