@@ -44,9 +44,9 @@ Rewards first. TRL needs log-probabilities of the sampling policy if completions
 from vLLM. It computes them for all rows before it calls the reward functions. Here the reward functions are called when
 TRL starts to compute the log-probabilities, once and with TRL's arguments, and TRL gets the rewards when it asks for
 them ([`Scoring`]). So rows of groups with equal rewards are left out of this pass too, and their places hold zeros. No
-computation with a gradient reads them. With vLLM they hold NaN until TRL has compared them with vLLM's. TRL takes that
-for log-probabilities that vLLM could not give: the importance ratio is 1, and the metrics of the difference are those of
-the computed rows.
+computation with a gradient reads them. With vLLM they hold NaN until TRL has compared them with vLLM's. TRL reads that
+as log-probabilities that vLLM could not give. So the importance ratio is 1, and the metrics of the difference are those
+of the computed rows.
 
 Several processes exchange gradients and metrics in each micro-batch. They agree on the number of rows, and a process
 with fewer rows adds rows without advantage.

@@ -22,6 +22,7 @@ from conftest import config_values, tiny_model, weights
 
 from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer, HybridRLOOConfig, HybridRLOOTrainer
 from hf_hybrid.arguments import HybridArguments
+from rig import vllm_stand_in
 
 CONFIGS = {
     GRPOTrainer: GRPOConfig,
@@ -177,8 +178,9 @@ def build(
 
 def main() -> None:
     name, folder, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    trainer = build(next(cls for cls in CONFIGS if cls.__name__ == name), folder, **options)
-    trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")) or None)
+    with vllm_stand_in.installed(policy):
+        trainer = build(next(cls for cls in CONFIGS if cls.__name__ == name), folder, **options)
+        trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")) or None)
     if trainer.is_world_process_zero():
         torch.save(weights(trainer.model), folder / "weights.pt")
         summary = trainer.hybrid_summary() if hasattr(trainer, "hybrid_summary") else {}

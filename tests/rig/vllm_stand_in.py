@@ -1,10 +1,10 @@
 """
 Stands in for vLLM: the names that TRL takes from it, answered by a transformers model on a CPU.
 
-TRL's own `VLLMGeneration` runs: it asks, synchronises weights, merges adapters, and puts its engine to sleep. In colocate
-mode it finds [`LLM`] here, in server mode [`VLLMClient`] in place of its client, whose group of NCCL needs a GPU. Both
-raise an error if TRL or a trainer on top of it forgets what vLLM needs: weights before the first completion and after a
-sleep that discarded them, an awake cache, and a prefix cache that is emptied after each synchronisation.
+TRL's own `VLLMGeneration` runs: it asks, synchronises weights, merges adapters, and puts its engine to sleep. In
+colocate mode it finds [`LLM`] here, in server mode [`VLLMClient`] in place of its client, whose group of NCCL needs a
+GPU. Both fail where vLLM would be wrong: without weights before the first completion or after a sleep that discarded
+them, while the cache sleeps, and with a prefix cache that is older than the weights.
 
 Completions come from a generator of the engine's own, so two trainings with the same weights get the same ones. The
 log-probabilities are wrong by about a third, as those of another precision are by less, and a few are missing.
@@ -113,7 +113,9 @@ class LLM:
         worker = SimpleNamespace(model_runner=runner)
         self.llm_engine = SimpleNamespace(
             model_executor=SimpleNamespace(driver_worker=worker),
-            model_config=SimpleNamespace(max_model_len=max_model_len or self.engine.model.config.max_position_embeddings),
+            model_config=SimpleNamespace(
+                max_model_len=max_model_len or self.engine.model.config.max_position_embeddings
+            ),
         )
 
     def sleep(self, level):

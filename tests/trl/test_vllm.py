@@ -4,15 +4,17 @@ GRPO and RLOO with vLLM: the weights of TRL's trainers from the same completions
 vLLM is a stand-in (tests/rig/vllm_stand_in.py), which TRL's own code asks.
 """
 
+import itertools
+
 import pytest
-from conftest import mostly_slow, weights
+from conftest import assert_same_weights, mostly_slow, weights
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 from peft import LoraConfig  # noqa: E402
 from rig import rollouts, vllm_stand_in  # noqa: E402
-from rig.rollouts import WITH_GAME, WITH_TOOLS, build, policy  # noqa: E402
+from rig.rollouts import WITH_GAME, WITH_TOOLS, Game, build, policy  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
@@ -35,11 +37,11 @@ DIVISIONS = {
 }
 
 
-def train(kind, folder, share=0.5, **options):
+def train(kind, folder, share=0.5, resume=None, **options):
     """Train with vLLM. Return the trainer and the engine that sampled."""
     with vllm_stand_in.installed(policy):
         trainer = build(kind, folder / kind.__name__, share, use_vllm=True, **options)
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
     (engine,) = vllm_stand_in.LLM.made
     return trainer, engine
 
@@ -95,7 +97,8 @@ def test_every_loss(loss_type, mode, division, tmp_path):
 @pytest.mark.parametrize(
     ("kinds", "way"),
     mostly_slow(
-        [(kinds, way) for kinds in (GRPO, RLOO) for way in WAYS], [(GRPO, "asleep"), (GRPO, "server"), (RLOO, "colocate")]
+        [(kinds, way) for kinds in (GRPO, RLOO) for way in WAYS],
+        [(GRPO, "asleep"), (GRPO, "server"), (RLOO, "colocate")],
     ),
 )
 def test_every_way(kinds, way, tmp_path):
@@ -172,6 +175,22 @@ def test_all_rows_without_advantage(tmp_path):
     assert all(batch["old_per_token_logps"].isfinite().all() for batch in trainer.generated)
 
 
+# Resume.
+
+
+def test_resume_in_the_middle_of_a_generation_batch(tmp_path):
+    """Completions and ratios come from the checkpoint. The next ones need the weights of that time."""
+    options = {"steps_per_generation": 4, "num_iterations": 2, "save_strategy": "steps", "save_steps": 3}
+    whole, _ = train(HybridGRPOTrainer, tmp_path, max_steps=4, **options)
+    checkpoint = str(tmp_path / "HybridGRPOTrainer" / "checkpoint-3")
+    resumed, engine = train(HybridGRPOTrainer, tmp_path / "short", resume=checkpoint, max_steps=4, **options)
+    assert_same_weights(weights(whole.model), weights(resumed.model))
+    assert engine.synchronised == 0 and not engine.prompts
+    _, engine = train(HybridGRPOTrainer, tmp_path / "long", resume=checkpoint, max_steps=5, **options)
+    assert engine.synchronised == 1 and len(engine.prompts) == 16
+    assert_same_weights(weights(whole.model), engine.loaded)
+
+
 # Equal rewards.
 
 
@@ -189,6 +208,7 @@ def test_equal_rewards_teach_nothing(way, tmp_path, monkeypatch):
 
 
 # Agents.
+
 
 class Turns:
     """
@@ -219,9 +239,32 @@ def scored(prompts, score, **_):
     return [1.0 if "easy" in prompt else value for prompt, value in zip(prompts, score)]
 
 
+class Quiz(Game):
+    """An environment that has the data as well, two questions in each generation batch."""
+
+    asked = itertools.count()
+
+    def reset(self, **_):
+        question = "easy" if next(self.asked) // 4 % 2 else "hard"
+        super().reset(question)
+        return question
+
+
+def several_games():
+    def data(share):
+        return WITH_GAME["data"](share).map(lambda row, place: {"environment": "ab"[place % 2]}, with_indices=True)
+
+    return {"environment_factory": {"a": Game, "b": Game}, "data": data}
+
+
 AGENTS = {
     "tools": lambda: WITH_TOOLS,
     "environment": lambda: WITH_GAME,
+    "environments": several_games,
+    "environment with the data": lambda: {
+        "environment_factory": type("Quiz", (Quiz,), {"asked": itertools.count()}),
+        "data": lambda _: None,
+    },
     "rollout": lambda: {"rollout_func": Turns(), "reward_funcs": scored},
 }
 
@@ -257,12 +300,50 @@ def test_rows_share_the_turns_that_are_alike(tmp_path):
     """All rows are computed: in each micro-batch those of one prompt, whose first turn and its answer are the same."""
     agent = Turns()
     options = {"rollout_func": agent, "reward_funcs": scored, "exact_skips": "off", "share_rows": "auto"}
-    trainer, _ = train(
-        HybridGRPOTrainer, tmp_path, max_steps=4, vllm_importance_sampling_correction=False, **options
-    )
+    trainer, _ = train(HybridGRPOTrainer, tmp_path, max_steps=4, vllm_importance_sampling_correction=False, **options)
     assert len(agent.rows) == 4 * 8
     groups = [agent.rows[start : start + 4] for start in range(0, len(agent.rows), 4)]
     beginnings = sum(len({tuple(row[:length]) for row in rows for length in range(1, len(row) + 1)}) for rows in groups)
     repeated = sum(map(len, agent.rows)) - beginnings
     turn = len(agent.first + agent.answer)
     assert trainer.hybrid_summary()["tokens_shared"] >= repeated >= (4 - 1) * turn * len(groups)
+
+
+# Continuous batching of transformers.
+
+FEW_PAGES = {
+    "transformers_continuous_batching_config": {
+        "page_size": 16, "num_blocks": 32, "max_batch_tokens": 64, "max_requests_per_batch": 8,
+    }
+}  # fmt: skip
+"""TRL's default takes most of the memory, and a CPU ten seconds for it."""
+
+
+@pytest.mark.parametrize(
+    ("kinds", "options"),
+    mostly_slow(
+        [
+            (GRPO, {"num_iterations": 2}),
+            (GRPO, {"loss_type": "bnpo"}),
+            (GRPO, {**SETTINGS["adapters"], "steps_per_generation": 4}),
+            (GRPO, {**WITH_TOOLS, "max_completion_length": 40}),
+            (RLOO, {}),
+        ],
+        [(GRPO, {"num_iterations": 2})],
+    ),
+)
+def test_continuous_batching(kinds, options, tmp_path):
+    """TRL's samples completions from the same random numbers in both trainers."""
+    options |= {"max_steps": 4, "use_transformers_continuous_batching": True}
+    trained, lengths = [], []
+    for kind in kinds:
+        trained.append(build(kind, tmp_path / kind.__name__, 0.7, **FEW_PAGES, **options, **SHARED.get(kind, {})))
+        trained[-1].train()
+        history = trained[-1].state.log_history
+        lengths.append([entry["completions/mean_length"] for entry in history if "num_tokens" in entry])
+    theirs, ours = trained
+    assert lengths[0] == lengths[1]
+    assert distance(weights(theirs.model), weights(ours.model)) <= 1e-6
+    found = ours.hybrid_summary()
+    assert 0 < found["rows_skipped"] < found["rows"] and found["tokens_shared"] > 0
+    assert found["plain_rollouts_because"].startswith("`use_transformers_continuous_batching=True`")
