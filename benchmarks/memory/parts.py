@@ -3,7 +3,6 @@ What single memory techniques save, counted in bytes of storages on the CPU. A m
 
     python -m benchmarks.memory.parts
 
-- `loss_head`: peak of live storages of forward and backward through head and cross-entropy, all logits or chunks;
 - `activations`: bytes saved for the backward pass of a Llama's backbone: all, checkpointed, checkpointed with the
   inputs of the layers on the host; the same for a forward without gradients;
 - `int8_probes`: stored bytes of the quantised modules against bf16; needs no bitsandbytes.
@@ -15,42 +14,18 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
-import torch.nn.functional as F
-from rig.live_bytes import LiveBytes, saved_for_backward
+from rig.live_bytes import saved_for_backward
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.results import Results, command_line, provenance
 from hf_hybrid.phase_memory.activations import BoundaryOffload
 from hf_hybrid.phase_memory.precision import layer_linears
-from hf_hybrid.streaming.loss import linear_cross_entropy
-
-
-def all_logits(hidden, weight, targets):
-    """The head and the loss of a causal language model, with all logits at once."""
-    return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
-
-
-def loss_head(dtype: torch.dtype, tokens: int = 2048, width: int = 64, vocabulary: int = 65536) -> dict:
-    """Measure the peaks of head and loss, with all logits and with chunks."""
-    peaks, seconds = {}, {}
-    for name, loss in (("all_logits", all_logits), ("chunked", linear_cross_entropy)):
-        torch.manual_seed(0)
-        hidden = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
-        weight = (torch.randn(vocabulary, width, dtype=dtype) * 0.02).requires_grad_()
-        targets = torch.randint(vocabulary, (tokens,))
-        started = time.perf_counter()
-        with LiveBytes() as live:
-            loss(hidden, weight, targets).backward()
-        peaks[name], seconds[name] = live.peak, time.perf_counter() - started
-    setting = {"dtype": str(dtype), "tokens": tokens, "width": width, "vocabulary": vocabulary}
-    return {**setting, "peak_bytes": peaks, "saved": 1 - peaks["chunked"] / peaks["all_logits"], "seconds": seconds}
 
 
 def llama(hidden: int, layers: int) -> LlamaForCausalLM:
@@ -95,8 +70,7 @@ def main() -> None:
     args = command_line(__doc__, Path(__file__).resolve().parent).parse_args()
     torch.set_num_threads(1)
     results = Results(args.results, "parts", ("part", "dtype"))
-    parts = [{"part": "loss_head", **loss_head(dtype)} for dtype in (torch.float32, torch.bfloat16)]
-    parts += [{"part": "activations", "dtype": None, **activations()}, {"part": "int8_probes", "dtype": None, **int8()}]
+    parts = [{"part": "activations", "dtype": None, **activations()}, {"part": "int8_probes", "dtype": None, **int8()}]
     for part in parts:
         print(json.dumps(results.add({**part, **provenance(1)}), indent=1))
 

@@ -326,7 +326,11 @@ def main() -> None:
     parser.add_argument("--model", choices=["fifth", "smollm2"], default="fifth")
     parser.add_argument("--full", action="store_true", help="Train all weights, not adapters.")
     parser.add_argument("--kind", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--arm", nargs="+", choices=list(ARMS), default=[arm for arm in ARMS if "compiled" not in arm])
+    parser.add_argument(
+        "--arm",
+        nargs="+",
+        choices=list(ARMS),
+    )
     parser.add_argument("--order", choices=["shuffled", "kept"], default="shuffled", help="Of the rows.")
     parser.add_argument("--steps", type=int, default=3, help="Steps that are measured.")
     parser.add_argument("--memory", action="store_true", help="Measure bytes instead of seconds.")
@@ -335,7 +339,8 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="Print the table of what is there.")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    name, arms = ("rows_compiled", COMPILED) if args.compiled else ("rows", args.arm)
+    name = "rows_compiled" if args.compiled else "rows"
+    arms = args.arm or [arm for arm in ARMS if (arm in COMPILED if args.compiled else "compiled" not in arm)]
     results = Results(args.results, name, ("model", "trains", "order", "kind", "arm"))
     if args.report:
         return report(results)

@@ -156,14 +156,9 @@ def memory_rounding() -> str:
 @table("memory-parts")
 def memory_parts() -> str:
     parts = all_lines("memory", "parts")
-    heads = [row for row in parts if row["part"] == "loss_head"]
     (saved,) = (row for row in parts if row["part"] == "activations")
     (probes,) = (row for row in parts if row["part"] == "int8_probes")
     rows = []
-    for row, name in zip(heads, ("loss head, 2,048 tokens, width 64, 65,536 words: peak, fp32", "the same in bf16")):
-        peaks = row["peak_bytes"]
-        told = [mib(peaks["all_logits"]).replace("1552", "1,552").replace("1544", "1,544"), mib(peaks["chunked"])]
-        rows.append([name, told[0], f"{told[1]} chunked", f"{100 * row['saved']:.1f} %"])
     kept = saved["saved_for_backward_bytes"]
     name = "saved for backward, backbone of 8 layers, width 128, 2 x 128 tokens"
     for key, words in (
@@ -176,6 +171,31 @@ def memory_parts() -> str:
     stored = [f"{probes[key] / 1e6:.2f} MB" for key in ("bf16_bytes", "stored_bytes")]
     rows.append(["int8 probe weights, against bf16, width 256", *stored, f"{100 * (1 - probes['share']):.1f} %"])
     return markdown(["", "without", "with", "saved"], rows)
+
+
+LOSSES = [  # labelled slots, vocabulary, precision, head, cap
+    (1024, 49_152, "float32", "trained", None), (1024, 49_152, "float32", "frozen", None),
+    (1024, 49_152, "bfloat16", "trained", None), (1024, 49_152, "bfloat16", "frozen", None),
+    (1024, 128_256, "bfloat16", "trained", None), (102, 49_152, "float32", "trained", None),
+    (1024, 49_152, "bfloat16", "trained", 30.0), (16_384, 4_096, "bfloat16", "trained", None),
+]  # fmt: skip
+
+
+@table("memory-losses")
+def memory_losses() -> str:
+    stored = results("skips", "losses", "vocabulary", "dtype", "labelled", "head", "softcap", "arm")
+    rows = []
+    for tokens, words, dtype, head, cap in LOSSES:
+        where = {"labelled": tokens, "vocabulary": words, "dtype": dtype, "head": head, "softcap": cap}
+        plain = stored.get(**where, arm="all_logits")
+        cells = [f"{tokens:,} of {words:,}, {'fp32' if dtype == 'float32' else 'bf16'}, {head}"]
+        cells[0] += ", cap" * (cap is not None)
+        for arm in ("ours", "torch_512", "trl"):
+            row = stored.get(**where, arm=arm)
+            parts = [] if row is None else [row[name] / plain[name] for name in ("seconds", "peak_bytes")]
+            cells.append(", ".join(f"{part:.2f}" for part in parts))
+        rows.append(cells)
+    return markdown(["tokens of words, precision, head", "ours", "torch, 512 at a time", "TRL"], rows)
 
 
 @table("memory-int8")

@@ -151,13 +151,15 @@ def attend(
         return compute(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if kwargs.get("position_bias") is not None:
         raise CannotAttendError("its attention has a bias by position")
-    if dropout and (layout.shares or not plain or compiling):
+    if dropout and (layout.shares or not plain):
         raise CannotAttendError("its attention has dropout")
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise CannotAttendError("its attention is not causal")
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    in_float32 = kind == "cpu" and dtype in FLASH_DTYPES and plain and layout.most_keys <= MOST_KEYS_IN_FLOAT32
+    # Compiled layers have one way, so they do not ask for the number of keys.
+    in_float32 = kind == "cpu" and dtype in FLASH_DTYPES and plain
+    in_float32 = in_float32 and (compiling or layout.most_keys <= MOST_KEYS_IN_FLOAT32)
     query, key, value = (tensor.to(torch.float32 if in_float32 else dtype) for tensor in (query, key, value))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     with torch.autocast(kind, enabled=False):
@@ -169,7 +171,7 @@ def attend(
             output = layout.in_one_call(query, key, value, scaling, window)
         elif kind == "cuda" and not plain:
             output = layout.by_flex(query, key, value, scaling, window, softcap, sinks)
-        elif compiling or not plain:
+        elif (compiling and not dropout) or not plain:
             output = _tree_attention(query, key, value, sinks, layout.number, scaling, window, softcap)
         else:
             output = layout.by_segment(query, key, value, scaling, window, dropout)
@@ -187,7 +189,7 @@ class Layout:
     """Layers may get it in a walk of micro-batches (streaming/walk.py)."""
     _numbers = itertools.count(2)  # a compiler makes a constant of 0 and 1
     known: dict[int, Layout] = {}
-    """Layouts by number. Whoever computes with one forgets it afterwards: `known.clear()`."""
+    """By number, those that are computed with: whoever does that puts them in and takes them out."""
 
     def __init__(self, segments: tuple[Segment, ...], device: torch.device, tensors: Sequence[Tensor] | None = None):
         self.segments, self.device = segments, device
@@ -195,11 +197,11 @@ class Layout:
         self.most_keys = max(segment.keys for segment in segments)
         self.shares = any(segment.path for segment in segments)
         self.on_flash = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-        self._masks: dict[tuple, Tensor] = {}
+        self._masks: dict[tuple, Any] = {}
+        self.keys: Tensor | None = None
         if tensors is not None or device.type != "cpu":
             self._keep(tensors_of(segments) if tensors is None else tensors)
         self.number = next(self._numbers)
-        self.known[self.number] = self
 
     def _keep(self, tensors: Sequence[Tensor]) -> None:
         keys, of_queries, of_keys = (tensor.to(self.device, non_blocking=True) for tensor in tensors)
@@ -210,6 +212,8 @@ class Layout:
 
     def lengths(self) -> dict[str, Any]:
         """Return what transformers' flash attention takes: where the queries and keys of each segment end."""
+        if self.keys is None:  # flash attention for a CPU
+            self._keep(tensors_of(self.segments))
         lengths = {"max_length_q": self.most_queries, "max_length_k": self.most_keys}
         return {**lengths, "cu_seq_lens_q": self.of_queries, "cu_seq_lens_k": self.of_keys}
 
@@ -296,6 +300,7 @@ class Layout:
 
     # Segment by segment.
 
+    @torch.compiler.disable
     def by_segment(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, dropout: float
     ) -> Tensor:

@@ -49,7 +49,9 @@ def by_rows(tree, query, key, value, window=None, softcap=None, s_aux=None):
 
 
 def layout_of(tree):
-    return attention.Layout(tree.segments, torch.device("cpu"), attention.tensors_of(tree.segments))
+    layout = attention.Layout(tree.segments, torch.device("cpu"), attention.tensors_of(tree.segments))
+    attention.Layout.known[layout.number] = layout
+    return layout
 
 
 @pytest.fixture(autouse=True)
@@ -182,11 +184,12 @@ def test_flash_attention_of_the_model_computes_trees(kind, window, monkeypatch):
         lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         return TWINS["2.12"](q, k, v, *lengths, scale=softmax_scale, window_size=(window_size[0], 0), enable_gqa=True)
 
-    def kernels(implementation):
+    def kernels(implementation, *_, **__):
         names.append(implementation)
-        return (None, kernel, None, None, None), (utils._lazy_define_process_function(kernel), None)
+        return None, kernel, None, None, None
 
-    monkeypatch.setattr(utils, "lazy_import_flash_attention", kernels)
+    monkeypatch.setattr(utils, "_loaded_implementation", None)
+    monkeypatch.setattr(utils, "_lazy_imports", kernels)
     module, tree = nn.Module(), tree_of(kind)
     module.is_causal, module.config = True, LlamaConfig(attn_implementation=attention.tree_attention("eager"))
     query, key, value = tensors(tree)

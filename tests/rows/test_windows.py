@@ -392,6 +392,15 @@ def test_compiled_layers_in_bf16_and_recomputed(tmp_path):
     assert found.hybrid_summary()["plain_rows_because"] is None
 
 
+@pytest.mark.long
+def test_compiled_layers_with_dropout_in_attention(tmp_path):
+    """Rows share nothing then, and attention is computed outside of what is compiled."""
+    torch._dynamo.reset()
+    trained = shared(tmp_path, KINDS["agent"](), model=build(attention_dropout=0.1), max_steps=2, **COMPILED)
+    summary = trained.hybrid_summary()
+    assert summary["tokens_padding"] > 0 and "would be drawn once" in summary["plain_rows_because"]
+
+
 def test_a_model_that_is_compiled_as_a_whole_has_padded_rows(tmp_path):
     model = torch.compile(build(), backend="eager")
     trained = shared(tmp_path, KINDS["agent"](), model=model, max_steps=1, remove_unused_columns=False)
