@@ -367,7 +367,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         """Return why completions are left to TRL or to another engine; `None` if they are not."""
         for engine in ("use_vllm", "use_transformers_continuous_batching"):
             if getattr(self, engine, False):
-                return f"`{engine}=True` computes a prompt once by itself"
+                return f"`{engine}=True` has an engine of its own"
         if self._sharding is not None:
             return f"with `{self._sharding}` processes generate in step"
         if (why := why_plain_model(model)) is not None:
@@ -474,11 +474,11 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         return counts.nonzero()[:, 0].tolist()
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
-        scoring, sampled, chosen = self._scoring, None, None
+        scoring, chosen = self._scoring, None
         if scoring is not None and scoring.sampled is not None and scoring.rewards is None:
-            sampled, chosen = scoring.sampled, self._old_rows(attention_mask, logits_to_keep)
+            chosen = self._old_rows(attention_mask, logits_to_keep)
         with self.rows.on(self.accelerator.unwrap_model(model)):
-            if sampled is None or chosen is None or len(chosen) == len(input_ids):
+            if scoring is None or chosen is None or len(chosen) == len(input_ids):
                 return super()._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
                 )

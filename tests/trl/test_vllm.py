@@ -106,7 +106,7 @@ def test_every_way(kinds, way, tmp_path):
     _, ours, engine = check(kinds, tmp_path, 0.7, skips=skips, mask_truncated_completions=True, **WAYS[way])
     assert (engine.sleeps > 1) is (way == "asleep")
     because = ours.hybrid_summary()["plain_rollouts_because"]
-    assert because == "`use_vllm=True` computes a prompt once by itself"
+    assert because == "`use_vllm=True` has an engine of its own"
 
 
 SETTINGS = {
@@ -117,6 +117,7 @@ SETTINGS = {
     "both limits": {"vllm_importance_sampling_clip_min": 0.8, "vllm_importance_sampling_clip_max": 1.2},
     "temperature": {"temperature": 0.7},
     "padded": {"pad_to_multiple_of": 8},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 3, "num_generations_eval": 2},
     "not corrected": {"vllm_importance_sampling_correction": False},
     "not corrected, twice": {"vllm_importance_sampling_correction": False, "num_iterations": 2},
 }
@@ -296,6 +297,21 @@ def test_agents(agent, way, options, tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    "agent", mostly_slow(["environment", "environments", "environment with the data"], ["environment with the data"])
+)
+def test_agents_without_vllm(agent, tmp_path):
+    options = {"max_steps": 4, "max_completion_length": 40, "num_iterations": 2}
+    trained = []
+    for kind in GRPO:
+        trained.append(build(kind, tmp_path / kind.__name__, **options, **AGENTS[agent](), **SHARED.get(kind, {})))
+        trained[-1].train()
+    theirs, ours = trained
+    assert distance(weights(theirs.model), weights(ours.model)) <= 1e-6
+    found = ours.hybrid_summary()
+    assert all(found[key] > 0 for key in ("rows_skipped", "log_probs_skipped", "tokens_shared", "prompt_tokens_shared"))
+
+
 def test_rows_share_the_turns_that_are_alike(tmp_path):
     """All rows are computed: in each micro-batch those of one prompt, whose first turn and its answer are the same."""
     agent = Turns()
@@ -313,7 +329,7 @@ def test_rows_share_the_turns_that_are_alike(tmp_path):
 
 FEW_PAGES = {
     "transformers_continuous_batching_config": {
-        "page_size": 16, "num_blocks": 32, "max_batch_tokens": 64, "max_requests_per_batch": 8,
+        "num_blocks": 32, "max_batch_tokens": 64, "max_requests_per_batch": 8,
     }
 }  # fmt: skip
 """TRL's default takes most of the memory, and a CPU ten seconds for it."""
