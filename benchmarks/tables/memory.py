@@ -174,8 +174,8 @@ def memory_parts() -> str:
 
 
 LOSSES = [  # labelled slots, vocabulary, precision, head, cap
-    (1024, 49_152, "float32", "trained", None), (1024, 49_152, "float32", "frozen", None),
-    (1024, 49_152, "bfloat16", "trained", None), (1024, 49_152, "bfloat16", "frozen", None),
+    (1024, 49_152, "float32", "trained", None), (1024, 49_152, "bfloat16", "trained", None),
+    (1024, 49_152, "bfloat16", "frozen", None),
     (1024, 128_256, "bfloat16", "trained", None), (102, 49_152, "float32", "trained", None),
     (1024, 49_152, "bfloat16", "trained", 30.0), (16_384, 4_096, "bfloat16", "trained", None),
 ]  # fmt: skip

@@ -973,7 +973,7 @@ def chats() -> list[dict[str, Tensor]]:
 
 
 def shared_rows(place: Place, **options) -> dict[str, Tensor]:
-    """Windows as trees, with the plan on the host."""
+    """Windows as trees, with the plan on the host, and evaluations as trees."""
     if place.name != "device":
         options = {name: value for name, value in options.items() if name not in STREAMED}
     trainer = trainer_of(place, model(), chats(), share_rows="on", gradient_accumulation_steps=2, **options)
@@ -982,6 +982,7 @@ def shared_rows(place: Place, **options) -> dict[str, Tensor]:
     place.facts |= told_by(trainer)
     summary = trainer.hybrid_summary()
     assert summary["tokens_shared"] > 0.3 * summary["tokens"] and summary["plain_rows_because"] is None
+    trainer.evaluate(chats())
     return weights_of(trainer)
 
 

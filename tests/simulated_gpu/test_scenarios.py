@@ -250,6 +250,16 @@ ONLY_ELSEWHERE = {
     "plan/setups.py: if self.vram is None or self.accelerator != 'cuda'": "`hf-hybrid plan`, which needs no device",
     "plan/setups.py: return self.vram": "`hf-hybrid plan`, which needs no device",
     "recovery.py: return None": "a CPU, which nothing watches",
+    **dict.fromkeys(
+        (
+            "rows/attention.py: output = layout.by_flex(query, key, value, scaling, window, softcap, sinks)",
+            "rows/attention.py: if kind != 'cuda'",
+            "rows/attention.py: return (flex_attention, create_block_mask)",
+            "rows/attention.py: parts = torch.from_numpy(parts).to(self.device, non_blocking=True)",
+        ),
+        "tests/rows/test_attention.py, without a gradient; its kernels need a real GPU",
+    ),
+    "rows/tree.py: return list(tensors)": "a CPU",
     "hub/provenance.py: if device != 'cpu'": "MPS, of which torch tells no name",
     "hub/provenance.py: parts = {'Accelerator': f'{devices} x {device}', **parts}": "MPS",
     "saving/run_identity.py: continue": "weights on the disk",
