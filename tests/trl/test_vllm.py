@@ -270,6 +270,7 @@ AGENTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("agent", "way", "options"),
     mostly_slow(
