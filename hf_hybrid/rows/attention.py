@@ -205,6 +205,8 @@ class Layout:
 
     def _keep(self, tensors: Sequence[Tensor]) -> None:
         keys, of_queries, of_keys = (tensor.to(self.device, non_blocking=True) for tensor in tensors)
+        if not self.shares:
+            keys = torch.arange(self.segments[-1].end, device=self.device)
         self.keys, self.of_queries, self.of_keys = keys, of_queries.int(), of_keys.int()
         self.for_fewer_heads = options_for_fewer_heads()
 
@@ -344,9 +346,11 @@ def spans_of(segment: Segment) -> list[slice]:
 def tensors_of(segments: Sequence[Segment]) -> list[Tensor]:
     """
     Return what flash attention needs of some segments, on the host: the slots of the keys of all, one path after the
-    other; where the queries, and where the keys of each segment end, from 0 on: both `[segments + 1]`.
+    other (none if no rows share: they are all slots then); where the queries, and where the keys of each segment end,
+    from 0 on: both `[segments + 1]`.
     """
-    keys = np.concatenate([np.arange(span.start, span.stop) for segment in segments for span in spans_of(segment)])
+    paths = [spans_of(segment) for segment in segments] if any(segment.path for segment in segments) else []
+    keys = np.concatenate([np.arange(0), *(np.arange(span.start, span.stop) for path in paths for span in path)])
     of_queries = np.array([0, *(segment.end for segment in segments)])
     of_keys = np.array([0, *itertools.accumulate(segment.keys for segment in segments)])
     return [torch.from_numpy(array) for array in (keys, of_queries, of_keys)]
