@@ -43,8 +43,10 @@ go on as in TRL. Parameters that a left-out row would have reached get a zero gr
 Rewards first. TRL needs log-probabilities of the sampling policy if completions are trained on in several steps or come
 from vLLM. It computes them for all rows before it calls the reward functions. Here the reward functions are called when
 TRL starts to compute the log-probabilities, once and with TRL's arguments, and TRL gets the rewards when it asks for
-them ([`Scoring`]). So rows of groups with equal rewards are left out of this pass too. Their places hold zeros, or with
-vLLM its own log-probabilities, so that no importance ratio departs from 1. No computation with a gradient reads them.
+them ([`Scoring`]). So rows of groups with equal rewards are left out of this pass too, and their places hold zeros. No
+computation with a gradient reads them. With vLLM they hold NaN until TRL has compared them with vLLM's. TRL reads that
+as log-probabilities that vLLM could not give. So the importance ratio is 1, and the metrics of the difference are those
+of the computed rows.
 
 Several processes exchange gradients and metrics in each micro-batch. They agree on the number of rows, and a process
 with fewer rows adds rows without advantage.
@@ -119,18 +121,6 @@ def rewarded_alike(rewards: Tensor, group: int) -> Tensor:
     groups = rewards.view(-1, group)
     least, most = (groups.where(~groups.isnan(), float(missing)) for missing in ("inf", "-inf"))
     return (least.amin(dim=1) >= most.amax(dim=1)).repeat_interleave(group)  # also where there is none
-
-
-def log_probs_of_sampler(
-    given: list[list[float | None]] | None, shape: tuple[int, int], device: torch.device | str = "cpu"
-) -> Tensor:
-    """Return log-probabilities that vLLM gave, padded at the right; zeros where there are none."""
-    if given is None:
-        return torch.zeros(shape, device=device)
-    log_probs = torch.zeros(shape)
-    for row, values in zip(log_probs, given):
-        row[: len(values)] = torch.tensor([0.0 if value is None else value for value in values])
-    return log_probs.nan_to_num(nan=0.0).to(device)
 
 
 def rows_of_completions(batch: Batch) -> Rows:
@@ -251,12 +241,11 @@ class ExactSkips:
 
 @dataclass
 class Sampled:
-    """What TRL has sampled for a generation batch: as it gives it to reward functions, and what vLLM said of it."""
+    """What TRL has sampled for a generation batch, as it gives it to reward functions."""
 
     prompts: list[Any]
     completion_ids: list[list[int]]
     completions: list[Any]
-    log_probs: list[list[float | None]] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     def extend(self, inputs: list[dict[str, Any]]) -> None:
@@ -278,3 +267,5 @@ class Scoring:
     sampled: Sampled | None = None
     rewards: Tensor | None = None
     """Of all processes, once they were asked for, shape [rows, functions]."""
+    left_out: Tensor | None = None
+    """Which rows of this process have no log-probabilities of the sampling policy, as booleans of shape [rows]."""

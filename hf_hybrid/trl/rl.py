@@ -37,7 +37,6 @@ from hf_hybrid.trl.groups import (
     Mean,
     Sampled,
     Scoring,
-    log_probs_of_sampler,
     rewarded_alike,
     rows_of_completions,
     rows_that_count,
@@ -368,7 +367,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         """Return why completions are left to TRL or to another engine; `None` if they are not."""
         for engine in ("use_vllm", "use_transformers_continuous_batching"):
             if getattr(self, engine, False):
-                return f"`{engine}=True` computes a prompt once by itself"
+                return f"`{engine}=True` has an engine of its own"
         if self._sharding is not None:
             return f"with `{self._sharding}` processes generate in step"
         if (why := why_plain_model(model)) is not None:
@@ -436,11 +435,13 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         own = type(self)._generate_and_score_completions is RolloutTrainerMixin._generate_and_score_completions
         # Then log-probabilities of rows without advantage are read by nobody: rewards are asked for first.
         rewards_first = own and self.rollouts.leaves_out and self.model.training
-        self._scoring = Scoring(inputs, torch.is_grad_enabled()) if rewards_first else None
+        self._scoring = scoring = Scoring(inputs, torch.is_grad_enabled()) if rewards_first else None
         try:
             batch: Batch = super()._generate_and_score_completions(inputs)
         finally:
             self._scoring = None
+        if scoring is not None and scoring.left_out is not None and "old_per_token_logps" in batch:
+            batch["old_per_token_logps"][scoring.left_out] = 0.0
         if (alike := self._rewarded_alike()) is None:
             return batch
         advantages, own = batch["advantages"], self._own_rows(alike)
@@ -473,19 +474,23 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         return counts.nonzero()[:, 0].tolist()
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
-        scoring, sampled, chosen = self._scoring, None, None
+        scoring, chosen = self._scoring, None
         if scoring is not None and scoring.sampled is not None and scoring.rewards is None:
-            sampled, chosen = scoring.sampled, self._old_rows(attention_mask, logits_to_keep)
+            chosen = self._old_rows(attention_mask, logits_to_keep)
         with self.rows.on(self.accelerator.unwrap_model(model)):
-            if sampled is None or chosen is None or len(chosen) == len(input_ids):
+            if scoring is None or chosen is None or len(chosen) == len(input_ids):
                 return super()._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
                 )
             self.rollouts.counts["log_probs_skipped"] += len(input_ids) - len(chosen)
+            # To TRL, NaN is what vLLM could not say: a ratio of 1, without a part in the metrics of the difference.
+            corrects = self.use_vllm and getattr(self, "vllm_importance_sampling_correction", False)
             shape = (len(input_ids), logits_to_keep)
-            log_probs = log_probs_of_sampler(sampled.log_probs, shape, input_ids.device)
+            log_probs = torch.full(shape, float("nan") if corrects else 0.0, device=input_ids.device)
+            rows = indices(chosen, input_ids.device)
+            scoring.left_out = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+            scoring.left_out[rows] = False
             if chosen:
-                rows = indices(chosen, input_ids.device)
                 computed, *_ = super()._get_per_token_logps_and_entropies(
                     model, input_ids[rows], attention_mask[rows], logits_to_keep, *args, **kwargs
                 )
@@ -597,8 +602,8 @@ class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):  # ty: ignore[incompa
         return MEAN_OF_LOSS.get(self.loss_type, "items")
 
     def _sampled(self, prompts: list[Any], output: tuple) -> Sampled:
-        _, completion_ids, _, completions, log_probs, extra, *_ = output
-        return Sampled(prompts, completion_ids, completions, log_probs, extra)
+        _, completion_ids, _, completions, _, extra, *_ = output
+        return Sampled(prompts, completion_ids, completions, extra)
 
     def _total_rewards(self) -> Tensor | None:
         if self.multi_objective_aggregation != "sum_then_normalize":

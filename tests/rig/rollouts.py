@@ -22,6 +22,7 @@ from conftest import config_values, tiny_model, weights
 
 from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer, HybridRLOOConfig, HybridRLOOTrainer
 from hf_hybrid.arguments import HybridArguments
+from rig import vllm_stand_in
 
 CONFIGS = {
     GRPOTrainer: GRPOConfig,
@@ -107,7 +108,31 @@ def reward_of_conversation(prompts, completions, **_) -> list[float]:
     return reward([prompt[-1]["content"] for prompt in prompts], [str(completion) for completion in completions])
 
 
+class Game:
+    """An environment whose method is a tool, and which gives the reward."""
+
+    def reset(self, prompt, **_):
+        self.easy, self.total = "easy" in str(prompt), 0
+
+    def double(self, number: int) -> int:
+        """
+        Double a number.
+
+        Args:
+            number: The number.
+
+        Returns:
+            Twice the number.
+        """
+        self.total += number
+        return 2 * number
+
+    def get_reward(self) -> float:
+        return 1.0 if self.easy else self.total % 7 / 7
+
+
 WITH_TOOLS = {"tools": [double], "reward_funcs": reward_of_conversation, "data": conversations}
+WITH_GAME = {"environment_factory": Game, "data": conversations}
 """Options of [`build`]; the tokenizer is that of [`calls_tools`]."""
 
 
@@ -122,9 +147,13 @@ def build(
     reward_funcs=None,
     data=prompts,
     tools=None,
+    environment_factory=None,
+    rollout_func=None,
     **options,
 ):
     """Make a trainer whose optimizer is SGD with momentum and weight decay: AdamW would magnify rounding."""
+    agents = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
+    calls = tools or environment_factory
     model = model or policy()
     values = {
         "max_steps": 8, "gradient_accumulation_steps": 2, "num_generations": 4, "max_completion_length": 6,
@@ -136,21 +165,22 @@ def build(
     args = CONFIGS[trainer_class](**config_values(folder, **{**values, **options}))
     return trainer_class(
         model,
-        reward_funcs or reward,
+        reward_funcs or (None if environment_factory else reward),
         args,
         train_dataset=data(share),
         eval_dataset=data(share).select(range(8)) if "eval_strategy" in options else None,
-        processing_class=calls_tools() if tools else TOKENIZER,
+        processing_class=calls_tools() if calls else TOKENIZER,
         callbacks=callbacks,
         peft_config=peft_config,
-        **({"tools": tools} if tools else {}),
+        **{name: value for name, value in agents.items() if value is not None},
     )
 
 
 def main() -> None:
     name, folder, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    trainer = build(next(cls for cls in CONFIGS if cls.__name__ == name), folder, **options)
-    trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")) or None)
+    with vllm_stand_in.installed(policy):
+        trainer = build(next(cls for cls in CONFIGS if cls.__name__ == name), folder, **options)
+        trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")) or None)
     if trainer.is_world_process_zero():
         torch.save(weights(trainer.model), folder / "weights.pt")
         summary = trainer.hybrid_summary() if hasattr(trainer, "hybrid_summary") else {}

@@ -10,11 +10,11 @@ from conftest import assert_same_weights, weights
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-from rig.rollouts import TOKENIZER, build, reward  # noqa: E402
+from rig.rollouts import build, reward  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
-from hf_hybrid.trl.groups import MEAN_OF_LOSS, Sampled, log_probs_of_sampler  # noqa: E402
+from hf_hybrid.trl.groups import Sampled  # noqa: E402
 
 NEEDED = {"steps_per_generation": 4}
 """Makes TRL compute log-probabilities before the update: a generation batch is trained on in two steps."""
@@ -125,76 +125,8 @@ def test_counts_go_on_after_a_resume(tmp_path):
     assert whole.hybrid_summary()["log_probs_skipped"] == resumed.hybrid_summary()["log_probs_skipped"] > 0
 
 
-# vLLM: its log-probabilities correct the gradient.
-
-
-class Sampler:
-    """Stands for vLLM: draws completions and log-probabilities from a generator of its own."""
-
-    def __init__(self):
-        self.generator = torch.Generator().manual_seed(0)
-
-    def sync_weights(self):
-        pass
-
-    def generate(self, prompts, images, num_generations, profiler):
-        ends = torch.randint(2, 7, (len(prompts),), generator=self.generator).tolist()
-        ids = [[*torch.randint(2, len(TOKENIZER), (n,), generator=self.generator).tolist(), 1] for n in ends]
-        near = [-4.6 + 0.3 * torch.randn(len(row), generator=self.generator) for row in ids]
-        log_probs = [[[value] for value in row.tolist()] for row in near]
-        log_probs[0][0] = [None]  # what vLLM could not say
-        return prompts, ids, log_probs, None
-
-
-def with_sampler(kind, folder, share, mode="token_truncate", **options):
-    trainer = build(kind, folder, share, **options)
-    trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, Sampler(), -1
-    trainer.vllm_importance_sampling_mode = mode
-    trainer.train()
-    return trainer
-
-
-@pytest.mark.parametrize(
-    ("loss_type", "mode"),
-    [
-        ("dapo", "token_truncate"),
-        *(
-            pytest.param(loss, mode, marks=pytest.mark.slow)
-            for loss in sorted(MEAN_OF_LOSS)
-            for mode in ("token_truncate", "sequence_mask")
-            if (loss, mode) not in (("dapo", "token_truncate"), ("vespo", "sequence_mask"))
-        ),
-    ],
-)
-def test_weights_with_a_sampler(loss_type, mode, tmp_path):
-    options = {"loss_type": loss_type, "mask_truncated_completions": True, "max_steps": 8}
-    theirs, ours = (
-        with_sampler(kind, tmp_path / kind.__name__, 0.7, mode, **options) for kind in (GRPOTrainer, HybridGRPOTrainer)
-    )
-    assert close(theirs, ours) and ours.hybrid_summary()["log_probs_skipped"] > 0
-    assert "`use_vllm=True`" in ours.hybrid_summary()["plain_rollouts_because"]
-    last = [entry for entry in ours.state.log_history if "sampling/importance_sampling_ratio/mean" in entry][-1]
-    assert all(value == value for value in last.values())  # no NaN
-
-
-def test_all_rows_without_advantage(tmp_path):
-    trainer = with_sampler(HybridGRPOTrainer, tmp_path, 1.0, max_steps=4)
-    found = trainer.hybrid_summary()
-    assert found["log_probs_skipped"] == found["rows"] == 4 * 8
-    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert all(entry["loss"] == 0.0 for entry in entries)
-    assert {entry["sampling/sampling_logp_difference/max"] for entry in entries} == {0.0}
-    assert {entry["sampling/importance_sampling_ratio/mean"] for entry in entries} == {1.0}
-
-
-def test_log_probs_of_a_sampler_are_padded():
-    found = log_probs_of_sampler([[-1.0, None, float("nan")], [-2.0]], (2, 4))
-    assert found.tolist() == [[-1.0, 0.0, 0.0, 0.0], [-2.0, 0.0, 0.0, 0.0]]
-    assert log_probs_of_sampler(None, (1, 2)).tolist() == [[0.0, 0.0]]
-
-
 def test_fields_of_a_rollout_function_reach_the_rewards():
     rows = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}]
-    Sampled([], [], [], None, {"score": [1, 2], "same": "x"}).extend(rows)
+    Sampled([], [], [], {"score": [1, 2], "same": "x"}).extend(rows)
     assert rows == [{"prompt": "a", "score": 1, "same": "x"}, {"prompt": "b", "score": 2, "same": "x"}, {
         "prompt": "c", "same": "x"}]  # fmt: skip
