@@ -262,7 +262,7 @@ def _reason_plain(
     for processor in processors:
         if type(processor) not in ROWWISE:
             return f"`{type(processor).__name__}` is not known to look at one row at a time"
-    kinds = {type(criterion) for criterion in criteria}
+    kinds = set(map(type, criteria))
     if others := sorted(kind.__name__ for kind in kinds - {MaxLengthCriteria, EosTokenCriteria}):
         return f"`{others[0]}` is not known to look at one row at a time"
     if MaxLengthCriteria not in kinds or (EosTokenCriteria in kinds and config.pad_token_id is None):
@@ -443,7 +443,7 @@ def _complete(
     """
     device, (count, width) = input_ids.device, input_ids.shape
     completions = input_ids.new_full((count, config.max_length - width), padding or 0)
-    logits, lengths = prefilled.logits, [prompts.lengths[prompt] for prompt in prompts.owner]
+    logits, lengths = prefilled.logits, [*map(prompts.lengths.__getitem__, prompts.owner)]
     padded = model_inputs.get("position_ids") is None or min(lengths) < prefilled.width
     cache: Any = prefilled.caches[0]  # which gets all rows
     for layer, (keys, values) in zip(cache.layers, prefilled.of_all_rows(), strict=True):
