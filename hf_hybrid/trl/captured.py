@@ -69,7 +69,7 @@ EVERY = 8
 BLOCK = 256
 """Columns by which buffers grow."""
 FEWEST_ROWS = 8
-"""A graph of fewer rows computes no faster, so none is made."""
+"""Rows of the smallest graph. A pass of so few should cost its launches alone; no card has measured it."""
 SHARE_KEPT = 0.05
 """Buffers that take at most this share of the device's memory are kept between generations."""
 WARM_UPS = 2

@@ -441,7 +441,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         finally:
             self._scoring = None
         if scoring is not None and scoring.left_out is not None and "old_per_token_logps" in batch:
-            batch["old_per_token_logps"][scoring.left_out] = 0.0
+            batch["old_per_token_logps"].masked_fill_(scoring.left_out[:, None], 0.0)
         if (alike := self._rewarded_alike()) is None:
             return batch
         advantages, own = batch["advantages"], self._own_rows(alike)
