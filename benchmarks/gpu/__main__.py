@@ -6,6 +6,7 @@ What a GPU says: one command per use, beside what users have without this packag
     python -m benchmarks.gpu dpo
     python -m benchmarks.gpu grpo --shape 0.5b
     python -m benchmarks.gpu stream --shape 8b
+    python -m benchmarks.gpu scratch --rates 6e-4 1.2e-3
     python -m benchmarks.gpu all --shape tiny          # on a CPU: shows that everything runs, and no speed
 
 Models have the shapes of `models.py` and random weights. The arms of a case run one after the other, then once more in
@@ -23,13 +24,14 @@ import traceback
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-USES = {"sft": "1b", "dpo": "1b", "grpo": "0.5b", "stream": "8b"}
+USES = {"sft": "1b", "dpo": "1b", "grpo": "0.5b", "stream": "8b", "scratch": "124m"}
 """Each with the shape that it runs if none is named."""
 TINY = {
     "sft": ["--scale", "0.05"],
     "dpo": ["--scale", "0.05"],
     "grpo": ["--length", "16", "--tokens", "8", "--mean", "8"],
     "stream": ["--tokens", "64", "128", "--length", "64"],
+    "scratch": ["--run_steps", "8", "--length", "32", "--rows", "4", "--files", "60"],
 }
 """Options of a shape with which nothing takes long."""
 
@@ -86,7 +88,8 @@ def line(use: str, row: dict) -> str:
         return f"{where}  {row['error'][:40]}"
     speed = f"{row['seconds']:8.3f} s {row['peak_gib']:6.1f} GiB"
     kernels = f"  {row['busy_seconds']:.3f} s of {row['kernels']:,} kernels" if row.get("kernels") else ""
-    return f"{where} {speed}{kernels}"
+    loss = f"  loss {row['eval_loss']:.4f}" if "eval_loss" in row else ""
+    return f"{where} {speed}{loss}{kernels}"
 
 
 if __name__ == "__main__":

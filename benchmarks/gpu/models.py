@@ -1,4 +1,4 @@
-"""Llamas by shape with random weights, and the clock of a training. Nothing is downloaded."""
+"""Llamas and a mixture of experts by shape with random weights, and the clock of a training. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ import time
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    TrainerCallback,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GIB = 2**30
@@ -16,12 +22,17 @@ SHAPES = {  # as Llama and Qwen have them
              "num_key_value_heads": 2, "vocab_size": 512},
     "135m": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
              "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True},
+    "124m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
+             "num_key_value_heads": 12, "vocab_size": 16384, "tie_word_embeddings": True},
     "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
              "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
            "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True, "head_dim": 64},
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
            "num_key_value_heads": 8, "vocab_size": 128256},
+    "30b-a3b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
+                "num_key_value_heads": 4, "vocab_size": 151936, "head_dim": 128, "num_experts": 128,
+                "num_experts_per_tok": 8, "moe_intermediate_size": 768},
 }  # fmt: skip
 ADAPTERS = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
@@ -35,9 +46,8 @@ COMMON = {
 def build(shape: str, *, lora: bool):
     """Return a model of a shape in bf16 on the device. With `lora`, fp32 adapters on all linear layers train alone."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        max_position_embeddings=16384, bos_token_id=None, eos_token_id=1, pad_token_id=0, **SHAPES[shape]
-    )
+    kind = Qwen3MoeConfig if "num_experts" in SHAPES[shape] else LlamaConfig
+    config = kind(max_position_embeddings=16384, bos_token_id=None, eos_token_id=1, pad_token_id=0, **SHAPES[shape])
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if not lora:

@@ -6,6 +6,8 @@ Every step has rows of new lengths, in the order of the data set.
 
     trainer      `Trainer`, padded
     by_length    `Trainer` with `group_by_length`
+    rebalanced   `Trainer` with `batch_rebalance`
+    trl, trl_free, trl_packing    TRL's trainer, padded, with `padding_free`, and with `packing` (per 16 rows)
     free         `Trainer`, rows one after the other in one row, torch's `varlen_attn`: no padding
     free_liger   the same with Liger's kernels: what Unsloth, Axolotl and TRL's `padding_free` users have
     hybrid       HybridTrainer, defaults
@@ -23,6 +25,7 @@ The kinds of rows:
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import inspect
 import random
 import tempfile
@@ -33,8 +36,9 @@ from datasets import Dataset
 from transformers import AttentionInterface, Trainer, TrainingArguments
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from benchmarks.gpu.models import COMMON, DEVICE, SHAPES, Clock, build
+from benchmarks.gpu.models import COMMON, DEVICE, SHAPES, Clock, build, tokenizer
 from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid.rows.costs import Costs
 
 ROWS, MICRO_BATCH = 16, 8
 Row = dict[str, list[int]]
@@ -132,6 +136,7 @@ LIGER, COMPILED = {"use_liger_kernel": True}, {"torch_compile": True}
 ARMS: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
     "trainer": (Trainer, TrainingArguments, {}, {}),
     "by_length": (Trainer, TrainingArguments, {"train_sampling_strategy": "group_by_length"}, {}),
+    "rebalanced": (Trainer, TrainingArguments, {"train_sampling_strategy": "batch_rebalance"}, {}),
     "free": (Trainer, TrainingArguments, {}, FREE),
     "free_liger": (Trainer, TrainingArguments, LIGER, FREE),
     "hybrid": (HybridTrainer, HybridConfig, {}, {}),
@@ -139,6 +144,12 @@ ARMS: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
     "trainer_compiled": (Trainer, TrainingArguments, COMPILED, {}),
     "hybrid_compiled": (HybridTrainer, HybridConfig, COMPILED, {}),
 }
+if importlib.util.find_spec("trl"):
+    from trl import SFTConfig, SFTTrainer
+
+    PACKED = {"packing": True, "max_length": 4096, "per_device_train_batch_size": 1}
+    for name, of_trl in (("trl", {}), ("trl_free", {"padding_free": True}), ("trl_packing", PACKED)):
+        ARMS[name] = (SFTTrainer, SFTConfig, {"max_length": None, "gradient_checkpointing": False, **of_trl}, {})
 if DEVICE == "cpu":  # for which Liger's kernels do not compile, and all else takes a minute
     ARMS = {name: arm for name, arm in ARMS.items() if arm[2] not in (LIGER, COMPILED)}
 
@@ -163,24 +174,33 @@ def run(case: dict[str, Any], arm: str, args: argparse.Namespace) -> dict[str, A
     with tempfile.TemporaryDirectory() as folder:
         config = config_class(
             folder,
-            per_device_train_batch_size=MICRO_BATCH,
             gradient_accumulation_steps=ROWS // MICRO_BATCH,
             max_steps=clock.max_steps,
             learning_rate=1e-5,
             optim="adamw_torch_fused",
-            remove_unused_columns=False,
-            **{**COMMON, "train_sampling_strategy": "sequential", **more},
+            **{"per_device_train_batch_size": MICRO_BATCH, "train_sampling_strategy": "sequential", **COMMON, **more},
         )
+        of_trl = "max_length" in more
+        config.remove_unused_columns = of_trl
         trainer = trainer_class(
             model,
             config,
             train_dataset=Dataset.from_list(rows),
-            data_collator=how.get("data_collator", padded),
+            data_collator=None if of_trl else how.get("data_collator", padded),
             callbacks=[clock],
+            **({"processing_class": tokenizer(args.shape)} if of_trl else {}),
         )
         trainer.train()
-    tokens = sum(len(row["input_ids"]) for row in rows) / len(rows) * ROWS
-    measured = {"tokens": round(tokens), "loss": trainer.state.log_history[-1]["train_loss"], **measured_by(clock)}
+    measured = measured_by(clock)
+    if "packing" in more:  # so many packs per step, of so many rows
+        measured["seconds"] *= MICRO_BATCH * len(trainer.train_dataset) / len(rows)
+    costs, tokens = Costs.of(model), sum(len(row["input_ids"]) for row in rows) / len(rows) * ROWS
+    measured |= {
+        "tokens": round(tokens),
+        "tokens_per_second": round(tokens / measured["seconds"]),
+        "teraflops": costs.passes * costs.token * tokens / measured["seconds"] / 1e12,  # without attention and head
+        "loss": trainer.state.log_history[-1]["train_loss"],
+    }
     return {
         **measured,
         **saved(trainer, "tokens_padding", "tokens_shared", "micro_batches_saved", "plain_rows_because"),

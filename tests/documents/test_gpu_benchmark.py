@@ -12,10 +12,11 @@ pytest.importorskip("peft")
 pytestmark = pytest.mark.processes  # loaders of data
 
 WORDS = {
-    "sft": ["--scale", "0.03", "--kinds", "instructions", "system", "--arms", "free", "hybrid"],
+    "sft": ["--scale", "0.03", "--kinds", "instructions", "system", "--arms", "free", "trl_packing", "hybrid"],
     "dpo": ["--scale", "0.03", "--kinds", "mixed"],
     "grpo": ["--length", "8", "--tokens", "4", "--mean", "4"],
     "stream": ["--tokens", "32", "--length", "16", "--arms", "stream"],
+    "scratch": ["--run_steps", "4", "--length", "16", "--rows", "2", "--files", "20", "--arms", "adamw", "fast"],
 }
 
 
