@@ -135,7 +135,7 @@ def results_() -> str:
             f"(a common system prompt) fewer CPU seconds than `Trainer`, {times(sft['instructions', 'trl'], 2)} and "
             f"{times(sft['system', 'trl'], 2)} than TRL; rows of equal length: none",
             "4 ms a window; two forward passes at the start",
-            "SmolLM2-135M, LoRA, 3 steps each, one CPU thread; equality: 20 architectures",
+            "SmolLM2-135M, LoRA, 3 steps each, one CPU thread; equality: 22 architectures",
         ],
         [
             "[DPO](dpo.md)",
