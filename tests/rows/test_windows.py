@@ -292,7 +292,7 @@ def test_adapters_train_as_in_trainer(tmp_path):
     assert apart(weights(expected.model), weights(found.model)) < 1e-6
 
 
-@pytest.mark.parametrize("compiled", [{}, pytest.param(COMPILED, marks=pytest.mark.long)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [{}, pytest.param(COMPILED, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 def test_a_resumed_run_ends_at_the_same_weights_and_goes_on_counting(compiled, tmp_path):
     rows, options = KINDS["unrolled"](), {"save_strategy": "steps", "save_steps": 5, **compiled}
     whole = shared(tmp_path, rows, **options)
@@ -333,7 +333,7 @@ IN_ORDER = {"train_sampling_strategy": "sequential", "max_steps": 10, "eval_stra
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model", [build, lora])
+@pytest.mark.parametrize("model", [pytest.param(build, marks=pytest.mark.slow), lora])
 def test_layers_compile_twice_in_a_run_on_ten_kinds_of_windows(model, tmp_path):
     """Once for training and once for evaluation, with a comparison and with adapters, whose inputs need no gradient."""
     rows, options = ten_kinds(), {**IN_ORDER, "learning_rate": 0.01}
@@ -371,7 +371,7 @@ def test_layers_with_flash_attention_compile_as_often(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("architecture", mostly_slow(ARCHITECTURES, ["gemma3 with a window", "gpt2"]))
+@pytest.mark.parametrize("architecture", mostly_slow(ARCHITECTURES, ["gemma2"]))
 def test_gradients_of_compiled_layers(architecture, tmp_path):
     torch._dynamo.reset()
     rows = KINDS["agent"]()[:12]
@@ -382,7 +382,7 @@ def test_gradients_of_compiled_layers(architecture, tmp_path):
     assert trained.hybrid_summary()["plain_rows_because"] is None
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_compiled_layers_in_bf16_and_recomputed(tmp_path):
     torch._dynamo.reset()
     options = {"bf16": True, checkpointing_option(): True, "max_steps": 4}
@@ -392,7 +392,7 @@ def test_compiled_layers_in_bf16_and_recomputed(tmp_path):
     assert found.hybrid_summary()["plain_rows_because"] is None
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_compiled_layers_with_dropout_in_attention(tmp_path):
     """Rows share nothing then, and attention is computed outside of what is compiled."""
     torch._dynamo.reset()
