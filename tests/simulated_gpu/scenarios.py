@@ -38,8 +38,10 @@ from hf_hybrid.phase_memory.activations import ActivationCheckpointing, Boundary
 from hf_hybrid.plan.setups import CONTEXT_BYTES, MARGIN
 from hf_hybrid.recovery import MemoryPolicy
 from hf_hybrid.saving.drift import hashes_of
+from hf_hybrid.streaming.optimizer import LazyOptimizer
 from hf_hybrid.streaming.streamer import Updates
 from hf_hybrid.streaming.transfers import Transfers
+from hf_hybrid.streaming.units import Unit
 from simulated_gpu import marks
 from simulated_gpu.real import RealDevice
 
@@ -397,6 +399,56 @@ def with_peak(place: Place, *, architecture: dict, **options) -> dict[str, Tenso
 for _layers in (4, 8):
     _options = {"architecture": {"layers": _layers}, "gradient_accumulation_steps": 1}
     SCENARIOS[f"layers_{_layers}"] = Scenario(partial(with_peak, **_options))
+
+
+@scenario(simulated_only=True, stops=2)  # a real GPU does not tell what its streams wait for
+def in_order(place: Place) -> dict[str, Tensor]:
+    """
+    What was enqueued in which order, in forward passes that update all layers.
+
+    `steps` has of each step events (what, unit, tasks): `begin_load` and `before_forward` with the tasks that each gave
+    the streams of copies, as {way: (first, last)}; `computes` with the last task of them that computation waits for
+    when a layer computes a micro-batch, and the stops of the host until then.
+    """
+    options = {**STREAM, "plan_values": ENDS, "chunked_loss": "on", "max_steps": 4}
+    trainer = trainer_of(place, model(layers=5, tie_word_embeddings=False), **options)
+    if not place.on_device:
+        trainer.train()
+        return weights_of(trainer)
+    transfers, steps, stack = trainer.memory.streamer.transfers, [], contextlib.ExitStack()
+    ways, stops = {"in": transfers._in, "out": transfers._out}, place.simulator.found.stops
+
+    def note(name: str) -> None:
+        real = getattr(LazyOptimizer, name)
+
+        def call(optimizer: LazyOptimizer, unit: Unit) -> None:
+            before = {way: stream.clock.get(stream.name, 0) for way, stream in ways.items()}
+            real(optimizer, unit)
+            tasks = {way: (before[way] + 1, stream.clock.get(stream.name, 0)) for way, stream in ways.items()}
+            steps[-1].append((name, unit.name, tasks))
+
+        stack.enter_context(mock.patch.object(LazyOptimizer, name, call))
+
+    def computes(unit: Unit) -> None:
+        if not torch.is_grad_enabled():  # not in the recomputation
+            clock = place.simulator.default_stream.clock
+            waits_for = {way: clock.get(stream.name, 0) for way, stream in ways.items()}
+            steps[-1].append(("computes", unit.name, {**waits_for, "stops": sum(stops.values())}))
+
+    class Begins(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            steps.append([])
+
+    trainer.add_callback(Begins())
+    for unit in trainer.memory.streamer.layers:
+        unit.modules[0].mlp.register_forward_pre_hook(lambda *_, unit=unit: computes(unit))
+    note("begin_load")
+    note("before_forward")
+    with stack, place.counted(trainer):
+        trainer.train()
+    place.facts["steps"] = steps
+    return weights_of(trainer)
+
 
 training("lora", **STREAM, lora=True)
 training("lora_int8", **STREAM, lora=True, base_precision="int8")
