@@ -353,6 +353,7 @@ class RowsInPlace:
 
     Attributes:
         tokens (`Tensor`): Prompts, completions so far and padding, shape [rows, longest].
+        chosen (`Tensor`): Probability with which each token was drawn, shape [rows, longest]; 1 elsewhere.
         active (`Tensor`): Which of them go on, as booleans of shape [rows].
         lengths (`Tensor`): Tokens of their completions, shape [rows].
         invalid (`Tensor`): Whether a row had no probabilities to draw from, shape [].
@@ -363,6 +364,7 @@ class RowsInPlace:
     """
 
     tokens: Tensor
+    chosen: Tensor
     active: Tensor
     lengths: Tensor
     invalid: Tensor
@@ -376,7 +378,8 @@ class RowsInPlace:
         tokens = pad(input_ids, (0, longest - input_ids.shape[1]), value=padding or 0)
         active = torch.ones_like(input_ids[:, 0], dtype=torch.bool)
         invalid = torch.zeros((), dtype=torch.bool, device=input_ids.device)
-        return cls(tokens, active, torch.zeros_like(input_ids[:, 0]), invalid, processors, padding, len(input_ids))
+        chosen, lengths = torch.ones_like(tokens, dtype=torch.float32), torch.zeros_like(input_ids[:, 0])
+        return cls(tokens, chosen, active, lengths, invalid, processors, padding, len(input_ids))
 
     def next_tokens(self, logits: Tensor, column: int, sample: bool) -> Tensor:
         """Choose a token of each row, shape [rows], for this column: padding where a row has ended."""
@@ -386,6 +389,7 @@ class RowsInPlace:
             probabilities = scores.softmax(dim=-1)
             self.invalid |= probabilities[:, 0].isnan().any()  # then all of the row are
             tokens = drawn(probabilities, self.count, self.places)
+            torch.gather(probabilities, 1, tokens[:, None], out=self.chosen[:, column : column + 1])
         else:
             tokens = scores.argmax(dim=-1)
         if self.padding is not None:
@@ -398,17 +402,18 @@ class RowsInPlace:
         """Order a copy of: how many rows go on, how many tokens the longest completion has, `invalid`."""
         return Look(torch.stack([self.active.sum(), self.lengths.max(), self.invalid.long()]))
 
-    def write_into(self, whole: Tensor) -> None:
-        """Write the tokens into those of the whole batch, of which they are all until rows have left."""
+    def write_into(self, tokens: Tensor, chosen: Tensor) -> None:
+        """Write into what belongs to the whole batch, and is the rows' own until some of them have left."""
         if self.places is not None:
-            whole.index_copy_(0, self.places, self.tokens)
+            tokens.index_copy_(0, self.places, self.tokens)
+            chosen.index_copy_(0, self.places, self.chosen)
 
     def keep(self, count: int) -> Tensor:
         """Keep so many rows, first of all those that go on. Return which they are."""
         # Those that go on have the longest completions. Next come those that ended last, which say how long TRL's are.
         rows = (2 * self.lengths + self.active).argsort(descending=True, stable=True)[:count]
-        self.tokens, self.active, self.lengths = (
-            states.index_select(0, rows) for states in (self.tokens, self.active, self.lengths)
+        self.tokens, self.chosen, self.active, self.lengths = (
+            states.index_select(0, rows) for states in (self.tokens, self.chosen, self.active, self.lengths)
         )
         self.processors = self.processors.of(rows)
         self.places = rows if self.places is None else self.places.index_select(0, rows)
@@ -462,10 +467,11 @@ class Captured:
         config: GenerationConfig,
         padding: int | None,
         inputs: dict[str, Any],
-    ) -> tuple[Tensor, int]:
+    ) -> tuple[Tensor, Tensor, int]:
         """
         Complete the rows of `input_ids`, shape [rows, width]. Return their completions, [rows, tokens of the longest],
-        and how many rows all passes for these tokens computed.
+        the probability with which each token was drawn, of the same shape, and how many rows all passes for these
+        tokens computed.
 
         `padding` follows the end of a row; `None` if rows have no end but the longest length. The model gets `inputs`
         beside tokens.
@@ -476,7 +482,7 @@ class Captured:
         """
         width, most = input_ids.shape[1], config.max_length - input_ids.shape[1]
         rows = RowsInPlace.of(input_ids, config.max_length, padding, processors)
-        whole, states, look, passes = rows.tokens, States(input_ids.device), None, list[int]()
+        whole, states, look, passes = (rows.tokens, rows.chosen), States(input_ids.device), None, list[int]()
         buffers = self._prepared(model, prefilled, most, inputs)
         logits, held, longest, invalid = prefilled.logits, prefilled.width, 0, 0
         for length in range(1, most + 1):
@@ -492,7 +498,7 @@ class Captured:
                 if not go_on or invalid:
                     break
                 if smaller := [size for size in sizes_below(len(tokens)) if size >= go_on]:
-                    rows.write_into(whole)
+                    rows.write_into(*whole)
                     kept = rows.keep(smaller[-1])
                     buffers.move(kept)
                     tokens = tokens.index_select(0, kept)
@@ -506,9 +512,10 @@ class Captured:
         if invalid:
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         states.go_back(length - longest)
-        rows.write_into(whole)
+        rows.write_into(*whole)
         self._keep_or_free(buffers)
-        return whole[:, width : width + longest], sum(passes[: longest - 1])
+        completions, chosen = (tensor[:, width : width + longest] for tensor in whole)
+        return completions, chosen, sum(passes[: longest - 1])
 
     def _prepared(self, model: Any, prefilled: Prefilled, most: int, inputs: dict[str, Any]) -> Buffers:
         """Return buffers with all prompts and a graph, which are those of the last generation if they are of use."""
