@@ -15,8 +15,9 @@ the same kernels on the same memory, so whatever changes from token to token mus
 where they are and get padding. When at most half of the rows go on, these move to the front of the buffers, and a
 graph of half as many rows takes over.
 
-The model, its adapters, the logits processors and the stopping criteria are those of transformers, and the model makes
-its masks as for a `StaticCache`. Tokens are drawn outside of the graph.
+The model, the logits processors and the stopping criteria are those of transformers, and the model makes its masks as
+for a `StaticCache`. Adapters compute with fewer kernels than in PEFT (phase_memory/adapters.py), from copies that are
+brought up to date before each generation. Tokens are drawn outside of the graph.
 
 The host never waits for the token that it has just drawn. What a row gets (its token, or padding), whether it has ended
 and after how many tokens are tensors on the device. Every [`EVERY`] tokens the host orders a copy of three numbers,
@@ -36,6 +37,7 @@ everything else as above: that is how the tests run it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -58,6 +60,7 @@ from hf_hybrid.compat import cache_name
 from hf_hybrid.machine import device_memory
 
 if TYPE_CHECKING:
+    from hf_hybrid.phase_memory.adapters import AdapterProducts
     from hf_hybrid.trl.decoding import Prefilled, RowwiseProcessors
 
 CACHE = cache_name()
@@ -223,8 +226,16 @@ class Buffers:
     A graph of fewer rows works on the first of each tensor.
     """
 
-    def __init__(self, model: Any, prefilled: Prefilled, length: int, inputs: dict[str, Any]):
+    def __init__(
+        self,
+        model: Any,
+        prefilled: Prefilled,
+        length: int,
+        inputs: dict[str, Any],
+        adapters: AdapterProducts | None = None,
+    ):
         self.model, self.inputs = model, {k: v for k, v in inputs.items() if k not in PER_ROW}
+        self._adapts = contextlib.nullcontext if adapters is None else adapters.computing
         self.rows, self.length, self.graphs = len(prefilled.logits), length, dict[int, CapturedPass]()
         self.device = device = prefilled.logits.device
         layers: list[Any] = prefilled.caches[0].layers
@@ -302,7 +313,8 @@ class Buffers:
             # Under autocast weights are cast within the pass: a copy from outside would be old at the next replay.
             torch.clear_autocast_cache()
             prepared = model.prepare_inputs_for_generation(token, next_sequence_length=1, **inputs)
-            logits = model(**prepared, return_dict=True).logits[:, -1]
+            with self._adapts():
+                logits = model(**prepared, return_dict=True).logits[:, -1]
             torch.clear_autocast_cache()
             return logits
 
@@ -445,6 +457,8 @@ class Captured:
         """Whether buffers are kept, if they are small."""
         self.refused: str | None = None
         """Why the pass of this model cannot be captured, once that was tried."""
+        self.adapters: AdapterProducts | None = None
+        """How adapters of the model compute in a captured pass, if not by PEFT's forward."""
         self._buffers: Buffers | None = None
         self._identity: Any = None
 
@@ -454,8 +468,9 @@ class Captured:
         return kept
 
     def tensors(self) -> list[Tensor]:
-        """Return the keys and values that are kept."""
-        return [] if self._buffers is None else [*itertools.chain(*self._buffers.layers)]
+        """Return the keys and values that are kept, and copies of adapters."""
+        kept = [] if self._buffers is None else [*itertools.chain(*self._buffers.layers)]
+        return kept if self.adapters is None else [*kept, *self.adapters.tensors_held()]
 
     def complete(
         self,
@@ -528,9 +543,11 @@ class Captured:
         if buffers is None or buffers.rows != rows or not length <= buffers.length <= longest:
             buffers = None  # before others are made
             _check_memory(prefilled, length)
-            buffers = Buffers(model, prefilled, length, inputs)
+            buffers = Buffers(model, prefilled, length, inputs, self.adapters)
         self._identity = identity
         buffers.fill(prefilled, inputs)
+        if self.adapters is not None:
+            self.adapters.refresh()
         if rows not in buffers.graphs:
             try:
                 buffers.capture(rows)

@@ -84,6 +84,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hf_hybrid.optimizers import has_adapters
 from hf_hybrid.part import Part
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.run.fallbacks import Fallbacks
@@ -97,6 +98,7 @@ from hf_hybrid.trl.captured import (
 )
 
 if TYPE_CHECKING:
+    from hf_hybrid.phase_memory.adapters import AdapterProducts
     from hf_hybrid.run.run import Run
 
 ROWWISE = frozenset({
@@ -206,6 +208,19 @@ def why_plain_model(model: Any) -> str | None:
     if base.device.type != "cpu":
         return f"passes are not captured on `{base.device.type}`, and fewer rows are not faster there"
     return None
+
+
+def adapters_of(model: Any) -> AdapterProducts | None:
+    """Return what computes the adapters of a model in captured passes; `None` if PEFT does."""
+    if model.device.type not in CAPTURING or not has_adapters(model):
+        return None
+    from hf_hybrid.phase_memory.adapters import AdapterProducts, plain_lora_layers
+
+    if not (layers := plain_lora_layers(model)):
+        return None
+    products = AdapterProducts(layers, model.get_input_embeddings().weight.dtype, autocast=False)
+    products.place(model)
+    return products
 
 
 def why_plain_cache(cache: Any, longest: int, window_by_mask: bool) -> str | None:
@@ -601,11 +616,14 @@ class Decoding(Part):
     def begin(self, run: Run) -> None:
         self.counts = run.counts
         self.captured.keeps = True
+        self.captured.free()  # graphs of other copies
+        self.captured.adapters = None if self.off else adapters_of(run.model)
         self.fallbacks.because = None
         self.fallbacks.failed.clear()
 
     def clean_up(self) -> None:
         self.captured.free()
+        self.captured.adapters = None
 
     def spare_memory(self) -> str | None:
         self.captured.keeps = False
