@@ -145,6 +145,24 @@ def test_weights_of_adapters(loss_type, tmp_path):
     check_equal(theirs, ours, 0.7)
 
 
+@pytest.mark.parametrize("share_rows", mostly_slow(["auto", "off"], ["auto"]))
+def test_adapters_in_bf16_are_as_near_to_fp32_as_trls(share_rows, tmp_path):
+    """They compute with fewer kernels, unless rows are to stay TRL's. PEFT generates in fp32, so completions agree."""
+    options = {"peft_config": lora(init_lora_weights=False), "max_steps": 2, "learning_rate": 0.01, "optim_args": None}
+
+    def moved(kind, **more):
+        torch.manual_seed(0)
+        trainer = train(kind, tmp_path, 0.5, **options, **more)
+        trained = [p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad]
+        return torch.cat(trained), trainer
+
+    (exact, _), (theirs, _) = (moved(GRPOTrainer, bf16=bf16) for bf16 in (False, True))
+    ours, trainer = moved(HybridGRPOTrainer, bf16=True, share_rows=share_rows)
+    names = {part.name for part in trainer.parts}
+    assert ("adapter_products" in names) == (share_rows == "auto")
+    assert 0 < (ours - exact).norm() <= 1.1 * (theirs - exact).norm()
+
+
 @pytest.mark.parametrize("share", mostly_slow([0.7, 1.0], [0.7]))
 def test_weights_with_a_gradient_scaler(share, tmp_path):
     """
