@@ -157,13 +157,13 @@ class Rollouts(Part):
         """
         Plan the micro-batches up to the end of the window or of the generation batch. Return those that are computed.
         """
-        trainer, per_generation = self.trainer, self.trainer.per_generation
+        trainer, per_generation, generated = self.trainer, self.trainer.per_generation, self.trainer.generated
         window_ends_at = self.window_begins_at + int(trainer.current_gradient_accumulation_steps)
         generates_at = trainer._step - trainer._step % (per_generation * trainer.num_iterations)
         generates_at += per_generation * trainer.num_iterations
         coming = range(trainer._step, min(window_ends_at, generates_at))
         counts = self.skips.plan(
-            [trainer.generated[step % per_generation] for step in coming],
+            [generated[step % per_generation] for step in coming],
             ends_window=coming.stop == window_ends_at,
             processes=trainer.accelerator.num_processes,
             leave_out=self.leaves_out,
@@ -361,7 +361,11 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             else:
                 decoding.fallbacks.cannot_be_exact(why)
         with completing:
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            sampled = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        if decoding.chosen is None or not isinstance(sampled, tuple):  # RLOO takes no log-probabilities
+            return sampled
+        log_probs = zip(decoding.chosen.log().tolist(), sampled[0], strict=True)
+        return sampled[0], [row[: len(ids)] for row, ids in log_probs]
 
     @functools.cached_property
     def _sharding(self) -> str | None:
@@ -632,13 +636,6 @@ class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):  # ty: ignore[incompa
     @property
     def _mean(self) -> Mean:
         return MEAN_OF_LOSS.get(self.loss_type, "items")
-
-    def _generate_single_turn(self, *args, **kwargs):
-        completion_ids, log_probs = super()._generate_single_turn(*args, **kwargs)
-        if log_probs is None and (chosen := self.decoding.chosen) is not None:
-            rows = zip(chosen.log().tolist(), completion_ids, strict=True)
-            log_probs = [row[: len(ids)] for row, ids in rows]
-        return completion_ids, log_probs
 
     def _sampled(self, prompts: list[Any], output: tuple) -> Sampled:
         _, completion_ids, _, completions, _, extra, *_ = output
