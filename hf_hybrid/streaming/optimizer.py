@@ -153,8 +153,8 @@ class _Beside:
 
 
 def _travels(value: Any) -> bool:
-    """Whether an entry of an optimizer's state travels. A step counter stays where the optimizer keeps it."""
-    return torch.is_tensor(value) and value.dim() > 0
+    """Whether an entry of an optimizer's state lies on the device: step counters may lie on the host."""
+    return torch.is_tensor(value) and (value.dim() > 0 or value.device.type != "cpu")
 
 
 class LazyOptimizer(torch.optim.Optimizer, Updates):
@@ -236,17 +236,11 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
 
     def _place_states(self) -> None:
         """Let the states that are there lie where they travel from."""
-        for group in self.param_groups:
-            for master in group["params"]:
-                if id(master) not in self._unit_of or master not in self.state:
-                    continue
-                state, parameter = self.state[master], self.streamer.masters[id(master)].parameter
-                places = self._beside[self._unit_of[id(master)]].states
-                for name, value in state.items():
-                    if (id(parameter), name) in places:
-                        state[name] = places[id(parameter), name].copy_(value)
-                    elif name == "step" and (group.get("fused") or group.get("capturable")):
-                        state[name] = value.to(self.streamer.device)  # kernels count there
+        for beside in self._beside.values():
+            for param in beside.unit.trainable:
+                state, key = self.state.get(param.master, {}), id(param.parameter)
+                for name in [name for name in state if (key, name) in beside.states]:
+                    state[name] = beside.states[key, name].copy_(state[name])
 
     def detach(self, *, for_good: bool) -> None:
         """Give the device's memory back, and `for_good` that of the gradients; an error may have left some."""
@@ -412,21 +406,21 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         """Step parameters of a unit by one call of the optimizer. Returns new states, and their places on the host."""
         params = [self.streamer.masters[id(master)] for master in group["params"]]
         stand_ins = [nn.Parameter(masters.get(id(p.parameter), p.parameter.data)) for p in params]
-        optimizer = self._over([{**group, "params": stand_ins}])
+        optimizer, places = self._over([{**group, "params": stand_ins}]), self._beside[unit].states
         for param, stand_in in zip(params, stand_ins):
             key = id(param.parameter)
             stand_in.grad = gradients[key] if scale is None else gradients[key].mul_(scale)
             own = self.state.get(param.master, {})
-            optimizer.state[stand_in] = {n: states[key, n] if _travels(v) else v for n, v in own.items()}
+            optimizer.state[stand_in] = {n: states[key, n] if (key, n) in places else v for n, v in own.items()}
         optimizer.step()
         made = []
         for param, stand_in in zip(params, stand_ins):
             key, own = id(param.parameter), self.state[param.master]
             for name, value in optimizer.state[stand_in].items():
-                if not _travels(value):
+                if (key, name) not in places:
                     own[name] = value
                 elif name not in own:
-                    own[name] = self._beside[unit].states[key, name]
+                    own[name] = places[key, name]
                     made.append((value, own[name]))
             if key in masters:
                 param.parameter.data.copy_(stand_in)

@@ -186,7 +186,8 @@ def test_a_resumed_run_ends_with_the_weights_of_one_run(name, results):
 
 
 @pytest.mark.parametrize("name", marked(("bf16", "bf16_by_micro_batch", "eight_bit_bf16")))
-def test_gradients_of_bf16_weights_travel_as_they_are(name, results):
+def test_what_is_streamed_changes_its_type_on_the_device_alone(name, results):
+    """A copy between types would be two, with a buffer that nobody has planned."""
     conversions = results.of(name)["conversions"]
     assert not [one for one in conversions if "streaming" in one], conversions
 
