@@ -79,7 +79,6 @@ def memory_peaks() -> str:
 
 H100 = {
     ("8b", "stream"): "8b, streamed, bf16 states", ("8b", "stream-8bit"): "8b, streamed, 8-bit states",
-    ("1b", "fsdp2"): "1b, FSDP2 with CPU offload",
 }  # fmt: skip
 
 

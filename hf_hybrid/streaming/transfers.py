@@ -182,18 +182,21 @@ class Transfers:
         if self._last_sent is not None:
             # The last is over when all are: a stream keeps their order. Sources are let go of only then.
             self._last_sent.synchronize()
-            self._last_sent = None
-            self._leaving.clear()
-            self._bytes_leaving = 0
+            self._let_go()
 
     def finish(self) -> None:
         """
         Wait until no copy is under way, also of copies that nobody will take. Then the host may write to the sources,
         and the targets may be freed.
         """
-        self.finish_sending()
         if self.beside:
+            self._in.wait_stream(self._out)  # so that the host waits once
             self._in.synchronize()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._last_sent, self._bytes_leaving = None, 0
+        self._leaving.clear()
 
     def fetch(self, source: Tensor, *, after: Event = None) -> Fetched:
         """Start copying a host tensor to the device, once `after` has happened."""
