@@ -243,8 +243,9 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
                     state[name] = beside.states[key, name].copy_(state[name])
 
     def detach(self, *, for_good: bool) -> None:
-        """Give the device's memory back, and `for_good` that of the gradients; an error may have left some."""
-        self._give_room_back()
+        """Give back what an error may have left of a step, and `for_good` the memory of the gradients."""
+        self._ring = None
+        self._coming.clear()
         if for_good:
             self.pending.clear()
             for beside in self._beside.values():
@@ -350,13 +351,6 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             self._ring = Ring(max(sizes.values()) + max(ahead, default=0), self.streamer.device)
             self.streamer.transfers.release(self._ring.whole)  # its memory may still be read by what was computed
 
-    def _give_room_back(self) -> None:
-        """Let the ring go. What is still copied into it, for an update that does not come, is waited for."""
-        for slot in self._coming.values():
-            self.streamer.transfers.wait(slot.ready)
-        self._coming.clear()
-        self._ring = None
-
     def begin_load(self, unit: Unit) -> None:
         """Start to copy what the update needs to the device, if there is room in the ring."""
         if unit in self._coming or self._ring is None:
@@ -398,7 +392,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         self.updating = None
         if not self.pending:  # the loss and the backward pass get the memory
             transfers.wait(storage.written)
-            self._give_room_back()
+            self._ring = None
 
     def _step(
         self, unit: Unit, group: dict, scale: Tensor | None, masters: dict, gradients: dict, states: dict
@@ -436,7 +430,6 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             self.streamer.release(unit)
         # Also what comes in: layers that `step` fetched ahead are read from masters, which a leap may write now.
         self.streamer.transfers.finish()
-        self._give_room_back()
 
     def drop_gradients(self) -> None:
         """Drop gradients that no step used, because the step was withheld or an error cut the window short."""
@@ -444,8 +437,6 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             for param in unit.trainable if unit not in self.pending else ():
                 param.master.grad = param.norm = param.total = param.parameter.grad = None
         self._scale = None
-        if not self.pending:
-            self._give_room_back()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of resident parameters. Those of units are dropped with their step."""
