@@ -333,6 +333,8 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         for unit in [unit for unit in self.streamer.units if unit in groups]:
             self.streamer.forget(unit)
             self.pending[unit] = groups[unit], scale
+            for master in [master for group in groups[unit] for master in group["params"]]:
+                master.grad = None  # its gradient lies where it landed; a step before the update must not see it
         for unit in self.streamer.first():
             self.streamer.fetch(unit)
 
@@ -418,7 +420,6 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
                     made.append((value, own[name]))
             if key in masters:
                 param.parameter.data.copy_(stand_in)
-            param.master.grad = None
         return made
 
     # Nothing is left pending.
@@ -434,7 +435,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
     def drop_gradients(self) -> None:
         """Drop gradients that no step used, because the step was withheld or an error cut the window short."""
         for unit in self.streamer.units:
-            for param in unit.trainable if unit not in self.pending else ():
+            for param in unit.trainable:
                 param.master.grad = param.norm = param.total = param.parameter.grad = None
         self._scale = None
 

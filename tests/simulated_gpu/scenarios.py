@@ -357,9 +357,9 @@ training("not_fetched_ahead", **STREAM, plan_values={"prefetch_layers": 0})
 SOME_RESIDENT = {"memory": "stream", "resident_layers": 2, "architecture": {"layers": 4}}
 training("some_resident", **SOME_RESIDENT)
 training("some_resident_bf16", **SOME_RESIDENT, bf16=True, expect=AS_RESIDENT)
-training(
-    "some_resident_by_micro_batch", **SOME_RESIDENT, bf16=True, accumulation_walk="micro_batch", expect=AS_RESIDENT
-)
+# One layer travels: the sum of its gradients comes back while it still leaves.
+training("some_resident_by_micro_batch", **{**SOME_RESIDENT, "resident_layers": 3}, bf16=True,
+         accumulation_walk="micro_batch", expect=AS_RESIDENT)  # fmt: skip
 training("some_resident_parked", **SOME_RESIDENT, offload_activations=True)
 training("some_resident_fetched_far_ahead", **SOME_RESIDENT, plan_values={"prefetch_layers": 3})
 training("some_resident_leaps", **SOME_RESIDENT, **A_LEAP, distinct=4)
@@ -696,20 +696,44 @@ def error_in_the_middle(place: Place) -> dict[str, Tensor]:
 @scenario(beside="resident", left=ROUNDED_STATES["left"])
 def looked_at_before_a_step(place: Place) -> dict[str, Tensor]:
     """
-    A callback runs the model before each step: it fetches weights that the step before has only just sent.
+    A callback runs the first two layers before each step, of which the second is frozen. The training then fetches the
+    weights of the first, which have only just been updated and sent, into the slot that nothing was sent from.
 
     The other place is the same training on the same device without the callback, which ends at the same bits.
     """
 
+    class Enough(Exception):
+        pass
+
+    def enough(*_) -> None:
+        raise Enough
+
     class Looks(TrainerCallback):
         def on_step_begin(self, args, state, control, model=None, **kwargs):
-            with torch.no_grad():
+            handle = model.model.layers[2].register_forward_pre_hook(enough)
+            with torch.no_grad(), contextlib.suppress(Enough):
                 model(input_ids=torch.arange(8, device=args.device)[None])
+            handle.remove()
 
-    made = model(layers=2, width=64)
+    made = model(layers=4, width=64)
     made.model.layers[1].requires_grad_(False)
     callbacks = [] if place.resident else [Looks()]
     trainer = trainer_of(place, made, **STREAM, optimizer_states="8bit", callbacks=callbacks)
+    with place.counted(trainer):
+        trainer.train()
+    return weights_of(trainer)
+
+
+@scenario()
+def a_layer_left_out(place: Place) -> dict[str, Tensor]:
+    """Every other step leaves the last layer out: its update waits a step longer, and those of the others do not."""
+
+    class LeavesOut(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            model.config.num_hidden_layers = 4 - state.global_step % 2
+
+    options = {} if place.name == "cpu" else STREAM
+    trainer = trainer_of(place, model(layers=4), **options, max_steps=5, callbacks=[LeavesOut()])
     with place.counted(trainer):
         trainer.train()
     return weights_of(trainer)
