@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
-from hf_hybrid.trl import captured  # noqa: E402
+from hf_hybrid.trl import captured, decoding  # noqa: E402
 from hf_hybrid.trl.captured import Buffers, Look, drawn  # noqa: E402
 from hf_hybrid.trl.decoding import Decoding, why_plain_model  # noqa: E402
 
@@ -97,6 +97,28 @@ def test_completions_are_those_of_generate(name, way, shape, called):
     assert decoding.plain_because is None and decoding.counts["rows_decoded"] > 0
     if way == "sampled" and shape == "similar and not":
         assert called["grow"] > 0 and called["move"] > 0
+
+
+QUICK_ALIKE = {("llama", "sampled", 40), *((name, "sampled", 24) for name in OTHERS[:3])}
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "alike"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK_ALIKE else [pytest.mark.slow])
+        for case in itertools.product((*ARCHITECTURES, *OTHERS), ("sampled", "greedy"), (8, 24, 40))
+    ],
+)
+def test_prompts_that_begin_alike(name, way, alike, monkeypatch):
+    """What they share is computed in whole blocks of columns, and where a window forgets it, only what it keeps."""
+    monkeypatch.setattr(decoding, "PREFILL", 4)
+    monkeypatch.setattr(decoding, "BUSY", 0.0)
+    rows, inputs = batch([5, 7, 6, 7], beginnings=[[*range(9, 9 + alike)]])
+    asked = config(**WAYS[way]) if name in ARCHITECTURES else config(eos_token_id=ENDS, **WAYS[way])
+    found = check_equal(model(name) if name in ARCHITECTURES else other(name), rows, inputs, asked)
+    assert found.plain_because is None
+    counted = found.counts["prompt_tokens_shared"] - sum(map(len, rows)) * 3 // 4
+    assert counted == 0 if name.startswith("bloom") else counted > 0
 
 
 @pytest.mark.parametrize("tokens", range(1, 22))
