@@ -21,6 +21,7 @@ from rig.rollouts import WITH_TOOLS  # noqa: E402
 from rig.tiny_architectures import build_model  # noqa: E402
 from test_decoding import train  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
@@ -120,6 +121,23 @@ def test_prompts_that_begin_alike(name, way, alike, monkeypatch):
     assert found.plain_because is None
     counted = found.counts["prompt_tokens_shared"] - sum(map(len, rows)) * 3 // 4
     assert counted == 0 if name.startswith("bloom") else counted > 0
+
+
+@pytest.mark.parametrize(
+    ("width", "inner", "layers", "heads", "tokens"), [(896, 4864, 24, 2, 18_000), (3584, 18944, 28, 4, 1_100)]
+)
+def test_a_further_pass_of_prompts_has_to_keep_a_gpu_busy(width, inner, layers, heads, tokens, monkeypatch):
+    """Shapes of Qwen2.5, 0.5B and 7B."""
+    asked = Qwen2Config(
+        hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=width // 64,
+        num_key_value_heads=heads,
+    )  # fmt: skip
+    with torch.device("meta"):
+        made = Qwen2ForCausalLM(asked)
+    monkeypatch.setattr(decoding, "CAPTURING", {"meta"})
+    assert decoding.tokens_of_a_pass(made) == pytest.approx(tokens, rel=0.1)
+    monkeypatch.setattr(decoding, "CAPTURING", set())
+    assert decoding.tokens_of_a_pass(made) == decoding.PASS
 
 
 @pytest.mark.parametrize("tokens", range(1, 22))

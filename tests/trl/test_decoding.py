@@ -77,7 +77,7 @@ SYSTEM, OTHER = ([*range(first, 90, step)] for first, step in ((20, 2), (21, 2))
 ALIKE = {
     "one beginning": ([SYSTEM], [5, 9, 30, 31]),
     "two": ([SYSTEM, OTHER[:20], SYSTEM], [5, 12, 9, 7]),
-    "two with a beginning of their own": ([SYSTEM + OTHER, SYSTEM + [9] * 20], [5, 30, 9, 5]),
+    "two with a beginning of their own": ([SYSTEM + OTHER, SYSTEM + [9] * 20], [5, 2, 9, 5]),
     "a prompt that others continue": ([SYSTEM], [0, 1, 9, 0]),
 }
 QUICK_ALIKE = {
