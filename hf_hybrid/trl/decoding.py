@@ -45,6 +45,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -136,11 +137,13 @@ class Prompts:
         owner (`list[int]`): The prompt of each row.
         first (`list[int]`): The first row of each prompt.
         tokens (`list[tuple[int, ...]]`): Tokens of each prompt.
+        lengths (`list[int]`): How many these are.
     """
 
     owner: list[int]
     first: list[int]
     tokens: list[tuple[int, ...]]
+    lengths: list[int]
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> Prompts:
@@ -152,17 +155,7 @@ class Prompts:
             owner.append(number)
             if number == len(first):
                 first.append(row)
-        return cls(owner, first, [*known])
-
-    @functools.cached_property
-    def lengths(self) -> list[int]:
-        """Tokens of each prompt, counted."""
-        return [*map(len, self.tokens)]
-
-    @property
-    def of_all_rows(self) -> int:
-        """Tokens of the prompts of all rows, counted."""
-        return sum(map(self.lengths.__getitem__, self.owner))
+        return cls(owner, first, [*known], [*map(len, known)])
 
 
 def tokens_of_a_pass(model: Any) -> float:
@@ -180,8 +173,10 @@ def tokens_of_a_pass(model: Any) -> float:
 
 def common(first: Sequence[int], second: Sequence[int]) -> int:
     """Return how many tokens two prompts have in common at their beginning."""
-    pairs = enumerate(zip(first, second))
-    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
+    for place, (one, other) in enumerate(zip(first, second)):
+        if one != other:
+            return place
+    return min(len(first), len(second))
 
 
 class Branch(NamedTuple):
@@ -210,12 +205,14 @@ def branch_of(
     What is shared takes a pass of its own, so it has to save more than `least` tokens beside the `above` tokens that
     are computed already. It is a `multiple`, at most `most`, and leaves each prompt a last token.
     """
-    alike = common(prompts[order[0]], prompts[order[-1]])  # and so those between them
-    shared = min(alike, most, *(len(prompts[prompt]) - 1 for prompt in order)) // multiple * multiple
+    rows = [*map(prompts.__getitem__, order)]
+    alike = common(rows[0], rows[-1])  # and so those between them
+    shared = min(alike, most, min(map(len, rows)) - 1) // multiple * multiple
     is_worth = (len(order) - 1) * (shared - above) > least
     branch = Branch(shared if is_worth else above, order[0], [], [])
-    for _, group in itertools.groupby(order, lambda prompt: prompts[prompt][alike : alike + 1]):
-        members = [*group]
+    next_tokens = [*map(operator.itemgetter(slice(alike, alike + 1)), rows)]  # none where a prompt ends
+    for _, places in itertools.groupby(range(len(order)), next_tokens.__getitem__):
+        members = [*map(order.__getitem__, places)]
         if len(members) == 1:
             branch.prompts.extend(members)
             continue
@@ -442,16 +439,18 @@ def _prefill(
     if positions is None:  # a model that is not told positions may count padding: then rows keep theirs
         width, branch = input_ids.shape[1], Branch(0, 0, [*range(len(lengths))], [])
     else:
-        width, order = max(lengths), sorted(range(len(lengths)), key=prompts.tokens.__getitem__)
-        windows = [layer.sliding_window for layer in empty.layers if isinstance(layer, DynamicSlidingWindowLayer)]
-        most = min(windows, default=width) - 1  # such a layer keeps no more
-        branch = branch_of(prompts.tokens, order, tokens_of_a_pass(model), multiple, most)
+        width, in_order = max(lengths), sorted(range(len(lengths)), key=prompts.tokens.__getitem__)
+        most = width - 1
+        for layer in empty.layers:
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                most = min(most, layer.sliding_window - 1)  # it keeps no more
+        branch = branch_of(prompts.tokens, in_order, tokens_of_a_pass(model), multiple, most)
     if positions is not None and (more := -input_ids.shape[1] % multiple):
         mask = model_inputs.get("attention_mask")  # `None` if nothing is padded
         mask = torch.ones_like(input_ids) if mask is None else mask
         input_ids, mask, positions = (pad(tensor, (more, 0)) for tensor in (input_ids, mask, positions))
         model_inputs = {**model_inputs, "attention_mask": mask, "position_ids": positions}
-    logits, caches, computed_at, computed = [], [], dict[int, int](), 0
+    logits, caches, order, computed = [], [], [], 0
     ahead: list[tuple[Branch, Any]] = [(branch, None)]
     while ahead:
         branch, start = ahead.pop()
@@ -466,18 +465,20 @@ def _prefill(
         ahead += [(below, start) for below in branch.branches]
         own = [lengths[prompt] - known for prompt in branch.prompts]
         chunks = [[*range(len(own))]] if positions is None else chunks_of_similar_length(own, max(multiple, 16))
-        for chunk in ([branch.prompts[index] for index in chunk] for chunk in chunks):
+        for chunk in chunks:
+            chunk = [*map(branch.prompts.__getitem__, chunk)]
             longest = width if positions is None else -(-lengths[chunk[-1]] // multiple) * multiple
-            rows = indices([prompts.first[prompt] for prompt in chunk], device)
+            rows = indices([*map(prompts.first.__getitem__, chunk)], device)
             padding = [longest - lengths[prompt] for prompt in chunk]
             part = _cut(model_inputs, rows, slice(-longest, None), padded=positions is None or max(padding) > 0)
             outputs = _pass(model, input_ids[:, -longest:].index_select(0, rows), part, start, padding)
             logits.append(outputs.logits[:, -1])
             caches.append(outputs[CACHE])
             del outputs
-            computed += sum(min(lengths[prompt], longest - known) for prompt in chunk)
-            computed_at |= {prompt: place for place, prompt in enumerate(chunk, len(computed_at))}
-    places = indices([computed_at[prompt] for prompt in prompts.owner], device)
+            computed += sum([longest - max(known, columns) for columns in padding])
+            order += chunk
+    computed_at = dict(zip(order, range(len(order))))
+    places = indices([*map(computed_at.__getitem__, prompts.owner)], device)
     return Prefilled(torch.cat(logits).index_select(0, places), caches, places, width, computed)
 
 
@@ -501,8 +502,9 @@ def _pass(model: Any, tokens: Tensor, model_inputs: dict[str, Any], start: Any, 
         **{**model_inputs, CACHE: cache},
     )
     outputs = model(**inputs, return_dict=True)
-    if any(layer.keys is None for layer in outputs[CACHE].layers):
-        raise PlainRolloutsError("without images the model leaves layers of its cache empty")
+    for layer in outputs[CACHE].layers:
+        if layer.keys is None:
+            raise PlainRolloutsError("without images the model leaves layers of its cache empty")
     return outputs
 
 
@@ -736,7 +738,8 @@ class Decoding(Part):
         if counts:
             self.counts["rows_decoded"] += computed
             self.counts["rows_decoded_saved"] += count * (completions.shape[1] - 1) - computed
-            self.counts["prompt_tokens_shared"] += prompts.of_all_rows - prefilled.computed
+            of_all_rows = sum(map(prompts.lengths.__getitem__, prompts.owner))
+            self.counts["prompt_tokens_shared"] += of_all_rows - prefilled.computed
         return torch.cat([input_ids, completions], dim=1)
 
     # A run.

@@ -139,8 +139,7 @@ def test_bf16():
 
 def test_prompts_are_told_apart_by_their_tokens():
     prompts = Prompts.of([[1, 2], [1, 2], [3], [1, 2], [3, 3]])
-    assert prompts == Prompts(owner=[0, 0, 1, 0, 2], first=[0, 2, 4], tokens=[(1, 2), (3,), (3, 3)])
-    assert prompts.lengths == [2, 1, 2] and prompts.of_all_rows == 9
+    assert prompts == Prompts(owner=[0, 0, 1, 0, 2], first=[0, 2, 4], tokens=[(1, 2), (3,), (3, 3)], lengths=[2, 1, 2])
 
 
 def tokens_computed(branch, prompts, above=0):
