@@ -169,12 +169,12 @@ class Transfers:
         if keep and sent is not None:
             self._leaving.append((sent, source))
             self._bytes_leaving += source.nbytes
-            while self._leaving and self._leaving[0][0].query():
-                self._bytes_leaving -= self._leaving.popleft()[1].nbytes
-            while self._bytes_leaving > self.most_leaving and len(self._leaving) > 1:
-                # The host does not wait. Memory is given back in the order of computation, which now waits instead.
-                self.wait(self._leaving[0][0])
-                self._bytes_leaving -= self._leaving.popleft()[1].nbytes
+        while self._leaving and self._leaving[0][0].query():
+            self._bytes_leaving -= self._leaving.popleft()[1].nbytes
+        while self._bytes_leaving > self.most_leaving and len(self._leaving) > 1:
+            # The host does not wait. Memory is given back in the order of computation, which now waits instead.
+            self.wait(self._leaving[0][0])
+            self._bytes_leaving -= self._leaving.popleft()[1].nbytes
         return sent
 
     def finish_sending(self) -> None:
