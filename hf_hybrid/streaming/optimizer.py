@@ -46,7 +46,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.machine import host_buffer, host_tensor
+from hf_hybrid.machine import host_buffer
 from hf_hybrid.streaming.streamer import LayerStreamer, Updates
 from hf_hybrid.streaming.transfers import Ring, Slot
 from hf_hybrid.streaming.units import Packing, Unit
@@ -114,6 +114,8 @@ class _Beside:
         self._states: list[Tensor] = []
         self.states: dict[tuple[int, str], Tensor] = {}
         """Where the states lie on the host."""
+        self.has_states = False
+        """Some of them are there."""
 
     def lock(self) -> None:
         """Page-lock the host's buffers that are not there."""
@@ -145,11 +147,13 @@ class _Beside:
 
     def views(self, buffer: Tensor) -> tuple[dict[Any, Tensor], dict[Any, Tensor], dict[Any, Tensor]]:
         """Return masters, gradients and states in a buffer of the device."""
-        parts = zip(self._packings, self._starts)
-        masters, gradients, *of_states = (
-            p.views(buffer[start:]) for p, start in parts if start + p.size <= len(buffer)
-        )
-        return masters, gradients, {key: state for part in of_states for key, state in part.items()}
+        masters, gradients, states = {}, {}, {}
+        for place, packing, start in zip(
+            (masters, gradients, *[states] * len(self._states)), self._packings, self._starts
+        ):
+            if start + packing.size <= len(buffer):
+                place |= packing.views(buffer[start:])
+        return masters, gradients, states
 
 
 def _travels(value: Any) -> bool:
@@ -240,7 +244,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             for param in beside.unit.trainable:
                 state, key = self.state.get(param.master, {}), id(param.parameter)
                 for name in [name for name in state if (key, name) in beside.states]:
-                    state[name] = beside.states[key, name].copy_(state[name])
+                    state[name], beside.has_states = beside.states[key, name].copy_(state[name]), True
 
     def detach(self, *, for_good: bool) -> None:
         """Give back what an error may have left of a step, and `for_good` the memory of the gradients."""
@@ -263,13 +267,22 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         A gradient that left the device is there no more, but its norm is, and the norm of a norm is that norm. With
         `now` the host waits for all gradients and the norm, because somebody reads them before the step.
         """
+        return self._norm([self.streamer.counterpart(parameter) for parameter in parameters], now=now)
+
+    def _norm(self, parameters: list[nn.Parameter], *, now: bool) -> Tensor:
         self.streamer.end_backward()
-        parameters = [self.streamer.counterpart(parameter) for parameter in parameters]
-        parts = [part for parameter in parameters if (part := self._norm_or_gradient(parameter)) is not None]
+        parts: list[Tensor] = []
+        for parameter in parameters:
+            param = self.streamer.masters.get(id(parameter))
+            if param is not None and param.norm is not None and parameter.grad is not None:
+                parts.append(param.norm)
+                param.norm = None
+            elif parameter.grad is not None:
+                parts.append(parameter.grad)
         norm = torch.nn.utils.get_total_norm(parts)
         if now:
             # It travels behind the gradients, so that the host waits once for all of them.
-            landing = host_tensor(norm.shape, norm.dtype, pin=self.streamer.transfers.beside)
+            landing = torch.empty(norm.shape, dtype=norm.dtype, pin_memory=self.streamer.transfers.beside)
             self.streamer.transfers.send(norm, landing)
             self.streamer.gradients_arrived()
             norm = landing.clone()  # not page-locked
@@ -283,13 +296,6 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
                 )
         return norm
 
-    def _norm_or_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        param = self.streamer.masters.get(id(parameter))
-        if parameter.grad is None or param is None or param.norm is None:
-            return parameter.grad
-        norm, param.norm = param.norm, None
-        return norm
-
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float, *, now: bool) -> Tensor:
         """
         Clip by the global norm, exactly as `torch.nn.utils.clip_grad_norm_` does over the model's parameters in their
@@ -297,7 +303,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         them before the step; otherwise they are scaled when their unit is stepped.
         """
         parameters = [self.streamer.counterpart(parameter) for parameter in parameters]
-        norm = self.total_norm(parameters, now=now)
+        norm = self._norm(parameters, now=now)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         self._scale = None
         for parameter in parameters:
@@ -358,9 +364,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         if unit in self._coming or self._ring is None:
             return
         beside, transfers = self._beside[unit], self.streamer.transfers
-        names = {id(param.parameter): self.state.get(param.master, {}) for param in unit.trainable}
-        has_states = any(name in names[key] for key, name in beside.states)
-        slot = self._ring.take(beside.size if has_states else beside.size_without_states)
+        slot = self._ring.take(beside.size if beside.has_states else beside.size_without_states)
         if slot is not None:
             self._coming[unit] = slot
             for start, buffer in beside.written(len(slot.buffer)):
@@ -383,13 +387,16 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         (groups, scale), slot = self.pending.pop(unit), self._coming.pop(unit)
         transfers.wait(slot.ready)
         views = beside.views(slot.buffer)
-        made = [pair for group in groups for pair in self._step(unit, group, scale, *views)]
+        made: list[tuple[Tensor, Tensor]] = []
+        for group in groups:
+            made += self._step(beside, group, scale, *views)
         for start, buffer in beside.written(len(slot.buffer)):
             transfers.send(slot.buffer[start : start + len(buffer)], buffer, keep=False)
         for state, place in made:
             transfers.send(state, place)
         storage.written = transfers.send(unit.slot.buffer[: storage.packed_bytes], storage.packed, keep=False)
         slot.sent = unit.slot.sent = storage.written
+        beside.has_states = True
         ring.give_back(slot)
         self.updating = None
         if not self.pending:  # the loss and the backward pass get the memory
@@ -397,29 +404,34 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             self._ring = None
 
     def _step(
-        self, unit: Unit, group: dict, scale: Tensor | None, masters: dict, gradients: dict, states: dict
+        self, beside: _Beside, group: dict, scale: Tensor | None, masters: dict, gradients: dict, states: dict
     ) -> list[tuple[Tensor, Tensor]]:
         """Step parameters of a unit by one call of the optimizer. Returns new states, and their places on the host."""
-        params = [self.streamer.masters[id(master)] for master in group["params"]]
-        stand_ins = [nn.Parameter(masters.get(id(p.parameter), p.parameter.data)) for p in params]
-        optimizer, places = self._over([{**group, "params": stand_ins}]), self._beside[unit].states
-        for param, stand_in in zip(params, stand_ins):
-            key = id(param.parameter)
-            stand_in.grad = gradients[key] if scale is None else gradients[key].mul_(scale)
-            own = self.state.get(param.master, {})
-            optimizer.state[stand_in] = {n: states[key, n] if (key, n) in places else v for n, v in own.items()}
+        places, stepped = beside.states, []
+        for master in group["params"]:
+            parameter = self.streamer.masters[id(master)].parameter
+            stand_in = nn.Parameter(masters.get(id(parameter), parameter.data))
+            gradient = gradients[id(parameter)]
+            stand_in.grad = gradient if scale is None else gradient.mul_(scale)
+            stepped.append((master, parameter, stand_in))
+        optimizer = self._over([{**group, "params": [stand_in for _, _, stand_in in stepped]}])
+        for master, parameter, stand_in in stepped:
+            optimizer.state[stand_in] = own = dict(self.state.get(master, {}))
+            for name in own:
+                own[name] = states.get((id(parameter), name), own[name])
         optimizer.step()
         made = []
-        for param, stand_in in zip(params, stand_ins):
-            key, own = id(param.parameter), self.state[param.master]
+        for master, parameter, stand_in in stepped:
+            own = self.state[master]
             for name, value in optimizer.state[stand_in].items():
-                if (key, name) not in places:
+                key = id(parameter), name
+                if key not in places:
                     own[name] = value
                 elif name not in own:
-                    own[name] = places[key, name]
+                    own[name] = places[key]
                     made.append((value, own[name]))
-            if key in masters:
-                param.parameter.data.copy_(stand_in)
+            if id(parameter) in masters:
+                parameter.data.copy_(stand_in)
         return made
 
     # Nothing is left pending.

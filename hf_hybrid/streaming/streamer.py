@@ -272,7 +272,8 @@ class LayerStreamer:
 
     def bring_in(self, unit: Unit, *, backward: bool = False) -> None:
         """Make the unit's parameters its weights on the device, and fetch the next units of this direction."""
-        if not unit.resident:
+        resident = unit.resident
+        if not resident:
             self._bind(unit, backward=backward)
         unit.bound = True
         if unit in self._position:
@@ -280,7 +281,7 @@ class LayerStreamer:
             following = self.layers[self._position[unit] + step :: step] if self._position[unit] + step >= 0 else []
             travelling = (other for other in following if not other.resident)
             # A resident unit leaves its slot to one more.
-            for other in itertools.islice(travelling, self.ahead + unit.resident):
+            for other in itertools.islice(travelling, self.ahead + resident):
                 self.fetch(other)
 
     def _bind(self, unit: Unit, *, backward: bool) -> None:
@@ -289,8 +290,7 @@ class LayerStreamer:
             for other in self.layers:
                 if other.slot is not None and other is not self._in_backward and other.pool is unit.pool:
                     self.release(other)
-            self._take_slot(unit)
-        self._load(unit)
+        self.fetch(unit)
         slot = unit.slot
         if slot is None:
             raise RuntimeError(f"No slot is free for `{unit.name}`.")
@@ -311,17 +311,8 @@ class LayerStreamer:
 
     def fetch(self, unit: Unit) -> None:
         """Start to copy a unit to the device. Without a free slot, do nothing."""
-        if unit.slot is not None or self._take_slot(unit):
-            self._load(unit)
-
-    def _take_slot(self, unit: Unit) -> bool:
-        if unit.pool is None:
-            raise RuntimeError(f"`{unit.name}` has no slots: the model is not attached.")
-        unit.loaded = unit in unit.pool.held
-        unit.slot = unit.pool.take(unit)
-        return unit.slot is not None
-
-    def _load(self, unit: Unit) -> None:
+        if unit.slot is None and not self._take_slot(unit):
+            return
         if unit in self.updates.pending:
             self.updates.begin_load(unit)
         packed = unit.storage.packed
@@ -329,6 +320,13 @@ class LayerStreamer:
             self.transfers.load(unit.slot, packed, after=unit.storage.written)
             unit.loaded = True
             unit.loads += 1
+
+    def _take_slot(self, unit: Unit) -> bool:
+        if unit.pool is None:
+            raise RuntimeError(f"`{unit.name}` has no slots: the model is not attached.")
+        unit.loaded = unit in unit.pool.held
+        unit.slot = unit.pool.take(unit)
+        return unit.slot is not None
 
     def release(self, unit: Unit) -> None:
         """Make the unit's parameters placeholders again."""
@@ -367,9 +365,9 @@ class LayerStreamer:
         gradient, param.parameter.grad = param.parameter.grad, None
         if param.total is not None:
             gradient, param.total = param.total, None
-        if gradient is None:
+        master = param.host_weights
+        if gradient is None or master is None:  # nothing came, or nothing is updated
             return
-        master = param.master
         gradient = gradient.to(master.dtype)
         if param.gradient is None:
             param.gradient = host_tensor(master.shape, master.dtype, pin=self.transfers.beside)

@@ -70,26 +70,25 @@ class Ring:
 
     def take(self, size: int) -> Slot | None:
         """Return `size` bytes whose contents left first, or `None` where none are free."""
-        last = len(self.whole.buffer) - size
-        starts = {0, last, *(place.stop for place, _ in (*self._lent, *self._left))}
-        places = [range(start, start + size) for start in starts if start <= last]
-        free = [place for place in places if not any(_overlap(place, other) for other, _ in self._lent)]
-        if not free:
+        last, best, least = len(self.whole.buffer) - size, None, len(self._left)
+        for start in sorted({0, last, *(place.stop for place, _ in (*self._lent, *self._left))}, reverse=True):
+            stop = start + size
+            if start > last or any(start < lent.stop and lent.start < stop for lent, _ in self._lent):
+                continue
+            covered = [i for i, (left, _) in enumerate(self._left) if start < left.stop and left.start < stop]
+            age = covered[-1] if covered else -1
+            if age < least:
+                best, least = range(start, stop), age
+        if best is None:
             return None
-
-        def age(place: range) -> tuple[int, int]:
-            covered = [index for index, (other, _) in enumerate(self._left) if _overlap(place, other)]
-            return max(covered, default=-1), -place.start
-
-        place = min(free, key=age)
-        slot = Slot(self.whole.buffer[place.start : place.stop])
+        slot = Slot(self.whole.buffer[best.start : best.stop])
         slot.idle = self.whole.idle
-        for earlier in [earlier for earlier in self._left if _overlap(place, earlier[0])]:
+        for earlier in [one for one in self._left if best.start < one[0].stop and one[0].start < best.stop]:
             # Of the last: the copies out of the others are over before it. Copies in keep their order too, so those
             # into the rest of such a place need not wait again.
             self._left.remove(earlier)
             slot.sent = earlier[1].sent
-        self._lent.append((place, slot))
+        self._lent.append((best, slot))
         return slot
 
     def give_back(self, slot: Slot) -> None:
@@ -101,10 +100,6 @@ class Ring:
     def forget(self) -> None:
         """Drop what was loaded and will not be used. Copies in keep their order, so nothing has to be waited for."""
         self._lent.clear()
-
-
-def _overlap(first: range, second: range) -> bool:
-    return first.start < second.stop and second.start < first.stop
 
 
 class Transfers:
@@ -129,11 +124,7 @@ class Transfers:
     def wait(self, event: Event) -> None:
         """Let later computation wait for the event, without blocking the host."""
         if event is not None:
-            self._computing.wait_event(event)
-
-    @property
-    def _computing(self) -> Any:
-        return self._streams.current_stream(self.device)
+            self._streams.current_stream(self.device).wait_event(event)
 
     def _copy(self, stream: Any, target: Tensor, source: Tensor) -> Event:
         with self._streams.stream(stream):
@@ -152,7 +143,7 @@ class Transfers:
 
     def release(self, slot: Slot) -> None:
         """Let the next load wait for the present computation, which may still read the slot."""
-        slot.idle = self._computing.record_event()
+        slot.idle = self._streams.current_stream(self.device).record_event()
 
     # Single tensors.
 
@@ -164,7 +155,7 @@ class Transfers:
         [`finish_sending`]. Of several sources at most `most_leaving` bytes are kept.
         """
         self.bytes_out += target.numel() * target.element_size()
-        self._out.wait_stream(self._computing)
+        self._out.wait_stream(self._streams.current_stream(self.device))
         sent = self._last_sent = self._copy(self._out, target, source)
         if keep and sent is not None:
             self._leaving.append((sent, source))
@@ -204,7 +195,7 @@ class Transfers:
         target = torch.empty(source.shape, dtype=source.dtype, device=self.device)
         # The memory of `target` may still be read by what was computed before. `record_stream` would spare this wait,
         # but keeps memory from reuse until the host sees that it is free, and the host runs far ahead of the device.
-        self._in.wait_stream(self._computing)
+        self._in.wait_stream(self._streams.current_stream(self.device))
         if after is not None:
             self._in.wait_event(after)
         return Fetched(target, self._copy(self._in, target, source), self)

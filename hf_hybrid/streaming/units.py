@@ -61,10 +61,10 @@ class Packing:
 
     def views(self, buffer: Tensor) -> dict[Any, Tensor]:
         """Return the tensors in such a buffer, by their keys."""
-        return {
-            key: buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-            for key, (start, shape, dtype) in self._places.items()
-        }
+        views = {}
+        for key, (start, shape, dtype) in self._places.items():
+            views[key] = buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        return views
 
 
 @dataclass
