@@ -367,10 +367,10 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         slot = self._ring.take(beside.size if beside.has_states else beside.size_without_states)
         if slot is not None:
             self._coming[unit] = slot
-            for start, buffer in beside.written(len(slot.buffer)):
-                transfers.load(slot, buffer, start=start, after=unit.storage.written)
+            written, (start, gradients) = beside.written(len(slot.buffer)), beside.gradients()
+            for place, buffer in written:
+                transfers.load(slot, buffer, start=place, after=unit.storage.written)
             # Last: those of the first units have only just been sent.
-            start, gradients = beside.gradients()
             transfers.load(slot, gradients, start=start, after=unit.storage.gradients_sent)
 
     @torch.no_grad()
