@@ -547,11 +547,11 @@ def rows_part(trainer: BuiltTrainer) -> Part | None:
         return None
     own = own_losses(trainer)
     if own or trainer.compute_loss_func is not None or trainer.args.label_smoothing_factor:
-        from hf_hybrid.rows import states
+        from hf_hybrid.rows import any_loss
 
         # `on` says that a loss that nobody knows reads no padding.
-        if options.share_rows == "on" or own[:1] and own[0] in states.KNOWN:
-            return states.SharedStates(trainer, states.reason_not_shared(trainer.args))
+        if options.share_rows == "on" or own[:1] and own[0] in any_loss.KNOWN:
+            return any_loss.RowsForAnyLoss(trainer, any_loss.reason_not_shared(trainer.args))
     from hf_hybrid.rows.windows import SharedWindows, reason_not_shared
 
     return SharedWindows(trainer, reason_not_shared(trainer))

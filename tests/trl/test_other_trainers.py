@@ -25,7 +25,7 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer  # noqa: E402
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # noqa: E402
 
 from hf_hybrid import HybridConfig, HybridTrainer  # noqa: E402
-from hf_hybrid.rows.states import SharedStates  # noqa: E402
+from hf_hybrid.rows.any_loss import RowsForAnyLoss  # noqa: E402
 from hf_hybrid.trainer import HybridTrainerMixin  # noqa: E402
 from hf_hybrid.trl.sft_dpo import TRLConfigBase  # noqa: E402
 
@@ -189,11 +189,11 @@ def test_other_losses_of_a_trainer(option, tmp_path):
 
 
 def test_states_that_differ_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_hybrid.rows.states.apart", lambda plain, tree: 0.5)
+    monkeypatch.setattr("hf_hybrid.rows.any_loss.apart", lambda plain, tree: 0.5)
     theirs, ours = (train("reward", tmp_path / str(hybrid), hybrid) for hybrid in (False, True))
     assert_same_weights(weights(theirs.model), weights(ours.model))
     assert "5.0e-01 of their length away" in ours.hybrid_summary()["plain_rows_because"]
-    assert isinstance(ours.rows, SharedStates)
+    assert isinstance(ours.rows, RowsForAnyLoss)
 
 
 def test_what_makes_batches_stay_padded(tmp_path):

@@ -66,7 +66,7 @@ def in_padded_rows(states: Tensor, row: FlatRow) -> Tensor:
     return empty.index_put((places,), states[0][slots[readers]]).view(rows, length, -1)
 
 
-class SharedStates(SharedRows):
+class RowsForAnyLoss(SharedRows):
     """
     Lets the backbones of a trainer's models compute batches as trees, whatever the loss does with their states.
 
