@@ -17,7 +17,7 @@ It holds three things:
   targets. Where rows repeat each other, several rows read the same target, and each counts.
 
 Tokens that predict nothing are left out: padding, the last token of a row, the tokens after a row's last label, and
-rows without labels.
+rows without labels. A router's loss counts all but padding (experts.py): there rows stay whole, and micro-batches too.
 
 **How the tree is built.** The rows are sorted, so rows with a common prefix are neighbours. They enter the tree one
 after the other, and only the path of the previous row is open. A new row follows this path as far as both agree, splits
@@ -34,6 +34,7 @@ The same idea without sharing is known as packing without padding. With sharing 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -63,7 +64,7 @@ class Row(NamedTuple):
     """One row of a batch. Rows sort by what they begin with."""
 
     position: int  # of its first token
-    ids: bytes  # its tokens up to the last one that is predicted, each a `WORD`
+    ids: bytes  # its tokens up to the last one that is predicted, or all that are computed, each a `WORD`
     length: int  # number of its tokens that are computed: the last one predicts nothing
     first: int  # column of its first token; what stands before it is padding
     batch: int  # the number of the batch it comes from
@@ -81,6 +82,7 @@ class Batch(NamedTuple):
     ids: Tensor
     mask: Tensor  # 1 where there is a token, 0 where there is padding
     labels: Tensor  # the tokens that are to be predicted, `IGNORED` elsewhere
+    micro_batches: Tensor | None = None  # of the trainer, that rows come from, `[batch]`: none is -1, `None` is one
 
     @property
     def tokens(self) -> int:
@@ -92,24 +94,27 @@ class Batch(NamedTuple):
         """Which tokens predict a label: `[batch, length - 1]`, as each predicts the one behind it."""
         return self.labels.numpy()[:, 1:] != IGNORED
 
-    def rows(self, number: int = 0, *, counts_mask: bool = False) -> list[Row] | None:
+    def rows(self, number: int = 0, *, counts_mask: bool = False, whole: bool = False) -> list[Row] | None:
         """
-        Return the rows with labels, as those of batch `number`.
+        Return the rows with labels, as those of batch `number`; where `whole`, all rows and all of their tokens.
 
         A token's position is its column, or where `counts_mask`, its place among the tokens of its row. `None` if a row
         has a hole in its mask, or predicts a label from padding: it has no place in a tree.
         """
         ids, mask, predicted = self.ids.numpy().astype(WORD), self.mask.numpy() != 0, self.predicted
         rows, labels = [], predicted.sum(1)
-        if not labels.any():
+        kept = mask.any(1) if whole else labels > 0
+        if not kept.any():
             return rows
-        begins, predicting = mask.argmax(1), predicted.argmax(1)
-        ends = predicted.shape[1] - predicted[:, ::-1].argmax(1)
-        for row in np.flatnonzero(labels).tolist():
+        begins, predicting = mask.argmax(1), np.where(labels, predicted.argmax(1), mask.shape[1])
+        ends = np.where(labels, predicted.shape[1] - predicted[:, ::-1].argmax(1), 0)  # behind the last that predicts
+        if whole:
+            ends = np.maximum(ends, mask.shape[1] - mask[:, ::-1].argmax(1))
+        for row in np.flatnonzero(kept).tolist():
             begin, end = int(begins[row]), int(ends[row])
             if predicting[row] < begin or not mask[row, begin:end].all():
                 return None
-            tokens, position = ids[row, begin : end + 1].tobytes(), 0 if counts_mask else begin
+            tokens, position = ids[row, begin : end + (not whole)].tobytes(), 0 if counts_mask else begin
             rows.append(Row(position, tokens, end - begin, begin, number, row, int(labels[row])))
         return rows
 
@@ -249,6 +254,16 @@ class Tree:
             segments.append(Segment(node.slot, node.slot + node.stop - node.start, tuple(reversed(path))))
         return tuple(segments)
 
+    def reads(self, batch: Batch) -> Tensor:
+        """Return how many rows of each micro-batch in a batch read each slot: `[micro_batches, slots]`."""
+        of_rows = np.zeros(len(batch.ids), np.int64) if batch.micro_batches is None else batch.micro_batches.numpy()
+        numbers = np.unique(of_rows[of_rows >= 0])
+        reads = np.zeros((len(numbers), self.size), np.int64)
+        for row, spans in zip(self.rows, self.spans, strict=True):
+            for begin, end in spans:
+                reads[numbers == of_rows[row.number], begin:end] += 1
+        return torch.from_numpy(reads)
+
     @property
     def labels(self) -> int:
         """Number of predicted tokens, each counted once per row."""
@@ -286,7 +301,8 @@ def labels_of(tree: Tree, batches: Sequence[Batch]) -> tuple[np.ndarray, np.ndar
     Return for each label of a tree `slot << 32 | token`, where and what is predicted, and the index of the predicting
     token among those of the tree's rows, one row after the other. Both are `[labels]`.
     """
-    of_batches = [batch.labels.numpy() for batch in batches]
+    # The last token of a row predicts what would stand behind it.
+    of_batches = [np.pad(batch.labels.numpy(), ((0, 0), (0, 1)), constant_values=IGNORED) for batch in batches]
     labels = np.concatenate(
         [of_batches[row.batch][row.number, row.first + 1 : row.first + 1 + row.length] for row in tree.rows]
     )
@@ -309,6 +325,18 @@ def divide(rows: Sequence[Row], most: float, *, shares: bool = True) -> list[Tre
     return trees
 
 
+def join(rows: Sequence[Row], most: float, *, shares: bool = True) -> list[Tree]:
+    """As [`divide`], of rows that come batch by batch: those of a batch stay together, whatever memory they take."""
+    trees: list[Tree] = []
+    for _, of_batch in itertools.groupby(rows, lambda row: row.batch):
+        tree = Tree.of(list(of_batch), shares=shares)
+        if trees and (joined := Tree.of([*trees[-1].rows, *tree.rows], shares=shares)).memory <= most:
+            trees[-1] = joined
+        else:
+            trees.append(tree)
+    return trees
+
+
 def padded(tree: Tree, batches: Sequence[Batch], beside: Sequence[tuple[int, int]] = ()) -> tuple[Batch, Tree]:
     """
     Return the rows of a tree as a padded batch, whole and in their own columns, and the tree as one of that batch.
@@ -318,12 +346,12 @@ def padded(tree: Tree, batches: Sequence[Batch], beside: Sequence[tuple[int, int
     length = max(batches[number].ids.shape[1] for number, _ in wanted)
     filled = np.zeros((3, len(wanted), length), np.int64)
     filled[2] = IGNORED
-    arrays = [[tensor.numpy() for tensor in batch] for batch in batches]
+    arrays = [[tensor.numpy() for tensor in batch[:3]] for batch in batches]
     for place, (number, row) in enumerate(wanted):
         for part, of_batch in zip(filled, arrays[number]):
             part[place, : of_batch.shape[1]] = of_batch[row]
     # Padding on the right has no use, but a row may learn to end with it.
     last = int(np.flatnonzero(filled[1].any(0)).max(initial=0))
     end = max([last] + [row.first + row.length for row in tree.rows]) + 1
-    batch = Batch(*torch.from_numpy(filled[:, :, :end]))
+    batch = Batch(*torch.from_numpy(filled[:, :, :end]), torch.tensor([number for number, _ in wanted]))
     return batch, replace(tree, rows=[row._replace(batch=0, number=place) for place, row in enumerate(tree.rows)])

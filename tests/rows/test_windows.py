@@ -33,6 +33,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    OlmoeConfig,
     OPTConfig,
     Phi3Config,
     PhiConfig,
@@ -62,6 +63,9 @@ LATENT = {
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1,
     "n_routed_experts": 4, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4,
 }  # fmt: skip
+GPT_OSS = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12}
+OLMOE = {"num_experts": 4, "num_experts_per_tok": 2}
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 NO_DROPOUT = {"residual_dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0}
 ARCHITECTURES = {
     "llama": (LlamaConfig, {}),
@@ -87,14 +91,19 @@ ARCHITECTURES = {
     "mixtral": (MixtralConfig, {"num_local_experts": 2}),
     "deepseek_v3": (DeepseekV3Config, {**LATENT, **EXPERTS}),
     "gemma2": (Gemma2Config, {"head_dim": 8, "sliding_window": 12, "attn_logit_softcapping": 1.0}),
-    "gpt_oss": (GptOssConfig, {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12}),
+    "gpt_oss": (GptOssConfig, GPT_OSS),
+    "olmoe": (OlmoeConfig, OLMOE),
+    "mixtral with its loss": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 1, **BALANCED}),
+    "qwen3_moe with its loss": (Qwen3MoeConfig, {"head_dim": 8, "num_experts": 4, **EXPERTS, **BALANCED}),
+    "gpt_oss with its loss": (GptOssConfig, {**GPT_OSS, **BALANCED}),
+    "olmoe with its loss": (OlmoeConfig, {**OLMOE, **BALANCED}),
     "starcoder2": (Starcoder2Config, {"sliding_window": None, **NO_DROPOUT}),
 }
 
 
 COMMON = (
     "llama", "qwen3", "qwen3_moe", "mistral with a window", "gemma3 with a window", "phi3", "gpt2", "smollm3", "opt",
-    "deepseek_v3", "gemma2", "gpt_oss",
+    "deepseek_v3", "gemma2", "gpt_oss", "qwen3_moe with its loss", "gpt_oss with its loss",
 )  # fmt: skip
 """Those of the default suite."""
 
@@ -111,6 +120,7 @@ def build(architecture="llama", attention="sdpa", **options):
     return model
 
 
+BALANCED_MODEL = "qwen3_moe with its loss"
 LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
@@ -292,11 +302,16 @@ def test_adapters_train_as_in_trainer(tmp_path):
     assert apart(weights(expected.model), weights(found.model)) < 1e-6
 
 
-@pytest.mark.parametrize("compiled", [{}, pytest.param(COMPILED, marks=pytest.mark.slow)], ids=["eager", "compiled"])
-def test_a_resumed_run_ends_at_the_same_weights_and_goes_on_counting(compiled, tmp_path):
+RESUMED = {"eager": ("llama", {}), "router loss": ("gpt_oss with its loss", {}), "compiled": ("llama", COMPILED)}
+
+
+@pytest.mark.parametrize("case", mostly_slow(RESUMED, ["eager", "router loss"]))
+def test_a_resumed_run_ends_at_the_same_weights_and_goes_on_counting(case, tmp_path):
+    architecture, compiled = RESUMED[case]
     rows, options = KINDS["unrolled"](), {"save_strategy": "steps", "save_steps": 5, **compiled}
-    whole = shared(tmp_path, rows, **options)
-    resumed = shared(tmp_path / "resumed", rows, resume=str(tmp_path / "checkpoint-5"), **options)
+    whole = shared(tmp_path, rows, model=build(architecture), **options)
+    checkpoint = str(tmp_path / "checkpoint-5")
+    resumed = shared(tmp_path / "resumed", rows, model=build(architecture), resume=checkpoint, **options)
     assert_same_weights(weights(whole.model), weights(resumed.model))
     for name in ("tokens", "tokens_padding", "tokens_shared", "micro_batches_saved"):
         assert whole.hybrid_summary()[name] == resumed.hybrid_summary()[name] > 0
@@ -415,6 +430,57 @@ def test_evaluations_of_a_training_compute_trees(tmp_path):
     shared(tmp_path, KINDS["system"](), model=model, max_steps=1, eval_strategy="steps", eval_steps=1)
     padded = pad(KINDS["system"]()[:8])["input_ids"].numel(), pad(KINDS["system"]()[8:10])["input_ids"].numel()
     assert lengths[-2] < padded[0] / 2 and lengths[-1] < padded[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "case", ["checkpointing", "one micro-batch", "streamed by micro-batch", "chunked loss", "bf16"]
+)
+def test_router_losses_compose(case, tmp_path):
+    rows, options = KINDS["agent"](), {"optim": "sgd", **VARIANTS[case], "max_steps": 4}
+    off, on = (
+        shared(tmp_path / way, rows, model=build(BALANCED_MODEL), **{**options, "share_rows": way})
+        for way in ("off", "on")
+    )
+    limit, of_losses = (5e-3, 1e-2) if case == "bf16" else (2e-6, 1e-4)
+    assert apart(weights(off.model), weights(on.model)) < limit
+    assert losses(on) == pytest.approx(losses(off), rel=of_losses)
+    assert on.hybrid_summary()["tokens_shared"] > 0.3 * on.hybrid_summary()["tokens"]
+    assert on.hybrid_summary()["plain_rows_because"] is None
+
+
+def test_without_a_mask_routers_count_padding(tmp_path):
+    """As they do in `Trainer`, where the model gets tokens and labels alone."""
+    model, batch = build(BALANCED_MODEL), pad(KINDS["agent"]()[:8])
+    del batch["attention_mask"]
+    found = []
+    for engine in (None, SharedRows()):
+        model.zero_grad()
+        with contextlib.nullcontext() if engine is None else engine.on(model):
+            output = model(**batch)
+        output.loss.backward()
+        found.append((output.loss.item(), output.aux_loss.item(), [p.grad.clone() for p in model.parameters()]))
+    assert engine.counts["tokens_shared"] > 0 == engine.counts["tokens_padding"]
+    (loss, router, expected), (same_loss, same_router, gradients) = found
+    assert (same_loss, same_router) == pytest.approx((loss, router), rel=1e-5)
+    assert apart(dict(enumerate(expected)), dict(enumerate(gradients))) < 1e-5
+
+
+def test_parts_of_several_micro_batches_have_a_router_loss_each(tmp_path):
+    """Such parts are computed after an out-of-memory error. A loss is that of a run with micro-batches of that size."""
+    model, rows = build(BALANCED_MODEL), KINDS["agent"]()[:6]
+    numbers = torch.tensor([7, 2, 7, 2, 2, 7])
+    labels = sum(sum(label != -100 for label in row["labels"][1:]) for row in rows)
+    of_micro_batches = [[row for row, own in zip(rows, numbers) if own == number] for number in (2, 7)]
+    expected = sum(model(**pad(own), num_items_in_batch=labels).loss for own in of_micro_batches)
+    engine = SharedRows()
+    with engine.on(model):
+        found = model(**pad(rows), num_items_in_batch=labels, hybrid_micro_batches=numbers).loss
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    limit = Limit(60)
+    model.model.layers[0].register_forward_pre_hook(limit, with_kwargs=True)
+    trained = shared(tmp_path, KINDS["agent"](), model=model, max_steps=2)
+    assert trained.hybrid_summary()["out_of_memory"] and trained.hybrid_summary()["tokens_shared"] > 0
 
 
 class Limit:
@@ -604,6 +670,22 @@ def counted():
     return model
 
 
+def counting():
+    """Experts that are balanced by how many tokens each got, as in DeepSeek-V3: a callback would read the counts."""
+    model = build("deepseek_v3")
+    layer = model.model.layers[1].mlp
+    layer.register_buffer("tokens", torch.zeros(4))
+
+    def count(router, args, output):
+        if router.training:
+            layer.tokens = layer.tokens + (args[0].flatten(0, -2) @ router.weight.t()).topk(
+                2
+            ).indices.flatten().bincount(minlength=4)
+
+    layer.gate.register_forward_hook(count)
+    return model
+
+
 def stateful(config, **options):
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config(**{**SIZES, **options}))
@@ -612,7 +694,7 @@ def stateful(config, **options):
 REFUSED = {
     "state-space layers": (lambda: stateful(MambaConfig), {}, "state that runs along the row"),
     "convolutions": (lambda: stateful(Lfm2Config, layer_types=["conv", "full_attention"]), {}, "state that runs"),
-    "router": (lambda: build("mixtral", output_router_logits=True), {}, "router loss"),
+    "counts": (counting, {}, "a forward pass changes the buffer `model.layers.1.mlp.tokens`, which counts every token"),
     "label smoothing": (build, {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
     "noise": (build, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
     "first batch": (counted, {}, "hidden states of the first batch are .* away"),

@@ -90,6 +90,7 @@ GPT2 = {
     "vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,
     "embd_pdrop": 0.0, "attn_pdrop": 0.0, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
 }  # fmt: skip
+BALANCED = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
 ARCHITECTURES = {
     "llama": lambda **o: LlamaForCausalLM(LlamaConfig(**SIZES, **o)),
     "qwen2": lambda **o: Qwen2ForCausalLM(Qwen2Config(**SIZES, **o)),
@@ -97,6 +98,7 @@ ARCHITECTURES = {
     "gemma": lambda **o: GemmaForCausalLM(GemmaConfig(**SIZES, head_dim=8, **o)),
     "gpt2": lambda **o: GPT2LMHeadModel(GPT2Config(**GPT2, **o)),
     "phi": lambda **o: PhiForCausalLM(PhiConfig(**SIZES, **o)),
+    "mixtral": lambda **o: MixtralForCausalLM(MixtralConfig(**SIZES, **BALANCED, **o)),
     "opt": lambda **o: OPTForCausalLM(OPTConfig(**SIZES, ffn_dim=48, dropout=0.0, word_embed_proj_dim=32, **o)),
 }
 
@@ -410,10 +412,6 @@ def bloom():
     return BloomForCausalLM(BloomConfig(**sizes, hidden_dropout=0.0, attention_dropout=0.0))
 
 
-def mixtral():
-    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2, output_router_logits=True))
-
-
 class Counted(LlamaForCausalLM):
     """A model whose layers know the place of a token in its row, which is found only by looking."""
 
@@ -429,7 +427,6 @@ class Counted(LlamaForCausalLM):
 PLAIN = {
     "state-space layers": (mamba, "layers with a state that runs along the row"),
     "ALiBi": (bloom, "the attention of `BloomForCausalLM` is its own"),
-    "router": (mixtral, "the router loss counts every token"),
     "first batch": (lambda: Counted(LlamaConfig(**SIZES)), "hidden states of the first batch are .* away"),
 }
 
