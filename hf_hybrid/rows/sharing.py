@@ -522,7 +522,8 @@ class SharedRows(Part):
         if way.row is None:
             return None
         if way.row.reads is not None and (logits := getattr(output, "router_logits", None)):
-            way.router = router_losses(logits, facts.router.chosen, way.row.reads).sum()
+            router: Any = facts.router
+            way.router = router_losses(logits, router.chosen, way.row.reads).sum()
             output.router_logits = None
         hidden = output[0][:, way.row.slots.to(output[0].device)]
         if isinstance(output, tuple):
@@ -540,8 +541,8 @@ class SharedRows(Part):
             return None
         if getattr(output, "log_probs", None) is None:
             if way.router is not None:
-                weight: Any = self.facts_of(model).router.weight
-                output.loss = output.loss + weight * way.router.to(output.loss.device)
+                router: Any = self.facts_of(model).router
+                output.loss = output.loss + router.weight * way.router.to(output.loss.device)
                 output.aux_loss = way.router
             return None
         values = {name: row.read(values) for name, values in output.items() if values.dim() == 2}
@@ -713,7 +714,7 @@ class SharedRows(Part):
         self, model: nn.Module, compute: Callable, device: torch.device, how: str, batch: Batch, tree: Tree
     ) -> Observed:
         """Compute a batch `padded` or as a `tree`, and return what the backbone and `compute` returned."""
-        inputs = {name: tensor.to(device) for name, tensor in zip(_BATCH, batch)}
+        inputs = {name: tensor.to(device) for name, tensor in zip(_BATCH, batch[:3])}
         way, computed = self._under_way, self._computed
         self._copied[inputs["input_ids"]] = Copied(batch, tree)
         way.comparing, self._computed = how, None

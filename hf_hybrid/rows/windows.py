@@ -288,9 +288,11 @@ class SharedWindows(SharedRows):
         moved = FlatRow.of_window(micro_batches, device, repeats=repeats, balances=balances)
         for (batch, tree), ((ids, mask, labels, _), row) in zip(micro_batches, moved, strict=True):
             self._copied[ids] = Copied(batch, tree, row)
-            window.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+            inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
             if balances:
-                window[-1][MICRO_BATCHES] = batch.micro_batches.to(device)
+                origins: Any = batch.micro_batches
+                inputs[MICRO_BATCHES] = origins.to(device)
+            window.append(inputs)
         self._laid_out = True
         return window
 

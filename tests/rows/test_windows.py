@@ -302,7 +302,7 @@ def test_adapters_train_as_in_trainer(tmp_path):
     assert apart(weights(expected.model), weights(found.model)) < 1e-6
 
 
-RESUMED = {"eager": ("llama", {}), "router loss": ("gpt_oss with its loss", {}), "compiled": ("llama", COMPILED)}
+RESUMED = {"eager": ("llama", {}), "router loss": (BALANCED_MODEL, {}), "compiled": ("llama", COMPILED)}
 
 
 @pytest.mark.parametrize("case", mostly_slow(RESUMED, ["eager", "router loss"]))
@@ -315,6 +315,16 @@ def test_a_resumed_run_ends_at_the_same_weights_and_goes_on_counting(case, tmp_p
     assert_same_weights(weights(whole.model), weights(resumed.model))
     for name in ("tokens", "tokens_padding", "tokens_shared", "micro_batches_saved"):
         assert whole.hybrid_summary()[name] == resumed.hybrid_summary()[name] > 0
+
+
+def test_the_best_experts_are_loaded_at_the_end(tmp_path):
+    """transformers saves experts one by one, and `Trainer` keeps the last ones where it looks for the best."""
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    trained = shared(tmp_path, KINDS["agent"](), model=build(BALANCED_MODEL), **options)
+    best = AutoModelForCausalLM.from_pretrained(trained.state.best_model_checkpoint)
+    assert trained.state.best_model_checkpoint.endswith("checkpoint-1")  # of the largest loss
+    assert_same_weights(weights(best), weights(trained.model))
 
 
 @pytest.mark.long
