@@ -532,8 +532,8 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
 
 def adapter_parts(trainer: BuiltTrainer) -> list[Part]:
     """Return the parts that compute adapters with fewer kernels and casts under bf16 autocast."""
-    idle = trainer.hybrid_args.enable_predict and trainer.accelerator.mixed_precision == "bf16"
-    if not idle or not has_adapters(trainer.model):
+    to_the_bit = trainer.can_leap and not trainer.hybrid_args.enable_predict
+    if to_the_bit or trainer.accelerator.mixed_precision != "bf16" or not has_adapters(trainer.model):
         return []
     from hf_hybrid.phase_memory import adapters
 

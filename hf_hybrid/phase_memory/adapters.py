@@ -1,11 +1,12 @@
 """
-Adapters under bf16 autocast, with fewer kernels and casts than PEFT's forward.
+Adapters with fewer kernels and casts than PEFT's forward.
 
 PEFT computes a layer, `y = x W' + s (x A') B'`, as
 
     x W'    cast x    cast A    x A'    cast B    (x A') B'    times s    plus
 
-and its backward pass has one or two kernels for each of them. While a micro-batch computes, [`AdapterProducts`] has
+under bf16 autocast, and its backward pass has one or two kernels for each of them. While a micro-batch computes, and
+where trl/captured.py captures a pass, [`AdapterProducts`] has
 
     x W'    x A'    += (x A') (s B)'
 
@@ -16,7 +17,7 @@ and its backward pass has one or two kernels for each of them. While a micro-bat
 
 The products have the operands of PEFT's, rounded to the same 16 bits. PEFT then rounds three times (the product, its
 scaled value, the sum), and this once: weights after a step are nearer to those of fp32 (`benchmarks.skips.adapters`).
-What is not plain LoRA ([`plain_lora_layers`]) keeps PEFT's forward, as does what is no micro-batch of a training.
+What is not plain LoRA ([`plain_lora_layers`]) keeps PEFT's forward, as does what is neither of the two.
 
 Two savings change no bit. PEFT casts the input of an adapter to fp32, and the product casts it back at once, but the
 copy is kept for the backward pass: where PEFT's forward stays, [`UncastInputs`] switches that off. And autocast rounds
@@ -25,9 +26,10 @@ frozen fp32 weights to bf16 in each forward pass and keeps both: [`FrozenInBf16`
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -52,10 +54,11 @@ def adapter_parts(trainer: TrainerView) -> list[Part]:
     stays = not (trainer.memory.streams or sharding_of(args) or args.torch_compile or args.n_gpu > 1)
     # DDP reduces gradients where autograd leaves them, and some optimizers step there.
     alone = args.world_size == 1 and not steps_in_backward(optimizer_name(args))
-    if plain:
-        fewer = options.share_rows != "off" and stays and alone
-        parts.append(AdapterProducts(plain, torch.bfloat16) if fewer else UncastInputs(plain))
     known = unknown_loss(trainer) is None or trainer.trains_preferences  # others may generate, without autocast
+    if plain and options.share_rows != "off" and stays and alone:
+        parts.append(AdapterProducts(plain, torch.bfloat16))
+    elif plain and known:
+        parts.append(UncastInputs(plain))
     if known and stays and not options.weight_precision:
         frozen, adapters = frozen_linear_layers(model)
         if frozen:
@@ -64,17 +67,25 @@ def adapter_parts(trainer: TrainerView) -> list[Part]:
 
 
 class AdapterProducts(Part):
-    """Computes what [`plain_lora_layers`] found as described above, in autocast's `dtype`."""
+    """
+    Computes what [`plain_lora_layers`] found as described above, where products are in this `dtype`: that of autocast,
+    or without `autocast` that of a layer's input.
+    """
 
     name = "adapter_products"
 
-    def __init__(self, layers: list[Any], dtype: torch.dtype):
+    def __init__(self, layers: list[Any], dtype: torch.dtype, autocast: bool = True):
         self.layers, self.dtype = [_Layer(module, self._forward) for module in layers], dtype
+        self.autocast = autocast
         self._groups, self._weights, self._copies, self._leaves = [], [], [], []  # several copies lie in one leaf
 
     def begin(self, run: Run) -> None:
+        self.place(run.model)
+
+    def place(self, model: nn.Module) -> None:
+        """Make the copies."""
         layers = {layer.module: layer for layer in self.layers}
-        sets = [(dict(m.named_children()), names) for m in run.model.modules() for names in SAME_INPUT]
+        sets = [(dict(m.named_children()), names) for m in model.modules() for names in SAME_INPUT]
         named = [[layers[of[name]] for name in names if of.get(name) in layers] for of, names in sets]
         groups = [[layer for layer in group if layer.a.shape[1] == group[0].a.shape[1]] for group in named if group]
         grouped = {layer for group in groups for layer in group}
@@ -82,7 +93,7 @@ class AdapterProducts(Part):
 
     def begin_step(self, step: Step) -> None:
         if step.phase is not Phase.PREDICT:
-            self._copy()
+            self.refresh()
 
     def before_forward(self, phase: Phase | None) -> None:
         for leaf in self._leaves:
@@ -103,6 +114,19 @@ class AdapterProducts(Part):
         for group in self._groups:
             group.forget()
 
+    @contextlib.contextmanager
+    def computing(self) -> Generator[None]:
+        """Inside, layers compute like this, also where another of these parts computes a micro-batch around it."""
+        before = [vars(layer.module).get("forward") for layer in self.layers]
+        self.before_forward(None)
+        try:
+            yield
+        finally:
+            self.clean_up()
+            for layer, forward in zip(self.layers, before, strict=True):
+                if forward is not None:
+                    vars(layer.module)["forward"] = forward
+
     @torch.no_grad()
     def _place(self, groups: list[list[_Layer]]) -> None:
         """Make the copies: for each group a leaf with its `A`, `[ranks, inputs]`, for each layer one with its `s B`."""
@@ -119,10 +143,11 @@ class AdapterProducts(Part):
                 self._copies += [copy, layer.up]
         for leaf in self._leaves:
             leaf.requires_grad_()
-        self._copy()
+        self.refresh()
 
     @torch.no_grad()
-    def _copy(self) -> None:
+    def refresh(self) -> None:
+        """Copy the weights as they are now."""
         torch._foreach_copy_(self._copies, self._weights)
         torch._foreach_mul_([layer.up for layer in self.layers], [layer.scaling for layer in self.layers])
 
@@ -151,9 +176,10 @@ class AdapterProducts(Part):
 
     def _forward(self, layer: _Layer, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         module, kind = layer.module, x.device.type
-        casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == self.dtype
+        dtype = torch.get_autocast_dtype(kind) if self.autocast else x.dtype
+        fits = torch.is_autocast_enabled(kind) == self.autocast and dtype == self.dtype
         adapts = not (module.disable_adapters or module.merged) and module._active_adapter == layer.active
-        if args or kwargs or not casts or not adapts:  # for example the reference of DPO
+        if args or kwargs or not fits or not adapts:  # for example the reference of DPO
             return type(module).forward(module, x, *args, **kwargs)
         rows, hidden = layer.group.products(layer, x)
         result = layer.base(rows)
@@ -169,8 +195,13 @@ class _Layer:
     def __init__(self, module: Any, forward: Callable[..., Tensor]):
         (name,) = module.active_adapters
         self.forward = functools.partial(forward, self)
-        self.module, self.active, self.scaling = module, module._active_adapter, float(module.scaling[name])
+        self.module, self.name, self.active = module, name, module._active_adapter
         self.base, self.a, self.b = module.base_layer, module.lora_A[name].weight, module.lora_B[name].weight
+
+    @property
+    def scaling(self) -> float:
+        """`s`, which PEFT's `set_scale` may change."""
+        return float(self.module.scaling[self.name])
 
 
 class _Group:

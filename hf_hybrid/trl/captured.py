@@ -15,8 +15,9 @@ the same kernels on the same memory, so whatever changes from token to token mus
 where they are and get padding. When at most half of the rows go on, these move to the front of the buffers, and a
 graph of half as many rows takes over.
 
-The model, its adapters, the logits processors and the stopping criteria are those of transformers, and the model makes
-its masks as for a `StaticCache`. Tokens are drawn outside of the graph.
+The model, the logits processors and the stopping criteria are those of transformers, and the model makes its masks as
+for a `StaticCache`. Adapters compute with fewer kernels than in PEFT (phase_memory/adapters.py), from copies that are
+brought up to date before each generation. Tokens are drawn outside of the graph.
 
 The host never waits for the token that it has just drawn. What a row gets (its token, or padding), whether it has ended
 and after how many tokens are tensors on the device. Every [`EVERY`] tokens the host orders a copy of three numbers,
@@ -36,6 +37,7 @@ everything else as above: that is how the tests run it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -58,6 +60,7 @@ from hf_hybrid.compat import cache_name
 from hf_hybrid.machine import device_memory
 
 if TYPE_CHECKING:
+    from hf_hybrid.phase_memory.adapters import AdapterProducts
     from hf_hybrid.trl.decoding import Prefilled, RowwiseProcessors
 
 CACHE = cache_name()
@@ -223,8 +226,16 @@ class Buffers:
     A graph of fewer rows works on the first of each tensor.
     """
 
-    def __init__(self, model: Any, prefilled: Prefilled, length: int, inputs: dict[str, Any]):
+    def __init__(
+        self,
+        model: Any,
+        prefilled: Prefilled,
+        length: int,
+        inputs: dict[str, Any],
+        adapters: AdapterProducts | None = None,
+    ):
         self.model, self.inputs = model, {k: v for k, v in inputs.items() if k not in PER_ROW}
+        self._adapts = contextlib.nullcontext if adapters is None else adapters.computing
         self.rows, self.length, self.graphs = len(prefilled.logits), length, dict[int, CapturedPass]()
         self.device = device = prefilled.logits.device
         layers: list[Any] = prefilled.caches[0].layers
@@ -302,7 +313,8 @@ class Buffers:
             # Under autocast weights are cast within the pass: a copy from outside would be old at the next replay.
             torch.clear_autocast_cache()
             prepared = model.prepare_inputs_for_generation(token, next_sequence_length=1, **inputs)
-            logits = model(**prepared, return_dict=True).logits[:, -1]
+            with self._adapts():
+                logits = model(**prepared, return_dict=True).logits[:, -1]
             torch.clear_autocast_cache()
             return logits
 
@@ -353,6 +365,7 @@ class RowsInPlace:
 
     Attributes:
         tokens (`Tensor`): Prompts, completions so far and padding, shape [rows, longest].
+        chosen (`Tensor`): Probability with which each token was drawn, shape [rows, longest]; 1 elsewhere.
         active (`Tensor`): Which of them go on, as booleans of shape [rows].
         lengths (`Tensor`): Tokens of their completions, shape [rows].
         invalid (`Tensor`): Whether a row had no probabilities to draw from, shape [].
@@ -363,6 +376,7 @@ class RowsInPlace:
     """
 
     tokens: Tensor
+    chosen: Tensor
     active: Tensor
     lengths: Tensor
     invalid: Tensor
@@ -376,7 +390,8 @@ class RowsInPlace:
         tokens = pad(input_ids, (0, longest - input_ids.shape[1]), value=padding or 0)
         active = torch.ones_like(input_ids[:, 0], dtype=torch.bool)
         invalid = torch.zeros((), dtype=torch.bool, device=input_ids.device)
-        return cls(tokens, active, torch.zeros_like(input_ids[:, 0]), invalid, processors, padding, len(input_ids))
+        chosen, lengths = torch.ones_like(tokens, dtype=torch.float32), torch.zeros_like(input_ids[:, 0])
+        return cls(tokens, chosen, active, lengths, invalid, processors, padding, len(input_ids))
 
     def next_tokens(self, logits: Tensor, column: int, sample: bool) -> Tensor:
         """Choose a token of each row, shape [rows], for this column: padding where a row has ended."""
@@ -386,6 +401,7 @@ class RowsInPlace:
             probabilities = scores.softmax(dim=-1)
             self.invalid |= probabilities[:, 0].isnan().any()  # then all of the row are
             tokens = drawn(probabilities, self.count, self.places)
+            torch.gather(probabilities, 1, tokens[:, None], out=self.chosen[:, column : column + 1])
         else:
             tokens = scores.argmax(dim=-1)
         if self.padding is not None:
@@ -398,17 +414,18 @@ class RowsInPlace:
         """Order a copy of: how many rows go on, how many tokens the longest completion has, `invalid`."""
         return Look(torch.stack([self.active.sum(), self.lengths.max(), self.invalid.long()]))
 
-    def write_into(self, whole: Tensor) -> None:
-        """Write the tokens into those of the whole batch, of which they are all until rows have left."""
+    def write_into(self, tokens: Tensor, chosen: Tensor) -> None:
+        """Write into what belongs to the whole batch, and is the rows' own until some of them have left."""
         if self.places is not None:
-            whole.index_copy_(0, self.places, self.tokens)
+            tokens.index_copy_(0, self.places, self.tokens)
+            chosen.index_copy_(0, self.places, self.chosen)
 
     def keep(self, count: int) -> Tensor:
         """Keep so many rows, first of all those that go on. Return which they are."""
         # Those that go on have the longest completions. Next come those that ended last, which say how long TRL's are.
         rows = (2 * self.lengths + self.active).argsort(descending=True, stable=True)[:count]
-        self.tokens, self.active, self.lengths = (
-            states.index_select(0, rows) for states in (self.tokens, self.active, self.lengths)
+        self.tokens, self.chosen, self.active, self.lengths = (
+            states.index_select(0, rows) for states in (self.tokens, self.chosen, self.active, self.lengths)
         )
         self.processors = self.processors.of(rows)
         self.places = rows if self.places is None else self.places.index_select(0, rows)
@@ -440,6 +457,8 @@ class Captured:
         """Whether buffers are kept, if they are small."""
         self.refused: str | None = None
         """Why the pass of this model cannot be captured, once that was tried."""
+        self.adapters: AdapterProducts | None = None
+        """How adapters of the model compute in a captured pass, if not by PEFT's forward."""
         self._buffers: Buffers | None = None
         self._identity: Any = None
 
@@ -449,8 +468,9 @@ class Captured:
         return kept
 
     def tensors(self) -> list[Tensor]:
-        """Return the keys and values that are kept."""
-        return [] if self._buffers is None else [*itertools.chain(*self._buffers.layers)]
+        """Return the keys and values that are kept, and copies of adapters."""
+        kept = [] if self._buffers is None else [*itertools.chain(*self._buffers.layers)]
+        return kept if self.adapters is None else [*kept, *self.adapters.tensors_held()]
 
     def complete(
         self,
@@ -462,10 +482,11 @@ class Captured:
         config: GenerationConfig,
         padding: int | None,
         inputs: dict[str, Any],
-    ) -> tuple[Tensor, int]:
+    ) -> tuple[Tensor, Tensor, int]:
         """
         Complete the rows of `input_ids`, shape [rows, width]. Return their completions, [rows, tokens of the longest],
-        and how many rows all passes for these tokens computed.
+        the probability with which each token was drawn, of the same shape, and how many rows all passes for these
+        tokens computed.
 
         `padding` follows the end of a row; `None` if rows have no end but the longest length. The model gets `inputs`
         beside tokens.
@@ -476,7 +497,7 @@ class Captured:
         """
         width, most = input_ids.shape[1], config.max_length - input_ids.shape[1]
         rows = RowsInPlace.of(input_ids, config.max_length, padding, processors)
-        whole, states, look, passes = rows.tokens, States(input_ids.device), None, list[int]()
+        whole, states, look, passes = (rows.tokens, rows.chosen), States(input_ids.device), None, list[int]()
         buffers = self._prepared(model, prefilled, most, inputs)
         logits, held, longest, invalid = prefilled.logits, prefilled.width, 0, 0
         for length in range(1, most + 1):
@@ -492,7 +513,7 @@ class Captured:
                 if not go_on or invalid:
                     break
                 if smaller := [size for size in sizes_below(len(tokens)) if size >= go_on]:
-                    rows.write_into(whole)
+                    rows.write_into(*whole)
                     kept = rows.keep(smaller[-1])
                     buffers.move(kept)
                     tokens = tokens.index_select(0, kept)
@@ -506,9 +527,10 @@ class Captured:
         if invalid:
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         states.go_back(length - longest)
-        rows.write_into(whole)
+        rows.write_into(*whole)
         self._keep_or_free(buffers)
-        return whole[:, width : width + longest], sum(passes[: longest - 1])
+        completions, chosen = (tensor[:, width : width + longest] for tensor in whole)
+        return completions, chosen, sum(passes[: longest - 1])
 
     def _prepared(self, model: Any, prefilled: Prefilled, most: int, inputs: dict[str, Any]) -> Buffers:
         """Return buffers with all prompts and a graph, which are those of the last generation if they are of use."""
@@ -521,9 +543,11 @@ class Captured:
         if buffers is None or buffers.rows != rows or not length <= buffers.length <= longest:
             buffers = None  # before others are made
             _check_memory(prefilled, length)
-            buffers = Buffers(model, prefilled, length, inputs)
+            buffers = Buffers(model, prefilled, length, inputs, self.adapters)
         self._identity = identity
         buffers.fill(prefilled, inputs)
+        if self.adapters is not None:
+            self.adapters.refresh()
         if rows not in buffers.graphs:
             try:
                 buffers.capture(rows)

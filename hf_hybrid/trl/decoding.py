@@ -84,6 +84,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hf_hybrid.optimizers import has_adapters
 from hf_hybrid.part import Part
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.run.fallbacks import Fallbacks
@@ -97,6 +98,7 @@ from hf_hybrid.trl.captured import (
 )
 
 if TYPE_CHECKING:
+    from hf_hybrid.phase_memory.adapters import AdapterProducts
     from hf_hybrid.run.run import Run
 
 ROWWISE = frozenset({
@@ -206,6 +208,19 @@ def why_plain_model(model: Any) -> str | None:
     if base.device.type != "cpu":
         return f"passes are not captured on `{base.device.type}`, and fewer rows are not faster there"
     return None
+
+
+def adapters_of(model: Any) -> AdapterProducts | None:
+    """Return what computes the adapters of a model in captured passes; `None` if PEFT does."""
+    if model.device.type not in CAPTURING or not has_adapters(model):
+        return None
+    from hf_hybrid.phase_memory.adapters import AdapterProducts, plain_lora_layers
+
+    if not (layers := plain_lora_layers(model)):
+        return None
+    products = AdapterProducts(layers, model.get_input_embeddings().weight.dtype, autocast=False)
+    products.place(model)
+    return products
 
 
 def why_plain_cache(cache: Any, longest: int, window_by_mask: bool) -> str | None:
@@ -436,13 +451,14 @@ def _complete(
     padding: int | None,
     model_inputs: dict[str, Any],
     prompts: Prompts,
-) -> tuple[Tensor, int]:
+) -> tuple[Tensor, Tensor, int]:
     """
     Complete the rows of `input_ids`, shape [rows, width], which leave when they have ended. Arguments and results are
     those of [`Captured.complete`].
     """
     device, (count, width) = input_ids.device, input_ids.shape
     completions = input_ids.new_full((count, config.max_length - width), padding or 0)
+    chosen = torch.ones(completions.shape, device=device)
     logits, lengths = prefilled.logits, [*map(prompts.lengths.__getitem__, prompts.owner)]
     padded = model_inputs.get("position_ids") is None or min(lengths) < prefilled.width
     cache: Any = prefilled.caches[0]  # which gets all rows
@@ -458,15 +474,18 @@ def _complete(
     length = computed = 0
     while True:
         # One token of each row, padding where a row has ended.
+        places = slice(None) if rows.places is None else rows.places
         logits = logits.to(dtype=torch.float32, device=device, copy=True)
         scores: Any = rows.processors(rows.tokens, logits)  # ty: ignore[invalid-argument-type]
         if config.do_sample:
-            tokens = drawn(scores.softmax(dim=-1), rows.all_probabilities, rows.places)
+            probabilities = scores.softmax(dim=-1)
+            tokens = drawn(probabilities, rows.all_probabilities, rows.places)
+            chosen[places, length] = probabilities.gather(1, tokens[:, None])[:, 0]
         else:
             tokens = scores.argmax(dim=-1)
         if padding is not None:
             tokens = tokens.masked_fill(~rows.active, padding)
-        completions[slice(None) if rows.places is None else rows.places, length] = tokens
+        completions[places, length] = tokens
         rows.tokens, length = torch.cat([rows.tokens, tokens[:, None]], dim=1), length + 1
         if width + length >= config.max_length:
             break
@@ -485,7 +504,7 @@ def _complete(
         model_inputs = model._update_model_kwargs_for_generation(outputs, model_inputs)
         logits, computed = outputs.logits[:, -1], computed + len(rows.tokens)
         del outputs
-    return completions[:, :length], computed
+    return completions[:, :length], chosen[:, :length], computed
 
 
 class Decoding(Part):
@@ -505,6 +524,8 @@ class Decoding(Part):
         self.off = off
         self.fallbacks = Fallbacks("Completions are generated as TRL does it (`rollouts`)", tells)
         self.captured = Captured()
+        self.chosen: Tensor | None = None
+        """Probabilities with which the last completions were drawn, shape [rows, tokens]; `None` if TRL drew them."""
         self.counts: Counter[str] = Counter()
         """Those of the run, once it begins."""
 
@@ -526,6 +547,7 @@ class Decoding(Part):
         training are counted.
         """
         plain, loop = model.generate, functools.partial(self._decode, Prompts.of(prompts), counts)
+        self.chosen = None
 
         def generate(*args, **kwargs):
             others = sorted(kwargs.keys() - {"input_ids", "attention_mask", "generation_config"})
@@ -577,11 +599,12 @@ class Decoding(Part):
                 raise PlainRolloutsError(self.captured.refused)
             prefilled = _prefill(model, input_ids, prompts, model_inputs, multiple=PREFILL)
             with model._optimize_model_for_decode():
-                completions, computed = self.captured.complete(model, input_ids, prefilled, *call, model_inputs)
+                completions, chosen, computed = self.captured.complete(model, input_ids, prefilled, *call, model_inputs)
         else:
             prefilled = _prefill(model, input_ids, prompts, model_inputs)
             with model._optimize_model_for_decode():
-                completions, computed = _complete(model, input_ids, prefilled, *call, model_inputs, prompts)
+                completions, chosen, computed = _complete(model, input_ids, prefilled, *call, model_inputs, prompts)
+        self.chosen = chosen if config.do_sample else None
         if counts:
             self.counts["rows_decoded"] += computed
             self.counts["rows_decoded_saved"] += count * (completions.shape[1] - 1) - computed
@@ -593,11 +616,14 @@ class Decoding(Part):
     def begin(self, run: Run) -> None:
         self.counts = run.counts
         self.captured.keeps = True
+        self.captured.free()  # graphs of other copies
+        self.captured.adapters = None if self.off else adapters_of(run.model)
         self.fallbacks.because = None
         self.fallbacks.failed.clear()
 
     def clean_up(self) -> None:
         self.captured.free()
+        self.captured.adapters = None
 
     def spare_memory(self) -> str | None:
         self.captured.keeps = False

@@ -40,6 +40,7 @@ from hf_hybrid.trl.groups import (
     rewarded_alike,
     rows_of_completions,
     rows_that_count,
+    tokens_in_loss,
     total_rewards,
 )
 from hf_hybrid.trl.sft_dpo import TRLConfigBase, TRLTrainerMixin, config_for, options_of_rows
@@ -83,6 +84,8 @@ COUNTS = (
 Rows of all micro-batches, those not computed, and micro-batches without any; rows whose advantage was nothing but
 rounding, and is zero here; and rows whose log-probabilities before the update were left out.
 """
+SAMPLER = "sampling/sampling_logp_difference/"
+"""TRL's names for distances of vLLM's log-probabilities from those of training: their mean, and the largest."""
 
 
 class Rollouts(Part):
@@ -154,13 +157,13 @@ class Rollouts(Part):
         """
         Plan the micro-batches up to the end of the window or of the generation batch. Return those that are computed.
         """
-        trainer, per_generation = self.trainer, self.trainer.per_generation
+        trainer, per_generation, generated = self.trainer, self.trainer.per_generation, self.trainer.generated
         window_ends_at = self.window_begins_at + int(trainer.current_gradient_accumulation_steps)
         generates_at = trainer._step - trainer._step % (per_generation * trainer.num_iterations)
         generates_at += per_generation * trainer.num_iterations
         coming = range(trainer._step, min(window_ends_at, generates_at))
         counts = self.skips.plan(
-            [trainer.generated[step % per_generation] for step in coming],
+            [generated[step % per_generation] for step in coming],
             ends_window=coming.stop == window_ends_at,
             processes=trainer.accelerator.num_processes,
             leave_out=self.leaves_out,
@@ -350,6 +353,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         decoding, completing = self.decoding, contextlib.nullcontext()
+        decoding.chosen = None
         if not decoding.off:
             model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
             if (why := self._why_plain_rollouts(model)) is None:
@@ -357,7 +361,11 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             else:
                 decoding.fallbacks.cannot_be_exact(why)
         with completing:
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            sampled = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        if decoding.chosen is None or not isinstance(sampled, tuple):  # RLOO takes no log-probabilities
+            return sampled
+        log_probs = zip(decoding.chosen.log().tolist(), sampled[0], strict=True)
+        return sampled[0], [row[: len(ids)] for row, ids in log_probs]
 
     @functools.cached_property
     def _sharding(self) -> str | None:
@@ -479,9 +487,12 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             chosen = self._old_rows(attention_mask, logits_to_keep)
         with self.rows.on(self.accelerator.unwrap_model(model)):
             if scoring is None or chosen is None or len(chosen) == len(input_ids):
-                return super()._get_per_token_logps_and_entropies(
+                log_probs, *others = super()._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
                 )
+                if self._in_loss is not None:
+                    self._compare_with_sampler(self._in_loss, log_probs.detach())
+                return log_probs, *others
             self.rollouts.counts["log_probs_skipped"] += len(input_ids) - len(chosen)
             # To TRL, NaN is what vLLM could not say: a ratio of 1, without a part in the metrics of the difference.
             corrects = self.use_vllm and getattr(self, "vllm_importance_sampling_correction", False)
@@ -496,6 +507,26 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
                 )
                 log_probs = log_probs.to(computed.dtype).index_copy(0, rows, computed)
             return log_probs, None, None
+
+    _in_loss: Batch | None = None
+    """The micro-batch whose loss is computed."""
+
+    def _compare_with_sampler(self, inputs: Batch, log_probs: Tensor) -> None:
+        """
+        Log the mean and the largest distance between the log-probabilities with which the completions were drawn and
+        those of the training pass, shape [rows, tokens], under the names that TRL has for vLLM's.
+        """
+        of_sampler = inputs.get("sampling_per_token_logps")
+        if of_sampler is None or self.use_vllm or self.rollout_func is not None:
+            return
+        mask = tokens_in_loss(inputs).bool()
+        if (old := inputs.get("old_per_token_logps")) is not None:  # the policy has moved since
+            log_probs, mask = old, mask & old.ne(0)  # zero: a row without advantage, for which it was not computed
+        distance = (log_probs - of_sampler).abs().masked_fill(~mask, 0.0)
+        both = torch.stack([distance.sum() / mask.sum().clamp(min=1), distance.max()])
+        of_processes = self.accelerator.gather(both).view(-1, 2).cpu()
+        for name, value in (("mean", of_processes[:, 0].mean()), ("max", of_processes[:, 1].max())):
+            self._metrics["train" if self.model.training else "eval"][SAMPLER + name].append(value.item())
 
     def _agree(self, count: int) -> int:
         if self.accelerator.num_processes == 1:
@@ -554,8 +585,12 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     def _compute_loss(self, model, inputs):
         if inputs is None:
             return torch.zeros((), device=self.args.device, requires_grad=True)
-        with self.rows.computing(inputs["completion_ids"]):
-            return super()._compute_loss(model, inputs)
+        self._in_loss = inputs
+        try:
+            with self.rows.computing(inputs["completion_ids"]):
+                return super()._compute_loss(model, inputs)
+        finally:
+            self._in_loss = None
 
     def log(self, logs, *args, **kwargs):
         left_out = self.rollouts.leaves_out and self._buffered_inputs and not self._metrics["train"].get("entropy")
@@ -565,6 +600,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             # the values are those of real rows. Under dropout it draws random numbers, which training draws again.
             inputs = dict(self.generated[(self._step - 1) % self.per_generation])
             inputs.pop("old_per_token_logps", None)  # not computed for these rows: their ratios are taken to be 1
+            inputs.pop("sampling_per_token_logps", None)  # of a policy that has moved since
             as_before = RandomStates.now(self.args.device).again()
             with as_before, torch.no_grad(), self.compute_loss_context_manager(), self.rows.evaluating():
                 self._compute_loss(self.model_wrapped, inputs)

@@ -26,7 +26,8 @@ from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 from hf_hybrid import HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
 from hf_hybrid.trl import captured  # noqa: E402
 from hf_hybrid.trl.captured import Buffers, Look, drawn  # noqa: E402
-from hf_hybrid.trl.decoding import Decoding, why_plain_model  # noqa: E402
+from hf_hybrid.trl.decoding import Decoding, adapters_of, why_plain_model  # noqa: E402
+from hf_hybrid.trl.rl import SAMPLER  # noqa: E402
 
 OTHERS = ("gemma3_text", "gpt_oss", "mixtral", "deepseek_v3", "olmo2")
 """Windows that rows outgrow, with and without sinks; experts; keys and values of different sizes."""
@@ -242,6 +243,33 @@ def test_adapters_that_change(monkeypatch):
     assert decoding.plain_because is None and not torch.equal(found[0], found[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adapters_compute_with_fewer_kernels(dtype):
+    """Their copies follow the weights, and a graph that was captured before computes with them."""
+    every = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    adapted = get_peft_model(model.__wrapped__("llama").to(dtype), every)
+    rows, inputs = batch([5, 9])
+    launches = {}
+    for way, products in (("peft", None), ("ours", adapters_of(adapted))):
+        decoding = Decoding(off=False)
+        decoding.captured.adapters = products
+        for change in (1.0, 3.0):
+            for layer in adapted.modules():
+                if getattr(layer, "lora_B", None):
+                    layer.lora_B["default"].weight.data.mul_(change)
+            theirs, ours = (completed(adapted, rows, inputs, config(), how) for how in (None, decoding))
+            width = min(theirs[0].shape[1], ours[0].shape[1])
+            same = (theirs[0][:, :width] == ours[0][:, :width]).all(dim=1).float().mean()
+            assert same == 1 if dtype == torch.float32 else same >= 0.75
+        (graph, *_) = decoding.captured._buffers.graphs.values()
+        launches[way] = len(graph._graph.operations)
+        assert not any("forward" in vars(module) for module in adapted.modules())
+    layers, adapted_layers = 2, 14
+    # PEFT: four kernels for each adapted layer, and three casts where its weights are in fp32 alone.
+    saved = 4 * adapted_layers - (adapted_layers + 4 * layers)
+    assert launches["peft"] - launches["ours"] >= saved
+
+
 def test_buffers_are_kept_if_they_are_small(monkeypatch):
     rows, inputs = batch([5])
     decoding = Decoding(off=False)
@@ -358,3 +386,6 @@ def test_a_run_is_that_of_trl(name, tmp_path, called):
     summary = ours.hybrid_summary()
     assert summary["plain_rollouts_because"] is None and summary["rows_decoded"] > 0
     assert not ours.decoding.tensors_held()
+    if name != "rloo":
+        differences = [entry[SAMPLER + "max"] for entry in ours.state.log_history if SAMPLER + "max" in entry]
+        assert len(differences) == 4 and 0 < max(differences) < 1e-4
