@@ -66,6 +66,7 @@ from hf_hybrid.rows.comparison import TOLERANCES, Observed, difference, sample
 from hf_hybrid.rows.costs import WORTH, Costs, share_saved
 from hf_hybrid.rows.experts import OPTION, Router, router_losses
 from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_numbers
+from hf_hybrid.rows.states import again, by_row, layers_with_state
 from hf_hybrid.rows.tree import (
     IGNORED,
     Batch,
@@ -102,17 +103,16 @@ _COUNTS_MASK = ("opt", "biogpt")
 def obstacle_in_model(model: Model) -> str | None:
     """Return why a model cannot compute trees, if that is known without running it."""
     base: Model = base_model(model)
-    config = base.config.get_text_config()
     adapter = getattr(model, "active_peft_config", None)
-    layer_types = getattr(config, "layer_types", None) or ()
-    stateful = {kind for kind in layer_types if kind.startswith("linear") or "attention" not in kind}
     if adapter is not None and (adapter.is_prompt_learning or getattr(adapter, "alora_invocation_tokens", None)):
         return f"adapters of the kind {adapter.peft_type.value} act on places of a row"
+    config = base.config.get_text_config()
     if config.is_encoder_decoder:
         return "the model has an encoder"
-    if getattr(base, "_is_stateful", False) or stateful:
-        kinds = ", ".join(sorted(stateful)) or config.model_type
-        return f"it has layers with a state that runs along the row ({kinds})"
+    kinds = {kind for kind in getattr(config, "layer_types", None) or () if "attention" not in kind or "linear" in kind}
+    if (getattr(base, "_is_stateful", False) or kinds) and not layers_with_state(base):
+        kinds = ", ".join(sorted(kinds)) or config.model_type
+        return f"it has layers with a state that runs along the row, and no convolution ({kinds})"
     if is_compiled_module(model):
         return "it is compiled as a whole"
     if base.get_decoder() is base:
@@ -151,19 +151,29 @@ class ModelFacts:
     counts_mask: bool = False
     """Whether positions count tokens in the mask, not columns."""
     router: Router | None = None
+    with_state: list[nn.Module] = field(default_factory=list)
+    """Layers with a state along the row."""
+    again: float = 0.0
+    """That of [`Tree`]."""
     compared: int = 0
     """Tokens of the longest row that was compared."""
     drawn: dict[bool, Drawn] = field(default_factory=dict)
     """Random numbers of a forward pass, in training and out of it, once they are known."""
 
     @classmethod
-    def of(cls, model: nn.Module) -> ModelFacts:
+    def of(cls, model: nn.Module, *, compiles: bool) -> ModelFacts:
         try:
             base: Model = base_model(model)
             if (reason := obstacle_in_model(model)) is not None:
                 return cls(reason)
             counts_mask, window = base.config.model_type in _COUNTS_MASK, window_of(base.config.get_text_config())
-            return cls(None, base, base.get_decoder(), Costs.of(model), window, counts_mask, Router.of(base))
+            costs, backbone = Costs.of(model), base.get_decoder()
+            with_state = layers_with_state(backbone)
+            if with_state and compiles:
+                return cls("layers with a state that runs along the row are not compiled")
+            facts = cls(None, base, backbone, costs, window, counts_mask, Router.of(base), with_state)
+            facts.again = again(base)
+            return facts
         except (AttributeError, TypeError) as error:  # of a model with a config of its own
             return cls(f"its config does not tell what it costs ({error})")
 
@@ -237,7 +247,6 @@ class FlatRow(NamedTuple):
             "labels": self.tokens[None],
             "shift_labels": self.tokens[None],
             "use_cache": False,
-            ARGUMENT: self.layout,
             **({} if self.reads is None else {OPTION: False}),  # the losses are added behind the model
         }
 
@@ -393,6 +402,7 @@ class SharedRows(Part):
         stack.callback(model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True).remove)
         if self.may_share and (facts := self.facts_of(model)).reason is None:
             stack.callback(model.register_forward_hook(self._after).remove)
+            stack.enter_context(by_row(facts.with_state, lambda: self._under_way.row is not None))
             hooks: Any = facts.backbone
             stack.callback(hooks.register_forward_pre_hook(self._before_backbone, with_kwargs=True).remove)
             stack.callback(hooks.register_forward_hook(functools.partial(self._behind_backbone, facts)).remove)
@@ -510,9 +520,11 @@ class SharedRows(Part):
         return args, {**inputs, **row.inputs()}
 
     def _before_backbone(self, backbone: nn.Module, args: tuple, inputs: dict[str, Any]):
-        """Ask for router logits, where the model was told to leave their loss out."""
+        """Give the layout to the layers, and ask for router logits where the model was told to leave their loss out."""
         row = self._under_way.row
-        return None if row is None or row.reads is None else (args, {**inputs, OPTION: True})
+        if row is None:
+            return None
+        return args, {**inputs, ARGUMENT: row.layout, **({} if row.reads is None else {OPTION: True})}
 
     def _behind_backbone(self, facts: ModelFacts, backbone: nn.Module, args: tuple, output: Any):
         """Take out the hidden states of the slots that predict, and the router logits."""
@@ -558,7 +570,7 @@ class SharedRows(Part):
 
     def facts_of(self, model: nn.Module) -> ModelFacts:
         if model not in self._facts:
-            self._facts[model] = ModelFacts.of(model)
+            self._facts[model] = ModelFacts.of(model, compiles=self.compiles)
         return self._facts[model]
 
     def _obstacle(self, model: nn.Module, inputs: Mapping[str, Any]) -> str | None:
@@ -631,8 +643,8 @@ class SharedRows(Part):
         balances: bool,
     ) -> Plan:
         """
-        Return the trees of some batches. `divide` makes them of the rows, which come batch by batch; `shares` tells it
-        whether rows share. In `compact` padded rows the head scores only the tokens with labels. `balances` tells
+        Return the trees of some batches. `divide` makes them of the rows, which come batch by batch, and options of
+        [`Tree.of`]. In `compact` padded rows the head scores only the tokens with labels. `balances` tells
         whether there is a router's loss, which counts all tokens.
         """
         facts, rows = self.facts_of(model), []
@@ -649,7 +661,7 @@ class SharedRows(Part):
             self._note_drawn(model, drawn, rows)
         if drawn == "by batch":
             return Plan(self.plain_because)
-        trees = divide(rows, shares=drawn == "nothing")
+        trees = divide(rows, shares=drawn == "nothing", again=facts.again)
         return Plan(None, tuple(trees), sum(map(facts.costs.tree, trees)), padded_cost)
 
     def _tree_if_worth(self, model: nn.Module, inputs: dict[str, Any], batch: Batch) -> Tree | None:

@@ -37,7 +37,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -181,9 +181,12 @@ class Segment(NamedTuple):
         return (self.end - self.begin) * self.keys
 
 
-def memory_of(row: Row, taken: int) -> float:
-    """Return the memory that a row takes in a tree that has `taken` of its tokens already, in tokens."""
-    return row.length - taken + (KEY_SHARE * row.length if taken else 0)
+def memory_of(row: Row, taken: int, again: float = 0.0) -> float:
+    """
+    Return the memory that a row takes in a tree that has `taken` of its tokens already, in tokens. They take `again` a
+    share of what a token takes, in layers that compute them once for each row (states.py).
+    """
+    return row.length - (1 - again) * taken + (KEY_SHARE * row.length if taken else 0)
 
 
 @dataclass
@@ -195,13 +198,14 @@ class Tree:
     spans: list[list[tuple[int, int]]] = field(default_factory=list)  # of each row, the slots of its tokens in order
     memory: float = 0.0  # that it takes, in tokens
     shares: bool = True  # prefixes are computed once; if not, each row is a segment of its own
+    again: float = 0.0  # share of the memory of a token that is taken once for each row, also of a prefix
     _path: list[_Node] = field(default_factory=list)
     _nodes: list[_Node] = field(default_factory=list)
 
     @classmethod
-    def of(cls, rows: Sequence[Row], *, shares: bool = True) -> Tree:
-        """Build the tree of some rows."""
-        tree = cls(shares=shares)
+    def of(cls, rows: Sequence[Row], **options: Any) -> Tree:
+        """Build the tree of some rows; options are `shares` and `again`."""
+        tree = cls(**options)
         for row in sorted(rows):
             tree.add(row, tree.taken(row))
         return tree
@@ -219,7 +223,7 @@ class Tree:
     def add(self, row: Row, taken: int) -> None:
         """Add the next row, of which `taken` tokens are in the tree already."""
         length = row.length
-        self.memory += memory_of(row, taken)
+        self.memory += memory_of(row, taken, self.again)
         while self._path and self._path[-1].stop > taken:
             node = self._path.pop()
             if node.start < taken:  # both rows go on inside of it, so it is cut in two
@@ -313,24 +317,27 @@ def labels_of(tree: Tree, batches: Sequence[Batch]) -> tuple[np.ndarray, np.ndar
     return slots << 32 | labels[wanted], wanted
 
 
-def divide(rows: Sequence[Row], most: float, *, shares: bool = True) -> list[Tree]:
-    """Divide rows into trees that take at most the memory of `most` tokens each; one row may take more."""
+def divide(rows: Sequence[Row], most: float, **options: Any) -> list[Tree]:
+    """
+    Divide rows into trees that take at most the memory of `most` tokens each; one row may take more. Options are those
+    of [`Tree.of`].
+    """
     trees: list[Tree] = []
     for row in sorted(rows):
         taken = trees[-1].taken(row) if trees else 0
-        if not trees or trees[-1].memory + memory_of(row, taken) > most:
-            trees.append(Tree(shares=shares))
+        if not trees or trees[-1].memory + memory_of(row, taken, trees[-1].again) > most:
+            trees.append(Tree(**options))
             taken = 0
         trees[-1].add(row, taken)
     return trees
 
 
-def join(rows: Sequence[Row], most: float, *, shares: bool = True) -> list[Tree]:
+def join(rows: Sequence[Row], most: float, **options: Any) -> list[Tree]:
     """As [`divide`], of rows that come batch by batch: those of a batch stay together, whatever memory they take."""
     trees: list[Tree] = []
     for _, of_batch in itertools.groupby(rows, lambda row: row.batch):
-        tree = Tree.of(list(of_batch), shares=shares)
-        if trees and (joined := Tree.of([*trees[-1].rows, *tree.rows], shares=shares)).memory <= most:
+        tree = Tree.of(list(of_batch), **options)
+        if trees and (joined := Tree.of([*trees[-1].rows, *tree.rows], **options)).memory <= most:
             trees[-1] = joined
         else:
             trees.append(tree)

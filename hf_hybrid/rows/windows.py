@@ -209,17 +209,17 @@ class SharedWindows(SharedRows):
         # Long rows that share little with their neighbours may need more micro-batches.
         return plan if len(plan.trees) <= len(batches) else Plan(cost=plan.padded, padded=plan.padded)
 
-    def _fewest(self, rows: Sequence[Row], most: float, *, shares: bool) -> list[Tree]:
+    def _fewest(self, rows: Sequence[Row], most: float, **options: Any) -> list[Tree]:
         """Divide the rows of a window, which come batch by batch, into as few trees as memory allows."""
-        return (join if self._balances else divide)(rows, most, shares=shares)
+        return (join if self._balances else divide)(rows, most, **options)
 
-    def _divide(self, rows: Sequence[Row], most: float, *, shares: bool) -> list[Tree]:
+    def _divide(self, rows: Sequence[Row], most: float, **options: Any) -> list[Tree]:
         """As [`_fewest`], or into what keeps a GPU busy."""
         costs, by_batch = self.facts_of(self.model).costs, itertools.groupby(rows, lambda row: row.batch)
-        own = [Tree.of(list(of_batch), shares=shares) for _, of_batch in by_batch]
+        own = [Tree.of(list(of_batch), **options) for _, of_batch in by_batch]
         if not costs.keep_busy(own):
-            return self._fewest(rows, most, shares=shares)
-        merged = self._fewest(rows, max(sum(row.length for row in tree.rows) for tree in own), shares=shares)
+            return self._fewest(rows, most, **options)
+        merged = self._fewest(rows, max(sum(row.length for row in tree.rows) for tree in own), **options)
         is_worth = sum(map(costs.tree, merged)) < WORTH * sum(map(costs.tree, own))
         return merged if is_worth and len(merged) <= len(own) else own
 
