@@ -71,34 +71,37 @@ def by_row(layers: list[nn.Module], gets_tree: Callable[[], bool]) -> Generator[
     """
     with contextlib.ExitStack() as stack:
         for layer in layers:
-            linear = [child for child in layer.children() if hasattr(child, "in_features")]  # also inside of adapters
-            compute = functools.partial(_compute, gets_tree)
-            for module, way in {layer: compute, **dict.fromkeys(linear, _project)}.items():
-                before = {name: vars(module)[name] for name in ("forward",) if name in vars(module)}
-                stack.callback(vars(module).update, before)
-                stack.callback(vars(module).pop, "forward")
-                vars(module)["forward"] = functools.partial(way, module, module.forward)
+            before = functools.partial(_before, gets_tree)
+            stack.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(layer.register_forward_hook(_behind, always_call=True).remove)
+            for linear in layer.children():
+                if hasattr(linear, "in_features"):  # also with an adapter
+                    stack.callback(linear.register_forward_pre_hook(_before_linear).remove)
+                    stack.callback(linear.register_forward_hook(_behind_linear).remove)
         yield
 
 
-def _compute(
-    gets_tree: Callable[[], bool], layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Compute a layer, whose input `[1, slots, width]` is its first argument or called `hidden_states`."""
-    layout: Layout | None = kwargs.pop(ARGUMENT, None)
+def _before(gets_tree: Callable[[], bool], layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Give a layer its rows. Its input `[1, slots, width]` is its first argument or called `hidden_states`."""
+    layout: Layout | None = kwargs.get(ARGUMENT)
     if layout is None:
         if gets_tree():
             raise CannotAttendError(f"`{type(layer).__name__}` has a state, and is not told where rows end")
-        return forward(*args, **kwargs)
-    flat = args[0] if args else kwargs.pop("hidden_states")
+        return None
     known, way = inspect.signature(type(layer).forward).parameters, _under_way
-    kwargs = {name: value for name, value in kwargs.items() if name in known and name not in _OF_PLACES}
+    kept = {name: value for name, value in kwargs.items() if name in known and name not in _OF_PLACES}
+    flat = args[0] if args else kept["hidden_states"]
     way.places, way.owners = layout.rows
     way.flat, way.rows = flat, F.embedding(way.places, flat[0])
-    try:
-        output = forward(way.rows, *args[1:], **kwargs)
-    finally:
-        way.flat = way.rows = None
+    return ((way.rows, *args[1:]), kept) if args else ((), {**kept, "hidden_states": way.rows})
+
+
+def _behind(layer: nn.Module, args: tuple, output: Any) -> Any:
+    """Put the rows of a layer back. It is called after an error too."""
+    way, flat = _under_way, _under_way.flat
+    way.flat = way.rows = None
+    if flat is None or output is None:
+        return None
     if not isinstance(output, Tensor):
         raise CannotAttendError(f"`{type(layer).__name__}` has a state, and returns more than hidden states")
     return output if output.shape == flat.shape else _put_back(output)
@@ -109,13 +112,18 @@ def _put_back(rows: Tensor) -> Tensor:
     return F.embedding(_under_way.owners, rows.flatten(0, 1))[None]
 
 
-def _project(linear: Any, forward: Callable[..., Tensor], inputs: Tensor) -> Tensor:
-    """Compute a linear layer inside of a layer with a state. Where it reads the input, or gives the output, flat."""
-    way = _under_way
+def _before_linear(linear: Any, args: tuple) -> Any:
+    """Let a linear layer that reads the input, or gives the output, of a layer with a state compute the flat row."""
+    way, inputs = _under_way, args[0]
     if way.flat is None or way.rows is None:
-        return forward(inputs)
+        return None
     if inputs is way.rows:
-        return F.embedding(way.places, forward(way.flat)[0])
-    if linear.out_features == way.flat.shape[-1] and inputs.shape[:2] == way.rows.shape[:2]:
-        return forward(_put_back(inputs))
-    return forward(inputs)
+        return way.flat
+    gives_output = linear.out_features == way.flat.shape[-1] and inputs.shape[:2] == way.rows.shape[:2]
+    return _put_back(inputs) if gives_output else None
+
+
+def _behind_linear(linear: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
+    """Take the outputs of a linear layer that read the input apart."""
+    way = _under_way
+    return F.embedding(way.places, output[0]) if way.flat is not None and args[0] is way.flat else None

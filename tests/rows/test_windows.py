@@ -146,6 +146,11 @@ def build(architecture="llama", attention="sdpa", **options):
 
 
 BALANCED_MODEL = "qwen3_moe with its loss"
+NO_ADAPTERS = (
+    "mamba2", "bamba", "falcon_h1", "olmoe", "olmoe with its loss", "qwen3_next", "qwen3_next with its loss",
+)  # fmt: skip
+"""Widths that are not those of the others; experts that bf16 chooses otherwise than fp32, in padded rows too."""
+OF_ADAPTERS = [name for name in ARCHITECTURES if name not in NO_ADAPTERS]
 LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
@@ -357,7 +362,7 @@ def test_the_best_experts_are_loaded_at_the_end(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("architecture", mostly_slow(ARCHITECTURES, ["llama", "qwen3_moe"]))
+@pytest.mark.parametrize("architecture", mostly_slow(OF_ADAPTERS, ["llama", "qwen3_moe", "qwen3_5"]))
 def test_products_of_adapters_in_bf16_are_as_near_to_fp32_as_pefts(architecture, tmp_path):
     def model():
         return lora(build(architecture, hidden_size=64, intermediate_size=96))

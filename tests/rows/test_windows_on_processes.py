@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     Trainer,
     TrainingArguments,
 )
@@ -35,7 +35,9 @@ def uneven(count=48):
     return rows
 
 
-EXPERTS = {
+EXPERTS = {  # and a state along the row
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 16,
     "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "output_router_logits": True, "router_aux_loss_coef": 0.5,
 }  # fmt: skip
@@ -45,11 +47,14 @@ DATA = {"agent": KINDS["agent"], "uneven": uneven}
 def model(experts=False):
     torch.manual_seed(0)
     made = (
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS)) if experts else LlamaForCausalLM(LlamaConfig(**SIZES))
+        Qwen3NextForCausalLM(Qwen3NextConfig(**SIZES, **EXPERTS)) if experts else LlamaForCausalLM(LlamaConfig(**SIZES))
     )
     for parameter in made.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.15)
+    for name, parameter in made.named_parameters():
+        if name.endswith("A_log"):  # states that last
+            torch.nn.init.constant_(parameter, -2.0)
     return made
 
 

@@ -17,6 +17,8 @@ from transformers import (
     GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -99,6 +101,7 @@ ARCHITECTURES = {
     "gpt2": lambda **o: GPT2LMHeadModel(GPT2Config(**GPT2, **o)),
     "phi": lambda **o: PhiForCausalLM(PhiConfig(**SIZES, **o)),
     "mixtral": lambda **o: MixtralForCausalLM(MixtralConfig(**SIZES, **BALANCED, **o)),
+    "lfm2": lambda **o: Lfm2ForCausalLM(Lfm2Config(**SIZES, layer_types=["conv", "full_attention"], **o)),
     "opt": lambda **o: OPTForCausalLM(OPTConfig(**SIZES, ffn_dim=48, dropout=0.0, word_embed_proj_dim=32, **o)),
 }
 
@@ -425,7 +428,7 @@ class Counted(LlamaForCausalLM):
 
 
 PLAIN = {
-    "state-space layers": (mamba, "layers with a state that runs along the row"),
+    "state-space layers": (mamba, "`MambaMixer` has a state, and is not told where rows end"),
     "ALiBi": (bloom, "the attention of `BloomForCausalLM` is its own"),
     "first batch": (lambda: Counted(LlamaConfig(**SIZES)), "hidden states of the first batch are .* away"),
 }
