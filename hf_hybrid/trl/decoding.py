@@ -525,7 +525,10 @@ class Decoding(Part):
         self.fallbacks = Fallbacks("Completions are generated as TRL does it (`rollouts`)", tells)
         self.captured = Captured()
         self.chosen: Tensor | None = None
-        """Probabilities with which the last completions were drawn, shape [rows, tokens]; `None` if TRL drew them."""
+        """
+        Probabilities with which the completions of a generation batch were drawn, shape [rows, tokens]; `None` if TRL
+        drew them, or they have several turns.
+        """
         self.counts: Counter[str] = Counter()
         """Those of the run, once it begins."""
 
@@ -547,7 +550,6 @@ class Decoding(Part):
         training are counted.
         """
         plain, loop = model.generate, functools.partial(self._decode, Prompts.of(prompts), counts)
-        self.chosen = None
 
         def generate(*args, **kwargs):
             others = sorted(kwargs.keys() - {"input_ids", "attention_mask", "generation_config"})

@@ -84,6 +84,8 @@ COUNTS = (
 Rows of all micro-batches, those not computed, and micro-batches without any; rows whose advantage was nothing but
 rounding, and is zero here; and rows whose log-probabilities before the update were left out.
 """
+OF_SAMPLER = "log_probs_of_sampler"
+"""Key of a micro-batch for the log-probabilities with which its completions were drawn, shape [rows, tokens]."""
 SAMPLER = "sampling/sampling_logp_difference/"
 """TRL's names for distances of vLLM's log-probabilities from those of training: their mean, and the largest."""
 
@@ -353,7 +355,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         decoding, completing = self.decoding, contextlib.nullcontext()
-        decoding.chosen = None
+        self._turns += 1
         if not decoding.off:
             model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
             if (why := self._why_plain_rollouts(model)) is None:
@@ -361,11 +363,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             else:
                 decoding.fallbacks.cannot_be_exact(why)
         with completing:
-            sampled = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        if decoding.chosen is None or not isinstance(sampled, tuple):  # RLOO takes no log-probabilities
-            return sampled
-        log_probs = zip(decoding.chosen.log().tolist(), sampled[0], strict=True)
-        return sampled[0], [row[: len(ids)] for row, ids in log_probs]
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
 
     @functools.cached_property
     def _sharding(self) -> str | None:
@@ -444,19 +442,25 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         # Then log-probabilities of rows without advantage are read by nobody: rewards are asked for first.
         rewards_first = own and self.rollouts.leaves_out and self.model.training
         self._scoring = scoring = Scoring(inputs, torch.is_grad_enabled()) if rewards_first else None
+        self.decoding.chosen, self._turns = None, 0
         try:
             batch: Batch = super()._generate_and_score_completions(inputs)
         finally:
             self._scoring = None
         if scoring is not None and scoring.left_out is not None and "old_per_token_logps" in batch:
             batch["old_per_token_logps"].masked_fill_(scoring.left_out[:, None], 0.0)
+        # RLOO keeps sums over the tokens of a row, with which they cannot be compared.
+        if (chosen := self.decoding.chosen) is not None and self._turns == 1 and "old_logps" not in batch:
+            padding = batch["completion_ids"].shape[1] - chosen.shape[1]
+            batch[OF_SAMPLER] = torch.nn.functional.pad(chosen.log(), (0, padding))
         if (alike := self._rewarded_alike()) is None:
             return batch
         advantages, own = batch["advantages"], self._own_rows(alike)
-        if self.model.training:
-            self.rollouts.counts["rows_of_rounding"] += int(advantages.cpu()[own].ne(0).sum())
         batch["advantages"] = advantages.masked_fill(own.to(advantages.device, non_blocking=True), 0.0)
-        logged: Any = self._logs["advantages"]
+        logged: Any = self._logs["advantages"]  # of all processes, on the host
+        if self.model.training:
+            theirs = self._own_rows(torch.tensor([*logged][-len(alike) :]))
+            self.rollouts.counts["rows_of_rounding"] += int(theirs[own].ne(0).sum())
         for place, zero in zip(range(-1, -len(logged) - 1, -1), reversed(alike.tolist())):
             logged[place] = 0.0 if zero else logged[place]
         return batch
@@ -508,25 +512,30 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
                 log_probs = log_probs.to(computed.dtype).index_copy(0, rows, computed)
             return log_probs, None, None
 
+    _turns = 0
+    """How often the model completed rows of this generation batch."""
     _in_loss: Batch | None = None
     """The micro-batch whose loss is computed."""
+    _distance: Tensor | None = None
+    """
+    How far log-probabilities of the sampler are from those of training since the last log, on the device: the sum of
+    the means of micro-batches, how many there were, and the largest.
+    """
 
     def _compare_with_sampler(self, inputs: Batch, log_probs: Tensor) -> None:
         """
-        Log the mean and the largest distance between the log-probabilities with which the completions were drawn and
-        those of the training pass, shape [rows, tokens], under the names that TRL has for vLLM's.
+        Add to the distance between the log-probabilities with which the completions were drawn and those of the
+        training pass, shape [rows, tokens].
         """
-        of_sampler = inputs.get("sampling_per_token_logps")
-        if of_sampler is None or self.use_vllm or self.rollout_func is not None:
+        if (of_sampler := inputs.get(OF_SAMPLER)) is None or not self.model.training:
             return
         mask = tokens_in_loss(inputs).bool()
         if (old := inputs.get("old_per_token_logps")) is not None:  # the policy has moved since
             log_probs, mask = old, mask & old.ne(0)  # zero: a row without advantage, for which it was not computed
         distance = (log_probs - of_sampler).abs().masked_fill(~mask, 0.0)
-        both = torch.stack([distance.sum() / mask.sum().clamp(min=1), distance.max()])
-        of_processes = self.accelerator.gather(both).view(-1, 2).cpu()
-        for name, value in (("mean", of_processes[:, 0].mean()), ("max", of_processes[:, 1].max())):
-            self._metrics["train" if self.model.training else "eval"][SAMPLER + name].append(value.item())
+        mean, largest = distance.sum() / mask.sum().clamp(min=1), distance.max()
+        before = torch.zeros(3, device=distance.device) if self._distance is None else self._distance
+        self._distance = torch.stack([before[0] + mean, before[1] + 1, before[2].maximum(largest)])
 
     def _agree(self, count: int) -> int:
         if self.accelerator.num_processes == 1:
@@ -593,6 +602,10 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             self._in_loss = None
 
     def log(self, logs, *args, **kwargs):
+        if "loss" in logs and self._distance is not None:
+            means, count, largest = self.accelerator.gather(self._distance).view(-1, 3).T.tolist()
+            logs |= {SAMPLER + "mean": sum(means) / sum(count), SAMPLER + "max": max(largest)}
+            self._distance = None
         left_out = self.rollouts.leaves_out and self._buffered_inputs and not self._metrics["train"].get("entropy")
         if left_out and "loss" in logs and self.model.training:
             # Every row since the last entry was left out, and callbacks count on TRL's metrics of tokens. Its loss
@@ -600,7 +613,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             # the values are those of real rows. Under dropout it draws random numbers, which training draws again.
             inputs = dict(self.generated[(self._step - 1) % self.per_generation])
             inputs.pop("old_per_token_logps", None)  # not computed for these rows: their ratios are taken to be 1
-            inputs.pop("sampling_per_token_logps", None)  # of a policy that has moved since
+            inputs.pop(OF_SAMPLER, None)  # of a policy that has moved since
             as_before = RandomStates.now(self.args.device).again()
             with as_before, torch.no_grad(), self.compute_loss_context_manager(), self.rows.evaluating():
                 self._compute_loss(self.model_wrapped, inputs)

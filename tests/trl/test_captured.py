@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import mostly_slow, weights
+from conftest import assert_same_weights, mostly_slow, weights
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -17,9 +17,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from rig.completions import ARCHITECTURES, NEW, SHAPES, WAYS, batch, check_equal, completed, config, model  # noqa: E402
 from rig.graphs import RecordedGraph, record  # noqa: E402
-from rig.rollouts import WITH_TOOLS  # noqa: E402
+from rig.rollouts import WITH_TOOLS, build  # noqa: E402
 from rig.tiny_architectures import build_model  # noqa: E402
 from test_decoding import train  # noqa: E402
+from test_grpo import MIDDLE, Stop  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
@@ -389,3 +390,23 @@ def test_a_run_is_that_of_trl(name, tmp_path, called):
     if name != "rloo":
         differences = [entry[SAMPLER + "max"] for entry in ours.state.log_history if SAMPLER + "max" in entry]
         assert len(differences) == 4 and 0 < max(differences) < 1e-4
+
+
+@pytest.mark.long
+def test_resume_in_the_middle_of_a_generation_batch(tmp_path, called):
+    adapters = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    options = {**MIDDLE, "peft_config": adapters, "share_rows": "auto"}
+
+    def trainer(folder, stop=None):
+        torch.manual_seed(0)  # adapters
+        return build(HybridGRPOTrainer, tmp_path / folder, 0.5, callbacks=stop and [Stop(stop)], **options)
+
+    (whole := trainer("whole")).train()
+    trainer("cut", 3).train()
+    before = called["compute"]
+    (resumed := trainer("cut")).train(resume_from_checkpoint=True)
+    assert called["compute"] > before
+    assert_same_weights(weights(whole.model), weights(resumed.model))
+    assert [line.get(SAMPLER + "max") for line in whole.state.log_history] == [
+        line.get(SAMPLER + "max") for line in resumed.state.log_history
+    ]
