@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from conftest import assert_same_weights, config_values, losses, mostly_slow, weights
+from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from rig import trainers
 from rig.sft_rows import KINDS, WORDS, Text, pad, row
@@ -130,6 +132,8 @@ COMMON = (
 
 def build(architecture="llama", attention="sdpa", **options):
     """A model whose tokens matter: as it is initialised, one would hardly attend to another."""
+    if architecture == "lfm2" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("its layers are not told where rows end")
     kind, own = ARCHITECTURES[architecture]
     if kind in (Gemma2Config, GptOssConfig, Mamba2Config):  # `sdpa` has neither caps nor sinks
         attention = "eager"
@@ -336,7 +340,7 @@ def test_adapters_train_as_in_trainer(tmp_path):
 
 
 RESUMED = {
-    "eager": ("llama", {}), "router loss": (BALANCED_MODEL, {}), "states": ("lfm2", {}), "compiled": ("llama", COMPILED)
+    "eager": ("llama", {}), "router loss": (BALANCED_MODEL, {}), "states": ("bamba", {}), "compiled": ("llama", COMPILED)
 }  # fmt: skip
 
 
@@ -488,7 +492,7 @@ def test_evaluations_of_a_training_compute_trees(tmp_path):
     ("case", "architecture"),
     [
         ("checkpointing", BALANCED_MODEL),
-        ("checkpointing", "lfm2"),
+        ("checkpointing", "bamba"),
         ("one micro-batch", BALANCED_MODEL),
         ("streamed by micro-batch", BALANCED_MODEL),
         ("streamed by layer", "bamba"),

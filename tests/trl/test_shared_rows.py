@@ -9,6 +9,8 @@ import torch
 from conftest import assert_same_weights, config_values, mostly_slow, weights
 from torch._dynamo.utils import counters
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     Gemma3ForCausalLM,
@@ -17,8 +19,6 @@ from transformers import (
     GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    Lfm2Config,
-    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -92,6 +92,10 @@ GPT2 = {
     "vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,
     "embd_pdrop": 0.0, "attn_pdrop": 0.0, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
 }  # fmt: skip
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16,
+    "attn_layer_indices": [1],
+}  # fmt: skip
 BALANCED = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
 ARCHITECTURES = {
     "llama": lambda **o: LlamaForCausalLM(LlamaConfig(**SIZES, **o)),
@@ -101,7 +105,7 @@ ARCHITECTURES = {
     "gpt2": lambda **o: GPT2LMHeadModel(GPT2Config(**GPT2, **o)),
     "phi": lambda **o: PhiForCausalLM(PhiConfig(**SIZES, **o)),
     "mixtral": lambda **o: MixtralForCausalLM(MixtralConfig(**SIZES, **BALANCED, **o)),
-    "lfm2": lambda **o: Lfm2ForCausalLM(Lfm2Config(**SIZES, layer_types=["conv", "full_attention"], **o)),
+    "bamba": lambda **o: BambaForCausalLM(BambaConfig(**SIZES, **MAMBA, **o)),
     "opt": lambda **o: OPTForCausalLM(OPTConfig(**SIZES, ffn_dim=48, dropout=0.0, word_embed_proj_dim=32, **o)),
 }
 
