@@ -340,8 +340,11 @@ def test_adapters_train_as_in_trainer(tmp_path):
 
 
 RESUMED = {
-    "eager": ("llama", {}), "router loss": (BALANCED_MODEL, {}), "states": ("bamba", {}), "compiled": ("llama", COMPILED)
-}  # fmt: skip
+    "eager": ("llama", {}),
+    "router loss": (BALANCED_MODEL, {}),
+    "states": ("bamba", {}),
+    "compiled": ("llama", COMPILED),
+}
 
 
 @pytest.mark.parametrize("case", mostly_slow(RESUMED, ["eager", "router loss"]))
