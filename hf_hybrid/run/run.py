@@ -636,15 +636,17 @@ class RandomStates:
 def as_before(model: torch.nn.Module, device: torch.device) -> Generator[None]:
     """Context without gradients after which modes, buffers (running means) and random generators are as they were."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = [
+        (m._buffers, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
+    ]
     with RandomStates.now(device).again(), torch.no_grad():
         try:
             yield
         finally:
             for module, mode in modes:
                 module.training = mode
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for of_module, name, buffer, value in buffers:
+                of_module[name] = buffer.copy_(value)  # a forward pass may have put another tensor there
 
 
 def _which(place: torch.device) -> tuple[torch.device, ...]:
