@@ -31,6 +31,7 @@ from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.attention import ARGUMENT, CannotAttendError, Layout
 from hf_hybrid.rows.comparison import TOLERANCES, apart, sample
 from hf_hybrid.rows.sharing import HOLE, Copied, FlatRow, ModelFacts, SharedRows
+from hf_hybrid.rows.states import by_row
 from hf_hybrid.rows.tree import IGNORED, Batch, Rows, Targets, Tree, on_host, padded
 from hf_hybrid.run.run import as_before
 from hf_hybrid.run.trainer_view import TrainerView
@@ -107,12 +108,16 @@ class RowsForAnyLoss(SharedRows):
         self._opened[model] = stack = contextlib.ExitStack()
 
         def before(backbone: nn.Module, args: tuple, inputs: dict[str, Any]):
-            return self._before_backbone(model, facts, args, inputs)
+            return self._exchange(model, facts, args, inputs)
+
+        def behind(backbone: nn.Module, args: tuple, output: Any):
+            return self._put_back(output)
 
         stack.callback(facts.backbone.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
-        stack.callback(facts.backbone.register_forward_hook(self._behind_backbone).remove)
+        stack.callback(facts.backbone.register_forward_hook(behind).remove)
+        stack.enter_context(by_row(facts.with_state, lambda: self._under_way.row is not None))
 
-    def _before_backbone(self, model: nn.Module, facts: ModelFacts, args: tuple, inputs: dict[str, Any]):
+    def _exchange(self, model: nn.Module, facts: ModelFacts, args: tuple, inputs: dict[str, Any]):
         """Exchange a padded batch for a flat row."""
         way = self._under_way
         way.row = way.hidden = None
@@ -127,16 +132,16 @@ class RowsForAnyLoss(SharedRows):
         tree, batch = self._tree_of(model, facts, given)
         if tree is None:
             return None
-        ((_, row),) = FlatRow.of_window([(batch, tree)], given["input_ids"].device, repeats=False)
+        ((_, row),) = FlatRow.of_window([(batch, tree)], given["input_ids"].device, repeats=False, balances=False)
         way.row, Layout.known[row.layout.number] = row, row.layout
         self._layouts.append(row.layout)
         if way.comparing is None:
             self._opened[model].enter_context(self._in_trees(model))
         flat = row.inputs()
-        names = ("input_ids", "attention_mask", "position_ids", "use_cache", ARGUMENT)
-        return (), {**given, **{name: flat[name] for name in names}}
+        names = ("input_ids", "attention_mask", "position_ids", "use_cache")
+        return (), {**given, **{name: flat[name] for name in names}, ARGUMENT: row.layout}
 
-    def _behind_backbone(self, backbone: nn.Module, args: tuple, output: Any):
+    def _put_back(self, output: Any) -> Any:
         """Put the states where the padded batch has them."""
         way = self._under_way
         row, way.row = way.row, None
@@ -166,9 +171,7 @@ class RowsForAnyLoss(SharedRows):
                 self.counts["tokens_shared"] += batch.tokens - tree.size
         return tree, batch
 
-    def _tree_if_it_pays(
-        self, model: nn.Module, facts: ModelFacts, batch: Batch, device: torch.device
-    ) -> Tree | None:
+    def _tree_if_it_pays(self, model: nn.Module, facts: ModelFacts, batch: Batch, device: torch.device) -> Tree | None:
         rows = batch.rows(counts_mask=facts.counts_mask)
         if rows is None:
             self.fallbacks.cannot_be_exact(HOLE)
@@ -178,7 +181,8 @@ class RowsForAnyLoss(SharedRows):
             self._note_drawn(model, drawn, rows)
         if drawn == "by batch":
             return None
-        tree, count, length = Tree.of(rows, shares=drawn == "nothing"), len(batch.ids), batch.ids.shape[1] - 1
+        tree = Tree.of(rows, shares=drawn == "nothing", again=facts.again)
+        count, length = len(batch.ids), batch.ids.shape[1] - 1
         costs = facts.costs._replace(scored=0.0)
         if costs.tree(tree) > self.worth * count * (length * costs.token + length**2 * costs.pair):
             return None
@@ -191,7 +195,7 @@ class RowsForAnyLoss(SharedRows):
         self, model: nn.Module, facts: ModelFacts, tree: Tree, batch: Batch, device: torch.device
     ) -> str | None:
         """Compute some rows in both ways, and return why their states are not the same."""
-        some, of_some = padded(Tree.of(sample(tree), shares=tree.shares), [batch])
+        some, of_some = padded(Tree.of(sample(tree), shares=tree.shares, again=tree.again), [batch])
         ids, mask = (part[:, :-1].to(device) for part in some[:2])
         way, most = self._under_way, TOLERANCES[self.half_precision or model.dtype in (torch.float16, torch.bfloat16)]
         places = Targets.of(of_some, [some]).places[:, 1:].t()
@@ -233,7 +237,8 @@ def _obstacle(given: Mapping[str, Any]) -> str | None:
     tensors = {name for name, value in given.items() if torch.is_tensor(value) and value.dim()}
     if others := sorted(tensors - TAKEN):
         return f"a batch holds `{others[0]}` beside tokens"
-    if asked := [name for name in ("output_hidden_states", "output_attentions") if given.get(name)]:
+    names = ("output_hidden_states", "output_attentions", "output_router_logits")
+    if asked := [name for name in names if given.get(name)]:
         return f"the loss reads more of the model (`{asked[0]}`)"
     return None
 
