@@ -11,6 +11,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 from datasets import Dataset  # noqa: E402
 from peft import LoraConfig  # noqa: E402
+from rig.processes import together  # noqa: E402
 from rig.rollouts import TOKENIZER  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Trainer, TrainingArguments  # noqa: E402
 from trl import (  # noqa: E402
@@ -199,3 +200,19 @@ def test_states_that_differ_are_refused(tmp_path, monkeypatch):
 def test_what_makes_batches_stay_padded(tmp_path):
     trainer = train("reward", tmp_path, True, neftune_noise_alpha=5.0, max_steps=1)
     assert "neftune_noise_alpha" in trainer.hybrid_summary()["plain_rows_because"]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    def run():
+        for hybrid in (False, True):
+            trainer = train("reward", tmp_path / str(hybrid), hybrid, per_device_train_batch_size=2)
+            if trainer.is_world_process_zero():
+                torch.save((weights(trainer.model), losses(trainer)), tmp_path / f"{hybrid}.pt")
+        assert trainer.hybrid_summary()["tokens_padding"] > 0
+
+    assert together(2, run) == [0, 0]
+    (theirs, expected), (ours, found) = (torch.load(tmp_path / f"{hybrid}.pt") for hybrid in (False, True))
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert all(torch.allclose(weight, ours[name], rtol=0, atol=1e-6) for name, weight in theirs.items())
