@@ -5,7 +5,8 @@ A whole GRPO run, part by part: CPU seconds of TRL's trainer and of `HybridGRPOT
     python -m benchmarks.skips.rewards --model smollm2 --generations 8 --iterations 1 --rewards binary --prompts 2
     python -m benchmarks.skips.rewards --report
 
-Completions of SmolLM2 end with a line, those of `--model smollm2-sentences` with a sentence too. SmolLM2 needs
+Completions of SmolLM2 end with a line, those of `--model smollm2-sentences` with a sentence too. All prompts of
+`--model smollm2-system` begin with the same 300 tokens, as after a system prompt. SmolLM2 needs
 `python -m benchmarks.speedup.pretrained` first.
 
 The parts of a step are generation, rewards, log-probabilities before the update, those of the reference, and the update
@@ -109,18 +110,26 @@ def small(args: argparse.Namespace) -> tuple[Any, Any, list[str]]:
     return model, make_tokenizer(), [text[: args.length] for text in texts[:200]]
 
 
-def smollm2(args: argparse.Namespace, ends: tuple[str, ...] = (LINE,)) -> tuple[Any, Any, list[str]]:
-    """SmolLM2-135M, whose completions end with the first token that has one of these in it."""
+def smollm2(args: argparse.Namespace, ends: tuple[str, ...] = (LINE,), system: int = 0) -> tuple[Any, Any, list[str]]:
+    """
+    SmolLM2-135M, whose completions end with the first token that has one of `ends` in it. All prompts begin with the
+    same `system` tokens.
+    """
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
     last = [number for text, number in tokenizer.get_vocab().items() if any(end in text for end in ends)]
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, *last]
     ids = tokenizer(" ".join(" ".join(language_reference()[:400]).split()))["input_ids"]
-    begins = range(0, 200 * args.length, args.length)
-    return model, tokenizer, [tokenizer.decode(ids[begin : begin + args.length]) for begin in begins]
+    begins = range(system, system + 200 * args.length, args.length)
+    return model, tokenizer, [tokenizer.decode(ids[:system] + ids[begin : begin + args.length]) for begin in begins]
 
 
-MODELS = {"small": small, "smollm2": smollm2, "smollm2-sentences": functools.partial(smollm2, ends=(LINE, "."))}
+MODELS = {
+    "small": small,
+    "smollm2": smollm2,
+    "smollm2-sentences": functools.partial(smollm2, ends=(LINE, ".")),
+    "smollm2-system": functools.partial(smollm2, system=300),
+}
 
 
 def reward(kind: str):

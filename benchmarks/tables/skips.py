@@ -116,6 +116,7 @@ def grpo_run(model: str, **fields) -> list[dict]:
 def grpo_runs() -> str:
     rows = []
     names = {"small": "Llama, 3.2M", "smollm2": "SmolLM2", "smollm2-sentences": "SmolLM2, ends with a sentence"}
+    names["smollm2-system"] = "SmolLM2, after a system prompt of 300"
     for row in [found for model in names for found in grpo_run(model)]:
         if not shown(row):
             continue

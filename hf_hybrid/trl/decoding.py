@@ -2,13 +2,14 @@
 The completions of TRL's GRPO and RLOO without repeated work: token by token those of transformers' `generate`.
 
 What `generate` repeats. TRL samples several completions of each prompt and gives `generate` as many copies of the
-prompt. `generate` computes every copy, and pads short prompts to the longest of the batch. Then it computes one token
-of each row per pass until the last row has ended. It also computes rows that have ended, and discards the result.
+prompt. `generate` computes every copy, and pads short prompts to the longest of the batch. Prompts that begin alike,
+with a system prompt or worked examples, are computed in full each. Then it computes one token of each row per pass
+until the last row has ended. It also computes rows that have ended, and discards the result.
 
 What is computed instead, here for two prompts with three completions each:
 
-    prompts        p p p p p p p p          each once, those of similar length together; then their keys and values
-                   q q q q                  are repeated for the completions
+    prompts        s s s s p p p p          each once, those of similar length together, and the beginning that they
+                           q q q            share once; then keys and values are repeated for the completions
     completions    p: a a a .  .            a row that has ended leaves the batch, as soon as a quarter of the rows in
                    p: b b b b  b b          it have. The columns that are padding for all rows that are left go too
                    p: c .  .
@@ -43,10 +44,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,6 +90,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_hybrid.optimizers import has_adapters
 from hf_hybrid.part import Part
 from hf_hybrid.recovery import is_out_of_memory
+from hf_hybrid.rows.costs import BUSY, Costs
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import RandomStates
 from hf_hybrid.trl.captured import (
@@ -118,6 +122,9 @@ KEEP = 0.75
 PREFILL = 64
 """On a GPU prompts are padded to a multiple of so many columns: attention is planned anew for each length."""
 
+PASS = 32
+"""Tokens that a further pass has to save on a CPU: it reads all weights, which takes as long as 20 tokens."""
+
 # Arithmetic.
 
 
@@ -129,11 +136,13 @@ class Prompts:
     Attributes:
         owner (`list[int]`): The prompt of each row.
         first (`list[int]`): The first row of each prompt.
-        lengths (`list[int]`): Tokens of each prompt.
+        tokens (`list[tuple[int, ...]]`): Tokens of each prompt.
+        lengths (`list[int]`): How many these are.
     """
 
     owner: list[int]
     first: list[int]
+    tokens: list[tuple[int, ...]]
     lengths: list[int]
 
     @classmethod
@@ -146,24 +155,86 @@ class Prompts:
             owner.append(number)
             if number == len(first):
                 first.append(row)
-        return cls(owner, first, [len(tokens) for tokens in known])
-
-    @property
-    def tokens_shared(self) -> int:
-        """Tokens of the prompts that are copies."""
-        return sum(map(self.lengths.__getitem__, self.owner)) - sum(self.lengths)
+        return cls(owner, first, [*known], [*map(len, known)])
 
 
-def chunks_of_similar_length(lengths: Sequence[int]) -> list[list[int]]:
+def tokens_of_a_pass(model: Any) -> float:
+    """
+    Return how many tokens a further pass of the prompts has to save.
+
+    On a GPU as many as keep a fast one busy while its host launches the pass, a third of what [`BUSY`] counts: 18,000
+    of a model of 0.5B, 1,100 of one of 7B.
+    """
+    if model.device.type not in CAPTURING:
+        return PASS
+    costs = Costs.of(model)
+    return BUSY / 3 * costs.layers / costs.token
+
+
+def common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many tokens two prompts have in common at their beginning."""
+    for place, (one, other) in enumerate(zip(first, second)):
+        if one != other:
+            return place
+    return min(len(first), len(second))
+
+
+class Branch(NamedTuple):
+    """
+    Prompts that begin alike.
+
+    Attributes:
+        shared (`int`): Tokens that all begin with, which are computed once.
+        first (`int`): One of all prompts.
+        prompts (`list[int]`): Those that share no more than this.
+        branches (`list[Branch]`): Those that share more.
+    """
+
+    shared: int
+    first: int
+    prompts: list[int]
+    branches: list[Branch]
+
+
+def branch_of(
+    prompts: Sequence[Sequence[int]], order: Sequence[int], least: float, multiple: int, most: int, above: int = 0
+) -> Branch:
+    """
+    Return what prompts share at their beginning. `order` are their indices, sorted by their tokens.
+
+    What is shared takes a pass of its own, so it has to save more than `least` tokens beside the `above` tokens that
+    are computed already. It is a `multiple`, at most `most`, and leaves each prompt a last token.
+    """
+    rows = [*map(prompts.__getitem__, order)]
+    alike = common(rows[0], rows[-1])  # and so those between them
+    shared = min(alike, most, min(map(len, rows)) - 1) // multiple * multiple
+    is_worth = (len(order) - 1) * (shared - above) > least
+    branch = Branch(shared if is_worth else above, order[0], [], [])
+    next_tokens = [*map(operator.itemgetter(slice(alike, alike + 1)), rows)]  # none where a prompt ends
+    for _, places in itertools.groupby(range(len(order)), next_tokens.__getitem__):
+        members = [*map(order.__getitem__, places)]
+        if len(members) == 1:
+            branch.prompts.extend(members)
+            continue
+        below = branch_of(prompts, members, least, multiple, most, branch.shared)
+        if below.shared > branch.shared:
+            branch.branches.append(below)
+        else:
+            branch.prompts.extend(below.prompts)
+            branch.branches.extend(below.branches)
+    return branch
+
+
+def chunks_of_similar_length(lengths: Sequence[int], more: int = 16) -> list[list[int]]:
     """
     Return indices of prompts in groups that are computed together, short ones first.
 
-    The longest of a group has at most a quarter and 16 tokens more than its shortest. So little is padding, and there
-    are few groups: lengths between 50 and 500 make eight.
+    The longest of a group has at most a quarter and `more` tokens more than its shortest. So little is padding, and
+    there are few groups: lengths between 50 and 500 make eight.
     """
     chunks: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if not chunks or lengths[index] > 1.25 * lengths[chunks[-1][0]] + 16:
+        if not chunks or lengths[index] > 1.25 * lengths[chunks[-1][0]] + more:
             chunks.append([])
         chunks[-1].append(index)
     return chunks
@@ -307,12 +378,14 @@ class Prefilled:
         caches (`list[DynamicCache]`): Keys and values of the prompts, which are padded at the left.
         places (`Tensor`): Where each row's prompt is, counted through all caches, shape [rows].
         width (`int`): Tokens of the longest prompt.
+        computed (`int`): Tokens of prompts that were computed, without padding.
     """
 
     logits: Tensor
     caches: list[DynamicCache]
     places: Tensor
     width: int
+    computed: int
 
     def of_all_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
         """
@@ -350,43 +423,97 @@ class RowwiseProcessors(LogitsProcessorList):
 def _prefill(
     model: Any, input_ids: Tensor, prompts: Prompts, model_inputs: dict[str, Any], multiple: int = 1
 ) -> Prefilled:
-    """Compute each prompt once, padded at the left to a `multiple` of columns where the model is told positions."""
+    """
+    Compute each prompt once, padded at the left to a `multiple` of columns where the model is told positions, and what
+    prompts share at their beginning once too.
+
+    The rest of prompts that begin alike is computed as `generate` goes on from a cache. Each prompt has the columns of
+    a padded batch, and as many of them are computed as the longest one needs:
+
+        first pass      s s s s s                what they share, without padding
+        second pass     s s s s s | q q q        keys and values of `s` are those of the first pass
+                        . s s s s | s q q        a shorter prompt computes the last tokens of `s` once more
+    """
     device, positions = input_ids.device, model_inputs.get("position_ids")
     lengths, empty = prompts.lengths, model_inputs[CACHE]
-    # A model that is not told positions may count padding: then rows keep theirs.
-    chunks = [list(range(len(lengths)))] if positions is None else chunks_of_similar_length(lengths)
-    width = input_ids.shape[1] if positions is None else max(lengths)
+    if positions is None:  # a model that is not told positions may count padding: then rows keep theirs
+        width, branch = input_ids.shape[1], Branch(0, 0, [*range(len(lengths))], [])
+    else:
+        width, in_order = max(lengths), sorted(range(len(lengths)), key=prompts.tokens.__getitem__)
+        most = width - 1
+        for layer in empty.layers:
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                most = min(most, layer.sliding_window - 1)  # it keeps no more
+        branch = branch_of(prompts.tokens, in_order, tokens_of_a_pass(model), multiple, most)
     if positions is not None and (more := -input_ids.shape[1] % multiple):
         mask = model_inputs.get("attention_mask")  # `None` if nothing is padded
         mask = torch.ones_like(input_ids) if mask is None else mask
         input_ids, mask, positions = (pad(tensor, (more, 0)) for tensor in (input_ids, mask, positions))
         model_inputs = {**model_inputs, "attention_mask": mask, "position_ids": positions}
-    logits, caches = [], []
-    for chunk in chunks:
-        longest = width if positions is None else -(-lengths[chunk[-1]] // multiple) * multiple
-        rows = indices([prompts.first[prompt] for prompt in chunk], device)
-        padded = positions is None or lengths[chunk[0]] < longest
-        part = _cut({**model_inputs, CACHE: copy.deepcopy(empty)}, rows, longest, padded)
-        tokens = input_ids[:, -longest:].index_select(0, rows)
-        inputs = model.prepare_inputs_for_generation(tokens, is_first_iteration=True, **part)
-        outputs = model(**inputs, return_dict=True)
-        logits.append(outputs.logits[:, -1])
-        caches.append(outputs[CACHE])
-        del outputs
-        for layer in caches[-1].layers:
-            if layer.keys is None:
-                raise PlainRolloutsError("without images the model leaves layers of its cache empty")
-    computed_at = {prompt: place for place, prompt in enumerate(prompt for chunk in chunks for prompt in chunk)}
-    places = indices([computed_at[prompt] for prompt in prompts.owner], device)
-    return Prefilled(torch.cat(logits).index_select(0, places), caches, places, width)
+    logits, caches, order, computed = [], [], [], 0
+    ahead: list[tuple[Branch, Any]] = [(branch, None)]
+    while ahead:
+        branch, start = ahead.pop()
+        known = 0 if start is None else start.get_seq_length()
+        if branch.shared > known:
+            rows = indices([prompts.first[branch.first]], device)
+            end = input_ids.shape[1] - lengths[branch.first] + branch.shared
+            part = _cut(model_inputs, rows, slice(end - branch.shared, end), padded=False)
+            tokens = input_ids[:, end - branch.shared : end].index_select(0, rows)
+            start = _pass(model, tokens, part, start, [0])[CACHE]
+            computed, known = computed + branch.shared - known, branch.shared
+        ahead += [(below, start) for below in branch.branches]
+        own = [lengths[prompt] - known for prompt in branch.prompts]
+        chunks = [[*range(len(own))]] if positions is None else chunks_of_similar_length(own, max(multiple, 16))
+        for chunk in chunks:
+            chunk = [*map(branch.prompts.__getitem__, chunk)]
+            longest = width if positions is None else -(-lengths[chunk[-1]] // multiple) * multiple
+            rows = indices([*map(prompts.first.__getitem__, chunk)], device)
+            padding = [longest - lengths[prompt] for prompt in chunk]
+            part = _cut(model_inputs, rows, slice(-longest, None), padded=positions is None or max(padding) > 0)
+            outputs = _pass(model, input_ids[:, -longest:].index_select(0, rows), part, start, padding)
+            logits.append(outputs.logits[:, -1])
+            caches.append(outputs[CACHE])
+            del outputs
+            computed += sum([longest - max(known, columns) for columns in padding])
+            order += chunk
+    computed_at = dict(zip(order, range(len(order))))
+    places = indices([*map(computed_at.__getitem__, prompts.owner)], device)
+    return Prefilled(torch.cat(logits).index_select(0, places), caches, places, width, computed)
 
 
-def _cut(model_inputs: dict[str, Any], rows: Tensor | None, width: int, padded: bool) -> dict[str, Any]:
-    """Take rows (`None`: all) and the last columns of the mask and the positions. Without padding there is no mask."""
+def _pass(model: Any, tokens: Tensor, model_inputs: dict[str, Any], start: Any, padding: list[int]) -> Any:
+    """
+    Compute prompts, shape [prompts, columns], of which each begins with `padding` columns. What `start` holds, the
+    keys and values of a beginning that they share, stands in their first columns.
+    """
+    cache, known = copy.deepcopy(model_inputs[CACHE]), 0
+    if start is not None:
+        known = start.get_seq_length()
+        # Padding, which the mask hides, gets the states of the first token.
+        places = torch.arange(known, device=tokens.device) - indices(padding, tokens.device)[:, None]
+        places.clamp_(min=0)
+        for index, layer in enumerate(start.layers):
+            cache.update(*(states[0][:, places].transpose(0, 1) for states in (layer.keys, layer.values)), index)
+    inputs = model.prepare_inputs_for_generation(
+        tokens,
+        next_sequence_length=tokens.shape[1] - known,
+        is_first_iteration=True,
+        **{**model_inputs, CACHE: cache},
+    )
+    outputs = model(**inputs, return_dict=True)
+    for layer in outputs[CACHE].layers:
+        if layer.keys is None:
+            raise PlainRolloutsError("without images the model leaves layers of its cache empty")
+    return outputs
+
+
+def _cut(model_inputs: dict[str, Any], rows: Tensor | None, columns: slice, padded: bool) -> dict[str, Any]:
+    """Take rows (`None`: all) and columns of the mask and the positions. Without padding there is no mask."""
     inputs = dict(model_inputs)
     for name in ("attention_mask", "position_ids"):
         if (tensor := model_inputs.get(name)) is not None:
-            inputs[name] = tensor[:, -width:] if rows is None else tensor[:, -width:].index_select(0, rows)
+            inputs[name] = tensor[:, columns] if rows is None else tensor[:, columns].index_select(0, rows)
     if not padded:
         inputs["attention_mask"] = None
     return inputs
@@ -438,7 +565,8 @@ class RowsLeft:
         cut = 0 if positions is None else held - (max(lengths) + completed - 1)
         _keep(model_inputs[CACHE], rows, cut)
         # Mask and positions have a column for the token that is computed next.
-        return _cut(model_inputs, rows, held + 1 - cut, padded=positions is None or min(lengths) < max(lengths))
+        columns = slice(cut - held - 1, None)
+        return _cut(model_inputs, rows, columns, padded=positions is None or min(lengths) < max(lengths))
 
 
 def _complete(
@@ -467,7 +595,7 @@ def _complete(
         states.keys, states.values = keys, values
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = prefilled.width
-    model_inputs = _cut({**model_inputs, CACHE: cache}, None, prefilled.width, padded)
+    model_inputs = _cut({**model_inputs, CACHE: cache}, None, slice(-prefilled.width, None), padded)
     filled = CausalLMOutputWithPast(**{CACHE: cache})
     model_inputs = model._update_model_kwargs_for_generation(filled, model_inputs)
     rows = RowsLeft(input_ids, torch.ones(count, dtype=torch.bool, device=device), lengths, processors)
@@ -610,7 +738,8 @@ class Decoding(Part):
         if counts:
             self.counts["rows_decoded"] += computed
             self.counts["rows_decoded_saved"] += count * (completions.shape[1] - 1) - computed
-            self.counts["prompt_tokens_shared"] += prompts.tokens_shared
+            of_all_rows = sum(map(prompts.lengths.__getitem__, prompts.owner))
+            self.counts["prompt_tokens_shared"] += of_all_rows - prefilled.computed
         return torch.cat([input_ids, completions], dim=1)
 
     # A run.

@@ -63,13 +63,17 @@ def model(name: str, **changed):
     return made.eval()
 
 
-def batch(lengths, prompts=4, copies=COPIES):
-    """Prompts of these lengths by turns, with their copies: their tokens, and what TRL gives `generate`."""
-    generator, width = torch.Generator().manual_seed(1), max(lengths)
+def batch(lengths, prompts=4, copies=COPIES, beginnings=((),)):
+    """
+    Prompts of these lengths by turns, after one of the beginnings by turns, with their copies: their tokens, and what
+    TRL gives `generate`.
+    """
+    generator = torch.Generator().manual_seed(1)
     rows = []
     for prompt in range(prompts):
         tokens = torch.randint(9, VOCABULARY, (lengths[prompt % len(lengths)],), generator=generator).tolist()
-        rows += [tokens] * copies
+        rows += [[*beginnings[prompt % len(beginnings)], *tokens]] * copies
+    width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     return rows, {"input_ids": ids, "attention_mask": mask}

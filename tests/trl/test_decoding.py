@@ -18,9 +18,11 @@ from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
 from hf_hybrid.trl.decoding import (  # noqa: E402
+    Branch,
     Decoding,
     Prompts,
     RowsLeft,
+    branch_of,
     chunks_of_similar_length,
     drawn,
     why_plain_model,
@@ -71,6 +73,50 @@ def test_what_is_counted():
     assert decoding.counts["rows_decoded"] == sum(shape[0] for shape in ours)
 
 
+SYSTEM, OTHER = ([*range(first, 90, step)] for first, step in ((20, 2), (21, 2)))
+ALIKE = {
+    "one beginning": ([SYSTEM], [5, 9, 30, 31]),
+    "two": ([SYSTEM, OTHER[:20], SYSTEM], [5, 12, 9, 7]),
+    "two with a beginning of their own": ([SYSTEM + OTHER, SYSTEM + [9] * 20], [5, 2, 9, 5]),
+    "a prompt that others continue": ([SYSTEM], [0, 1, 9, 0]),
+}
+QUICK_ALIKE = {
+    *(("llama", way, case) for way, case in zip(("sampled", "greedy", "repetitions", "sampled"), ALIKE)),
+    *((name, "sampled", "one beginning") for name in ARCHITECTURES),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "case"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK_ALIKE else [pytest.mark.slow])
+        for case in itertools.product(ARCHITECTURES, ("sampled", "greedy", "repetitions"), ALIKE)
+    ],
+)
+def test_prompts_that_begin_alike(name, way, case):
+    beginnings, lengths = ALIKE[case]
+    rows, inputs = batch(lengths, prompts=8, beginnings=beginnings)
+    decoding = check_equal(model(name), rows, inputs, config(**WAYS[way], max_new_tokens=19))
+    assert decoding.plain_because is None
+    copies = sum(map(len, rows)) - sum(map(len, set(map(tuple, rows))))
+    counted = decoding.counts["prompt_tokens_shared"] - copies
+    assert counted == 0 if name.startswith("bloom") else counted > 100
+
+
+def test_what_is_computed_of_prompts_that_begin_alike():
+    """The beginning, and then the rest of each, of which short ones compute the end of the beginning again."""
+    rows, inputs = batch([5, 9], prompts=6, beginnings=[SYSTEM])
+    seen = []
+    hook = model("llama").register_forward_pre_hook(
+        lambda model, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    decoding = Decoding(off=False)
+    completed(model("llama"), rows, inputs, config(), decoding)
+    hook.remove()
+    assert seen[:3] == [(1, len(SYSTEM)), (6, 9), (6 * COPIES, 1)]
+    assert decoding.counts["prompt_tokens_shared"] == sum(map(len, rows)) - len(SYSTEM) - 6 * 9
+
+
 def test_padding_to_a_multiple_and_prompts_that_differ():
     """TRL's `pad_to_multiple_of`; and later turns with tools, where no prompt is another's."""
     rows, inputs = batch([5, 9])
@@ -93,8 +139,47 @@ def test_bf16():
 
 def test_prompts_are_told_apart_by_their_tokens():
     prompts = Prompts.of([[1, 2], [1, 2], [3], [1, 2], [3, 3]])
-    assert prompts == Prompts(owner=[0, 0, 1, 0, 2], first=[0, 2, 4], lengths=[2, 1, 2])
-    assert prompts.tokens_shared == 4
+    assert prompts == Prompts(owner=[0, 0, 1, 0, 2], first=[0, 2, 4], tokens=[(1, 2), (3,), (3, 3)], lengths=[2, 1, 2])
+
+
+def tokens_computed(branch, prompts, above=0):
+    """Tokens that a branch computes, each of which all of its prompts share, and the prompts."""
+    computed, below = branch.shared - above + sum(len(prompts[prompt]) - branch.shared for prompt in branch.prompts), []
+    for further in branch.branches:
+        more, of_branch = tokens_computed(further, prompts, branch.shared)
+        computed, below = computed + more, below + of_branch
+    below += branch.prompts
+    assert branch.first in below and len({prompts[prompt][: branch.shared] for prompt in below}) == 1
+    assert all(len(prompts[prompt]) > branch.shared for prompt in below)
+    return computed, below
+
+
+@pytest.mark.parametrize("ends", [(), (2,)], ids=["some continue others", "none does"])
+@pytest.mark.parametrize("longest", [4, 9, 30])
+def test_what_prompts_share_is_computed_once(longest, ends):
+    """Every beginning of a prompt once, and the last token of each by itself."""
+    generator = torch.Generator().manual_seed(longest)
+    for _ in range(20):
+        lengths = torch.randint(1, longest, (12,), generator=generator).tolist()
+        rows = [(*(torch.rand(length, generator=generator) < 0.2).int().tolist(), *ends) for length in lengths]
+        prompts = [*dict.fromkeys(rows)]
+        order = sorted(range(len(prompts)), key=prompts.__getitem__)
+        computed, below = tokens_computed(branch_of(prompts, order, 0, 1, longest), prompts)
+        assert sorted(below) == [*range(len(prompts))]
+        once = len({row[:end] for row in prompts for end in range(1, len(row))}) + len(prompts)
+        assert computed == once if ends else computed <= once + len(prompts)
+        blocks = branch_of(prompts, order, 3, 2, 6)
+        assert sorted(tokens_computed(blocks, prompts)[1]) == sorted(below) and blocks.shared in (0, 2, 4, 6)
+
+
+def test_passes_that_are_not_worth_it():
+    prompts = [(1,) * 30 + (n,) for n in range(3)] + [(2,) * 40 + (n,) for n in range(2)]
+    first, second = ([0, 1, 2], [3, 4])
+    both = branch_of(prompts, range(5), 32, 1, 100)
+    assert both == Branch(0, 0, [], [Branch(30, 0, first, []), Branch(40, 3, second, [])])
+    assert branch_of(prompts, range(5), 60, 1, 100) == Branch(0, 0, first + second, [])
+    assert branch_of(prompts, range(5), 32, 64, 100) == Branch(0, 0, first + second, [])
+    assert branch_of(prompts[:1], [0], 0, 1, 100) == Branch(0, 0, [0], [])
 
 
 def test_chunks_hold_every_prompt_once():
