@@ -526,8 +526,7 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
     )
     obstacle = obstacle_to_walking(model)
     window = Window(streamer, options.accumulation_walk, park=options.offload_activations, obstacle=obstacle)
-    on_device = plan.setup.optimizer_states == "8bit"
-    return Streamed(model, streamer, window, plan, steps_on_device=on_device, host_memory=host_memory)
+    return Streamed(model, streamer, window, plan, host_memory=host_memory)
 
 
 def adapter_parts(trainer: BuiltTrainer) -> list[Part]:
