@@ -68,7 +68,7 @@ from hf_hybrid.run.monitor import DivergenceMonitor
 from hf_hybrid.run.rate import LearningRateSearch, RateScale
 from hf_hybrid.run.record import Speed
 from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
-from hf_hybrid.run.trainer_view import trains_adapters
+from hf_hybrid.run.trainer_view import own_losses, trains_adapters
 from hf_hybrid.run.weights import Gathered, Shards, TrainedWeights, canonical, shards_of
 from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.layers import embeddings_and_head, map_with_host_layers, obstacle_to_walking, working_dtypes
@@ -544,6 +544,13 @@ def rows_part(trainer: BuiltTrainer) -> Part | None:
     options = trainer.hybrid_args
     if options.share_rows == "off" or (options.share_rows == "auto" and not options.enable_predict):
         return None
+    own = own_losses(trainer)
+    if own or trainer.compute_loss_func is not None or trainer.args.label_smoothing_factor:
+        from hf_hybrid.rows import any_loss
+
+        # `on` says that a loss that nobody knows reads no padding.
+        if options.share_rows == "on" or own[:1] and own[0] in any_loss.KNOWN:
+            return any_loss.RowsForAnyLoss(trainer, any_loss.reason_not_shared(trainer.args))
     from hf_hybrid.rows.windows import SharedWindows, reason_not_shared
 
     return SharedWindows(trainer, reason_not_shared(trainer))

@@ -76,7 +76,7 @@ from hf_hybrid.saving.lock import check_output
 from hf_hybrid.saving.manifest import last_checkpoint
 from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
 from hf_hybrid.saving.saver import InStep, Saver
-from hf_hybrid.saving.sharded import load_optimizer, load_weights
+from hf_hybrid.saving.sharded import load_converted, load_optimizer, load_weights
 from hf_hybrid.saving.start import restoring
 from hf_hybrid.streaming.engine import Resident
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
@@ -628,7 +628,11 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.saver.writer.wait()
         self.accelerator.wait_for_everyone()
         with self.memory.suspended():
-            super()._load_best_model()
+            if not self._load_converted(self.state.best_model_checkpoint, self.model):
+                super()._load_best_model()
+
+    def _load_converted(self, folder, model) -> bool:
+        return not (self.is_fsdp_enabled or self.is_deepspeed_enabled) and load_converted(folder, model)
 
     def push_to_hub(self, *args, **kwargs):
         self._show_real_weights()
@@ -636,7 +640,10 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         with restoring(resume_from_checkpoint):
-            if not load_weights(self, resume_from_checkpoint, self.model if model is None else model):
+            into = self.model if model is None else model
+            if not (
+                load_weights(self, resume_from_checkpoint, into) or self._load_converted(resume_from_checkpoint, into)
+            ):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):

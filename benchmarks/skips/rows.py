@@ -5,6 +5,7 @@ CPU seconds of fine-tuning steps in which every token is computed once, beside w
     python -m benchmarks.skips.rows              # a fifth of its layers and words, ten minutes
     python -m benchmarks.skips.rows --model smollm2 --kind system instructions --arm trainer by_length trl hybrid
     python -m benchmarks.skips.rows --order kept --kind unrolled answers agent --arm trainer trl hybrid
+    python -m benchmarks.skips.rows --model mixture --kind agent --arm trainer hybrid       # and `--model states`
     python -m benchmarks.skips.rows --memory     # bytes of a step's tensors
     python -m benchmarks.skips.rows --equality --model smollm2 [--full]     # gradients of a window in fp32
     python -m benchmarks.skips.rows --compiled --model smollm2 --kind agent instructions --steps 6
@@ -43,7 +44,16 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from rig.live_bytes import LiveBytes
 from torch._dynamo.utils import counters
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from trl import SFTConfig, SFTTrainer
 
 from benchmarks.results import Results, command_line, provenance
@@ -148,15 +158,40 @@ KINDS: dict[str, Callable[[Text, int], list[Row]]] = {
 # Models and arms.
 
 
+OTHERS: dict[str, tuple[type, dict[str, Any]]] = {
+    "mixture": (
+        Qwen3MoeConfig,
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "output_router_logits": True},
+    ),
+    "states": (
+        Qwen3_5TextConfig,
+        {
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 9, "linear_num_value_heads": 9, "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+        },
+    ),
+}  # fmt: skip
+
+
 def build(name: str, lora: bool) -> Any:
-    """Return SmolLM2-135M, or a fifth of its layers and words with random weights; all weights or adapters train."""
+    """
+    Return SmolLM2-135M, or a fifth of its layers and words with random weights; all weights or adapters train. In its
+    proportions there are a mixture of experts, with its router's loss, and a model whose layers have a state.
+    """
     torch.manual_seed(0)
     if name == "smollm2":
         model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="float32")
     else:
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(FOLDER, num_hidden_layers=6, vocab_size=WORDS)
-        )
+        config: Any = AutoConfig.from_pretrained(FOLDER, num_hidden_layers=6, vocab_size=WORDS)
+        if name in OTHERS:
+            names = (
+                "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                "num_key_value_heads", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
+            )  # fmt: skip
+            kind, options = OTHERS[name]
+            config = kind(**{name: getattr(config, name) for name in names}, head_dim=64, **options)
+        model = AutoModelForCausalLM.from_config(config)
     adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     return get_peft_model(model, adapters) if lora else model
 
@@ -230,7 +265,7 @@ def train(
 
 def measure(arm: str, model: str, lora: bool, kind: str, steps: int, order: str) -> dict[str, Any]:
     """Return the seconds of each step of an arm."""
-    rows = KINDS[kind](Text(WORDS if model == "fifth" else None), ROWS * (steps + 1))
+    rows = KINDS[kind](Text(None if model == "smollm2" else WORDS), ROWS * (steps + 1))
     seconds = Seconds()
     with tempfile.TemporaryDirectory() as folder:
         trainer = train(arm, build(model, lora), rows, folder, seconds, steps + 1, order)
@@ -263,7 +298,7 @@ class PeakOfStep(TrainerCallback):
 
 def memory(model: str, lora: bool, kind: str) -> dict[str, int]:
     """Return the peak of the second step, in which nothing is compared, by arm."""
-    rows, peaks = KINDS[kind](Text(WORDS if model == "fifth" else None), ROWS * 2), {}
+    rows, peaks = KINDS[kind](Text(None if model == "smollm2" else WORDS), ROWS * 2), {}
     for arm in ("trainer", "hybrid"):
         peak = PeakOfStep()
         with tempfile.TemporaryDirectory() as folder:
@@ -284,7 +319,7 @@ def difference(model: str, lora: bool, kind: str) -> float:
     Return the largest difference of a parameter's gradient between `Trainer`'s window and ours in fp32, relative to the
     gradient's norm. What is zero up to rounding is left out.
     """
-    rows, found = KINDS[kind](Text(WORDS if model == "fifth" else None), ROWS), []
+    rows, found = KINDS[kind](Text(None if model == "smollm2" else WORDS), ROWS), []
     for arm in ("trainer", "hybrid"):
         made, gradients = build(model, lora), Gradients()
         for name, parameter in made.named_parameters():
@@ -323,7 +358,7 @@ def report(results: Results) -> None:
 
 def main() -> None:
     parser = command_line(__doc__, Path(__file__).parent)
-    parser.add_argument("--model", choices=["fifth", "smollm2"], default="fifth")
+    parser.add_argument("--model", choices=["fifth", "smollm2", *OTHERS], default="fifth")
     parser.add_argument("--full", action="store_true", help="Train all weights, not adapters.")
     parser.add_argument("--kind", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument(

@@ -15,10 +15,28 @@ from benchmarks.planning.accuracy import REFERENCES, WAYS
 from benchmarks.tables import all_lines, markdown, mib, percent, rate, results, table
 
 GIB = 2**30
+CHECKS = ("sft", "dpo", "rollouts")
 
 
 def outcomes() -> collections.Counter:
     return collections.Counter(row["outcome"] for row in results("equality", "streamed", "model_type", "walk").rows())
+
+
+@table("families")
+def families() -> str:
+    """Model families with the same outcomes stand in one row."""
+    found, streamed = all_lines("equality", "families"), results("equality", "streamed", "model_type", "walk")
+    cells: dict[str, dict[str, str]] = {}
+    for row in found:
+        told = row["detail"] if row["outcome"] == "falls back" else ""
+        of_family = cells.setdefault(row["family"], {})
+        of_family[row["check"]] = f"{row['outcome']}: {told}" if told else row["outcome"]
+        of_family["streamed"] = streamed.get(model_type=row["model_type"], walk="micro_batch")["outcome"]
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for family, of_family in cells.items():
+        groups.setdefault(tuple(of_family[name] for name in (*CHECKS, "streamed")), []).append(family)
+    rows = [[", ".join(names), *outcomes_of_group] for outcomes_of_group, names in groups.items()]
+    return markdown(["families", "SFT", "DPO", "rollouts of GRPO", "streamed"], rows)
 
 
 @table("memory-equality")

@@ -8,7 +8,7 @@ Where the model draws random numbers in training, one more pass shows that it ta
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,18 @@ from hf_hybrid.rows.tree import Batch, Row, Targets, Tree, padded
 
 TOLERANCES = {False: 1e-3, True: 0.1}
 """Most difference of the first batch, see [`apart`], in fp32 and in half precision."""
-Observe = Callable[[str, Batch, Tree], tuple[Tensor, Any]]
-"""Runs a forward pass, `padded` or as a `tree`: returns the backbone's hidden states, and a loss or what holds one."""
+
+
+class Observed(NamedTuple):
+    """What a forward pass gives."""
+
+    hidden: Tensor  # of the backbone
+    result: Any  # a loss, or what holds one
+    router: Tensor | None  # the router's loss
+
+
+Observe = Callable[[str, Batch, Tree], Observed]
+"""Runs a forward pass, `padded` or as a `tree`."""
 
 
 def sample(tree: Tree) -> list[Row]:
@@ -45,20 +55,27 @@ def loss_of(result: Any) -> Tensor | None:
 def difference(observe: Observe, rows: Tree, batches: Sequence[Batch], most: float) -> str | None:
     """Return why rows are not the same in both ways: they are further apart than `most` of their size."""
     batch, tree = padded(rows, batches)
+    batch = batch._replace(micro_batches=None)  # it is one
     targets = Targets.of(tree, [batch])
-    (plain, plain_result), (shared, shared_result) = (observe(way, batch, tree) for way in ("padded", "tree"))
-    if not len(targets.readers):
-        return None
-    distance = apart(plain[tuple(targets.places[:, 1:].t())], shared[0, targets.slots[targets.readers]])
-    if distance > most or distance != distance:
-        return (
-            f"hidden states of the first batch are {distance:.1e} of their length away from those of padded rows, "
-            f"more than {most:g}"
+    plain, shared = (observe(way, batch, tree) for way in ("padded", "tree"))
+    if len(targets.readers):
+        distance = apart(
+            plain.hidden[tuple(targets.places[:, 1:].t())], shared.hidden[0, targets.slots[targets.readers]]
         )
-    plain_loss, shared_loss = loss_of(plain_result), loss_of(shared_result)
-    if plain_loss is None or shared_loss is None:
-        return None
-    plain_loss, shared_loss = plain_loss.double(), shared_loss.double()
-    if (shared_loss - plain_loss).abs() <= most * plain_loss.abs():
-        return None
-    return f"the loss of the first batch is {shared_loss:.6g}, and {plain_loss:.6g} in padded rows"
+        if distance > most or distance != distance:
+            return (
+                f"hidden states of the first batch are {distance:.1e} of their length away from those of padded rows, "
+                f"more than {most:g}"
+            )
+    losses = {"router's loss": (plain.router, shared.router)}
+    if len(targets.readers):
+        losses["loss"] = loss_of(plain.result), loss_of(shared.result)
+    for name, (of_plain, of_shared) in losses.items():
+        if of_plain is None and of_shared is None:
+            continue
+        if of_plain is None or of_shared is None:
+            return f"only one of padded and flat rows has a {name}"
+        of_plain, of_shared = of_plain.double(), of_shared.double()
+        if not (of_shared - of_plain).abs() <= most * of_plain.abs():
+            return f"the {name} of the first batch is {of_shared:.6g}, and {of_plain:.6g} in padded rows"
+    return None

@@ -56,8 +56,8 @@ class Costs(NamedTuple):
                 packed = getattr(parameter, "quant_state", None) or parameter  # two weights in a byte
                 count = math.prod(packed.shape) * (_share_of_experts(config) if ".experts." in name else 1.0)
                 weights, trained = weights + count, trained + count * parameter.requires_grad
-        heads, layers = config.num_attention_heads, config.num_hidden_layers
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        heads, layers = getattr(config, "num_attention_heads", 0), config.num_hidden_layers
+        size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
         passes = 2.0 + trained / weights
         return cls(2.0 * weights, 4.0 * layers * heads * size, 2.0 * max(tables.values()), layers, passes)
 

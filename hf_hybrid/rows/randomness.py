@@ -16,6 +16,9 @@ rows each copy of it has numbers of its own, so that it cannot be computed once.
 
 Some models draw one number per layer to decide whether it is left out, also where the rate is zero (OPT). Then the
 number has no influence. That is found by fixing it to both ends of its range and comparing the outputs.
+
+What a forward pass counts is found in the same way ([`changed_buffer`]): running means of a normalisation, or how many
+tokens each expert got, from which a callback balances them. Such a number depends on every token, padding included.
 """
 
 from __future__ import annotations
@@ -64,6 +67,16 @@ def drawn_in_training(model: torch.nn.Module, device: torch.device) -> Drawn:
     """Return which random numbers a forward pass in training draws, see [`drawn_numbers`]."""
     with as_before(model, device):
         return drawn_numbers(model.train(), device)
+
+
+def changed_buffer(model: torch.nn.Module, device: torch.device) -> str | None:
+    """Return the name of a buffer that a forward pass in training changes, or `None`."""
+    tokens = torch.arange(ROWS * LENGTH, device=device).view(ROWS, LENGTH)
+    with as_before(model, device):
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        _logits(model.train(), tokens)
+        after = dict(model.named_buffers())
+        return next((name for name, buffer in before.items() if not torch.equal(buffer, after[name])), None)
 
 
 def _logits(model: Callable[..., Any], tokens: torch.Tensor) -> torch.Tensor | None:

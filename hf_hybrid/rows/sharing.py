@@ -62,9 +62,11 @@ from hf_hybrid.rows.attention import (
     tensors_of,
     tree_attention,
 )
-from hf_hybrid.rows.comparison import TOLERANCES, difference, sample
+from hf_hybrid.rows.comparison import TOLERANCES, Observed, difference, sample
 from hf_hybrid.rows.costs import WORTH, Costs, share_saved
-from hf_hybrid.rows.randomness import Drawn, drawn_numbers
+from hf_hybrid.rows.experts import OPTION, Router, router_losses
+from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_numbers
+from hf_hybrid.rows.states import again, by_row, layers_with_state
 from hf_hybrid.rows.tree import (
     IGNORED,
     Batch,
@@ -89,6 +91,8 @@ Model = Any
 """A model of transformers, or a wrapper such as peft's that has its attributes."""
 COUNTS = ("tokens", "tokens_padding", "tokens_shared", "micro_batches_saved")
 HOLE = "a row has a hole in its mask, or predicts a token from padding"
+MICRO_BATCHES = "hybrid_micro_batches"
+"""Name of [`Batch.micro_batches`] in a batch that windows.py laid out. No model gets it."""
 _BATCH = ("input_ids", "attention_mask", "labels")
 _COUNTS_MASK = ("opt", "biogpt")
 """Models whose positions count the tokens in the mask, not the columns."""
@@ -99,23 +103,20 @@ _COUNTS_MASK = ("opt", "biogpt")
 def obstacle_in_model(model: Model) -> str | None:
     """Return why a model cannot compute trees, if that is known without running it."""
     base: Model = base_model(model)
-    config = base.config.get_text_config()
     adapter = getattr(model, "active_peft_config", None)
-    layer_types = getattr(config, "layer_types", None) or ()
-    stateful = {kind for kind in layer_types if kind.startswith("linear") or "attention" not in kind}
     if adapter is not None and (adapter.is_prompt_learning or getattr(adapter, "alora_invocation_tokens", None)):
         return f"adapters of the kind {adapter.peft_type.value} act on places of a row"
+    config = base.config.get_text_config()
     if config.is_encoder_decoder:
         return "the model has an encoder"
-    if getattr(base, "_is_stateful", False) or stateful:
-        kinds = ", ".join(sorted(stateful)) or config.model_type
-        return f"it has layers with a state that runs along the row ({kinds})"
+    kinds = {kind for kind in getattr(config, "layer_types", None) or () if "attention" not in kind or "linear" in kind}
+    if (getattr(base, "_is_stateful", False) or kinds) and not layers_with_state(base):
+        kinds = ", ".join(sorted(kinds)) or config.model_type
+        return f"it has layers with a state that runs along the row, and no convolution ({kinds})"
     if is_compiled_module(model):
         return "it is compiled as a whole"
     if base.get_decoder() is base:
         return f"`{type(base).__name__}` has no backbone that is called by itself"
-    if getattr(config, "output_router_logits", False):
-        return "the router loss counts every token of the padded rows"
     return None
 
 
@@ -149,19 +150,30 @@ class ModelFacts:
     window: float = float("inf")
     counts_mask: bool = False
     """Whether positions count tokens in the mask, not columns."""
+    router: Router | None = None
+    with_state: list[nn.Module] = field(default_factory=list)
+    """Layers with a state along the row."""
+    again: float = 0.0
+    """That of [`Tree`]."""
     compared: int = 0
     """Tokens of the longest row that was compared."""
     drawn: dict[bool, Drawn] = field(default_factory=dict)
     """Random numbers of a forward pass, in training and out of it, once they are known."""
 
     @classmethod
-    def of(cls, model: nn.Module) -> ModelFacts:
+    def of(cls, model: nn.Module, *, compiles: bool) -> ModelFacts:
         try:
             base: Model = base_model(model)
             if (reason := obstacle_in_model(model)) is not None:
                 return cls(reason)
             counts_mask, window = base.config.model_type in _COUNTS_MASK, window_of(base.config.get_text_config())
-            return cls(None, base, base.get_decoder(), Costs.of(model), window, counts_mask)
+            costs, backbone = Costs.of(model), base.get_decoder()
+            with_state = layers_with_state(backbone)
+            if with_state and compiles:
+                return cls("layers with a state that runs along the row are not compiled")
+            facts = cls(None, base, backbone, costs, window, counts_mask, Router.of(base), with_state)
+            facts.again = again(base)
+            return facts
         except (AttributeError, TypeError) as error:  # of a model with a config of its own
             return cls(f"its config does not tell what it costs ({error})")
 
@@ -192,12 +204,16 @@ class FlatRow(NamedTuple):
     places: Tensor  # [labels]
     shape: tuple[int, int]  # of the batch
     repeats: bool  # whether a target stands once for each row that reads it; then there are no readers
+    reads: Tensor | None  # [`Tree.reads`], if the model has a router's loss
 
     @classmethod
     def of_window(
-        cls, micro_batches: Sequence[tuple[Batch, Tree]], device: torch.device, *, repeats: bool
+        cls, micro_batches: Sequence[tuple[Batch, Tree]], device: torch.device, *, repeats: bool, balances: bool
     ) -> list[tuple[Batch, FlatRow]]:
-        """Lay out trees of rows, each of one batch, and move them to the device in one copy, their batches as well."""
+        """
+        Lay out trees of rows, each of one batch, and move them to the device in one copy, their batches as well.
+        `balances` tells whether the model has a router's loss.
+        """
         tensors = []
         for batch, tree in micro_batches:
             if repeats:  # nothing is read from it
@@ -210,13 +226,15 @@ class FlatRow(NamedTuple):
             if not len(slots):  # a loss of nothing, with a gradient of zero
                 slots, tokens = torch.zeros(1, dtype=torch.long), torch.full((1,), IGNORED)
             of_layout = [] if device.type == "cpu" else tensors_of(tree.segments)
-            tensors.append([*batch, *tree.flat(), slots, tokens, readers, places, *of_layout])
+            reads = [tree.reads(batch)] if balances else []
+            tensors.append([*batch[:3], *tree.flat(), slots, tokens, readers, places, *reads, *of_layout])
         moved, rows = iter(on_device(list(itertools.chain(*tensors)), device)), []
         for (batch, tree), host in zip(micro_batches, tensors, strict=True):
             *there, ids, positions, slots, tokens, readers, places = itertools.islice(moved, 9)
-            layout = Layout(tree.segments, device, list(itertools.islice(moved, len(host) - 9)) or None)
+            reads = next(moved) if balances else None
+            layout = Layout(tree.segments, device, list(itertools.islice(moved, len(host) - 9 - balances)) or None)
             shape = len(batch.ids), batch.ids.shape[1]
-            row = cls(ids[None], positions[None], layout, slots, tokens, readers, places, shape, repeats)
+            row = cls(ids[None], positions[None], layout, slots, tokens, readers, places, shape, repeats, reads)
             rows.append((Batch(*there), row))
         return rows
 
@@ -229,7 +247,7 @@ class FlatRow(NamedTuple):
             "labels": self.tokens[None],
             "shift_labels": self.tokens[None],
             "use_cache": False,
-            ARGUMENT: self.layout,
+            **({} if self.reads is None else {OPTION: False}),  # the losses are added behind the model
         }
 
     def read(self, values: Tensor) -> Tensor:
@@ -286,6 +304,7 @@ class _UnderWay(threading.local):
     """The forward pass of this thread: the micro-batches of a window may go through a model on several."""
 
     row: FlatRow | None = None
+    router: Tensor | None = None  # sum of the router's losses
     comparing: str | None = None  # `padded` or `tree` in a comparison
     hidden: Tensor | None = None  # what the backbone returned in a comparison
 
@@ -383,7 +402,10 @@ class SharedRows(Part):
         stack.callback(model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True).remove)
         if self.may_share and (facts := self.facts_of(model)).reason is None:
             stack.callback(model.register_forward_hook(self._after).remove)
-            stack.callback(facts.backbone.register_forward_hook(self._behind_backbone).remove)
+            stack.enter_context(by_row(facts.with_state, lambda: self._under_way.row is not None))
+            hooks: Any = facts.backbone
+            stack.callback(hooks.register_forward_pre_hook(self._before_backbone, with_kwargs=True).remove)
+            stack.callback(hooks.register_forward_hook(functools.partial(self._behind_backbone, facts)).remove)
 
     def _close(self, but: Iterable[nn.Module] = ()) -> None:
         for model in [model for model in reversed(self._opened) if model not in but]:
@@ -469,7 +491,8 @@ class SharedRows(Part):
     def _before(self, model: nn.Module, args: tuple, inputs: dict[str, Any]):
         """Exchange a padded batch for a flat row."""
         way = self._under_way
-        way.row = None
+        way.row = way.router = None
+        micro_batches = inputs.pop(MICRO_BATCHES, None)
         if way.comparing == "padded" or args:
             return None
         if (reason := self._obstacle(model, inputs)) is not None:
@@ -479,6 +502,8 @@ class SharedRows(Part):
         copied = self._on_host(inputs)
         batch, tree, row = copied.batch, copied.tree, copied.row
         if tree is None:
+            if micro_batches is not None:  # a part of a micro-batch that did not fit
+                batch = batch._replace(micro_batches=micro_batches.cpu())
             tree = self._tree_if_worth(model, inputs, batch)
             if self._is_counting and way.comparing is None:
                 self._count(batch, tree)
@@ -486,20 +511,32 @@ class SharedRows(Part):
             return None
         repeats, copied.row = not inputs.get("fused_lm_head"), None
         if row is None or row.repeats != repeats:
-            ((_, row),) = FlatRow.of_window([(batch, tree)], inputs["input_ids"].device, repeats=repeats)
+            balances, device = Router.has_loss(self.facts_of(model).base, inputs), inputs["input_ids"].device
+            ((_, row),) = FlatRow.of_window([(batch, tree)], device, repeats=repeats, balances=balances)
         way.row, Layout.known[row.layout.number] = row, row.layout
         self._layouts.append(row.layout)
         if way.comparing is None:
             self._opened[model].enter_context(self._in_trees(model))
         return args, {**inputs, **row.inputs()}
 
-    def _behind_backbone(self, backbone: nn.Module, args: tuple, output: Any):
-        """Take out the hidden states of the slots that predict."""
+    def _before_backbone(self, backbone: nn.Module, args: tuple, inputs: dict[str, Any]):
+        """Give the layout to the layers, and ask for router logits where the model was told to leave their loss out."""
+        row = self._under_way.row
+        if row is None:
+            return None
+        return args, {**inputs, ARGUMENT: row.layout, **({} if row.reads is None else {OPTION: True})}
+
+    def _behind_backbone(self, facts: ModelFacts, backbone: nn.Module, args: tuple, output: Any):
+        """Take out the hidden states of the slots that predict, and the router logits."""
         way = self._under_way
         if way.comparing is not None:
             way.hidden = output[0]
         if way.row is None:
             return None
+        if way.row.reads is not None and (logits := getattr(output, "router_logits", None)):
+            router: Any = facts.router
+            way.router = router_losses(logits, router.chosen, way.row.reads).sum()
+            output.router_logits = None
         hidden = output[0][:, way.row.slots.to(output[0].device)]
         if isinstance(output, tuple):
             return (hidden, *output[1:])
@@ -507,11 +544,21 @@ class SharedRows(Part):
         return output
 
     def _after(self, model: nn.Module, args: tuple, output: Any):
-        """Exchange the values of targets for those of the batch, where the caller reads any."""
-        row, self._under_way.row = self._under_way.row, None
-        if row is None or getattr(output, "log_probs", None) is None:
+        """Exchange the values of targets for those of the batch, where the caller reads any; add the router's loss."""
+        way = self._under_way
+        row, way.row = way.row, None
+        if row is None:
+            if way.comparing is not None:
+                way.router = getattr(output, "aux_loss", None)
             return None
-        return type(output)(**{name: row.read(values) for name, values in output.items() if values.dim() == 2})
+        if getattr(output, "log_probs", None) is None:
+            if way.router is not None:
+                router: Any = self.facts_of(model).router
+                output.loss = output.loss + router.weight * way.router.to(output.loss.device)
+                output.aux_loss = way.router
+            return None
+        values = {name: row.read(values) for name, values in output.items() if values.dim() == 2}
+        return type(output)(**values, **({} if way.router is None else {"aux_loss": way.router}))
 
     def _count(self, batch: Batch, tree: Tree | None) -> None:
         self.counts["tokens"] += batch.tokens
@@ -523,7 +570,7 @@ class SharedRows(Part):
 
     def facts_of(self, model: nn.Module) -> ModelFacts:
         if model not in self._facts:
-            self._facts[model] = ModelFacts.of(model)
+            self._facts[model] = ModelFacts.of(model, compiles=self.compiles)
         return self._facts[model]
 
     def _obstacle(self, model: nn.Module, inputs: Mapping[str, Any]) -> str | None:
@@ -532,17 +579,36 @@ class SharedRows(Part):
             return self.reason_plain
         if (reason := obstacle_in_batch(inputs)) is not None:
             return reason
-        if inputs.get("output_router_logits"):
-            return "the router loss counts every token of the padded rows"
-        return self.facts_of(model).reason
+        facts = self.facts_of(model)
+        return facts.reason or self.obstacle_in_router(facts, inputs)
+
+    def obstacle_in_router(self, facts: ModelFacts, inputs: Mapping[str, Any]) -> str | None:
+        """Return why a router's loss cannot be had from a flat row, if that is known."""
+        if facts.base is None or not Router.has_loss(facts.base, inputs):
+            return None
+        if self.compiles:
+            return "router logits do not leave compiled layers"
+        if facts.router is None or (facts.router.weight is None and not inputs.get("fused_lm_head")):
+            return (
+                f"the router's loss of `{type(facts.base).__name__}` is not that of transformers' mixtures of experts"
+            )
+        return None
 
     def _drawn(self, model: nn.Module, device: torch.device) -> Drawn | None:
-        """Return which random numbers a model draws in its mode; `None` if that cannot be found out, and say why."""
-        drawn, way = self.facts_of(model).drawn, self._under_way
+        """
+        Return which random numbers a model draws in its mode. `None` if that cannot be found out, or if a forward pass
+        changes a buffer; it says why.
+        """
+        facts, way = self.facts_of(model), self._under_way
+        drawn = facts.drawn
         if model.training not in drawn:
             before, way.comparing = way.comparing, "padded"  # it runs inside of a forward pass
             try:
                 with self._eager():
+                    if model.training and (buffer := changed_buffer(model, device)) is not None:
+                        facts.reason = f"a forward pass changes the buffer `{buffer}`, which counts every token"
+                        self.fallbacks.cannot_be_exact(facts.reason)
+                        return None
                     drawn[model.training] = drawn_numbers(model, device)
             except Exception as error:
                 if is_out_of_memory(error):
@@ -574,34 +640,38 @@ class SharedRows(Part):
         divide: Callable[..., list[Tree]],
         device: torch.device,
         compact: bool,
+        balances: bool,
     ) -> Plan:
         """
-        Return the trees of some batches. `divide` makes them of the rows, which come batch by batch; `shares` tells it
-        whether rows share. In `compact` padded rows the head scores only the tokens with labels.
+        Return the trees of some batches. `divide` makes them of the rows, which come batch by batch, and options of
+        [`Tree.of`]. In `compact` padded rows the head scores only the tokens with labels. `balances` tells
+        whether there is a router's loss, which counts all tokens.
         """
         facts, rows = self.facts_of(model), []
         for number, batch in enumerate(batches):
-            of_batch = batch.rows(number, counts_mask=facts.counts_mask)
+            of_batch = batch.rows(number, counts_mask=facts.counts_mask, whole=balances)
             if of_batch is None:
                 self.fallbacks.cannot_be_exact(HOLE)
                 return Plan(HOLE)
             rows += of_batch
         padded_cost = sum(facts.costs.padded(batch, compact=compact) for batch in batches)
         if not rows or (drawn := self._drawn(model, device)) is None:
-            return Plan(self.reason_plain, padded=padded_cost)
+            return Plan(self.reason_plain or facts.reason, padded=padded_cost)
         if drawn != "nothing":
             self._note_drawn(model, drawn, rows)
         if drawn == "by batch":
             return Plan(self.plain_because)
-        trees = divide(rows, shares=drawn == "nothing")
+        trees = divide(rows, shares=drawn == "nothing", again=facts.again)
         return Plan(None, tuple(trees), sum(map(facts.costs.tree, trees)), padded_cost)
 
     def _tree_if_worth(self, model: nn.Module, inputs: dict[str, Any], batch: Batch) -> Tree | None:
         """Return the tree of a batch, or `None` if the batch is computed as it is."""
         facts, device = self.facts_of(model), inputs["input_ids"].device
         compact = bool(inputs.get("fused_lm_head")) and inputs["input_ids"].is_cuda
-        plan = self._plan(model, [batch], functools.partial(divide, most=float("inf")), device, compact)
-        if not plan.trees or plan.cost > self.worth * plan.padded:
+        balances = Router.has_loss(facts.base, inputs)
+        plan = self._plan(model, [batch], functools.partial(divide, most=float("inf")), device, compact, balances)
+        # Parts of several micro-batches have several router's losses, which padded rows do not.
+        if not plan.trees or (plan.cost > self.worth * plan.padded and batch.micro_batches is None):
             return None
         (tree,) = plan.trees
         if not facts.has_compared(tree.longest):
@@ -654,9 +724,9 @@ class SharedRows(Part):
 
     def _observe(
         self, model: nn.Module, compute: Callable, device: torch.device, how: str, batch: Batch, tree: Tree
-    ) -> tuple[Tensor, Any]:
+    ) -> Observed:
         """Compute a batch `padded` or as a `tree`, and return what the backbone and `compute` returned."""
-        inputs = {name: tensor.to(device) for name, tensor in zip(_BATCH, batch)}
+        inputs = {name: tensor.to(device) for name, tensor in zip(_BATCH, batch[:3])}
         way, computed = self._under_way, self._computed
         self._copied[inputs["input_ids"]] = Copied(batch, tree)
         way.comparing, self._computed = how, None
@@ -666,7 +736,7 @@ class SharedRows(Part):
             if way.hidden is None:
                 base = type(self.facts_of(model).base).__name__
                 raise CannotAttendError(f"`{base}` does not call its backbone as a module")
-            return way.hidden, result
+            return Observed(way.hidden, result, way.router)
         finally:
-            way.comparing = way.row = way.hidden = None
+            way.comparing = way.row = way.hidden = way.router = None
             self._computed = computed

@@ -17,7 +17,7 @@ It holds three things:
   targets. Where rows repeat each other, several rows read the same target, and each counts.
 
 Tokens that predict nothing are left out: padding, the last token of a row, the tokens after a row's last label, and
-rows without labels.
+rows without labels. A router's loss counts all but padding (experts.py): there rows stay whole, and micro-batches too.
 
 **How the tree is built.** The rows are sorted, so rows with a common prefix are neighbours. They enter the tree one
 after the other, and only the path of the previous row is open. A new row follows this path as far as both agree, splits
@@ -34,9 +34,10 @@ The same idea without sharing is known as packing without padding. With sharing 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -63,7 +64,7 @@ class Row(NamedTuple):
     """One row of a batch. Rows sort by what they begin with."""
 
     position: int  # of its first token
-    ids: bytes  # its tokens up to the last one that is predicted, each a `WORD`
+    ids: bytes  # its tokens up to the last one that is predicted, or all that are computed, each a `WORD`
     length: int  # number of its tokens that are computed: the last one predicts nothing
     first: int  # column of its first token; what stands before it is padding
     batch: int  # the number of the batch it comes from
@@ -81,6 +82,7 @@ class Batch(NamedTuple):
     ids: Tensor
     mask: Tensor  # 1 where there is a token, 0 where there is padding
     labels: Tensor  # the tokens that are to be predicted, `IGNORED` elsewhere
+    micro_batches: Tensor | None = None  # of the trainer, that rows come from, `[batch]`: none is -1, `None` is one
 
     @property
     def tokens(self) -> int:
@@ -92,24 +94,27 @@ class Batch(NamedTuple):
         """Which tokens predict a label: `[batch, length - 1]`, as each predicts the one behind it."""
         return self.labels.numpy()[:, 1:] != IGNORED
 
-    def rows(self, number: int = 0, *, counts_mask: bool = False) -> list[Row] | None:
+    def rows(self, number: int = 0, *, counts_mask: bool = False, whole: bool = False) -> list[Row] | None:
         """
-        Return the rows with labels, as those of batch `number`.
+        Return the rows with labels, as those of batch `number`; where `whole`, all rows and all of their tokens.
 
         A token's position is its column, or where `counts_mask`, its place among the tokens of its row. `None` if a row
         has a hole in its mask, or predicts a label from padding: it has no place in a tree.
         """
         ids, mask, predicted = self.ids.numpy().astype(WORD), self.mask.numpy() != 0, self.predicted
         rows, labels = [], predicted.sum(1)
-        if not labels.any():
+        kept = mask.any(1) if whole else labels > 0
+        if not kept.any():
             return rows
-        begins, predicting = mask.argmax(1), predicted.argmax(1)
-        ends = predicted.shape[1] - predicted[:, ::-1].argmax(1)
-        for row in np.flatnonzero(labels).tolist():
+        begins, predicting = mask.argmax(1), np.where(labels, predicted.argmax(1), mask.shape[1])
+        ends = np.where(labels, predicted.shape[1] - predicted[:, ::-1].argmax(1), 0)  # behind the last that predicts
+        if whole:
+            ends = np.maximum(ends, mask.shape[1] - mask[:, ::-1].argmax(1))
+        for row in np.flatnonzero(kept).tolist():
             begin, end = int(begins[row]), int(ends[row])
             if predicting[row] < begin or not mask[row, begin:end].all():
                 return None
-            tokens, position = ids[row, begin : end + 1].tobytes(), 0 if counts_mask else begin
+            tokens, position = ids[row, begin : end + (not whole)].tobytes(), 0 if counts_mask else begin
             rows.append(Row(position, tokens, end - begin, begin, number, row, int(labels[row])))
         return rows
 
@@ -176,9 +181,12 @@ class Segment(NamedTuple):
         return (self.end - self.begin) * self.keys
 
 
-def memory_of(row: Row, taken: int) -> float:
-    """Return the memory that a row takes in a tree that has `taken` of its tokens already, in tokens."""
-    return row.length - taken + (KEY_SHARE * row.length if taken else 0)
+def memory_of(row: Row, taken: int, again: float = 0.0) -> float:
+    """
+    Return the memory that a row takes in a tree that has `taken` of its tokens already, in tokens. They take `again` a
+    share of what a token takes, in layers that compute them once for each row (states.py).
+    """
+    return row.length - (1 - again) * taken + (KEY_SHARE * row.length if taken else 0)
 
 
 @dataclass
@@ -190,13 +198,14 @@ class Tree:
     spans: list[list[tuple[int, int]]] = field(default_factory=list)  # of each row, the slots of its tokens in order
     memory: float = 0.0  # that it takes, in tokens
     shares: bool = True  # prefixes are computed once; if not, each row is a segment of its own
+    again: float = 0.0  # share of the memory of a token that is taken once for each row, also of a prefix
     _path: list[_Node] = field(default_factory=list)
     _nodes: list[_Node] = field(default_factory=list)
 
     @classmethod
-    def of(cls, rows: Sequence[Row], *, shares: bool = True) -> Tree:
-        """Build the tree of some rows."""
-        tree = cls(shares=shares)
+    def of(cls, rows: Sequence[Row], **options: Any) -> Tree:
+        """Build the tree of some rows; options are `shares` and `again`."""
+        tree = cls(**options)
         for row in sorted(rows):
             tree.add(row, tree.taken(row))
         return tree
@@ -214,7 +223,7 @@ class Tree:
     def add(self, row: Row, taken: int) -> None:
         """Add the next row, of which `taken` tokens are in the tree already."""
         length = row.length
-        self.memory += memory_of(row, taken)
+        self.memory += memory_of(row, taken, self.again)
         while self._path and self._path[-1].stop > taken:
             node = self._path.pop()
             if node.start < taken:  # both rows go on inside of it, so it is cut in two
@@ -248,6 +257,16 @@ class Tree:
                 above = above.parent
             segments.append(Segment(node.slot, node.slot + node.stop - node.start, tuple(reversed(path))))
         return tuple(segments)
+
+    def reads(self, batch: Batch) -> Tensor:
+        """Return how many rows of each micro-batch in a batch read each slot: `[micro_batches, slots]`."""
+        of_rows = np.zeros(len(batch.ids), np.int64) if batch.micro_batches is None else batch.micro_batches.numpy()
+        numbers = np.unique(of_rows[of_rows >= 0])
+        reads = np.zeros((len(numbers), self.size), np.int64)
+        for row, spans in zip(self.rows, self.spans, strict=True):
+            for begin, end in spans:
+                reads[numbers == of_rows[row.number], begin:end] += 1
+        return torch.from_numpy(reads)
 
     @property
     def labels(self) -> int:
@@ -286,7 +305,8 @@ def labels_of(tree: Tree, batches: Sequence[Batch]) -> tuple[np.ndarray, np.ndar
     Return for each label of a tree `slot << 32 | token`, where and what is predicted, and the index of the predicting
     token among those of the tree's rows, one row after the other. Both are `[labels]`.
     """
-    of_batches = [batch.labels.numpy() for batch in batches]
+    # The last token of a row predicts what would stand behind it.
+    of_batches = [np.pad(batch.labels.numpy(), ((0, 0), (0, 1)), constant_values=IGNORED) for batch in batches]
     labels = np.concatenate(
         [of_batches[row.batch][row.number, row.first + 1 : row.first + 1 + row.length] for row in tree.rows]
     )
@@ -297,15 +317,30 @@ def labels_of(tree: Tree, batches: Sequence[Batch]) -> tuple[np.ndarray, np.ndar
     return slots << 32 | labels[wanted], wanted
 
 
-def divide(rows: Sequence[Row], most: float, *, shares: bool = True) -> list[Tree]:
-    """Divide rows into trees that take at most the memory of `most` tokens each; one row may take more."""
+def divide(rows: Sequence[Row], most: float, **options: Any) -> list[Tree]:
+    """
+    Divide rows into trees that take at most the memory of `most` tokens each; one row may take more. Options are those
+    of [`Tree.of`].
+    """
     trees: list[Tree] = []
     for row in sorted(rows):
         taken = trees[-1].taken(row) if trees else 0
-        if not trees or trees[-1].memory + memory_of(row, taken) > most:
-            trees.append(Tree(shares=shares))
+        if not trees or trees[-1].memory + memory_of(row, taken, trees[-1].again) > most:
+            trees.append(Tree(**options))
             taken = 0
         trees[-1].add(row, taken)
+    return trees
+
+
+def join(rows: Sequence[Row], most: float, **options: Any) -> list[Tree]:
+    """As [`divide`], of rows that come batch by batch: those of a batch stay together, whatever memory they take."""
+    trees: list[Tree] = []
+    for _, of_batch in itertools.groupby(rows, lambda row: row.batch):
+        tree = Tree.of(list(of_batch), **options)
+        if trees and (joined := Tree.of([*trees[-1].rows, *tree.rows], **options)).memory <= most:
+            trees[-1] = joined
+        else:
+            trees.append(tree)
     return trees
 
 
@@ -318,12 +353,12 @@ def padded(tree: Tree, batches: Sequence[Batch], beside: Sequence[tuple[int, int
     length = max(batches[number].ids.shape[1] for number, _ in wanted)
     filled = np.zeros((3, len(wanted), length), np.int64)
     filled[2] = IGNORED
-    arrays = [[tensor.numpy() for tensor in batch] for batch in batches]
+    arrays = [[tensor.numpy() for tensor in batch[:3]] for batch in batches]
     for place, (number, row) in enumerate(wanted):
         for part, of_batch in zip(filled, arrays[number]):
             part[place, : of_batch.shape[1]] = of_batch[row]
     # Padding on the right has no use, but a row may learn to end with it.
     last = int(np.flatnonzero(filled[1].any(0)).max(initial=0))
     end = max([last] + [row.first + row.length for row in tree.rows]) + 1
-    batch = Batch(*torch.from_numpy(filled[:, :, :end]))
+    batch = Batch(*torch.from_numpy(filled[:, :, :end]), torch.tensor([number for number, _ in wanted]))
     return batch, replace(tree, rows=[row._replace(batch=0, number=place) for place, row in enumerate(tree.rows)])

@@ -34,9 +34,20 @@ from torch import Tensor
 from hf_hybrid.machine import mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.part import Phase, Step
 from hf_hybrid.rows.costs import WORTH, share_saved
-from hf_hybrid.rows.sharing import COUNTS, Copied, FlatRow, Plan, SharedRows, obstacle_in_batch, rows_of
-from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, divide, on_host, padded
+from hf_hybrid.rows.experts import OPTION, Router
+from hf_hybrid.rows.sharing import (
+    COUNTS,
+    MICRO_BATCHES,
+    Copied,
+    FlatRow,
+    Plan,
+    SharedRows,
+    obstacle_in_batch,
+    rows_of,
+)
+from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, divide, join, on_host, padded
 from hf_hybrid.run.trainer_view import LossView, TrainerView, own_losses
+from hf_hybrid.streaming.layers import base_model
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
@@ -90,6 +101,7 @@ class SharedWindows(SharedRows):
         self.may_compare = trainer.accelerator.num_processes == 1 and not trainer.memory.streams
         self._laid_out = self._is_counting = False  # what is counted here is windows
         self._first_rows: list[Row] = []
+        self._logged_before = 0
 
     @property
     def model(self) -> torch.nn.Module:
@@ -153,9 +165,10 @@ class SharedWindows(SharedRows):
         reason = self.reason_plain or next(filter(None, map(obstacle_in_batch, step.batches)), None)
         if reason is None and step.items is None:
             reason = "losses are means over micro-batches, not sums over the window"
-        if (reason := reason or self.facts_of(self.model).reason) is not None:
+        if (reason := reason or self._obstacle_in_model()) is not None:
             self.fallbacks.cannot_be_exact(reason)
         self._find_drawn()
+        reason = reason or self.facts_of(self.model).reason  # what was found just now
         batches = [] if reason is not None else on_host([rows_of(inputs) for inputs in step.on_host])
         plan = self._plan_window(batches) if reason is None and self.reason_plain is None else Plan(reason)
         count = 0 if self.reason_plain is not None else self._agreed(plan)
@@ -165,7 +178,17 @@ class SharedWindows(SharedRows):
             self.fallbacks.because = self.plain_because or (LITTLE if plan.cost else NO_LABEL)
         if count:
             step.window = self._lay_out(plan.trees, batches, len(step.batches), count)
+            self._logged_before = len(self._logged_router_losses())
         self._count_window(step, batches, plan.trees)
+
+    @property
+    def _balances(self) -> bool:
+        """Whether there is a router's loss, of the model or of TRL."""
+        return bool(getattr(self.trainer, "aux_loss_enabled", Router.has_loss(base_model(self.model), {})))
+
+    def _obstacle_in_model(self) -> str | None:
+        facts = self.facts_of(self.model)
+        return facts.reason or self.obstacle_in_router(facts, {OPTION: self._balances, **self.trainer.more_inputs})
 
     def _find_drawn(self) -> None:
         """Find out what the model draws in training: on all processes in the same step, as FSDP2 joins their passes."""
@@ -180,18 +203,23 @@ class SharedWindows(SharedRows):
     def _plan_window(self, batches: list[Batch]) -> Plan:
         device, most = self.trainer.args.device, max(batch.ids.numel() for batch in batches)
         compact = device.type == "cuda" and self.trainer.loss_in_chunks  # fused heads: TRL's, and the chunked loss
-        by_size = divide if device.type in WITHOUT_LAUNCHES else self._divide
-        plan = self._plan(self.model, batches, functools.partial(by_size, most=most), device, compact)
+        by_size = self._fewest if device.type in WITHOUT_LAUNCHES else self._divide
+        divided = functools.partial(by_size, most=most)
+        plan = self._plan(self.model, batches, divided, device, compact, self._balances)
         # Long rows that share little with their neighbours may need more micro-batches.
         return plan if len(plan.trees) <= len(batches) else Plan(cost=plan.padded, padded=plan.padded)
 
-    def _divide(self, rows: Sequence[Row], most: float, *, shares: bool) -> list[Tree]:
-        """Divide the rows of a window, which come batch by batch, as [`divide`] or into what keeps a GPU busy."""
+    def _fewest(self, rows: Sequence[Row], most: float, **options: Any) -> list[Tree]:
+        """Divide the rows of a window, which come batch by batch, into as few trees as memory allows."""
+        return (join if self._balances else divide)(rows, most, **options)
+
+    def _divide(self, rows: Sequence[Row], most: float, **options: Any) -> list[Tree]:
+        """As [`_fewest`], or into what keeps a GPU busy."""
         costs, by_batch = self.facts_of(self.model).costs, itertools.groupby(rows, lambda row: row.batch)
-        own = [Tree.of(list(of_batch), shares=shares) for _, of_batch in by_batch]
+        own = [Tree.of(list(of_batch), **options) for _, of_batch in by_batch]
         if not costs.keep_busy(own):
-            return divide(rows, most, shares=shares)
-        merged = divide(rows, max(sum(row.length for row in tree.rows) for tree in own), shares=shares)
+            return self._fewest(rows, most, **options)
+        merged = self._fewest(rows, max(sum(row.length for row in tree.rows) for tree in own), **options)
         is_worth = sum(map(costs.tree, merged)) < WORTH * sum(map(costs.tree, own))
         return merged if is_worth and len(merged) <= len(own) else own
 
@@ -204,6 +232,15 @@ class SharedWindows(SharedRows):
             mine = of_all.amax(0).tolist()
         unable, cost, price, count, self._longest = mine
         return 0 if unable or not count or cost > self.worth * price else int(count)
+
+    def end_step(self, step: Step) -> None:
+        """Log the router's loss as TRL does: the mean over Trainer's micro-batches, of which one here is a sum."""
+        logged = self._logged_router_losses()
+        if step.window is not None and (entries := logged[self._logged_before :]):
+            logged[self._logged_before :] = [sum(entries) / len(step.batches)] * len(step.batches)
+
+    def _logged_router_losses(self) -> list[float]:
+        return vars(self.trainer).get("_metrics", {}).get("train", {}).get("aux_loss", [])
 
     # The comparison. All processes make it in the same window, because forward passes may join them.
 
@@ -247,10 +284,15 @@ class SharedWindows(SharedRows):
         # Rows without labels are not computed, but TRL counts their tokens.
         micro_batches = [padded(tree, batches, () if index else left) for index, tree in enumerate(trees)]
         micro_batches = [_nothing(batches)] * (count - len(micro_batches)) + micro_batches  # other processes have more
-        moved = FlatRow.of_window(micro_batches, device, repeats=repeats)
-        for (batch, tree), ((ids, mask, labels), row) in zip(micro_batches, moved, strict=True):
+        balances = self._balances
+        moved = FlatRow.of_window(micro_batches, device, repeats=repeats, balances=balances)
+        for (batch, tree), ((ids, mask, labels, _), row) in zip(micro_batches, moved, strict=True):
             self._copied[ids] = Copied(batch, tree, row)
-            window.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+            inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+            if balances:
+                origins: Any = batch.micro_batches
+                inputs[MICRO_BATCHES] = origins.to(device)
+            window.append(inputs)
         self._laid_out = True
         return window
 
@@ -286,7 +328,7 @@ def _nothing(batches: list[Batch]) -> tuple[Batch, Tree]:
     ids = batches[0].ids[:1, :2]
     if ids.shape[1] < 2:
         ids = ids.repeat(1, 2)
-    batch = Batch(ids, torch.ones_like(ids), torch.full_like(ids, IGNORED))
+    batch = Batch(ids, torch.ones_like(ids), torch.full_like(ids, IGNORED), torch.tensor([-1]))
     return batch, Tree.of([Row(0, ids[0].numpy().astype(WORD).tobytes(), 1, 0, 0, 0, 0)])
 
 

@@ -636,23 +636,27 @@ class RandomStates:
 def as_before(model: torch.nn.Module, device: torch.device) -> Generator[None]:
     """Context without gradients after which modes, buffers (running means) and random generators are as they were."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = [
+        (m._buffers, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
+    ]
     with RandomStates.now(device).again(), torch.no_grad():
         try:
             yield
         finally:
             for module, mode in modes:
                 module.training = mode
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for of_module, name, buffer, value in buffers:
+                of_module[name] = buffer.copy_(value)  # a forward pass may have put another tensor there
 
 
 def _which(place: torch.device) -> tuple[torch.device, ...]:
     return () if place.type == "mps" else (place,)  # there is one only, and its functions take none
 
 
-def tokens_of(inputs: dict) -> int:
-    """Return the tokens in a batch: the elements of `input_ids`, or of the tensor that replaces it."""
+def tokens_of(inputs: Any) -> int:
+    """Return the tokens in a batch: the elements of `input_ids`, or of the tensor that replaces it; 0 of raw rows."""
+    if not isinstance(inputs, Mapping):
+        return 0
     tokens = inputs.get("input_ids")
     if tokens is None:
         tokens = next((value for value in inputs.values() if getattr(value, "ndim", 0) >= 2), None)

@@ -1,8 +1,8 @@
 """
-Weights and optimizer of a checkpoint on another number of processes than wrote it.
+Weights and optimizer of a checkpoint whose files are not those that `Trainer` looks for.
 
 FSDP2 has files of its own, which name every parameter. A run may go on with them in one process, or the other way
-round.
+round. And a mixture of experts has other names in its files than in memory ([`load_converted`]).
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from hf_hybrid.run.trainer_view import TrainerView
 from hf_hybrid.run.weights import canonical
@@ -39,6 +41,26 @@ def load_weights(trainer: TrainerView, folder: str | Path, model: torch.nn.Modul
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     weights = _weights_of_one_process(folder, model) if trainer.accelerator.is_main_process else {}
     set_model_state_dict(model, weights, options=options)
+    return True
+
+
+def load_converted(folder: str | Path, model: torch.nn.Module) -> bool:
+    """
+    Load weights that have other names in their files than in the model. Return whether this was the case.
+
+    transformers saves the experts of a mixture one by one, as they are on the Hub, and joins them in
+    `from_pretrained` alone. `Trainer` would go on with the experts that the model happens to have, and a warning.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return False
+    names: set[str] = set()
+    for path in Path(folder).glob("model*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names |= set(file.keys())
+    if names <= set(model.state_dict()):
+        return False
+    saved = type(model).from_pretrained(folder, dtype=model.dtype)
+    model.load_state_dict(saved.state_dict())
     return True
 
 

@@ -24,7 +24,7 @@ from hf_hybrid.machine import sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
 from hf_hybrid.recovery import is_out_of_memory
-from hf_hybrid.rows.randomness import Drawn, drawn_in_training
+from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_in_training
 from hf_hybrid.rows.sharing import SharedRows
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import RandomStates
@@ -569,6 +569,9 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
                 return RowsStay(failed[-1])
             why = "the model draws a random number for several rows (LayerDrop, for example)"
             return RowsStay(why, "set that rate to 0 in its config")
+        bare = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        if (buffer := changed_buffer(bare, self.args.device)) is not None:
+            return RowsStay(f"a forward pass changes the buffer `{buffer}`, which counts every row")
         return None
 
     # A window.

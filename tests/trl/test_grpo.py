@@ -455,6 +455,19 @@ def batch_norm():
     return model
 
 
+def counting():
+    """A model that counts the tokens that it gets in training, from which a callback may balance experts."""
+    model = policy()
+    model.register_buffer("tokens", torch.zeros(()), persistent=False)
+
+    def count(module, args, hidden):
+        if module.training:
+            model.tokens += args[0].numel()
+
+    model.get_input_embeddings().register_forward_hook(count)
+    return model
+
+
 def drawing(change):
     """A model that computes `change(ids, hidden)` behind its embedding in training, as a layer of its own would."""
     model = policy()
@@ -480,6 +493,7 @@ EVERY_ROW = {
         "several rows",
         "set that rate to 0",
     ),
+    "counts of tokens": ({"model": counting}, "changes the buffer `tokens`", None),
     "batch normalisation": ({"model": batch_norm}, "batch normalisation mixes rows", None),
 }
 

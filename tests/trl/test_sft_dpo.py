@@ -99,8 +99,9 @@ def mixtral():
 
 
 def lora(**options):
+    options = {"lora_dropout": 0.1, **options}
     return pytest.importorskip("peft").LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, task_type="CAUSAL_LM", **options
+        r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options
     )
 
 
@@ -470,6 +471,32 @@ def test_router_loss_is_trained_through_all_phases(tmp_path):
     gates = [name for name in before if name.endswith("mlp.gate.weight")]
     assert len(gates) == 2
     assert not any(torch.equal(before[name], trainer.model.get_parameter(name).detach()) for name in gates)
+
+
+@pytest.mark.parametrize("adapters", [None, pytest.param(lambda: lora(lora_dropout=0.0), marks=pytest.mark.slow)])
+def test_router_losses_of_windows_that_share_are_those_of_trl(adapters, tmp_path):
+    """TRL divides the loss of a micro-batch by their number, and logs its mean: windows have fewer of them."""
+    options = {"max_steps": 6, "gradient_accumulation_steps": 3, "optim": "sgd", "learning_rate": 0.3}
+    options |= {"eval_strategy": "steps", "eval_steps": 3, "extra": {"eval_dataset": CHATS.select(range(4))}}
+    options |= {"router_aux_loss_coef": 0.5, "data": CHATS.select([n % 5 for n in range(60)])}
+    trained = []
+    for trainer, config in ((SFTTrainer, SFTConfig), (HybridSFTTrainer, HybridSFTConfig)):
+        shares = {"enable_predict": False, "share_rows": "on"} if config is HybridSFTConfig else {}
+        config_of_adapters = None if adapters is None else adapters()
+        trained.append(
+            sft(trainer, config, tmp_path / str(len(trained)), model=mixtral(), peft_config=config_of_adapters,
+                **options, **shares)
+        )  # fmt: skip
+        trained[-1].train()
+    plain, shared = trained
+    summary = shared.hybrid_summary()
+    assert summary["micro_batches_saved"] > 0 and summary["plain_rows_because"] is None
+    found, expected = weights(shared.model), weights(plain.model)
+    assert max(((found[n] - expected[n]).norm() / expected[n].norm()).item() for n in found) < 1e-6
+    for theirs, ours in zip(history(plain), history(shared), strict=True):
+        names = [name for name in theirs if "loss" in name or name == "grad_norm"]
+        assert [ours[name] for name in names] == pytest.approx([theirs[name] for name in names], rel=1e-5)
+    assert "aux_loss" in history(plain)[0] and "eval_aux_loss" in str(history(plain))
 
 
 @pytest.mark.parametrize("case", mostly_slow(["packing", "dpo with lora"], ["dpo with lora"]))

@@ -9,6 +9,8 @@ import torch
 from conftest import assert_same_weights, config_values, mostly_slow, weights
 from torch._dynamo.utils import counters
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     Gemma3ForCausalLM,
@@ -90,6 +92,11 @@ GPT2 = {
     "vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,
     "embd_pdrop": 0.0, "attn_pdrop": 0.0, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
 }  # fmt: skip
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16,
+    "attn_layer_indices": [1],
+}  # fmt: skip
+BALANCED = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
 ARCHITECTURES = {
     "llama": lambda **o: LlamaForCausalLM(LlamaConfig(**SIZES, **o)),
     "qwen2": lambda **o: Qwen2ForCausalLM(Qwen2Config(**SIZES, **o)),
@@ -97,6 +104,8 @@ ARCHITECTURES = {
     "gemma": lambda **o: GemmaForCausalLM(GemmaConfig(**SIZES, head_dim=8, **o)),
     "gpt2": lambda **o: GPT2LMHeadModel(GPT2Config(**GPT2, **o)),
     "phi": lambda **o: PhiForCausalLM(PhiConfig(**SIZES, **o)),
+    "mixtral": lambda **o: MixtralForCausalLM(MixtralConfig(**SIZES, **BALANCED, **o)),
+    "bamba": lambda **o: BambaForCausalLM(BambaConfig(**SIZES, **MAMBA, **o)),
     "opt": lambda **o: OPTForCausalLM(OPTConfig(**SIZES, ffn_dim=48, dropout=0.0, word_embed_proj_dim=32, **o)),
 }
 
@@ -410,10 +419,6 @@ def bloom():
     return BloomForCausalLM(BloomConfig(**sizes, hidden_dropout=0.0, attention_dropout=0.0))
 
 
-def mixtral():
-    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2, output_router_logits=True))
-
-
 class Counted(LlamaForCausalLM):
     """A model whose layers know the place of a token in its row, which is found only by looking."""
 
@@ -427,9 +432,8 @@ class Counted(LlamaForCausalLM):
 
 
 PLAIN = {
-    "state-space layers": (mamba, "layers with a state that runs along the row"),
+    "state-space layers": (mamba, "`MambaMixer` has a state, and is not told where rows end"),
     "ALiBi": (bloom, "the attention of `BloomForCausalLM` is its own"),
-    "router": (mixtral, "the router loss counts every token"),
     "first batch": (lambda: Counted(LlamaConfig(**SIZES)), "hidden states of the first batch are .* away"),
 }
 
