@@ -280,6 +280,7 @@ def test_profiler_and_card_speak_of_the_device(results):
 ONLY_ELSEWHERE = {
     "trl/captured.py: with HostReads()": "tests/trl/test_captured.py: a device without graphs",
     "trl/decoding.py: prefilled = _prefill(model, input_ids, prompts, model_inputs)": "a CPU",
+    "trl/decoding.py: return PASS": "a CPU",
     "trl/decoding.py: if base.device.type != 'cpu'": "devices without graphs",
     "trl/decoding.py: return f'passes are not captured on `{base.device.type}`, and fewer rows are not faster there'": (
         "devices without graphs"
