@@ -545,9 +545,10 @@ def rows_part(trainer: BuiltTrainer) -> Part | None:
     options = trainer.hybrid_args
     if options.share_rows == "off" or (options.share_rows == "auto" and not options.enable_predict):
         return None
-    from hf_hybrid.rows.windows import SharedWindows, reason_not_shared
+    from hf_hybrid.rows.windows import BalancedWindows, SharedWindows, reason_not_shared
 
-    return SharedWindows(trainer, reason_not_shared(trainer))
+    kind = BalancedWindows if getattr(trainer, "aux_loss_enabled", False) else SharedWindows
+    return kind(trainer, reason_not_shared(trainer))
 
 
 def compiled_parts(trainer: BuiltTrainer) -> list[Part]:
