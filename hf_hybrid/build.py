@@ -68,7 +68,7 @@ from hf_hybrid.run.monitor import DivergenceMonitor
 from hf_hybrid.run.rate import LearningRateSearch, RateScale
 from hf_hybrid.run.record import Speed
 from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
-from hf_hybrid.run.trainer_view import trains_adapters
+from hf_hybrid.run.trainer_view import own_losses, trains_adapters
 from hf_hybrid.run.weights import Gathered, Shards, TrainedWeights, canonical, shards_of
 from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.layers import embeddings_and_head, map_with_host_layers, obstacle_to_walking, working_dtypes
@@ -526,8 +526,7 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
     )
     obstacle = obstacle_to_walking(model)
     window = Window(streamer, options.accumulation_walk, park=options.offload_activations, obstacle=obstacle)
-    on_device = plan.setup.optimizer_states == "8bit"
-    return Streamed(model, streamer, window, plan, steps_on_device=on_device, host_memory=host_memory)
+    return Streamed(model, streamer, window, plan, host_memory=host_memory)
 
 
 def adapter_parts(trainer: BuiltTrainer) -> list[Part]:
@@ -545,6 +544,13 @@ def rows_part(trainer: BuiltTrainer) -> Part | None:
     options = trainer.hybrid_args
     if options.share_rows == "off" or (options.share_rows == "auto" and not options.enable_predict):
         return None
+    own = own_losses(trainer)
+    if own or trainer.compute_loss_func is not None or trainer.args.label_smoothing_factor:
+        from hf_hybrid.rows import any_loss
+
+        # `on` says that a loss that nobody knows reads no padding.
+        if options.share_rows == "on" or own[:1] and own[0] in any_loss.KNOWN:
+            return any_loss.RowsForAnyLoss(trainer, any_loss.reason_not_shared(trainer.args))
     from hf_hybrid.rows.windows import BalancedWindows, SharedWindows, reason_not_shared
 
     kind = BalancedWindows if getattr(trainer, "aux_loss_enabled", False) else SharedWindows

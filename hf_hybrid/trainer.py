@@ -466,7 +466,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
 
     def _get_grad_norm(self, model, grad_norm=None):
         if grad_norm is None and self.memory.optimizer is not None:
-            grad_norm = self.memory.optimizer.total_norm(model.parameters())
+            grad_norm = self.memory.optimizer.total_norm(model.parameters(), now=self.has_phases)
         self._gradient_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         return self._gradient_norm
 

@@ -7,7 +7,6 @@ while it updates. No step is faster than the slowest of these ways at its rate, 
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,12 +44,6 @@ def step_traffic(plan: Plan) -> dict[str, float]:
     return {"h2d": moved.into, "d2h": moved.back, "dram": moved.into + moved.back + moved.host}
 
 
-def rounded_weights(per: WeightBytes, unit: WeightCount) -> int:
-    """Return the trained weights of a unit that travel rounded, beside masters that stay on the host."""
-    trained = (p for p in unit.by_parameter if p.trained)
-    return sum(p.count for p in trained if per.travelling(p) < per.stored.trainable)
-
-
 def _parked(plan: Plan) -> Traffic:
     """Activations that wait on the host, once each way in every pass."""
     away = plan.parked * (plan.setup.gradient_accumulation_steps // plan.setup.micro_batches_in_flight)
@@ -81,51 +74,30 @@ class StreamedTraffic:
         self.layers = sorted(self.placement.layers, key=lambda layer: self.per.packed(layer, int8=True))
         """Layers that travel, the smallest first. Of frozen ones the largest stay on the device after use."""
         self.leaving_count = max(len(self.layers) - self.placement.kept, 0)
-        self.travelling = functools.reduce(WeightCount.join, [*self.layers, self.embedding, self.head])
 
     def weights(self) -> Traffic:
         """Layers come for forward and backward of each pass; embeddings and head are called by each micro-batch."""
         per = self.per
-        # Unless the loss is chunked, the head is recomputed. Then it stays for the next micro-batch of its pass.
-        heads = self.micro_batches + (0 if self.setup.chunked_loss else self.passes)
-        into = self.micro_batches * per.packed(self.embedding)
-        into += heads * per.packed(self.embedding if self.tied else self.head)
+        # Embeddings and head share a slot, in which each stays for all micro-batches of a pass.
+        into = self.passes * (per.packed(self.embedding) + (0 if self.tied else per.packed(self.head)))
         into += self.passes * 2 * sum(per.packed(layer, int8=True) for layer in self.layers[: self.leaving_count])
         return Traffic(into)
 
     def gradients(self) -> Traffic:
-        """Gradients leave after each pass (those of embeddings and head: after each micro-batch)."""
-        together = self.setup.micro_batches_in_flight > 1
-        moved = [self._gradients_of(layer, self.passes, summed=together) for layer in self.layers]
-        moved += [self._gradients_of(end, self.micro_batches, summed=False) for end in (self.embedding, self.head)]
-        return sum(moved, Traffic())
-
-    def _gradients_of(self, unit: WeightCount, times: int, *, summed: bool) -> Traffic:
         """
-        Gradients of a unit that leave so many times.
-
-        They leave as they are. If there is one, the host converts it to the precision of the master. Else they are
-        added up on the device, and the sum leaves in that precision; it comes back for the next ones to be added to.
-        `summed` gradients are sums of several micro-batches already.
+        Gradients leave after each pass, in the precision of the masters. From the second on the sum so far comes back
+        and is added to. Those of tied embeddings leave twice in a walk by layer: as the head's, and at the end.
         """
-        per, stored = self.per, self.per.stored.trainable
-        first, whole = stored * unit.trainable if summed else per.gradients(unit), stored * unit.trainable
-        if times > 1:
-            return Traffic(first + whole * (times - 2), first + whole * (times - 1))
-        converted = 0 if summed else (per.computed.trainable + stored) * rounded_weights(per, unit)
-        return Traffic(0, first, converted)
+        stored, ends = self.per.stored.trainable, self.embedding.trainable + self.head.trainable
+        layers, walked = sum(layer.trainable for layer in self.layers), self.setup.micro_batches_in_flight > 1
+        leaving = stored * (layers * self.passes + ends * self.passes * (1 + (self.tied and walked)))
+        return Traffic(leaving - stored * (layers + ends), leaving)
 
     def update(self) -> Traffic:
-        """The optimizer's step of everything that travels."""
-        per, stored, rounded = self.per, self.per.stored.trainable, self.per.computed.trainable
-        travelling = self.travelling
-        rounding = rounded_weights(per, travelling)
-        if per.eight_bit:
-            # On the device. Gradients and states come, states and weights go; the masters come too where the slot
-            # holds a rounded copy.
-            moved = travelling.trainable * (stored + per.state)
-            return Traffic(moved + stored * rounding, moved + rounded * rounding)
-        return Traffic(host=travelling.trainable * 3 * stored + rounded * rounding + 2 * per.states(travelling))
+        """Gradients, states and masters of rounded weights come to the device. States, masters and weights go."""
+        per, units = self.per, [unit for unit in (*self.layers, self.embedding, self.head) if unit.trainable]
+        into, gradients = (sum(map(bytes_of, units)) for bytes_of in (per.beside, per.packed_gradients))
+        return Traffic(into, into - gradients + sum(per.packed(unit, int8=True) for unit in units))
 
 
 def measure_machine(seconds: float = 0.1, size: int = 8192) -> dict[str, float]:

@@ -596,7 +596,7 @@ def machine(device: str, size: int) -> dict:
     return {"processor": platform.machine(), "threads": threads, "gpu": gpu, "rates": rates}
 
 
-PER_STEP = ("loads", "bytes_in", "bytes_out", "seconds_waited")
+PER_STEP = ("loads", "bytes_in", "bytes_out")
 
 
 def measure(run: Run, micro_batches: int) -> dict:

@@ -2,10 +2,15 @@
 Do completions come from the model that is trained? Distances of log-probabilities, and kernels of adapters.
 
     python -m benchmarks.speedup.pretrained         # fetches SmolLM2, once
-    python -m benchmarks.skips.sampler              # three minutes
+    python -m benchmarks.skips.sampler              # ten minutes
 
 *A run*: what two steps of GRPO log as `sampling_logp_difference`, SmolLM2-135M with LoRA: in fp32, in fp32 with bf16
 autocast, and in bf16. A row has the larger of the two means, and the largest distance.
+
+*Correction*: TRL's importance sampling correction multiplies the loss by the ratio of both probabilities, by token
+(at most 3) or by sequence (0 above 3). Four groups of eight completions of 48 tokens are sampled in bf16. The gradient
+that is wanted is computed in fp32 with its ratios. A row has the distance of the gradient under bf16 autocast from
+that, relative to its norm, `corrected` by ratios in bf16 and `plain`.
 
 *Rounding*: LoRA of rank 16 on all linear layers of SmolLM2-135M is trained in fp32 on Python's sources. The same
 adapters (fp32) then compute the tokens of other sources over the base in bf16. A row has the mean distance of
@@ -75,6 +80,62 @@ def of_a_run(dtype: torch.dtype, bf16: bool) -> dict[str, float]:
         "mean_distance": max(line[SAMPLER + "mean"] for line in found),
         "largest": max(line[SAMPLER + "max"] for line in found),
     }
+
+
+def completed(model: Any) -> list[tuple[Tensor, int, Tensor]]:
+    """Return tokens, tokens of the prompt, and log-probabilities of the sampler, for each group of completions."""
+    tokenizer, found = AutoTokenizer.from_pretrained(FOLDER), []
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = GenerationConfig(max_new_tokens=48, do_sample=True, top_k=0, **ends)
+    for prompt in PROMPTS:
+        ids, decoding = torch.tensor(tokenizer([prompt] * 8)["input_ids"]), Decoding(off=False)
+        with torch.no_grad(), decoding.completing(model, ids.tolist(), counts=False):
+            tokens = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        assert decoding.chosen is not None, decoding.plain_because
+        found.append((tokens, ids.shape[1], decoding.chosen.log()))
+    return found
+
+
+def gradient(model: Any, groups: list[tuple[Tensor, int, Tensor]], mode: str, *, autocast: bool) -> Tensor:
+    """Return the gradient of adapters under random advantages, `[weights]`, corrected by `token`, `sequence` or not."""
+    model.zero_grad()
+    for number, (tokens, length, of_sampler) in enumerate(groups):
+        advantages = torch.randn(len(tokens), 1, generator=torch.Generator().manual_seed(number))
+        advantages = (advantages - advantages.mean()) / advantages.std()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = model(tokens).logits[:, length - 1 : -1].float()
+        drawn = tokens[:, length:]
+        found = logits.log_softmax(-1).gather(2, drawn[..., None])[..., 0]
+        ends = drawn == model.config.eos_token_id
+        mask = (ends.cumsum(1) - ends.long() == 0).float()
+        ratio = (found.detach() - of_sampler) * mask
+        if mode == "token":
+            ratio = ratio.exp().clamp(max=3)
+        elif mode == "sequence":
+            ratio = ratio.sum(1, keepdim=True).exp()
+            ratio = ratio.masked_fill(ratio > 3, 0.0)
+        else:
+            ratio = torch.ones_like(mask)
+        (-(advantages * ratio * found * mask).sum() / mask.sum() / len(groups)).backward()
+    return torch.cat([p.grad.float().flatten() for p in model.parameters() if p.requires_grad])
+
+
+def corrections() -> dict[str, dict[str, float]]:
+    """Return by mode how far gradients in bf16 are from the corrected one in fp32."""
+    torch.manual_seed(0)
+    low = adapted(torch.bfloat16).eval()
+    for name, parameter in low.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.002)
+    exact = adapted(torch.float32).eval()
+    exact.load_state_dict(low.state_dict())
+    groups, found = completed(low), dict[str, dict[str, float]]()
+    plain = gradient(low, groups, "none", autocast=True)
+    for mode in ("token", "sequence"):
+        wanted, corrected = gradient(exact, groups, mode, autocast=False), gradient(low, groups, mode, autocast=True)
+        pairs = {"plain": plain, "corrected": corrected}
+        found[mode] = {name: ((one - wanted).norm() / wanted.norm()).item() for name, one in pairs.items()}
+    return found
 
 
 def sequences() -> Tensor:
@@ -162,6 +223,10 @@ def main() -> None:
         row = of_a_run(dtype, bf16)
         results.add({**provenance(1), "part": "run", "arm": arm, "rate": 2e-4, **row})
         print(f"| {arm} | {row['mean_distance']:.2g} | {row['largest']:.2g} |")
+    print("| correction by | plain | corrected |\n|---|---|---|")
+    for mode, row in corrections().items():
+        results.add({**provenance(1), "part": "correction", "arm": mode, "rate": 0.0, **row})
+        print(f"| {mode} | {row['plain']:.3f} | {row['corrected']:.3f} |")
     captured.CAPTURING.add("cpu")  # passes are called again for each token there
     counts, ids = kernels(), sequences()
     print("| | rate | kernels of a pass | mean distance | largest |\n|---|---|---|---|---|")

@@ -96,10 +96,7 @@ def memory_peaks() -> str:
 
 
 H100 = {
-    ("8b", "resident-checkpointed"): "8b, resident, bf16 states", ("8b", "stream"): "8b, streamed, bf16 states",
-    ("8b", "resident-8bit"): "8b, resident, 8-bit states", ("8b", "stream-8bit"): "8b, streamed, 8-bit states",
-    ("1b", "resident-checkpointed"): "1b (fp32, bf16 autocast), resident",
-    ("1b", "resident-8bit"): "1b, resident, 8-bit states", ("1b", "fsdp2"): "1b, FSDP2 with CPU offload",
+    ("8b", "stream"): "8b, streamed, bf16 states", ("8b", "stream-8bit"): "8b, streamed, 8-bit states",
 }  # fmt: skip
 
 
@@ -113,13 +110,12 @@ def memory_h100() -> str:
                 continue
             share = times_resident(row)
             device = ", ".join(f"{row[f'device_{kind}'] / GIB:.1f}" for kind in ("allocated", "reserved", "used"))
-            told = f"{share:.{1 if share >= 10 else 2}f}" if "resident" not in mode else "1"
             rows.append([
                 name if tokens == 2048 else "", f"{tokens:,}", f"{row['seconds']:.3f}",
-                f"{row['tokens_per_second']:,.0f}", told, device, f"{row['device_plan'] / GIB:.1f}",
+                f"{share:.{1 if share >= 10 else 2}f}", device, f"{row['device_plan'] / GIB:.1f}",
                 f"{row['host_peak'] / GIB:.1f}",
             ])  # fmt: skip
-    heading = ["model, mode", "tokens per step", "s/step", "tokens/s", "times resident"]
+    heading = ["model, mode", "tokens per step", "s/step", "times resident"]
     return markdown([*heading, "device: allocated, reserved, used", "plan", "host"], rows)
 
 

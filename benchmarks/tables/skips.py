@@ -194,3 +194,15 @@ def grpo_arithmetic() -> str:
     heading = ["seed", "CPU seconds of generation, TRL and here", "of the update", "whole run, ratio", "rows left out"]
     heading += ["held-out reward here before the run and every 5 steps", "of TRL at these steps"]
     return markdown([*heading, "of TRL after as many CPU seconds"], rows)
+
+
+@table("skips-others")
+def skips_others() -> str:
+    rows = []
+    for trainer, words in (("reward", "`RewardTrainer`"), ("orpo", "`ORPOTrainer`"), ("kto", "`KTOTrainer`")):
+        row = results("skips", "others", "trainer").get(trainer=trainer)
+        left_out = (row["tokens_padding"] + row["tokens_shared"]) / (row["tokens"] + row["tokens_padding"])
+        seconds = [losses(row["seconds"][arm], 1, ", ") for arm in ("trl", "hybrid")]
+        rows.append([words, f"{100 * left_out:.0f} %", *seconds, f"{row['ratio']:.2f}"])
+    heading = ["trainer", "tokens and padding not computed", "CPU seconds of a step, TRL", "with the mixin", "ratio"]
+    return markdown(heading, rows)

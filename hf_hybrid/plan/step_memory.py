@@ -74,8 +74,8 @@ class WeightBytes:
             `None` if nothing travels in int8.
         state: Bytes of optimizer states per trainable weight.
         update_scratch: Bytes that the 8-bit update works in.
-        orthogonal_device, orthogonal_host: Bytes that Muon or a leap works in while it orthogonalises its largest
-            matrix.
+        orthogonal_device: Bytes that Muon or a leap works in while it orthogonalises its largest matrix.
+        orthogonal_host: The same of a leap of streamed weights, which is made on the host.
         leap_values: fp32 values that the direction of leaps keeps of a trainable weight.
         leap: Bytes per trainable weight of these values and of the snapshot before a leap; 0 without leaps.
         locked: The page-locked bytes that a buffer takes on the host. On a CPU nothing is locked.
@@ -96,7 +96,7 @@ class WeightBytes:
         self.update_scratch = math.ceil(chunk * UPDATE_SCRATCH.get(shape.trainable_bytes, 1))
         leap_matrix = shape.largest_leap if setup.leaps else 0
         self.orthogonal_device = MUON_SCRATCH * max(shape.largest_muon, leap_matrix)
-        self.orthogonal_host = max(MUON_SCRATCH * shape.largest_muon, LEAP_SCRATCH_ON_HOST * leap_matrix)
+        self.orthogonal_host = LEAP_SCRATCH_ON_HOST * leap_matrix
         self.leap_values = setup.values_per_weight or 0
         self.leap = 4 * self.leap_values + self.stored.trainable if setup.leaps else 0
 
@@ -126,43 +126,56 @@ class WeightBytes:
         return sum(padded(math.ceil(p.count * size(p))) for p in unit.by_parameter)
 
     def gradients(self, unit: WeightCount) -> int:
-        """Bytes of its gradients on the device, and as they leave it. The host converts them."""
+        """Bytes of its gradients as they are computed on the device."""
         return sum(p.count * self.travelling(p) for p in unit.by_parameter if p.trained)
 
-    def leaving(self, unit: WeightCount, passes: int, together: int = 1) -> int:
+    def leaving(self, unit: WeightCount, passes: int) -> int:
         """
         Bytes of its gradients on the device until they have left.
 
-        Gradients are added up in the dtype of the masters in two cases: those of micro-batches that are walked
-        `together`, on the device; and on a GPU those of later `passes`, onto a sum that comes back from the host.
+        They leave in the dtype of the masters: those that are computed in fewer bytes are converted one by one. Those
+        of later `passes` are added up on the device, onto a sum that comes back from the host.
         """
         trained = [p for p in unit.by_parameter if p.trained]
-        sums_on_the_way = passes > 1 and self.on_gpu
-        rounded = any(p.count and self.travelling(p) < self.stored.trainable for p in trained)
-        if not (sums_on_the_way or together > 1 and rounded):
+        converted = any(p.count and self.travelling(p) < self.stored.trainable for p in trained)
+        if not (passes > 1 or converted):
             return self.gradients(unit)
         return self.stored.trainable * (unit.trainable + max((p.count for p in trained), default=0))
 
+    def masters(self, unit: WeightCount) -> int:
+        """Bytes of the masters of its trained weights that travel rounded, in one buffer."""
+        wide = (p.count for p in unit.by_parameter if p.trained and self.travelling(p) < self.stored.trainable)
+        return sum(padded(count * self.stored.trainable) for count in wide)
+
+    def packed_gradients(self, unit: WeightCount) -> int:
+        """Bytes of its gradients in one buffer of the host."""
+        return sum(padded(p.count * self.stored.trainable) for p in unit.by_parameter if p.trained)
+
+    def packed_states(self, unit: WeightCount) -> list[int]:
+        """Bytes of its states on the host, in one buffer for each type."""
+        counts = [p.count for p in unit.by_parameter if p.trained and p.count]
+        if not self.eight_bit:
+            size = sum(self.setup.states_per_weight * padded(count * self.stored.trainable) for count in counts)
+            return [size - unit.muon * self.stored.trainable]
+        sizes = [eight_bit_sizes(count) for count in counts]
+        codes = sum(padded(size) for each in sizes if len(each) > 2 for size in each[::2])
+        return [codes, sum(padded(size) for each in sizes for size in each) - codes]
+
+    def beside(self, unit: WeightCount) -> int:
+        """Bytes on the device of what its update needs beside the weights."""
+        return sum(self.packed_states(unit)) + self.masters(unit) + self.packed_gradients(unit)
+
     def add_to_host(self, table: ByteTable, unit: WeightCount, *, int8: bool, times: int = 1) -> None:
         """Add what the host holds of so many such units: buffers that are page-locked take more than their size."""
-        trained = [p.count for p in unit.by_parameter if p.trained]
-        masters = 0
+        frozen = 0
         for parameter in unit.by_parameter:
-            in_int8 = int8 and self.int8_layer is not None and not parameter.trained
-            stored = self.stored.trainable if parameter.trained else self.stored.frozen
-            if self.travelling(parameter) < stored and not in_int8:
-                size = parameter.count * stored
-                # Only an update on the device makes masters travel.
-                masters += self.locked(size) if self.eight_bit else size
-        table.add("weights", "host", times * (self.locked(self.packed(unit, int8=int8)) + masters))
-        # Gradients land in the end of the buffers that they are converted in.
-        gradients = sum(self.locked(count * self.stored.trainable) for count in trained)
-        table.add("gradients", "host", times * gradients)
-        # The optimizer allocates states in full precision, which do not travel; those in 8 bits do.
-        states = self.states(unit)
-        if self.eight_bit:
-            states = sum(self.locked(size) for count in trained for size in eight_bit_sizes(count))
-        table.add("states", "host", times * states)
+            in_int8 = int8 and self.int8_layer is not None
+            if not parameter.trained and self.travelling(parameter) < self.stored.frozen and not in_int8:
+                frozen += parameter.count * self.stored.frozen  # beside the rounded copy that travels
+        weights = self.locked(self.packed(unit, int8=int8)) + self.locked(self.masters(unit)) + frozen
+        table.add("weights", "host", times * weights)
+        table.add("gradients", "host", times * self.locked(self.packed_gradients(unit)))
+        table.add("states", "host", times * sum(map(self.locked, self.packed_states(unit))))
 
     # What is there all the time.
 
@@ -227,8 +240,8 @@ class StreamedStep:
     """
     A step of a streamed model, whose layers (and maybe embeddings and head) live on the host and visit the device.
 
-    1. [`update`]: just before its forward pass a unit gets the update that the last step put off. With exact states
-       the host does it. With 8-bit states the device does, for which gradients and states travel there too.
+    1. [`update`]: just before its forward pass a unit gets the update that the last step put off. What it needs beside
+       the weights lies in a ring of device memory, for this unit and for the layer that is fetched ahead.
     2. Forward: each layer computes in its slot and leaves its boundary, of every micro-batch in flight. Backward holds
        more, so this is no moment of its own.
     3. [`loss`]: head and loss compute.
@@ -252,11 +265,13 @@ class StreamedStep:
         waiting = (len(shape.layers) - 1) * setup.micro_batches_in_flight if setup.offload_activations else 0
         self.parked = waiting * active.output
         self.parked_locked = waiting * self.per.locked(active.output)
-        # Gradients of embeddings or head leave after each micro-batch; those of a layer after each pass.
+        # Gradients of embeddings or head add up over the micro-batches of a pass; each is there beside the sum.
         self.passes = setup.gradient_accumulation_steps // setup.micro_batches_in_flight
         self.gradients_of_an_end = max(self.per.leaving(end, setup.gradient_accumulation_steps) for end in self.ends)
-        leaving = [self.per.leaving(layer, self.passes, setup.micro_batches_in_flight) for layer in set(self.layers)]
+        leaving = [self.per.leaving(layer, self.passes) for layer in set(self.layers)]
         self.gradients_of_a_layer = max(leaving, default=0)
+        ahead = max((self.per.beside(layer) for layer in set(self.layers)), default=0) if setup.prefetch_layers else 0
+        self.ring = ahead + max(map(self.per.beside, {*self.layers, *self.ends}))
 
     def table(self) -> ByteTable:
         """What the device holds at its largest moment, and the host between steps."""
@@ -290,18 +305,9 @@ class StreamedStep:
         return leaving if self.per.on_gpu else 0
 
     def update(self) -> DeviceBytes:
-        """A unit is updated before its forward pass; on the device only with 8-bit states."""
-        moment: DeviceBytes = {"gradients": self.still_leaving()}
-        if self.per.eight_bit:
-            per = self.per
-            # Gradients and states are there, and masters where the slot holds a rounded copy. Those of the layers that
-            # are fetched ahead arrive already.
-            masters = per.stored.trainable if per.second_copy.trainable else 0
-            per_weight = per.stored.trainable + per.state + masters
-            updated = max(unit.trainable for unit in (*self.layers, *self.ends))
-            arriving = max((layer.trainable for layer in self.layers), default=0) * self.setup.prefetch_layers
-            moment["buffers"] = (updated + arriving) * per_weight + per.update_scratch
-        return moment
+        """A unit is updated before its forward pass. At the first step its states are made beside the ring, instead."""
+        scratch = self.per.update_scratch + MUON_SCRATCH * self.shape.largest_muon
+        return {"gradients": self.still_leaving(), "buffers": self.ring + scratch * bool(self.ring)}
 
     def loss(self) -> DeviceBytes:
         """Head and loss compute: logits and their copies, and the gradient of the head, which leaves."""

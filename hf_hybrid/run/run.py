@@ -653,8 +653,10 @@ def _which(place: torch.device) -> tuple[torch.device, ...]:
     return () if place.type == "mps" else (place,)  # there is one only, and its functions take none
 
 
-def tokens_of(inputs: dict) -> int:
-    """Return the tokens in a batch: the elements of `input_ids`, or of the tensor that replaces it."""
+def tokens_of(inputs: Any) -> int:
+    """Return the tokens in a batch: the elements of `input_ids`, or of the tensor that replaces it; 0 of raw rows."""
+    if not isinstance(inputs, Mapping):
+        return 0
     tokens = inputs.get("input_ids")
     if tokens is None:
         tokens = next((value for value in inputs.values() if getattr(value, "ndim", 0) >= 2), None)

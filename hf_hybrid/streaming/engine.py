@@ -122,8 +122,7 @@ class Streamed(Resident):
     """
     Decoder layers live on the host and visit the device while they compute, as the `plan` says.
 
-    With `steps_on_device` units are stepped on the device as they are brought in, not on the host. `host_memory`
-    returns how many bytes can still be allocated on the host.
+    `host_memory` returns how many bytes can still be allocated on the host.
     """
 
     streams = True
@@ -136,22 +135,19 @@ class Streamed(Resident):
         window: Window,
         plan: Any,
         *,
-        steps_on_device: bool,
         host_memory: Callable[[], int],
     ):
         super().__init__(plan.buffers_on_host)
         self.model, self.streamer, self.window, self.plan = model, streamer, window, plan
-        self.steps_on_device, self.host_memory = steps_on_device, host_memory
+        self.host_memory = host_memory
 
     def is_for(self, model: nn.Module) -> bool:
         return self.model is model
 
     @property
     def torn(self) -> str | None:
-        failed = [u for u in self.streamer.units if u.update is not None and u.update.done() and u.update.exception()]
-        if self.optimizer is not None and self.optimizer.updating is not None:
-            failed.append(self.optimizer.updating)
-        return f"The update of `{failed[0].name}` was cut short." if failed else None
+        failed = None if self.optimizer is None else self.optimizer.updating
+        return None if failed is None else f"The update of `{failed.name}` was cut short."
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer that updates a layer when that layer is streamed."""
@@ -159,7 +155,7 @@ class Streamed(Resident):
             if isinstance(layer, LazyOptimizer):
                 self.optimizer = layer
                 return optimizer
-        self.optimizer = LazyOptimizer(optimizer, self.streamer, on_device=self.steps_on_device)
+        self.optimizer = LazyOptimizer(optimizer, self.streamer)
         return self.optimizer
 
     def begin(self) -> None:
@@ -191,6 +187,7 @@ class Streamed(Resident):
         return needed <= available
 
     def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        self.streamer.gradients_arrived()  # whoever asks may read them
         return self.streamer.counterpart(parameter)
 
     def walk_by_micro_batch(self) -> bool:
@@ -253,7 +250,7 @@ class Streamed(Resident):
             "weights": held["slots"] + held["host_weights"],
             "gradients": held["host_gradients"],
             "activations": self._parking(),
-            "buffers": held["expanded"],
+            "buffers": held["expanded"] + held["updates"],
         }
 
     def host_tensors(self, buffers: Iterable[Tensor]) -> list[Tensor] | None:

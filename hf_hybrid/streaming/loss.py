@@ -164,6 +164,7 @@ class _Call:
     labels: torch.Tensor
     targets: torch.Tensor  # the labels, shifted
     probe: torch.Tensor | None  # numbers to send through the model; without them the loss is computed
+    kept: torch.Tensor | None = None  # indices of the tokens that count
     output: Any = None  # of the head, once it has run: the summed loss, or logits while probing
     stand_in: Any = None  # what the model got in its place: [batch, tokens, 1], or [batch, tokens, len(probe)]
     arrived: Any = None  # the stand-in as the model hands it to its loss function
@@ -318,6 +319,8 @@ class ChunkedCausalLoss:
         call = self._pending()
         if call is not None and kwargs.get("labels") is not None:
             call.labels, call.targets = kwargs["labels"], _targets(kwargs)
+            if call.probe is None:  # the host waits for their number: before the first layer, and not behind the last
+                call.kept = _counting(call.targets)
 
     def _before_head(self, head, args, kwargs):
         call = self._pending()
@@ -330,8 +333,9 @@ class ChunkedCausalLoss:
         if self._transfer is None:
             raise RuntimeError("It is not known what the model does to its logits. Call `agrees` first.")
         scale, cap = self._transfer
-        flat = targets.reshape(-1).to(input.device)
-        kept = (flat != IGNORE_INDEX).nonzero()[:, 0]
+        call, flat = self._pending(), targets.reshape(-1).to(input.device)
+        known = call.kept if call is not None and call.targets is targets else None
+        kept = (_counting(targets) if known is None else known).to(input.device)
         if len(kept) < len(flat):  # no logits for tokens that do not count
             input, targets = input.reshape(-1, input.shape[-1])[kept], flat[kept]
         return linear_cross_entropy(
@@ -372,6 +376,11 @@ def _targets(inputs: Mapping[str, Any]) -> torch.Tensor:
     """Return what each token of a batch predicts: the labels, shifted."""
     targets = inputs.get("shift_labels")
     return F.pad(inputs["labels"], (0, 1), value=IGNORE_INDEX)[..., 1:] if targets is None else targets
+
+
+def _counting(targets: torch.Tensor) -> torch.Tensor:
+    """Return the indices of the tokens that count."""
+    return targets.reshape(-1).ne(IGNORE_INDEX).nonzero()[:, 0]
 
 
 BIG_VOCABULARY = 32_000

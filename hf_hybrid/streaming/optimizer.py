@@ -3,44 +3,55 @@ The lazy update: the optimizer step of streamed units, put off until a unit is n
 
 The obvious place for a layer's update is right after its gradient, while the layer is still on the device. But then the
 global gradient norm is not known yet, so clipping could only be approximated, and with gradient accumulation the
-gradient is not complete. The other obvious place, after the whole backward pass, makes the device wait while the host
-steps every weight of the model. The update can be put off instead, because nobody reads a layer's weights before its
-next forward pass:
+gradient is not complete. The other obvious place, after the whole backward pass, makes the next forward pass wait until
+every weight of the model was stepped. The update can be put off instead, because nobody reads a layer's weights before
+its next forward pass:
 
-1. During the window, gradients of streamed layers add up in host memory, in the `grad` of their masters.
-2. When the window is over, every gradient is there. Its global norm is exact, and so is clipping: the scale is one
-   number, which is remembered and applied when the layer is stepped.
-   The norm of each gradient is computed before that, on the device as it leaves. A gradient that leaves in fewer bytes
-   than its master has (one micro-batch under autocast) is converted by the thread of step 4 when it lands.
+1. During the window, gradients of streamed layers add up in host memory, in the `grad` of their masters. The norm of
+   each is computed on the device, as it leaves.
+2. When the window is over, the device has every norm. The global norm is exact, and so is clipping: the scale is one
+   number, which stays on the device and is applied when the layer is stepped.
 3. `step()` steps the resident parameters. For each unit it freezes everything that the unit's step depends on: the
    parameter groups with the learning rates of this moment, and the scale. Then it returns, and the next window begins.
-4. A thread steps unit after unit on the host, in forward order, while the device already computes the embeddings and
-   the first layers. `LayerStreamer.bring_in` waits for a unit's update before its weights travel.
+   The host has not waited for the device.
+4. The device steps a unit in its slot just before its forward. What that needs travels in while the unit before it
+   computes: states, masters where the weights travel rounded, gradients, weights. All but the gradients travel back
+   while the unit itself and the next one compute.
 
-Every parameter sees the gradient, learning rate, scale and state that it would see in a plain run, in the same
-arithmetic. So the weights are equal bit for bit, as long as the optimizer steps each parameter by itself
-([`check_separable`]); in fp32 on a CPU the tests compare them with plain `Trainer`.
+The device steps eight billion weights in less time than their states travel, and the bus carries both directions at
+once. A host takes several times as long: one pass over weights, gradients and states at the speed of its memory.
 
-With 8-bit states (`on_device`) the host would be too slow: the kernels of bitsandbytes are made for the device. Then
-gradients and moments travel in beside the weights (masters too, where the weights travel rounded), the unit is stepped
-in its slot just before its forward, and weights and moments travel back.
+**Copies never hold up computation.** What an update needs lies in a [`Ring`] of device memory: for the unit that is
+stepped, and for one layer more. A copy into the ring waits, on the stream of copies, until what lay there has left.
+After the last update computation waits until all has left, because loss and backward pass get the memory of the ring.
+On the host the states of a unit lie in one page-locked piece, as they do on the device, so that one copy moves them.
+These pieces are made before the first step. Their sizes are those of the states that the optimizer makes when it steps
+parameters of the same shapes once.
+
+Every parameter sees the gradient, learning rate, scale and state that it would see in a run with resident weights, in
+the same arithmetic on the same device. So the weights are equal bit for bit, as long as the optimizer steps each
+parameter by itself ([`check_separable`]). On a CPU, which is device and host at once, the tests compare them with plain
+`Trainer`.
 
 Readers of masters or states (saving, a leap, the end of training) call `flush` first, which finishes what is pending.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.machine import host_tensor
+from hf_hybrid.machine import host_buffer, host_tensor
 from hf_hybrid.streaming.streamer import LayerStreamer, Updates
-from hf_hybrid.streaming.transfers import Fetched, is_big
-from hf_hybrid.streaming.units import StreamedParameter, Unit
+from hf_hybrid.streaming.transfers import Ring, Slot
+from hf_hybrid.streaming.units import Packing, Unit
+
+logger = logging.getLogger(__name__)
 
 SEPARABLE: dict[str, dict[str, int]] = {
     "AdamW": {"adamw_torch": 2, "adamw_torch_fused": 2},
@@ -80,23 +91,88 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+class _Beside:
+    """
+    What the update of a unit needs beside its weights: masters of weights that travel rounded, gradients, and states.
+
+    They lie one after the other in `size` bytes of the device, of which the first update needs `size_without_states`,
+    and in buffers of the host: one for the masters, one for the gradients, which do not come back, and one for the
+    states of each type (`torch.save` takes no views of one memory as several types). Tensors are named by the identity
+    of the model's parameter, states by that and their name.
+    """
+
+    def __init__(self, unit: Unit, states: list[tuple[tuple[int, str], torch.Size, torch.dtype]]):
+        self.unit, pairs = unit, [(param.parameter, param.master) for param in unit.trainable]
+        types = dict.fromkeys(dtype for _, _, dtype in states)
+        gradients = Packing((id(parameter), master.shape, master.dtype) for parameter, master in pairs)
+        of_states = [Packing(state for state in states if state[2] == dtype) for dtype in types]
+        self._packings = [unit.storage.wide_packing, gradients, *of_states]
+        self._starts = [0, *itertools.accumulate(packing.size for packing in self._packings)]
+        self.size, self.size_without_states = self._starts[-1], self._starts[2]
+        self.locked_bytes = self.size - unit.storage.wide_packing.size
+        self._gradients: Tensor | None = None
+        self._states: list[Tensor] = []
+        self.states: dict[tuple[int, str], Tensor] = {}
+        """Where the states lie on the host."""
+
+    def lock(self) -> None:
+        """Page-lock the host's buffers that are not there."""
+        pin, (_, gradients, *of_states) = self.unit.storage.pin, self._packings
+        if self._gradients is None:
+            self._gradients = host_buffer(gradients.size, pin=pin)
+            views = gradients.views(self._gradients)
+            for param in self.unit.trainable:
+                param.gradient = views[id(param.parameter)]
+        if not self._states:
+            self._states = [host_buffer(packing.size, pin=pin) for packing in of_states]
+            for packing, buffer in zip(of_states, self._states):
+                self.states |= packing.views(buffer)
+
+    def drop_gradients(self) -> None:
+        """Give the memory of the gradients back."""
+        self._gradients = None
+
+    def gradients(self) -> tuple[int, Tensor]:
+        """Return where gradients begin on the device, and the host's buffer."""
+        if self._gradients is None:
+            raise RuntimeError(f"`{self.unit.name}` has no room for gradients: the model is not attached.")
+        return self._starts[1], self._gradients
+
+    def written(self, size: int) -> list[tuple[int, Tensor]]:
+        """Return what an update writes within `size` bytes of the device: where each begins, and the host's buffer."""
+        pairs = [(self._starts[0], self.unit.storage.wide), *zip(self._starts[2:], self._states)]
+        return [(start, buffer) for start, buffer in pairs if buffer is not None and start < size]
+
+    def views(self, buffer: Tensor) -> tuple[dict[Any, Tensor], dict[Any, Tensor], dict[Any, Tensor]]:
+        """Return masters, gradients and states in a buffer of the device."""
+        parts = zip(self._packings, self._starts)
+        masters, gradients, *of_states = (
+            p.views(buffer[start:]) for p, start in parts if start + p.size <= len(buffer)
+        )
+        return masters, gradients, {key: state for part in of_states for key, state in part.items()}
+
+
+def _travels(value: Any) -> bool:
+    """Whether an entry of an optimizer's state lies on the device: step counters may lie on the host."""
+    return torch.is_tensor(value) and (value.dim() > 0 or value.device.type != "cpu")
+
+
 class LazyOptimizer(torch.optim.Optimizer, Updates):
     """
     Replaces an optimizer whose parameters are partly streamed, with the same groups, state and state dict.
 
     In the groups the masters take the places of the streamed parameters, so that schedulers, checkpoints and everything
-    that reads `state` find what they expect. [`step`] steps what is resident and schedules the rest.
+    that reads `state` find what they expect. [`step`] steps what is resident and puts off the rest.
 
-    `base` is made over the model's parameters, as usual. With `on_device` units are stepped on the device as they are
-    brought in, with gradients and states streamed too, instead of on the host.
+    `base` is made over the model's parameters, as usual.
 
     Raises:
         UnsupportedOptimizerError: If `base` cannot be stepped unit by unit.
     """
 
-    def __init__(self, base: torch.optim.Optimizer, streamer: LayerStreamer, *, on_device: bool = False):
+    def __init__(self, base: torch.optim.Optimizer, streamer: LayerStreamer):
         check_separable(base)
-        self.base, self.streamer, self.on_device = base, streamer, on_device
+        self.base, self.streamer = base, streamer
         for group in base.param_groups:
             for index, parameter in enumerate(group["params"]):
                 group["params"][index] = master = streamer.counterpart(parameter)
@@ -106,46 +182,97 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         self.defaults, self.param_groups, self.state = base.defaults, base.param_groups, base.state
         vars(self).update({name: hooks for name, hooks in vars(base).items() if name.endswith("_hooks")})
         self._unit_of = {id(param.master): unit for unit in streamer.units for param in unit.trainable}
-        self.pending = {}
-        """The inputs of a unit's step: the optimizer with its groups, and the scale of its gradients."""
+        self.pending: dict[Unit, tuple[list[dict], Tensor | None]] = {}
+        """The inputs of a unit's step: its groups, and the scale of its gradients."""
         self._scale: Tensor | None = None
         self._checked = False
-        self._worker = ThreadPoolExecutor(
-            1, "lazy_update", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
-        )
-        self._coming: dict[int, tuple[Fetched, dict[str, Fetched]]] = {}
+        self._beside: dict[Unit, _Beside] = {}
+        self._ring: Ring | None = None
+        self._coming: dict[Unit, Slot] = {}
+        """Where that which the update of a unit needs lies on the device."""
         self.updating: Unit | None = None
-        """The unit that is updated on the device. After an error: the one whose update it cut short."""
+        """The unit that is being updated. After an error: the one whose update it cut short."""
         streamer.updates = self
-        for unit in streamer.units if on_device else ():
-            unit.storage.lock_masters()
+
+    # A run begins and ends.
+
+    def attach(self) -> None:
+        """Make room for what travels, on the host and on the device."""
+        if not self._beside:
+            group_of = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
+            kinds: dict[tuple, dict[str, Tensor]] = {}
+            for unit in self.streamer.units:
+                if unit.trainable:
+                    self._beside[unit] = _Beside(unit, self._states_of(unit, group_of, kinds))
+        self._lock()
+        self._place_states()
+
+    def _states_of(self, unit: Unit, group_of: dict[int, dict], kinds: dict) -> list[tuple]:
+        """Return names, shapes and types of a unit's states. The optimizer makes some like them of each kind once."""
+        states: list[tuple] = []
+        for param in unit.trainable:
+            master, group = param.master, group_of.get(id(param.master))
+            if group is None:
+                continue
+            kind = (id(group), master.shape, master.dtype)
+            if kind not in kinds:
+                like = nn.Parameter(torch.zeros(master.shape, dtype=master.dtype, device=self.streamer.device))
+                like.grad = torch.zeros_like(like)
+                optimizer = self._over([{**group, "params": [like]}])
+                optimizer.step()
+                kinds[kind] = {name: v.to("meta") for name, v in optimizer.state[like].items() if _travels(v)}
+            states += [((id(param.parameter), name), v.shape, v.dtype) for name, v in kinds[kind].items()]
+        return states
+
+    def _lock(self) -> None:
+        total, done = sum(beside.locked_bytes for beside in self._beside.values()), 0
+        for beside in self._beside.values():
+            quarters = 4 * done // max(total, 1)
+            beside.lock()
+            done += beside.locked_bytes
+            if total > 2**30 and 4 * done // total > quarters:
+                ready = "%.1f of %.1f GiB of host memory are ready for gradients and states of streamed layers."
+                logger.info(ready, done / 2**30, total / 2**30)
+
+    def _place_states(self) -> None:
+        """Let the states that are there lie where they travel from."""
+        for beside in self._beside.values():
+            for param in beside.unit.trainable:
+                state, key = self.state.get(param.master, {}), id(param.parameter)
+                for name in [name for name in state if (key, name) in beside.states]:
+                    state[name] = beside.states[key, name].copy_(state[name])
+
+    def detach(self, *, for_good: bool) -> None:
+        """Give back what an error may have left of a step, and `for_good` the memory of the gradients."""
+        self._ring = None
+        self._coming.clear()
+        if for_good:
+            self.pending.clear()
+            for beside in self._beside.values():
+                beside.drop_gradients()
+
+    def held(self) -> list[Tensor]:
+        return [] if self._ring is None else [self._ring.whole.buffer]
 
     # A window ends.
 
-    def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+    def total_norm(self, parameters: Iterable[nn.Parameter], *, now: bool) -> Tensor:
         """
-        Return the norm of all gradients of the window, as `torch.nn.utils.clip_grad_norm_` computes it.
+        Return the norm of all gradients of the window, as `torch.nn.utils.clip_grad_norm_` computes it, on the device.
 
-        A gradient that left the device is there no more, but its norm is, and the norm of a norm is that norm.
+        A gradient that left the device is there no more, but its norm is, and the norm of a norm is that norm. With
+        `now` the host waits for all gradients and the norm, because somebody reads them before the step.
         """
         self.streamer.end_backward()
         parameters = [self.streamer.counterpart(parameter) for parameter in parameters]
-        norms = [norm for parameter in parameters if (norm := self._norm_or_gradient(parameter)) is not None]
-        resident = [norm for norm in norms if norm.device.type != "cpu"]
-        on_host = [norm for norm in norms if norm.device.type == "cpu"]
-        streamed = any(id(p) in self.streamer.masters and p.grad is not None for p in parameters)
-        norm = torch.nn.utils.get_total_norm(resident)
-        if resident and streamed:
+        parts = [part for parameter in parameters if (part := self._norm_or_gradient(parameter)) is not None]
+        norm = torch.nn.utils.get_total_norm(parts)
+        if now:
             # It travels behind the gradients, so that the host waits once for all of them.
             landing = host_tensor(norm.shape, norm.dtype, pin=self.streamer.transfers.beside)
             self.streamer.transfers.send(norm, landing)
             self.streamer.gradients_arrived()
             norm = landing.clone()  # not page-locked
-        else:
-            self.streamer.gradients_arrived()
-        if on_host:
-            host_norm = torch.nn.utils.get_total_norm(on_host)
-            norm = torch.linalg.vector_norm(torch.stack([host_norm, norm])) if resident else host_norm
         if not self._checked:
             self._checked = True
             unused = [unit.name for unit in self.streamer.layers if unit.calls == 0 and not unit.resident]
@@ -170,7 +297,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         them before the step; otherwise they are scaled when their unit is stepped.
         """
         parameters = [self.streamer.counterpart(parameter) for parameter in parameters]
-        norm = self.total_norm(parameters)
+        norm = self.total_norm(parameters, now=now)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         self._scale = None
         for parameter in parameters:
@@ -184,8 +311,8 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Step the resident parameters, and schedule the units' steps with the current learning rates."""
-        self.streamer.gradients_arrived()
+        """Step the resident parameters, and put off the units' steps, with the current learning rates."""
+        self.streamer.end_backward()
         resident: list[dict] = []
         groups: dict[Unit, list[dict]] = {}
         for group in self.param_groups:
@@ -197,107 +324,108 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
                 of_unit = resident if unit is None else groups.setdefault(unit, [])
                 of_unit.append({**group, "params": parameters})
         scale, self._scale = self._scale, None
+        if groups:
+            self._make_room()  # if there is none, nothing was stepped
         if resident:
-            self._optimizer_over(resident).step()
-        for unit in [unit for unit in self.streamer.units if unit in groups]:  # what is needed first is stepped first
+            optimizer = self._over(resident)
+            optimizer.state = self.state
+            optimizer.step()
+        for unit in [unit for unit in self.streamer.units if unit in groups]:
             self.streamer.forget(unit)
-            pending = self._optimizer_over(groups[unit]), scale
-            if self.on_device:
-                self.pending[unit] = pending
-            else:
-                unit.updating = True
-                unit.update = self._worker.submit(self._step_on_host, unit, *pending)
-        for unit in self.streamer.travelling[: self.streamer.ahead + 1]:
+            self.pending[unit] = groups[unit], scale
+            for master in [master for group in groups[unit] for master in group["params"]]:
+                master.grad = None  # its gradient lies where it landed; a step before the update must not see it
+        for unit in self.streamer.first():
             self.streamer.fetch(unit)
 
-    def _optimizer_over(self, groups: list[dict]) -> torch.optim.Optimizer:
-        """Return the same optimizer over some of the parameters, with the same state."""
-        clone = self._new(groups)
-        clone.state = self.state
-        return clone
-
-    def _new(self, groups: list[dict]) -> torch.optim.Optimizer:
+    def _over(self, groups: list[dict]) -> torch.optim.Optimizer:
+        """Return the same optimizer over other groups."""
         make: Any = type(self.base)  # which has its own defaults, as `Optimizer` itself has not
         return make(groups)
 
-    @torch.no_grad()
-    def _step_on_host(self, unit: Unit, optimizer: torch.optim.Optimizer, scale: Tensor | None) -> None:
-        masters = [master for group in optimizer.param_groups for master in group["params"]]
-        if scale is not None and scale.item() != 1.0:
-            torch._foreach_mul_([master.grad for master in masters], scale)
-        optimizer.step()
-        unit.storage.refresh()
-        for master in masters:
-            master.grad = None
-        self.streamer.updated(unit)  # here and not by a callback: once the future is done, no load begins any more
+    # A unit is updated.
 
-    def widen_soon(self, param: StreamedParameter) -> Future:
-        return self._worker.submit(param.widen_when_it_lands)
+    def _make_room(self) -> None:
+        """Allocate the ring, for the largest unit and one layer more. It is there until nothing is pending."""
+        if self._ring is None:
+            sizes = {unit: beside.size for unit, beside in self._beside.items()}
+            ahead = [sizes[unit] for unit in self.streamer.travelling if unit in sizes and self.streamer.ahead]
+            self._ring = Ring(max(sizes.values()) + max(ahead, default=0), self.streamer.device)
+            self.streamer.transfers.release(self._ring.whole)  # its memory may still be read by what was computed
 
     def begin_load(self, unit: Unit) -> None:
-        """Start to copy gradients and states to the device beside the weights."""
-        fetch, self.updating = self.streamer.transfers.fetch, unit
-        groups = self.pending[unit][0].param_groups
-        for master in [master for group in groups for master in group["params"] if id(master) not in self._coming]:
-            # Noted one by one: where memory ends in between, copies under way must not be forgotten.
-            _, states = self._coming[id(master)] = fetch(master.grad), {}
-            for name, value in self.state.get(master, {}).items():
-                if is_big(value):
-                    states[name] = fetch(value)
-        self.updating = None
+        """Start to copy what the update needs to the device, if there is room in the ring."""
+        if unit in self._coming or self._ring is None:
+            return
+        beside, transfers = self._beside[unit], self.streamer.transfers
+        names = {id(param.parameter): self.state.get(param.master, {}) for param in unit.trainable}
+        has_states = any(name in names[key] for key, name in beside.states)
+        slot = self._ring.take(beside.size if has_states else beside.size_without_states)
+        if slot is not None:
+            self._coming[unit] = slot
+            for start, buffer in beside.written(len(slot.buffer)):
+                transfers.load(slot, buffer, start=start, after=unit.storage.written)
+            # Last: those of the first units have only just been sent.
+            start, gradients = beside.gradients()
+            transfers.load(slot, gradients, start=start, after=unit.storage.gradients_sent)
 
     @torch.no_grad()
     def before_forward(self, unit: Unit) -> None:
-        """Step a unit in its slot on the device, and copy weights and states back to the host."""
-        self.updating, (optimizer, scale) = unit, self.pending.pop(unit)
-        params = {id(param.master): param for param in unit.trainable}
-        for group in optimizer.param_groups:
-            masters, group["params"] = group["params"], []
-            for master in masters:
-                self._step_one(params[id(master)], group, scale)
-        if unit.slot is not None:
-            unit.slot.sent = unit.storage.written
+        """Step a unit in its slot on the device, and start to copy states and weights back to the host."""
+        beside, storage, transfers, ring = self._beside[unit], unit.storage, self.streamer.transfers, self._ring
+        if ring is None or unit.slot is None or storage.packed is None:
+            raise RuntimeError(f"`{unit.name}` cannot be updated: it is not on the device.")
+        if unit not in self._coming:  # units that were fetched for a turn that was not taken are in its way
+            ring.forget()
+            self._coming.clear()
+            self.begin_load(unit)
+        self.updating = unit
+        (groups, scale), slot = self.pending.pop(unit), self._coming.pop(unit)
+        transfers.wait(slot.ready)
+        views = beside.views(slot.buffer)
+        made = [pair for group in groups for pair in self._step(unit, group, scale, *views)]
+        for start, buffer in beside.written(len(slot.buffer)):
+            transfers.send(slot.buffer[start : start + len(buffer)], buffer, keep=False)
+        for state, place in made:
+            transfers.send(state, place)
+        storage.written = transfers.send(unit.slot.buffer[: storage.packed_bytes], storage.packed, keep=False)
+        slot.sent = unit.slot.sent = storage.written
+        ring.give_back(slot)
         self.updating = None
+        if not self.pending:  # the loss and the backward pass get the memory
+            transfers.wait(storage.written)
+            self._ring = None
 
-    def _step_one(self, param: StreamedParameter, group: dict, scale: Tensor | None) -> None:
-        master, transfers = param.master, self.streamer.transfers
-        storage = self._unit_of[id(master)].storage
-        gradient, states = self._coming.pop(id(master))
-        weights = param.parameter.data
-        travels_rounded = weights.dtype != master.dtype
-        if travels_rounded:
-            weights = transfers.fetch(master.data).take()
-        on_device = nn.Parameter(weights)
-        on_device.grad = gradient.take()
-        if scale is not None:
-            on_device.grad.mul_(scale)
-        stepper = self._new([{**group, "params": [on_device]}])
-        host_state = self.state.get(master, {})
-        # A step counter of one element stays where the optimizer keeps it: on the host.
-        stepper.state[on_device] = {k: states[k].take() if k in states else v for k, v in host_state.items()}
-        stepper.step()
-        for name, value in stepper.state[on_device].items():
-            if is_big(value):
-                if name not in host_state:
-                    host_state[name] = host_tensor(value.shape, value.dtype, pin=transfers.beside)
-                transfers.send(value, host_state[name])
-            else:
-                host_state[name] = value
-        self.state[master] = host_state
-        storage.written = transfers.send(on_device.data, master.data)
-        if travels_rounded and storage.packed is not None:
-            param.parameter.data.copy_(weights)
-            storage.written = transfers.send(param.parameter.data, param.view(storage.packed))
-        master.grad = None
+    def _step(
+        self, unit: Unit, group: dict, scale: Tensor | None, masters: dict, gradients: dict, states: dict
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Step parameters of a unit by one call of the optimizer. Returns new states, and their places on the host."""
+        params = [self.streamer.masters[id(master)] for master in group["params"]]
+        stand_ins = [nn.Parameter(masters.get(id(p.parameter), p.parameter.data)) for p in params]
+        optimizer, places = self._over([{**group, "params": stand_ins}]), self._beside[unit].states
+        for param, stand_in in zip(params, stand_ins):
+            key = id(param.parameter)
+            stand_in.grad = gradients[key] if scale is None else gradients[key].mul_(scale)
+            own = self.state.get(param.master, {})
+            optimizer.state[stand_in] = {n: states[key, n] if (key, n) in places else v for n, v in own.items()}
+        optimizer.step()
+        made = []
+        for param, stand_in in zip(params, stand_ins):
+            key, own = id(param.parameter), self.state[param.master]
+            for name, value in optimizer.state[stand_in].items():
+                if (key, name) not in places:
+                    own[name] = value
+                elif name not in own:
+                    own[name] = places[key, name]
+                    made.append((value, own[name]))
+            if key in masters:
+                param.parameter.data.copy_(stand_in)
+        return made
 
     # Nothing is left pending.
 
     def flush(self) -> None:
-        """Finish every scheduled step. After it the masters are the weights, nothing reads them and nothing travels."""
-        for unit in self.streamer.units:
-            if unit.update is not None:
-                unit.update.result()
-                unit.update = None
+        """Finish every step. After it the masters are the weights, nothing reads them and nothing travels."""
         for unit in [unit for unit in self.streamer.units if unit in self.pending]:
             self.streamer.bring_in(unit, backward=False)
             self.streamer.release(unit)
@@ -306,13 +434,9 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
 
     def drop_gradients(self) -> None:
         """Drop gradients that no step used, because the step was withheld or an error cut the window short."""
-        scheduled = {unit for unit in self.streamer.units if unit.update is not None or unit in self.pending}
         for unit in self.streamer.units:
-            if unit not in scheduled:
-                for param in unit.trainable:
-                    if param.widening is not None:
-                        wait([param.widening])
-                    param.master.grad = param.norm = param.widening = None
+            for param in unit.trainable:
+                param.master.grad = param.norm = param.total = param.parameter.grad = None
         self._scale = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -323,7 +447,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
                     parameter.grad = None
 
     def state_dict(self) -> dict:
-        """Return the plain optimizer's state dict, after every scheduled step."""
+        """Return the plain optimizer's state dict, after every step."""
         self.flush()
         return self.base.state_dict()
 
@@ -332,9 +456,4 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         self.flush()
         self.base.load_state_dict(state_dict)
         self.param_groups, self.state = self.base.param_groups, self.base.state
-        if self.on_device and self.streamer.transfers.beside:
-            for param in self.streamer.masters.values():
-                state = self.state.get(param.master, {})
-                for name in [name for name, value in state.items() if is_big(value)]:
-                    # They travel at every step, so they are page-locked as those of a new run are.
-                    state[name] = host_tensor(state[name].shape, state[name].dtype, pin=True).copy_(state[name])
+        self._place_states()

@@ -26,9 +26,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import time
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,22 +43,29 @@ if TYPE_CHECKING:
 
 
 class Updates:
-    """What a streamer calls while masters are updated. [`LazyOptimizer`] overrides it; without one nothing is done."""
+    """What a streamer calls while weights are updated. [`LazyOptimizer`] overrides it; without one nothing is done."""
 
     pending: dict[Unit, Any] = {}
     """Units that are updated on the device when they are needed next."""
+
+    def attach(self) -> None:
+        """The model's layers are streamed from now on."""
+
+    def detach(self, *, for_good: bool) -> None:
+        """They are not any more; nothing travels."""
 
     def flush(self) -> None:
         """Finish updates, because masters are about to be read."""
 
     def begin_load(self, unit: Unit) -> None:
-        """The weights of a pending unit begin to travel, so that its gradients and states can follow."""
+        """The weights of a pending unit are about to travel: what its update needs goes before them."""
 
     def before_forward(self, unit: Unit) -> None:
         """A pending unit lies in its slot, before its forward: the place for its update."""
 
-    def widen_soon(self, param: StreamedParameter) -> Future | None:
-        """Let another thread widen a gradient when it lands. Called where nothing will be added to it."""
+    def held(self) -> list[Tensor]:
+        """Return what updates hold on the device."""
+        return []
 
 
 class LayerStreamer:
@@ -88,19 +93,16 @@ class LayerStreamer:
     ):
         self.model, self.device, self.ahead = model, device, ahead
         self.transfers = Transfers(device)
-        self.seconds_waited = 0.0
         self.walk: LayerWalk | None = None
         """Set while a window is walked layer by layer: it then runs the layers."""
         self.updates = Updates()
         self.overlay: Callable[[nn.Parameter], Tensor | None] | None = None
         """The weights of a master with a leap under test that is not in it yet; asked for as a unit is brought in."""
-        self.one_pass = False
-        """The window has one micro-batch."""
         pin = self.transfers.beside
-        self.layers, self._ends = make_units(layers, ends, dtype_of=dtype_of, int8=int8, pin=pin, resident=resident)
-        first = [unit for unit in self._ends if any(isinstance(module, nn.Embedding) for module in unit.modules)]
+        self.layers, self.ends = make_units(layers, ends, dtype_of=dtype_of, int8=int8, pin=pin, resident=resident)
+        self._first = first = [u for u in self.ends if any(isinstance(module, nn.Embedding) for module in u.modules)]
         self.travelling = [unit for unit in self.layers if not unit.resident]
-        self.units = [*first, *self.layers, *(unit for unit in self._ends if unit not in first)]
+        self.units = [*first, *self.layers, *(unit for unit in self.ends if unit not in first)]
         """In the order in which a forward pass needs them: embeddings, layers, head."""
         self.kept = resident - sum(unit.resident for unit in self.layers)
         self.streamed = {id(param.parameter): param for unit in self.units for param in unit.storage.params}
@@ -125,10 +127,12 @@ class LayerStreamer:
         """Take over the model: streamed parameters become placeholders, everything else moves to the device."""
         if self.attached:
             return
-        for units, ahead, kept in ((self.travelling, self.ahead, self.kept), (self._ends, 0, 0)):
+        # Each micro-batch calls the embeddings, and then the head: one stays in their slot until the other takes it.
+        layers = self.travelling, self.ahead + 1 + self.kept, self.kept
+        for units, slots, kept in (layers, (self.ends, 1, 1)):
             if units:
                 size = max(unit.storage.packed_bytes for unit in units)
-                self._pools.append(SlotPool(size, ahead=ahead, kept=kept, device=self.device))
+                self._pools.append(SlotPool(size, slots=slots, kept=kept, device=self.device))
                 for slot in self._pools[-1].slots:
                     self.transfers.release(slot)  # its memory may still be read by what was computed before
                 for unit in units:
@@ -143,9 +147,10 @@ class LayerStreamer:
             for param in unit.storage.params:
                 param.parameter.data = self._placeholder(param)
                 if param.parameter.requires_grad:
-                    hook = functools.partial(self._on_gradient, param)
+                    hook = functools.partial(self._on_gradient, unit, param)
                     self._undo.append(param.parameter.register_post_accumulate_grad_hook(hook).remove)
         self._move_rest(self.device)
+        self.updates.attach()
 
     def detach(self, *, for_good: bool = True, expand: bool = True) -> None:
         """
@@ -157,9 +162,8 @@ class LayerStreamer:
         self._undo.clear()
         self._in_backward = None
         for unit in self.units:
-            with unit.lock:  # no load begins from here on, whichever update finishes meanwhile
-                # Without its pool too: a unit would keep every slot alive while the next attach makes new ones.
-                unit.pool, unit.slot, unit.loaded, unit.bound = None, None, False, False
+            # Without its pool too: a unit would keep every slot alive while the next attach makes new ones.
+            unit.pool, unit.slot, unit.loaded, unit.bound = None, None, False, False
         # Layers fetched ahead still travel into slots and out of packed buffers, which both go now.
         self.transfers.finish()
         for unit in self.units:
@@ -170,6 +174,7 @@ class LayerStreamer:
             self._move_rest(torch.device("cpu"))
             for param in self.masters.values():
                 param.gradient = param.master.grad = None  # page-locked as long as it is there
+        self.updates.detach(for_good=for_good)
 
     def _wrap(self, unit: Unit, module: nn.Module) -> None:
         own, original = module.__dict__.get("forward"), module.forward
@@ -285,11 +290,6 @@ class LayerStreamer:
                 if other.slot is not None and other is not self._in_backward and other.pool is unit.pool:
                     self.release(other)
             self._take_slot(unit)
-        if unit.update is not None:
-            started = time.perf_counter()
-            unit.update.result()
-            self.seconds_waited += time.perf_counter() - started
-            unit.update = None
         self._load(unit)
         slot = unit.slot
         if slot is None:
@@ -305,34 +305,30 @@ class LayerStreamer:
                         copy_to_device_(param.parameter.data, weights)
                         unit.altered = True
 
+    def first(self) -> list[Unit]:
+        """Return what a forward pass needs first: embeddings and the first layers."""
+        return [*self._first, *self.travelling[: self.ahead + 1]]
+
     def fetch(self, unit: Unit) -> None:
-        """Start to copy a unit to the device as soon as its update is done. Without a free slot, do nothing."""
-        if unit.slot is None and self._take_slot(unit):
+        """Start to copy a unit to the device. Without a free slot, do nothing."""
+        if unit.slot is not None or self._take_slot(unit):
             self._load(unit)
 
     def _take_slot(self, unit: Unit) -> bool:
-        with unit.lock:
-            if unit.pool is None:
-                raise RuntimeError(f"`{unit.name}` has no slots: the model is not attached.")
-            unit.loaded = unit in unit.pool.held
-            unit.slot = unit.pool.take(unit)
-            return unit.slot is not None
-
-    def updated(self, unit: Unit) -> None:
-        """The unit's update is done, on whatever thread; its weights travel now if they are waited for."""
-        with unit.lock:
-            unit.updating = False
-        self._load(unit)
+        if unit.pool is None:
+            raise RuntimeError(f"`{unit.name}` has no slots: the model is not attached.")
+        unit.loaded = unit in unit.pool.held
+        unit.slot = unit.pool.take(unit)
+        return unit.slot is not None
 
     def _load(self, unit: Unit) -> None:
-        with unit.lock:
-            packed = unit.storage.packed
-            if unit.slot is not None and packed is not None and not unit.loaded and not unit.updating:
-                self.transfers.load(unit.slot, packed, after=unit.storage.written)
-                unit.loaded = True
-                unit.loads += 1
-                if unit in self.updates.pending:
-                    self.updates.begin_load(unit)
+        if unit in self.updates.pending:
+            self.updates.begin_load(unit)
+        packed = unit.storage.packed
+        if unit.slot is not None and packed is not None and not unit.loaded:
+            self.transfers.load(unit.slot, packed, after=unit.storage.written)
+            unit.loaded = True
+            unit.loads += 1
 
     def release(self, unit: Unit) -> None:
         """Make the unit's parameters placeholders again."""
@@ -341,8 +337,7 @@ class LayerStreamer:
         for param in unit.storage.params:
             param.parameter.data = self._placeholder(param)
         unit.bound = False
-        with unit.lock:
-            slot, unit.slot = unit.slot, None
+        slot, unit.slot = unit.slot, None
         if slot is None or unit.pool is None:
             return
         self.transfers.release(slot)
@@ -353,58 +348,42 @@ class LayerStreamer:
 
     def forget(self, unit: Unit) -> None:
         """Discard the copy of the unit on the device."""
-        with unit.lock:
-            unit.loaded = False
+        unit.loaded = False
         if unit.pool is not None:
             unit.pool.forget(unit)
 
     # Transfers of gradients.
 
-    def _on_gradient(self, param: StreamedParameter, parameter: nn.Parameter) -> None:
-        if self.walk is None or id(param) not in self.walk.collecting:
-            self.collect(param)
+    def _on_gradient(self, unit: Unit, param: StreamedParameter, parameter: nn.Parameter) -> None:
+        if self.walk is None:
+            self.collect(unit, param)
         elif self.walk.several and parameter.grad is not None and parameter.grad.dtype != param.master.dtype:
             # A sum in bf16 would lose what later micro-batches add to it.
             gradient, parameter.grad = parameter.grad.to(param.master.dtype), None
             param.total = gradient if param.total is None else param.total.add_(gradient)
 
-    def collect(self, param: StreamedParameter) -> None:
-        """Move the gradient of a streamed parameter into, or add it to, its master's."""
+    def collect(self, unit: Unit, param: StreamedParameter) -> None:
+        """Move the gradient of a parameter of the unit into, or add it to, its master's."""
         gradient, param.parameter.grad = param.parameter.grad, None
         if param.total is not None:
             gradient, param.total = param.total, None
         if gradient is None:
             return
         master = param.master
-        if master.grad is None:
-            if param.gradient is None:
-                param.gradient = host_tensor(master.shape, master.dtype, pin=self.transfers.beside)
-            # Sent as it is and converted on the host: a conversion on the way runs on the device and needs room there.
-            master.grad, param.narrow = param.gradient, gradient.dtype.itemsize < master.dtype.itemsize
-        elif self.transfers.beside:
+        gradient = gradient.to(master.dtype)
+        if param.gradient is None:
+            param.gradient = host_tensor(master.shape, master.dtype, pin=self.transfers.beside)
+        if master.grad is not None:
             # The sum so far comes back and is added to on the device, which is faster than the host is.
-            if param.widening is not None:
-                param.widen()
-            before = self.transfers.fetch(param.landing() if param.narrow else param.gradient, after=param.sent)
-            gradient, param.narrow = gradient.to(master.dtype).add_(before.take()), False
-        else:
-            self.transfers.bytes_out += gradient.numel() * gradient.element_size()
-            param.widen()
-            master.grad.add_(gradient)
-            return
-        if self.transfers.beside:
-            # Here, and not on the host after the last has arrived, while the device waits for the first update.
-            param.norm = torch.linalg.vector_norm(gradient, dtype=master.dtype)
-        param.sent = self.transfers.send(gradient, param.landing() if param.narrow else param.gradient)
-        if param.narrow and self.one_pass and self.transfers.beside:
-            param.widening = self.updates.widen_soon(param)
+            before = self.transfers.fetch(param.gradient, after=unit.storage.gradients_sent)
+            gradient = gradient.add_(before.take())
+        param.norm, master.grad = torch.linalg.vector_norm(gradient), param.gradient
+        unit.storage.gradients_sent = self.transfers.send(gradient, param.gradient)
 
     def gradients_arrived(self) -> None:
         """Wait until the gradients of everything computed so far are on the host."""
         self.end_backward()
         self.transfers.finish_sending()
-        for param in self.masters.values():
-            param.widen()
 
     # For the optimizer, and for reports.
 
@@ -414,12 +393,11 @@ class LayerStreamer:
         return parameter if param is None or param.host_weights is None else param.host_weights
 
     def statistics(self) -> dict:
-        """Loads, bytes each way, and seconds that computation waited for an update."""
+        """Loads, and bytes each way."""
         return {
             "loads": sum(unit.loads for unit in self.units),
-            "bytes_in": sum(unit.loads * unit.storage.packed_bytes for unit in self.units) + self.transfers.bytes_in,
+            "bytes_in": self.transfers.bytes_in,
             "bytes_out": self.transfers.bytes_out,
-            "seconds_waited": self.seconds_waited,
             "streamed_units": sum(not unit.resident for unit in self.units),
             "resident_units": sum(unit.resident for unit in self.units),
             "kept_units": self.kept,
@@ -427,14 +405,14 @@ class LayerStreamer:
 
     def tensors_held(self) -> dict[str, list[Tensor]]:
         """The streamer's own tensors: slots and the expanded layer on the device, weights and gradients on the host."""
-        params = [param for unit in self.units for param in unit.storage.params]
         storages = [unit.storage for unit in self.units if unit.storage.packed is not None]
+        masters = [param.master.data for storage in storages for param in storage.rounded]
         return {
             "slots": [slot.buffer for pool in self._pools for slot in pool.slots],
             "expanded": [self._expanded],
-            "host_weights": [storage.packed for storage in storages if storage.packed is not None]
-            + [param.master.data for storage in storages for param in storage.rounded],
-            "host_gradients": [param.gradient for param in params if param.gradient is not None],
+            "updates": self.updates.held(),
+            "host_weights": [storage.packed for storage in storages if storage.packed is not None] + masters,
+            "host_gradients": [param.gradient for param in self.masters.values() if param.gradient is not None],
         }
 
 

@@ -44,13 +44,67 @@ def is_big(value: Any) -> bool:
 
 
 class Slot:
-    """A device buffer that holds one unit at a time."""
+    """Bytes of the device that hold one thing after the other, and when they may be written and read."""
+
+    def __init__(self, buffer: Tensor):
+        self.buffer = buffer
+        self.ready: Event = None  # what was loaded has arrived
+        self.idle: Event = None  # what computed with it is over
+        self.sent: Event = None  # what was last copied out of the slot has left
+
+
+class Ring:
+    """
+    Device memory of `size` bytes that is given out in turn: no copy into it makes computation wait.
+
+    The allocator knows the stream of the computation alone, and what it gives out must not be copied out of any more.
+    So computation would have to wait for copies out. Here the next copy in waits for them instead, on the stream of
+    the copies. `whole.idle` is the event after which nothing else uses the memory.
+    """
 
     def __init__(self, size: int, device: torch.device):
-        self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        self.ready: Event = None  # the unit has arrived
-        self.idle: Event = None  # what computed with the unit is over
-        self.sent: Event = None  # what was last copied out of the slot has left
+        self.whole = Slot(torch.empty(size, dtype=torch.uint8, device=device))
+        self._lent: list[tuple[range, Slot]] = []
+        self._left: list[tuple[range, Slot]] = []
+        """Given back, in the order in which their contents leave."""
+
+    def take(self, size: int) -> Slot | None:
+        """Return `size` bytes whose contents left first, or `None` where none are free."""
+        last = len(self.whole.buffer) - size
+        starts = {0, last, *(place.stop for place, _ in (*self._lent, *self._left))}
+        places = [range(start, start + size) for start in starts if start <= last]
+        free = [place for place in places if not any(_overlap(place, other) for other, _ in self._lent)]
+        if not free:
+            return None
+
+        def age(place: range) -> tuple[int, int]:
+            covered = [index for index, (other, _) in enumerate(self._left) if _overlap(place, other)]
+            return max(covered, default=-1), -place.start
+
+        place = min(free, key=age)
+        slot = Slot(self.whole.buffer[place.start : place.stop])
+        slot.idle = self.whole.idle
+        for earlier in [earlier for earlier in self._left if _overlap(place, earlier[0])]:
+            # Of the last: the copies out of the others are over before it. Copies in keep their order too, so those
+            # into the rest of such a place need not wait again.
+            self._left.remove(earlier)
+            slot.sent = earlier[1].sent
+        self._lent.append((place, slot))
+        return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """Give back a slot, whose `sent` tells when its contents have left."""
+        (place,) = [place for place, lent in self._lent if lent is slot]
+        self._lent.remove((place, slot))
+        self._left.append((place, slot))
+
+    def forget(self) -> None:
+        """Drop what was loaded and will not be used. Copies in keep their order, so nothing has to be waited for."""
+        self._lent.clear()
+
+
+def _overlap(first: range, second: range) -> bool:
+    return first.start < second.stop and second.start < first.stop
 
 
 class Transfers:
@@ -70,6 +124,7 @@ class Transfers:
         """Bytes of sources that may be on their way to the host before computation waits for the oldest."""
         self._leaving: deque[tuple[Event, Tensor]] = deque()
         self._bytes_leaving = 0
+        self._last_sent: Event = None
 
     def wait(self, event: Event) -> None:
         """Let later computation wait for the event, without blocking the host."""
@@ -87,12 +142,13 @@ class Transfers:
 
     # A slot: one unit, loaded and used many times.
 
-    def load(self, slot: Slot, packed: Tensor, *, after: Event = None) -> None:
-        """Start copying `packed` into the slot, once `after` has happened and the slot is not in use any more."""
+    def load(self, slot: Slot, packed: Tensor, *, start: int = 0, after: Event = None) -> None:
+        """Start copying bytes into the slot from `start` on, once `after` has happened and the slot is not in use."""
         for event in (slot.idle, slot.sent, after):
             if event is not None:
                 self._in.wait_event(event)
-        slot.ready = self._copy(self._in, slot.buffer[: packed.numel()], packed)
+        self.bytes_in += packed.numel()
+        slot.ready = self._copy(self._in, slot.buffer[start : start + packed.numel()], packed)
 
     def release(self, slot: Slot) -> None:
         """Let the next load wait for the present computation, which may still read the slot."""
@@ -104,39 +160,43 @@ class Transfers:
         """
         Start copying a device tensor into page-locked host memory; returns the event after which the copy is complete.
 
-        With `keep` the source is kept alive until it has left, otherwise the caller does that. See [`finish_sending`].
-        Of several sources at most `most_leaving` bytes are kept.
+        With `keep` the source is kept alive until it has left, otherwise the caller does that (as of a slot). See
+        [`finish_sending`]. Of several sources at most `most_leaving` bytes are kept.
         """
         self.bytes_out += target.numel() * target.element_size()
         self._out.wait_stream(self._computing)
-        sent = self._copy(self._out, target, source)
+        sent = self._last_sent = self._copy(self._out, target, source)
         if keep and sent is not None:
             self._leaving.append((sent, source))
             self._bytes_leaving += source.nbytes
-            while self._leaving and self._leaving[0][0].query():
-                self._bytes_leaving -= self._leaving.popleft()[1].nbytes
-            while self._bytes_leaving > self.most_leaving and len(self._leaving) > 1:
-                # The host does not wait. Memory is given back in the order of computation, which now waits instead.
-                self.wait(self._leaving[0][0])
-                self._bytes_leaving -= self._leaving.popleft()[1].nbytes
+        while self._leaving and self._leaving[0][0].query():
+            self._bytes_leaving -= self._leaving.popleft()[1].nbytes
+        while self._bytes_leaving > self.most_leaving and len(self._leaving) > 1:
+            # The host does not wait. Memory is given back in the order of computation, which now waits instead.
+            self.wait(self._leaving[0][0])
+            self._bytes_leaving -= self._leaving.popleft()[1].nbytes
         return sent
 
     def finish_sending(self) -> None:
         """Wait until everything sent has arrived on the host."""
-        if self._leaving:
+        if self._last_sent is not None:
             # The last is over when all are: a stream keeps their order. Sources are let go of only then.
-            self._leaving[-1][0].synchronize()
-            self._leaving.clear()
-            self._bytes_leaving = 0
+            self._last_sent.synchronize()
+            self._let_go()
 
     def finish(self) -> None:
         """
         Wait until no copy is under way, also of copies that nobody will take. Then the host may write to the sources,
         and the targets may be freed.
         """
-        self.finish_sending()
         if self.beside:
+            self._in.wait_stream(self._out)  # so that the host waits once
             self._in.synchronize()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._last_sent, self._bytes_leaving = None, 0
+        self._leaving.clear()
 
     def fetch(self, source: Tensor, *, after: Event = None) -> Fetched:
         """Start copying a host tensor to the device, once `after` has happened."""

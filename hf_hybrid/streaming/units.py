@@ -23,22 +23,20 @@ layers forwards and then backwards, so the layers that were used last are needed
 Trained layers are not kept, because their copies are old after each update. Where there is room, the first of them are
 *resident* instead: their weights, gradients and optimizer states live on the device, and nothing of them travels. They
 are units without params, which are recomputed like all others. They come first in the forward pass, so the device has
-work while the host updates the first layer that travels.
+work while what the update of the first layer that travels needs is on its way.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.machine import host_buffer, host_tensor
+from hf_hybrid.machine import host_buffer
 from hf_hybrid.streaming.low_bit import dequantize_rows, quantize_rows
 from hf_hybrid.streaming.transfers import Event, Slot
 
@@ -49,6 +47,24 @@ ALIGNMENT = 256
 def padded(count: int) -> int:
     """`count` bytes, rounded up to the alignment."""
     return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+class Packing:
+    """Places of tensors in a buffer of bytes, one after the other, each at a multiple of the alignment."""
+
+    def __init__(self, tensors: Iterable[tuple[Any, torch.Size, torch.dtype]] = ()):
+        self.size = 0
+        self._places: dict[Any, tuple[int, torch.Size, torch.dtype]] = {}
+        for key, shape, dtype in tensors:
+            self._places[key] = self.size, shape, dtype
+            self.size += padded(shape.numel() * dtype.itemsize)
+
+    def views(self, buffer: Tensor) -> dict[Any, Tensor]:
+        """Return the tensors in such a buffer, by their keys."""
+        return {
+            key: buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            for key, (start, shape, dtype) in self._places.items()
+        }
 
 
 @dataclass
@@ -65,18 +81,12 @@ class StreamedParameter:
     expanded_start: int = 0
     host_weights: nn.Parameter | None = None
     """The [`master`], if the parameter has one."""
-    gradient: Any = None
-    """Host buffer for the master's gradient, allocated when it is first needed."""
+    gradient: Tensor | None = None
+    """Host memory for the master's gradient."""
     total: Tensor | None = None
     """Sum of gradients that arrive in a lower precision than the master's, while a window is walked by layer."""
-    sent: Event = None
-    """When the gradient that was sent last has arrived in it."""
-    narrow: bool = False
-    """The gradient lies in the end of its buffer as it left the device, in fewer bytes than the master's dtype has."""
-    widening: Future | None = None
-    """Another thread converts it."""
     norm: Tensor | None = None
-    """Of the gradient that was sent last, on the device that it left; none where device and host are one."""
+    """Of the gradient that was sent last, on the device that it left."""
 
     @property
     def is_int8(self) -> bool:
@@ -96,35 +106,6 @@ class StreamedParameter:
     @property
     def rows(self) -> int:
         return self.parameter.numel() // self.parameter.shape[-1]
-
-    def landing(self) -> Tensor:
-        """Where a gradient of the device's dtype lands: the end of the buffer."""
-        return self.gradient.view(-1).view(self.dtype)[-self.gradient.numel() :].view(self.gradient.shape)
-
-    def widen(self) -> None:
-        """Convert a gradient that has landed to the master's dtype, in place, or wait until another thread has."""
-        if self.widening is not None:
-            widening, self.widening = self.widening, None
-            widening.result()
-        elif self.narrow:
-            self.convert()
-
-    def widen_when_it_lands(self) -> None:
-        """Convert the gradient that is on its way; for a thread that may wait."""
-        self.sent.synchronize()
-        self.convert()
-
-    @torch.no_grad()
-    def convert(self) -> None:
-        """Convert a gradient that has landed to the master's dtype, in place."""
-        if self.narrow:
-            self.narrow = False
-            wide, landed, start = self.gradient.view(-1), self.landing().view(-1), 0
-            while start < len(wide):
-                # By halves: what is written ends before what is still to be read. A short rest needs a copy.
-                stop = (start + len(wide)) // 2 if len(wide) - start > ALIGNMENT else len(wide)
-                wide[start:stop] = landed[start:stop] if stop < len(wide) else landed[start:stop].clone()
-                start = stop
 
     def view(self, buffer: Tensor, dtype: torch.dtype | None = None, *, start: int | None = None) -> Tensor:
         """Return this parameter's part of a byte buffer. Without `start`, it is at its place in the packed buffer."""
@@ -162,7 +143,9 @@ class UnitStorage:
         self.params = [StreamedParameter(name, parameter, dtype_of(parameter)) for name, parameter in parameters]
         self.pin, self.packed_bytes, self.expanded_bytes = pin, 0, 0
         self.written: Event = None
-        """When the last copy into the packed buffer is over."""
+        """When the last copies into the packed buffer, and of what the unit's update wrote, are over."""
+        self.gradients_sent: Event = None
+        """When the gradient of the unit that was sent last has arrived on the host."""
         self.packed: Tensor | None = None
         for param in self.params:
             param.start, frozen = self.packed_bytes, not param.parameter.requires_grad
@@ -174,6 +157,10 @@ class UnitStorage:
             else:
                 self.packed_bytes += padded(param.nbytes)
         self.rounded = [p for p in self.params if not p.is_int8 and p.dtype != p.parameter.dtype]
+        wide = [p for p in self.rounded if p.parameter.requires_grad]
+        self.wide_packing = Packing((id(p.parameter), p.parameter.shape, p.parameter.dtype) for p in wide)
+        self.wide: Tensor | None = None
+        """The masters of trained params that travel rounded. The device updates them, so they travel too."""
         trains = any(p.parameter.requires_grad for p in self.params)
         self.packs_for_runs = any(p.is_int8 for p in self.params) and not trains
         if not self.packs_for_runs:
@@ -187,6 +174,8 @@ class UnitStorage:
             self.refresh()
             return
         self.packed = packed = host_buffer(self.packed_bytes, pin=self.pin)
+        self.wide = host_buffer(self.wide_packing.size, pin=self.pin) if self.wide_packing.size else None
+        wide = {} if self.wide is None else self.wide_packing.views(self.wide)
         for param in self.params:
             weights = param.parameter.data
             if param.is_int8:
@@ -196,6 +185,8 @@ class UnitStorage:
                 continue
             place = param.view(packed).copy_(weights)
             master = weights.cpu() if param in self.rounded else place
+            if id(param.parameter) in wide:
+                master = wide[id(param.parameter)].copy_(weights)
             param.host_weights = nn.Parameter(master, requires_grad=param.parameter.requires_grad)
 
     @torch.no_grad()
@@ -204,13 +195,6 @@ class UnitStorage:
         if self.packed is not None:
             for param in self.rounded:
                 param.view(self.packed).copy_(param.master)
-
-    @torch.no_grad()
-    def lock_masters(self) -> None:
-        """Page-lock the masters of rounded params: they travel too if the optimizer steps them on the device."""
-        for param in self.rounded if self.pin else ():
-            locked = host_tensor(param.master.shape, param.master.dtype, pin=True)
-            param.master.data = param.parameter.data = locked.copy_(param.master)
 
     def bind(self, buffer: Tensor, expanded: Tensor) -> None:
         """Make the parameters views into `buffer`, a device copy of `packed`. int8 ones are expanded first."""
@@ -238,11 +222,14 @@ class UnitStorage:
 
 
 class SlotPool:
-    """A fixed number of device buffers of `size` bytes, and the unit that each holds; see the top of this file."""
+    """
+    A fixed number of device buffers of `size` bytes, and the unit that each holds; see the top of this file. At most
+    `kept` units stay in them when they are not used any more.
+    """
 
-    def __init__(self, size: int, *, ahead: int, kept: int, device: torch.device):
+    def __init__(self, size: int, *, slots: int, kept: int, device: torch.device):
         self.kept = kept
-        self.slots = [Slot(size, device) for _ in range(ahead + 1 + kept)]
+        self.slots = [Slot(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(slots)]
         self._free = list(self.slots)
         self.held: OrderedDict[Unit, Slot] = OrderedDict()
         """The unit in each slot; a unit that has the slot itself is in use."""
@@ -292,11 +279,6 @@ class Unit:
     """The slot holds something else than the masters: do not keep it."""
     loads: int = 0
     calls: int = 0
-    update: Future | None = None
-    """The pending optimizer update."""
-    updating: bool = False
-    """Its masters are not the new weights yet: what is loaded now would be old."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def resident(self) -> bool:

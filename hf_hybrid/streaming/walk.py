@@ -8,10 +8,10 @@ exist for all micro-batches at once; they can be offloaded to the host meanwhile
 
 **Exchanging the loops without knowing the model.** What a model does between its layers (masks, positions, the head,
 the loss) is its own code, and it calls the layers, not the other way round. So every micro-batch runs the model's own
-forward, on a thread that stops wherever a streamed layer is called ([`_MicroBatch.wait_at`]). When all have stopped at
-the same layer, it is brought in and the threads go on one after the other. Only one thread runs at a time, so this is a
-way to pause functions, not parallelism; nothing in the model needs to be thread-safe. Micro-batches may differ in
-length.
+forward, on a thread that stops wherever a streamed layer is called ([`_MicroBatch.compute`]). When all have stopped at
+the same layer, it is brought in, and the caller's thread computes it for all of them in one loop. Then the threads go
+on to the next layer, one after the other. Only one thread runs at a time, so this is a way to pause functions, not
+parallelism; nothing in the model needs to be thread-safe. Micro-batches may differ in length.
 
 **Exchanging the loops of the backward pass.** Autograd would run it per micro-batch, through all layers. So the graph
 is cut at the layers. A layer runs without gradients, and its outputs enter the rest of the model as leaves. The loss's
@@ -38,7 +38,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -155,6 +155,8 @@ class _MicroBatch(threading.Thread):
         self.outputs: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """By the leaf that stands for it."""
         self.cuts: dict[int, tuple[Tensor, Tensor]] = {}
+        self._work: Any = None
+        self._computed: Any = None
         self._turn, self._parked = threading.Semaphore(0), threading.Semaphore(0)
         self._context = contextvars.copy_context()
         self._threads = torch.get_num_threads()
@@ -183,13 +185,20 @@ class _MicroBatch(threading.Thread):
         self.waiting_for = None
         self._parked.release()
 
-    def wait_at(self, unit: Unit) -> None:
-        """Pause this thread, and return when it is this micro-batch's turn again."""
-        self.waiting_for = unit
+    def compute(self, unit: Unit, work: Callable[[], Any]) -> Any:
+        """Pause this thread while the walk does the work of the unit, and return what that returned."""
+        self.waiting_for, self._work = unit, functools.partial(contextvars.copy_context().run, work)
         self._parked.release()
         self._turn.acquire()
         if self.abandoned:
             raise _Abandoned
+        computed, self._computed = self._computed, None
+        return computed
+
+    def work(self) -> None:
+        """Do the work that the thread waits for, on the walk's thread."""
+        work, self._work = self._work, None
+        self._computed = work()
 
 
 @dataclass
@@ -202,8 +211,6 @@ class LayerWalk:
     parking: HostBuffers | None = None
     several: bool = False
     """Whether the window has more than one micro-batch."""
-    collecting: set = field(default_factory=set)
-    """Parameters whose gradients add up on the device until the last micro-batch."""
 
     def run(self, functions: list[Callable[[], Any]]) -> list[Any]:
         """
@@ -219,7 +226,9 @@ class LayerWalk:
         self.streamer.walk, self.several = self, len(jobs) > 1
         try:
             self._forward(jobs)
+            self._collect_ends()
             self._backward(jobs)
+            self._collect_ends()
         except BaseException:
             # Activations that leave, or come back to nobody, are still copied: their memory goes with this error.
             self.streamer.transfers.finish()
@@ -250,13 +259,21 @@ class LayerWalk:
                 for job in jobs:
                     if not unit.bound:  # at first, or taken by a pass without gradients inside a micro-batch
                         self.streamer.bring_in(unit)
-                    job.advance()
+                    job.work()
             finally:
                 self.streamer.release(unit)
             if self.parking is not None:
                 park = functools.partial(_Output.park, transfers=self.streamer.transfers, buffers=self.parking)
                 self._each_input(jobs, park)
+            for job in jobs:
+                job.advance()
         self.streamer.end_backward()
+
+    def _collect_ends(self) -> None:
+        """Let the gradients of embeddings and head leave, which have added up over all micro-batches."""
+        for unit in self.streamer.ends:
+            for param in unit.trainable:
+                self.streamer.collect(unit, param)
 
     @staticmethod
     def _each_input(jobs: list[_MicroBatch], do: Callable[[_Output], None]) -> None:
@@ -266,18 +283,21 @@ class LayerWalk:
                 if isinstance(value, _Output):
                     do(value)
 
-    # A layer is called (on a micro-batch's thread).
+    # A layer is called.
 
     def call(self, unit: Unit, function: Callable, args: tuple, kwargs: dict):
-        """Replace the layer's forward."""
+        """Replace the layer's forward, on a micro-batch's thread."""
         job = threading.current_thread()
         if not isinstance(job, _MicroBatch):
             raise RuntimeError(f"`{unit.name}` is called on a thread that computes no micro-batch of the window.")
         cuts: list[tuple[Tensor, Tensor]] = []
         inputs = tree_map_only(Tensor, lambda tensor: self._cut(job, tensor, cuts), (args, kwargs))
         _refuse_side_channels(unit, (args, kwargs))
-        job.wait_at(unit)
-        state, autocast = RandomStates.now(self.streamer.device), autocast_now(self.streamer.device)
+        autocast = autocast_now(self.streamer.device)
+        return job.compute(unit, lambda: self._compute(job, unit, function, inputs, cuts, autocast))
+
+    def _compute(self, job: _MicroBatch, unit: Unit, function: Callable, inputs: tuple, cuts: list, autocast: dict):
+        state = RandomStates.now(self.streamer.device)
         with torch.no_grad(), torch.autocast(**autocast):
             outputs = function(*inputs[0], **inputs[1])
         own = {id(tensor) for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor)}
@@ -318,15 +338,13 @@ class LayerWalk:
             unit = calls[0].unit
             self.streamer.bring_in(unit, backward=True)
             self._each_input(jobs, _Output.fetch)
-            self.collecting = set(map(id, unit.trainable))
             try:
                 for job, call, early in zip(jobs, calls, before):
                     self._differentiate(call)
                     early.extend(self._differentiate_between(job, call))
                 for param in unit.trainable:
-                    self.streamer.collect(param)
+                    self.streamer.collect(unit, param)
             finally:
-                self.collecting = set()
                 self.streamer.release(unit)
         for early in before:
             # Computed before the first layer (embeddings): differentiated once, when all layers have contributed.
@@ -383,7 +401,6 @@ class Window:
         """Begin a window, whose micro-batches are `inputs`."""
         self.streamer.checkpoint_alone()  # a callback may have switched it on since the last
         self._inputs, self._results = list(inputs), []
-        self.streamer.one_pass = len(self._inputs) == 1
 
     def next(self, step: Callable[[Any], Any], inputs: Any) -> Any:
         """Compute a micro-batch with `step`, or the whole window at its first, and return this micro-batch's result."""

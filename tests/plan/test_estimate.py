@@ -111,7 +111,7 @@ def test_streamed_by_hand(tiny):
         0,
         tiny.buffer_bytes,
     ]
-    assert columns(result.table, "host") == [2 * SLOT, 4 * 2 * LAYER, 8 * 2 * LAYER, 0, 0, 0]
+    assert columns(result.table, "host") == [2 * SLOT, 2 * SLOT, 4 * SLOT, 0, 0, 0], "each in one piece"
 
 
 def test_on_a_gpu_the_gradients_of_one_more_unit_are_leaving(tiny):
@@ -139,10 +139,13 @@ def test_what_options_change_in_a_streamed_plan(tiny):
         ("gradients", "device"): 4 * LAYER,
         ("states", "device"): 8 * LAYER,
         ("weights", "host"): -SLOT,
-        ("gradients", "host"): -4 * LAYER,
-        ("states", "host"): -8 * LAYER,
+        ("gradients", "host"): -SLOT,
+        ("states", "host"): -2 * SLOT,
     }
-    assert change(accumulation_walk="micro_batch") == {("activations", "device"): -2 * 2 * BOUNDARY}
+    assert change(accumulation_walk="micro_batch") == {
+        ("activations", "device"): -2 * 2 * BOUNDARY,
+        ("gradients", "device"): 4 * 32 * 64,  # the sum so far of the largest matrix, which comes back
+    }
     stay = EMBEDDING + REST
     assert change(enable_predict=True) == {
         ("drift", "host"): 8 * 2 * LAYER + 4 * EMBEDDING,  # beside the weights, and scratch of the largest parameter
@@ -150,12 +153,13 @@ def test_what_options_change_in_a_streamed_plan(tiny):
     }
     assert change(enable_predict=True, buffers_device="cpu") == {("drift", "host"): 8 * TOTAL + 4 * EMBEDDING}
     rounded = change(autocast=True)
-    assert rounded.pop(("activations", "device")) == -3 * BOUNDARY + 2.5 * LOGITS - -(-1.15 * SAVED // 1)
+    assert rounded.pop(("activations", "device")) == -3 * BOUNDARY - -(-1.15 * SAVED // 1)
+    masters = 4 * (LAYER - 64)
     assert rounded == {
         ("weights", "device"): -2 * (SLOT - SLOT_IN_BF16),
-        ("weights", "host"): 2 * (SLOT_IN_BF16 + 4 * (LAYER - 64) - SLOT),  # the rounded copy that travels
-        # Recomputing holds half as much, so the peak is the loss's: a cast of the head, but no layer's gradient.
-        ("buffers", "device"): 2 * EMBEDDING,
+        ("weights", "host"): 2 * (SLOT_IN_BF16 + masters - SLOT),  # the rounded copy that travels
+        # Recomputing holds half as much, so the peak is the update's: masters, gradients and states of two layers.
+        ("buffers", "device"): 2 * (masters + 3 * SLOT),
         ("gradients", "device"): -4 * LAYER,
     }
     assert change(stream_embeddings=True) == {
@@ -163,6 +167,7 @@ def test_what_options_change_in_a_streamed_plan(tiny):
         ("gradients", "host"): 4 * EMBEDDING,
         ("states", "host"): 8 * EMBEDDING,
         ("states", "device"): -8 * EMBEDDING,
+        ("gradients", "device"): 4 * EMBEDDING,  # of a micro-batch, beside the sum of those before
     }
 
 
@@ -176,8 +181,8 @@ def test_offloaded_boundaries_leave_two(tiny):
 
 def test_chunks_shrink_the_loss():
     options = {"sequence_length": 2048, "memory": "stream", "enable_predict": False}
-    whole, chunked = plan(llama_8b(), **options), plan(llama_8b(), **options, chunked_loss=True)
-    boundaries = 2048 * 4096 * 2 * 32
+    whole, chunked = (plan(adapters_on_50b(), **options, chunked_loss=chunks) for chunks in (False, True))
+    boundaries = 2048 * 8192 * 2 * 64
     assert whole.table.get("activations", "device") == boundaries + 2048 * 128256 * 4 * 2.5
     assert chunked.table.get("activations", "device") == boundaries + 1024 * 128256 * 4 * 2
 
@@ -292,7 +297,8 @@ def test_weights_and_gradients_are_what_the_streamer_holds(working, ends, int8):
     streamer.gradients_arrived()
     held = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in streamer.tensors_held().items()}
     rest = storage_bytes(p for p in model.parameters() if id(p) not in streamer.streamed)
-    expanded = planned.get("buffers", "device") - storage_bytes(model.buffers())
+    matrices = 4 * 128 * 128 + 3 * 128 * model.config.intermediate_size
+    expanded = (2 if working else 4) * (matrices + 2 * 128)  # the plan does not know that norms stay as they are
     closely = {"rel": 0.02 if int8 else 0}  # of int8 matrices the number of rows is not known
     assert held["host_gradients"] == planned.get("gradients", "host")
     assert held["host_weights"] == pytest.approx(planned.get("weights", "host"), **closely)
@@ -310,7 +316,8 @@ def test_8b_with_all_parameters_trained_fits_8_gib():
     logits = 2048 * 128256 * 4 * 2.5
     per_weight = 2 + 2 + 2 + 2 * 4 / 256  # weights, gradients, two codes and their scales
     assert least.peak_device_bytes == slots + wide + wide + boundaries + logits + 4096 * per_weight  # and the last norm
-    assert least.peak_host_bytes == (32 * 218_112_000 + 2 * 128256 * 4096) * per_weight
+    aligned = 32 * 2 * 128  # scales begin at multiples of 256 bytes
+    assert least.peak_host_bytes == (32 * 218_112_000 + 2 * 128256 * 4096) * per_weight + aligned
 
 
 def test_50b_with_adapters_fits_12_gib():

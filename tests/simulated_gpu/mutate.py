@@ -24,7 +24,8 @@ PACKAGE = HERE.parents[1] / "hf_hybrid"
 DEVICE = ("streaming", "phase_memory")
 """Folders in which `wait` waits for a device, and `after=` is an event."""
 FIRST = (
-    "failed_evaluation", "walk_that_does_not_fit", "looked_at_before_a_step",
+    "failed_evaluation", "walk_that_does_not_fit", "looked_at_before_a_step", "ends_streamed",
+    "a_layer_left_out", "some_resident_by_micro_batch",
     "gradients_looked_at", "by_micro_batch", "parked", "eight_bit_bf16", "leaps_and_saves", "leaps_host_buffers",
     "saves_eight_bit", "states_on_host_and_saves", "int8_probes_registered", "offloaded_graphs_together",
     "evaluated_only", "error_in_the_middle",

@@ -38,8 +38,10 @@ from hf_hybrid.phase_memory.activations import ActivationCheckpointing, Boundary
 from hf_hybrid.plan.setups import CONTEXT_BYTES, MARGIN
 from hf_hybrid.recovery import MemoryPolicy
 from hf_hybrid.saving.drift import hashes_of
+from hf_hybrid.streaming.optimizer import LazyOptimizer
 from hf_hybrid.streaming.streamer import Updates
 from hf_hybrid.streaming.transfers import Transfers
+from hf_hybrid.streaming.units import Unit
 from simulated_gpu import marks
 from simulated_gpu.real import RealDevice
 
@@ -344,7 +346,9 @@ training("by_layer_more", **STREAM, accumulation_walk="layer", **MORE)
 training("parked", **STREAM, accumulation_walk="layer", offload_activations=True)
 training("parked_uneven", **STREAM, offload_activations=True, lengths=(6, 12, 9))
 training("uneven_by_micro_batch", **STREAM, accumulation_walk="micro_batch", lengths=(6, 12, 9))
-training("ends_streamed", **STREAM, plan_values=ENDS, tied=False)
+# Untied, so that no gradient is a sum in another order: the update is that of the resident model to the last bit.
+TO_THE_LAST_BIT = {"beside": "resident", "tolerance": 0.0}
+training("ends_streamed", **STREAM, plan_values=ENDS, tied=False, expect=TO_THE_LAST_BIT)
 training("ends_streamed_tied", **STREAM, plan_values=ENDS)
 training("no_accumulation", **STREAM, gradient_accumulation_steps=1)
 training("no_clipping", **STREAM, max_grad_norm=0.0)
@@ -353,9 +357,9 @@ training("not_fetched_ahead", **STREAM, plan_values={"prefetch_layers": 0})
 SOME_RESIDENT = {"memory": "stream", "resident_layers": 2, "architecture": {"layers": 4}}
 training("some_resident", **SOME_RESIDENT)
 training("some_resident_bf16", **SOME_RESIDENT, bf16=True, expect=AS_RESIDENT)
-training(
-    "some_resident_by_micro_batch", **SOME_RESIDENT, bf16=True, accumulation_walk="micro_batch", expect=AS_RESIDENT
-)
+# One layer travels: the sum of its gradients comes back while it still leaves.
+training("some_resident_by_micro_batch", **{**SOME_RESIDENT, "resident_layers": 3}, bf16=True,
+         accumulation_walk="micro_batch", expect=AS_RESIDENT)  # fmt: skip
 training("some_resident_parked", **SOME_RESIDENT, offload_activations=True)
 training("some_resident_fetched_far_ahead", **SOME_RESIDENT, plan_values={"prefetch_layers": 3})
 training("some_resident_leaps", **SOME_RESIDENT, **A_LEAP, distinct=4)
@@ -371,8 +375,8 @@ training(
     "chunked_loss", **STREAM, chunked_loss="on", tied=False, expect={"stops": 6}
 )  # where labels are, by micro-batch
 training("sgd", **STREAM, optim="sgd")
-training("muon", **STREAM, optim="muon", expect=ORTHOGONALISED)
-training("bf16", **STREAM, bf16=True, expect=AS_RESIDENT)
+training("muon", **STREAM, optim="muon", tied=False, expect=TO_THE_LAST_BIT)
+training("bf16", **STREAM, bf16=True, tied=False, expect=TO_THE_LAST_BIT)
 training("bf16_by_micro_batch", **STREAM, bf16=True, accumulation_walk="micro_batch", expect=AS_RESIDENT)
 training("bf16_no_accumulation", **STREAM, bf16=True, gradient_accumulation_steps=1, expect=AS_RESIDENT)
 training("bf16_of_a_device_model", **STREAM, bf16=True, on_device_already=True, expect=AS_RESIDENT)
@@ -397,6 +401,56 @@ def with_peak(place: Place, *, architecture: dict, **options) -> dict[str, Tenso
 for _layers in (4, 8):
     _options = {"architecture": {"layers": _layers}, "gradient_accumulation_steps": 1}
     SCENARIOS[f"layers_{_layers}"] = Scenario(partial(with_peak, **_options))
+
+
+@scenario(simulated_only=True, stops=2)  # a real GPU does not tell what its streams wait for
+def in_order(place: Place) -> dict[str, Tensor]:
+    """
+    What was enqueued in which order, in forward passes that update all layers.
+
+    `steps` has of each step events (what, unit, tasks): `begin_load` and `before_forward` with the tasks that each gave
+    the streams of copies, as {way: (first, last)}; `computes` with the last task of them that computation waits for
+    when a layer computes a micro-batch, and the stops of the host until then.
+    """
+    options = {**STREAM, "plan_values": ENDS, "chunked_loss": "on", "max_steps": 4}
+    trainer = trainer_of(place, model(layers=5, tie_word_embeddings=False), **options)
+    if not place.on_device:
+        trainer.train()
+        return weights_of(trainer)
+    transfers, steps, stack = trainer.memory.streamer.transfers, [], contextlib.ExitStack()
+    ways, stops = {"in": transfers._in, "out": transfers._out}, place.simulator.found.stops
+
+    def note(name: str) -> None:
+        real = getattr(LazyOptimizer, name)
+
+        def call(optimizer: LazyOptimizer, unit: Unit) -> None:
+            before = {way: stream.clock.get(stream.name, 0) for way, stream in ways.items()}
+            real(optimizer, unit)
+            tasks = {way: (before[way] + 1, stream.clock.get(stream.name, 0)) for way, stream in ways.items()}
+            steps[-1].append((name, unit.name, tasks))
+
+        stack.enter_context(mock.patch.object(LazyOptimizer, name, call))
+
+    def computes(unit: Unit) -> None:
+        if not torch.is_grad_enabled():  # not in the recomputation
+            clock = place.simulator.default_stream.clock
+            waits_for = {way: clock.get(stream.name, 0) for way, stream in ways.items()}
+            steps[-1].append(("computes", unit.name, {**waits_for, "stops": sum(stops.values())}))
+
+    class Begins(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            steps.append([])
+
+    trainer.add_callback(Begins())
+    for unit in trainer.memory.streamer.layers:
+        unit.modules[0].mlp.register_forward_pre_hook(lambda *_, unit=unit: computes(unit))
+    note("begin_load")
+    note("before_forward")
+    with stack, place.counted(trainer):
+        trainer.train()
+    place.facts["steps"] = steps
+    return weights_of(trainer)
+
 
 training("lora", **STREAM, lora=True)
 training("lora_int8", **STREAM, lora=True, base_precision="int8")
@@ -545,7 +599,7 @@ def registered_lora_int8(place: Place) -> dict[str, Tensor]:
         return train(place, **STREAM, lora=True, base_precision="int8", save_strategy="steps", save_steps=2)
 
 
-@scenario(stops=100, simulated_only=True)  # a driver refuses when it must
+@scenario(stops=120, simulated_only=True)  # a driver refuses when it must; the first update sends each state by itself
 def registration_refused(place: Place) -> dict[str, Tensor]:
     """The driver refuses to lock pages: ordinary memory serves, and copies wait."""
     place.simulator.refuse_registration = True
@@ -642,7 +696,8 @@ def error_in_the_middle(place: Place) -> dict[str, Tensor]:
 @scenario(beside="resident", left=ROUNDED_STATES["left"])
 def looked_at_before_a_step(place: Place) -> dict[str, Tensor]:
     """
-    A callback runs the model before each step: it fetches weights that the step before has only just sent.
+    A callback runs all but the head before each step: weights come in that have only just been updated and sent, into a
+    slot that nothing was sent from, while the head still waits for its update.
 
     The other place is the same training on the same device without the callback, which ends at the same bits.
     """
@@ -650,12 +705,28 @@ def looked_at_before_a_step(place: Place) -> dict[str, Tensor]:
     class Looks(TrainerCallback):
         def on_step_begin(self, args, state, control, model=None, **kwargs):
             with torch.no_grad():
-                model(input_ids=torch.arange(8, device=args.device)[None])
+                model.model(input_ids=torch.arange(8, device=args.device)[None])
 
-    made = model(layers=2, width=64)
+    made = model(layers=2, width=64, tie_word_embeddings=False)
     made.model.layers[1].requires_grad_(False)
     callbacks = [] if place.resident else [Looks()]
-    trainer = trainer_of(place, made, **STREAM, optimizer_states="8bit", callbacks=callbacks)
+    options = {**STREAM, "plan_values": ENDS, "optimizer_states": "8bit"}
+    trainer = trainer_of(place, made, **options, callbacks=callbacks)
+    with place.counted(trainer):
+        trainer.train()
+    return weights_of(trainer)
+
+
+@scenario()
+def a_layer_left_out(place: Place) -> dict[str, Tensor]:
+    """Every other step leaves the last layer out: its update waits a step longer, and those of the others do not."""
+
+    class LeavesOut(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            model.config.num_hidden_layers = 4 - state.global_step % 2
+
+    options = {} if place.name == "cpu" else {**STREAM, "plan_values": ENDS}
+    trainer = trainer_of(place, model(layers=4), **options, max_steps=5, callbacks=[LeavesOut()])
     with place.counted(trainer):
         trainer.train()
     return weights_of(trainer)

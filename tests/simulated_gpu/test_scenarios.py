@@ -5,6 +5,8 @@ Each scenario runs in processes of its own, on the simulated device and beside i
 runs the scenarios of that name alone.
 """
 
+import itertools
+
 import pytest
 
 from simulated_gpu.results import Results
@@ -66,6 +68,31 @@ def test_what_leaves_the_device_does_not_pile_up_on_it(results):
     grown = {name: results.of(name)["facts"]["grown"] for name in ("layers_4", "layers_8")}
     one_layer = 4 * (4 * 32 * 32 + 3 * 32 * 64)
     assert 0 < grown["layers_8"] <= grown["layers_4"] + one_layer, grown
+
+
+@needs("in_order")
+def test_an_update_holds_up_nothing_but_its_own_layer(results):
+    """What it needs comes in while the layer before computes, and what it wrote leaves while the next ones do."""
+    for step in results.of("in_order")["facts"]["steps"][2:]:  # states are there from the second update on
+        layers = list(dict.fromkeys(unit for what, unit, _ in step if what == "computes"))
+        events = [(what, unit) for what, unit, _ in step]
+        loads = {
+            unit: tasks["in"] for what, unit, tasks in step if what == "begin_load" and tasks["in"][0] <= tasks["in"][1]
+        }
+        updates = {unit: tasks["out"] for what, unit, tasks in step if what == "before_forward"}
+        assert len(layers) == 5 and updates.keys() >= {*layers, "embeddings", "head"}
+        waits = {unit: tasks for what, unit, tasks in step if what == "computes"}
+        for layer, following in itertools.pairwise(layers):
+            assert events.index(("begin_load", following)) < events.index(("computes", layer)), "on the way already"
+            assert events.index(("before_forward", following)) > events.index(("computes", layer))
+            assert waits[layer]["in"] < loads[following][0], "computation does not wait for what the next update needs"
+            assert waits[following]["out"] < updates[layer][0], "nor for what the last one wrote"
+
+
+@needs("in_order")
+def test_the_host_does_not_stop_between_the_first_layer_and_the_last(results):
+    for step in results.of("in_order")["facts"]["steps"][1:]:
+        assert len({tasks["stops"] for what, _, tasks in step if what == "computes"}) == 1
 
 
 @each
@@ -159,7 +186,8 @@ def test_a_resumed_run_ends_with_the_weights_of_one_run(name, results):
 
 
 @pytest.mark.parametrize("name", marked(("bf16", "bf16_by_micro_batch", "eight_bit_bf16")))
-def test_gradients_of_bf16_weights_travel_as_they_are(name, results):
+def test_what_is_streamed_changes_its_type_on_the_device_alone(name, results):
+    """A copy between types would be two, with a buffer that nobody has planned."""
     conversions = results.of(name)["conversions"]
     assert not [one for one in conversions if "streaming" in one], conversions
 
@@ -279,7 +307,9 @@ ONLY_ELSEWHERE = {
     "saving/run_identity.py: continue": "weights on the disk",
     "saving/run_identity.py: device = {'device': torch.backends.cpu.get_cpu_capability(), 'threads': "
     "torch.get_num_threads()}": "a CPU",
-    "streaming/streamer.py: self.transfers.bytes_out += gradient.numel() * gradient.element_size()": "a CPU",
+    "streaming/streamer.py: param.gradient = host_tensor(master.shape, master.dtype, pin=self.transfers.beside)": (
+        "a streamer without an optimizer, which makes room for gradients before the first step"
+    ),
 }
 """Device-dependent lines that the simulated device cannot enter, each with where it is entered."""
 NOT_HERE = ("has no streams", "needs a device with streams")

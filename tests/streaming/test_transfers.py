@@ -1,4 +1,4 @@
-"""What the host and the device hold for copies: buffers used again, slots given back, gradients widened in place."""
+"""What the host and the device hold for copies: buffers used again, slots given back, memory given out in turn."""
 
 import gc
 import random
@@ -7,11 +7,9 @@ import weakref
 import pytest
 import torch
 from conftest import ByteText, hybrid_config, tiny_model
-from torch import nn
 
 from hf_hybrid import HybridTrainer, machine
-from hf_hybrid.streaming.transfers import HostBuffers
-from hf_hybrid.streaming.units import StreamedParameter
+from hf_hybrid.streaming.transfers import HostBuffers, Ring
 
 STREAMED = {"memory": "stream", "enable_predict": False, "resident_layers": 1, "gradient_accumulation_steps": 2}
 
@@ -62,15 +60,26 @@ def test_slots_do_not_double_when_the_model_is_saved(tmp_path, monkeypatch):
     assert slots and not any(seen), "slots of before live on when new ones are made"
 
 
-@pytest.mark.parametrize("length", [1, 2, 255, 257, 1000, 4097])
-def test_gradients_are_widened_where_they_landed(length):
-    weights, gradient = nn.Parameter(torch.zeros(length)), torch.randn(length).bfloat16()
-    param = StreamedParameter(
-        "weight", weights, torch.bfloat16, host_weights=weights, gradient=torch.empty(length), narrow=True
-    )
-    param.landing().copy_(gradient)
-    param.widen()
-    assert torch.equal(param.gradient, gradient.float()) and not param.narrow
+def test_a_ring_gives_nothing_out_twice():
+    """What has left may be overwritten, the oldest first; what waits for its update may not, until it is forgotten."""
+    ring = Ring(10, torch.device("cpu"))
+
+    def take(size):
+        slot = ring.take(size)
+        return slot, None if slot is None else slot.buffer.data_ptr() - ring.whole.buffer.data_ptr()
+
+    (first, place), (second, other) = take(4), take(6)
+    assert sorted((place, other)) in ([0, 4], [0, 6]) and take(1) == (None, None)
+    first.sent = "gone"
+    ring.give_back(first)
+    third, inside = take(3)
+    assert third.sent == "gone" and place <= inside <= place + 1
+    assert take(2) == (None, None), "one byte of the first is left"
+    second.sent = "gone later"
+    ring.give_back(second)
+    assert take(4)[0].sent == "gone later"
+    ring.forget()
+    assert take(10)[0].sent is None, "copies in have waited for all that has left"
 
 
 def test_pages_that_cannot_be_locked_are_ordinary_memory(monkeypatch, caplog):

@@ -1,0 +1,256 @@
+"""
+Every token once, under any loss: the backbone computes a flat row, and gives its states back as a padded batch.
+
+sharing.py exchanges batch and labels around a whole model, because it knows what the loss reads: labels. Other losses
+read what they want: the score of the last token (reward models), logits (CPO, ORPO), hidden states (distillation). So
+here hooks of torch exchange less, around the backbone alone:
+
+    padded batch -> [before the backbone] -> flat row -> backbone -> [behind it] -> padded states -> head, loss
+
+Every token of a row is computed, padding is not, and what rows share is computed once. States are copied to where the
+padded batch has them. So head and loss are the trainer's own, and find nothing changed but the states of padding, which
+are zero. A loss that reads these would be another one; that of the trainers in [`KNOWN`] does not, and for others
+`share_rows="on"` says so. The states of the first batch are compared with those of padded rows.
+
+The head scores padding as before. For a reward model that is nothing; where the vocabulary is large beside the layers,
+less is saved than in SFT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainingArguments
+
+from hf_hybrid.machine import mixed_precision_of, sharding_of
+from hf_hybrid.recovery import is_out_of_memory
+from hf_hybrid.rows.attention import ARGUMENT, CannotAttendError, Layout
+from hf_hybrid.rows.comparison import TOLERANCES, apart, sample
+from hf_hybrid.rows.sharing import HOLE, Copied, FlatRow, ModelFacts, SharedRows
+from hf_hybrid.rows.states import by_row
+from hf_hybrid.rows.tree import IGNORED, Batch, Rows, Targets, Tree, on_host, padded
+from hf_hybrid.run.run import as_before
+from hf_hybrid.run.trainer_view import TrainerView
+
+KNOWN = frozenset({"RewardTrainer", "KTOTrainer", "DistillationTrainer", "CPOTrainer", "ORPOTrainer"})
+"""Trainers of TRL whose losses read no padding."""
+MODELS = ("model", "ref_model", "teacher_model")
+"""Attributes of a trainer with the models that its loss computes."""
+TAKEN = {"input_ids", "attention_mask"}
+"""Tensors that a backbone may be given."""
+
+
+def rows_of_states(ids: Tensor, mask: Tensor) -> Rows:
+    """
+    Return rows of which every token predicts something: tokens, mask and labels, each `[batch, length + 1]`.
+
+    One more column is there for what the last token of a row predicts.
+    """
+    labels = torch.where(mask != 0, ids, IGNORED)
+    more = torch.zeros_like(ids[:, :1])
+    return (
+        torch.cat([ids, more], dim=1),
+        torch.cat([mask.to(ids.dtype), more], dim=1),
+        torch.cat([torch.full_like(more, IGNORED), torch.where(labels == IGNORED, labels, 0)], dim=1),
+    )
+
+
+def in_padded_rows(states: Tensor, row: FlatRow) -> Tensor:
+    """Return the states of a flat row, `[1, slots, width]`, as those of a padded batch, `[batch, length, width]`."""
+    rows, length = row.shape[0], row.shape[1] - 1
+    slots, readers, places = (part.to(states.device) for part in (row.slots, row.readers, row.places))
+    empty = states.new_zeros(rows * length, states.shape[-1])
+    return empty.index_put((places,), states[0][slots[readers]]).view(rows, length, -1)
+
+
+class RowsForAnyLoss(SharedRows):
+    """
+    Lets the backbones of a trainer's models compute batches as trees, whatever the loss does with their states.
+
+    It counts as [`SharedRows`] does.
+    """
+
+    def __init__(self, trainer: TrainerView, reason_plain: str | None = None):
+        super().__init__(reason_plain=reason_plain, half_precision=mixed_precision_of(trainer.args) != "no")
+        self.trainer = trainer
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """Those that the trainer's loss computes, without what wraps them for several devices."""
+        found = (getattr(self.trainer, name, None) for name in MODELS)
+        return [self.trainer.accelerator.unwrap_model(model) for model in found if isinstance(model, nn.Module)]
+
+    @contextlib.contextmanager
+    def around(self) -> Generator[None]:
+        """Context for forward and backward pass of a micro-batch."""
+        with super().around():
+            for model in self.models:
+                self._open(model)
+            yield
+
+    @contextlib.contextmanager
+    def evaluating(self, *models: nn.Module) -> Generator[None]:
+        with super().evaluating(*models, *self.models):
+            yield
+
+    # The exchange.
+
+    def _open(self, model: nn.Module) -> None:
+        facts = self.facts_of(model)
+        if model in self._opened or not self.may_share or facts.reason is not None:
+            if reason := self.reason_plain or facts.reason:
+                self.fallbacks.cannot_be_exact(reason)
+            return
+        self._opened[model] = stack = contextlib.ExitStack()
+
+        def before(backbone: nn.Module, args: tuple, inputs: dict[str, Any]):
+            return self._exchange(model, facts, args, inputs)
+
+        def behind(backbone: nn.Module, args: tuple, output: Any):
+            return self._put_back(output)
+
+        stack.callback(facts.backbone.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
+        stack.callback(facts.backbone.register_forward_hook(behind).remove)
+        stack.enter_context(by_row(facts.with_state, lambda: self._under_way.row is not None))
+
+    def _exchange(self, model: nn.Module, facts: ModelFacts, args: tuple, inputs: dict[str, Any]):
+        """Exchange a padded batch for a flat row."""
+        way = self._under_way
+        way.row = way.hidden = None
+        if way.comparing == "padded":
+            return None
+        given = {**dict(zip(("input_ids", "attention_mask"), args)), **inputs}
+        if given.get("past_key_values") is not None or len(args) > 2:
+            return None  # a model that generates
+        if (reason := _obstacle(given)) is not None:
+            self.fallbacks.cannot_be_exact(reason)
+            return None
+        tree, batch = self._tree_of(model, facts, given)
+        if tree is None:
+            return None
+        ((_, row),) = FlatRow.of_window([(batch, tree)], given["input_ids"].device, repeats=False, balances=False)
+        way.row, Layout.known[row.layout.number] = row, row.layout
+        self._layouts.append(row.layout)
+        if way.comparing is None:
+            self._opened[model].enter_context(self._in_trees(model))
+        flat = row.inputs()
+        names = ("input_ids", "attention_mask", "position_ids", "use_cache")
+        return (), {**given, **{name: flat[name] for name in names}, ARGUMENT: row.layout}
+
+    def _put_back(self, output: Any) -> Any:
+        """Put the states where the padded batch has them."""
+        way = self._under_way
+        row, way.row = way.row, None
+        states = output[0] if row is None else in_padded_rows(output[0], row)
+        if way.comparing is not None:
+            way.hidden = states
+        if row is None:
+            return None
+        if isinstance(output, tuple):
+            return (states, *output[1:])
+        output.last_hidden_state = states
+        return output
+
+    # Whether.
+
+    def _tree_of(self, model: nn.Module, facts: ModelFacts, given: Mapping[str, Any]) -> tuple[Tree | None, Batch]:
+        """Return the tree of a batch, or `None` if the batch is computed as it is, and the batch on the host."""
+        ids, mask = given["input_ids"], given.get("attention_mask")
+        if (copied := self._copied.get(ids)) is not None and copied.tree is not None:
+            return copied.tree, copied.batch
+        (batch,) = on_host([rows_of_states(ids, torch.ones_like(ids) if mask is None else mask)])
+        tree = self._tree_if_it_pays(model, facts, batch, ids.device)
+        if self._is_counting and self._under_way.comparing is None:
+            self.counts["tokens"] += batch.tokens
+            if tree is not None:
+                self.counts["tokens_padding"] += ids.numel() - batch.tokens
+                self.counts["tokens_shared"] += batch.tokens - tree.size
+        return tree, batch
+
+    def _tree_if_it_pays(self, model: nn.Module, facts: ModelFacts, batch: Batch, device: torch.device) -> Tree | None:
+        rows = batch.rows(counts_mask=facts.counts_mask)
+        if rows is None:
+            self.fallbacks.cannot_be_exact(HOLE)
+        if not rows or (drawn := self._drawn(model, device)) is None:
+            return None
+        if drawn != "nothing":
+            self._note_drawn(model, drawn, rows)
+        if drawn == "by batch":
+            return None
+        tree = Tree.of(rows, shares=drawn == "nothing", again=facts.again)
+        count, length = len(batch.ids), batch.ids.shape[1] - 1
+        costs = facts.costs._replace(scored=0.0)
+        if costs.tree(tree) > self.worth * count * (length * costs.token + length**2 * costs.pair):
+            return None
+        if not facts.has_compared(tree.longest):
+            self.reason_plain = self._compare_states(model, facts, tree, batch, device)
+            facts.note_compared(tree.longest)
+        return tree if self.reason_plain is None else None
+
+    def _compare_states(
+        self, model: nn.Module, facts: ModelFacts, tree: Tree, batch: Batch, device: torch.device
+    ) -> str | None:
+        """Compute some rows in both ways, and return why their states are not the same."""
+        some, of_some = padded(Tree.of(sample(tree), shares=tree.shares, again=tree.again), [batch])
+        ids, mask = (part[:, :-1].to(device) for part in some[:2])
+        way, most = self._under_way, TOLERANCES[self.half_precision or model.dtype in (torch.float16, torch.bfloat16)]
+        places = Targets.of(of_some, [some]).places[:, 1:].t()
+        found: dict[str, Tensor] = {}
+        try:
+            with as_before(model, device), torch.no_grad():
+                model.eval()
+                for how in ("padded", "tree"):
+                    way.comparing = how
+                    self._copied[ids] = Copied(some, of_some)
+                    with self._in_trees(model) if how == "tree" else contextlib.nullcontext():
+                        facts.backbone(input_ids=ids, attention_mask=mask, use_cache=False)
+                    assert way.hidden is not None
+                    found[how] = way.hidden[tuple(places)]
+        except CannotAttendError as error:
+            self.fallbacks.cannot_be_exact(str(error))
+            return str(error)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return self.fallbacks.did_not_work(error, "the model does not take a tree")
+        finally:
+            way.comparing = way.row = way.hidden = None
+        distance = apart(found["padded"], found["tree"])
+        if distance <= most:
+            return None
+        reason = f"states of the first batch are {distance:.1e} of their length away from those of padded rows"
+        self.fallbacks.cannot_be_exact(reason)
+        return reason
+
+
+def _obstacle(given: Mapping[str, Any]) -> str | None:
+    """Return why what a backbone is given is not rows of tokens and nothing else."""
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    if not torch.is_tensor(ids) or ids.dim() != 2:
+        return "a batch holds no `input_ids`"
+    if mask is not None and (not torch.is_tensor(mask) or mask.shape != ids.shape):
+        return "the mask of a batch has another shape than its tokens"
+    tensors = {name for name, value in given.items() if torch.is_tensor(value) and value.dim()}
+    if others := sorted(tensors - TAKEN):
+        return f"a batch holds `{others[0]}` beside tokens"
+    names = ("output_hidden_states", "output_attentions", "output_router_logits")
+    if asked := [name for name in names if given.get(name)]:
+        return f"the loss reads more of the model (`{asked[0]}`)"
+    return None
+
+
+def reason_not_shared(args: TrainingArguments) -> str | None:
+    """Return why batches stay padded, as far as that is known of the options."""
+    if (sharding := sharding_of(args)) is not None:
+        return f"`{sharding}` wants equally many forward passes of all processes, and the first batch has more"
+    if args.n_gpu > 1:
+        return "`DataParallel` divides each batch over several GPUs"
+    if args.torch_compile:
+        return "`torch_compile=True` would compile the model anew for each length"
+    if args.neftune_noise_alpha is not None:
+        return f"`neftune_noise_alpha={args.neftune_noise_alpha}` scales its noise by the length of a padded row"
+    return None

@@ -1,0 +1,218 @@
+"""Trainers of TRL with a loss of their own, with the mixin: rows without padding, and the weights of TRL's trainers."""
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import assert_same_weights, mostly_slow, tiny_model, weights
+
+pytest.importorskip("trl")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+from datasets import Dataset  # noqa: E402
+from peft import LoraConfig  # noqa: E402
+from rig.processes import together  # noqa: E402
+from rig.rollouts import TOKENIZER  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Trainer, TrainingArguments  # noqa: E402
+from trl import (  # noqa: E402
+    DistillationConfig,
+    DistillationTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+)
+from trl.experimental.cpo import CPOConfig, CPOTrainer  # noqa: E402
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # noqa: E402
+
+from hf_hybrid import HybridConfig, HybridTrainer  # noqa: E402
+from hf_hybrid.rows.any_loss import RowsForAnyLoss  # noqa: E402
+from hf_hybrid.trainer import HybridTrainerMixin  # noqa: E402
+from hf_hybrid.trl.sft_dpo import TRLConfigBase  # noqa: E402
+
+
+def words(seed, count):
+    draw = torch.Generator().manual_seed(seed)
+    return " ".join("abcdefgh"[int(torch.randint(8, (1,), generator=draw))] * (1 + n % 3) for n in range(count))
+
+
+PAIRS = [
+    {"prompt": words(n, 8 + 3 * n % 19), "chosen": " " + words(n + 50, 2 + n), "rejected": " " + words(n + 90, 3)}
+    for n in range(16)
+]
+JUDGED = [
+    {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+    for pair in PAIRS
+    for side in ("chosen", "rejected")
+]
+COMPLETED = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS]
+
+
+def model(kind=LlamaForCausalLM, seed=0, **config):
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"vocab_size": len(TOKENIZER), "pad_token_id": TOKENIZER.pad_token_id, "num_labels": 1}
+    made = kind(LlamaConfig(**sizes, num_key_value_heads=2, **ids, **config))
+    for parameter in made.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return made
+
+
+TRAINERS = {
+    "reward": (RewardTrainer, RewardConfig, PAIRS, LlamaForSequenceClassification, ()),
+    "kto": (KTOTrainer, KTOConfig, JUDGED, LlamaForCausalLM, ("ref_model",)),
+    "cpo": (CPOTrainer, CPOConfig, PAIRS, LlamaForCausalLM, ()),
+    "orpo": (ORPOTrainer, ORPOConfig, PAIRS, LlamaForCausalLM, ()),
+    "distillation": (DistillationTrainer, DistillationConfig, COMPLETED, LlamaForCausalLM, ("teacher_model",)),
+}
+
+
+def train(name, folder, hybrid, *, peft_config=None, config=None, **options):
+    trainer_class, config_class, rows, kind, others = TRAINERS[name]
+    values = {
+        "max_steps": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 0.1,
+        "optim": "sgd", "report_to": "none", "use_cpu": True, "save_strategy": "no", "logging_steps": 1, "bf16": False,
+        "disable_tqdm": True, **({"max_completion_length": 6} if name == "distillation" else {}), **options,
+    }  # fmt: skip
+    made = type(f"Hybrid{name}", (HybridTrainerMixin, trainer_class), {}) if hybrid else trainer_class
+    beside = {other: model(seed=1) for other in others if peft_config is None or other == "teacher_model"}
+    trainer = made(
+        model=model(kind, **(config or {})),
+        args=config_class(str(folder), **values),
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows[:4]),
+        processing_class=TOKENIZER,
+        peft_config=peft_config,
+        **beside,
+    )
+    trainer.train()
+    return trainer
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def check_equal(theirs, ours):
+    pairs = zip(weights(theirs.model).values(), weights(ours.model).values(), strict=True)
+    assert all(torch.allclose(weight, other, rtol=0, atol=1e-6) for weight, other in pairs)
+    assert losses(ours) == pytest.approx(losses(theirs), abs=1e-5) and len(losses(ours)) == 4
+    found = ours.hybrid_summary()
+    assert found["plain_rows_because"] is None and found["tokens_padding"] > 0
+    return found
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_weights_are_those_of_trl(name, tmp_path):
+    theirs, ours = (train(name, tmp_path / str(hybrid), hybrid) for hybrid in (False, True))
+    found = check_equal(theirs, ours)
+    evaluated = []
+    for trainer in (theirs, ours):
+        torch.manual_seed(3)  # distillation generates
+        evaluated.append(trainer.evaluate()["eval_loss"])
+    assert evaluated[0] == pytest.approx(evaluated[1], abs=1e-5)
+    assert any((weight != before).any() for weight, before in zip(ours.model.parameters(), theirs_before(name)))
+    if name in ("reward", "cpo", "orpo"):  # both sides of a pair have its prompt
+        assert found["tokens_shared"] > 0.2 * found["tokens"]
+
+
+def theirs_before(name):
+    return model(TRAINERS[name][3]).parameters()
+
+
+@pytest.mark.parametrize("name", mostly_slow(["reward", "kto", "orpo"], ["reward"]))
+def test_adapters_and_recomputation(name, tmp_path):
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="SEQ_CLS" if name == "reward" else None)
+    options = {"peft_config": adapters, "gradient_checkpointing": True, "learning_rate": 1.0}
+    check_equal(*(train(name, tmp_path / str(hybrid), hybrid, **options) for hybrid in (False, True)))
+
+
+def test_under_dropout_padding_alone_is_left_out(tmp_path):
+    trainer = train("reward", tmp_path, True, config={"attention_dropout": 0.1}, disable_dropout=False)
+    found = trainer.hybrid_summary()
+    assert found["tokens_padding"] > 0 and found["tokens_shared"] == 0 and "dropout" in found["plain_rows_because"]
+
+
+class Margin(RewardTrainer):
+    """A loss of the user's."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs) + 0.01 * model(**inputs).logits.square().mean()
+        return (loss, None) if return_outputs else loss
+
+
+def test_a_loss_that_nobody_knows_is_computed_padded_unless_asked(tmp_path, caplog, monkeypatch):
+    monkeypatch.setitem(TRAINERS, "margin", (Margin, *TRAINERS["reward"][1:]))
+    theirs, ours = (train("margin", tmp_path / str(hybrid), hybrid) for hybrid in (False, True))
+    assert_same_weights(weights(theirs.model), weights(ours.model))
+    assert "Margin.compute_loss" in ours.hybrid_summary()["plain_rows_because"]
+    config = dataclasses.make_dataclass("MarginConfig", [], bases=(TRLConfigBase, RewardConfig))
+    monkeypatch.setitem(TRAINERS, "margin", (Margin, config, *TRAINERS["reward"][2:]))
+    check_equal(theirs, train("margin", tmp_path / "on", True, share_rows="on"))
+
+
+@pytest.mark.parametrize("option", ["compute_loss_func", "label_smoothing_factor"])
+def test_other_losses_of_a_trainer(option, tmp_path):
+    def loss(outputs, labels, num_items_in_batch=None):
+        logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+    lengths = [9, 30, 17, 41, 12, 25, 38, 8] * 6
+    rows = [
+        {"input_ids": (ids := [(7 * n + k) % 90 + 2 for k in range(length)]), "labels": ids}
+        for n, length in enumerate(lengths)
+    ]
+
+    def pad(batch):
+        width = max(len(row["input_ids"]) for row in batch)
+        filled = {"input_ids": 0, "labels": -100}
+        found = {
+            name: torch.tensor([row[name] + [fill] * (width - len(row[name])) for row in batch])
+            for name, fill in filled.items()
+        }
+        return {**found, "attention_mask": (found["labels"] != -100).long()}
+
+    def run(kind, config, **options):
+        values = {
+            "max_steps": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "optim": "sgd",
+            "learning_rate": 0.1, "report_to": "none", "use_cpu": True, "save_strategy": "no", "logging_steps": 1,
+        }  # fmt: skip
+        smoothed = {"label_smoothing_factor": 0.1} if option == "label_smoothing_factor" else {}
+        args = config(str(tmp_path / kind.__name__), **values, **smoothed, **options)
+        more = {} if smoothed else {"compute_loss_func": loss}
+        trainer = kind(tiny_model(), args, data_collator=pad, train_dataset=rows, **more)
+        trainer.train()
+        return trainer
+
+    theirs = run(Trainer, TrainingArguments)
+    check_equal(theirs, run(HybridTrainer, HybridConfig, share_rows="on", leap_gain=0, auto_lr="off"))
+
+
+def test_states_that_differ_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_hybrid.rows.any_loss.apart", lambda plain, tree: 0.5)
+    theirs, ours = (train("reward", tmp_path / str(hybrid), hybrid) for hybrid in (False, True))
+    assert_same_weights(weights(theirs.model), weights(ours.model))
+    assert "5.0e-01 of their length away" in ours.hybrid_summary()["plain_rows_because"]
+    assert isinstance(ours.rows, RowsForAnyLoss)
+
+
+def test_what_makes_batches_stay_padded(tmp_path):
+    trainer = train("reward", tmp_path, True, neftune_noise_alpha=5.0, max_steps=1)
+    assert "neftune_noise_alpha" in trainer.hybrid_summary()["plain_rows_because"]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    def run():
+        for hybrid in (False, True):
+            trainer = train("reward", tmp_path / str(hybrid), hybrid, per_device_train_batch_size=2)
+            if trainer.is_world_process_zero():
+                torch.save((weights(trainer.model), losses(trainer)), tmp_path / f"{hybrid}.pt")
+        assert trainer.hybrid_summary()["tokens_padding"] > 0
+
+    assert together(2, run) == [0, 0]
+    (theirs, expected), (ours, found) = (torch.load(tmp_path / f"{hybrid}.pt") for hybrid in (False, True))
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert all(torch.allclose(weight, ours[name], rtol=0, atol=1e-6) for name, weight in theirs.items())
