@@ -36,23 +36,23 @@ OPTION = "output_router_logits"
 class Router(NamedTuple):
     """What a model does with router logits."""
 
-    chosen: int  # experts per token
+    config: Any
+    chosen: int | None  # experts per token
     weight: float | None  # of the loss in that of the model; `None` if it has none, and only others add it
 
     @classmethod
     def of(cls, base: Any) -> Router | None:
-        """Return that of a causal model, or `None` if it has no experts."""
+        """Return that of a causal model, or `None` if its config knows of none."""
         config = base.config.get_text_config()
-        chosen = getattr(base, "num_experts_per_tok", None) or getattr(config, "num_experts_per_tok", None)
-        if not hasattr(config, OPTION) or not isinstance(chosen, int):
+        if not hasattr(config, OPTION):
             return None
-        return cls(chosen, getattr(base, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", None)))
+        chosen = getattr(base, "num_experts_per_tok", None) or getattr(config, "num_experts_per_tok", None)
+        return cls(config, chosen, getattr(base, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", None)))
 
-    @staticmethod
-    def has_loss(base: Any, inputs: Mapping[str, Any]) -> bool:
+    def has_loss(self, inputs: Mapping[str, Any]) -> bool:
         """Whether a model adds a router's loss for these inputs."""
         asked = inputs.get(OPTION)
-        return bool(getattr(base.config.get_text_config(), OPTION, False) if asked is None else asked)
+        return bool(getattr(self.config, OPTION) if asked is None else asked)
 
 
 def router_losses(logits: Sequence[Tensor], chosen: int, reads: Tensor) -> Tensor:

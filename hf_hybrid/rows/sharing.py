@@ -177,6 +177,10 @@ class ModelFacts:
         except (AttributeError, TypeError) as error:  # of a model with a config of its own
             return cls(f"its config does not tell what it costs ({error})")
 
+    def balances(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether the model adds a router's loss for these inputs."""
+        return self.router is not None and self.router.has_loss(inputs)
+
     def has_compared(self, longest: int) -> bool:
         """Whether rows of this length have been compared, as far as windows of attention go."""
         return self.compared > 0 and (self.compared > self.window or longest <= self.window)
@@ -402,7 +406,8 @@ class SharedRows(Part):
         stack.callback(model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True).remove)
         if self.may_share and (facts := self.facts_of(model)).reason is None:
             stack.callback(model.register_forward_hook(self._after).remove)
-            stack.enter_context(by_row(facts.with_state, lambda: self._under_way.row is not None))
+            if facts.with_state:
+                stack.enter_context(by_row(facts.with_state, lambda: self._under_way.row is not None))
             hooks: Any = facts.backbone
             stack.callback(hooks.register_forward_pre_hook(self._before_backbone, with_kwargs=True).remove)
             stack.callback(hooks.register_forward_hook(functools.partial(self._behind_backbone, facts)).remove)
@@ -511,7 +516,7 @@ class SharedRows(Part):
             return None
         repeats, copied.row = not inputs.get("fused_lm_head"), None
         if row is None or row.repeats != repeats:
-            balances, device = Router.has_loss(self.facts_of(model).base, inputs), inputs["input_ids"].device
+            balances, device = self.facts_of(model).balances(inputs), inputs["input_ids"].device
             ((_, row),) = FlatRow.of_window([(batch, tree)], device, repeats=repeats, balances=balances)
         way.row, Layout.known[row.layout.number] = row, row.layout
         self._layouts.append(row.layout)
@@ -580,15 +585,16 @@ class SharedRows(Part):
         if (reason := obstacle_in_batch(inputs)) is not None:
             return reason
         facts = self.facts_of(model)
-        return facts.reason or self.obstacle_in_router(facts, inputs)
+        if facts.reason is None and facts.balances(inputs):
+            return self.obstacle_in_router(facts, fused="fused_lm_head" in inputs)
+        return facts.reason
 
-    def obstacle_in_router(self, facts: ModelFacts, inputs: Mapping[str, Any]) -> str | None:
-        """Return why a router's loss cannot be had from a flat row, if that is known."""
-        if facts.base is None or not Router.has_loss(facts.base, inputs):
-            return None
+    def obstacle_in_router(self, facts: ModelFacts, *, fused: bool) -> str | None:
+        """Return why a router's loss cannot be had from a flat row, if that is known. `fused` heads have TRL's loss."""
+        router: Any = facts.router
         if self.compiles:
             return "router logits do not leave compiled layers"
-        if facts.router is None or (facts.router.weight is None and not inputs.get("fused_lm_head")):
+        if router.chosen is None or (router.weight is None and not fused):
             return (
                 f"the router's loss of `{type(facts.base).__name__}` is not that of transformers' mixtures of experts"
             )
@@ -668,7 +674,7 @@ class SharedRows(Part):
         """Return the tree of a batch, or `None` if the batch is computed as it is."""
         facts, device = self.facts_of(model), inputs["input_ids"].device
         compact = bool(inputs.get("fused_lm_head")) and inputs["input_ids"].is_cuda
-        balances = Router.has_loss(facts.base, inputs)
+        balances = facts.balances(inputs)
         plan = self._plan(model, [batch], functools.partial(divide, most=float("inf")), device, compact, balances)
         # Parts of several micro-batches have several router's losses, which padded rows do not.
         if not plan.trees or (plan.cost > self.worth * plan.padded and batch.micro_batches is None):

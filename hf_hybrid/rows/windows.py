@@ -34,7 +34,6 @@ from torch import Tensor
 from hf_hybrid.machine import mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.part import Phase, Step
 from hf_hybrid.rows.costs import WORTH, share_saved
-from hf_hybrid.rows.experts import OPTION, Router
 from hf_hybrid.rows.sharing import (
     COUNTS,
     MICRO_BATCHES,
@@ -47,7 +46,6 @@ from hf_hybrid.rows.sharing import (
 )
 from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, divide, join, on_host, padded
 from hf_hybrid.run.trainer_view import LossView, TrainerView, own_losses
-from hf_hybrid.streaming.layers import base_model
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
@@ -101,7 +99,7 @@ class SharedWindows(SharedRows):
         self.may_compare = trainer.accelerator.num_processes == 1 and not trainer.memory.streams
         self._laid_out = self._is_counting = False  # what is counted here is windows
         self._first_rows: list[Row] = []
-        self._logged_before = 0
+        self._balances = False
 
     @property
     def model(self) -> torch.nn.Module:
@@ -167,8 +165,7 @@ class SharedWindows(SharedRows):
             reason = "losses are means over micro-batches, not sums over the window"
         if (reason := reason or self._obstacle_in_model()) is not None:
             self.fallbacks.cannot_be_exact(reason)
-        self._find_drawn()
-        reason = reason or self.facts_of(self.model).reason  # what was found just now
+        reason = self._find_drawn() or reason
         batches = [] if reason is not None else on_host([rows_of(inputs) for inputs in step.on_host])
         plan = self._plan_window(batches) if reason is None and self.reason_plain is None else Plan(reason)
         count = 0 if self.reason_plain is not None else self._agreed(plan)
@@ -178,20 +175,21 @@ class SharedWindows(SharedRows):
             self.fallbacks.because = self.plain_because or (LITTLE if plan.cost else NO_LABEL)
         if count:
             step.window = self._lay_out(plan.trees, batches, len(step.batches), count)
-            self._logged_before = len(self._logged_router_losses())
         self._count_window(step, batches, plan.trees)
 
-    @property
-    def _balances(self) -> bool:
-        """Whether there is a router's loss, of the model or of TRL."""
-        return bool(getattr(self.trainer, "aux_loss_enabled", Router.has_loss(base_model(self.model), {})))
-
     def _obstacle_in_model(self) -> str | None:
+        """Return why the model gets no trees; and find out whether there is a router's loss, of the model or of TRL."""
         facts = self.facts_of(self.model)
-        return facts.reason or self.obstacle_in_router(facts, {OPTION: self._balances, **self.trainer.more_inputs})
+        self._balances = facts.router is not None and getattr(self.trainer, "aux_loss_enabled", facts.balances({}))
+        if facts.reason is None and self._balances:
+            return self.obstacle_in_router(facts, fused="fused_lm_head" in self.trainer.more_inputs)
+        return facts.reason
 
-    def _find_drawn(self) -> None:
-        """Find out what the model draws in training: on all processes in the same step, as FSDP2 joins their passes."""
+    def _find_drawn(self) -> str | None:
+        """
+        Find out what the model draws in training: on all processes in the same step, as FSDP2 joins their passes.
+        Return why the model gets no trees, as far as that is known then.
+        """
         model, trainer = self.model, self.trainer
         facts = self.facts_of(model)
         if self.reason_plain is None and facts.reason is None:
@@ -199,6 +197,7 @@ class SharedWindows(SharedRows):
             if True not in facts.drawn:
                 with trainer.memory.running(), trainer.compute_loss_context_manager():
                     self._drawn(model, trainer.args.device)
+        return facts.reason
 
     def _plan_window(self, batches: list[Batch]) -> Plan:
         device, most = self.trainer.args.device, max(batch.ids.numel() for batch in batches)
@@ -232,15 +231,6 @@ class SharedWindows(SharedRows):
             mine = of_all.amax(0).tolist()
         unable, cost, price, count, self._longest = mine
         return 0 if unable or not count or cost > self.worth * price else int(count)
-
-    def end_step(self, step: Step) -> None:
-        """Log the router's loss as TRL does: the mean over Trainer's micro-batches, of which one here is a sum."""
-        logged = self._logged_router_losses()
-        if step.window is not None and (entries := logged[self._logged_before :]):
-            logged[self._logged_before :] = [sum(entries) / len(step.batches)] * len(step.batches)
-
-    def _logged_router_losses(self) -> list[float]:
-        return vars(self.trainer).get("_metrics", {}).get("train", {}).get("aux_loss", [])
 
     # The comparison. All processes make it in the same window, because forward passes may join them.
 
@@ -284,12 +274,11 @@ class SharedWindows(SharedRows):
         # Rows without labels are not computed, but TRL counts their tokens.
         micro_batches = [padded(tree, batches, () if index else left) for index, tree in enumerate(trees)]
         micro_batches = [_nothing(batches)] * (count - len(micro_batches)) + micro_batches  # other processes have more
-        balances = self._balances
-        moved = FlatRow.of_window(micro_batches, device, repeats=repeats, balances=balances)
+        moved = FlatRow.of_window(micro_batches, device, repeats=repeats, balances=self._balances)
         for (batch, tree), ((ids, mask, labels, _), row) in zip(micro_batches, moved, strict=True):
             self._copied[ids] = Copied(batch, tree, row)
             inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-            if balances:
+            if self._balances:
                 origins: Any = batch.micro_batches
                 inputs[MICRO_BATCHES] = origins.to(device)
             window.append(inputs)
@@ -308,6 +297,28 @@ class SharedWindows(SharedRows):
             self.counts["tokens_padding"] += sum(batch.ids.numel() for batch in batches) - tokens
             self.counts["tokens_shared"] += tokens - sum(tree.size for tree in trees)
             self.counts["micro_batches_saved"] += step.window.count(None)
+
+
+class BalancedWindows(SharedWindows):
+    """
+    Windows of a trainer of TRL that logs a router's loss, as the mean over micro-batches. That of a micro-batch here is
+    the sum over those of Trainer that it stands for.
+    """
+
+    trainer: Any
+
+    def begin_step(self, step: Step) -> None:
+        super().begin_step(step)
+        self._logged_before = len(self._logged)
+
+    def end_step(self, step: Step) -> None:
+        logged, count = self._logged, len(step.batches)
+        if step.window is not None and (entries := logged[self._logged_before :]):
+            logged[self._logged_before :] = [sum(entries) / count] * count
+
+    @property
+    def _logged(self) -> list[float]:
+        return self.trainer._metrics["train"].get("aux_loss", [])
 
 
 @contextlib.contextmanager
