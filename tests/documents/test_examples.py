@@ -60,7 +60,7 @@ def test_compare_refuses_an_unknown_arm(start):
 
 def test_memory_policies(start):
     pytest.importorskip("bitsandbytes")
-    out, _ = start("03_memory_policies", "--layers", 4, "--width", 64, "--max_steps", 3)
+    out, _ = start("03_memory_policies", "--layers", 8, "--width", 64, "--max_steps", 3)
     found = dict(re.findall(r"^(\w+) +(\d+\.\d+ +\d+\.\d+ +\d+\.\d+ .*)$", out, re.M))
     assert list(found) == [
         "resident", "checkpointed", "streamed", "half_resident", "micro_batch", "activations", "embeddings", "8bit",
