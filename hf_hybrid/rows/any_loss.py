@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainingArguments
 
 from hf_hybrid.machine import mixed_precision_of, sharding_of
 from hf_hybrid.recovery import is_out_of_memory
@@ -243,8 +242,11 @@ def _obstacle(given: Mapping[str, Any]) -> str | None:
     return None
 
 
-def reason_not_shared(args: TrainingArguments) -> str | None:
+def reason_not_shared(trainer: TrainerView) -> str | None:
     """Return why batches stay padded, as far as that is known of the options."""
+    args = trainer.args
+    if trainer.memory.streams:
+        return "layers are streamed (`memory`), and a comparison within a pass would fetch them out of turn"
     if (sharding := sharding_of(args)) is not None:
         return f"`{sharding}` wants equally many forward passes of all processes, and the first batch has more"
     if args.n_gpu > 1:
