@@ -896,7 +896,7 @@ def experts():
     [
         (lambda: tiny_model(vocab_size=257), {}, True, True),
         (lambda: tiny_model(vocab_size=257, attention_dropout=0.1), {}, True, False),
-        (experts, {}, False, False),
+        (experts, {}, True, True),
         (lambda: tiny_model(vocab_size=257), {"share_rows": "off"}, False, False),
         (lambda: tiny_model(vocab_size=257), {"label_smoothing_factor": 0.1}, False, False),
     ],

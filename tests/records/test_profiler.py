@@ -190,7 +190,8 @@ def test_streamed_layers_are_counted_where_they_would_lie(tmp_path):
     held = lines(tmp_path)[-1]["held"]
     layers = sum(p.nbytes for p in trainer.model.model.layers.parameters())
     embeddings = sum(p.nbytes for p in trainer.model.parameters()) - layers
-    assert held["gradients"]["host"] == layers <= held["weights"]["host"] < layers + 4096, "packed, with padding"
+    for kind in ("gradients", "weights"):
+        assert layers <= held[kind]["host"] < layers + 4096, f"{kind} are packed, with padding"
     assert held["gradients"]["device"] == embeddings
     assert held["states"]["host"] >= 2 * layers and 2 * layers > held["states"]["device"] >= 2 * embeddings
     at_the_end = trainer.memory_summary()["held"]
