@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_hybrid.compat import cache_name
 from hf_hybrid.machine import mixed_precision_of, sharding_of
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.attention import ARGUMENT, CannotAttendError, Layout
@@ -39,6 +40,8 @@ KNOWN = frozenset({"RewardTrainer", "KTOTrainer", "DistillationTrainer", "CPOTra
 """Trainers of TRL whose losses read no padding."""
 MODELS = ("model", "ref_model", "teacher_model")
 """Attributes of a trainer with the models that its loss computes."""
+CACHE = cache_name()
+"""Argument of a backbone for keys and values."""
 TAKEN = {"input_ids", "attention_mask"}
 """Tensors that a backbone may be given."""
 
@@ -123,7 +126,7 @@ class RowsForAnyLoss(SharedRows):
         if way.comparing == "padded":
             return None
         given = {**dict(zip(("input_ids", "attention_mask"), args)), **inputs}
-        if given.get("past_key_values") is not None or len(args) > 2:
+        if given.get(CACHE) is not None or len(args) > 2:
             return None  # a model that generates
         if (reason := _obstacle(given)) is not None:
             self.fallbacks.cannot_be_exact(reason)

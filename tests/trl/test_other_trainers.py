@@ -1,10 +1,12 @@
 """Trainers of TRL with a loss of their own, with the mixin: rows without padding, and the weights of TRL's trainers."""
 
 import dataclasses
+from importlib.metadata import version
 
 import pytest
 import torch
 from conftest import assert_same_weights, mostly_slow, tiny_model, weights
+from packaging.version import Version
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -105,6 +107,8 @@ def check_equal(theirs, ours):
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_weights_are_those_of_trl(name, tmp_path):
+    if name == "distillation" and Version(version("trl")) < Version("1.16"):
+        pytest.importorskip("triton")  # in which that of TRL 1.15 is written
     theirs, ours = (train(name, tmp_path / str(hybrid), hybrid) for hybrid in (False, True))
     found = check_equal(theirs, ours)
     evaluated = []
