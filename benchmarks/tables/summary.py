@@ -18,6 +18,8 @@ from benchmarks.tables.speedup import (
     speedup,
 )
 
+OTHERS = ("reward", "kto", "orpo")
+
 
 def times(value: float, digits: int = 1) -> str:
     return f"{value:.{digits}f}"
@@ -120,6 +122,12 @@ def results_() -> str:
         for kind in ("system", "instructions")
         for arm in ("trainer", "trl")
     }
+    others = results("skips", "others", "trainer")
+    of_agents = {
+        (model, order): row_ratio(model, order, "agent", "trainer")
+        for model in ("mixture", "states")
+        for order in ("kept", "shuffled")
+    }
     grpo, short = smollm2_runs(64), smollm2_runs(20)
     lowest, highest = rule_over_best()[0], rule_over_best()[-1]
     streamed, resident = (peak("8b", mode, 16384) for mode in ("stream-8bit", "resident-8bit"))
@@ -144,6 +152,24 @@ def results_() -> str:
             f"{times(prompts('pairs of different lengths')['ratio'], 2)} where TRL pads",
             "as SFT",
             "SmolLM2-135M, all weights, 3 pairs of updates, one CPU thread",
+        ],
+        [
+            "[reward models, KTO, ORPO](exact_skips.md#other-losses)",
+            "with the mixin, the backbone computes every token once",
+            f"{', '.join(times(others.get(trainer=name)['ratio'], 2) for name in OTHERS)} "
+            "times fewer CPU seconds than TRL; the head scores padding as before",
+            "two forward passes at the start",
+            "SmolLM2-135M, all weights, 3 steps each, one CPU thread",
+        ],
+        [
+            "[mixtures, layers with a state](exact_skips.md#mixtures-of-experts)",
+            "every token of a step once, with the router's loss",
+            f"{times(of_agents['mixture', 'kept'], 2)} and "
+            f"{times(of_agents['states', 'kept'], 2)} times fewer CPU seconds than `Trainer` on "
+            f"agents' rows together, {times(of_agents['mixture', 'shuffled'], 2)} and "
+            f"{times(of_agents['states', 'shuffled'], 2)} shuffled",
+            "layers with a state compute a shared beginning once for each row below it",
+            "Qwen3-MoE and Qwen3.5 with a fifth of SmolLM2's layers, LoRA, 3 steps each, one busy CPU thread",
         ],
         [
             "[GRPO](grpo.md)",
