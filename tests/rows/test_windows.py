@@ -474,7 +474,7 @@ def test_a_model_that_is_compiled_as_a_whole_has_padded_rows(tmp_path):
     assert trained.hybrid_summary()["plain_rows_because"] == "it is compiled as a whole"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_router_loss_of_a_compiled_model_is_that_of_padded_rows(tmp_path):
     trained = shared(tmp_path, KINDS["agent"](), model=build(BALANCED_MODEL), max_steps=1, **COMPILED)
     assert trained.hybrid_summary()["plain_rows_because"] == "router logits do not leave compiled layers"
@@ -783,7 +783,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", mostly_slow(REFUSED, [case for case in REFUSED if case != "compiled states"]))
 def test_what_would_not_be_exact_is_trained_in_padded_rows(case, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     build_model, options, why = REFUSED[case]
