@@ -95,10 +95,9 @@ class _Beside:
     """
     What the update of a unit needs beside its weights: masters of weights that travel rounded, gradients, and states.
 
-    They lie one after the other in `size` bytes of the device, of which the first update needs `size_without_states`,
-    and in buffers of the host: one for the masters, one for the gradients, which do not come back, and one for the
-    states of each type (`torch.save` takes no views of one memory as several types). Tensors are named by the identity
-    of the model's parameter, states by that and their name.
+    They lie one after the other in `size` bytes of the device, and in buffers of the host: one for the masters, one for
+    the gradients, which do not come back, and one for the states of each type (`torch.save` takes no views of one
+    memory as several types). Tensors are named by the identity of the model's parameter, states by that and their name.
     """
 
     def __init__(self, unit: Unit, states: list[tuple[tuple[int, str], torch.Size, torch.dtype]]):
@@ -108,7 +107,7 @@ class _Beside:
         of_states = [Packing(state for state in states if state[2] == dtype) for dtype in types]
         self._packings = [unit.storage.wide_packing, gradients, *of_states]
         self._starts = [0, *itertools.accumulate(packing.size for packing in self._packings)]
-        self.size, self.size_without_states = self._starts[-1], self._starts[2]
+        self.size = self._starts[-1]
         self.locked_bytes = self.size - unit.storage.wide_packing.size
         self._gradients: Tensor | None = None
         self._states: list[Tensor] = []
@@ -140,19 +139,18 @@ class _Beside:
             raise RuntimeError(f"`{self.unit.name}` has no room for gradients: the model is not attached.")
         return self._starts[1], self._gradients
 
-    def written(self, size: int) -> list[tuple[int, Tensor]]:
-        """Return what an update writes within `size` bytes of the device: where each begins, and the host's buffer."""
-        pairs = [(self._starts[0], self.unit.storage.wide), *zip(self._starts[2:], self._states)]
-        return [(start, buffer) for start, buffer in pairs if buffer is not None and start < size]
+    def written(self, *, states: bool = True) -> list[tuple[int, Tensor]]:
+        """Return what an update writes, `states` among it: where each begins on the device, and the host's buffer."""
+        masters = self.unit.storage.wide
+        of_masters = [] if masters is None else [(self._starts[0], masters)]
+        return [*of_masters, *(zip(self._starts[2:], self._states) if states else ())]
 
     def views(self, buffer: Tensor) -> tuple[dict[Any, Tensor], dict[Any, Tensor], dict[Any, Tensor]]:
         """Return masters, gradients and states in a buffer of the device."""
         masters, gradients, states = {}, {}, {}
-        for place, packing, start in zip(
-            (masters, gradients, *[states] * len(self._states)), self._packings, self._starts
-        ):
-            if start + packing.size <= len(buffer):
-                place |= packing.views(buffer[start:])
+        places = (masters, gradients, *[states] * len(self._states))
+        for place, packing, start in zip(places, self._packings, self._starts):
+            place |= packing.views(buffer[start:])
         return masters, gradients, states
 
 
@@ -364,11 +362,11 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         if unit in self._coming or self._ring is None:
             return
         beside, transfers = self._beside[unit], self.streamer.transfers
-        slot = self._ring.take(beside.size if beside.has_states else beside.size_without_states)
+        slot = self._ring.take(beside.size)
         if slot is not None:
             self._coming[unit] = slot
-            written, (start, gradients) = beside.written(len(slot.buffer)), beside.gradients()
-            for place, buffer in written:
+            start, gradients = beside.gradients()
+            for place, buffer in beside.written(states=beside.has_states):
                 transfers.load(slot, buffer, start=place, after=unit.storage.written)
             # Last: those of the first units have only just been sent.
             transfers.load(slot, gradients, start=start, after=unit.storage.gradients_sent)
@@ -387,13 +385,10 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         (groups, scale), slot = self.pending.pop(unit), self._coming.pop(unit)
         transfers.wait(slot.ready)
         views = beside.views(slot.buffer)
-        made: list[tuple[Tensor, Tensor]] = []
         for group in groups:
-            made += self._step(beside, group, scale, *views)
-        for start, buffer in beside.written(len(slot.buffer)):
+            self._step(beside, group, scale, *views)
+        for start, buffer in beside.written():
             transfers.send(slot.buffer[start : start + len(buffer)], buffer, keep=False)
-        for state, place in made:
-            transfers.send(state, place)
         storage.written = transfers.send(unit.slot.buffer[: storage.packed_bytes], storage.packed, keep=False)
         slot.sent = unit.slot.sent = storage.written
         beside.has_states = True
@@ -405,8 +400,8 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
 
     def _step(
         self, beside: _Beside, group: dict, scale: Tensor | None, masters: dict, gradients: dict, states: dict
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Step parameters of a unit by one call of the optimizer. Returns new states, and their places on the host."""
+    ) -> None:
+        """Step parameters of a unit by one call of the optimizer."""
         places, stepped = beside.states, []
         for master in group["params"]:
             parameter = self.streamer.masters[id(master)].parameter
@@ -420,19 +415,17 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             for name in own:
                 own[name] = states.get((id(parameter), name), own[name])
         optimizer.step()
-        made = []
         for master, parameter, stand_in in stepped:
             own = self.state[master]
             for name, value in optimizer.state[stand_in].items():
                 key = id(parameter), name
                 if key not in places:
                     own[name] = value
-                elif name not in own:
+                elif name not in own:  # made by this step, and not in the slot
+                    states[key].copy_(value)
                     own[name] = places[key]
-                    made.append((value, own[name]))
             if id(parameter) in masters:
                 parameter.data.copy_(stand_in)
-        return made
 
     # Nothing is left pending.
 

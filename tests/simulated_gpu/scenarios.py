@@ -599,7 +599,7 @@ def registered_lora_int8(place: Place) -> dict[str, Tensor]:
         return train(place, **STREAM, lora=True, base_precision="int8", save_strategy="steps", save_steps=2)
 
 
-@scenario(stops=120, simulated_only=True)  # a driver refuses when it must; the first update sends each state by itself
+@scenario(stops=100, simulated_only=True)  # a driver refuses when it must
 def registration_refused(place: Place) -> dict[str, Tensor]:
     """The driver refuses to lock pages: ordinary memory serves, and copies wait."""
     place.simulator.refuse_registration = True

@@ -397,7 +397,7 @@ class Allocations:
         self.calls += 1
         if self.calls % 5:
             return
-        all_of_it = [(one.written(one.size), one.gradients()) for one in self.streamer.updates._beside.values()]
+        all_of_it = [(one.written(), one.gradients()) for one in self.streamer.updates._beside.values()]
         beside = [buffer for written, gradients in all_of_it for _, buffer in (*written, gradients)]
         old = host | {t.untyped_storage().data_ptr() for t in (*self.before, *beside)}
         sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.byte_buffers()}
