@@ -160,6 +160,7 @@ class ActivationCheckpointing(Part):
     def end(self) -> None:
         if self._boundaries is not None:
             self._boundaries.__exit__()
+            self._boundaries = None  # with its page-locked memory
         for module, setting in self._before.items():
             for name in _SETTING:
                 vars(module).pop(name, None)
