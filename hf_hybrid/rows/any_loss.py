@@ -19,6 +19,7 @@ less is saved than in SFT.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Generator, Mapping
 from typing import Any
 
@@ -27,13 +28,10 @@ from torch import Tensor, nn
 
 from hf_hybrid.compat import cache_name
 from hf_hybrid.machine import mixed_precision_of, sharding_of
-from hf_hybrid.recovery import is_out_of_memory
-from hf_hybrid.rows.attention import ARGUMENT, CannotAttendError, Layout
-from hf_hybrid.rows.comparison import TOLERANCES, apart, sample
-from hf_hybrid.rows.sharing import HOLE, Copied, FlatRow, ModelFacts, SharedRows
+from hf_hybrid.rows.attention import ARGUMENT, Layout
+from hf_hybrid.rows.sharing import FlatRow, ModelFacts, SharedRows
 from hf_hybrid.rows.states import by_row
-from hf_hybrid.rows.tree import IGNORED, Batch, Rows, Targets, Tree, on_host, padded
-from hf_hybrid.run.run import as_before
+from hf_hybrid.rows.tree import IGNORED, Batch, Rows, Tree, divide, on_host
 from hf_hybrid.run.trainer_view import TrainerView
 
 KNOWN = frozenset({"RewardTrainer", "KTOTrainer", "DistillationTrainer", "CPOTrainer", "ORPOTrainer"})
@@ -52,12 +50,12 @@ def rows_of_states(ids: Tensor, mask: Tensor) -> Rows:
 
     One more column is there for what the last token of a row predicts.
     """
-    labels = torch.where(mask != 0, ids, IGNORED)
     more = torch.zeros_like(ids[:, :1])
+    labels = torch.zeros_like(ids).masked_fill(mask == 0, IGNORED)  # any token will do: nobody scores it
     return (
         torch.cat([ids, more], dim=1),
         torch.cat([mask.to(ids.dtype), more], dim=1),
-        torch.cat([torch.full_like(more, IGNORED), torch.where(labels == IGNORED, labels, 0)], dim=1),
+        torch.cat([more + IGNORED, labels], dim=1),
     )
 
 
@@ -122,7 +120,7 @@ class RowsForAnyLoss(SharedRows):
     def _exchange(self, model: nn.Module, facts: ModelFacts, args: tuple, inputs: dict[str, Any]):
         """Exchange a padded batch for a flat row."""
         way = self._under_way
-        way.row = way.hidden = None
+        way.row = None
         if way.comparing == "padded":
             return None
         given = {**dict(zip(("input_ids", "attention_mask"), args)), **inputs}
@@ -147,11 +145,11 @@ class RowsForAnyLoss(SharedRows):
         """Put the states where the padded batch has them."""
         way = self._under_way
         row, way.row = way.row, None
-        states = output[0] if row is None else in_padded_rows(output[0], row)
         if way.comparing is not None:
-            way.hidden = states
+            way.hidden = output[0]
         if row is None:
             return None
+        states = in_padded_rows(output[0], row)
         if isinstance(output, tuple):
             return (states, *output[1:])
         output.last_hidden_state = states
@@ -162,11 +160,11 @@ class RowsForAnyLoss(SharedRows):
     def _tree_of(self, model: nn.Module, facts: ModelFacts, given: Mapping[str, Any]) -> tuple[Tree | None, Batch]:
         """Return the tree of a batch, or `None` if the batch is computed as it is, and the batch on the host."""
         ids, mask = given["input_ids"], given.get("attention_mask")
-        if (copied := self._copied.get(ids)) is not None and copied.tree is not None:
+        if (copied := self._copied.get(ids)) is not None:  # in the comparison
             return copied.tree, copied.batch
         (batch,) = on_host([rows_of_states(ids, torch.ones_like(ids) if mask is None else mask)])
         tree = self._tree_if_it_pays(model, facts, batch, ids.device)
-        if self._is_counting and self._under_way.comparing is None:
+        if self._is_counting:
             self.counts["tokens"] += batch.tokens
             if tree is not None:
                 self.counts["tokens_padding"] += ids.numel() - batch.tokens
@@ -174,59 +172,19 @@ class RowsForAnyLoss(SharedRows):
         return tree, batch
 
     def _tree_if_it_pays(self, model: nn.Module, facts: ModelFacts, batch: Batch, device: torch.device) -> Tree | None:
-        rows = batch.rows(counts_mask=facts.counts_mask)
-        if rows is None:
-            self.fallbacks.cannot_be_exact(HOLE)
-        if not rows or (drawn := self._drawn(model, device)) is None:
+        def compute(inputs: dict[str, Tensor]) -> None:
+            ids, mask = (inputs[name][:, :-1] for name in ("input_ids", "attention_mask"))
+            self._copied[ids] = self._copied[inputs["input_ids"]]
+            facts.backbone(input_ids=ids, attention_mask=mask, use_cache=False)
+
+        plan = self._plan(model, [batch], functools.partial(divide, most=float("inf")), device, True, False)
+        if not plan.trees or plan.cost > self.worth * plan.padded:
             return None
-        if drawn != "nothing":
-            self._note_drawn(model, drawn, rows)
-        if drawn == "by batch":
-            return None
-        tree = Tree.of(rows, shares=drawn == "nothing", again=facts.again)
-        count, length = len(batch.ids), batch.ids.shape[1] - 1
-        costs = facts.costs._replace(scored=0.0)
-        if costs.tree(tree) > self.worth * count * (length * costs.token + length**2 * costs.pair):
-            return None
+        (tree,) = plan.trees
         if not facts.has_compared(tree.longest):
-            self.reason_plain = self._compare_states(model, facts, tree, batch, device)
+            self.reason_plain = self._compare(model, tree, [batch], compute, device)
             facts.note_compared(tree.longest)
         return tree if self.reason_plain is None else None
-
-    def _compare_states(
-        self, model: nn.Module, facts: ModelFacts, tree: Tree, batch: Batch, device: torch.device
-    ) -> str | None:
-        """Compute some rows in both ways, and return why their states are not the same."""
-        some, of_some = padded(Tree.of(sample(tree), shares=tree.shares, again=tree.again), [batch])
-        ids, mask = (part[:, :-1].to(device) for part in some[:2])
-        way, most = self._under_way, TOLERANCES[self.half_precision or model.dtype in (torch.float16, torch.bfloat16)]
-        places = Targets.of(of_some, [some]).places[:, 1:].t()
-        found: dict[str, Tensor] = {}
-        try:
-            with as_before(model, device), torch.no_grad():
-                model.eval()
-                for how in ("padded", "tree"):
-                    way.comparing = how
-                    self._copied[ids] = Copied(some, of_some)
-                    with self._in_trees(model) if how == "tree" else contextlib.nullcontext():
-                        facts.backbone(input_ids=ids, attention_mask=mask, use_cache=False)
-                    assert way.hidden is not None
-                    found[how] = way.hidden[tuple(places)]
-        except CannotAttendError as error:
-            self.fallbacks.cannot_be_exact(str(error))
-            return str(error)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            return self.fallbacks.did_not_work(error, "the model does not take a tree")
-        finally:
-            way.comparing = way.row = way.hidden = None
-        distance = apart(found["padded"], found["tree"])
-        if distance <= most:
-            return None
-        reason = f"states of the first batch are {distance:.1e} of their length away from those of padded rows"
-        self.fallbacks.cannot_be_exact(reason)
-        return reason
 
 
 def _obstacle(given: Mapping[str, Any]) -> str | None:

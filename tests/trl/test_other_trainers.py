@@ -194,7 +194,7 @@ def test_other_losses_of_a_trainer(option, tmp_path):
 
 
 def test_states_that_differ_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_hybrid.rows.any_loss.apart", lambda plain, tree: 0.5)
+    monkeypatch.setattr("hf_hybrid.rows.comparison.apart", lambda plain, tree: 0.5)
     theirs, ours = (train("reward", tmp_path / str(hybrid), hybrid) for hybrid in (False, True))
     assert_same_weights(weights(theirs.model), weights(ours.model))
     assert "5.0e-01 of their length away" in ours.hybrid_summary()["plain_rows_because"]
