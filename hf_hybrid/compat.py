@@ -94,5 +94,5 @@ def cache_name() -> str:
     return "cache" if _takes(CausalLMOutputWithPast, "cache") else "past_key_values"
 
 
-CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
+CACHES = ("cache", "past_key_values", "past_key_value", "layer_past", "cache_params")
 """Names of the cache in the arguments of a layer. 5.24: `cache`; until then one of the others, by the model."""
