@@ -22,6 +22,10 @@ So each row gets the random numbers that it gets in TRL, and the generator is le
 sampled token only if two tokens are closer than the rounding. It is coarser in bf16, where TRL's own completions depend
 on the shape of the batch too.
 
+Layers with a state along the row (Gated DeltaNet, Mamba 2, short convolutions) have it repeated for the completions, as
+keys and values are. Padding at the left of a prompt leaves such a state at zero, so a chunk of prompts may have it.
+Behind a state it would change the state: so what different prompts share at their beginning is computed for each.
+
 Logits processors, stopping criteria, configs and models stay those of transformers. `generate` itself prepares them,
 and then calls [`Decoding`] in place of its own loop: it takes a loop as `custom_generate`. TRL calls `generate` of the
 model without this argument. So [`Decoding.completing`] puts a function in front of it, on this one model and until TRL
@@ -84,7 +88,12 @@ from transformers import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_hybrid.optimizers import has_adapters
@@ -116,6 +125,13 @@ ROWWISE = frozenset({
 """Logits processors that compute a row from this row alone. [`RowwiseProcessors`] tells one of them of its rows."""
 KNOWN = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"}
 """What `generate` may give the model beside tokens."""
+KINDS_OF_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
+"""Of a cache from which rows can be taken."""
 COUNTS = ("rows_decoded", "rows_decoded_saved", "prompt_tokens_shared")
 KEEP = 0.75
 """Rows leave when at most this share of the rows in the batch goes on: to leave costs a copy of the cache."""
@@ -299,17 +315,21 @@ def why_plain_cache(cache: Any, longest: int, window_by_mask: bool) -> str | Non
     Return why rows cannot be taken out of this cache; `None` if they can.
 
     `cache` is what `generate` has prepared, still empty; `longest` the tokens of a row at the end, with its padding;
-    `window_by_mask` whether keys outside of a window are kept, and hidden by the mask.
+    `window_by_mask` whether keys outside of a window are kept, and hidden by the mask, as in captured passes.
     """
     if type(cache) is not DynamicCache or cache.offloading:
         kind = "an offloaded cache" if getattr(cache, "offloading", False) else f"`{type(cache).__name__}`"
         return f"keys and values are in {kind}, not in a plain `DynamicCache`"
     for layer in cache.layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if isinstance(layer, LinearAttentionLayer) and window_by_mask:
+            return "passes of layers with a state along the row are not captured"
+        if type(layer) not in KINDS_OF_LAYERS:
             return f"the cache has a layer of another kind, `{type(layer).__name__}`"
         sliding = isinstance(layer, DynamicSlidingWindowLayer) and not window_by_mask
         if sliding and longest > layer.sliding_window:
             return f"a row of {longest} tokens does not fit into the window of {layer.sliding_window} tokens"
+    if cache.layers and not any(isinstance(layer, DynamicLayer) for layer in cache.layers):
+        return "no layer of the cache counts tokens (all have a state along the row)"
     return None
 
 
@@ -389,10 +409,12 @@ class Prefilled:
 
     def of_all_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
         """
-        Yield keys and values of each layer for all rows, [rows, heads, width, size]. The caches forget them, so that
-        little memory is taken.
+        Yield keys and values of each layer that attends for all rows, [rows, heads, width, size]. The caches forget
+        them, so that little memory is taken.
         """
         for of_caches in zip(*(cache.layers for cache in self.caches)):
+            if not isinstance(of_caches[0], DynamicLayer):
+                continue
             both = []
             for name in ("keys", "values"):
                 chunks = []
@@ -402,6 +424,19 @@ class Prefilled:
                     setattr(layer, name, None)
                 both.append(torch.cat(chunks).index_select(0, self.places))
             yield both[0], both[1]
+
+    def fork(self) -> None:
+        """Give the states of layers along the row, [prompts, ...], to the first cache for all rows, [rows, ...]."""
+        for of_caches in zip(*(cache.layers for cache in self.caches)):
+            for states in zip(*map(_states, of_caches)):
+                for index in [index for index, state in states[0].items() if state is not None]:
+                    chunks = [of_cache[index] for of_cache in states]
+                    states[0][index] = torch.cat(chunks).index_select(0, self.places)
+
+
+def _states(layer: Any) -> tuple[dict[int, Tensor | None], ...]:
+    """Return the states of a layer of a cache, by index: of convolutions and of recurrences, each `[rows, ...]`."""
+    return (layer.conv_states, layer.recurrent_states) if isinstance(layer, LinearAttentionLayer) else ()
 
 
 class RowwiseProcessors(LogitsProcessorList):
@@ -438,6 +473,8 @@ def _prefill(
     lengths, empty = prompts.lengths, model_inputs[CACHE]
     if positions is None:  # a model that is not told positions may count padding: then rows keep theirs
         width, branch = input_ids.shape[1], Branch(0, 0, [*range(len(lengths))], [])
+    elif any(map(_states, empty.layers)):  # padding behind a state would change it, so nothing goes on from a beginning
+        width, branch = max(lengths), Branch(0, 0, [*range(len(lengths))], [])
     else:
         width, in_order = max(lengths), sorted(range(len(lengths)), key=prompts.tokens.__getitem__)
         most = width - 1
@@ -503,7 +540,7 @@ def _pass(model: Any, tokens: Tensor, model_inputs: dict[str, Any], start: Any, 
     )
     outputs = model(**inputs, return_dict=True)
     for layer in outputs[CACHE].layers:
-        if layer.keys is None:
+        if isinstance(layer, DynamicLayer) and layer.keys is None:
             raise PlainRolloutsError("without images the model leaves layers of its cache empty")
     return outputs
 
@@ -522,9 +559,13 @@ def _cut(model_inputs: dict[str, Any], rows: Tensor | None, columns: slice, padd
 def _keep(cache: DynamicCache, rows: Tensor, cut: int) -> None:
     """Take rows out of a cache, and its first columns. Layers one after the other, so that little memory is taken."""
     for layer in cache.layers:
-        states: Any = layer  # of a model that has computed something
-        states.keys = states.keys[:, :, cut:].index_select(0, rows)
-        states.values = states.values[:, :, cut:].index_select(0, rows)
+        for states in _states(layer):
+            states.update({n: state.index_select(0, rows) for n, state in states.items() if state is not None})
+        if not isinstance(layer, DynamicLayer):
+            continue
+        attends: Any = layer  # of a model that has computed something
+        attends.keys = attends.keys[:, :, cut:].index_select(0, rows)
+        attends.values = attends.values[:, :, cut:].index_select(0, rows)
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length -= cut
 
@@ -590,7 +631,9 @@ def _complete(
     logits, lengths = prefilled.logits, [*map(prompts.lengths.__getitem__, prompts.owner)]
     padded = model_inputs.get("position_ids") is None or min(lengths) < prefilled.width
     cache: Any = prefilled.caches[0]  # which gets all rows
-    for layer, (keys, values) in zip(cache.layers, prefilled.of_all_rows(), strict=True):
+    prefilled.fork()
+    attending = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    for layer, (keys, values) in zip(attending, prefilled.of_all_rows(), strict=True):
         states: Any = layer
         states.keys, states.values = keys, values
         if isinstance(layer, DynamicSlidingWindowLayer):
