@@ -96,6 +96,7 @@ from transformers.cache_utils import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hf_hybrid.compat import layers_that_keep_nothing
 from hf_hybrid.optimizers import has_adapters
 from hf_hybrid.part import Part
 from hf_hybrid.recovery import is_out_of_memory
@@ -132,6 +133,8 @@ KINDS_OF_LAYERS = (
     LinearAttentionAndFullAttentionLayer,
 )
 """Of a cache from which rows can be taken."""
+STATES = ("conv_states", "recurrent_states")
+"""What a layer of a cache holds of a row whose state it keeps, by index: each `[rows, ...]`, or `None`."""
 COUNTS = ("rows_decoded", "rows_decoded_saved", "prompt_tokens_shared")
 KEEP = 0.75
 """Rows leave when at most this share of the rows in the batch goes on: to leave costs a copy of the cache."""
@@ -320,15 +323,17 @@ def why_plain_cache(cache: Any, longest: int, window_by_mask: bool) -> str | Non
     if type(cache) is not DynamicCache or cache.offloading:
         kind = "an offloaded cache" if getattr(cache, "offloading", False) else f"`{type(cache).__name__}`"
         return f"keys and values are in {kind}, not in a plain `DynamicCache`"
+    counts = not cache.layers  # or some layer of it
     for layer in cache.layers:
         if isinstance(layer, LinearAttentionLayer) and window_by_mask:
             return "passes of layers with a state along the row are not captured"
-        if type(layer) not in KINDS_OF_LAYERS:
+        if type(layer) not in KINDS_OF_LAYERS and (window_by_mask or type(layer) not in layers_that_keep_nothing()):
             return f"the cache has a layer of another kind, `{type(layer).__name__}`"
         sliding = isinstance(layer, DynamicSlidingWindowLayer) and not window_by_mask
         if sliding and longest > layer.sliding_window:
             return f"a row of {longest} tokens does not fit into the window of {layer.sliding_window} tokens"
-    if cache.layers and not any(isinstance(layer, DynamicLayer) for layer in cache.layers):
+        counts = counts or isinstance(layer, DynamicLayer)
+    if not counts:
         return "no layer of the cache counts tokens (all have a state along the row)"
     return None
 
@@ -407,12 +412,17 @@ class Prefilled:
     width: int
     computed: int
 
-    def of_all_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def of_all_rows(self) -> Iterator[tuple[Any, Tensor, Tensor]]:
         """
-        Yield keys and values of each layer that attends for all rows, [rows, heads, width, size]. The caches forget
-        them, so that little memory is taken.
+        Yield each layer of the first cache that attends, and its keys and values for all rows, [rows, heads, width,
+        size]. The caches forget them, so that little memory is taken. Layers with a state get that of all rows.
         """
         for of_caches in zip(*(cache.layers for cache in self.caches)):
+            for name in STATES if isinstance(of_caches[0], LinearAttentionLayer) else ():
+                for index, state in getattr(of_caches[0], name).items():
+                    if state is not None:
+                        chunks = [getattr(layer, name)[index] for layer in of_caches]
+                        getattr(of_caches[0], name)[index] = torch.cat(chunks).index_select(0, self.places)
             if not isinstance(of_caches[0], DynamicLayer):
                 continue
             both = []
@@ -423,20 +433,7 @@ class Prefilled:
                     chunks.append(pad(states, (0, 0, self.width - states.shape[2], 0)))
                     setattr(layer, name, None)
                 both.append(torch.cat(chunks).index_select(0, self.places))
-            yield both[0], both[1]
-
-    def fork(self) -> None:
-        """Give the states of layers along the row, [prompts, ...], to the first cache for all rows, [rows, ...]."""
-        for of_caches in zip(*(cache.layers for cache in self.caches)):
-            for states in zip(*map(_states, of_caches)):
-                for index in [index for index, state in states[0].items() if state is not None]:
-                    chunks = [of_cache[index] for of_cache in states]
-                    states[0][index] = torch.cat(chunks).index_select(0, self.places)
-
-
-def _states(layer: Any) -> tuple[dict[int, Tensor | None], ...]:
-    """Return the states of a layer of a cache, by index: of convolutions and of recurrences, each `[rows, ...]`."""
-    return (layer.conv_states, layer.recurrent_states) if isinstance(layer, LinearAttentionLayer) else ()
+            yield of_caches[0], both[0], both[1]
 
 
 class RowwiseProcessors(LogitsProcessorList):
@@ -473,15 +470,15 @@ def _prefill(
     lengths, empty = prompts.lengths, model_inputs[CACHE]
     if positions is None:  # a model that is not told positions may count padding: then rows keep theirs
         width, branch = input_ids.shape[1], Branch(0, 0, [*range(len(lengths))], [])
-    elif any(map(_states, empty.layers)):  # padding behind a state would change it, so nothing goes on from a beginning
-        width, branch = max(lengths), Branch(0, 0, [*range(len(lengths))], [])
     else:
         width, in_order = max(lengths), sorted(range(len(lengths)), key=prompts.tokens.__getitem__)
-        most = width - 1
+        least, most = tokens_of_a_pass(model), width - 1
         for layer in empty.layers:
+            if isinstance(layer, LinearAttentionLayer):
+                least = float("inf")  # padding behind a state would change it, so nothing goes on from a beginning
             if isinstance(layer, DynamicSlidingWindowLayer):
                 most = min(most, layer.sliding_window - 1)  # it keeps no more
-        branch = branch_of(prompts.tokens, in_order, tokens_of_a_pass(model), multiple, most)
+        branch = branch_of(prompts.tokens, in_order, least, multiple, most)
     if positions is not None and (more := -input_ids.shape[1] % multiple):
         mask = model_inputs.get("attention_mask")  # `None` if nothing is padded
         mask = torch.ones_like(input_ids) if mask is None else mask
@@ -531,7 +528,9 @@ def _pass(model: Any, tokens: Tensor, model_inputs: dict[str, Any], start: Any, 
         places = torch.arange(known, device=tokens.device) - indices(padding, tokens.device)[:, None]
         places.clamp_(min=0)
         for index, layer in enumerate(start.layers):
-            cache.update(*(states[0][:, places].transpose(0, 1) for states in (layer.keys, layer.values)), index)
+            if isinstance(layer, DynamicLayer):
+                both = (states[0][:, places].transpose(0, 1) for states in (layer.keys, layer.values))
+                cache.update(*both, index)
     inputs = model.prepare_inputs_for_generation(
         tokens,
         next_sequence_length=tokens.shape[1] - known,
@@ -559,8 +558,10 @@ def _cut(model_inputs: dict[str, Any], rows: Tensor | None, columns: slice, padd
 def _keep(cache: DynamicCache, rows: Tensor, cut: int) -> None:
     """Take rows out of a cache, and its first columns. Layers one after the other, so that little memory is taken."""
     for layer in cache.layers:
-        for states in _states(layer):
-            states.update({n: state.index_select(0, rows) for n, state in states.items() if state is not None})
+        for name in STATES if isinstance(layer, LinearAttentionLayer) else ():
+            for index, state in getattr(layer, name).items():
+                if state is not None:
+                    getattr(layer, name)[index] = state.index_select(0, rows)
         if not isinstance(layer, DynamicLayer):
             continue
         attends: Any = layer  # of a model that has computed something
@@ -631,11 +632,8 @@ def _complete(
     logits, lengths = prefilled.logits, [*map(prompts.lengths.__getitem__, prompts.owner)]
     padded = model_inputs.get("position_ids") is None or min(lengths) < prefilled.width
     cache: Any = prefilled.caches[0]  # which gets all rows
-    prefilled.fork()
-    attending = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
-    for layer, (keys, values) in zip(attending, prefilled.of_all_rows(), strict=True):
-        states: Any = layer
-        states.keys, states.values = keys, values
+    for layer, keys, values in prefilled.of_all_rows():
+        layer.keys, layer.values = keys, values
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = prefilled.width
     model_inputs = _cut({**model_inputs, CACHE: cache}, None, slice(-prefilled.width, None), padded)
