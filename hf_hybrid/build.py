@@ -36,7 +36,7 @@ from hf_hybrid.leaps.probe import (
 )
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.leaps.trust import GainPlanner, Trust
-from hf_hybrid.machine import Driver, LeapObstacleError
+from hf_hybrid.machine import Driver, LeapObstacleError, sharding_of
 from hf_hybrid.optimizers import (
     MuonAdamW,
     has_adapters,
@@ -530,13 +530,18 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
 
 
 def adapter_parts(trainer: BuiltTrainer) -> list[Part]:
-    """Return the parts that compute adapters with fewer kernels and casts under bf16 autocast."""
-    to_the_bit = trainer.can_leap and not trainer.hybrid_args.enable_predict
-    if to_the_bit or trainer.accelerator.mixed_precision != "bf16" or not has_adapters(trainer.model):
+    """Return the parts that compute adapters with less memory, or with fewer kernels and casts under bf16 autocast."""
+    if not has_adapters(trainer.model):
         return []
-    from hf_hybrid.phase_memory import adapters
+    from hf_hybrid.phase_memory import adapters, fused_experts
 
-    return adapters.adapter_parts(trainer)
+    to_the_bit = trainer.can_leap and not trainer.hybrid_args.enable_predict
+    parts = [] if to_the_bit or trainer.accelerator.mixed_precision != "bf16" else adapters.adapter_parts(trainer)
+    rounds = trainer.rows is not None and not trainer.rows.off  # sums in another order, as rows that share do
+    if rounds and not (trainer.args.torch_compile or sharding_of(trainer.args)):
+        experts = fused_experts.adapted_experts(trainer.accelerator.unwrap_model(trainer.model))
+        parts += [fused_experts.FusedExperts(experts)] if experts else []
+    return parts
 
 
 def rows_part(trainer: BuiltTrainer) -> Part | None:
