@@ -18,7 +18,9 @@ Results differ from PEFT's by rounding. Where another `experts_implementation` w
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -42,9 +44,18 @@ class FusedExperts(Part):
     def __init__(self, layers: list[Any]):
         self.layers = layers
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: Run | None) -> None:
         for layer in self.layers:
             layer.forward = functools.partial(_forward, layer)
+
+    @contextlib.contextmanager
+    def computing(self) -> Generator[None]:
+        """Inside, layers compute like this before a training runs; copies of them too."""
+        self.begin(None)
+        try:
+            yield
+        finally:
+            self.clean_up()
 
     def clean_up(self) -> None:
         for layer in self.layers:

@@ -10,6 +10,7 @@ from rig.tiny_architectures import FIRST_DATA_TOKEN, build_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid.build import make_plan
 from hf_hybrid.export import exporter
 from hf_hybrid.optimizers import split_parameters
 from hf_hybrid.phase_memory.fused_experts import FusedExperts, adapted_experts
@@ -96,6 +97,26 @@ def test_no_copy_of_the_experts_is_kept_for_the_backward_pass():
     part_of(model)
     _, _, ours = gradients(model, batch)
     assert copies <= set(of_peft.values()) and not copies & set(ours.values())
+
+
+def test_a_plan_counts_no_copy_of_the_experts(tmp_path):
+    """Where PEFT's forward stays, it does."""
+    peaks = []
+    for share_rows in ("on", "off"):
+        values = {"share_rows": share_rows, "use_cpu": True, "per_device_train_batch_size": 1, "save_strategy": "no"}
+        trainer = trainers.build(
+            tmp_path,
+            config=HybridConfig,
+            model=adapted("qwen3_moe"),
+            train_dataset=rows(8),
+            data_collator=pad,
+            **values,
+        )
+        plan = make_plan(trainer, None)
+        assert plan.traced
+        peaks.append(plan.peak_device_bytes)
+    experts = sum(p.nbytes for p in trainer.model.parameters() if p.ndim == 3)
+    assert peaks[1] - peaks[0] > 0.9 * experts
 
 
 @pytest.mark.parametrize("other", ["eager", "rank"])
