@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_hybrid.compat import norm_of_experts, shards_experts
 from hf_hybrid.optimizers import wraps_parameter
 from hf_hybrid.part import Part
 from hf_hybrid.run.run import Run
@@ -71,8 +72,8 @@ def adapted_experts(model: nn.Module) -> list[Any]:
 
 def _is_plain(layer: Any) -> bool:
     experts, wrappers = layer.get_base_layer(), _wrappers(layer)
-    known = all(hasattr(experts, name) for name in ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm"))
-    if not known or experts._is_expert_parallel or "forward" in vars(layer) or experts._forward_hooks:
+    known = all(hasattr(experts, name) for name in ("has_gate", "has_bias", "is_transposed"))
+    if not known or shards_experts(experts) or "forward" in vars(layer) or experts._forward_hooks:
         return False
     names = {"gate_up_proj" if experts.has_gate else "up_proj", "down_proj"}
     return wrappers.keys() <= names and all(_is_thin(wrapper) for wrapper in wrappers.values())
@@ -122,7 +123,8 @@ def _forward(layer: Any, hidden: Tensor, chosen: Tensor, shares: Tensor, *args: 
 
     rows = linear("gate_up_proj" if experts.has_gate else "up_proj", hidden[order // count])
     rows = linear("down_proj", experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows))
-    rows = experts.post_expert_norm(rows) if experts.has_post_expert_norm else rows
+    norm = norm_of_experts(experts)
+    rows = rows if norm is None else norm(rows)
     rows = rows * shares.reshape(-1)[order].unsqueeze(-1)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
