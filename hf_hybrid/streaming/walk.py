@@ -26,7 +26,9 @@ between is differentiated down to the outputs of earlier layers. Pieces that dep
 until the end and are differentiated once, since several layers may have used them.
 
 **What cannot be walked.** Layers that pass tensors through an object (a cache, a dictionary) would go around the cuts.
-They are refused before anything is accumulated, and [`Window`] then walks micro-batch by micro-batch.
+They are refused before anything is accumulated, and [`Window`] then walks micro-batch by micro-batch. So it does where
+the model uses what it computed before its layers (embeddings) after them once more, past the cuts: the loss's backward
+call frees the graph of it. Then the gradients of the window are dropped and computed again.
 """
 
 from __future__ import annotations
@@ -56,6 +58,10 @@ logger = logging.getLogger(__name__)
 
 class CannotWalkError(RuntimeError):
     """This model's layers cannot be walked for several micro-batches at once."""
+
+
+class _ReadPastLayersError(CannotWalkError):
+    """What a micro-batch computed before its layers is used after them too, and its loss has freed that graph."""
 
 
 class _Abandoned(BaseException):
@@ -219,7 +225,8 @@ class LayerWalk:
 
         Raises:
             CannotWalkError: If the micro-batches do not call the same layers in the same order, or a layer takes
-                something that is neither tensor nor plain value. Nothing was accumulated then.
+                something that is neither tensor nor plain value. Nothing was accumulated then. Or what is computed before
+                the layers is used after them too, which shows when gradients have been accumulated.
             RuntimeError: If that shows only when a micro-batch is through.
         """
         jobs = [_MicroBatch(function, self.streamer.device) for function in functions]
@@ -391,7 +398,8 @@ class Window:
     def __init__(self, streamer: LayerStreamer, order: str, *, park: bool = False, obstacle: str | None = None):
         self.streamer, self.order = streamer, order
         self.parking = HostBuffers(pin=streamer.transfers.beside) if park else None
-        self._can_walk = True
+        self.by_layer = True
+        """Windows of several micro-batches are walked by layer, if the order admits it."""
         if obstacle is not None and (order != "micro_batch" or park):
             self._cannot_walk(obstacle)
         self._inputs: list = []
@@ -407,11 +415,13 @@ class Window:
         window, self._inputs = self._inputs, []
         if self.order == "micro_batch":
             window = [inputs]
-        if self._can_walk and (len(window) > 1 or (window and self.parking is not None)):
+        if self.by_layer and (len(window) > 1 or (window and self.parking is not None)):
             try:
                 walk = LayerWalk(self.streamer, self.parking)
                 self._results = walk.run([functools.partial(step, inputs) for inputs in window])
             except CannotWalkError as error:
+                if isinstance(error, _ReadPastLayersError):
+                    self._drop_gradients()
                 self._cannot_walk(str(error))
         if self._results:
             return self._results.pop(0)
@@ -419,19 +429,31 @@ class Window:
         self.streamer.end_backward()
         return result
 
+    def _drop_gradients(self) -> None:
+        """Drop the gradients of a window that is computed again. There are no others: a window is a whole step."""
+        for parameter in self.streamer.model.parameters():
+            parameter.grad = None
+        for param in self.streamer.masters.values():
+            param.master.grad = param.norm = param.total = None
+
     def _cannot_walk(self, why: str) -> None:
         if self.order == "layer":
             raise CannotWalkError(f"{why} Set `accumulation_walk=micro_batch`.")
         logger.warning(
             "%s Windows are walked micro-batch by micro-batch, with the activations between layers on the device.", why
         )
-        self._can_walk = False
+        self.by_layer = False
 
 
 def _backward_through(pairs: list[tuple[Tensor, Tensor]]) -> None:
     if pairs:
-        # Kept: parts of the graph may be shared with what a later call still has to differentiate.
-        torch.autograd.backward([t for t, _ in pairs], [leaf.grad for _, leaf in pairs], retain_graph=True)
+        try:
+            # Kept: parts of the graph may be shared with what a later call still has to differentiate.
+            torch.autograd.backward([t for t, _ in pairs], [leaf.grad for _, leaf in pairs], retain_graph=True)
+        except RuntimeError as error:
+            if "a second time" not in str(error):
+                raise
+            raise _ReadPastLayersError("The model uses what it computed before its layers after them too.") from error
 
 
 def _depends_on(tensor: Tensor, leaves: WeakIdKeyDictionary) -> bool:
