@@ -57,6 +57,9 @@ class Updates:
     def flush(self) -> None:
         """Finish updates, because masters are about to be read."""
 
+    def drop_gradients(self) -> None:
+        """Drop gradients that no step has used."""
+
     def begin_load(self, unit: Unit) -> None:
         """The weights of a pending unit are about to travel: what its update needs goes before them."""
 

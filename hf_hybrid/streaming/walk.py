@@ -26,9 +26,9 @@ between is differentiated down to the outputs of earlier layers. Pieces that dep
 until the end and are differentiated once, since several layers may have used them.
 
 **What cannot be walked.** Layers that pass tensors through an object (a cache, a dictionary) would go around the cuts.
-They are refused before anything is accumulated, and [`Window`] then walks micro-batch by micro-batch. So it does where
-the model uses what it computed before its layers (embeddings) after them once more, past the cuts: the loss's backward
-call frees the graph of it. Then the gradients of the window are dropped and computed again.
+So does a model that uses what it computed before its layers (embeddings) after them once more: the loss's backward call
+frees the graph of it. Micro-batches may also call different layers. [`Window`] then drops the gradients of the window,
+and walks micro-batch by micro-batch.
 """
 
 from __future__ import annotations
@@ -58,10 +58,6 @@ logger = logging.getLogger(__name__)
 
 class CannotWalkError(RuntimeError):
     """This model's layers cannot be walked for several micro-batches at once."""
-
-
-class _ReadPastLayersError(CannotWalkError):
-    """What a micro-batch computed before its layers is used after them too, and its loss has freed that graph."""
 
 
 class _Abandoned(BaseException):
@@ -224,10 +220,9 @@ class LayerWalk:
         results.
 
         Raises:
-            CannotWalkError: If the micro-batches do not call the same layers in the same order, or a layer takes
-                something that is neither tensor nor plain value. Nothing was accumulated then. Or what is computed before
-                the layers is used after them too, which shows when gradients have been accumulated.
-            RuntimeError: If that shows only when a micro-batch is through.
+            CannotWalkError: If the micro-batches do not call the same layers in the same order, a layer takes something
+                that is neither tensor nor plain value, or what is computed before the layers is used after them too.
+                Some gradients may have been accumulated then.
         """
         jobs = [_MicroBatch(function, self.streamer.device) for function in functions]
         self.streamer.walk, self.several = self, len(jobs) > 1
@@ -257,11 +252,7 @@ class LayerWalk:
         while any(job.waiting_for is not None for job in jobs):
             unit = jobs[0].waiting_for
             if unit is None or any(job.waiting_for is not unit for job in jobs):
-                why = "The micro-batches of a window do not call the same layers in the same order."
-                if any(job.waiting_for is None for job in jobs):
-                    # Its loss has left gradients already: starting anew would count them twice.
-                    raise RuntimeError(f"{why} Set `accumulation_walk=micro_batch`.")
-                raise CannotWalkError(why)
+                raise CannotWalkError("The micro-batches of a window do not call the same layers in the same order.")
             try:
                 for job in jobs:
                     if not unit.bound:  # at first, or taken by a pass without gradients inside a micro-batch
@@ -420,21 +411,16 @@ class Window:
                 walk = LayerWalk(self.streamer, self.parking)
                 self._results = walk.run([functools.partial(step, inputs) for inputs in window])
             except CannotWalkError as error:
-                if isinstance(error, _ReadPastLayersError):
-                    self._drop_gradients()
                 self._cannot_walk(str(error))
+                # There are no others: a window is a whole step, which is computed from its beginning now.
+                for parameter in self.streamer.model.parameters():
+                    parameter.grad = None
+                self.streamer.updates.drop_gradients()
         if self._results:
             return self._results.pop(0)
         result = step(inputs)
         self.streamer.end_backward()
         return result
-
-    def _drop_gradients(self) -> None:
-        """Drop the gradients of a window that is computed again. There are no others: a window is a whole step."""
-        for parameter in self.streamer.model.parameters():
-            parameter.grad = None
-        for param in self.streamer.masters.values():
-            param.master.grad = param.norm = param.total = None
 
     def _cannot_walk(self, why: str) -> None:
         if self.order == "layer":
@@ -453,7 +439,7 @@ def _backward_through(pairs: list[tuple[Tensor, Tensor]]) -> None:
         except RuntimeError as error:
             if "a second time" not in str(error):
                 raise
-            raise _ReadPastLayersError("The model uses what it computed before its layers after them too.") from error
+            raise CannotWalkError("The model uses what it computed before its layers after them too.") from error
 
 
 def _depends_on(tensor: Tensor, leaves: WeakIdKeyDictionary) -> bool:
