@@ -91,12 +91,12 @@ def build(model_type: str, walk: str) -> PreTrainedModel:
     for part in (config, config.get_text_config()):
         part.tie_word_embeddings = False
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name, value in vars(module).items():
+    for holder in (*model.modules(), config):  # BigBird makes modules from its config while it trains
+        for name, value in vars(holder).items():
             if isinstance(value, float) and any(word in name for word in ("dropout", "layerdrop", "jitter")):
-                setattr(module, name, 0.0)
+                setattr(holder, name, 0.0)
+        if isinstance(holder, torch.nn.Dropout):
+            holder.p = 0.0
     return model
 
 
