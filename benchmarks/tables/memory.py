@@ -56,14 +56,15 @@ def memory_equality() -> str:
     }
     words = {
         "equal": "equal to plain `Trainer` to the last bit",
-        "equal, falls back": "the same, but windows are walked micro-batch by micro-batch",
+        "equal, falls back": "equal, but walked micro-batch by micro-batch",
         "differs": "differ",
         "no layer list": "refused (its reversible layers have other calls)",
         "plain fails": "not trained by plain `Trainer` here",
     }
     rows = [
         [words[outcome] + (f": {names[outcome]}" if outcome != "equal" else ""), *(count.get(w, "") for w in WALKS)]
-        for outcome, count in told.items()
+        for outcome in words
+        if (count := told.get(outcome))
     ]
     return markdown(["types", "micro-batch walk", "layer walk"], rows)
 
