@@ -55,7 +55,7 @@ LIMITS = {
     "a step with `enable_predict=False`": {"files": 3, "changes": 13, "depth": 5, "calls": 31},
     "a step of shared rows": {"files": 9, "changes": 126, "depth": 11, "calls": 618},
     "a step of GRPO": {"files": 8, "changes": 54, "depth": 14, "calls": 141},
-    "a streamed step": {"files": 10, "changes": 272, "depth": 14, "calls": 975},
+    "a streamed step": {"files": 10, "changes": 252, "depth": 14, "calls": 902},
     "a plain save": {"files": 5, "changes": 42, "depth": 9, "calls": 84},
     "a save with leaps": {"files": 14, "changes": 77, "depth": 12, "calls": 564},
     "options to parts": {"files": 15, "stays": 33},

@@ -8,10 +8,11 @@ they take a view of the trainer.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from accelerate.hooks import remove_hook_from_submodules
@@ -36,7 +37,7 @@ from hf_hybrid.leaps.probe import (
 )
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.leaps.trust import GainPlanner, Trust
-from hf_hybrid.machine import Driver, LeapObstacleError
+from hf_hybrid.machine import Driver, LeapObstacleError, sharding_of
 from hf_hybrid.optimizers import (
     MuonAdamW,
     has_adapters,
@@ -75,6 +76,9 @@ from hf_hybrid.streaming.layers import embeddings_and_head, map_with_host_layers
 from hf_hybrid.streaming.optimizer import UnsupportedOptimizerError, check_separable
 from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.walk import Window
+
+if TYPE_CHECKING:
+    from hf_hybrid.phase_memory.fused_experts import FusedExperts
 
 logger = logging.getLogger(__name__)
 
@@ -492,8 +496,10 @@ def estimator_for(trainer: BuiltTrainer, device_map: dict | None) -> tuple[Estim
 
 def make_plan(trainer: BuiltTrainer, device_map: dict | None) -> Plan:
     """Plan which parts of the trainer's model are streamed, within its budgets; `PlanError` if nothing fits."""
-    estimator, setup = estimator_for(trainer, device_map)
-    return estimator.plan(setup)
+    experts = fused_experts_part(trainer)
+    with contextlib.nullcontext() if experts is None else experts.computing():  # a trace computes as a step does
+        estimator, setup = estimator_for(trainer, device_map)
+        return estimator.plan(setup)
 
 
 def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
@@ -530,13 +536,29 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
 
 
 def adapter_parts(trainer: BuiltTrainer) -> list[Part]:
-    """Return the parts that compute adapters with fewer kernels and casts under bf16 autocast."""
-    to_the_bit = trainer.can_leap and not trainer.hybrid_args.enable_predict
-    if to_the_bit or trainer.accelerator.mixed_precision != "bf16" or not has_adapters(trainer.model):
+    """Return the parts that compute adapters with less memory, or with fewer kernels and casts under bf16 autocast."""
+    if not has_adapters(trainer.model):
         return []
     from hf_hybrid.phase_memory import adapters
 
-    return adapters.adapter_parts(trainer)
+    to_the_bit = trainer.can_leap and not trainer.hybrid_args.enable_predict
+    parts = [] if to_the_bit or trainer.accelerator.mixed_precision != "bf16" else adapters.adapter_parts(trainer)
+    experts = fused_experts_part(trainer)
+    return parts if experts is None else [*parts, experts]
+
+
+def fused_experts_part(trainer: BuiltTrainer) -> FusedExperts | None:
+    """Return the part that multiplies adapters of fused experts, where sums may be in another order than PEFT's."""
+    args, options = trainer.args, trainer.hybrid_args
+    to_the_bit = options.share_rows == "auto" and trainer.can_leap and not options.enable_predict
+    if options.share_rows == "off" or to_the_bit or args.torch_compile or sharding_of(args):
+        return None
+    if not has_adapters(trainer.accelerator.unwrap_model(trainer.model)):
+        return None
+    from hf_hybrid.phase_memory.fused_experts import FusedExperts, adapted_experts
+
+    layers = adapted_experts(trainer.accelerator.unwrap_model(trainer.model))
+    return FusedExperts(layers) if layers else None
 
 
 def rows_part(trainer: BuiltTrainer) -> Part | None:

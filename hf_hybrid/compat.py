@@ -63,6 +63,16 @@ def options_for_fewer_heads() -> dict[str, Any]:
 # transformers.
 
 
+def norm_of_experts(experts: Any) -> Callable[..., Any] | None:
+    """Return the norm behind each expert, if there is one. 5.17 has none, and no `has_post_expert_norm`."""
+    return experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
+
+
+def shards_experts(experts: Any) -> bool:
+    """Whether processes have some of the experts each. 5.17 does not tell by `_is_expert_parallel`."""
+    return bool(getattr(experts, "_is_expert_parallel", False))
+
+
 def checkpointing_option() -> str:
     """
     Return the name of activation checkpointing in `TrainingArguments` and in the methods of a model.

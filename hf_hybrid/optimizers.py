@@ -361,6 +361,11 @@ def has_adapters(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
+def wraps_parameter(module: nn.Module) -> bool:
+    """Whether a module is PEFT's adapter of a parameter (`target_parameters`), such as the weights of fused experts."""
+    return type(module).__name__ == "ParamWrapper"
+
+
 def split_parameters(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """
     Split the trainable parameters into those of Muon and those of AdamW, by name and in the model's order.
@@ -370,10 +375,13 @@ def split_parameters(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[st
     embeddings and output head, whatever shares their weight or is part of them (adapters too), nor any 2-D one with a
     side as long as the vocabulary, unless the model is as wide; and not those with a side of 1, which are vectors.
     Everything else is AdamW's: biases, norms, convolutions, parameters that a module holds itself (Mamba's `A_log`,
-    routers of newer mixtures of experts).
+    routers of newer mixtures of experts), adapters of fused experts (PEFT writes the thin matrices of all experts as
+    one matrix, which is none of a layer).
     """
     hidden, other = set(), {id(parameter) for end in _ends(model) for parameter in end.parameters()}
     for module in model.modules():
+        if wraps_parameter(module) and module.num_experts != 1:
+            other |= {id(p) for name, p in module.named_parameters() if name.startswith("lora_")}
         for name, parameter in module.named_parameters(recurse=False):
             linear = isinstance(module, _LINEAR) and name == "weight" and parameter.ndim == 2
             experts = parameter.ndim == 3 and getattr(module, "num_experts", None) == len(parameter)

@@ -16,22 +16,27 @@ from benchmarks.tables import all_lines, markdown, mib, percent, rate, results, 
 
 GIB = 2**30
 CHECKS = ("sft", "dpo", "rollouts")
+WALKS = ("micro_batch", "layer")
+
+
+def streamed(walk: str) -> list[dict]:
+    return results("equality", "streamed", "model_type", "walk").rows(walk=walk)
 
 
 def outcomes() -> collections.Counter:
-    return collections.Counter(row["outcome"] for row in results("equality", "streamed", "model_type", "walk").rows())
+    return collections.Counter(row["outcome"] for row in streamed("micro_batch"))
 
 
 @table("families")
 def families() -> str:
     """Model families with the same outcomes stand in one row."""
-    found, streamed = all_lines("equality", "families"), results("equality", "streamed", "model_type", "walk")
+    found, walked = all_lines("equality", "families"), results("equality", "streamed", "model_type", "walk")
     cells: dict[str, dict[str, str]] = {}
     for row in found:
         told = row["detail"] if row["outcome"] == "falls back" else ""
         of_family = cells.setdefault(row["family"], {})
         of_family[row["check"]] = f"{row['outcome']}: {told}" if told else row["outcome"]
-        of_family["streamed"] = streamed.get(model_type=row["model_type"], walk="micro_batch")["outcome"]
+        of_family["streamed"] = walked.get(model_type=row["model_type"], walk="micro_batch")["outcome"]
     groups: dict[tuple[str, ...], list[str]] = {}
     for family, of_family in cells.items():
         groups.setdefault(tuple(of_family[name] for name in (*CHECKS, "streamed")), []).append(family)
@@ -41,17 +46,27 @@ def families() -> str:
 
 @table("memory-equality")
 def memory_equality() -> str:
-    rows = results("equality", "streamed", "model_type", "walk").rows()
+    told: dict[str, dict[str, str]] = {}
+    for walk in WALKS:
+        for outcome, count in collections.Counter(row["outcome"] for row in streamed(walk)).items():
+            told.setdefault(outcome, {})[walk] = str(count)
     names = {
-        outcome: ", ".join(f"`{row['model_type']}`" for row in rows if row["outcome"] == outcome)
-        for outcome in outcomes()
-        if outcome != "equal"
+        outcome: ", ".join(f"`{row['model_type']}`" for row in streamed("layer") if row["outcome"] == outcome)
+        for outcome in told
     }
-    found = outcomes()
-    told = [[found["equal"], "equal to plain `Trainer` to the last bit"]]
-    told.append([found["no layer list"], f"refused ({names['no layer list']}; its reversible layers have other calls)"])
-    told.append([found["plain fails"], f"not trained by plain `Trainer` here ({names['plain fails']})"])
-    return markdown([f"of {len(rows)} types", ""], told)
+    words = {
+        "equal": "equal to plain `Trainer` to the last bit",
+        "equal, falls back": "equal, but walked micro-batch by micro-batch",
+        "differs": "differ",
+        "no layer list": "refused (its reversible layers have other calls)",
+        "plain fails": "not trained by plain `Trainer` here",
+    }
+    rows = [
+        [words[outcome] + (f": {names[outcome]}" if outcome != "equal" else ""), *(count.get(w, "") for w in WALKS)]
+        for outcome in words
+        if (count := told.get(outcome))
+    ]
+    return markdown(["types", "micro-batch walk", "layer walk"], rows)
 
 
 @table("memory-architectures")

@@ -7,6 +7,7 @@ Only the first process speaks. Facts and lines go to stdout, the bar (`cli/progr
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -179,6 +180,8 @@ def print_trainer(trainer: Any, *, by_rule: bool) -> None:
     print_fact("rate", _rate(trainer, by_rule))
     if (memory := _memory(trainer)) is not None:
         print_fact("memory", memory)
+    if (rows := _rows(trainer)) is not None:
+        print_fact("rows", rows)
     steps = f"{args.save_steps:.0%} of the run" if args.save_steps < 1 else f"{int(args.save_steps):,} steps"
     every = {"steps": steps, "epoch": "epoch"}.get(getattr(args.save_strategy, "value", args.save_strategy))
     saves = f"a checkpoint every {every}" if every else "no checkpoints on the way"
@@ -219,6 +222,37 @@ def _rate(trainer: Any, by_rule: bool) -> str:
     if adapters and not written:
         return f"{text}; adapters often need ten times the rate of all weights: set --learning_rate"
     return text
+
+
+WINDOWS, ROWS_READ = 4, 512
+"""Windows from which [`_rows`] says what a run saves, and the most rows that it reads for that."""
+
+
+def _rows(trainer: Any) -> str | None:
+    """What the run leaves out of its first windows, in words; `None` for a trainer that does not lay out windows."""
+    from torch.utils.data import IterableDataset
+
+    from hf_hybrid.rows.windows import SharedWindows
+    from hf_hybrid.run.run import RandomStates
+
+    if trainer.rows is None:
+        return "padded, each for itself (share_rows)"
+    if not isinstance(trainer.rows, SharedWindows) or isinstance(trainer.train_dataset, IterableDataset):
+        return None  # a stream is read once
+    with RandomStates.now(trainer.args.device).again():
+        loader, accumulated = trainer.get_train_dataloader(), trainer.args.gradient_accumulation_steps
+        of_window = trainer.args.per_device_train_batch_size * accumulated
+        count = min(WINDOWS, max(ROWS_READ // of_window, 1)) * accumulated
+        batches = [
+            loader.collate_fn([loader.dataset[index] for index in chosen])
+            for chosen in itertools.islice(loader.batch_sampler, count)
+        ]
+    found = trainer.rows.foresee([batches[n : n + accumulated] for n in range(0, len(batches), accumulated)])
+    if found.reason is not None:
+        return f"as they are, padded: {found.reason}"
+    text = f"about {found.shared + found.padding:.0%} of the tokens are not computed ({found.shared:.0%} in shared "
+    text += f"prefixes or after the last label, {found.padding:.0%} padding)"
+    return "; ".join([text, *found.but])
 
 
 def _memory(trainer: Any) -> str | None:
@@ -325,4 +359,6 @@ def _saved_work(summary: dict[str, Any]) -> str:
             f"{(shared + padding) / (tokens + padding):.0%} of {of_what} were not computed: {count(shared)} in shared "
             f"prefixes or after the last label, {count(padding)} padding"
         )
+    elif tokens and (reason := summary.get("plain_rows_because")):
+        parts.append(f"no token, as rows were computed padded: {reason}")
     return "; ".join(parts)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import math
 import shlex
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,10 @@ from hf_hybrid.cli.console import quiet_imports, terminal_width
 from hf_hybrid.files import write_text
 
 if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from hf_hybrid.cli.measure import Measurement
     from hf_hybrid.plan.planner import Planner
     from hf_hybrid.plan.ways import WayPlan
 
@@ -57,6 +63,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--enable_predict", action="store_true", help="count the memory of leaps, which adapters train without")
     text = "write the best plan (of several kinds the first that needs no streaming) as YAML, for --config of --for"
     add("--output", metavar="FILE", help=text)
+    text = "train a few layers on this GPU, a minute for each kind, and print seconds of a step and what bounds it"
+    add("--measure", action="store_true", help=text)
     add("--details", action="store_true", help="print every plan by category, on device and host")
     add("--json", action="store_true", help="print JSON instead of a table")
 
@@ -65,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
     """Plan, print, write a YAML file. Returns 0; 1 if nothing fits to be written."""
     with quiet_imports():
         report = _Report(args)
+        if args.measure:
+            report.measure()
     sys.stdout.write(report.as_json() if args.json else report.as_text())
     if args.output is None:
         return 0
@@ -102,6 +112,9 @@ class _Report:
             raise ValueError("`--peft qlora` is not planned with FSDP2. Give `--peft lora`, or plan for one process.")
         if args.qat != "none" and args.peft in ("lora", "qlora"):
             raise ValueError(f"`--qat {args.qat}` trains all weights, and `--peft {args.peft}` freezes them.")
+        if args.measure and (args.task not in ("train", "sft") or args.num_processes > 1):
+            what = f"--for {args.task}" if args.num_processes == 1 else f"--num_processes {args.num_processes}"
+            raise ValueError(f"`--measure` trains as `train` and `sft` do, in one process, not as `{what}` asks.")
         if args.task == "grpo" and args.batch_size * args.gradient_accumulation_steps % 2:
             raise ValueError(f"`--batch_size {args.batch_size}` holds no groups of completions. Give an even number.")
         self.args = args
@@ -129,6 +142,44 @@ class _Report:
         of_trl, can_stream = args.task != "train", args.task in ("train", "sft")
         self.plans: list[WayPlan] = self.planner.plans(args.dtype, kinds, own_loss=of_trl, can_stream=can_stream)
         self.best = {kind: recommended(self.plans, kind) for kind in kinds}
+        self.measured: dict[str, Measurement | str] = {}
+        """Of each kind what was measured, or why nothing was."""
+
+    def measure(self) -> None:
+        """Measure the best plan of each kind; without a GPU say that there is none."""
+        import torch
+
+        if not torch.cuda.is_available():
+            sys.stderr.write(
+                "hf-hybrid plan: no GPU here, so `--measure` has measured no time: this is memory alone.\n"
+            )
+            return
+        from hf_hybrid.cli.measure import measure
+
+        for kind, plan in self.best.items():
+            if plan is None:
+                continue
+            sys.stderr.write(f"hf-hybrid plan: measuring {plan.title} ...\n")
+            try:
+                self.measured[kind] = measure(self.planner, plan, functools.partial(self._prepared, kind=kind))
+            except torch.OutOfMemoryError:
+                self.measured[kind] = "memory ran out, so this plan does not fit"
+            except ValueError as error:
+                self.measured[kind] = str(error)
+
+    def _prepared(self, model: PreTrainedModel, kind: str) -> nn.Module:
+        """What a plan trains: the model itself, ternary, or with adapters."""
+        if self.args.qat == "bitnet":
+            from hf_hybrid.export.bitnet import to_bitnet
+
+            return to_bitnet(model)
+        if kind == "full":
+            return model
+        from peft import get_peft_model
+
+        from hf_hybrid.plan.models import lora_config
+
+        return get_peft_model(model, lora_config(self.args.lora_r, self.args.lora_target_modules or "all-linear"))
 
     def written(self) -> WayPlan | None:
         """The plan for `--output`."""
@@ -146,14 +197,40 @@ class _Report:
             for plan in self.plans
         ]
         best = {kind: plan and plan.way.title for kind, plan in self.best.items()}
-        return json.dumps({"vram": setup.vram, "ram": setup.ram, "plans": plans, "recommended": best}, indent=2) + "\n"
+        measured = {kind: it if isinstance(it, str) else it.to_dict() for kind, it in self.measured.items()}
+        values = {"vram": setup.vram, "ram": setup.ram, "plans": plans, "recommended": best, "measured": measured}
+        return json.dumps(values, indent=2) + "\n"
 
     def as_text(self) -> str:
         """The table of all plans, and the best of each kind with its command."""
         parts = [self._head(), self._table(), self._legend()]
         if self.args.details:
             parts += [f"{plan.title}, estimated\n{plan.table}\n" for plan in self.plans]
-        return "\n".join([*parts, self._recommended()])
+        return "\n".join([*parts, self._recommended(), *self._measured()])
+
+    def _measured(self) -> Iterator[str]:
+        """Seconds of a step of each kind, and what bounds them."""
+        if not self.measured:
+            return
+        import torch
+
+        yield f"Measured on this {torch.cuda.get_device_name()}, with {torch.get_num_threads()} threads:"
+        for kind, it in self.measured.items():
+            if isinstance(it, str):
+                yield textwrap.fill(f"{kind}: not measured: {it}.", terminal_width())
+                continue
+            step, speed = it.step, it.tokens / it.step.seconds
+            text = f"{kind}: {step.seconds:.3g} s a step, {speed:,.0f} tokens/s, 1 million tokens in "
+            text += f"{1e6 / speed / 60:.3g} min; from {' and '.join(map(str, it.trained))} layers."
+            if step.bound:
+                text += (
+                    f" Kernels take {step.kernels:.3g} s, copies in {step.copies_in:.3g} s, copies out "
+                    f"{step.copies_out:.3g} s: a step that overlaps all is bound by {step.bound}."
+                )
+            if it.device_bytes and it.planned_bytes:
+                text += f" Device: {it.device_bytes / GIB:.2f} GiB, planned {it.planned_bytes / GIB:.2f}."
+            yield textwrap.fill(text, terminal_width(), subsequent_indent="  ")
+        yield ""
 
     def _head(self) -> str:
         args, setup, shape, config = self.args, self.planner.setup, self.plans[0].shape, self.planner.config

@@ -121,7 +121,12 @@ def export(
 
     with _workshop(output) as work:
         plain, exported = plain_folder(source, work, as_trained=format == MERGED), work / "model"
-        write(format, plain, exported, tokenizer, own, weights, max_shard_size)
+        kept = write(format, plain, exported, tokenizer, own, weights, max_shard_size)
+        if kept:
+            said = f"`format={format}` quantises linear layers. Weights of experts that lie in one tensor stay in "
+            said += f"{result['dtype']}: {kept:.0%} of the model."
+            logger.warning(said)
+            result["caveat"] = " ".join(filter(None, (warning, said)))
         for name, folder in (("original", plain), ("exported", exported)):
             result[name] = {"disk_bytes": measure.disk_bytes(folder), "loss": None, "perplexity": None}
         describe(exported)

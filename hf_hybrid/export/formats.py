@@ -118,11 +118,12 @@ def load(folder: Path, dtype: torch.dtype, **quantization: Any) -> PreTrainedMod
 
 def write(
     name: str, plain: Path, folder: Path, tokenizer: Any, own: torch.dtype, dtype: torch.dtype, max_shard_size: str
-) -> None:
+) -> float:
     """
     Write a checked format of a plain model into a new folder, with tokenizer and generation config.
 
-    `own` is the dtype of the weights in `plain`, `dtype` that of those that are not quantised.
+    `own` is the dtype of the weights in `plain`, `dtype` that of those that are not quantised. Return the share of the
+    weights that a low-bit format leaves in `dtype` because experts have them in one tensor, which is no linear layer.
     """
     folder.mkdir()
     if tokenizer is not None:
@@ -138,7 +139,7 @@ def write(
                         f"`{key}` has {module.in_features}. Export on a GPU, or set `format=gguf-q4_m` for 4 bits."
                     )
         model.save_pretrained(folder, max_shard_size=max_shard_size)
-        return
+        return _share_in_stacks(model)
     model = load(plain, dtype)
     if name == MERGED:
         if own is torch.float32 and dtype in HALVES:  # both in memory, as when they are measured
@@ -153,10 +154,19 @@ def write(
                     "`dtype=bfloat16`, which has the range of float32."
                 )
         model.save_pretrained(folder, max_shard_size=max_shard_size)
-        return
+        return 0.0
     if name == "bitnet":
         bitnet.write_packed(bitnet.to_bitnet(model), folder, max_shard_size)
-        return
+        return _share_in_stacks(model)
     gguf.write(model, tokenizer, folder / GGUF_NAME, name.removeprefix("gguf-"))
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
+    return 0.0
+
+
+def _share_in_stacks(model: PreTrainedModel) -> float:
+    """Return the share of the weights that lie in stacks of matrices, which no quantiser of linear layers reaches."""
+    stacks = (
+        p for m in model.modules() if hasattr(m, "num_experts") for p in m.parameters(recurse=False) if p.ndim == 3
+    )
+    return sum(stack.numel() for stack in stacks) / model.num_parameters()

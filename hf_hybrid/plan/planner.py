@@ -148,7 +148,7 @@ class Planner:
                 f"`sequence_length={sequence_length}` is over the {longest} positions of the model "
                 "(`max_position_embeddings`). Lower it, or raise that number in the config."
             )
-        self._full_model = functools.cache(lambda weights: build(self.config, getattr(torch, weights)))
+        self.full_model = functools.cache(lambda weights: build(self.config, getattr(torch, weights)))
         self._estimators: dict[tuple[str, str], Estimator] = {}
 
     def plans(
@@ -180,7 +180,7 @@ class Planner:
 
     def _estimator(self, weights: str, kind: str) -> Estimator:
         if (weights, kind) not in self._estimators:
-            full_model = self._full_model(weights)
+            full_model = self.full_model(weights)
             excerpt = Excerpt.of(full_model)
             model = excerpt.model
             if kind == "QLoRA":

@@ -25,8 +25,8 @@ import functools
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,11 +36,13 @@ from hf_hybrid.part import Phase, Step
 from hf_hybrid.rows.costs import WORTH, share_saved
 from hf_hybrid.rows.sharing import (
     COUNTS,
+    HOLE,
     MICRO_BATCHES,
     Copied,
     FlatRow,
     Plan,
     SharedRows,
+    dropout_of,
     obstacle_in_batch,
     rows_of,
 )
@@ -51,6 +53,16 @@ if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
 
 logger = logging.getLogger(__name__)
+
+
+class Foreseen(NamedTuple):
+    """What a run would save in some windows, as far as options, model and rows tell before it begins."""
+
+    reason: str | None = None  # why nothing is saved
+    shared: float = 0.0  # share of the tokens in shared prefixes or without influence on a label
+    padding: float = 0.0  # share of padding; both shares are of the padded rows
+    but: tuple[str, ...] = ()  # what is computed again all the same, or left as it is, in clauses
+
 
 REMEMBERED = 200_000
 """Tokens of the first windows that are kept, to say what their rows would share if they all stood together."""
@@ -148,6 +160,42 @@ class SharedWindows(SharedRows):
     def _shared_if_together(self) -> float | None:
         return share_saved(Tree.of(self._first_rows)) if self._first_rows else None
 
+    def foresee(self, windows: Sequence[Sequence[Mapping[str, Any]]]) -> Foreseen:
+        """
+        Return what would be saved in these windows of micro-batches, on the host. Nothing is computed and nothing said,
+        so random numbers that the model draws beside dropout, and the comparison of the first window, are not known.
+        """
+        if (reason := self.reason_plain or self._obstacle_in_model()) is not None:
+            return Foreseen(reason)
+        facts, dropout = self.facts_of(self.model), dropout_of(self.model)
+        total = padding = shared = 0
+        for window in windows:
+            if (reason := next(filter(None, map(obstacle_in_batch, window)), None)) is not None:
+                return Foreseen(reason)
+            batches = on_host([rows_of(inputs) for inputs in window])
+            options = {"counts_mask": facts.counts_mask, "whole": self._balances}
+            rows = [batch.rows(number, **options) for number, batch in enumerate(batches)]
+            if None in rows:
+                return Foreseen(HOLE)
+            tokens = sum(batch.tokens for batch in batches)
+            size = sum(batch.ids.numel() for batch in batches)
+            of_window = [row for of_batch in rows for row in of_batch or ()]
+            trees = self._divider(batches)(of_window, shares=not dropout, again=facts.again) if of_window else []
+            cost = sum(map(facts.costs.tree, trees))
+            of_padded = sum(facts.costs.padded(batch, compact=self._compact()) for batch in batches)
+            total += size
+            if trees and len(trees) <= len(batches) and cost <= self.worth * of_padded:
+                padding += size - tokens
+                shared += tokens - sum(tree.size for tree in trees)
+        if not shared + padding:
+            return Foreseen(LITTLE)
+        but = [f"no prefix is shared, as dropout ({dropout:g}) draws numbers for each row"] if dropout else []
+        if facts.again:
+            but.append("layers with a state compute a prefix for each row, and the first step finds out if they can")
+        if self._balances:
+            but.append("rows of a micro-batch stay together, for the router's loss")
+        return Foreseen(None, shared / total, padding / total, tuple(but))
+
     # A step.
 
     def begin_step(self, step: Step) -> None:
@@ -199,12 +247,18 @@ class SharedWindows(SharedRows):
                     self._drawn(model, trainer.args.device)
         return facts.reason
 
+    def _compact(self) -> bool:
+        """Whether the head of padded rows scores the tokens with labels alone: in TRL's, and in the chunked loss."""
+        return self.trainer.args.device.type == "cuda" and self.trainer.loss_in_chunks
+
+    def _divider(self, batches: list[Batch]) -> Callable[..., list[Tree]]:
+        """Return what divides the rows of these batches into trees."""
+        by_size = self._fewest if self.trainer.args.device.type in WITHOUT_LAUNCHES else self._divide
+        return functools.partial(by_size, most=max(batch.ids.numel() for batch in batches))
+
     def _plan_window(self, batches: list[Batch]) -> Plan:
-        device, most = self.trainer.args.device, max(batch.ids.numel() for batch in batches)
-        compact = device.type == "cuda" and self.trainer.loss_in_chunks  # fused heads: TRL's, and the chunked loss
-        by_size = self._fewest if device.type in WITHOUT_LAUNCHES else self._divide
-        divided = functools.partial(by_size, most=most)
-        plan = self._plan(self.model, batches, divided, device, compact, self._balances)
+        device, divided = self.trainer.args.device, self._divider(batches)
+        plan = self._plan(self.model, batches, divided, device, self._compact(), self._balances)
         # Long rows that share little with their neighbours may need more micro-batches.
         return plan if len(plan.trees) <= len(batches) else Plan(cost=plan.padded, padded=plan.padded)
 

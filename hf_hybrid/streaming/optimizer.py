@@ -335,7 +335,6 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             optimizer.state = self.state
             optimizer.step()
         for unit in [unit for unit in self.streamer.units if unit in groups]:
-            self.streamer.forget(unit)
             self.pending[unit] = groups[unit], scale
             for master in [master for group in groups[unit] for master in group["params"]]:
                 master.grad = None  # its gradient lies where it landed; a step before the update must not see it

@@ -57,6 +57,9 @@ class Updates:
     def flush(self) -> None:
         """Finish updates, because masters are about to be read."""
 
+    def drop_gradients(self) -> None:
+        """Drop gradients that no step has used."""
+
     def begin_load(self, unit: Unit) -> None:
         """The weights of a pending unit are about to travel: what its update needs goes before them."""
 
@@ -127,12 +130,11 @@ class LayerStreamer:
         """Take over the model: streamed parameters become placeholders, everything else moves to the device."""
         if self.attached:
             return
-        # Each micro-batch calls the embeddings, and then the head: one stays in their slot until the other takes it.
-        layers = self.travelling, self.ahead + 1 + self.kept, self.kept
-        for units, slots, kept in (layers, (self.ends, 1, 1)):
+        # Each micro-batch calls the embeddings, and then the head: these share a slot.
+        for units, slots in ((self.travelling, self.ahead + 1 + self.kept), (self.ends, 1)):
             if units:
                 size = max(unit.storage.packed_bytes for unit in units)
-                self._pools.append(SlotPool(size, slots=slots, kept=kept, device=self.device))
+                self._pools.append(SlotPool(size, slots=slots, device=self.device))
                 for slot in self._pools[-1].slots:
                     self.transfers.release(slot)  # its memory may still be read by what was computed before
                 for unit in units:
@@ -339,7 +341,6 @@ class LayerStreamer:
         if slot is None or unit.pool is None:
             return
         self.transfers.release(slot)
-        unit.pool.make_room()
         if unit.altered:
             unit.altered = False
             unit.pool.forget(unit)

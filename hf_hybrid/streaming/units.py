@@ -16,14 +16,16 @@ of params (streamed parameters):
 - Frozen matrices of an int8 base: codes and one scale per row are copied, and expanded on the device into a second
   buffer, which all units share because one unit computes at a time. There is no master.
 
-A [`SlotPool`] assigns units to slots. `ahead + 1` of its slots serve the unit that computes and those fetched ahead;
-`kept` more hold frozen units after their use and are reused in the order of last need. A training step goes through the
-layers forwards and then backwards, so the layers that were used last are needed first: keeping them saves a copy.
+A [`SlotPool`] assigns units to slots. `ahead + 1` slots are for the unit that computes and those fetched ahead. A unit
+stays in its slot until another needs it, and the one whose last use is longest ago goes first. A training step goes
+through the layers forwards and then backwards, so the layers that were used last are needed first: they need not come
+again. That holds for the next step too: an update is made in the slot, so what lies there is never old. So the first
+layers of a step are there when it begins. More slots keep more frozen layers.
 
-Trained layers are not kept, because their copies are old after each update. Where there is room, the first of them are
-*resident* instead: their weights, gradients and optimizer states live on the device, and nothing of them travels. They
-are units without params, which are recomputed like all others. They come first in the forward pass, so the device has
-work while what the update of the first layer that travels needs is on its way.
+Where there is room for trained layers, the first of them are *resident* instead: their weights, gradients and optimizer
+states live on the device, and nothing of them travels. They are units without params, which are recomputed like all
+others. They come first in the forward pass, so the device has work while what the update of the first layer that
+travels needs is on its way.
 """
 
 from __future__ import annotations
@@ -222,13 +224,9 @@ class UnitStorage:
 
 
 class SlotPool:
-    """
-    A fixed number of device buffers of `size` bytes, and the unit that each holds; see the top of this file. At most
-    `kept` units stay in them when they are not used any more.
-    """
+    """A fixed number of device buffers of `size` bytes, and the unit that each holds; see the top of this file."""
 
-    def __init__(self, size: int, *, slots: int, kept: int, device: torch.device):
-        self.kept = kept
+    def __init__(self, size: int, *, slots: int, device: torch.device):
         self.slots = [Slot(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(slots)]
         self._free = list(self.slots)
         self.held: OrderedDict[Unit, Slot] = OrderedDict()
@@ -245,13 +243,8 @@ class SlotPool:
         self.held.move_to_end(unit)
         return slot
 
-    def make_room(self) -> None:
-        """Let go of units that are not used any more. They stay in their slots as long as there is room."""
-        while sum(unit.slot is None for unit in self.held) > self.kept:
-            self._evict()
-
     def forget(self, unit: Unit) -> None:
-        """Remove the unit from its slot, because its weights have changed."""
+        """Remove the unit from its slot, because its weights have changed on the host."""
         if unit in self.held and unit.slot is None:
             self._free.append(self.held.pop(unit))
 

@@ -26,7 +26,9 @@ between is differentiated down to the outputs of earlier layers. Pieces that dep
 until the end and are differentiated once, since several layers may have used them.
 
 **What cannot be walked.** Layers that pass tensors through an object (a cache, a dictionary) would go around the cuts.
-They are refused before anything is accumulated, and [`Window`] then walks micro-batch by micro-batch.
+So does a model that uses what it computed before its layers (embeddings) after them once more: the loss's backward call
+frees the graph of it. Micro-batches may also call different layers. [`Window`] then drops the gradients of the window,
+and walks micro-batch by micro-batch.
 """
 
 from __future__ import annotations
@@ -218,9 +220,9 @@ class LayerWalk:
         results.
 
         Raises:
-            CannotWalkError: If the micro-batches do not call the same layers in the same order, or a layer takes
-                something that is neither tensor nor plain value. Nothing was accumulated then.
-            RuntimeError: If that shows only when a micro-batch is through.
+            CannotWalkError: If the micro-batches do not call the same layers in the same order, a layer takes something
+                that is neither tensor nor plain value, or what is computed before the layers is used after them too.
+                Some gradients may have been accumulated then.
         """
         jobs = [_MicroBatch(function, self.streamer.device) for function in functions]
         self.streamer.walk, self.several = self, len(jobs) > 1
@@ -250,11 +252,7 @@ class LayerWalk:
         while any(job.waiting_for is not None for job in jobs):
             unit = jobs[0].waiting_for
             if unit is None or any(job.waiting_for is not unit for job in jobs):
-                why = "The micro-batches of a window do not call the same layers in the same order."
-                if any(job.waiting_for is None for job in jobs):
-                    # Its loss has left gradients already: starting anew would count them twice.
-                    raise RuntimeError(f"{why} Set `accumulation_walk=micro_batch`.")
-                raise CannotWalkError(why)
+                raise CannotWalkError("The micro-batches of a window do not call the same layers in the same order.")
             try:
                 for job in jobs:
                     if not unit.bound:  # at first, or taken by a pass without gradients inside a micro-batch
@@ -391,7 +389,8 @@ class Window:
     def __init__(self, streamer: LayerStreamer, order: str, *, park: bool = False, obstacle: str | None = None):
         self.streamer, self.order = streamer, order
         self.parking = HostBuffers(pin=streamer.transfers.beside) if park else None
-        self._can_walk = True
+        self.by_layer = True
+        """Windows of several micro-batches are walked by layer, if the order admits it."""
         if obstacle is not None and (order != "micro_batch" or park):
             self._cannot_walk(obstacle)
         self._inputs: list = []
@@ -407,12 +406,16 @@ class Window:
         window, self._inputs = self._inputs, []
         if self.order == "micro_batch":
             window = [inputs]
-        if self._can_walk and (len(window) > 1 or (window and self.parking is not None)):
+        if self.by_layer and (len(window) > 1 or (window and self.parking is not None)):
             try:
                 walk = LayerWalk(self.streamer, self.parking)
                 self._results = walk.run([functools.partial(step, inputs) for inputs in window])
             except CannotWalkError as error:
                 self._cannot_walk(str(error))
+                # There are no others: a window is a whole step, which is computed from its beginning now.
+                for parameter in self.streamer.model.parameters():
+                    parameter.grad = None
+                self.streamer.updates.drop_gradients()
         if self._results:
             return self._results.pop(0)
         result = step(inputs)
@@ -425,13 +428,18 @@ class Window:
         logger.warning(
             "%s Windows are walked micro-batch by micro-batch, with the activations between layers on the device.", why
         )
-        self._can_walk = False
+        self.by_layer = False
 
 
 def _backward_through(pairs: list[tuple[Tensor, Tensor]]) -> None:
     if pairs:
-        # Kept: parts of the graph may be shared with what a later call still has to differentiate.
-        torch.autograd.backward([t for t, _ in pairs], [leaf.grad for _, leaf in pairs], retain_graph=True)
+        try:
+            # Kept: parts of the graph may be shared with what a later call still has to differentiate.
+            torch.autograd.backward([t for t, _ in pairs], [leaf.grad for _, leaf in pairs], retain_graph=True)
+        except RuntimeError as error:
+            if "a second time" not in str(error):
+                raise
+            raise CannotWalkError("The model uses what it computed before its layers after them too.") from error
 
 
 def _depends_on(tensor: Tensor, leaves: WeakIdKeyDictionary) -> bool:

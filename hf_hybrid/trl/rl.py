@@ -559,9 +559,9 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         if steps_in_backward(optimizer := optimizer_name(self.args)):
             return RowsStay(f"`optim={optimizer}` steps inside the backward pass", "set another `optim`")
         if self.aux_loss_enabled:
-            return RowsStay(
-                "the router's loss (`router_aux_loss_coef`) counts every row", "set `router_aux_loss_coef=0.0`"
-            )
+            # It needs every layer of a row, forward and backward. The head alone could be left out.
+            why = "the router's loss (`router_aux_loss_coef`) has a gradient in every layer of every row"
+            return RowsStay(why, "set `router_aux_loss_coef=0.0`")
         if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in self.model.modules()):
             return RowsStay("batch normalisation mixes rows")
         if self._drawn_in_training() == "by batch":

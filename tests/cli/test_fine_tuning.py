@@ -16,6 +16,7 @@ from cli.test_cli import byte_tokenizer
 from conftest import config_values, mostly_slow, tiny_model
 from transformers import AutoModelForCausalLM, BertConfig, LlavaConfig, MixtralConfig, T5Config
 
+from benchmarks.equality.families import build as build_family
 from hf_hybrid.cli import chat, formats, progress
 from hf_hybrid.cli.data import Reader, mixed, shares
 from hf_hybrid.cli.export import held_out_rows, read_note
@@ -340,6 +341,37 @@ def test_sft_says_what_it_does_and_what_comes_next(run, tmp_path):
     assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [1, 2]
     adapters = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert adapters["r"] == 2 and adapters["lora_dropout"] == 0 and adapters["base_model_name_or_path"] == "model"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "lfm2", "jamba", "dropout", "off"])
+def test_sft_says_before_the_run_what_it_leaves_out(run, folder, tmp_path, kind):
+    """As many tokens as are left out then, within 6 of 100; of mixtures and layers with a state too, and why not."""
+    config = build_family(kind if kind not in ("dropout", "off") else "llama").config
+    config.vocab_size, config.max_position_embeddings, config.eos_token_id = 257, 512, 256
+    config.pad_token_id = 256
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer_of(TEMPLATE).save_pretrained(tmp_path / "model")
+    more = {"dropout": ("--use_peft", "true", "--lora_dropout", "0.1"), "off": ("--share_rows", "off")}.get(kind, ())
+    steps = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--eval_share", "0")
+    status, out, err = run("sft", "--dataset", "chats.jsonl", *steps, *more, model=str(tmp_path / "model"))
+    assert status == 0, err
+    text = " ".join(out.split())
+    summary = json.loads((tmp_path / "out" / "hybrid_summary.json").read_text())
+    if kind == "off":
+        assert "rows padded, each for itself (share_rows)" in text
+        return
+    said = re.search(r"rows about (\d+)% of the tokens are not computed \((\d+)% in shared", text)
+    whole = summary["tokens"] + summary["tokens_padding"]
+    found = 100 * (summary["tokens_shared"] + summary["tokens_padding"]) / whole
+    if kind == "jamba":
+        assert "the first step finds out if they can" in text
+        assert "saved no token, as rows were computed padded: `JambaMambaMixer` has a state, and is not" in text
+    else:
+        assert abs(int(said[1]) - found) < 6 and found > 2
+    assert ("no prefix is shared, as dropout (0.1)" in text) == (kind == "dropout")
+    assert ("for the router's loss" in text) == (kind in ("qwen3_moe", "jamba"))
+    assert ("layers with a state" in text) == (kind in ("lfm2", "jamba"))
 
 
 @pytest.mark.parametrize("share", [0.38, 0.95])

@@ -696,8 +696,8 @@ def error_in_the_middle(place: Place) -> dict[str, Tensor]:
 @scenario(beside="resident", left=ROUNDED_STATES["left"])
 def looked_at_before_a_step(place: Place) -> dict[str, Tensor]:
     """
-    A callback runs all but the head before each step: weights come in that have only just been updated and sent, into a
-    slot that nothing was sent from, while the head still waits for its update.
+    A callback runs all but the head before each step: weights come in that have only just been updated and sent, while
+    the head still waits for its update.
 
     The other place is the same training on the same device without the callback, which ends at the same bits.
     """
@@ -707,8 +707,8 @@ def looked_at_before_a_step(place: Place) -> dict[str, Tensor]:
             with torch.no_grad():
                 model.model(input_ids=torch.arange(8, device=args.device)[None])
 
-    made = model(layers=2, width=64, tie_word_embeddings=False)
-    made.model.layers[1].requires_grad_(False)
+    made = model(layers=3, width=64, tie_word_embeddings=False)
+    made.model.layers[1:].requires_grad_(False)
     callbacks = [] if place.resident else [Looks()]
     options = {**STREAM, "plan_values": ENDS, "optimizer_states": "8bit"}
     trainer = trainer_of(place, made, **options, callbacks=callbacks)

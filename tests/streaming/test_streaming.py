@@ -405,9 +405,11 @@ class Allocations:
         self.peak = max(self.peak, sum(large))
 
 
-def test_weights_travel_twice_per_step(tmp_path, train_set):
-    trainer = make_streamed(tmp_path, train_set, gradient_accumulation_steps=8, max_steps=5, accumulation_walk="layer")
-    loads = []
+def test_weights_travel_twice_per_step_but_where_a_pass_turns_round(tmp_path, train_set):
+    """What lies in the two slots is needed next: by the backward pass, and by the next step, which updates it there."""
+    model, loads = tiny_model(num_hidden_layers=6), []
+    options = {"gradient_accumulation_steps": 8, "max_steps": 5, "accumulation_walk": "layer"}
+    trainer = make_streamed(tmp_path, train_set, model, **options)
 
     class Count(TrainerCallback):
         def on_pre_optimizer_step(self, *args, **kwargs):
@@ -415,8 +417,8 @@ def test_weights_travel_twice_per_step(tmp_path, train_set):
 
     trainer.add_callback(Count())
     trainer.train()
-    assert loads[0] == [2] * LAYERS
-    assert loads[-1] == [10] * LAYERS
+    assert loads[0] == [2, 2, 2, 2, 1, 1]
+    assert loads[-1] == [6, 6, 10, 10, 5, 5]
 
 
 def test_no_more_layers_are_kept_than_there_are(tmp_path, train_set):
@@ -436,6 +438,16 @@ def test_resident_layers_travel_less(tmp_path, train_set):
 
 
 # Windows.
+
+
+def test_a_model_that_uses_its_embeddings_after_its_layers_too_falls_back(tmp_path, caplog):
+    """The loss frees a graph that the walk needs. What that window had added is dropped, and computed again."""
+    data = samples()
+    plain = train_plain(tmp_path, data, build_model("hrm_text"))
+    trainer = make_streamed(tmp_path, data, build_model("hrm_text"))
+    trainer.train()
+    assert "uses what it computed before its layers after them too" in caplog.text
+    assert_same_run(trainer, plain)
 
 
 class Uneven(torch.utils.data.Dataset):
@@ -544,7 +556,8 @@ def test_a_micro_batch_that_fails_at_once_ends_the_walk(monkeypatch):
     assert errors
 
 
-def test_micro_batches_that_part_are_not_counted_twice(tmp_path, train_set):
+def test_micro_batches_that_part_are_not_counted_twice(tmp_path, train_set, plain, caplog):
+    """One goes through fewer layers, so its loss has left gradients when that shows."""
     model, calls = tiny_model(num_hidden_layers=LAYERS), []
 
     def shorten(module, *_):
@@ -552,8 +565,10 @@ def test_micro_batches_that_part_are_not_counted_twice(tmp_path, train_set):
         module.config.num_hidden_layers = LAYERS - (len(calls) == 2)
 
     model.model.register_forward_pre_hook(shorten)
-    with pytest.raises(RuntimeError, match="accumulation_walk=micro_batch"):
-        make_streamed(tmp_path, train_set, model).train()
+    trainer = make_streamed(tmp_path, train_set, model)
+    trainer.train()
+    assert "do not call the same layers" in caplog.text
+    assert_same_run(trainer, plain)  # each of the calls that count went through all layers
 
 
 def test_an_error_in_one_micro_batch_leaves_the_weights(tmp_path, train_set):
@@ -594,6 +609,23 @@ def test_checkpoints_are_those_of_trainer(tmp_path, train_set):
     again = Trainer(tiny_model(num_hidden_layers=LAYERS), arguments, train_dataset=train_set)
     again.train(resume_from_checkpoint=str(tmp_path / "streamed" / "checkpoint-3"))
     assert_same_weights(weights(again.model), weights(plain.model))
+
+
+def test_evaluations_and_saves_make_each_update_once(tmp_path, train_set, monkeypatch):
+    """An evaluation makes those that are pending as it goes; a save after it finds none, and moves no weights."""
+    updates, real = [], optimizer.LazyOptimizer.before_forward
+    monkeypatch.setattr(optimizer.LazyOptimizer, "before_forward", lambda *args: (updates.append(1), real(*args)))
+    often = {"save_strategy": "steps", "save_steps": 1}
+    loads = {}
+    for name, options in {"saved": often, "both": {**often, "eval_strategy": "steps", "eval_steps": 1}}.items():
+        config = HybridConfig(**config_values(tmp_path / name, **{**OPTIONS, **STREAMED, **options}))
+        model, held_out = tiny_model(num_hidden_layers=LAYERS), ByteText(8, offset=500)
+        trainer = HybridTrainer(model, config, train_dataset=train_set, eval_dataset=held_out)
+        updates.clear()
+        trainer.train()
+        assert len(updates) == LAYERS * OPTIONS["max_steps"]
+        loads[name] = trainer.memory_summary()["statistics"]["loads"]
+    assert loads["both"] == loads["saved"]
 
 
 def test_evaluation_and_best_model(tmp_path, train_set):
