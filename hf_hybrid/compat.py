@@ -104,5 +104,13 @@ def cache_name() -> str:
     return "cache" if _takes(CausalLMOutputWithPast, "cache") else "past_key_values"
 
 
-CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
+CACHES = ("cache", "past_key_values", "past_key_value", "layer_past", "cache_params")
 """Names of the cache in the arguments of a layer. 5.24: `cache`; until then one of the others, by the model."""
+
+
+def layers_that_keep_nothing() -> tuple[type, ...]:
+    """Return the kinds of layers of a cache that hold nothing. 5.23: `DummyLayer`; until then none."""
+    from transformers import cache_utils
+
+    kind = getattr(cache_utils, "DummyLayer", None)
+    return () if kind is None else (kind,)

@@ -168,7 +168,7 @@ def results_() -> str:
             f"{times(of_agents['states', 'kept'], 2)} times fewer CPU seconds than `Trainer` on "
             f"agents' rows together, {times(of_agents['mixture', 'shuffled'], 2)} and "
             f"{times(of_agents['states', 'shuffled'], 2)} shuffled",
-            "layers with a state compute a shared beginning once for each row below it",
+            "beginnings that would save fewer than 64 tokens are once for each row below in layers with a state",
             "Qwen3-MoE and Qwen3.5 with a fifth of SmolLM2's layers, LoRA, 3 steps each, one busy CPU thread",
         ],
         [

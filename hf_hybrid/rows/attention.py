@@ -198,6 +198,8 @@ class Layout:
         self.shares = any(segment.path for segment in segments)
         self.on_flash = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
         self._masks: dict[tuple, Any] = {}
+        self.passes: dict[float, Any] = {}
+        """Those of layers with a state (states.py)."""
         self.keys: Tensor | None = None
         if tensors is not None or device.type != "cpu":
             self._keep(tensors_of(segments) if tensors is None else tensors)
@@ -209,25 +211,6 @@ class Layout:
             keys = torch.arange(self.segments[-1].end, device=self.device)
         self.keys, self.of_queries, self.of_keys = keys, of_queries.int(), of_keys.int()
         self.for_fewer_heads = options_for_fewer_heads()
-
-    # For layers with a state (states.py).
-
-    @functools.cached_property
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """
-        The slots of the tokens of each leaf's row, `[leaves, longest]`, padded on the right with any slot; and for each
-        slot the place of one of its tokens among them, `[slots]`.
-        """
-        inner = {begin for segment in self.segments for begin, _ in segment.path}
-        leaves = [segment for segment in self.segments if segment.begin not in inner]
-        places = np.zeros((len(leaves), max(leaf.keys for leaf in leaves)), np.int64)
-        owners = np.zeros(self.segments[-1].end, np.int64)
-        for row, leaf in enumerate(leaves):
-            slots = np.concatenate([np.arange(span.start, span.stop) for span in spans_of(leaf)])
-            places[row, : len(slots)] = slots
-            owners[slots] = row * places.shape[1] + np.arange(len(slots))
-        places, owners = (torch.from_numpy(array).to(self.device, non_blocking=True) for array in (places, owners))
-        return places, owners
 
     # By flash attention.
 

@@ -257,7 +257,7 @@ class Buffers:
     def fill(self, prefilled: Prefilled, inputs: dict[str, Any]) -> None:
         """Write the prompts of all rows."""
         width = prefilled.width
-        for (keys, values), (of_keys, of_values) in zip(self.layers, prefilled.of_all_rows(), strict=True):
+        for (keys, values), (_, of_keys, of_values) in zip(self.layers, prefilled.of_all_rows(), strict=True):
             keys[:, :, :width], values[:, :, :width] = of_keys, of_values
         self.place.fill_(width)
         self.mask.fill_(1)

@@ -22,6 +22,10 @@ So each row gets the random numbers that it gets in TRL, and the generator is le
 sampled token only if two tokens are closer than the rounding. It is coarser in bf16, where TRL's own completions depend
 on the shape of the batch too.
 
+Layers with a state along the row (Gated DeltaNet, Mamba 2, short convolutions) have it repeated for the completions, as
+keys and values are. Padding at the left of a prompt leaves such a state at zero, so a chunk of prompts may have it.
+Behind a state it would change the state: so what different prompts share at their beginning is computed for each.
+
 Logits processors, stopping criteria, configs and models stay those of transformers. `generate` itself prepares them,
 and then calls [`Decoding`] in place of its own loop: it takes a loop as `custom_generate`. TRL calls `generate` of the
 model without this argument. So [`Decoding.completing`] puts a function in front of it, on this one model and until TRL
@@ -84,9 +88,15 @@ from transformers import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hf_hybrid.compat import layers_that_keep_nothing
 from hf_hybrid.optimizers import has_adapters
 from hf_hybrid.part import Part
 from hf_hybrid.recovery import is_out_of_memory
@@ -116,6 +126,15 @@ ROWWISE = frozenset({
 """Logits processors that compute a row from this row alone. [`RowwiseProcessors`] tells one of them of its rows."""
 KNOWN = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"}
 """What `generate` may give the model beside tokens."""
+KINDS_OF_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
+"""Of a cache from which rows can be taken."""
+STATES = ("conv_states", "recurrent_states")
+"""What a layer of a cache holds of a row whose state it keeps, by index: each `[rows, ...]`, or `None`."""
 COUNTS = ("rows_decoded", "rows_decoded_saved", "prompt_tokens_shared")
 KEEP = 0.75
 """Rows leave when at most this share of the rows in the batch goes on: to leave costs a copy of the cache."""
@@ -299,17 +318,23 @@ def why_plain_cache(cache: Any, longest: int, window_by_mask: bool) -> str | Non
     Return why rows cannot be taken out of this cache; `None` if they can.
 
     `cache` is what `generate` has prepared, still empty; `longest` the tokens of a row at the end, with its padding;
-    `window_by_mask` whether keys outside of a window are kept, and hidden by the mask.
+    `window_by_mask` whether keys outside of a window are kept, and hidden by the mask, as in captured passes.
     """
     if type(cache) is not DynamicCache or cache.offloading:
         kind = "an offloaded cache" if getattr(cache, "offloading", False) else f"`{type(cache).__name__}`"
         return f"keys and values are in {kind}, not in a plain `DynamicCache`"
+    counts = not cache.layers  # or some layer of it
     for layer in cache.layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if isinstance(layer, LinearAttentionLayer) and window_by_mask:
+            return "passes of layers with a state along the row are not captured"
+        if type(layer) not in KINDS_OF_LAYERS and (window_by_mask or type(layer) not in layers_that_keep_nothing()):
             return f"the cache has a layer of another kind, `{type(layer).__name__}`"
         sliding = isinstance(layer, DynamicSlidingWindowLayer) and not window_by_mask
         if sliding and longest > layer.sliding_window:
             return f"a row of {longest} tokens does not fit into the window of {layer.sliding_window} tokens"
+        counts = counts or isinstance(layer, DynamicLayer)
+    if not counts:
+        return "no layer of the cache counts tokens (all have a state along the row)"
     return None
 
 
@@ -387,12 +412,19 @@ class Prefilled:
     width: int
     computed: int
 
-    def of_all_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def of_all_rows(self) -> Iterator[tuple[Any, Tensor, Tensor]]:
         """
-        Yield keys and values of each layer for all rows, [rows, heads, width, size]. The caches forget them, so that
-        little memory is taken.
+        Yield each layer of the first cache that attends, and its keys and values for all rows, [rows, heads, width,
+        size]. The caches forget them, so that little memory is taken. Layers with a state get that of all rows.
         """
         for of_caches in zip(*(cache.layers for cache in self.caches)):
+            for name in STATES if isinstance(of_caches[0], LinearAttentionLayer) else ():
+                for index, state in getattr(of_caches[0], name).items():
+                    if state is not None:
+                        chunks = [getattr(layer, name)[index] for layer in of_caches]
+                        getattr(of_caches[0], name)[index] = torch.cat(chunks).index_select(0, self.places)
+            if not isinstance(of_caches[0], DynamicLayer):
+                continue
             both = []
             for name in ("keys", "values"):
                 chunks = []
@@ -401,7 +433,7 @@ class Prefilled:
                     chunks.append(pad(states, (0, 0, self.width - states.shape[2], 0)))
                     setattr(layer, name, None)
                 both.append(torch.cat(chunks).index_select(0, self.places))
-            yield both[0], both[1]
+            yield of_caches[0], both[0], both[1]
 
 
 class RowwiseProcessors(LogitsProcessorList):
@@ -440,11 +472,13 @@ def _prefill(
         width, branch = input_ids.shape[1], Branch(0, 0, [*range(len(lengths))], [])
     else:
         width, in_order = max(lengths), sorted(range(len(lengths)), key=prompts.tokens.__getitem__)
-        most = width - 1
+        least, most = tokens_of_a_pass(model), width - 1
         for layer in empty.layers:
+            if isinstance(layer, LinearAttentionLayer):
+                least = float("inf")  # padding behind a state would change it, so nothing goes on from a beginning
             if isinstance(layer, DynamicSlidingWindowLayer):
                 most = min(most, layer.sliding_window - 1)  # it keeps no more
-        branch = branch_of(prompts.tokens, in_order, tokens_of_a_pass(model), multiple, most)
+        branch = branch_of(prompts.tokens, in_order, least, multiple, most)
     if positions is not None and (more := -input_ids.shape[1] % multiple):
         mask = model_inputs.get("attention_mask")  # `None` if nothing is padded
         mask = torch.ones_like(input_ids) if mask is None else mask
@@ -494,7 +528,9 @@ def _pass(model: Any, tokens: Tensor, model_inputs: dict[str, Any], start: Any, 
         places = torch.arange(known, device=tokens.device) - indices(padding, tokens.device)[:, None]
         places.clamp_(min=0)
         for index, layer in enumerate(start.layers):
-            cache.update(*(states[0][:, places].transpose(0, 1) for states in (layer.keys, layer.values)), index)
+            if isinstance(layer, DynamicLayer):
+                both = (states[0][:, places].transpose(0, 1) for states in (layer.keys, layer.values))
+                cache.update(*both, index)
     inputs = model.prepare_inputs_for_generation(
         tokens,
         next_sequence_length=tokens.shape[1] - known,
@@ -503,7 +539,7 @@ def _pass(model: Any, tokens: Tensor, model_inputs: dict[str, Any], start: Any, 
     )
     outputs = model(**inputs, return_dict=True)
     for layer in outputs[CACHE].layers:
-        if layer.keys is None:
+        if isinstance(layer, DynamicLayer) and layer.keys is None:
             raise PlainRolloutsError("without images the model leaves layers of its cache empty")
     return outputs
 
@@ -522,9 +558,15 @@ def _cut(model_inputs: dict[str, Any], rows: Tensor | None, columns: slice, padd
 def _keep(cache: DynamicCache, rows: Tensor, cut: int) -> None:
     """Take rows out of a cache, and its first columns. Layers one after the other, so that little memory is taken."""
     for layer in cache.layers:
-        states: Any = layer  # of a model that has computed something
-        states.keys = states.keys[:, :, cut:].index_select(0, rows)
-        states.values = states.values[:, :, cut:].index_select(0, rows)
+        for name in STATES if isinstance(layer, LinearAttentionLayer) else ():
+            for index, state in getattr(layer, name).items():
+                if state is not None:
+                    getattr(layer, name)[index] = state.index_select(0, rows)
+        if not isinstance(layer, DynamicLayer):
+            continue
+        attends: Any = layer  # of a model that has computed something
+        attends.keys = attends.keys[:, :, cut:].index_select(0, rows)
+        attends.values = attends.values[:, :, cut:].index_select(0, rows)
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length -= cut
 
@@ -590,9 +632,8 @@ def _complete(
     logits, lengths = prefilled.logits, [*map(prompts.lengths.__getitem__, prompts.owner)]
     padded = model_inputs.get("position_ids") is None or min(lengths) < prefilled.width
     cache: Any = prefilled.caches[0]  # which gets all rows
-    for layer, (keys, values) in zip(cache.layers, prefilled.of_all_rows(), strict=True):
-        states: Any = layer
-        states.keys, states.values = keys, values
+    for layer, keys, values in prefilled.of_all_rows():
+        layer.keys, layer.values = keys, values
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = prefilled.width
     model_inputs = _cut({**model_inputs, CACHE: cache}, None, slice(-prefilled.width, None), padded)

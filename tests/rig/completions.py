@@ -4,19 +4,31 @@ import functools
 
 import torch
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
     BloomConfig,
     BloomForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from hf_hybrid.trl.decoding import Decoding
@@ -31,6 +43,22 @@ ARCHITECTURES = {
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
     "mistral, a window that fits": (MistralConfig, MistralForCausalLM, {"sliding_window": 100}),
     "bloom, which is not told positions": (BloomConfig, BloomForCausalLM, {}),
+}
+DELTA = {
+    "head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16
+}  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+WITH_STATES = {
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, {**DELTA, **EXPERTS}),
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, DELTA),
+    "lfm2": (Lfm2Config, Lfm2ForCausalLM, {"layer_types": ["conv", "full_attention"]}),
+    "bamba": (BambaConfig, BambaForCausalLM, {**MAMBA, "attn_layer_indices": [1]}),
+    "mamba2": (Mamba2Config, Mamba2ForCausalLM, {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2}),
+    "falcon_h1": (FalconH1Config, FalconH1ForCausalLM, {**MAMBA, "mamba_d_ssm": 64, "head_dim": 8}),
 }
 SHAPES = {"one length": [20], "similar and not": [5, 9, 30, 31], "a long one": [3, 60]}
 WAYS = {
@@ -47,7 +75,7 @@ WAYS = {
 
 @functools.cache
 def model(name: str, **changed):
-    config, kind, own = ARCHITECTURES[name]
+    config, kind, own = {**ARCHITECTURES, **WITH_STATES}[name]
     sizes = {
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 128,
@@ -57,9 +85,11 @@ def model(name: str, **changed):
     torch.manual_seed(0)
     made = kind(config(vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=1, **{**sizes, **own, **changed}))
     with torch.no_grad():
-        for parameter in made.parameters():
+        for name_of, parameter in made.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.15)
+            elif name_of.endswith("A_log"):  # states that last
+                parameter.fill_(-2.0)
     return made.eval()
 
 

@@ -10,9 +10,26 @@ pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 from peft import LoraConfig, PromptTuningConfig, get_peft_model  # noqa: E402
-from rig.completions import ARCHITECTURES, COPIES, SHAPES, WAYS, batch, check_equal, completed, config, model  # noqa: E402
+from rig.completions import (  # noqa: E402
+    ARCHITECTURES,
+    COPIES,
+    SHAPES,
+    WAYS,
+    WITH_STATES,
+    batch,
+    check_equal,
+    completed,
+    config,
+    model,
+)
 from rig.rollouts import WITH_TOOLS, build, policy  # noqa: E402
-from transformers import GenerationMixin, LlamaForCausalLM, T5Config, T5ForConditionalGeneration  # noqa: E402
+from transformers import (  # noqa: E402
+    DynamicCache,
+    GenerationMixin,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.generation.utils import DeferredStopCheck  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
@@ -25,6 +42,7 @@ from hf_hybrid.trl.decoding import (  # noqa: E402
     branch_of,
     chunks_of_similar_length,
     drawn,
+    why_plain_cache,
     why_plain_model,
 )
 
@@ -48,6 +66,26 @@ def test_completions_are_those_of_generate(name, way, shape):
     assert decoding.plain_because is None and decoding.counts["rows_decoded"] > 0
     lengths = SHAPES[shape]
     assert decoding.counts["prompt_tokens_shared"] == (COPIES - 1) * sum(lengths[n % len(lengths)] for n in range(4))
+    assert decoding.counts["rows_decoded_saved"] > 0 or way in ("greedy", "no end")
+
+
+QUICK_STATES = {("qwen3_5", "sampled"), ("lfm2", "repetitions"), ("bamba", "sampled"), ("falcon_h1", "greedy")}
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK_STATES else [pytest.mark.slow])
+        for case in itertools.product(sorted(WITH_STATES.keys() - {"mamba2"}), WAYS)
+    ],
+)
+@pytest.mark.parametrize("beginning", [(), tuple(range(20, 60))], ids=["apart", "alike"])
+def test_states_are_forked_after_a_prompt(name, way, beginning):
+    """What prompts share at their beginning is computed for each: padding behind a state would change it."""
+    rows, inputs = batch([5, 9, 30, 31], beginnings=[beginning])
+    decoding = check_equal(model(name), rows, inputs, config(**WAYS[way]))
+    assert decoding.plain_because is None
+    assert decoding.counts["prompt_tokens_shared"] == (COPIES - 1) * sum(map(len, rows)) // COPIES
     assert decoding.counts["rows_decoded_saved"] > 0 or way in ("greedy", "no end")
 
 
@@ -278,6 +316,18 @@ def test_left_to_transformers(name, caplog):
         assert torch.equal(*sequences) and torch.equal(theirs[1], ours[1])
     assert reason in decoding.plain_because and decoding.counts["rows_decoded"] == 0
     assert sum(reason in record.message for record in caplog.records) == 1
+
+
+def test_a_model_of_states_alone_is_left_to_transformers():
+    rows, inputs = batch([20])
+    reason = check_equal(model("mamba2"), rows, inputs, config()).plain_because
+    assert "`cache_params` beside tokens" in reason or "no layer of the cache counts tokens" in reason
+
+
+def test_passes_of_layers_with_a_state_are_not_captured():
+    cache = DynamicCache(config=model("bamba").config)
+    assert why_plain_cache(cache, 10, window_by_mask=False) is None
+    assert "are not captured" in why_plain_cache(cache, 10, window_by_mask=True)
 
 
 def test_images_and_others_are_left_to_transformers():
