@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    results = Results(args.results, "seconds", ("device", "shape", "tokens", "length", "vram", "way"))
+    results = Results(args.results, "measured", ("device", "shape", "tokens", "length", "vram", "way"))
     for tokens in args.tokens:
         planner = Planner(
             LlamaConfig(**{**SHAPES, **CPU}[args.shape], max_position_embeddings=16384),

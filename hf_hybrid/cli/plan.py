@@ -150,9 +150,7 @@ class _Report:
         import torch
 
         if not torch.cuda.is_available():
-            sys.stderr.write(
-                "hf-hybrid plan: no GPU here, so `--measure` has measured no time: this is memory alone.\n"
-            )
+            sys.stderr.write("hf-hybrid plan: no GPU here, so `--measure` measured nothing: this is memory alone.\n")
             return
         from hf_hybrid.cli.measure import measure
 
