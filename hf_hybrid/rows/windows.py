@@ -46,6 +46,7 @@ from hf_hybrid.rows.sharing import (
     obstacle_in_batch,
     rows_of,
 )
+from hf_hybrid.rows.states import layers_with_state
 from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, divide, join, on_host, padded
 from hf_hybrid.run.trainer_view import LossView, TrainerView, own_losses
 
@@ -191,7 +192,9 @@ class SharedWindows(SharedRows):
             return Foreseen(LITTLE)
         but = [f"no prefix is shared, as dropout ({dropout:g}) draws numbers for each row"] if dropout else []
         if facts.again:
-            but.append("layers with a state compute a prefix for each row, and the first step finds out if they can")
+            but.append("layers with a state compute a prefix for each row")
+        if layers_with_state(self.model):
+            but.append("the first step finds out if the model's layers with a state can do this")
         if self._balances:
             but.append("rows of a micro-batch stay together, for the router's loss")
         return Foreseen(None, shared / total, padding / total, tuple(but))
