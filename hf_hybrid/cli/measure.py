@@ -228,8 +228,9 @@ class _Clock(TrainerCallback):
         self._profiler: torch.profiler.profile | None = None
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == STEPS + 1 and self.on_gpu:
-            self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        of_gpu = torch.profiler.ProfilerActivity.CUDA  # which a torch without CUPTI does not know
+        if state.global_step == STEPS + 1 and of_gpu in torch.profiler.supported_activities():
+            self._profiler = torch.profiler.profile(activities=[of_gpu])
             self._profiler.start()
 
     def on_step_end(self, args, state, control, **kwargs):

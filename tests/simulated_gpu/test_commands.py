@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import tiny_model
 
 from simulated_gpu.results import TESTS, python_path
 from simulated_gpu.run_module import UNAVAILABLE
@@ -80,3 +81,12 @@ def test_the_planning_benchmark_measures_the_allocator(run, tmp_path):
     assert rows["adamw"]["reference_bytes"] > 4 * 4 * rows["adamw"]["weights"]  # weights, gradients and two moments
     # A moment of an embedding takes one byte there, too.
     assert rows["8bit"]["reference_bytes"] < 0.6 * rows["adamw"]["reference_bytes"]
+
+
+def test_plan_measures_a_step(run, tmp_path):
+    tiny_model(num_hidden_layers=10).config.to_json_file(tmp_path / "config.json")
+    words = ("--sequence_length", "32", "--batch_size", "2", "--peft", "none", "--dtype", "bfloat16")
+    output = run("hf_hybrid", "plan", str(tmp_path / "config.json"), *words, "--vram", "8GiB", "--measure", "--json")
+    measured = json.loads(output[output.index("{") : output.rindex("}") + 1])["measured"]["full"]
+    assert measured["trained"] == [4, 8] and measured["step"]["seconds"] > 0, output
+    assert measured["device_bytes"] > 0
