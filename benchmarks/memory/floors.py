@@ -71,16 +71,19 @@ class StreamedTraffic:
         self.passes = self.micro_batches // plan.setup.micro_batches_in_flight
         self.placement = plan.shape.place(plan.stream_embeddings, plan.resident_layers)
         self.embedding, self.head = self.placement.ends
-        self.layers = sorted(self.placement.layers, key=lambda layer: self.per.packed(layer, int8=True))
-        """Layers that travel, the smallest first. Of frozen ones the largest stay on the device after use."""
-        self.leaving_count = max(len(self.layers) - self.placement.kept, 0)
+        self.layers = self.placement.layers  # that travel
 
     def weights(self) -> Traffic:
-        """Layers come for forward and backward of each pass; embeddings and head are called by each micro-batch."""
-        per = self.per
-        # Embeddings and head share a slot, in which each stays for all micro-batches of a pass.
-        into = self.passes * (per.packed(self.embedding) + (0 if self.tied else per.packed(self.head)))
-        into += self.passes * 2 * sum(per.packed(layer, int8=True) for layer in self.layers[: self.leaving_count])
+        """
+        Layers come for forward and backward of each pass, but for those that lie in the slots as it turns: the last
+        ones of the forward pass, and the first ones after the backward pass.
+        """
+        per, slots = self.per, self.setup.prefetch_layers + 1 + self.placement.kept
+        # Embeddings and head share a slot, in which each stays for all micro-batches of a pass, and one that is both
+        # for good.
+        into = 0 if self.tied else self.passes * (per.packed(self.embedding) + per.packed(self.head))
+        come = (*self.layers[slots:], *self.layers[: max(len(self.layers) - slots, 0)])
+        into += self.passes * sum(per.packed(layer, int8=True) for layer in come)
         return Traffic(into)
 
     def gradients(self) -> Traffic:

@@ -189,7 +189,8 @@ def _model(planner: Planner, plan: WayPlan, listed: frozenset[str], layers: int)
             setattr(part, name, vars(part)[name][:layers])
     text.num_hidden_layers = layers
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, plan.way.weights))
+        dtype = getattr(torch, plan.way.weights)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     model.tie_weights()
     numbers = 0.02 * torch.randn(RANDOM, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -302,8 +302,14 @@ ONLY_ELSEWHERE = {
         ),
         "tests/rows/test_attention.py, without a gradient; its kernels need a real GPU",
     ),
-    "rows/attention.py: places, owners = (torch.from_numpy(array).to(self.device, non_blocking=True) for array in "
-    "(places, owners))": "tests/rows/test_windows.py, on a CPU: layers with a state",
+    **dict.fromkeys(
+        (
+            "rows/states.py: layout.passes[least] = cls(each, *(tensor.to(layout.device, non_blocking=True) for tensor "
+            "in flat))",
+            "rows/states.py: starts = starts.to(layout.device, non_blocking=True) if starts.any() else None",
+        ),
+        "tests/rows/test_layers_with_state.py, on a CPU",
+    ),
     "rows/tree.py: return list(tensors)": "a CPU",
     "hub/provenance.py: if device != 'cpu'": "MPS, of which torch tells no name",
     "hub/provenance.py: parts = {'Accelerator': f'{devices} x {device}', **parts}": "MPS",
