@@ -66,6 +66,16 @@ class Updates:
     def before_forward(self, unit: Unit) -> None:
         """A pending unit lies in its slot, before its forward: the place for its update."""
 
+    def before_backward(self, unit: Unit) -> None:
+        """A unit lies in its slot, before its backward."""
+
+    def take(self, unit: Unit, param: StreamedParameter, gradient: Tensor) -> bool:
+        """Whether this takes a gradient, which then does not go to the host."""
+        return False
+
+    def after_backward(self, unit: Unit) -> None:
+        """A unit lies in its slot, and the backward pass has left it."""
+
     def held(self) -> list[Tensor]:
         """Return what updates hold on the device."""
         return []
@@ -99,6 +109,8 @@ class LayerStreamer:
         self.walk: LayerWalk | None = None
         """Set while a window is walked layer by layer: it then runs the layers."""
         self.updates = Updates()
+        self.last_pass = False
+        """Whether the pass under way completes the gradients of its step."""
         self.overlay: Callable[[nn.Parameter], Tensor | None] | None = None
         """The weights of a master with a leap under test that is not in it yet; asked for as a unit is brought in."""
         pin = self.transfers.beside
@@ -241,6 +253,8 @@ class LayerStreamer:
         if self.walk is not None and unit in self._position:
             return self.walk.call(unit, original, args, kwargs)
 
+        unit.open_calls += 1
+
         def contexts():
             return self._for_forward(unit), self._for_backward(unit)
 
@@ -262,13 +276,21 @@ class LayerStreamer:
             self.end_backward()
             self.bring_in(unit, backward=True)
             self._in_backward = unit
+        unit.open_calls -= 1
         with torch.autocast(**autocast_now(self.device)):
             yield
 
     def end_backward(self) -> None:
         """Release the unit that was recomputed last, after the backward pass has left it."""
-        if self._in_backward is not None:
-            self.release(self._in_backward)
+        if (unit := self._in_backward) is not None:
+            self.updates.after_backward(unit)
+            self.release(unit)
+
+    def begin_pass(self, *, last: bool) -> None:
+        """A forward and backward pass begins, of one micro-batch or several; the `last` of its step, or not."""
+        self.last_pass = last
+        for unit in self.units:
+            unit.open_calls = 0
 
     # Transfers of weights.
 
@@ -298,7 +320,9 @@ class LayerStreamer:
             raise RuntimeError(f"No slot is free for `{unit.name}`.")
         self.transfers.wait(slot.ready)
         unit.storage.bind(slot.buffer, self._expanded)
-        if not backward:
+        if backward:
+            self.updates.before_backward(unit)
+        else:
             if unit in self.updates.pending:
                 self.updates.before_forward(unit)
             if (overlay := self.overlay) is not None:
@@ -370,13 +394,16 @@ class LayerStreamer:
         if gradient is None or master is None:  # nothing came, or nothing is updated
             return
         gradient = gradient.to(master.dtype)
-        if param.gradient is None:
-            param.gradient = host_tensor(master.shape, master.dtype, pin=self.transfers.beside)
-        if master.grad is not None:
+        if master.grad is not None and param.gradient is not None:
             # The sum so far comes back and is added to on the device, which is faster than the host is.
             before = self.transfers.fetch(param.gradient, after=unit.storage.gradients_sent)
             gradient = gradient.add_(before.take())
-        param.norm, master.grad = torch.linalg.vector_norm(gradient), param.gradient
+        param.norm = torch.linalg.vector_norm(gradient)
+        if self.updates.take(unit, param, gradient):
+            return
+        if param.gradient is None:
+            param.gradient = host_tensor(master.shape, master.dtype, pin=self.transfers.beside)
+        master.grad = param.gradient
         unit.storage.gradients_sent = self.transfers.send(gradient, param.gradient)
 
     def gradients_arrived(self) -> None:

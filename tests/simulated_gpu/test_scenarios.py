@@ -89,10 +89,30 @@ def test_an_update_holds_up_nothing_but_its_own_layer(results):
             assert waits[following]["out"] < updates[layer][0], "nor for what the last one wrote"
 
 
-@needs("in_order")
+@needs("in_order_in_backward")
+def test_an_update_in_the_backward_pass_holds_up_nothing_but_its_own_layer(results):
+    """What it needs comes in while the layer itself computes, and what it wrote leaves while the next ones do."""
+    for step in results.of("in_order_in_backward")["facts"]["steps"][2:]:
+        events = [(what, unit) for what, unit, _ in step]
+        updates = {unit: tasks for what, unit, tasks in step if what == "after_backward"}
+        layers = [unit for unit in updates if "layers" in unit]
+        assert len(layers) == 5 and layers == sorted(layers, reverse=True)
+        loads = {unit: tasks["in"] for what, unit, tasks in step if what == "begin_load" and unit in layers}
+        waits = {unit: tasks for what, unit, tasks in step if what == "computes"}
+        for layer in layers:
+            of_layer = [what for what, unit in events if unit == layer]
+            assert of_layer == ["begin_load", "computes", "computes", "after_backward"], "of two micro-batches"
+            assert waits[layer]["in"] < loads[layer][0], "computation does not wait for what its own update needs"
+        for layer, following in itertools.pairwise(layers):
+            assert events.index(("after_backward", layer)) < events.index(("computes", following))
+            assert waits[following]["out"] < updates[layer]["out"][0], "nor for what the last one wrote"
+
+
+@needs("in_order", "in_order_in_backward")
 def test_the_host_does_not_stop_between_the_first_layer_and_the_last(results):
-    for step in results.of("in_order")["facts"]["steps"][1:]:
-        assert len({tasks["stops"] for what, _, tasks in step if what == "computes"}) == 1
+    for name in ("in_order", "in_order_in_backward"):
+        for step in results.of(name)["facts"]["steps"][1:]:
+            assert len({tasks["stops"] for what, _, tasks in step if what == "computes"}) == 1
 
 
 @each

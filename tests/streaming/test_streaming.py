@@ -109,6 +109,89 @@ def test_no_clipping(tmp_path, train_set):
     assert_same_run(trainer, plain)
 
 
+IN_BACKWARD = {"max_grad_norm": 0.0, "out_of_memory": "raise"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_accumulation_steps": 1},
+        {"accumulation_walk": "micro_batch"},
+        {"stream_embeddings": True},
+        {"bf16": True, "resident_layers": 1},
+        {"optim": "muon", "gradient_accumulation_steps": 1},
+        {"offload_activations": True, "prefetch_layers": 0},
+    ],
+    ids=str,
+)
+def test_layers_are_updated_in_the_backward_pass_where_nothing_is_clipped(options, tmp_path, train_set, monkeypatch):
+    deferred, held = [], []
+    real = optimizer.LazyOptimizer.before_forward
+    noting = lambda self, unit: (deferred.append(unit), real(self, unit))  # noqa: E731
+    monkeypatch.setattr(optimizer.LazyOptimizer, "before_forward", noting)
+
+    class Gradients(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            held.append([unit.name for unit in streamer.layers if any(p.gradient is not None for p in unit.trainable)])
+
+    def model():
+        return tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=False)
+
+    of_trainer = {name: options[name] for name in options if name in ("gradient_accumulation_steps", "bf16")}
+    if "optim" in options:
+        plain = make_streamed(tmp_path, train_set, model(), memory="off", max_grad_norm=0.0, **options)
+        plain.train()
+    else:
+        plain = train_plain(tmp_path, train_set, model(), max_grad_norm=0.0, **of_trainer)
+    trainer = make_streamed(tmp_path, train_set, model(), [Gradients()], **IN_BACKWARD, **options)
+    streamer = trainer.memory.streamer
+    trainer.train()
+    assert_same_run(trainer, plain)
+    ends = [unit for unit in streamer.ends if options.get("stream_embeddings")]
+    assert set(deferred) == set(ends), "only embeddings and head wait for the next forward pass"
+    several_passes = options.get("accumulation_walk") == "micro_batch"
+    assert len(held) == 5 and all(bool(names) == several_passes for names in held), "gradients add up on the host"
+
+
+def test_a_layer_whose_calls_do_not_all_count_is_updated_before_its_next_forward(tmp_path, train_set):
+    """The backward pass never comes to such a call, so nobody can say that the gradients are complete."""
+
+    def model():
+        model = tiny_model(num_hidden_layers=LAYERS)
+
+        def call(*_):
+            model.model.layers[1](torch.ones(1, 1, 32), position_embeddings=(torch.ones(1, 1, 16),) * 2)
+
+        model.model.layers[2].register_forward_hook(call)
+        return model
+
+    options = {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0}
+    plain = train_plain(tmp_path, train_set, model(), **options)
+    trainer = make_streamed(tmp_path, train_set, model(), **options | IN_BACKWARD)
+    trainer.train()
+    assert_same_run(trainer, plain)
+
+
+def test_weights_of_no_step_are_not_saved(tmp_path, train_set, caplog):
+    """An error after a layer was updated in the backward pass: what is in memory is no step's, and is said to be so."""
+
+    class Fails(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 3:
+                signal = lambda *_: trainer._save_checkpoint(trainer.model, trial=None)  # noqa: E731
+                model.model.layers[0].register_full_backward_hook(signal)
+                model.model.layers[1].register_full_backward_hook(fail)
+
+    def fail(*_):
+        raise RuntimeError("planted")
+
+    trainer = make_streamed(tmp_path, train_set, callbacks=[Fails()], save_strategy="steps", save_steps=2, **IN_BACKWARD)
+    with pytest.raises(RuntimeError, match="planted"), caplog.at_level("WARNING"):
+        trainer.train()
+    assert "of no step" in caplog.text
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2"]
+
+
 def test_bf16_autocast(tmp_path, train_set):
     """Matrices travel rounded to bf16, which is what autocast computes with."""
     plain = train_plain(tmp_path, train_set, bf16=True)
@@ -398,7 +481,7 @@ class Allocations:
         if self.calls % 5:
             return
         all_of_it = [(one.written(), one.gradients()) for one in self.streamer.updates._beside.values()]
-        beside = [buffer for written, gradients in all_of_it for _, buffer in (*written, gradients)]
+        beside = [buffer for written, gradients in all_of_it for _, buffer in (*written, *gradients)]
         old = host | {t.untyped_storage().data_ptr() for t in (*self.before, *beside)}
         sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.byte_buffers()}
         large = [size for key, size in sizes.items() if key not in old and size > 10_000]  # random states are smaller
