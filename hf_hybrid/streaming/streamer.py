@@ -305,7 +305,10 @@ class LayerStreamer:
             following = self.layers[self._position[unit] + step :: step] if self._position[unit] + step >= 0 else []
             travelling = (other for other in following if not other.resident)
             # A resident unit leaves its slot to one more.
-            for other in itertools.islice(travelling, self.ahead + resident):
+            coming = list(itertools.islice(travelling, self.ahead + resident))
+            if backward and self.last_pass and not coming:  # the next step begins with these
+                coming = self._first
+            for other in coming:
                 self.fetch(other)
 
     def _bind(self, unit: Unit, *, backward: bool) -> None:

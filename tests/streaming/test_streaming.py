@@ -216,6 +216,27 @@ def test_updates_come_in_the_order_in_which_weights_are_needed(tmp_path, train_s
     assert "embed" in order[0] and "head" in order[-1]
 
 
+@pytest.mark.parametrize("walk", ["micro_batch", "layer"])
+def test_embeddings_come_while_the_step_before_ends(walk, tmp_path, train_set, monkeypatch):
+    order = []
+    load, step = LayerStreamer.fetch, optimizer.LazyOptimizer.step
+
+    def fetch(streamer, unit):
+        before = unit.loads
+        load(streamer, unit)
+        order.extend([unit.name] * (unit.loads - before))
+
+    monkeypatch.setattr(LayerStreamer, "fetch", fetch)
+    monkeypatch.setattr(optimizer.LazyOptimizer, "step", lambda *args: (order.append("step"), step(*args)))
+    model = tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=False)
+    trainer = make_streamed(tmp_path, train_set, model, stream_embeddings=True, max_steps=3, accumulation_walk=walk)
+    trainer.train()
+    ends = [index for index, name in enumerate(order) if name == "step"]
+    assert len(ends) == 3 and all("embed" in order[end - 1] for end in ends), order
+    loads = [name for name in order[ends[0] :] if "embed" in name]
+    assert len(loads) == (2 if walk == "layer" else 2 + 2 * 2), "and no more often than before"
+
+
 def test_gradients_of_bf16_copies_add_up_in_fp32(tmp_path, train_set):
     """In bf16 the sum over the micro-batches of a window would be off by half a percent."""
     plain = train_plain(tmp_path, train_set, bf16=True, gradient_accumulation_steps=8, max_steps=1)
