@@ -434,7 +434,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
                     self.run.call("before_forward", self.run.phase)
                 return step(inputs)
             finally:
-                in_step.is_changing = self.memory.torn is not None  # layers may be updated in the backward pass
+                in_step.is_changing = False
                 if self._around_forward:
                     self.run.call("after_backward", self.run.phase)
 

@@ -14,8 +14,8 @@ with the error that says what was looked for. Nothing is downloaded.
 
 For windows layer by layer, both trainers get models without dropout, noise and tied embeddings: this walk draws random
 numbers in another order, and adds the gradients of embeddings and head in another order. It is asked for by `auto`, as
-users have it, so a type whose layers cannot be walked falls back to micro-batches; `outcome` says so. Updates inside the
-backward pass need runs without clipping.
+users have it, so a type whose layers cannot be walked falls back to micro-batches; `outcome` says so. Updates inside
+the backward pass need runs without clipping.
 """
 
 from __future__ import annotations

@@ -30,7 +30,9 @@ ARMS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "stream_8bit": (HybridTrainer, HybridConfig, {"memory": "stream", "optimizer_states": "8bit"}),
     "stream": (HybridTrainer, HybridConfig, {"memory": "stream"}),
     "stream_8bit_in_backward": (
-        HybridTrainer, HybridConfig, {"memory": "stream", "optimizer_states": "8bit", **IN_BACKWARD},
+        HybridTrainer,
+        HybridConfig,
+        {"memory": "stream", "optimizer_states": "8bit", **IN_BACKWARD},
     ),
     "stream_in_backward": (HybridTrainer, HybridConfig, {"memory": "stream", **IN_BACKWARD}),
 }

@@ -1,7 +1,7 @@
 """
 Peak memory and time per optimizer step: streamed training, resident training and peers, on the same model and batches.
 
-    python -m benchmarks.memory.peaks                     # CPU, a 60M Llama, seventeen modes, eight minutes on two cores
+    python -m benchmarks.memory.peaks                     # CPU, a 60M Llama, 17 modes, eight minutes on two cores
     python -m benchmarks.memory.peaks --smoke             # CPU, a tiny Llama, three modes, half a minute
     python -m benchmarks.memory.peaks --gpu               # Llama shapes of 1B to 50B under a cap of device memory
     python -m benchmarks.memory.peaks --gpu --smoke       # the same with tiny models, to check the plumbing
@@ -16,8 +16,9 @@ Modes: `resident*` and `lora-resident` are plain `transformers.Trainer`; `stream
 `HybridTrainer(memory="stream", enable_predict=False)`; `zero3` is `Trainer` with DeepSpeed's ZeRO-3, whose weights and
 optimizer are on the host (bf16 over fp32 masters, whatever the others have); `fsdp2` is FSDP2 with CPU offload in one
 process; `torchao` is its `CPUOffloadOptimizer`, which cannot clip gradients. `torchao` and `zero3` need a GPU.
-`*in_backward` updates layers inside the backward pass, without clipping. `*-8bit` has bf16 weights and 8-bit AdamW states, the others AdamW states in the dtype of the weights. All but
-`resident` recompute activations layer by layer. A mode whose package is not installed is skipped, and its row says so.
+`*in_backward` updates layers inside the backward pass, without clipping. `*-8bit` has bf16 weights and 8-bit AdamW
+states, the others AdamW states in the dtype of the weights. All but `resident` recompute activations layer by layer. A
+mode whose package is not installed is skipped, and its row says so.
 
 Fields of a row:
 

@@ -53,7 +53,7 @@ from torch import Tensor, nn
 
 from hf_hybrid.machine import host_buffer
 from hf_hybrid.streaming.streamer import LayerStreamer, Updates
-from hf_hybrid.streaming.transfers import Ring, Slot
+from hf_hybrid.streaming.transfers import Event, Ring, Slot
 from hf_hybrid.streaming.units import Packing, StreamedParameter, Unit
 
 logger = logging.getLogger(__name__)
@@ -106,9 +106,7 @@ class _Beside:
     A unit that is updated `in_backward` has its gradients on the device already.
     """
 
-    def __init__(
-        self, unit: Unit, states: list[tuple[tuple[int, str], torch.Size, torch.dtype]], *, in_backward: bool
-    ):
+    def __init__(self, unit: Unit, states: list[tuple[tuple[int, str], torch.Size, torch.dtype]], *, in_backward: bool):
         self.unit, pairs = unit, [(param.parameter, param.master) for param in unit.trainable if not in_backward]
         types = dict.fromkeys(dtype for _, _, dtype in states)
         gradients = Packing((id(parameter), master.shape, master.dtype) for parameter, master in pairs)
@@ -141,9 +139,14 @@ class _Beside:
         """Give the memory of the gradients back."""
         self._gradients = None
 
-    def gradients(self) -> list[tuple[int, Tensor]]:
-        """Return where gradients that come from the host begin on the device, and the host's buffer."""
-        return [] if self._gradients is None else [(self._starts[1], self._gradients)]
+    def needed(self) -> list[tuple[int, Tensor, Event]]:
+        """Return what travels to the device: where it begins there, the host's buffer, and when it may leave."""
+        storage, found = self.unit.storage, []
+        for start, buffer in self.written(states=self.has_states):
+            found.append((start, buffer, storage.written))
+        if self._gradients is not None:  # last: those of the first units have only just been sent
+            found.append((self._starts[1], self._gradients, storage.gradients_sent))
+        return found
 
     def written(self, *, states: bool = True) -> list[tuple[int, Tensor]]:
         """Return what an update writes, `states` among it: where each begins on the device, and the host's buffer."""
@@ -172,8 +175,8 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
     In the groups the masters take the places of the streamed parameters, so that schedulers, checkpoints and everything
     that reads `state` find what they expect. [`step`] steps what is resident and puts off the rest.
 
-    `base` is made over the model's parameters, as usual. With `in_backward` layers are stepped inside the backward pass:
-    gradients must be used as they are, at the learning rates of that moment.
+    `base` is made over the model's parameters, as usual. With `in_backward` layers are stepped inside the backward
+    pass: their gradients must be used as they are, at the learning rates of that moment.
 
     Raises:
         UnsupportedOptimizerError: If `base` cannot be stepped unit by unit.
@@ -188,6 +191,8 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         """On the device, of the unit that the backward pass is in, by the identity of the model's parameter."""
         self._step_begun = False
         """A unit was stepped, and the step of the others has not come."""
+        self._written: Event = None
+        """When what the last update wrote has left."""
         for group in base.param_groups:
             for index, parameter in enumerate(group["params"]):
                 group["params"][index] = master = streamer.counterpart(parameter)
@@ -203,6 +208,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         self._checked = False
         self._beside: dict[Unit, _Beside] = {}
         self._ring: Ring | None = None
+        self._ring_size = 0
         self._coming: dict[Unit, Slot] = {}
         """Where that which the update of a unit needs lies on the device."""
         self._updating: Unit | None = None
@@ -227,6 +233,14 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
                 if unit.trainable:
                     states = self._states_of(unit, group_of, kinds)
                     self._beside[unit] = _Beside(unit, states, in_backward=unit in self.in_backward)
+            of_layers, of_ends = (
+                max((self._beside[unit].size for unit in units if unit in self._beside), default=0)
+                for units in (self.streamer.travelling, self.streamer.ends)
+            )
+            if self.in_backward:  # what a layer wrote leaves while the next one's comes
+                self._ring_size = max(2 * of_layers, of_ends)
+            else:  # room for the largest unit, and for the layer that is fetched ahead
+                self._ring_size = max(of_layers, of_ends) + of_layers * bool(self.streamer.ahead)
         self._lock()
         self._place_states()
 
@@ -360,7 +374,9 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             for master in [master for group in groups[unit] for master in group["params"]]:
                 master.grad = None  # its gradient lies where it landed; a step before the update must not see it
         self._step_begun = self.streamer.last_pass = False
-        if not self.pending:
+        for unit in self.in_backward:
+            unit.open_calls = 0  # of calls that had no part in the loss
+        if self._ring is not None and not self.pending:
             self._give_room_back()
         for unit in self.streamer.first():
             self.streamer.fetch(unit)
@@ -373,23 +389,16 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
     # A unit is updated.
 
     def _make_room(self) -> None:
-        """Allocate the ring, for the largest unit and one layer more. It is there until nothing is pending."""
+        """Allocate the ring. It is there until nothing is pending."""
         if self._ring is None:
-            sizes = {unit: beside.size for unit, beside in self._beside.items()}
-            of_layers = max((sizes[unit] for unit in self.streamer.travelling if unit in sizes), default=0)
-            if self.in_backward:  # what a layer wrote leaves while the next one's comes; embeddings and head are alone
-                size = max(2 * of_layers, *sizes.values())
-            else:
-                size = max(sizes.values()) + of_layers * bool(self.streamer.ahead)
-            self._ring = Ring(size, self.streamer.device)
+            self._ring = Ring(self._ring_size, self.streamer.device)
             self.streamer.transfers.release(self._ring.whole)  # its memory may still be read by what was computed
 
     def _give_room_back(self) -> None:
         """Nothing is pending: what computes next gets the memory, once all has left."""
-        if self._ring is not None:
-            self.streamer.transfers.finish_leaving()
-            self._ring = None
-            self._coming.clear()
+        self.streamer.transfers.wait(self._written)
+        self._ring = None
+        self._coming.clear()
 
     def begin_load(self, unit: Unit) -> None:
         """Start to copy what the update needs to the device, if there is room in the ring."""
@@ -399,52 +408,33 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         slot = self._ring.take(beside.size)
         if slot is not None:
             self._coming[unit] = slot
-            for place, buffer in beside.written(states=beside.has_states):
-                transfers.load(slot, buffer, start=place, after=unit.storage.written)
-            for place, buffer in beside.gradients():  # last: those of the first units have only just been sent
-                transfers.load(slot, buffer, start=place, after=unit.storage.gradients_sent)
-
-    def before_forward(self, unit: Unit) -> None:
-        """Step a pending unit."""
-        here = {}
-        if unit in self.in_backward:  # which left it: a call of the layer had no part in the loss, so more may have come
-            for param in [param for param in unit.trainable if param.gradient is not None]:
-                fetched = self.streamer.transfers.fetch(param.gradient, after=unit.storage.gradients_sent)
-                here[id(param.parameter)] = fetched.take()
-        self._update(unit, *self.pending.pop(unit), here)
-        if not self.pending:
-            self._give_room_back()
+            for place, buffer, after in beside.needed():
+                transfers.load(slot, buffer, start=place, after=after)
 
     def before_backward(self, unit: Unit) -> None:
         """Let what the update of a unit needs come while the unit computes."""
-        if unit in self.in_backward and self.streamer.last_pass:
-            self._make_room()
-            self.begin_load(unit)
+        self._make_room()
+        self.begin_load(unit)
 
-    def take(self, unit: Unit, param: StreamedParameter, gradient: Tensor) -> bool:
-        """Keep the gradient on the device, if it is the last of a parameter that is stepped in this pass."""
-        if unit not in self.in_backward or not self.streamer.last_pass or unit.open_calls:
-            return False
+    def keep(self, param: StreamedParameter, gradient: Tensor) -> None:
+        """Keep a gradient on the device, until all of its unit are there."""
         self._gradients[id(param.parameter)] = gradient
-        param.master.grad = None
-        return True
-
-    def after_backward(self, unit: Unit) -> None:
-        """Step a unit whose gradients were kept."""
-        gradients, self._gradients = self._gradients, {}
-        if gradients:
-            masters = {id(param.master) for param in unit.trainable if id(param.parameter) in gradients}
-            chosen = [(group, [p for p in group["params"] if id(p) in masters]) for group in self.param_groups]
-            groups = [{**group, "params": parameters} for group, parameters in chosen if parameters]
-            self._step_begun = True
-            self._update(unit, groups, None, gradients)
 
     @torch.no_grad()
-    def _update(self, unit: Unit, groups: list[dict], scale: Tensor | None, here: dict[int, Tensor]) -> None:
+    def update(self, unit: Unit) -> None:
         """
-        Step a unit in its slot on the device, and start to copy states and weights back to the host. Its gradients came
-        with its states, if they are not `here`.
+        Step a unit in its slot on the device, and start to copy states and weights back to the host: a pending one,
+        whose gradients came with its states, or one whose gradients were kept.
         """
+        here, self._gradients = self._gradients, {}
+        if deferred := unit in self.pending:
+            groups, scale = self.pending.pop(unit)
+            if unit in self.in_backward:  # nobody could say there that its gradients were complete
+                here = self._gradients_from_host(unit)
+        elif here:
+            groups, scale, self._step_begun = self._groups_of(unit, here), None, True
+        else:
+            return
         beside, storage, transfers, ring = self._beside[unit], unit.storage, self.streamer.transfers, self._ring
         if ring is None or unit.slot is None or storage.packed is None:
             raise RuntimeError(f"`{unit.name}` cannot be updated: it is not on the device.")
@@ -460,10 +450,24 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         for start, buffer in beside.written():
             transfers.send(slot.buffer[start : start + len(buffer)], buffer, keep=False)
         storage.written = transfers.send(unit.slot.buffer[: storage.packed_bytes], storage.packed, keep=False)
-        slot.sent = unit.slot.sent = storage.written
+        slot.sent = unit.slot.sent = self._written = storage.written
         beside.has_states = True
         ring.give_back(slot)
         self._updating = None
+        if deferred and not self.pending:
+            self._give_room_back()
+
+    def _groups_of(self, unit: Unit, gradients: dict[int, Tensor]) -> list[dict]:
+        """Return the groups with the parameters of a unit alone, of which there are gradients."""
+        masters = {id(param.master) for param in unit.trainable if id(param.parameter) in gradients}
+        chosen = [(group, [p for p in group["params"] if id(p) in masters]) for group in self.param_groups]
+        return [{**group, "params": parameters} for group, parameters in chosen if parameters]
+
+    def _gradients_from_host(self, unit: Unit) -> dict[int, Tensor]:
+        """Return the gradients of a unit that has no place for them beside its states."""
+        transfers, after = self.streamer.transfers, unit.storage.gradients_sent
+        arrived = [(param, param.gradient) for param in unit.trainable if param.gradient is not None]
+        return {id(param.parameter): transfers.fetch(sent, after=after).take() for param, sent in arrived}
 
     def _step(
         self, beside: _Beside, group: dict, scale: Tensor | None, masters: dict, gradients: dict, states: dict

@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +47,8 @@ class Updates:
 
     pending: dict[Unit, Any] = {}
     """Units that are updated on the device when they are needed next."""
+    in_backward: Collection[Unit] = ()
+    """Units that are updated inside the backward pass that completes their gradients."""
 
     def attach(self) -> None:
         """The model's layers are streamed from now on."""
@@ -63,18 +65,14 @@ class Updates:
     def begin_load(self, unit: Unit) -> None:
         """The weights of a pending unit are about to travel: what its update needs goes before them."""
 
-    def before_forward(self, unit: Unit) -> None:
-        """A pending unit lies in its slot, before its forward: the place for its update."""
-
     def before_backward(self, unit: Unit) -> None:
-        """A unit lies in its slot, before its backward."""
+        """A unit of `in_backward` lies in its slot, before the backward that completes its gradients."""
 
-    def take(self, unit: Unit, param: StreamedParameter, gradient: Tensor) -> bool:
-        """Whether this takes a gradient, which then does not go to the host."""
-        return False
+    def keep(self, param: StreamedParameter, gradient: Tensor) -> None:
+        """A gradient of such a unit is complete, and does not go to the host."""
 
-    def after_backward(self, unit: Unit) -> None:
-        """A unit lies in its slot, and the backward pass has left it."""
+    def update(self, unit: Unit) -> None:
+        """A pending unit lies in its slot, before its forward; or one whose gradients were kept, after its backward."""
 
     def held(self) -> list[Tensor]:
         """Return what updates hold on the device."""
@@ -283,14 +281,9 @@ class LayerStreamer:
     def end_backward(self) -> None:
         """Release the unit that was recomputed last, after the backward pass has left it."""
         if (unit := self._in_backward) is not None:
-            self.updates.after_backward(unit)
+            if unit in self.updates.in_backward:
+                self.updates.update(unit)
             self.release(unit)
-
-    def begin_pass(self, *, last: bool) -> None:
-        """A forward and backward pass begins, of one micro-batch or several; the `last` of its step, or not."""
-        self.last_pass = last
-        for unit in self.units:
-            unit.open_calls = 0
 
     # Transfers of weights.
 
@@ -324,10 +317,11 @@ class LayerStreamer:
         self.transfers.wait(slot.ready)
         unit.storage.bind(slot.buffer, self._expanded)
         if backward:
-            self.updates.before_backward(unit)
+            if unit in self.updates.in_backward and self.last_pass:
+                self.updates.before_backward(unit)
         else:
             if unit in self.updates.pending:
-                self.updates.before_forward(unit)
+                self.updates.update(unit)
             if (overlay := self.overlay) is not None:
                 for param in unit.trainable:
                     if (weights := overlay(param.master)) is not None:
@@ -402,7 +396,9 @@ class LayerStreamer:
             before = self.transfers.fetch(param.gradient, after=unit.storage.gradients_sent)
             gradient = gradient.add_(before.take())
         param.norm = torch.linalg.vector_norm(gradient)
-        if self.updates.take(unit, param, gradient):
+        if unit in self.updates.in_backward and self.last_pass and not unit.open_calls:
+            master.grad = None
+            self.updates.keep(param, gradient)
             return
         if param.gradient is None:
             param.gradient = host_tensor(master.shape, master.dtype, pin=self.transfers.beside)

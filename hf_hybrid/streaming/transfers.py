@@ -168,10 +168,6 @@ class Transfers:
             self._bytes_leaving -= self._leaving.popleft()[1].nbytes
         return sent
 
-    def finish_leaving(self) -> None:
-        """Let later computation wait until everything sent has left, without blocking the host."""
-        self.wait(self._last_sent)
-
     def finish_sending(self) -> None:
         """Wait until everything sent has arrived on the host."""
         if self._last_sent is not None:

@@ -344,7 +344,8 @@ class LayerWalk:
                     early.extend(self._differentiate_between(job, call))
                 for param in unit.trainable:
                     self.streamer.collect(unit, param)
-                self.streamer.updates.after_backward(unit)
+                if unit in self.streamer.updates.in_backward:
+                    self.streamer.updates.update(unit)
             finally:
                 self.streamer.release(unit)
         for early in before:
@@ -413,7 +414,7 @@ class Window:
             window = [inputs]
         if self.by_layer and (len(window) > 1 or (window and self.parking is not None)):
             try:
-                self.streamer.begin_pass(last=True)
+                self.streamer.last_pass = True
                 walk = LayerWalk(self.streamer, self.parking)
                 self._results = walk.run([functools.partial(step, inputs) for inputs in window])
             except CannotWalkError as error:
@@ -425,7 +426,7 @@ class Window:
         if self._results:
             return self._results.pop(0)
         self._left -= 1
-        self.streamer.begin_pass(last=self._left == 0)
+        self.streamer.last_pass = self._left == 0
         result = step(inputs)
         self.streamer.end_backward()
         return result

@@ -412,11 +412,12 @@ def in_order(place: Place, in_backward: bool = False) -> dict[str, Tensor]:
     """
     What was enqueued in which order, in forward passes that update all layers, or backward passes that do.
 
-    `steps` has of each step events (what, unit, tasks): `begin_load` and `before_forward` (or `after_backward`) with
-    the tasks that each gave the streams of copies, as {way: (first, last)}; `computes` with the last task of them that
-    computation waits for when a layer computes a micro-batch in such a pass, and the stops of the host until then.
+    `steps` has of each step events (what, unit, tasks): `begin_load` and `update` with the tasks that each gave the
+    streams of copies, as {way: (first, last)}; `computes` with the last task of them that computation waits for when a
+    layer computes a micro-batch in such a pass, and the stops of the host until then.
     """
-    options = {**STREAM, "plan_values": ENDS, "chunked_loss": "on", "max_steps": 4, **(IN_BACKWARD if in_backward else {})}
+    options = {**STREAM, "plan_values": ENDS, "chunked_loss": "on", "max_steps": 4}
+    options |= IN_BACKWARD if in_backward else {}
     trainer = trainer_of(place, model(layers=5, tie_word_embeddings=False), **options)
     if not place.on_device:
         trainer.train()
@@ -449,7 +450,7 @@ def in_order(place: Place, in_backward: bool = False) -> dict[str, Tensor]:
     for unit in trainer.memory.streamer.layers:
         unit.modules[0].mlp.register_forward_pre_hook(lambda *_, unit=unit: computes(unit))
     note("begin_load")
-    note("after_backward" if in_backward else "before_forward")
+    note("update")
     with stack, place.counted(trainer):
         trainer.train()
     place.facts["steps"] = steps

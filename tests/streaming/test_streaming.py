@@ -126,9 +126,9 @@ IN_BACKWARD = {"max_grad_norm": 0.0, "out_of_memory": "raise"}
 )
 def test_layers_are_updated_in_the_backward_pass_where_nothing_is_clipped(options, tmp_path, train_set, monkeypatch):
     deferred, held = [], []
-    real = optimizer.LazyOptimizer.before_forward
-    noting = lambda self, unit: (deferred.append(unit), real(self, unit))  # noqa: E731
-    monkeypatch.setattr(optimizer.LazyOptimizer, "before_forward", noting)
+    real = optimizer.LazyOptimizer.update
+    noting = lambda self, unit: (deferred.extend({unit} & self.pending.keys()), real(self, unit))  # noqa: E731
+    monkeypatch.setattr(optimizer.LazyOptimizer, "update", noting)
 
     class Gradients(TrainerCallback):
         def on_step_end(self, *args, **kwargs):
@@ -173,23 +173,34 @@ def test_a_layer_whose_calls_do_not_all_count_is_updated_before_its_next_forward
 
 
 def test_weights_of_no_step_are_not_saved(tmp_path, train_set, caplog):
-    """An error after a layer was updated in the backward pass: what is in memory is no step's, and is said to be so."""
+    """After a layer was updated in the backward pass: a save waits for the step, and after an error it is said."""
 
-    class Fails(TrainerCallback):
-        def on_step_begin(self, args, state, control, model=None, **kwargs):
-            if state.global_step == 3:
-                signal = lambda *_: trainer._save_checkpoint(trainer.model, trial=None)  # noqa: E731
-                model.model.layers[0].register_full_backward_hook(signal)
-                model.model.layers[1].register_full_backward_hook(fail)
+    class Saves(TrainerCallback):
+        def on_substep_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 2:
+                trainer._save_checkpoint(model, trial=None)
+                assert not list(tmp_path.glob("checkpoint-*"))
+
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 4:
+                model.model.layers[0].register_full_backward_hook(fail)
 
     def fail(*_):
         raise RuntimeError("planted")
 
-    trainer = make_streamed(tmp_path, train_set, callbacks=[Fails()], save_strategy="steps", save_steps=2, **IN_BACKWARD)
+    def model():
+        return tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=False)
+
+    trainer = make_streamed(tmp_path, train_set, model(), [Saves()], **IN_BACKWARD)
     with pytest.raises(RuntimeError, match="planted"), caplog.at_level("WARNING"):
         trainer.train()
-    assert "of no step" in caplog.text
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2"]
+    assert "of no step. Load the last checkpoint" in caplog.text
+    (saved,) = tmp_path.glob("checkpoint-*")
+    assert saved.name == "checkpoint-3"
+    plain = train_plain(tmp_path / "plain", train_set, model(), max_grad_norm=0.0)
+    resumed = make_streamed(tmp_path, train_set, model(), **IN_BACKWARD)
+    resumed.train(resume_from_checkpoint=str(saved))
+    assert_same_weights(weights(resumed.model), weights(plain.model))
 
 
 def test_bf16_autocast(tmp_path, train_set):
@@ -205,9 +216,9 @@ def test_bf16_autocast(tmp_path, train_set):
 def test_updates_come_in_the_order_in_which_weights_are_needed(tmp_path, train_set, monkeypatch):
     """The embeddings first: a forward pass that waits for the last update waits for all."""
     order = []
-    real = optimizer.LazyOptimizer.before_forward
+    real = optimizer.LazyOptimizer.update
     noting = lambda self, unit: (order.append(unit.name), real(self, unit))  # noqa: E731
-    monkeypatch.setattr(optimizer.LazyOptimizer, "before_forward", noting)
+    monkeypatch.setattr(optimizer.LazyOptimizer, "update", noting)
     model = tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=False)
     trainer = make_streamed(tmp_path, train_set, model, stream_embeddings=True, max_steps=1)
     trainer.train()
@@ -501,8 +512,8 @@ class Allocations:
         self.calls += 1
         if self.calls % 5:
             return
-        all_of_it = [(one.written(), one.gradients()) for one in self.streamer.updates._beside.values()]
-        beside = [buffer for written, gradients in all_of_it for _, buffer in (*written, *gradients)]
+        all_of_it = [(*one.written(), *one.needed()) for one in self.streamer.updates._beside.values()]
+        beside = [buffer for of_unit in all_of_it for _, buffer, *_ in of_unit]
         old = host | {t.untyped_storage().data_ptr() for t in (*self.before, *beside)}
         sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.byte_buffers()}
         large = [size for key, size in sizes.items() if key not in old and size > 10_000]  # random states are smaller
@@ -717,8 +728,8 @@ def test_checkpoints_are_those_of_trainer(tmp_path, train_set):
 
 def test_evaluations_and_saves_make_each_update_once(tmp_path, train_set, monkeypatch):
     """An evaluation makes those that are pending as it goes; a save after it finds none, and moves no weights."""
-    updates, real = [], optimizer.LazyOptimizer.before_forward
-    monkeypatch.setattr(optimizer.LazyOptimizer, "before_forward", lambda *args: (updates.append(1), real(*args)))
+    updates, real = [], optimizer.LazyOptimizer.update
+    monkeypatch.setattr(optimizer.LazyOptimizer, "update", lambda *args: (updates.append(1), real(*args)))
     often = {"save_strategy": "steps", "save_steps": 1}
     loads = {}
     for name, options in {"saved": often, "both": {**often, "eval_strategy": "steps", "eval_steps": 1}}.items():
