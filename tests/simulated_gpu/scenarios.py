@@ -354,6 +354,8 @@ training("no_accumulation", **STREAM, gradient_accumulation_steps=1)
 training("no_clipping", **STREAM, max_grad_norm=0.0)
 IN_BACKWARD = {"max_grad_norm": 0.0, "out_of_memory": "raise"}
 training("in_backward", **STREAM, **IN_BACKWARD, tied=False, expect=TO_THE_LAST_BIT)
+training("in_backward_eight_bit", **STREAM, **IN_BACKWARD, optimizer_states="8bit", architecture=WIDE, tied=False,
+         expect=AS_RESIDENT | ROUNDED_STATES)  # fmt: skip
 training("in_backward_alone", **STREAM, **IN_BACKWARD, gradient_accumulation_steps=1, plan_values=ENDS)
 training("in_backward_by_micro_batch", **STREAM, **IN_BACKWARD, accumulation_walk="micro_batch", **MORE)
 training("fetched_far_ahead", **STREAM, plan_values={"prefetch_layers": 3}, architecture={"layers": 5})
