@@ -37,6 +37,7 @@ from benchmarks.equality.pool import Worker
 from benchmarks.results import Results, Row, command_line, provenance
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.streaming.layers import NoLayerListError
+from hf_hybrid.streaming.walk import CannotWalkError
 
 STEPS, MICRO_BATCHES = 20, 4
 ASKED = {"micro_batch": "micro_batch", "layer": "auto", "in_backward": "auto"}
@@ -126,6 +127,8 @@ def check(model_type: str, walk: str) -> Row:
         row["outcome"] = "differs" if row["detail"] else "equal" if walked else "equal, falls back"
     except NoLayerListError as error:
         row["outcome"], row["detail"] = "no layer list", str(error)
+    except CannotWalkError as error:  # found after a layer was updated
+        row["outcome"], row["detail"] = "asks for the other walk", str(error)
     except Exception as error:
         row["outcome"], row["detail"] = "fails", f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
     return row

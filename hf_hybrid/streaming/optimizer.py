@@ -217,7 +217,6 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
 
     @property
     def torn(self) -> str | None:
-        """Return a sentence, if an error now leaves weights or states that belong to no step."""
         if self._updating is not None:
             return f"The update of `{self._updating.name}` was cut short."
         return "The backward pass has updated some layers, and the step has not ended." if self._step_begun else None

@@ -50,6 +50,11 @@ class Updates:
     in_backward: Collection[Unit] = ()
     """Units that are updated inside the backward pass that completes their gradients."""
 
+    @property
+    def torn(self) -> str | None:
+        """Return a sentence, if an error now leaves weights or states that belong to no step."""
+        return None
+
     def attach(self) -> None:
         """The model's layers are streamed from now on."""
 

@@ -16,7 +16,7 @@ from hf_hybrid.plan.estimate import PlanError
 from hf_hybrid.streaming import optimizer
 from hf_hybrid.streaming.layers import NoLayerListError, find_layers
 from hf_hybrid.streaming.streamer import LayerStreamer
-from hf_hybrid.streaming.walk import LayerWalk, _MicroBatch
+from hf_hybrid.streaming.walk import CannotWalkError, LayerWalk, _MicroBatch
 
 LAYERS = 4
 OPTIONS = {
@@ -563,6 +563,12 @@ def test_a_model_that_uses_its_embeddings_after_its_layers_too_falls_back(tmp_pa
     trainer.train()
     assert "uses what it computed before its layers after them too" in caplog.text
     assert_same_run(trainer, plain)
+
+
+def test_it_does_not_begin_again_after_a_layer_was_updated(tmp_path):
+    trainer = make_streamed(tmp_path, samples(), build_model("inkling2_text"), **IN_BACKWARD)
+    with pytest.raises(CannotWalkError, match="after them too. Set `accumulation_walk=micro_batch`"):
+        trainer.train()
 
 
 class Uneven(torch.utils.data.Dataset):
