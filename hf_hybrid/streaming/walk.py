@@ -432,7 +432,7 @@ class Window:
         return result
 
     def _cannot_walk(self, why: str) -> None:
-        if self.order == "layer" or self.streamer.updates.torn is not None:  # a layer is updated: too late to begin again
+        if self.order == "layer" or self.streamer.updates.torn is not None:  # a layer is updated: no way back
             raise CannotWalkError(f"{why} Set `accumulation_walk=micro_batch`.")
         logger.warning(
             "%s Windows are walked micro-batch by micro-batch, with the activations between layers on the device.", why

@@ -463,6 +463,9 @@ SCENARIOS["in_order_in_backward"] = Scenario(partial(in_order, in_backward=True)
 
 
 training("lora", **STREAM, lora=True)
+# With phases, so that adapters are multiplied by the trainer and not by PEFT.
+training("lora_bf16", **STREAM, lora=True, bf16=True, enable_predict=True, direction="none", architecture=WIDE,
+         expect=TO_THE_LAST_BIT)  # fmt: skip
 training("lora_int8", **STREAM, lora=True, base_precision="int8")
 training("lora_kept", **SOME_RESIDENT, lora=True)
 training("lora_kept_int8", **SOME_RESIDENT, lora=True, base_precision="int8")
