@@ -368,7 +368,7 @@ def _reason_plain(
         return f"{len(input_ids)} rows are asked for, and there are {len(prompts.owner)} prompts"
     if min(prompts.lengths) == 0:
         return "a prompt has no tokens"
-    if others := sorted(name for name, value in model_inputs.items() if value is not None and name not in KNOWN):
+    if others := sorted(name for name, value in model_inputs.items() if value not in (None, {}) and name not in KNOWN):
         return f"the model gets `{others[0]}` beside tokens"
     for processor in processors:
         if type(processor) not in ROWWISE:
@@ -759,6 +759,9 @@ class Decoding(Part):
         `PlainRolloutsError`. The model gets `model_inputs` beside tokens.
         """
         processors, criteria, config = logits_processor, stopping_criteria, generation_config
+        positions = model_inputs.get("position_ids")
+        if positions is not None and positions.dim() == 3 and (positions == positions[:1]).all():
+            model_inputs["position_ids"] = positions[0]  # in text the parts of a position are equal
         reason = _reason_plain(model, input_ids, processors, criteria, config, model_inputs, prompts)
         if reason is not None:
             raise PlainRolloutsError(reason)

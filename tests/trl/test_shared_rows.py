@@ -41,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 import trl.trainer.utils  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from rig import rollouts  # noqa: E402
+from rig import rollouts, with_eyes  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from trl import DPOConfig, DPOTrainer, GRPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
@@ -580,6 +580,9 @@ SFT = {
     "checkpointing": {checkpointing_option(): True},
     "no accumulation": {"gradient_accumulation_steps": 1},
     "multiple": {"pad_to_multiple_of": 16},
+    "means": {"model": lambda: with_eyes.build("qwen3_vl")},
+    "means and states": {"model": lambda: with_eyes.build("qwen3_5_vl"), "max_steps": 1},  # rounding grows by step
+    "means under dft": {"model": lambda: with_eyes.build("qwen3_vl"), "loss_type": "dft"},
 }
 
 
@@ -595,7 +598,7 @@ def test_fine_tuning_is_that_of_trl(case, tmp_path):
     plain, shared = trained
     summary = shared.hybrid_summary()
     assert summary["plain_rows_because"] is None and summary["tokens_shared"] > 0.3 * summary["tokens"]
-    assert apart(weights(plain.model), weights(shared.model)) < 1e-6
+    assert apart(weights(plain.model), weights(shared.model)) < (1e-5 if case == "means and states" else 1e-6)
     for theirs, ours in zip(history(plain), history(shared), strict=True):
         theirs.pop("entropy", None), theirs.pop("mean_token_accuracy", None)  # means over micro-batches
         assert {name: ours[name] for name in theirs} == pytest.approx(theirs, rel=1e-4, abs=1e-6)
