@@ -17,6 +17,10 @@ Each one before computes segments of one length, whose states are needed further
 be theirs. A pass takes kernels of its own, so a segment gets one only if it saves enough tokens ([`LEAST`]). Others are
 computed once for each segment below. In a layer that cannot start from a state each leaf begins at its root.
 
+Sequences of a pass are rows of a batch, and not one row with `cu_seqlens`. transformers 5.24 hands these to kernels
+alone: its own functions refuse them (`use_kernel_func_from_hub_with_fallback` in integrations/hub_kernels.py). And a
+layer puts what its convolution starts from in front of a row, so a row has one start.
+
 **The state.** A layer writes what it keeps of a row into the cache of a model that generates: the last tokens of its
 convolution, and the state of its recurrence. Here it gets [`_States`] as cache. They hold tensors as the layer gave
 them, with their graph, so that the gradients of all segments below reach the one above.
