@@ -204,18 +204,18 @@ class Gradients(TrainerCallback):
         self.found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def gradients(train, folder, rows, model):
+def gradients(train, folder, rows, model, **options):
     """Loss and gradients of one window with all rows, and the trainer."""
     callback = Gradients()
-    options = {"max_steps": 1, "gradient_accumulation_steps": len(rows) // 4, "max_grad_norm": 0.0}
+    options |= {"max_steps": 1, "gradient_accumulation_steps": len(rows) // 4, "max_grad_norm": 0.0}
     options |= {"train_sampling_strategy": "sequential"}
     trained = train(folder, rows, model=model, callbacks=[callback], **options)
     return losses(trained)[0], callback.found, trained
 
 
-def assert_same_gradients(folder, rows, build_model, merges=True):
+def assert_same_gradients(folder, rows, build_model, merges=True, **options):
     loss, expected, _ = gradients(plain, folder / "plain", rows, build_model())
-    same, found, trained = gradients(shared, folder / "shared", rows, build_model())
+    same, found, trained = gradients(shared, folder / "shared", rows, build_model(), **options)
     assert same == pytest.approx(loss, rel=1e-5) and apart(expected, found) < 1e-5
     summary = trained.hybrid_summary()
     assert summary["plain_rows_because"] is None and summary["tokens_padding"] + summary["tokens_shared"] > 0
@@ -429,6 +429,29 @@ def test_a_resumed_run_ends_at_the_same_weights_and_goes_on_counting(case, tmp_p
     assert_same_weights(weights(whole.model), weights(resumed.model))
     for name in ("tokens", "tokens_padding", "tokens_shared", "micro_batches_saved"):
         assert whole.hybrid_summary()[name] == resumed.hybrid_summary()[name] > 0
+
+
+OF_STATES = ("qwen3_next", "lfm2", "mamba2", "bamba")
+
+
+@pytest.mark.parametrize("architecture", OF_STATES)
+def test_states_are_recomputed(architecture, tmp_path, monkeypatch):
+    monkeypatch.setattr(states, "LEAST", 8)
+    rows, options = KINDS["agent"]()[:12], {checkpointing_option(): True}
+    assert_same_gradients(tmp_path, rows, lambda: build(architecture), **options)
+
+
+@pytest.mark.parametrize("architecture", mostly_slow(OF_STATES, ["qwen3_next", "lfm2", "mamba2"]))
+def test_states_go_on_after_a_resume(architecture, tmp_path, monkeypatch):
+    """To the same bits, also where layers are recomputed."""
+    monkeypatch.setattr(states, "LEAST", 8)
+    rows, options = KINDS["agent"](), {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    options[checkpointing_option()] = True
+    whole = shared(tmp_path, rows, model=build(architecture), **options)
+    checkpoint = str(tmp_path / "checkpoint-2")
+    resumed = shared(tmp_path / "resumed", rows, model=build(architecture), resume=checkpoint, **options)
+    assert_same_weights(weights(whole.model), weights(resumed.model))
+    assert whole.hybrid_summary()["tokens_shared"] == resumed.hybrid_summary()["tokens_shared"] > 0
 
 
 def test_the_best_experts_are_loaded_at_the_end(tmp_path):
