@@ -44,7 +44,8 @@ FAMILIES = {
     "GLM-4": "glm4", "Phi-3": "phi3", "OLMo 2": "olmo2", "OLMoE": "olmoe", "OLMo Hybrid": "olmo_hybrid",
     "Granite": "granite", "Granite 4": "granitemoehybrid", "Cohere 2": "cohere2", "StarCoder2": "starcoder2",
     "LFM2": "lfm2", "LFM2-MoE": "lfm2_moe", "Mamba 2": "mamba2", "Bamba": "bamba", "Falcon-H1": "falcon_h1",
-    "Nemotron-H": "nemotron_h", "Jamba": "jamba", "Mamba": "mamba", "MiniMax": "minimax", "GPT-2": "gpt2",
+    "Nemotron-H": "nemotron_h", "Zamba 2": "zamba2", "Jamba": "jamba", "Mamba": "mamba", "MiniMax": "minimax",
+    "RecurrentGemma": "recurrent_gemma", "RWKV": "rwkv", "GPT-2": "gpt2",
     "GPT-NeoX": "gpt_neox", "OPT": "opt", "BLOOM": "bloom", "Qwen3.5 with images (rows of text)": "qwen3_5_vl",
     "Qwen3-VL (rows of text)": "qwen3_vl",
 }  # fmt: skip

@@ -538,6 +538,8 @@ def _pass(model: Any, tokens: Tensor, model_inputs: dict[str, Any], start: Any, 
         **{**model_inputs, CACHE: cache},
     )
     outputs = model(**inputs, return_dict=True)
+    if CACHE not in outputs:
+        raise PlainRolloutsError("the model keeps its state to itself")
     for layer in outputs[CACHE].layers:
         if isinstance(layer, DynamicLayer) and layer.keys is None:
             raise PlainRolloutsError("without images the model leaves layers of its cache empty")

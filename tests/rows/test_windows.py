@@ -49,6 +49,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    RecurrentGemmaConfig,
     SmolLM3Config,
     Starcoder2Config,
     Trainer,
@@ -864,6 +865,11 @@ REFUSED = {
         lambda: stateful(MambaConfig),
         {},
         "`MambaMixer` has a state, and is not told where rows end",
+    ),
+    "positions": (
+        lambda: stateful(RecurrentGemmaConfig, head_dim=8, num_hidden_layers=3),
+        {},
+        "`RecurrentGemmaRecurrentBlock` has a state, and needs",
     ),
     "linear attention": (linear_attention, {}, r"no convolution \(linear_attention\)"),
     "compiled states": (
