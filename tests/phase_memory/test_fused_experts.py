@@ -203,7 +203,7 @@ def test_over_an_int8_base_the_update_is_that_over_its_rounded_weights(kind, tmp
         for weight in model.get_base_model().get_decoder().layers.parameters():
             if not options and not weight.requires_grad and weight.ndim >= 2:
                 dequantize_rows(*quantize_rows(weight.data), out=weight.data)
-        values = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1, "share_rows": "on", "memory": "stream"}
+        values = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, "share_rows": "on", "memory": "stream"}
         values |= {**options, "model": model, "train_dataset": rows(12), "data_collator": pad}
         trained = trainers.train(tmp_path, HybridTrainer, HybridConfig, **values)
         found.append({name: p.detach().clone() for name, p in trained.model.named_parameters() if p.requires_grad})

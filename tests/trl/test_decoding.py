@@ -336,10 +336,11 @@ def test_a_model_of_states_alone_is_left_to_transformers():
     assert "`cache_params` beside tokens" in reason or "no layer of the cache counts tokens" in reason
 
 
-def test_passes_of_layers_with_a_state_are_not_captured():
-    cache = DynamicCache(config=model("bamba").config)
+def test_layers_that_attend_and_have_a_state_are_not_captured():
+    cache = DynamicCache(config=model("falcon_h1").config)
     assert why_plain_cache(cache, 10, window_by_mask=False) is None
     assert "are not captured" in why_plain_cache(cache, 10, window_by_mask=True)
+    assert why_plain_cache(DynamicCache(config=model("bamba").config), 10, window_by_mask=True) is None
 
 
 def test_images_and_others_are_left_to_transformers():
