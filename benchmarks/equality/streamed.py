@@ -3,6 +3,7 @@ Streamed training against plain Trainer, bit for bit, on every causal language m
 
     python -m benchmarks.equality.streamed                      # all types, within an hour; goes on where it stopped
     python -m benchmarks.equality.streamed --walk layer         # windows layer by layer instead
+    python -m benchmarks.equality.streamed --walk in_backward   # so, and each layer updated inside the backward pass
     python -m benchmarks.equality.streamed --only llama gpt2    # some types, also where they are there
 
 Each model type registered for `AutoModelForCausalLM`, and two models of images and text, are built with a tiny random
@@ -13,7 +14,8 @@ decoder layers must be refused with the error that says what was looked for. Not
 
 For windows layer by layer, both trainers get models without dropout, noise and tied embeddings: this walk draws random
 numbers in another order, and adds the gradients of embeddings and head in another order. It is asked for by `auto`, as
-users have it, so a type whose layers cannot be walked falls back to micro-batches; `outcome` says so.
+users have it, so a type whose layers cannot be walked falls back to micro-batches; `outcome` says so. Updates inside
+the backward pass need runs without clipping.
 """
 
 from __future__ import annotations
@@ -43,13 +45,14 @@ from benchmarks.equality.pool import Worker
 from benchmarks.results import Results, Row, command_line, provenance
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.streaming.layers import NoLayerListError
+from hf_hybrid.streaming.walk import CannotWalkError
 
 STEPS, MICRO_BATCHES = 20, 4
-ASKED = {"micro_batch": "micro_batch", "layer": "auto"}
+ASKED = {"micro_batch": "micro_batch", "layer": "auto", "in_backward": "auto"}
 """By walk the value of `accumulation_walk`."""
 
 
-def arguments(folder: str) -> dict:
+def arguments(folder: str, walk: str) -> dict:
     """The arguments of both trainers."""
     return {
         "output_dir": folder,
@@ -58,7 +61,7 @@ def arguments(folder: str) -> dict:
         "gradient_accumulation_steps": MICRO_BATCHES,
         "learning_rate": 1e-3,
         "weight_decay": 0.1,
-        "max_grad_norm": 0.5,
+        "max_grad_norm": 0.0 if walk == "in_backward" else 0.5,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 3,
         "logging_steps": 1,
@@ -116,13 +119,15 @@ def check(model_type: str, walk: str) -> Row:
     try:
         with tempfile.TemporaryDirectory() as folder:
             model, data = build(model_type, walk), samples()
-            plain = train(Trainer(model, TrainingArguments(**arguments(folder)), train_dataset=data))
+            plain = train(Trainer(model, TrainingArguments(**arguments(folder, walk)), train_dataset=data))
     except Exception as error:
         return {**row, "outcome": "plain fails", "detail": f"{type(error).__name__}: {error}"[:200]}
     try:
         with tempfile.TemporaryDirectory() as folder:
             options = {"memory": "stream", "enable_predict": False}
-            config = HybridConfig(**arguments(folder), **options, accumulation_walk=ASKED[walk])
+            if walk == "in_backward":
+                options["out_of_memory"] = "raise"
+            config = HybridConfig(**arguments(folder, walk), **options, accumulation_walk=ASKED[walk])
             trainer = HybridTrainer(build(model_type, walk), config, train_dataset=data)
             streamed = train(trainer)
             statistics = trainer.memory_summary()["statistics"]
@@ -132,6 +137,8 @@ def check(model_type: str, walk: str) -> Row:
         row["outcome"] = "differs" if row["detail"] else "equal" if walked else "equal, falls back"
     except NoLayerListError as error:
         row["outcome"], row["detail"] = "no layer list", str(error)
+    except CannotWalkError as error:  # found after a layer was updated
+        row["outcome"], row["detail"] = "asks for the other walk", str(error)
     except Exception as error:
         row["outcome"], row["detail"] = "fails", f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
     return row

@@ -6,6 +6,8 @@ Sequences of 2,048 tokens, bf16 weights. `--budget` GiB of the device are for th
     resident       `Trainer` with recomputation and 8-bit AdamW of bitsandbytes
     stream_8bit    streamed layers, 8-bit states
     stream         streamed layers, exact states on the host
+
+and both `_in_backward`: nothing is clipped, and layers are updated inside the backward pass.
 """
 
 from __future__ import annotations
@@ -22,10 +24,17 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from benchmarks.gpu.models import DEVICE, GIB, SHAPES, build, forget, peak_gib, synchronize
 from hf_hybrid import HybridConfig, HybridTrainer
 
+IN_BACKWARD = {"max_grad_norm": 0.0, "out_of_memory": "raise"}
 ARMS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "resident": (Trainer, TrainingArguments, {"gradient_checkpointing": True, "optim": "adamw_bnb_8bit"}),
     "stream_8bit": (HybridTrainer, HybridConfig, {"memory": "stream", "optimizer_states": "8bit"}),
     "stream": (HybridTrainer, HybridConfig, {"memory": "stream"}),
+    "stream_8bit_in_backward": (
+        HybridTrainer,
+        HybridConfig,
+        {"memory": "stream", "optimizer_states": "8bit", **IN_BACKWARD},
+    ),
+    "stream_in_backward": (HybridTrainer, HybridConfig, {"memory": "stream", **IN_BACKWARD}),
 }
 
 

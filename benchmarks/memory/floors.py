@@ -72,6 +72,7 @@ class StreamedTraffic:
         self.placement = plan.shape.place(plan.stream_embeddings, plan.resident_layers)
         self.embedding, self.head = self.placement.ends
         self.layers = self.placement.layers  # that travel
+        self.in_backward = self.setup.update_in_backward
 
     def weights(self) -> Traffic:
         """
@@ -89,17 +90,22 @@ class StreamedTraffic:
     def gradients(self) -> Traffic:
         """
         Gradients leave after each pass, in the precision of the masters. From the second on the sum so far comes back
-        and is added to. Those of tied embeddings leave twice in a walk by layer: as the head's, and at the end.
+        and is added to. Those of tied embeddings leave twice in a walk by layer: as the head's, and at the end. The sum
+        of a layer stays on the device if the layer is updated in the backward pass.
         """
         stored, ends = self.per.stored.trainable, self.embedding.trainable + self.head.trainable
         layers, walked = sum(layer.trainable for layer in self.layers), self.setup.micro_batches_in_flight > 1
-        leaving = stored * (layers * self.passes + ends * self.passes * (1 + (self.tied and walked)))
-        return Traffic(leaving - stored * (layers + ends), leaving)
+        of_ends = stored * ends * self.passes * (1 + (self.tied and walked))
+        sums = stored * layers * (self.passes - 1)
+        return Traffic(of_ends - stored * ends + sums, of_ends + sums + stored * layers * (not self.in_backward))
 
     def update(self) -> Traffic:
         """Gradients, states and masters of rounded weights come to the device. States, masters and weights go."""
         per, units = self.per, [unit for unit in (*self.layers, self.embedding, self.head) if unit.trainable]
         into, gradients = (sum(map(bytes_of, units)) for bytes_of in (per.beside, per.packed_gradients))
+        if self.in_backward:
+            of_layers = sum(map(per.packed_gradients, self.layers))
+            into, gradients = into - of_layers, gradients - of_layers
         return Traffic(into, into - gradients + sum(per.packed(unit, int8=True) for unit in units))
 
 

@@ -1,7 +1,7 @@
 """
 Peak memory and time per optimizer step: streamed training, resident training and peers, on the same model and batches.
 
-    python -m benchmarks.memory.peaks                     # CPU, a 60M Llama, fifteen modes, eight minutes on two cores
+    python -m benchmarks.memory.peaks                     # CPU, a 60M Llama, 17 modes, eight minutes on two cores
     python -m benchmarks.memory.peaks --smoke             # CPU, a tiny Llama, three modes, half a minute
     python -m benchmarks.memory.peaks --gpu               # Llama shapes of 1B to 50B under a cap of device memory
     python -m benchmarks.memory.peaks --gpu --smoke       # the same with tiny models, to check the plumbing
@@ -16,8 +16,9 @@ Modes: `resident*` and `lora-resident` are plain `transformers.Trainer`; `stream
 `HybridTrainer(memory="stream", enable_predict=False)`; `zero3` is `Trainer` with DeepSpeed's ZeRO-3, whose weights and
 optimizer are on the host (bf16 over fp32 masters, whatever the others have); `fsdp2` is FSDP2 with CPU offload in one
 process; `torchao` is its `CPUOffloadOptimizer`, which cannot clip gradients. `torchao` and `zero3` need a GPU.
-`*-8bit` has bf16 weights and 8-bit AdamW states, the others AdamW states in the dtype of the weights. All but
-`resident` recompute activations layer by layer. A mode whose package is not installed is skipped, and its row says so.
+`*in_backward` updates layers inside the backward pass, without clipping. `*-8bit` has bf16 weights and 8-bit AdamW
+states, the others AdamW states in the dtype of the weights. All but `resident` recompute activations layer by layer. A
+mode whose package is not installed is skipped, and its row says so.
 
 Fields of a row:
 
@@ -80,6 +81,7 @@ class Mode:
 
 
 BY_LAYER = {"accumulation_walk": "layer"}
+IN_BACKWARD = {**BY_LAYER, "max_grad_norm": 0.0, "out_of_memory": "raise"}
 MODES = {
     "resident": Mode("plain", checkpointing=False),
     "resident-checkpointed": Mode("plain"),
@@ -88,11 +90,15 @@ MODES = {
     "stream-parked": Mode("streamed", options={**BY_LAYER, "offload_activations": True}),
     "stream-kept": Mode("streamed", options=BY_LAYER, kept=0.5),
     "stream-ends": Mode("streamed", options={**BY_LAYER, "stream_embeddings": True}),
+    "stream-in_backward": Mode("streamed", options=IN_BACKWARD),
     "zero3": Mode("zero3"),
     "fsdp2": Mode("fsdp2"),
     "torchao": Mode("torchao"),
     "resident-8bit": Mode("plain", "resident-8bit", low_bit=True),
     "stream-8bit": Mode("streamed", "resident-8bit", {**BY_LAYER, "optimizer_states": "8bit"}, low_bit=True),
+    "stream-8bit-in_backward": Mode(
+        "streamed", "resident-8bit", {**IN_BACKWARD, "optimizer_states": "8bit"}, low_bit=True
+    ),
     "lora-resident": Mode("plain", "lora-resident", adapters=True),
     "lora-stream": Mode("streamed", "lora-resident", BY_LAYER, adapters=True),
     "lora-stream-int8": Mode("streamed", "lora-resident", {**BY_LAYER, "base_precision": "int8"}, adapters=True),

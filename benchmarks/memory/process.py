@@ -330,7 +330,7 @@ class TrainerRun(Run):
         if streamed:
             options = dict(self.mode["options"])
             ends = {name: options.pop(name) for name in ("stream_embeddings",) if name in options}
-            config = HybridConfig(**values, memory="stream", enable_predict=False, **options)
+            config = HybridConfig(**{**values, "memory": "stream", "enable_predict": False, **options})
             config.plan_values = ends
             self.trainer = HybridTrainer(self.model, config, **common)
             # Several windows with one streamer: the model is not given back in between.

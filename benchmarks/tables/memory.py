@@ -82,8 +82,9 @@ CPU_MODES = {
     "resident": "plain `Trainer`, no checkpointing", "resident-checkpointed": "**plain `Trainer`**, checkpointed",
     "stream": "**streamed**, layer by layer", "stream-micro_batch": "streamed, micro-batch by micro-batch",
     "stream-parked": "streamed, activations on the host", "stream-kept": "streamed, half of the layers kept",
-    "stream-ends": "streamed, embeddings and head too", "fsdp2": "FSDP2 with CPU offload, one process",
-    "resident-8bit": "8-bit states, resident", "stream-8bit": "8-bit states, streamed",
+    "stream-ends": "streamed, embeddings and head too", "stream-in_backward": "streamed, updated in the backward pass",
+    "fsdp2": "FSDP2 with CPU offload, one process", "resident-8bit": "8-bit states, resident",
+    "stream-8bit": "8-bit states, streamed", "stream-8bit-in_backward": "8-bit states, streamed, in the backward pass",
     "lora-resident": "LoRA, resident", "lora-stream": "LoRA, streamed base",
     "lora-stream-int8": "LoRA, streamed int8 base",
 }  # fmt: skip

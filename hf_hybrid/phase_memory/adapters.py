@@ -51,15 +51,17 @@ def adapter_parts(trainer: TrainerView) -> list[Part]:
     """Return the parts for a trainer of adapters under bf16 autocast."""
     args, model, parts = trainer.args, trainer.accelerator.unwrap_model(trainer.model), []
     plain, options = plain_lora_layers(model), trainer.hybrid_args
-    stays = not (trainer.memory.streams or sharding_of(args) or args.torch_compile or args.n_gpu > 1)
+    stays = not (sharding_of(args) or args.torch_compile or args.n_gpu > 1)
     # DDP reduces gradients where autograd leaves them, and some optimizers step there.
     alone = args.world_size == 1 and not steps_in_backward(optimizer_name(args))
+    # Large adapters of a streamed base travel with it.
+    here = all(trainer.memory.parameter(weight) is weight for layer in plain for weight in lora_weights(layer))
     known = unknown_loss(trainer) is None or trainer.trains_preferences  # others may generate, without autocast
-    if plain and options.share_rows != "off" and stays and alone:
-        parts.append(AdapterProducts(plain, torch.bfloat16))
+    if plain and options.share_rows != "off" and stays and alone and here:
+        parts.append(AdapterProducts(plain, torch.bfloat16, several=trainer.memory.window is not None))
     elif plain and known:
         parts.append(UncastInputs(plain))
-    if known and stays and not options.weight_precision:
+    if known and stays and not options.weight_precision and not trainer.memory.streams:  # what travels is in bf16
         frozen, adapters = frozen_linear_layers(model)
         if frozen:
             parts.append(FrozenInBf16(frozen, adapters))
@@ -69,14 +71,15 @@ def adapter_parts(trainer: TrainerView) -> list[Part]:
 class AdapterProducts(Part):
     """
     Computes what [`plain_lora_layers`] found as described above, where products are in this `dtype`: that of autocast,
-    or without `autocast` that of a layer's input.
+    or without `autocast` that of a layer's input. `several` micro-batches may be computed at once, whose gradients add
+    up in fp32 then.
     """
 
     name = "adapter_products"
 
-    def __init__(self, layers: list[Any], dtype: torch.dtype, autocast: bool = True):
+    def __init__(self, layers: list[Any], dtype: torch.dtype, autocast: bool = True, several: bool = False):
         self.layers, self.dtype = [_Layer(module, self._forward) for module in layers], dtype
-        self.autocast = autocast
+        self.autocast, self.several = autocast, several
         self._groups, self._weights, self._copies, self._leaves = [], [], [], []  # several copies lie in one leaf
 
     def begin(self, run: Run) -> None:
@@ -114,6 +117,12 @@ class AdapterProducts(Part):
         for group in self._groups:
             group.forget()
 
+    def end(self) -> None:
+        self._place([])
+        for layer in self.layers:
+            vars(layer).pop("group", None)
+            vars(layer).pop("up", None)
+
     @contextlib.contextmanager
     def computing(self) -> Generator[None]:
         """Inside, layers compute like this, also where another of these parts computes a micro-batch around it."""
@@ -143,13 +152,16 @@ class AdapterProducts(Part):
                 self._copies += [copy, layer.up]
         for leaf in self._leaves:
             leaf.requires_grad_()
+            if self.several:
+                leaf.grad_dtype = torch.float32
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the weights as they are now."""
-        torch._foreach_copy_(self._copies, self._weights)
-        torch._foreach_mul_([layer.up for layer in self.layers], [layer.scaling for layer in self.layers])
+        if self._copies:
+            torch._foreach_copy_(self._copies, self._weights)
+            torch._foreach_mul_([layer.up for layer in self.layers], [layer.scaling for layer in self.layers])
 
     @torch.no_grad()
     def _hand_over(self) -> None:
@@ -193,10 +205,10 @@ class _Layer:
     up: Tensor
 
     def __init__(self, module: Any, forward: Callable[..., Tensor]):
-        (name,) = module.active_adapters
+        (self.name,) = module.active_adapters
         self.forward = functools.partial(forward, self)
-        self.module, self.name, self.active = module, name, module._active_adapter
-        self.base, self.a, self.b = module.base_layer, module.lora_A[name].weight, module.lora_B[name].weight
+        self.module, self.active = module, module._active_adapter
+        self.base, (self.a, self.b) = module.base_layer, lora_weights(module)
 
     @property
     def scaling(self) -> float:
@@ -235,6 +247,12 @@ def plain_lora_layers(model: nn.Module) -> list[Any]:
     """
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     return [module for module in model.modules() if _is_plain(module, uses)]
+
+
+def lora_weights(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
+    """Return `A` and `B` of such a layer."""
+    (name,) = layer.active_adapters
+    return layer.lora_A[name].weight, layer.lora_B[name].weight
 
 
 def _is_plain(module: Any, uses: Counter[int]) -> bool:

@@ -155,6 +155,7 @@ class Plan:
         if self.mode == "streamed":
             words += [f"{self.resident_layers} resident layers", f"{self.setup.prefetch_layers} fetched ahead"]
             words += ["embeddings and head streamed"] * self.stream_embeddings
+            words += ["layers updated in the backward pass"] * self.setup.update_in_backward
             words += ["frozen layers in int8"] * (self.setup.base_precision == "int8")
         words += ["buffers of leaps on the host"] * (self.setup.leaps and self.buffers_on_host)
         if self.mode == "shared":

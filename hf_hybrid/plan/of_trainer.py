@@ -84,6 +84,7 @@ def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBu
         base_precision=options.base_precision,
         resident_layers=None if options.resident_layers is None else min(options.resident_layers, most),
         accumulation_walk=options.accumulation_walk,
+        update_in_backward=updates_in_backward(trainer),
         enable_predict=trainer.has_phases,
         values_per_weight=leaps.values_per_weight,
         **options.plan_values,
@@ -129,6 +130,12 @@ def _reason_all_are_recomputed(trainer: TrainerView) -> str | None:
     if not decoder_layers(trainer.model):
         return f"`{type(trainer.model).__name__}` has no list of decoder layers"
     return None if trainer.trains_preferences and own_losses(trainer) == ["DPOTrainer"] else unknown_loss(trainer)
+
+
+def updates_in_backward(trainer: TrainerView) -> bool:
+    """Whether streamed layers are updated in the backward pass: nothing is clipped, and nothing computed again."""
+    clips, retries = trainer.args.max_grad_norm > 0, trainer.hybrid_args.out_of_memory == "retry"
+    return not (clips or retries or trainer.has_phases)
 
 
 def sequence_length(trainer: TrainerView) -> int:

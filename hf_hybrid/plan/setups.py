@@ -30,7 +30,7 @@ _CHOICES: dict[str, tuple] = {
     "accelerator": ("cuda", "cpu"),
     "activation_checkpointing": (False, True, "auto"),
 }
-DECIDED = ("recomputed_layers", "prefetch_layers", "stream_embeddings", "buffers_device")
+DECIDED = ("recomputed_layers", "prefetch_layers", "stream_embeddings", "buffers_device", "update_in_backward")
 _LEAST = {"sequence_length": 1, "batch_size": 1, "gradient_accumulation_steps": 1, "prefetch_layers": 0, "processes": 1}
 
 
@@ -63,6 +63,7 @@ class Setup:
     prefetch_layers: int = 1
     stream_embeddings: bool | None = None  # and the head; None: only if they do not fit
     accumulation_walk: str = "auto"  # as "layer": a layer runs all micro-batches before the next; or "micro_batch"
+    update_in_backward: bool = False  # streamed layers are updated as soon as their gradients are there
     enable_predict: bool = True  # leaps keep slow buffers and a snapshot of the trainable weights
     values_per_weight: float | None = 1  # fp32 values that the direction of leaps keeps of each; None: there are none
     buffers_device: str = "auto"  # of these: beside the weights, or "cpu"

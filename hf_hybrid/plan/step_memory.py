@@ -165,8 +165,13 @@ class WeightBytes:
         """Bytes on the device of what its update needs beside the weights."""
         return sum(self.packed_states(unit)) + self.masters(unit) + self.packed_gradients(unit)
 
-    def add_to_host(self, table: ByteTable, unit: WeightCount, *, int8: bool, times: int = 1) -> None:
-        """Add what the host holds of so many such units: buffers that are page-locked take more than their size."""
+    def add_to_host(
+        self, table: ByteTable, unit: WeightCount, *, int8: bool, times: int = 1, gradients: bool = True
+    ) -> None:
+        """
+        Add what the host holds of so many such units, `gradients` among it: buffers that are page-locked take more than
+        their size.
+        """
         frozen = 0
         for parameter in unit.by_parameter:
             in_int8 = int8 and self.int8_layer is not None
@@ -174,7 +179,7 @@ class WeightBytes:
                 frozen += parameter.count * self.stored.frozen  # beside the rounded copy that travels
         weights = self.locked(self.packed(unit, int8=int8)) + self.locked(self.masters(unit)) + frozen
         table.add("weights", "host", times * weights)
-        table.add("gradients", "host", times * self.locked(self.packed_gradients(unit)))
+        table.add("gradients", "host", times * gradients * self.locked(self.packed_gradients(unit)))
         table.add("states", "host", times * sum(map(self.locked, self.packed_states(unit))))
 
     # What is there all the time.
@@ -241,7 +246,8 @@ class StreamedStep:
     A step of a streamed model, whose layers (and maybe embeddings and head) live on the host and visit the device.
 
     1. [`update`]: just before its forward pass a unit gets the update that the last step put off. What it needs beside
-       the weights lies in a ring of device memory, for this unit and for the layer that is fetched ahead.
+       the weights lies in a ring of device memory, for this unit and for the layer that is fetched ahead. With
+       `update_in_backward` layers are updated after 4 instead, and the ring is there from 4 to this.
     2. Forward: each layer computes in its slot and leaves its boundary, of every micro-batch in flight. Backward holds
        more, so this is no moment of its own.
     3. [`loss`]: head and loss compute.
@@ -259,6 +265,9 @@ class StreamedStep:
         # Slots are made anew after a save, when the old ones are gone: the same number at any time, and none after it.
         slot = max((self.per.packed(layer, int8=True) for layer in set(self.layers)), default=0)
         self.slots = (setup.prefetch_layers + 1 + kept) * slot
+        # Copies of adapters in which they compute, and gradients in fp32, where the trainer multiplies them itself.
+        copy = self.per.second_copy.trainable
+        self.adapters = bool(copy) * (copy + 4) * sum(layer.split()[1].trainable for layer in shape.layers)
         self.casts = max((self.per.casts(layer) for layer in set(resident)), default=0)
         """Of a resident layer that computes under autocast: those of the others come rounded."""
         # The output before the last is parked as well, though it is needed again at once.
@@ -270,8 +279,13 @@ class StreamedStep:
         self.gradients_of_an_end = max(self.per.leaving(end, setup.gradient_accumulation_steps) for end in self.ends)
         leaving = [self.per.leaving(layer, self.passes) for layer in set(self.layers)]
         self.gradients_of_a_layer = max(leaving, default=0)
-        ahead = max((self.per.beside(layer) for layer in set(self.layers)), default=0) if setup.prefetch_layers else 0
-        self.ring = ahead + max(map(self.per.beside, {*self.layers, *self.ends}))
+        layer, end = (max(map(self.per.beside, set(units)), default=0) for units in (self.layers, self.ends))
+        self.in_backward = setup.update_in_backward and any(unit.trainable for unit in self.layers)
+        if self.in_backward:  # gradients are there, and what one layer wrote leaves while the next one's comes
+            coming = max(self.per.beside(unit) - self.per.packed_gradients(unit) for unit in set(self.layers))
+            self.ring = max(2 * coming, end)
+        else:
+            self.ring = layer * bool(setup.prefetch_layers) + max(layer, end)
 
     def table(self) -> ByteTable:
         """What the device holds at its largest moment, and the host between steps."""
@@ -281,6 +295,7 @@ class StreamedStep:
         if per.int8_layer is not None:  # a layer in int8 is expanded where it computes
             expanded = max((layer.frozen for layer in self.layers), default=0)
             table.add("buffers", "device", expanded * per.computed.frozen)
+        table.add("buffers", "device", self.adapters)
         # Layers leave boundaries for their backward pass: on the device, or with `offload_activations` all but two.
         layers = len(self.shape.layers)
         near = min(layers, 2) if self.setup.offload_activations else layers
@@ -288,7 +303,8 @@ class StreamedStep:
         table.add("activations", "device", of_a_micro_batch * self.setup.micro_batches_in_flight)
         table.add("activations", "host", self.parked_locked)
         for layer, times in Counter(self.layers).items():
-            per.add_to_host(table, layer, int8=True, times=times)
+            on_host = not self.in_backward or self.passes > 1  # of several passes gradients add up there
+            per.add_to_host(table, layer, int8=True, times=times, gradients=on_host)
         for end in self.ends:
             per.add_to_host(table, end, int8=False)
         table.add("buffers", "host", per.orthogonal_host)
@@ -300,14 +316,16 @@ class StreamedStep:
         Bytes that were sent to the host and have not arrived, up to the limit that `Transfers.most_leaving` sets: the
         gradients of a unit; if nothing that travels is trained, parked activations. On a CPU a copy is over at once.
         """
-        gradients = self.per.stored.trainable * max(unit.trainable for unit in (*self.layers, *self.ends))
+        units = (*self.layers, *self.ends) if not self.in_backward or self.passes > 1 else self.ends
+        gradients = self.per.stored.trainable * max(unit.trainable for unit in units)
         leaving = gradients or min(self.slots, self.parked)
         return leaving if self.per.on_gpu else 0
 
     def update(self) -> DeviceBytes:
         """A unit is updated before its forward pass. At the first step its states are made beside the ring, instead."""
         scratch = self.per.update_scratch + MUON_SCRATCH * self.shape.largest_muon
-        return {"gradients": self.still_leaving(), "buffers": self.ring + scratch * bool(self.ring)}
+        gradients = self.still_leaving() + self.gradients_of_a_layer * self.in_backward
+        return {"gradients": gradients, "buffers": self.ring + scratch * bool(self.ring)}
 
     def loss(self) -> DeviceBytes:
         """Head and loss compute: logits and their copies, and the gradient of the head, which leaves."""
@@ -321,7 +339,8 @@ class StreamedStep:
         # On a CPU the gradient of embeddings or head is counted beside the layer that computes next.
         beside = self.still_leaving() if self.per.on_gpu else self.gradients_of_an_end
         gradients = self.gradients_of_a_layer + beside
-        return {"activations": self.active.layer, "gradients": gradients, "buffers": self.casts}
+        buffers = self.casts + self.ring * self.in_backward
+        return {"activations": self.active.layer, "gradients": gradients, "buffers": buffers}
 
 
 class SharedStep:

@@ -179,7 +179,8 @@ class Saver:
     def save(self, write: Callable[[], Any], trial: Any) -> None:
         """Write a checkpoint as `Trainer` does (`write`), commit it, and only then delete older ones."""
         trainer = self._trainer
-        if self.in_step.is_changing:
+        streamed = trainer.memory.optimizer  # may have updated some layers in the backward pass
+        if self.in_step.is_changing or (streamed is not None and streamed.torn is not None):
             logger.info("A checkpoint was asked for inside a leap, a pass or an update: it is saved after the step.")
             self.in_step.save_is_put_off = True
             return

@@ -146,8 +146,7 @@ class Streamed(Resident):
 
     @property
     def torn(self) -> str | None:
-        failed = None if self.optimizer is None else self.optimizer.updating
-        return None if failed is None else f"The update of `{failed.name}` was cut short."
+        return None if self.optimizer is None else self.optimizer.torn
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer that updates a layer when that layer is streamed."""
@@ -155,7 +154,7 @@ class Streamed(Resident):
             if isinstance(layer, LazyOptimizer):
                 self.optimizer = layer
                 return optimizer
-        self.optimizer = LazyOptimizer(optimizer, self.streamer)
+        self.optimizer = LazyOptimizer(optimizer, self.streamer, in_backward=self.plan.setup.update_in_backward)
         return self.optimizer
 
     def begin(self) -> None:
@@ -164,8 +163,10 @@ class Streamed(Resident):
     def end(self) -> None:
         """Finish pending updates and give the model its weights back, on the host."""
         if self.streamer.attached:
-            if self.torn is None:  # else there is nothing to finish: the weights are of no step
+            if self.torn is None:
                 self.finish_updates()
+            else:  # there is nothing to finish
+                logger.warning("%s The weights in memory are of no step. Load the last checkpoint.", self.torn)
             if self.optimizer is not None:
                 self.optimizer.drop_gradients()  # of a window that an error cut short
             self.streamer.detach(expand=self._base_fits())

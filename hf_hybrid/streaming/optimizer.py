@@ -33,6 +33,11 @@ the same arithmetic on the same device. So the weights are equal bit for bit, as
 parameter by itself ([`check_separable`]). On a CPU, which is device and host at once, the tests compare them with plain
 `Trainer`.
 
+**Inside the backward pass.** Where nothing is clipped, the last gradient of a layer is all that its update waits for.
+With `in_backward` the layer is stepped then: its gradient never leaves the device, and its states travel beside the
+computation of the backward pass. Embeddings and head wait for the next forward pass as before. The price is that an
+error in such a pass leaves weights of no step ([`LazyOptimizer.torn`]), so nothing of the step can be computed again.
+
 Readers of masters or states (saving, a leap, the end of training) call `flush` first, which finishes what is pending.
 """
 
@@ -48,8 +53,8 @@ from torch import Tensor, nn
 
 from hf_hybrid.machine import host_buffer
 from hf_hybrid.streaming.streamer import LayerStreamer, Updates
-from hf_hybrid.streaming.transfers import Ring, Slot
-from hf_hybrid.streaming.units import Packing, Unit
+from hf_hybrid.streaming.transfers import Event, Ring, Slot
+from hf_hybrid.streaming.units import Packing, StreamedParameter, Unit
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +103,11 @@ class _Beside:
     They lie one after the other in `size` bytes of the device, and in buffers of the host: one for the masters, one for
     the gradients, which do not come back, and one for the states of each type (`torch.save` takes no views of one
     memory as several types). Tensors are named by the identity of the model's parameter, states by that and their name.
+    A unit that is updated `in_backward` has its gradients on the device already.
     """
 
-    def __init__(self, unit: Unit, states: list[tuple[tuple[int, str], torch.Size, torch.dtype]]):
-        self.unit, pairs = unit, [(param.parameter, param.master) for param in unit.trainable]
+    def __init__(self, unit: Unit, states: list[tuple[tuple[int, str], torch.Size, torch.dtype]], *, in_backward: bool):
+        self.unit, pairs = unit, [(param.parameter, param.master) for param in unit.trainable if not in_backward]
         types = dict.fromkeys(dtype for _, _, dtype in states)
         gradients = Packing((id(parameter), master.shape, master.dtype) for parameter, master in pairs)
         of_states = [Packing(state for state in states if state[2] == dtype) for dtype in types]
@@ -119,7 +125,7 @@ class _Beside:
     def lock(self) -> None:
         """Page-lock the host's buffers that are not there."""
         pin, (_, gradients, *of_states) = self.unit.storage.pin, self._packings
-        if self._gradients is None:
+        if self._gradients is None and gradients.size:
             self._gradients = host_buffer(gradients.size, pin=pin)
             views = gradients.views(self._gradients)
             for param in self.unit.trainable:
@@ -133,11 +139,14 @@ class _Beside:
         """Give the memory of the gradients back."""
         self._gradients = None
 
-    def gradients(self) -> tuple[int, Tensor]:
-        """Return where gradients begin on the device, and the host's buffer."""
-        if self._gradients is None:
-            raise RuntimeError(f"`{self.unit.name}` has no room for gradients: the model is not attached.")
-        return self._starts[1], self._gradients
+    def needed(self) -> list[tuple[int, Tensor, Event]]:
+        """Return what travels to the device: where it begins there, the host's buffer, and when it may leave."""
+        storage, found = self.unit.storage, []
+        for start, buffer in self.written(states=self.has_states):
+            found.append((start, buffer, storage.written))
+        if self._gradients is not None:  # last: those of the first units have only just been sent
+            found.append((self._starts[1], self._gradients, storage.gradients_sent))
+        return found
 
     def written(self, *, states: bool = True) -> list[tuple[int, Tensor]]:
         """Return what an update writes, `states` among it: where each begins on the device, and the host's buffer."""
@@ -166,15 +175,24 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
     In the groups the masters take the places of the streamed parameters, so that schedulers, checkpoints and everything
     that reads `state` find what they expect. [`step`] steps what is resident and puts off the rest.
 
-    `base` is made over the model's parameters, as usual.
+    `base` is made over the model's parameters, as usual. With `in_backward` layers are stepped inside the backward
+    pass: their gradients must be used as they are, at the learning rates of that moment.
 
     Raises:
         UnsupportedOptimizerError: If `base` cannot be stepped unit by unit.
     """
 
-    def __init__(self, base: torch.optim.Optimizer, streamer: LayerStreamer):
+    def __init__(self, base: torch.optim.Optimizer, streamer: LayerStreamer, *, in_backward: bool = False):
         check_separable(base)
         self.base, self.streamer = base, streamer
+        self.in_backward = {unit for unit in streamer.travelling if unit.trainable} if in_backward else set()
+        """The units that are stepped inside the backward pass."""
+        self._gradients: dict[int, Tensor] = {}
+        """On the device, of the unit that the backward pass is in, by the identity of the model's parameter."""
+        self._step_begun = False
+        """A unit was stepped, and the step of the others has not come."""
+        self._written: Event = None
+        """When what the last update wrote has left."""
         for group in base.param_groups:
             for index, parameter in enumerate(group["params"]):
                 group["params"][index] = master = streamer.counterpart(parameter)
@@ -190,11 +208,18 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         self._checked = False
         self._beside: dict[Unit, _Beside] = {}
         self._ring: Ring | None = None
+        self._ring_size = 0
         self._coming: dict[Unit, Slot] = {}
         """Where that which the update of a unit needs lies on the device."""
-        self.updating: Unit | None = None
+        self._updating: Unit | None = None
         """The unit that is being updated. After an error: the one whose update it cut short."""
         streamer.updates = self
+
+    @property
+    def torn(self) -> str | None:
+        if self._updating is not None:
+            return f"The update of `{self._updating.name}` was cut short."
+        return "The backward pass has updated some layers, and the step has not ended." if self._step_begun else None
 
     # A run begins and ends.
 
@@ -205,7 +230,16 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             kinds: dict[tuple, dict[str, Tensor]] = {}
             for unit in self.streamer.units:
                 if unit.trainable:
-                    self._beside[unit] = _Beside(unit, self._states_of(unit, group_of, kinds))
+                    states = self._states_of(unit, group_of, kinds)
+                    self._beside[unit] = _Beside(unit, states, in_backward=unit in self.in_backward)
+            of_layers, of_ends = (
+                max((self._beside[unit].size for unit in units if unit in self._beside), default=0)
+                for units in (self.streamer.travelling, self.streamer.ends)
+            )
+            if self.in_backward:  # what a layer wrote leaves while the next one's comes
+                self._ring_size = max(2 * of_layers, of_ends)
+            else:  # room for the largest unit, and for the layer that is fetched ahead
+                self._ring_size = max(of_layers, of_ends) + of_layers * bool(self.streamer.ahead)
         self._lock()
         self._place_states()
 
@@ -272,7 +306,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         parts: list[Tensor] = []
         for parameter in parameters:
             param = self.streamer.masters.get(id(parameter))
-            if param is not None and param.norm is not None and parameter.grad is not None:
+            if param is not None and param.norm is not None:  # its gradient may be gone
                 parts.append(param.norm)
                 param.norm = None
             elif parameter.grad is not None:
@@ -338,6 +372,11 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             self.pending[unit] = groups[unit], scale
             for master in [master for group in groups[unit] for master in group["params"]]:
                 master.grad = None  # its gradient lies where it landed; a step before the update must not see it
+        self._step_begun = self.streamer.last_pass = False
+        for unit in self.in_backward:
+            unit.open_calls = 0  # of calls that had no part in the loss
+        if self._ring is not None and not self.pending:
+            self._give_room_back()
         for unit in self.streamer.first():
             self.streamer.fetch(unit)
 
@@ -349,12 +388,16 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
     # A unit is updated.
 
     def _make_room(self) -> None:
-        """Allocate the ring, for the largest unit and one layer more. It is there until nothing is pending."""
+        """Allocate the ring. It is there until nothing is pending."""
         if self._ring is None:
-            sizes = {unit: beside.size for unit, beside in self._beside.items()}
-            ahead = [sizes[unit] for unit in self.streamer.travelling if unit in sizes and self.streamer.ahead]
-            self._ring = Ring(max(sizes.values()) + max(ahead, default=0), self.streamer.device)
+            self._ring = Ring(self._ring_size, self.streamer.device)
             self.streamer.transfers.release(self._ring.whole)  # its memory may still be read by what was computed
+
+    def _give_room_back(self) -> None:
+        """Nothing is pending: what computes next gets the memory, once all has left."""
+        self.streamer.transfers.wait(self._written)
+        self._ring = None
+        self._coming.clear()
 
     def begin_load(self, unit: Unit) -> None:
         """Start to copy what the update needs to the device, if there is room in the ring."""
@@ -364,15 +407,33 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         slot = self._ring.take(beside.size)
         if slot is not None:
             self._coming[unit] = slot
-            start, gradients = beside.gradients()
-            for place, buffer in beside.written(states=beside.has_states):
-                transfers.load(slot, buffer, start=place, after=unit.storage.written)
-            # Last: those of the first units have only just been sent.
-            transfers.load(slot, gradients, start=start, after=unit.storage.gradients_sent)
+            for place, buffer, after in beside.needed():
+                transfers.load(slot, buffer, start=place, after=after)
+
+    def before_backward(self, unit: Unit) -> None:
+        """Let what the update of a unit needs come while the unit computes."""
+        self._make_room()
+        self.begin_load(unit)
+
+    def keep(self, param: StreamedParameter, gradient: Tensor) -> None:
+        """Keep a gradient on the device, until all of its unit are there."""
+        self._gradients[id(param.parameter)] = gradient
 
     @torch.no_grad()
-    def before_forward(self, unit: Unit) -> None:
-        """Step a unit in its slot on the device, and start to copy states and weights back to the host."""
+    def update(self, unit: Unit) -> None:
+        """
+        Step a unit in its slot on the device, and start to copy states and weights back to the host: a pending one,
+        whose gradients came with its states, or one whose gradients were kept.
+        """
+        here, self._gradients = self._gradients, {}
+        if deferred := unit in self.pending:
+            groups, scale = self.pending.pop(unit)
+            if unit in self.in_backward:  # nobody could say there that its gradients were complete
+                here = self._gradients_from_host(unit)
+        elif here:
+            groups, scale, self._step_begun = self._groups_of(unit, here), None, True
+        else:
+            return
         beside, storage, transfers, ring = self._beside[unit], unit.storage, self.streamer.transfers, self._ring
         if ring is None or unit.slot is None or storage.packed is None:
             raise RuntimeError(f"`{unit.name}` cannot be updated: it is not on the device.")
@@ -380,22 +441,32 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             ring.forget()
             self._coming.clear()
             self.begin_load(unit)
-        self.updating = unit
-        (groups, scale), slot = self.pending.pop(unit), self._coming.pop(unit)
+        self._updating, slot = unit, self._coming.pop(unit)
         transfers.wait(slot.ready)
-        views = beside.views(slot.buffer)
+        masters, gradients, states = beside.views(slot.buffer)
         for group in groups:
-            self._step(beside, group, scale, *views)
+            self._step(beside, group, scale, masters, gradients | here, states)
         for start, buffer in beside.written():
             transfers.send(slot.buffer[start : start + len(buffer)], buffer, keep=False)
         storage.written = transfers.send(unit.slot.buffer[: storage.packed_bytes], storage.packed, keep=False)
-        slot.sent = unit.slot.sent = storage.written
+        slot.sent = unit.slot.sent = self._written = storage.written
         beside.has_states = True
         ring.give_back(slot)
-        self.updating = None
-        if not self.pending:  # the loss and the backward pass get the memory
-            transfers.wait(storage.written)
-            self._ring = None
+        self._updating = None
+        if deferred and not self.pending:
+            self._give_room_back()
+
+    def _groups_of(self, unit: Unit, gradients: dict[int, Tensor]) -> list[dict]:
+        """Return the groups with the parameters of a unit alone, of which there are gradients."""
+        masters = {id(param.master) for param in unit.trainable if id(param.parameter) in gradients}
+        chosen = [(group, [p for p in group["params"] if id(p) in masters]) for group in self.param_groups]
+        return [{**group, "params": parameters} for group, parameters in chosen if parameters]
+
+    def _gradients_from_host(self, unit: Unit) -> dict[int, Tensor]:
+        """Return the gradients of a unit that has no place for them beside its states."""
+        transfers, after = self.streamer.transfers, unit.storage.gradients_sent
+        arrived = [(param, param.gradient) for param in unit.trainable if param.gradient is not None]
+        return {id(param.parameter): transfers.fetch(sent, after=after).take() for param, sent in arrived}
 
     def _step(
         self, beside: _Beside, group: dict, scale: Tensor | None, masters: dict, gradients: dict, states: dict
@@ -442,6 +513,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             for param in unit.trainable:
                 param.master.grad = param.norm = param.total = param.parameter.grad = None
         self._scale = None
+        self._gradients.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of resident parameters. Those of units are dropped with their step."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +47,13 @@ class Updates:
 
     pending: dict[Unit, Any] = {}
     """Units that are updated on the device when they are needed next."""
+    in_backward: Collection[Unit] = ()
+    """Units that are updated inside the backward pass that completes their gradients."""
+
+    @property
+    def torn(self) -> str | None:
+        """Return a sentence, if an error now leaves weights or states that belong to no step."""
+        return None
 
     def attach(self) -> None:
         """The model's layers are streamed from now on."""
@@ -63,8 +70,14 @@ class Updates:
     def begin_load(self, unit: Unit) -> None:
         """The weights of a pending unit are about to travel: what its update needs goes before them."""
 
-    def before_forward(self, unit: Unit) -> None:
-        """A pending unit lies in its slot, before its forward: the place for its update."""
+    def before_backward(self, unit: Unit) -> None:
+        """A unit of `in_backward` lies in its slot, before the backward that completes its gradients."""
+
+    def keep(self, param: StreamedParameter, gradient: Tensor) -> None:
+        """A gradient of such a unit is complete, and does not go to the host."""
+
+    def update(self, unit: Unit) -> None:
+        """A pending unit lies in its slot, before its forward; or one whose gradients were kept, after its backward."""
 
     def held(self) -> list[Tensor]:
         """Return what updates hold on the device."""
@@ -99,6 +112,8 @@ class LayerStreamer:
         self.walk: LayerWalk | None = None
         """Set while a window is walked layer by layer: it then runs the layers."""
         self.updates = Updates()
+        self.last_pass = False
+        """Whether the pass under way completes the gradients of its step."""
         self.overlay: Callable[[nn.Parameter], Tensor | None] | None = None
         """The weights of a master with a leap under test that is not in it yet; asked for as a unit is brought in."""
         pin = self.transfers.beside
@@ -241,6 +256,8 @@ class LayerStreamer:
         if self.walk is not None and unit in self._position:
             return self.walk.call(unit, original, args, kwargs)
 
+        unit.open_calls += 1
+
         def contexts():
             return self._for_forward(unit), self._for_backward(unit)
 
@@ -262,13 +279,16 @@ class LayerStreamer:
             self.end_backward()
             self.bring_in(unit, backward=True)
             self._in_backward = unit
+        unit.open_calls -= 1
         with torch.autocast(**autocast_now(self.device)):
             yield
 
     def end_backward(self) -> None:
         """Release the unit that was recomputed last, after the backward pass has left it."""
-        if self._in_backward is not None:
-            self.release(self._in_backward)
+        if (unit := self._in_backward) is not None:
+            if unit in self.updates.in_backward:
+                self.updates.update(unit)
+            self.release(unit)
 
     # Transfers of weights.
 
@@ -283,7 +303,10 @@ class LayerStreamer:
             following = self.layers[self._position[unit] + step :: step] if self._position[unit] + step >= 0 else []
             travelling = (other for other in following if not other.resident)
             # A resident unit leaves its slot to one more.
-            for other in itertools.islice(travelling, self.ahead + resident):
+            coming = list(itertools.islice(travelling, self.ahead + resident))
+            if backward and self.last_pass and not coming:  # the next step begins with these
+                coming = self._first
+            for other in coming:
                 self.fetch(other)
 
     def _bind(self, unit: Unit, *, backward: bool) -> None:
@@ -298,9 +321,12 @@ class LayerStreamer:
             raise RuntimeError(f"No slot is free for `{unit.name}`.")
         self.transfers.wait(slot.ready)
         unit.storage.bind(slot.buffer, self._expanded)
-        if not backward:
+        if backward:
+            if unit in self.updates.in_backward and self.last_pass:
+                self.updates.before_backward(unit)
+        else:
             if unit in self.updates.pending:
-                self.updates.before_forward(unit)
+                self.updates.update(unit)
             if (overlay := self.overlay) is not None:
                 for param in unit.trainable:
                     if (weights := overlay(param.master)) is not None:
@@ -370,13 +396,18 @@ class LayerStreamer:
         if gradient is None or master is None:  # nothing came, or nothing is updated
             return
         gradient = gradient.to(master.dtype)
-        if param.gradient is None:
-            param.gradient = host_tensor(master.shape, master.dtype, pin=self.transfers.beside)
-        if master.grad is not None:
+        if master.grad is not None and param.gradient is not None:
             # The sum so far comes back and is added to on the device, which is faster than the host is.
             before = self.transfers.fetch(param.gradient, after=unit.storage.gradients_sent)
             gradient = gradient.add_(before.take())
-        param.norm, master.grad = torch.linalg.vector_norm(gradient), param.gradient
+        param.norm = torch.linalg.vector_norm(gradient)
+        if unit in self.updates.in_backward and self.last_pass and not unit.open_calls:
+            master.grad = None
+            self.updates.keep(param, gradient)
+            return
+        if param.gradient is None:
+            param.gradient = host_tensor(master.shape, master.dtype, pin=self.transfers.beside)
+        master.grad = param.gradient
         unit.storage.gradients_sent = self.transfers.send(gradient, param.gradient)
 
     def gradients_arrived(self) -> None:

@@ -272,6 +272,8 @@ class Unit:
     """The slot holds something else than the masters: do not keep it."""
     loads: int = 0
     calls: int = 0
+    open_calls: int = 0
+    """Its calls that the backward pass has yet to come to."""
 
     @property
     def resident(self) -> bool:

@@ -316,6 +316,7 @@ class LayerWalk:
         if entered:
             inputs = tree_map_only(Tensor, lambda tensor: job.outputs.get(tensor, tensor), inputs)
             job.calls.append(_Call(unit, function, inputs, entered, cuts, state, autocast))
+            unit.open_calls += 1
         return outputs
 
     @staticmethod
@@ -334,6 +335,7 @@ class LayerWalk:
         while jobs[0].calls:
             calls = [job.calls.pop() for job in jobs]
             unit = calls[0].unit
+            unit.open_calls -= len(calls)
             self.streamer.bring_in(unit, backward=True)
             self._each_input(jobs, _Output.fetch)
             try:
@@ -342,6 +344,8 @@ class LayerWalk:
                     early.extend(self._differentiate_between(job, call))
                 for param in unit.trainable:
                     self.streamer.collect(unit, param)
+                if unit in self.streamer.updates.in_backward:
+                    self.streamer.updates.update(unit)
             finally:
                 self.streamer.release(unit)
         for early in before:
@@ -395,11 +399,13 @@ class Window:
             self._cannot_walk(obstacle)
         self._inputs: list = []
         self._results: list = []
+        self._left = 0
+        """Micro-batches that are yet to be computed."""
 
     def begin(self, inputs: list) -> None:
         """Begin a window, whose micro-batches are `inputs`."""
         self.streamer.checkpoint_alone()  # a callback may have switched it on since the last
-        self._inputs, self._results = list(inputs), []
+        self._inputs, self._results, self._left = list(inputs), [], len(inputs)
 
     def next(self, step: Callable[[Any], Any], inputs: Any) -> Any:
         """Compute a micro-batch with `step`, or the whole window at its first, and return this micro-batch's result."""
@@ -408,6 +414,7 @@ class Window:
             window = [inputs]
         if self.by_layer and (len(window) > 1 or (window and self.parking is not None)):
             try:
+                self.streamer.last_pass = True
                 walk = LayerWalk(self.streamer, self.parking)
                 self._results = walk.run([functools.partial(step, inputs) for inputs in window])
             except CannotWalkError as error:
@@ -418,12 +425,14 @@ class Window:
                 self.streamer.updates.drop_gradients()
         if self._results:
             return self._results.pop(0)
+        self._left -= 1
+        self.streamer.last_pass = self._left == 0
         result = step(inputs)
         self.streamer.end_backward()
         return result
 
     def _cannot_walk(self, why: str) -> None:
-        if self.order == "layer":
+        if self.order == "layer" or self.streamer.updates.torn is not None:  # a layer is updated: no way back
             raise CannotWalkError(f"{why} Set `accumulation_walk=micro_batch`.")
         logger.warning(
             "%s Windows are walked micro-batch by micro-batch, with the activations between layers on the device.", why

@@ -146,6 +146,12 @@ def test_what_options_change_in_a_streamed_plan(tiny):
         ("activations", "device"): -2 * 2 * BOUNDARY,
         ("gradients", "device"): 4 * 32 * 64,  # the sum so far of the largest matrix, which comes back
     }
+    assert change(update_in_backward=True) == {
+        ("gradients", "host"): -2 * SLOT,
+        ("buffers", "device"): 2 * 2 * SLOT,  # states of two layers, beside the layer that is recomputed
+    }
+    in_backward = {"update_in_backward": True, "accumulation_walk": "micro_batch"}
+    assert ("gradients", "host") not in change(**in_backward), "the sum of several passes lies there"
     stay = EMBEDDING + REST
     assert change(enable_predict=True) == {
         ("drift", "host"): 8 * 2 * LAYER + 4 * EMBEDDING,  # beside the weights, and scratch of the largest parameter

@@ -352,6 +352,12 @@ training("ends_streamed", **STREAM, plan_values=ENDS, tied=False, expect=TO_THE_
 training("ends_streamed_tied", **STREAM, plan_values=ENDS)
 training("no_accumulation", **STREAM, gradient_accumulation_steps=1)
 training("no_clipping", **STREAM, max_grad_norm=0.0)
+IN_BACKWARD = {"max_grad_norm": 0.0, "out_of_memory": "raise"}
+training("in_backward", **STREAM, **IN_BACKWARD, tied=False, expect=TO_THE_LAST_BIT)
+training("in_backward_eight_bit", **STREAM, **IN_BACKWARD, optimizer_states="8bit", architecture=WIDE, tied=False,
+         expect=AS_RESIDENT | ROUNDED_STATES)  # fmt: skip
+training("in_backward_alone", **STREAM, **IN_BACKWARD, gradient_accumulation_steps=1, plan_values=ENDS)
+training("in_backward_by_micro_batch", **STREAM, **IN_BACKWARD, accumulation_walk="micro_batch", **MORE)
 training("fetched_far_ahead", **STREAM, plan_values={"prefetch_layers": 3}, architecture={"layers": 5})
 training("not_fetched_ahead", **STREAM, plan_values={"prefetch_layers": 0})
 SOME_RESIDENT = {"memory": "stream", "resident_layers": 2, "architecture": {"layers": 4}}
@@ -404,15 +410,16 @@ for _layers in (4, 8):
 
 
 @scenario(simulated_only=True, stops=2)  # a real GPU does not tell what its streams wait for
-def in_order(place: Place) -> dict[str, Tensor]:
+def in_order(place: Place, in_backward: bool = False) -> dict[str, Tensor]:
     """
-    What was enqueued in which order, in forward passes that update all layers.
+    What was enqueued in which order, in forward passes that update all layers, or backward passes that do.
 
-    `steps` has of each step events (what, unit, tasks): `begin_load` and `before_forward` with the tasks that each gave
-    the streams of copies, as {way: (first, last)}; `computes` with the last task of them that computation waits for
-    when a layer computes a micro-batch, and the stops of the host until then.
+    `steps` has of each step events (what, unit, tasks): `begin_load` and `update` with the tasks that each gave the
+    streams of copies, as {way: (first, last)}; `computes` with the last task of them that computation waits for when a
+    layer computes a micro-batch in such a pass, and the stops of the host until then.
     """
     options = {**STREAM, "plan_values": ENDS, "chunked_loss": "on", "max_steps": 4}
+    options |= IN_BACKWARD if in_backward else {}
     trainer = trainer_of(place, model(layers=5, tie_word_embeddings=False), **options)
     if not place.on_device:
         trainer.train()
@@ -432,7 +439,7 @@ def in_order(place: Place) -> dict[str, Tensor]:
         stack.enter_context(mock.patch.object(LazyOptimizer, name, call))
 
     def computes(unit: Unit) -> None:
-        if not torch.is_grad_enabled():  # not in the recomputation
+        if torch.is_grad_enabled() is in_backward:  # in the recomputation
             clock = place.simulator.default_stream.clock
             waits_for = {way: clock.get(stream.name, 0) for way, stream in ways.items()}
             steps[-1].append(("computes", unit.name, {**waits_for, "stops": sum(stops.values())}))
@@ -445,14 +452,20 @@ def in_order(place: Place) -> dict[str, Tensor]:
     for unit in trainer.memory.streamer.layers:
         unit.modules[0].mlp.register_forward_pre_hook(lambda *_, unit=unit: computes(unit))
     note("begin_load")
-    note("before_forward")
+    note("update")
     with stack, place.counted(trainer):
         trainer.train()
     place.facts["steps"] = steps
     return weights_of(trainer)
 
 
+SCENARIOS["in_order_in_backward"] = Scenario(partial(in_order, in_backward=True), simulated_only=True, stops=2)
+
+
 training("lora", **STREAM, lora=True)
+# With phases, so that adapters are multiplied by the trainer and not by PEFT.
+training("lora_bf16", **STREAM, lora=True, bf16=True, enable_predict=True, direction="none", architecture=WIDE,
+         expect=TO_THE_LAST_BIT)  # fmt: skip
 training("lora_int8", **STREAM, lora=True, base_precision="int8")
 training("lora_kept", **SOME_RESIDENT, lora=True)
 training("lora_kept_int8", **SOME_RESIDENT, lora=True, base_precision="int8")

@@ -79,20 +79,40 @@ def test_an_update_holds_up_nothing_but_its_own_layer(results):
         loads = {
             unit: tasks["in"] for what, unit, tasks in step if what == "begin_load" and tasks["in"][0] <= tasks["in"][1]
         }
-        updates = {unit: tasks["out"] for what, unit, tasks in step if what == "before_forward"}
+        updates = {unit: tasks["out"] for what, unit, tasks in step if what == "update"}
         assert len(layers) == 5 and updates.keys() >= {*layers, "embeddings", "head"}
         waits = {unit: tasks for what, unit, tasks in step if what == "computes"}
         for layer, following in itertools.pairwise(layers):
             assert events.index(("begin_load", following)) < events.index(("computes", layer)), "on the way already"
-            assert events.index(("before_forward", following)) > events.index(("computes", layer))
+            assert events.index(("update", following)) > events.index(("computes", layer))
             assert waits[layer]["in"] < loads[following][0], "computation does not wait for what the next update needs"
             assert waits[following]["out"] < updates[layer][0], "nor for what the last one wrote"
 
 
-@needs("in_order")
+@needs("in_order_in_backward")
+def test_an_update_in_the_backward_pass_holds_up_nothing_but_its_own_layer(results):
+    """What it needs comes in while the layer itself computes, and what it wrote leaves while the next ones do."""
+    for step in results.of("in_order_in_backward")["facts"]["steps"][2:]:
+        events = [(what, unit) for what, unit, _ in step]
+        updates = {unit: tasks for what, unit, tasks in step if what == "update"}
+        layers = [unit for unit in updates if "layers" in unit]
+        assert len(layers) == 5 and layers == sorted(layers, reverse=True)
+        loads = {unit: tasks["in"] for what, unit, tasks in step if what == "begin_load" and unit in layers}
+        waits = {unit: tasks for what, unit, tasks in step if what == "computes"}
+        for layer in layers:
+            of_layer = [what for what, unit in events if unit == layer]
+            assert of_layer == ["begin_load", "computes", "computes", "update"], "of two micro-batches"
+            assert waits[layer]["in"] < loads[layer][0], "computation does not wait for what its own update needs"
+        for layer, following in itertools.pairwise(layers):
+            assert events.index(("update", layer)) < events.index(("computes", following))
+            assert waits[following]["out"] < updates[layer]["out"][0], "nor for what the last one wrote"
+
+
+@needs("in_order", "in_order_in_backward")
 def test_the_host_does_not_stop_between_the_first_layer_and_the_last(results):
-    for step in results.of("in_order")["facts"]["steps"][1:]:
-        assert len({tasks["stops"] for what, _, tasks in step if what == "computes"}) == 1
+    for name in ("in_order", "in_order_in_backward"):
+        for step in results.of(name)["facts"]["steps"][1:]:
+            assert len({tasks["stops"] for what, _, tasks in step if what == "computes"}) == 1
 
 
 @each

@@ -16,7 +16,7 @@ from hf_hybrid.plan.estimate import PlanError
 from hf_hybrid.streaming import optimizer
 from hf_hybrid.streaming.layers import NoLayerListError, find_layers
 from hf_hybrid.streaming.streamer import LayerStreamer
-from hf_hybrid.streaming.walk import LayerWalk, _MicroBatch
+from hf_hybrid.streaming.walk import CannotWalkError, LayerWalk, _MicroBatch
 
 LAYERS = 4
 OPTIONS = {
@@ -109,6 +109,100 @@ def test_no_clipping(tmp_path, train_set):
     assert_same_run(trainer, plain)
 
 
+IN_BACKWARD = {"max_grad_norm": 0.0, "out_of_memory": "raise"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_accumulation_steps": 1},
+        {"accumulation_walk": "micro_batch"},
+        {"stream_embeddings": True},
+        {"bf16": True, "resident_layers": 1},
+        {"optim": "muon", "gradient_accumulation_steps": 1},
+        {"offload_activations": True, "prefetch_layers": 0},
+    ],
+    ids=str,
+)
+def test_layers_are_updated_in_the_backward_pass_where_nothing_is_clipped(options, tmp_path, train_set, monkeypatch):
+    deferred, held = [], []
+    real = optimizer.LazyOptimizer.update
+    noting = lambda self, unit: (deferred.extend({unit} & self.pending.keys()), real(self, unit))  # noqa: E731
+    monkeypatch.setattr(optimizer.LazyOptimizer, "update", noting)
+
+    class Gradients(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            held.append([unit.name for unit in streamer.layers if any(p.gradient is not None for p in unit.trainable)])
+
+    def model():
+        return tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=False)
+
+    of_trainer = {name: options[name] for name in options if name in ("gradient_accumulation_steps", "bf16")}
+    if "optim" in options:
+        plain = make_streamed(tmp_path, train_set, model(), memory="off", max_grad_norm=0.0, **options)
+        plain.train()
+    else:
+        plain = train_plain(tmp_path, train_set, model(), max_grad_norm=0.0, **of_trainer)
+    trainer = make_streamed(tmp_path, train_set, model(), [Gradients()], **IN_BACKWARD, **options)
+    streamer = trainer.memory.streamer
+    trainer.train()
+    assert_same_run(trainer, plain)
+    ends = [unit for unit in streamer.ends if options.get("stream_embeddings")]
+    assert set(deferred) == set(ends), "only embeddings and head wait for the next forward pass"
+    several_passes = options.get("accumulation_walk") == "micro_batch"
+    assert len(held) == 5 and all(bool(names) == several_passes for names in held), "gradients add up on the host"
+
+
+def test_a_layer_whose_calls_do_not_all_count_is_updated_before_its_next_forward(tmp_path, train_set):
+    """The backward pass never comes to such a call, so nobody can say that the gradients are complete."""
+
+    def model():
+        model = tiny_model(num_hidden_layers=LAYERS)
+
+        def call(*_):
+            model.model.layers[1](torch.ones(1, 1, 32), position_embeddings=(torch.ones(1, 1, 16),) * 2)
+
+        model.model.layers[2].register_forward_hook(call)
+        return model
+
+    options = {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0}
+    plain = train_plain(tmp_path, train_set, model(), **options)
+    trainer = make_streamed(tmp_path, train_set, model(), **options | IN_BACKWARD)
+    trainer.train()
+    assert_same_run(trainer, plain)
+
+
+def test_weights_of_no_step_are_not_saved(tmp_path, train_set, caplog):
+    """After a layer was updated in the backward pass: a save waits for the step, and after an error it is said."""
+
+    class Saves(TrainerCallback):
+        def on_substep_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 2:
+                trainer._save_checkpoint(model, trial=None)
+                assert not list(tmp_path.glob("checkpoint-*"))
+
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 4:
+                model.model.layers[0].register_full_backward_hook(fail)
+
+    def fail(*_):
+        raise RuntimeError("planted")
+
+    def model():
+        return tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=False)
+
+    trainer = make_streamed(tmp_path, train_set, model(), [Saves()], **IN_BACKWARD)
+    with pytest.raises(RuntimeError, match="planted"), caplog.at_level("WARNING"):
+        trainer.train()
+    assert "of no step. Load the last checkpoint" in caplog.text
+    (saved,) = tmp_path.glob("checkpoint-*")
+    assert saved.name == "checkpoint-3"
+    plain = train_plain(tmp_path / "plain", train_set, model(), max_grad_norm=0.0)
+    resumed = make_streamed(tmp_path, train_set, model(), **IN_BACKWARD)
+    resumed.train(resume_from_checkpoint=str(saved))
+    assert_same_weights(weights(resumed.model), weights(plain.model))
+
+
 def test_bf16_autocast(tmp_path, train_set):
     """Matrices travel rounded to bf16, which is what autocast computes with."""
     plain = train_plain(tmp_path, train_set, bf16=True)
@@ -122,15 +216,36 @@ def test_bf16_autocast(tmp_path, train_set):
 def test_updates_come_in_the_order_in_which_weights_are_needed(tmp_path, train_set, monkeypatch):
     """The embeddings first: a forward pass that waits for the last update waits for all."""
     order = []
-    real = optimizer.LazyOptimizer.before_forward
+    real = optimizer.LazyOptimizer.update
     noting = lambda self, unit: (order.append(unit.name), real(self, unit))  # noqa: E731
-    monkeypatch.setattr(optimizer.LazyOptimizer, "before_forward", noting)
+    monkeypatch.setattr(optimizer.LazyOptimizer, "update", noting)
     model = tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=False)
     trainer = make_streamed(tmp_path, train_set, model, stream_embeddings=True, max_steps=1)
     trainer.train()
     layers = [unit.name for unit in trainer.memory.streamer.layers]
     assert len(layers) == LAYERS and order[1:-1] == layers
     assert "embed" in order[0] and "head" in order[-1]
+
+
+@pytest.mark.parametrize("walk", ["micro_batch", "layer"])
+def test_embeddings_come_while_the_step_before_ends(walk, tmp_path, train_set, monkeypatch):
+    order = []
+    load, step = LayerStreamer.fetch, optimizer.LazyOptimizer.step
+
+    def fetch(streamer, unit):
+        before = unit.loads
+        load(streamer, unit)
+        order.extend([unit.name] * (unit.loads - before))
+
+    monkeypatch.setattr(LayerStreamer, "fetch", fetch)
+    monkeypatch.setattr(optimizer.LazyOptimizer, "step", lambda *args: (order.append("step"), step(*args)))
+    model = tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=False)
+    trainer = make_streamed(tmp_path, train_set, model, stream_embeddings=True, max_steps=3, accumulation_walk=walk)
+    trainer.train()
+    ends = [index for index, name in enumerate(order) if name == "step"]
+    assert len(ends) == 3 and all("embed" in order[end - 1] for end in ends), order
+    loads = [name for name in order[ends[0] :] if "embed" in name]
+    assert len(loads) == (2 if walk == "layer" else 2 + 2 * 2), "and no more often than before"
 
 
 def test_gradients_of_bf16_copies_add_up_in_fp32(tmp_path, train_set):
@@ -397,8 +512,8 @@ class Allocations:
         self.calls += 1
         if self.calls % 5:
             return
-        all_of_it = [(one.written(), one.gradients()) for one in self.streamer.updates._beside.values()]
-        beside = [buffer for written, gradients in all_of_it for _, buffer in (*written, gradients)]
+        all_of_it = [(*one.written(), *one.needed()) for one in self.streamer.updates._beside.values()]
+        beside = [buffer for of_unit in all_of_it for _, buffer, *_ in of_unit]
         old = host | {t.untyped_storage().data_ptr() for t in (*self.before, *beside)}
         sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.byte_buffers()}
         large = [size for key, size in sizes.items() if key not in old and size > 10_000]  # random states are smaller
@@ -448,6 +563,12 @@ def test_a_model_that_uses_its_embeddings_after_its_layers_too_falls_back(tmp_pa
     trainer.train()
     assert "uses what it computed before its layers after them too" in caplog.text
     assert_same_run(trainer, plain)
+
+
+def test_it_does_not_begin_again_after_a_layer_was_updated(tmp_path):
+    trainer = make_streamed(tmp_path, samples(), build_model("inkling2_text"), **IN_BACKWARD)
+    with pytest.raises(CannotWalkError, match="after them too. Set `accumulation_walk=micro_batch`"):
+        trainer.train()
 
 
 class Uneven(torch.utils.data.Dataset):
@@ -613,8 +734,8 @@ def test_checkpoints_are_those_of_trainer(tmp_path, train_set):
 
 def test_evaluations_and_saves_make_each_update_once(tmp_path, train_set, monkeypatch):
     """An evaluation makes those that are pending as it goes; a save after it finds none, and moves no weights."""
-    updates, real = [], optimizer.LazyOptimizer.before_forward
-    monkeypatch.setattr(optimizer.LazyOptimizer, "before_forward", lambda *args: (updates.append(1), real(*args)))
+    updates, real = [], optimizer.LazyOptimizer.update
+    monkeypatch.setattr(optimizer.LazyOptimizer, "update", lambda *args: (updates.append(1), real(*args)))
     often = {"save_strategy": "steps", "save_steps": 1}
     loads = {}
     for name, options in {"saved": often, "both": {**often, "eval_strategy": "steps", "eval_steps": 1}}.items():
