@@ -81,6 +81,7 @@ class Step:
         on_host (`Sequence`): The same as the loader gave them: on the host they are read without waiting.
         window (`list`, *optional*): The micro-batches as a part laid them out anew, one in place of each that is not
             computed yet; `None` computes nothing.
+        parts_add_up (`bool`): Whether losses of parts of a micro-batch in `window` add up to its loss, without `items`.
         items (`Any`): `num_items_in_batch`: the label count that divides the loss; `None` if the loss is a mean.
         losses (`list[torch.Tensor]`): Of the micro-batches computed so far, as shares of the loss of the step.
         tokens (`int`): Of these micro-batches, on this process.
@@ -102,6 +103,7 @@ class Step:
     batches: Sequence[Any] = ()
     on_host: Sequence[Any] = ()
     window: list[Any] | None = None
+    parts_add_up: bool = False
     items: Any = None
     losses: list[torch.Tensor] = field(default_factory=list)
     tokens: int = 0

@@ -288,6 +288,8 @@ class OutOfMemoryRecovery(Part):
         self._random: RandomStates | None = None
         self._laid_out = False
         """Whether a part laid the window out, in any number of rows per micro-batch."""
+        self._divisor: int | None = None
+        """What `Trainer` divides the losses of the window by, where those of parts add up and there are no items."""
         self._checkpointing: Part | None = None
 
     # A run.
@@ -348,7 +350,7 @@ class OutOfMemoryRecovery(Part):
                     continue
                 for part, share in self._parts(batch):
                     # As `Trainer` divides with the smaller micro-batch and more accumulation steps.
-                    self.trainer.current_gradient_accumulation_steps = len(self._batches) / share
+                    self.trainer.current_gradient_accumulation_steps = self._divisor or len(self._batches) / share
                     losses.append(run(part))
             return sum(losses[1:], losses[0])
         except Exception as error:
@@ -601,6 +603,7 @@ class OutOfMemoryRecovery(Part):
             computed = step.batches if step.window is None else [batch for batch in step.window if batch is not None]
             self.begin_window(list(computed), step.items)
             self._laid_out = step.window is not None
+            self._divisor = len(step.batches) if step.parts_add_up else None
 
     def end_step(self, step: Step) -> None:
         self.begin_window([])

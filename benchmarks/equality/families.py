@@ -26,7 +26,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
 from datasets import Dataset
-from rig import rollouts
+from rig import rollouts, with_eyes
 from rig.sft_rows import agent, pad
 from rig.tiny_architectures import FIRST_DATA_TOKEN, VOCAB, build_model
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -44,8 +44,10 @@ FAMILIES = {
     "GLM-4": "glm4", "Phi-3": "phi3", "OLMo 2": "olmo2", "OLMoE": "olmoe", "OLMo Hybrid": "olmo_hybrid",
     "Granite": "granite", "Granite 4": "granitemoehybrid", "Cohere 2": "cohere2", "StarCoder2": "starcoder2",
     "LFM2": "lfm2", "LFM2-MoE": "lfm2_moe", "Mamba 2": "mamba2", "Bamba": "bamba", "Falcon-H1": "falcon_h1",
-    "Nemotron-H": "nemotron_h", "Jamba": "jamba", "Mamba": "mamba", "MiniMax": "minimax", "GPT-2": "gpt2",
-    "GPT-NeoX": "gpt_neox", "OPT": "opt", "BLOOM": "bloom",
+    "Nemotron-H": "nemotron_h", "Zamba 2": "zamba2", "Jamba": "jamba", "Mamba": "mamba", "MiniMax": "minimax",
+    "RecurrentGemma": "recurrent_gemma", "RWKV": "rwkv", "GPT-2": "gpt2",
+    "GPT-NeoX": "gpt_neox", "OPT": "opt", "BLOOM": "bloom", "Qwen3.5 with images (rows of text)": "qwen3_5_vl",
+    "Qwen3-VL (rows of text)": "qwen3_vl",
 }  # fmt: skip
 HALF = ["linear_attention", "full_attention"] * 2
 KINDS = {
@@ -65,6 +67,8 @@ ROWS, MICRO_BATCHES = 12, 3
 
 def build(model_type: str, with_router: bool = False) -> PreTrainedModel:
     """Return a model in which tokens matter to each other, without dropout. TRL asks for a router's loss itself."""
+    if model_type in with_eyes.KINDS:
+        return with_eyes.build(model_type, vocab_size=VOCAB)
     model = build_model(model_type)
     if model_type in KINDS:
         own = {name: value for name, value in KINDS[model_type].items() if name in model.config.to_dict()}

@@ -6,11 +6,11 @@ Streamed training against plain Trainer, bit for bit, on every causal language m
     python -m benchmarks.equality.streamed --walk in_backward   # so, and each layer updated inside the backward pass
     python -m benchmarks.equality.streamed --only llama gpt2    # some types, also where they are there
 
-Each model type registered for `AutoModelForCausalLM` is built with a tiny random configuration and trained 20 steps
-twice: with plain `transformers.Trainer`, and with `HybridTrainer(memory="stream", enable_predict=False)`. Both with
-AdamW, clipping, 4 micro-batches per step, weight-decay groups and a cosine schedule, in fp32 on the CPU. Losses,
-gradient norms and final weights must be equal to the last bit. Types without a list of decoder layers must be refused
-with the error that says what was looked for. Nothing is downloaded.
+Each model type registered for `AutoModelForCausalLM`, and two models of images and text, are built with a tiny random
+configuration and trained 20 steps twice: with plain `transformers.Trainer`, and with `HybridTrainer(memory="stream",
+enable_predict=False)`. Both with AdamW, clipping, 4 micro-batches per step, weight-decay groups and a cosine schedule,
+in fp32 on the CPU. Losses, gradient norms and final weights must be equal to the last bit. Types without a list of
+decoder layers must be refused with the error that says what was looked for. Nothing is downloaded.
 
 For windows layer by layer, both trainers get models without dropout, noise and tied embeddings: this walk draws random
 numbers in another order, and adds the gradients of embeddings and head in another order. It is asked for by `auto`, as
@@ -25,12 +25,20 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
-from rig.tiny_architectures import causal_lm_types, samples, tiny_config
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from rig import with_eyes
+from rig.tiny_architectures import VOCAB, causal_lm_types, samples, tiny_config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.trainer_callback import PrinterCallback
 
 from benchmarks.equality.pool import Worker
@@ -87,13 +95,15 @@ def difference(first: dict, second: dict) -> str:
 
 def build(model_type: str, walk: str) -> PreTrainedModel:
     """A randomly initialised tiny model. For a walk by layer nothing in it is drawn, and embeddings are not tied."""
-    config = tiny_config(model_type)
+    of_images = model_type in with_eyes.KINDS
+    config = with_eyes.config(model_type, vocab_size=VOCAB) if of_images else tiny_config(model_type)
+    family: Any = AutoModelForImageTextToText if of_images else AutoModelForCausalLM
     torch.manual_seed(0)
     if walk == "micro_batch":
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return family.from_config(config, dtype=torch.float32)
     for part in (config, config.get_text_config()):
         part.tie_word_embeddings = False
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = family.from_config(config, dtype=torch.float32)
     for holder in (*model.modules(), config):  # BigBird makes modules from its config while it trains
         for name, value in vars(holder).items():
             if isinstance(value, float) and any(word in name for word in ("dropout", "layerdrop", "jitter")):
@@ -140,7 +150,8 @@ def main() -> int:
     parser.add_argument("--walk", choices=ASKED, default="micro_batch", help="How a window of micro-batches is walked.")
     parser.add_argument("--timeout", type=float, default=120.0, help="Seconds for one model type.")
     options = parser.parse_args()
-    results, types, rows = Results(options.results, "streamed", ("model_type", "walk")), causal_lm_types(), []
+    results, rows = Results(options.results, "streamed", ("model_type", "walk")), []
+    types = [*causal_lm_types(), *with_eyes.KINDS]
     with Worker(options.timeout) as worker:
         for model_type in options.only or types:
             key = {"model_type": model_type, "walk": options.walk}

@@ -60,7 +60,7 @@ def lay_out(batches: list[Rows]) -> None:
     copies = on_host(batches)
     rows = [row for number, batch in enumerate(copies) for row in batch.rows(number) or []]
     micro_batches = [padded(tree, copies) for tree in divide(rows, MOST)]
-    moved = FlatRow.of_window(micro_batches, torch.device("cpu"), repeats=True)
+    moved = FlatRow.of_window(micro_batches, torch.device("cpu"), repeats=True, balances=False)
     # What goes to a GPU beside that, and its one copy.
     tensors = [tensor for _, tree in micro_batches for tensor in tensors_of(tree.segments)]
     tensors += [tensor for batch, row in moved for tensor in (*batch, row.ids, row.positions, row.slots, row.tokens)]

@@ -171,6 +171,9 @@ def print_trainer(trainer: Any, *, by_rule: bool) -> None:
     device = describe_device(args.device).get("name", args.device)
     base = total - trained if hasattr(model, "peft_config") else total
     print_fact("model", f"{name}: {count(base)} parameters in {dtype}, on {device}")
+    experts = [module for module in model.modules() if hasattr(module, "has_gate")]  # as transformers marks them
+    if ways := sorted({module.config._experts_implementation for module in experts}):
+        print_fact("experts", f"computed by {', '.join(ways)} (experts_implementation of transformers)")
     if trained < total:
         share = trained / total
         print_fact("trained", f"{count(trained)} ({share:{'.1%' if share >= 0.001 else '.2g'}}) in adapters")

@@ -55,8 +55,9 @@ def loss_of(result: Any) -> Tensor | None:
 def difference(observe: Observe, rows: Tree, batches: Sequence[Batch], most: float) -> str | None:
     """Return why rows are not the same in both ways: they are further apart than `most` of their size."""
     batch, tree = padded(rows, batches)
-    batch = batch._replace(micro_batches=None)  # it is one
     targets = Targets.of(tree, [batch])
+    divisors = None if batch.divisors is None else torch.full_like(batch.divisors, max(len(targets.readers), 1))
+    batch = batch._replace(micro_batches=None, divisors=divisors)  # it is one
     plain, shared = (observe(way, batch, tree) for way in ("padded", "tree"))
     if len(targets.readers):
         distance = apart(

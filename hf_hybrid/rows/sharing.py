@@ -78,6 +78,7 @@ from hf_hybrid.rows.tree import (
     labels_of,
     on_device,
     on_host,
+    owners_of,
     padded,
 )
 from hf_hybrid.run.fallbacks import Fallbacks
@@ -91,8 +92,8 @@ Model = Any
 """A model of transformers, or a wrapper such as peft's that has its attributes."""
 COUNTS = ("tokens", "tokens_padding", "tokens_shared", "micro_batches_saved")
 HOLE = "a row has a hole in its mask, or predicts a token from padding"
-MICRO_BATCHES = "hybrid_micro_batches"
-"""Name of [`Batch.micro_batches`] in a batch that windows.py laid out. No model gets it."""
+MICRO_BATCHES, DIVISORS = "hybrid_micro_batches", "hybrid_divisors"
+"""Names of [`Batch.micro_batches`] and [`Batch.divisors`] in a batch that windows.py laid out. No model gets them."""
 _BATCH = ("input_ids", "attention_mask", "labels")
 _COUNTS_MASK = ("opt", "biogpt")
 """Models whose positions count the tokens in the mask, not the columns."""
@@ -209,6 +210,7 @@ class FlatRow(NamedTuple):
     shape: tuple[int, int]  # of the batch
     repeats: bool  # whether a target stands once for each row that reads it; then there are no readers
     reads: Tensor | None  # [`Tree.reads`], if the model has a router's loss
+    divisors: Tensor | None  # where losses are means: of the loss of targets if they repeat, else of rows
 
     @classmethod
     def of_window(
@@ -220,36 +222,46 @@ class FlatRow(NamedTuple):
         """
         tensors = []
         for batch, tree in micro_batches:
+            divisors = [] if batch.divisors is None else [batch.divisors]
             if repeats:  # nothing is read from it
-                pairs = np.sort(labels_of(tree, [batch])[0], kind="stable")
-                slots, tokens = torch.from_numpy(pairs >> 32), torch.from_numpy(pairs & 0xFFFFFFFF)
+                pairs, wanted = labels_of(tree, [batch])
+                order = np.argsort(pairs, kind="stable")
+                slots, tokens = torch.from_numpy(pairs[order] >> 32), torch.from_numpy(pairs[order] & 0xFFFFFFFF)
                 readers = places = torch.zeros(0, dtype=torch.long)
+                if divisors:
+                    numbers = np.array([row.number for row in tree.rows])[owners_of(tree, wanted[order])[0]]
+                    divisors = [divisors[0][numbers]]
             else:
                 slots, tokens, readers, places = Targets.of(tree, [batch])
                 places = places[:, 1] * (batch.ids.shape[1] - 1) + places[:, 2]
             if not len(slots):  # a loss of nothing, with a gradient of zero
                 slots, tokens = torch.zeros(1, dtype=torch.long), torch.full((1,), IGNORED)
+                divisors = [torch.ones_like(slots)] if divisors and repeats else divisors
             of_layout = [] if device.type == "cpu" else tensors_of(tree.segments)
             reads = [tree.reads(batch)] if balances else []
-            tensors.append([*batch[:3], *tree.flat(), slots, tokens, readers, places, *reads, *of_layout])
+            tensors.append([*batch[:3], *tree.flat(), slots, tokens, readers, places, *reads, *divisors, *of_layout])
         moved, rows = iter(on_device(list(itertools.chain(*tensors)), device)), []
         for (batch, tree), host in zip(micro_batches, tensors, strict=True):
             *there, ids, positions, slots, tokens, readers, places = itertools.islice(moved, 9)
             reads = next(moved) if balances else None
-            layout = Layout(tree.segments, device, list(itertools.islice(moved, len(host) - 9 - balances)) or None)
-            shape = len(batch.ids), batch.ids.shape[1]
-            row = cls(ids[None], positions[None], layout, slots, tokens, readers, places, shape, repeats, reads)
+            divisors = None if batch.divisors is None else next(moved)
+            of_layout = list(itertools.islice(moved, len(host) - 9 - balances - (divisors is not None)))
+            layout, shape = Layout(tree.segments, device, of_layout or None), (len(batch.ids), batch.ids.shape[1])
+            of_targets = slots, tokens, readers, places
+            row = cls(ids[None], positions[None], layout, *of_targets, shape, repeats, reads, divisors)
             rows.append((Batch(*there), row))
         return rows
 
     def inputs(self) -> dict[str, Any]:
         """Return what a model takes in place of `input_ids`, `attention_mask` and `labels`."""
+        # Of means the model would compute one: it gets no labels, and `mean_losses` stand in for its loss behind it.
+        targets = None if self.repeats and self.divisors is not None else self.tokens[None]
         return {
             "input_ids": self.ids,
             "attention_mask": no_mask(self.ids.device),
             "position_ids": self.positions,
-            "labels": self.tokens[None],
-            "shift_labels": self.tokens[None],
+            "labels": targets,
+            "shift_labels": targets,
             "use_cache": False,
             **({} if self.reads is None else {OPTION: False}),  # the losses are added behind the model
         }
@@ -260,6 +272,13 @@ class FlatRow(NamedTuple):
         places, readers = (tensor.to(values.device) for tensor in (self.places, self.readers))
         zeros = values.new_zeros(rows * (length - 1))
         return zeros.index_put((places,), values[0][readers]).view(rows, length - 1)
+
+
+def mean_losses(logits: Tensor, tokens: Tensor, divisors: Tensor) -> Tensor:
+    """Return the cross-entropy of targets, `[targets, vocabulary]` and `[targets]`, each divided by its divisor."""
+    tokens, divisors = tokens.to(logits.device), divisors.to(logits.device)
+    losses = nn.functional.cross_entropy(logits.float(), tokens, ignore_index=IGNORED, reduction="none")
+    return (losses / divisors).sum()
 
 
 def rows_of(inputs: Mapping[str, Any]) -> Rows:
@@ -497,7 +516,7 @@ class SharedRows(Part):
         """Exchange a padded batch for a flat row."""
         way = self._under_way
         way.row = way.router = None
-        micro_batches = inputs.pop(MICRO_BATCHES, None)
+        micro_batches, divisors = inputs.pop(MICRO_BATCHES, None), inputs.pop(DIVISORS, None)
         if way.comparing == "padded" or args:
             return None
         if (reason := self._obstacle(model, inputs)) is not None:
@@ -508,7 +527,8 @@ class SharedRows(Part):
         batch, tree, row = copied.batch, copied.tree, copied.row
         if tree is None:
             if micro_batches is not None:  # a part of a micro-batch that did not fit
-                batch = batch._replace(micro_batches=micro_batches.cpu())
+                divisors = None if divisors is None else divisors.cpu()
+                batch = batch._replace(micro_batches=micro_batches.cpu(), divisors=divisors)
             tree = self._tree_if_worth(model, inputs, batch)
             if self._is_counting and way.comparing is None:
                 self._count(batch, tree)
@@ -557,12 +577,16 @@ class SharedRows(Part):
                 way.router = getattr(output, "aux_loss", None)
             return None
         if getattr(output, "log_probs", None) is None:
+            if row.divisors is not None:
+                output["loss"] = mean_losses(output.logits[0], row.tokens, row.divisors)
             if way.router is not None:
                 router: Any = self.facts_of(model).router
                 output.loss = output.loss + router.weight * way.router.to(output.loss.device)
                 output.aux_loss = way.router
             return None
         values = {name: row.read(values) for name, values in output.items() if values.dim() == 2}
+        if row.divisors is not None:  # TRL divides the sum by all labels
+            values["log_probs"] = values["log_probs"] * (values["label_mask"].sum() / row.divisors)[:, None]
         return type(output)(**values, **({} if way.router is None else {"aux_loss": way.router}))
 
     def _count(self, batch: Batch, tree: Tree | None) -> None:
@@ -674,9 +698,9 @@ class SharedRows(Part):
         """Return the tree of a batch, or `None` if the batch is computed as it is."""
         facts, device = self.facts_of(model), inputs["input_ids"].device
         compact = bool(inputs.get("fused_lm_head")) and inputs["input_ids"].is_cuda
-        balances = facts.balances(inputs)
-        plan = self._plan(model, [batch], functools.partial(divide, most=float("inf")), device, compact, balances)
-        # Parts of several micro-batches have several router's losses, which padded rows do not.
+        whole = facts.balances(inputs) or batch.divisors is not None  # a part of rows without labels has a loss too
+        plan = self._plan(model, [batch], functools.partial(divide, most=float("inf")), device, compact, whole)
+        # Parts of several micro-batches have several router's losses and means, which padded rows do not.
         if not plan.trees or (plan.cost > self.worth * plan.padded and batch.micro_batches is None):
             return None
         (tree,) = plan.trees

@@ -17,6 +17,10 @@ Each one before computes segments of one length, whose states are needed further
 be theirs. A pass takes kernels of its own, so a segment gets one only if it saves enough tokens ([`LEAST`]). Others are
 computed once for each segment below. In a layer that cannot start from a state each leaf begins at its root.
 
+Sequences of a pass are rows of a batch, and not one row with `cu_seqlens`. transformers 5.24 hands these to kernels
+alone: its own functions refuse them (`use_kernel_func_from_hub_with_fallback` in integrations/hub_kernels.py). And a
+layer puts what its convolution starts from in front of a row, so a row has one start.
+
 **The state.** A layer writes what it keeps of a row into the cache of a model that generates: the last tokens of its
 convolution, and the state of its recurrence. Here it gets [`_States`] as cache. They hold tensors as the layer gave
 them, with their graph, so that the gradients of all segments below reach the one above.
@@ -27,9 +31,9 @@ computes the flat row in the last pass. In the other passes they compute one tok
 feed-forward layers, experts, norms and the head compute each token once, as everywhere.
 
 **Which layers.** Those that hold a convolution along the row (`Conv1d`), as nearly all do that have a state. They learn
-of the tree by an argument, as attention does. A model whose layers do not get it (Mamba 1, Jamba), or have a state and
-no convolution (MiniMax, RWKV), is computed in padded rows. So is one whose layers take a cache and do not start from
-it: its first batch differs from padded rows.
+of the tree by an argument, as attention does. A model whose layers do not get it (Mamba 1, Jamba), need positions
+(RecurrentGemma), or have a state and no convolution (MiniMax, RWKV), is computed in padded rows. So is one whose layers
+take a cache and do not start from it: its first batch differs from padded rows.
 """
 
 from __future__ import annotations
@@ -302,6 +306,9 @@ def _before(gets_tree: Callable[[], bool], layer: nn.Module, args: tuple, kwargs
             raise CannotAttendError(f"`{type(layer).__name__}` has a state, and is not told where rows end")
         return None
     known, way, cache = inspect.signature(type(layer).forward).parameters, _under_way, _name_of_cache(layer)
+    for name in _OF_PLACES:
+        if name in known and known[name].default is inspect.Parameter.empty:
+            raise CannotAttendError(f"`{type(layer).__name__}` has a state, and needs `{name}`")
     kept = {name: value for name, value in kwargs.items() if name in known and name not in _OF_PLACES}
     flat = args[0] if args else kept.pop("hidden_states")
     way.passes = passes = Passes.of(layout, float("inf") if cache is None else LEAST)

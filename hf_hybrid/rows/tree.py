@@ -83,6 +83,7 @@ class Batch(NamedTuple):
     mask: Tensor  # 1 where there is a token, 0 where there is padding
     labels: Tensor  # the tokens that are to be predicted, `IGNORED` elsewhere
     micro_batches: Tensor | None = None  # of the trainer, that rows come from, `[batch]`: none is -1, `None` is one
+    divisors: Tensor | None = None  # of each row's loss, where losses are means, `[batch]`; `None` where they are sums
 
     @property
     def tokens(self) -> int:
@@ -93,6 +94,10 @@ class Batch(NamedTuple):
     def predicted(self) -> np.ndarray:
         """Which tokens predict a label: `[batch, length - 1]`, as each predicts the one behind it."""
         return self.labels.numpy()[:, 1:] != IGNORED
+
+    def as_mean(self) -> Batch:
+        """Return the batch as one whose loss is the mean over its labels, wherever its rows are computed."""
+        return self._replace(divisors=torch.full((len(self.ids),), max(int(self.predicted.sum()), 1)))
 
     def rows(self, number: int = 0, *, counts_mask: bool = False, whole: bool = False) -> list[Row] | None:
         """
@@ -293,10 +298,9 @@ class Targets(NamedTuple):
         pairs, wanted = labels_of(tree, batches)
         # With the index it sorts by merging, which is fast where they are nearly in order.
         targets, _, readers = np.unique(pairs, return_index=True, return_inverse=True)
-        starts = np.cumsum([0] + [row.length for row in tree.rows])
-        rows = np.searchsorted(starts, wanted, side="right") - 1
+        rows, columns = owners_of(tree, wanted)
         numbers = np.array([(row.batch, row.number, row.first) for row in tree.rows])[rows]
-        numbers[:, 2] += wanted - starts[rows]
+        numbers[:, 2] += columns
         return cls(*map(torch.from_numpy, (targets >> 32, targets & 0xFFFFFFFF, readers, numbers)))
 
 
@@ -317,6 +321,13 @@ def labels_of(tree: Tree, batches: Sequence[Batch]) -> tuple[np.ndarray, np.ndar
     return slots << 32 | labels[wanted], wanted
 
 
+def owners_of(tree: Tree, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the row of a tree that each of these tokens belongs to, and its place in it, as `labels_of` has them."""
+    starts = np.cumsum([0] + [row.length for row in tree.rows])
+    rows = np.searchsorted(starts, wanted, side="right") - 1
+    return rows, wanted - starts[rows]
+
+
 def divide(rows: Sequence[Row], most: float, **options: Any) -> list[Tree]:
     """
     Divide rows into trees that take at most the memory of `most` tokens each; one row may take more. Options are those
@@ -332,11 +343,15 @@ def divide(rows: Sequence[Row], most: float, **options: Any) -> list[Tree]:
     return trees
 
 
+def by_batch(rows: Sequence[Row], most: float, **options: Any) -> list[Tree]:
+    """As [`divide`], of rows that come batch by batch: each batch is a tree of its own, whatever memory it takes."""
+    return [Tree.of(list(of_batch), **options) for _, of_batch in itertools.groupby(rows, lambda row: row.batch)]
+
+
 def join(rows: Sequence[Row], most: float, **options: Any) -> list[Tree]:
     """As [`divide`], of rows that come batch by batch: those of a batch stay together, whatever memory they take."""
     trees: list[Tree] = []
-    for _, of_batch in itertools.groupby(rows, lambda row: row.batch):
-        tree = Tree.of(list(of_batch), **options)
+    for tree in by_batch(rows, most, **options):
         if trees and (joined := Tree.of([*trees[-1].rows, *tree.rows], **options)).memory <= most:
             trees[-1] = joined
         else:
@@ -360,5 +375,8 @@ def padded(tree: Tree, batches: Sequence[Batch], beside: Sequence[tuple[int, int
     # Padding on the right has no use, but a row may learn to end with it.
     last = int(np.flatnonzero(filled[1].any(0)).max(initial=0))
     end = max([last] + [row.first + row.length for row in tree.rows]) + 1
-    batch = Batch(*torch.from_numpy(filled[:, :, :end]), torch.tensor([number for number, _ in wanted]))
+    numbers = torch.tensor([number for number, _ in wanted])
+    of_rows = [(batches[number].divisors, row) for number, row in wanted]
+    divisors = [of_batch[row] for of_batch, row in of_rows if of_batch is not None]
+    batch = Batch(*torch.from_numpy(filled[:, :, :end]), numbers, torch.stack(divisors) if divisors else None)
     return batch, replace(tree, rows=[row._replace(batch=0, number=place) for place, row in enumerate(tree.rows)])

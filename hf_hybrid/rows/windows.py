@@ -7,6 +7,11 @@ Windows as trees: the micro-batches of an accumulation window are arranged again
 `s` is a prefix that three rows share. A sum over the window does not depend on the micro-batch in which a row is
 computed. Micro-batches that are not needed stay in their place as `None`, because `Trainer` counts them.
 
+**Means.** Models of images and text do not take the number of labels in the window (`accepts_loss_kwargs`). There each
+micro-batch of `Trainer` has the mean of its own losses, and the window has the mean of these. So each row brings the
+number of labels of its micro-batch along, and the losses of its targets are divided by that. Where there is more than
+their cross-entropy, each micro-batch is a tree of its own, whose loss is a mean as before.
+
 How many are needed? As few as hold no more tokens than the largest padded one. But where the micro-batches of `Trainer`
 keep a GPU busy even without padding (costs.py), launching fewer saves no time. There each stays as it is, without its
 padding. Or rows of several stand together, if they share so much that this costs clearly less, in micro-batches that
@@ -22,7 +27,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -36,6 +40,7 @@ from hf_hybrid.part import Phase, Step
 from hf_hybrid.rows.costs import WORTH, share_saved
 from hf_hybrid.rows.sharing import (
     COUNTS,
+    DIVISORS,
     HOLE,
     MICRO_BATCHES,
     Copied,
@@ -47,8 +52,8 @@ from hf_hybrid.rows.sharing import (
     rows_of,
 )
 from hf_hybrid.rows.states import layers_with_state
-from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, divide, join, on_host, padded
-from hf_hybrid.run.trainer_view import LossView, TrainerView, own_losses
+from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, by_batch, divide, join, on_host, padded
+from hf_hybrid.run.trainer_view import LossView, TrainerView, own_losses, unknown_loss
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
@@ -97,7 +102,7 @@ def may_save(batches: Sequence[Any]) -> bool:
 class SharedWindows(SharedRows):
     """
     Lays out the accumulation windows of `Trainer` and of TRL's `SFTTrainer`, whose losses are sums over the labels of a
-    window.
+    window, or means over those of its micro-batches.
 
     `micro_batches_saved` counts those of this process that are left over. `shared_if_together` is the share of the
     tokens of the first windows that would be shared if all rows that begin alike stood in one window.
@@ -112,7 +117,7 @@ class SharedWindows(SharedRows):
         self.may_compare = trainer.accelerator.num_processes == 1 and not trainer.memory.streams
         self._laid_out = self._is_counting = False  # what is counted here is windows
         self._first_rows: list[Row] = []
-        self._balances = False
+        self._balances = self._stays_apart = False
 
     @property
     def model(self) -> torch.nn.Module:
@@ -173,6 +178,7 @@ class SharedWindows(SharedRows):
         for window in windows:
             if (reason := next(filter(None, map(obstacle_in_batch, window)), None)) is not None:
                 return Foreseen(reason)
+            self._stays_apart = not self.trainer.model_accepts_loss_kwargs and self._has_other_means()
             batches = on_host([rows_of(inputs) for inputs in window])
             options = {"counts_mask": facts.counts_mask, "whole": self._balances}
             rows = [batch.rows(number, **options) for number, batch in enumerate(batches)]
@@ -206,18 +212,19 @@ class SharedWindows(SharedRows):
         self._laid_out, alone = False, self.trainer.accelerator.num_processes == 1
         if step.phase is Phase.PREDICT or not step.batches:
             return
-        looks = self.reason_plain is None and alone and step.items is not None and not self.compiles
+        looks = self.reason_plain is None and alone and not self.compiles
         if looks and not may_save(step.on_host):
             self.fallbacks.because = self.fallbacks.because or LITTLE
             self.counts["tokens"] += sum(batch["input_ids"].numel() for batch in step.batches)
             return
         reason = self.reason_plain or next(filter(None, map(obstacle_in_batch, step.batches)), None)
-        if reason is None and step.items is None:
-            reason = "losses are means over micro-batches, not sums over the window"
         if (reason := reason or self._obstacle_in_model()) is not None:
             self.fallbacks.cannot_be_exact(reason)
         reason = self._find_drawn() or reason
         batches = [] if reason is not None else on_host([rows_of(inputs) for inputs in step.on_host])
+        self._stays_apart = step.items is None and self._has_other_means()
+        if step.items is None and not self._stays_apart:
+            batches = [batch.as_mean() for batch in batches]
         plan = self._plan_window(batches) if reason is None and self.reason_plain is None else Plan(reason)
         count = 0 if self.reason_plain is not None else self._agreed(plan)
         if count and (reason := self._compare_window(plan, batches)) is not None:
@@ -226,7 +233,12 @@ class SharedWindows(SharedRows):
             self.fallbacks.because = self.plain_because or (LITTLE if plan.cost else NO_LABEL)
         if count:
             step.window = self._lay_out(plan.trees, batches, len(step.batches), count)
+            step.parts_add_up = batches[0].divisors is not None
         self._count_window(step, batches, plan.trees)
+
+    def _has_other_means(self) -> bool:
+        """Whether a mean loss is one that [`Batch.divisors`] do not give: it must be of one micro-batch as a whole."""
+        return self._balances or unknown_loss(self.trainer) is not None
 
     def _obstacle_in_model(self) -> str | None:
         """Return why the model gets no trees; and find out whether there is a router's loss, of the model or of TRL."""
@@ -257,6 +269,8 @@ class SharedWindows(SharedRows):
     def _divider(self, batches: list[Batch]) -> Callable[..., list[Tree]]:
         """Return what divides the rows of these batches into trees."""
         by_size = self._fewest if self.trainer.args.device.type in WITHOUT_LAUNCHES else self._divide
+        if self._stays_apart:
+            by_size = by_batch
         return functools.partial(by_size, most=max(batch.ids.numel() for batch in batches))
 
     def _plan_window(self, batches: list[Batch]) -> Plan:
@@ -271,8 +285,7 @@ class SharedWindows(SharedRows):
 
     def _divide(self, rows: Sequence[Row], most: float, **options: Any) -> list[Tree]:
         """As [`_fewest`], or into what keeps a GPU busy."""
-        costs, by_batch = self.facts_of(self.model).costs, itertools.groupby(rows, lambda row: row.batch)
-        own = [Tree.of(list(of_batch), **options) for _, of_batch in by_batch]
+        costs, own = self.facts_of(self.model).costs, by_batch(rows, most, **options)
         if not costs.keep_busy(own):
             return self._fewest(rows, most, **options)
         merged = self._fewest(rows, max(sum(row.length for row in tree.rows) for tree in own), **options)
@@ -332,12 +345,14 @@ class SharedWindows(SharedRows):
         micro_batches = [padded(tree, batches, () if index else left) for index, tree in enumerate(trees)]
         micro_batches = [_nothing(batches)] * (count - len(micro_batches)) + micro_batches  # other processes have more
         moved = FlatRow.of_window(micro_batches, device, repeats=repeats, balances=self._balances)
-        for (batch, tree), ((ids, mask, labels, _), row) in zip(micro_batches, moved, strict=True):
+        for (batch, tree), ((ids, mask, labels, *_), row) in zip(micro_batches, moved, strict=True):
             self._copied[ids] = Copied(batch, tree, row)
             inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-            if self._balances:
+            if self._balances or batch.divisors is not None:
                 origins: Any = batch.micro_batches
                 inputs[MICRO_BATCHES] = origins.to(device)
+            if batch.divisors is not None:
+                inputs[DIVISORS] = batch.divisors.to(device)
             window.append(inputs)
         self._laid_out = True
         return window
@@ -396,7 +411,8 @@ def _nothing(batches: list[Batch]) -> tuple[Batch, Tree]:
     ids = batches[0].ids[:1, :2]
     if ids.shape[1] < 2:
         ids = ids.repeat(1, 2)
-    batch = Batch(ids, torch.ones_like(ids), torch.full_like(ids, IGNORED), torch.tensor([-1]))
+    divisors = None if batches[0].divisors is None else torch.ones(1, dtype=torch.long)
+    batch = Batch(ids, torch.ones_like(ids), torch.full_like(ids, IGNORED), torch.tensor([-1]), divisors)
     return batch, Tree.of([Row(0, ids[0].numpy().astype(WORD).tobytes(), 1, 0, 0, 0, 0)])
 
 

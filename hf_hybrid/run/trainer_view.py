@@ -72,6 +72,7 @@ class LossView(TrainerView, Protocol):
     """A trainer that is asked for losses outside of its steps. Its model gets `more_inputs` beside a batch."""
 
     more_inputs: Mapping[str, Any]
+    model_accepts_loss_kwargs: bool
 
     @property
     def loss_in_chunks(self) -> bool: ...

@@ -9,11 +9,12 @@ the same kernels on the same memory, so whatever changes from token to token mus
     keys, values     of each layer [rows, heads, length, size]; the new token is written to column `place` of all rows
     mask             [rows, length]: 0 where a prompt is padded, 1 elsewhere. Columns after `place` are in the future,
                      which the model's causal mask hides
+    states           of layers with a state along the row, [rows, ...]: each pass overwrites them
     token, position  [rows, 1], and `place` []: written before each replay
 
 `length` is a multiple of [`BLOCK`]. When it is full, the buffers grow and the pass is captured again. Ended rows stay
 where they are and get padding. When at most half of the rows go on, these move to the front of the buffers, and a
-graph of half as many rows takes over.
+graph of half as many rows takes over. To capture a pass is to compute it too, so states are put back after that.
 
 The model, the logits processors and the stopping criteria are those of transformers, and the model makes its masks as
 for a `StaticCache`. Adapters compute with fewer kernels than in PEFT (phase_memory/adapters.py), from copies that are
@@ -38,6 +39,7 @@ everything else as above: that is how the tests run it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -54,7 +56,7 @@ from transformers import (
     StaticCache,
     StoppingCriteriaList,
 )
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import LinearAttentionLayer, StaticLayer
 
 from hf_hybrid.compat import cache_name
 from hf_hybrid.machine import device_memory
@@ -104,6 +106,25 @@ def why_not_captured(model: Any) -> str | None:
     if quantizer is not None and not quantizer.is_compileable:
         return f"`{type(quantizer).__name__}` does not say that its layers can be captured"
     return None
+
+
+# Layers with a state.
+
+STATES = ("conv_states", "recurrent_states")
+"""What a layer of a cache holds of a row whose state it keeps, by index: each `[rows, ...]`, or `None`."""
+
+
+def states_of(layer: Any) -> list[Tensor]:
+    """Return the states that a layer of a cache holds, each [rows, ...]; none if it only attends."""
+    held = [getattr(layer, name) for name in STATES] if isinstance(layer, LinearAttentionLayer) else []
+    return [state for by_index in held for state in by_index.values() if state is not None]
+
+
+def exchange_states(layer: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """Put what `change` returns of each of these states in its place."""
+    for name in STATES if isinstance(layer, LinearAttentionLayer) else ():
+        held = getattr(layer, name)
+        setattr(layer, name, {index: state if state is None else change(state) for index, state in held.items()})
 
 
 # Of the whole batch.
@@ -238,9 +259,10 @@ class Buffers:
         self._adapts = contextlib.nullcontext if adapters is None else adapters.computing
         self.rows, self.length, self.graphs = len(prefilled.logits), length, dict[int, CapturedPass]()
         self.device = device = prefilled.logits.device
-        layers: list[Any] = prefilled.caches[0].layers
-        self.sliding = [layer.is_sliding for layer in layers]
-        self.layers = [(self._of_layer(layer.keys), self._of_layer(layer.values)) for layer in layers]
+        self.with_state: list[Any] = [None for _ in prefilled.caches[0].layers]  # layers of a cache, or `None`
+        attending = attending_layers(prefilled)
+        self.sliding = [layer.is_sliding for layer in attending]
+        self.layers = [(self._of_layer(layer.keys), self._of_layer(layer.values)) for layer in attending]
         self.token = torch.zeros(self.rows, 1, dtype=torch.long, device=device)
         self.place = torch.zeros((), dtype=torch.long, device=device)
         self.mask = torch.ones(self.rows, length, dtype=torch.long, device=device)
@@ -251,14 +273,24 @@ class Buffers:
         return states.new_zeros(self.rows, states.shape[1], self.length, states.shape[3])
 
     @property
+    def states(self) -> list[Tensor]:
+        """Those of layers with a state, each [rows, ...]."""
+        return list(itertools.chain(*map(states_of, self.with_state)))
+
+    @property
     def nbytes(self) -> int:
-        return sum(states.nbytes for layer in self.layers for states in layer)
+        return sum(states.nbytes for states in itertools.chain(*self.layers, self.states))
 
     def fill(self, prefilled: Prefilled, inputs: dict[str, Any]) -> None:
         """Write the prompts of all rows."""
         width = prefilled.width
         for (keys, values), (_, of_keys, of_values) in zip(self.layers, prefilled.of_all_rows(), strict=True):
             keys[:, :, :width], values[:, :, :width] = of_keys, of_values
+        for number, layer in enumerate(prefilled.caches[0].layers):
+            if self.with_state[number] is None and isinstance(layer, LinearAttentionLayer):
+                self.with_state[number] = layer
+            for state, of_prompts in zip(states_of(self.with_state[number]), states_of(layer)):
+                state.copy_(of_prompts)
         self.place.fill_(width)
         self.mask.fill_(1)
         if (mask := inputs.get("attention_mask")) is not None:
@@ -272,6 +304,8 @@ class Buffers:
         more = (0, 0, 0, length - self.length)
         for index, (keys, values) in enumerate(self.layers):
             self.layers[index] = (pad(keys[:rows], more), pad(values[:rows], more))
+        for layer in self.with_state:
+            exchange_states(layer, lambda state: state[:rows])
         self.mask = pad(self.mask[:rows], (0, length - self.length), value=1)
         self.rows, self.length, self.token = rows, length, self.token[:rows]
         self.positions = None if self.positions is None else self.positions[:rows]
@@ -279,7 +313,7 @@ class Buffers:
     def move(self, rows: Tensor) -> None:
         """Bring these rows, shape [rows], to the front."""
         positions = () if self.positions is None else (self.positions,)
-        for states in itertools.chain(*self.layers, (self.mask,), positions):
+        for states in itertools.chain(*self.layers, self.states, (self.mask,), positions):
             states[: len(rows)] = states.index_select(0, rows)
 
     def compute(self, tokens: Tensor) -> Tensor:
@@ -296,16 +330,22 @@ class Buffers:
 
     def capture(self, count: int) -> None:
         """Capture the pass of so many rows. It is computed meanwhile, and writes to the column of the next token."""
-        pool = next((graph.pool for graph in self.graphs.values()), None)
+        pool, before = next((graph.pool for graph in self.graphs.values()), None), [*map(torch.clone, self.states)]
         self.graphs[count] = CapturedPass(self._pass(count), self.device, pool)
+        for state, earlier in zip(self.states, before):
+            state.copy_(earlier)
 
     def _pass(self, count: int) -> Callable[[], Tensor]:
         model, token = self.model, self.token[:count]
         inputs = {**self.inputs, "attention_mask": self.mask[:count]}
-        inputs[CACHE] = FixedCache([
+        attending = (
             FixedLayer(keys[:count], values[:count], self.place, sliding)
             for (keys, values), sliding in zip(self.layers, self.sliding)
-        ])  # fmt: skip
+        )
+        layers = [next(attending) if layer is None else copy.copy(layer) for layer in self.with_state]
+        for layer in layers:
+            exchange_states(layer, lambda state: state[:count])
+        inputs[CACHE] = FixedCache(layers)
         if self.positions is not None:
             inputs["position_ids"] = self.positions[:count]
 
@@ -319,6 +359,11 @@ class Buffers:
             return logits
 
         return compute
+
+
+def attending_layers(prefilled: Prefilled) -> list[Any]:
+    """Return the layers of the prompts' cache that hold keys and values."""
+    return [layer for layer in prefilled.caches[0].layers if not isinstance(layer, LinearAttentionLayer)]
 
 
 PER_ROW = {"attention_mask", "position_ids", CACHE}
@@ -469,7 +514,7 @@ class Captured:
 
     def tensors(self) -> list[Tensor]:
         """Return the keys and values that are kept, and copies of adapters."""
-        kept = [] if self._buffers is None else [*itertools.chain(*self._buffers.layers)]
+        kept = [] if self._buffers is None else [*itertools.chain(*self._buffers.layers), *self._buffers.states]
         return kept if self.adapters is None else [*kept, *self.adapters.tensors_held()]
 
     def complete(
@@ -566,12 +611,13 @@ class Captured:
 def _check_memory(prefilled: Prefilled, length: int) -> None:
     """Raise `PlainRolloutsError` if buffers of this length do not fit into the device's free memory."""
     free = device_memory(prefilled.logits.device)
-    layers: list[Any] = prefilled.caches[0].layers
-    of_a_row = sum(states[0, :, 0].nbytes for layer in layers for states in (layer.keys, layer.values))
-    needed = of_a_row * length * len(prefilled.logits)
+    layers, rows = attending_layers(prefilled), len(prefilled.logits)
+    of_a_token = sum(states[0, :, 0].nbytes for layer in layers for states in (layer.keys, layer.values))
+    of_states = sum(state[0].nbytes for layer in prefilled.caches[0].layers for state in states_of(layer))
+    needed = rows * (of_a_token * length + 2 * of_states)  # put back after a capture
     if free is not None and needed > free:
         raise PlainRolloutsError(
-            f"buffers for keys and values take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
+            f"buffers for keys, values and states take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
         )
 
 

@@ -108,6 +108,8 @@ from hf_hybrid.trl.captured import (
     CAPTURING,
     Captured,
     PlainRolloutsError,
+    exchange_states,
+    states_of,
     why_not_captured,
 )
 
@@ -133,8 +135,6 @@ KINDS_OF_LAYERS = (
     LinearAttentionAndFullAttentionLayer,
 )
 """Of a cache from which rows can be taken."""
-STATES = ("conv_states", "recurrent_states")
-"""What a layer of a cache holds of a row whose state it keeps, by index: each `[rows, ...]`, or `None`."""
 COUNTS = ("rows_decoded", "rows_decoded_saved", "prompt_tokens_shared")
 KEEP = 0.75
 """Rows leave when at most this share of the rows in the batch goes on: to leave costs a copy of the cache."""
@@ -325,8 +325,8 @@ def why_plain_cache(cache: Any, longest: int, window_by_mask: bool) -> str | Non
         return f"keys and values are in {kind}, not in a plain `DynamicCache`"
     counts = not cache.layers  # or some layer of it
     for layer in cache.layers:
-        if isinstance(layer, LinearAttentionLayer) and window_by_mask:
-            return "passes of layers with a state along the row are not captured"
+        if isinstance(layer, LinearAttentionAndFullAttentionLayer) and window_by_mask:
+            return "passes of layers that attend and have a state are not captured"
         if type(layer) not in KINDS_OF_LAYERS and (window_by_mask or type(layer) not in layers_that_keep_nothing()):
             return f"the cache has a layer of another kind, `{type(layer).__name__}`"
         sliding = isinstance(layer, DynamicSlidingWindowLayer) and not window_by_mask
@@ -368,7 +368,7 @@ def _reason_plain(
         return f"{len(input_ids)} rows are asked for, and there are {len(prompts.owner)} prompts"
     if min(prompts.lengths) == 0:
         return "a prompt has no tokens"
-    if others := sorted(name for name, value in model_inputs.items() if value is not None and name not in KNOWN):
+    if others := sorted(name for name, value in model_inputs.items() if value not in (None, {}) and name not in KNOWN):
         return f"the model gets `{others[0]}` beside tokens"
     for processor in processors:
         if type(processor) not in ROWWISE:
@@ -418,19 +418,18 @@ class Prefilled:
         size]. The caches forget them, so that little memory is taken. Layers with a state get that of all rows.
         """
         for of_caches in zip(*(cache.layers for cache in self.caches)):
-            for name in STATES if isinstance(of_caches[0], LinearAttentionLayer) else ():
-                for index, state in getattr(of_caches[0], name).items():
-                    if state is not None:
-                        chunks = [getattr(layer, name)[index] for layer in of_caches]
-                        getattr(of_caches[0], name)[index] = torch.cat(chunks).index_select(0, self.places)
+            chunks_of_states = iter(list(zip(*map(states_of, of_caches))))
+            exchange_states(
+                of_caches[0], lambda _, all_of=chunks_of_states: torch.cat(next(all_of)).index_select(0, self.places)
+            )
             if not isinstance(of_caches[0], DynamicLayer):
                 continue
             both = []
             for name in ("keys", "values"):
                 chunks = []
                 for layer in of_caches:
-                    states: Tensor = getattr(layer, name)[:, :, -self.width :]
-                    chunks.append(pad(states, (0, 0, self.width - states.shape[2], 0)))
+                    values: Tensor = getattr(layer, name)[:, :, -self.width :]
+                    chunks.append(pad(values, (0, 0, self.width - values.shape[2], 0)))
                     setattr(layer, name, None)
                 both.append(torch.cat(chunks).index_select(0, self.places))
             yield of_caches[0], both[0], both[1]
@@ -538,6 +537,8 @@ def _pass(model: Any, tokens: Tensor, model_inputs: dict[str, Any], start: Any, 
         **{**model_inputs, CACHE: cache},
     )
     outputs = model(**inputs, return_dict=True)
+    if CACHE not in outputs:
+        raise PlainRolloutsError("the model keeps its state to itself")
     for layer in outputs[CACHE].layers:
         if isinstance(layer, DynamicLayer) and layer.keys is None:
             raise PlainRolloutsError("without images the model leaves layers of its cache empty")
@@ -558,10 +559,7 @@ def _cut(model_inputs: dict[str, Any], rows: Tensor | None, columns: slice, padd
 def _keep(cache: DynamicCache, rows: Tensor, cut: int) -> None:
     """Take rows out of a cache, and its first columns. Layers one after the other, so that little memory is taken."""
     for layer in cache.layers:
-        for name in STATES if isinstance(layer, LinearAttentionLayer) else ():
-            for index, state in getattr(layer, name).items():
-                if state is not None:
-                    getattr(layer, name)[index] = state.index_select(0, rows)
+        exchange_states(layer, lambda state: state.index_select(0, rows))
         if not isinstance(layer, DynamicLayer):
             continue
         attends: Any = layer  # of a model that has computed something
@@ -759,6 +757,9 @@ class Decoding(Part):
         `PlainRolloutsError`. The model gets `model_inputs` beside tokens.
         """
         processors, criteria, config = logits_processor, stopping_criteria, generation_config
+        positions = model_inputs.get("position_ids")
+        if positions is not None and positions.dim() == 3 and (positions == positions[:1]).all():
+            model_inputs["position_ids"] = positions[0]  # in text the parts of a position are equal
         reason = _reason_plain(model, input_ids, processors, criteria, config, model_inputs, prompts)
         if reason is not None:
             raise PlainRolloutsError(reason)

@@ -370,6 +370,8 @@ def test_sft_says_before_the_run_what_it_leaves_out(run, folder, tmp_path, kind)
     else:
         assert abs(int(said[1]) - found) < 6 and found > 2
     assert ("no prefix is shared, as dropout (0.1)" in text) == (kind == "dropout")
+    said_of_experts = "experts computed by grouped_mm (experts_implementation of transformers)"
+    assert (said_of_experts in text) == (kind in ("qwen3_moe", "jamba"))
     assert ("for the router's loss" in text) == (kind in ("qwen3_moe", "jamba"))
     assert ("layers with a state" in text) == (kind in ("lfm2", "jamba"))
 

@@ -15,6 +15,7 @@ from hf_hybrid.export import exporter
 from hf_hybrid.optimizers import split_parameters
 from hf_hybrid.phase_memory.fused_experts import FusedExperts, adapted_experts
 from hf_hybrid.run.run import Run
+from hf_hybrid.streaming.low_bit import dequantize_rows, quantize_rows
 
 TARGETS = {
     "qwen3_moe": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
@@ -191,3 +192,19 @@ def test_muon_leaves_adapters_of_experts_to_adamw():
     matrices, rest = split_parameters(adapted("qwen3_moe"))
     assert matrices and all("q_proj" in name for name in matrices)
     assert rest and all("experts" in name for name in rest)
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_over_an_int8_base_the_update_is_that_over_its_rounded_weights(kind, tmp_path):
+    """Packed experts too, to the last bit: nothing but the rounding of the base changes."""
+    found = []
+    for options in ({}, {"base_precision": "int8"}):
+        model = adapted(kind)
+        for weight in model.get_base_model().get_decoder().layers.parameters():
+            if not options and not weight.requires_grad and weight.ndim >= 2:
+                dequantize_rows(*quantize_rows(weight.data), out=weight.data)
+        values = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, "share_rows": "on", "memory": "stream"}
+        values |= {**options, "model": model, "train_dataset": rows(12), "data_collator": pad}
+        trained = trainers.train(tmp_path, HybridTrainer, HybridConfig, **values)
+        found.append({name: p.detach().clone() for name, p in trained.model.named_parameters() if p.requires_grad})
+    assert_same_weights(*found)

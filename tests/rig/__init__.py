@@ -31,6 +31,7 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 | `trainers.py` | a trainer of the tiny model, made and trained |
 | `varlen.py` | twins of the attention that takes all segments in one call |
 | `vllm_stand_in.py` | the names that TRL takes from vLLM, answered by a transformers model |
+| `with_eyes.py` | tiny models of images and text |
 
 A process of its own starts from the path of its file and gets nothing from pytest.
 """

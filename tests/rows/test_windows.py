@@ -12,7 +12,7 @@ import transformers
 from conftest import assert_same_weights, config_values, losses, mostly_slow, weights
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
-from rig import trainers
+from rig import trainers, with_eyes
 from rig.sft_rows import KINDS, WORDS, Text, pad, row
 from rig.strict import SavingIsOffError
 from rig.varlen import take_varlen_on_cpu
@@ -33,6 +33,7 @@ from transformers import (
     GraniteConfig,
     Lfm2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     Mamba2Config,
     MambaConfig,
     MiniMaxConfig,
@@ -44,14 +45,11 @@ from transformers import (
     Phi3Config,
     PhiConfig,
     Qwen2Config,
-    Qwen3_5Config,
-    Qwen3_5ForConditionalGeneration,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
+    RecurrentGemmaConfig,
     SmolLM3Config,
     Starcoder2Config,
     Trainer,
@@ -179,7 +177,7 @@ PLAIN = {"optim": "sgd", "learning_rate": 0.1, "gradient_accumulation_steps": 3,
 def train(trainer, config, folder, rows, model=None, left=False, resume=None, callbacks=(), **options):
     given = {"model": build() if model is None else model, "data_collator": functools.partial(pad, left=left)}
     given |= {"train_dataset": rows, "eval_dataset": rows[:10], "callbacks": list(callbacks)}
-    return trainers.train(folder, trainer, config, resume=resume, **given, **{**PLAIN, **options})
+    return trainers.train(folder, trainer, config, resume=resume, **{**given, **PLAIN, **options})
 
 
 def shared(folder, rows, **options):
@@ -207,18 +205,18 @@ class Gradients(TrainerCallback):
         self.found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def gradients(train, folder, rows, model):
+def gradients(train, folder, rows, model, **options):
     """Loss and gradients of one window with all rows, and the trainer."""
     callback = Gradients()
-    options = {"max_steps": 1, "gradient_accumulation_steps": len(rows) // 4, "max_grad_norm": 0.0}
+    options |= {"max_steps": 1, "gradient_accumulation_steps": len(rows) // 4, "max_grad_norm": 0.0}
     options |= {"train_sampling_strategy": "sequential"}
     trained = train(folder, rows, model=model, callbacks=[callback], **options)
     return losses(trained)[0], callback.found, trained
 
 
-def assert_same_gradients(folder, rows, build_model, merges=True):
+def assert_same_gradients(folder, rows, build_model, merges=True, **options):
     loss, expected, _ = gradients(plain, folder / "plain", rows, build_model())
-    same, found, trained = gradients(shared, folder / "shared", rows, build_model())
+    same, found, trained = gradients(shared, folder / "shared", rows, build_model(), **options)
     assert same == pytest.approx(loss, rel=1e-5) and apart(expected, found) < 1e-5
     summary = trained.hybrid_summary()
     assert summary["plain_rows_because"] is None and summary["tokens_padding"] + summary["tokens_shared"] > 0
@@ -265,50 +263,74 @@ def test_gradients_over_a_base_in_four_bits(tmp_path):
     assert_same_gradients(tmp_path, KINDS["agent"]()[-12:], packed)
 
 
-def with_eyes(kind, config_of, **text):
-    """A model of images and text, with tiny eyes; its positions have three parts of which text has one value."""
-    vision = {
-        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
-        "patch_size": 2, "spatial_merge_size": 1, "temporal_patch_size": 1, "num_position_embeddings": 16,
-    }  # fmt: skip
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
-    text = {**SIZES, "head_dim": 8, "rope_parameters": {**rope, "mrope_interleaved": True}, **text}
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, ["unrolled", "instructions"]))
+@pytest.mark.parametrize("architecture", with_eyes.KINDS)
+def test_text_rows_of_models_with_images(architecture, kind, tmp_path, monkeypatch):
+    """`Trainer` takes the mean of the losses of each micro-batch, whatever number of labels it has."""
+    monkeypatch.setattr(states, "LEAST", 8)
+    assert_same_gradients(tmp_path, KINDS[kind]()[-12:], lambda: with_eyes.build(architecture))
+
+
+class Readers(LlamaForCausalLM):
+    """A model whose losses are means, with whatever options a text model has."""
+
+    accepts_loss_kwargs = False
+
+
+def means(**options):
     torch.manual_seed(0)
-    model = kind(config_of(text_config=text, vision_config=vision)).float()
-    for name, parameter in model.named_parameters():
-        if name.endswith("A_log"):
-            torch.nn.init.constant_(parameter, -2.0)
-        elif parameter.dim() == 2:
+    model = Readers(LlamaConfig(**SIZES, **options))
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.15)
     return model
 
 
-@pytest.mark.parametrize(
-    "kind, config_of, text",
-    [
-        (Qwen3_5ForConditionalGeneration, Qwen3_5Config, DELTA),
-        (Qwen3VLForConditionalGeneration, Qwen3VLConfig, {}),
-    ],
-)
-def test_text_rows_of_models_with_images(kind, config_of, text, tmp_path, monkeypatch):
-    """`Trainer` divides their loss by micro-batch, so windows stay; a batch that is computed by itself is a tree."""
-    monkeypatch.setattr(states, "LEAST", 8)
-    rows, found = KINDS["agent"]()[:12], []
-    reason = "losses are means over micro-batches, not sums over the window"
-    trained = [
-        train(tmp_path, rows, model=with_eyes(kind, config_of, **text), max_steps=2) for train in (plain, shared)
-    ]
-    assert apart(*(weights(trainer.model) for trainer in trained)) == 0.0
-    assert trained[1].hybrid_summary()["plain_rows_because"] == reason
-    padded, engine = SharedRows(off=True), SharedRows()
-    for how in (padded, engine):
-        model = with_eyes(kind, config_of, **text).train()
-        with how.around(), how.on(model):
-            loss = model(**pad(rows)).loss
-            loss.backward()
-        found.append((loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
-    assert engine.plain_because is None and engine.counts["tokens_shared"] > 0.5 * engine.counts["tokens"]
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5) and apart(found[0][1], found[1][1]) < 1e-5
+MEANS = {
+    "evaluated": {"eval_strategy": "steps", "eval_steps": 4},
+    "checkpointing": {checkpointing_option(): True},
+    "streamed by layer": {"memory": "stream", "accumulation_walk": "layer"},
+    "chunked loss": {"chunked_loss": "on"},
+    "on a busy GPU": {},
+    "out of memory": {},
+}
+
+
+@pytest.mark.parametrize("case", MEANS)
+def test_trainings_whose_losses_are_means_compose(case, tmp_path, monkeypatch):
+    rows, options = KINDS["instructions"](), MEANS[case]
+    of_trainer = {name: value for name, value in options.items() if name in TrainingArguments.__dataclass_fields__}
+    expected = plain(tmp_path / "plain", rows, model=means(), **of_trainer)
+    if case == "on a busy GPU":
+        monkeypatch.setattr(windows, "WITHOUT_LAUNCHES", ())
+        monkeypatch.setattr(costs, "BUSY", 0.0)
+    model = means()
+    if case == "out of memory":
+        model.model.layers[0].register_forward_pre_hook(Limit(100), with_kwargs=True)
+    found = shared(tmp_path / "shared", rows, model=model, **options)
+    assert apart(weights(expected.model), weights(found.model)) < 1e-6
+    assert losses(found) == pytest.approx(losses(expected), rel=1e-5)
+    of_evaluations = [[e["eval_loss"] for e in t.state.log_history if "eval_loss" in e] for t in (expected, found)]
+    assert of_evaluations[0] == pytest.approx(of_evaluations[1], rel=1e-5)
+    summary = found.hybrid_summary()
+    assert summary["plain_rows_because"] is None and summary["tokens_padding"] > 0
+    assert (summary["micro_batches_saved"] > 0) == (case not in ("chunked loss", "on a busy GPU"))
+    assert bool(summary["out_of_memory"]) == (case == "out of memory")
+
+
+def test_images_keep_padded_rows(tmp_path):
+    """They stand in tensors of their own, which have no place in a tree."""
+
+    def collate(rows):
+        made = pad(rows)
+        return {**made, "mm_token_type_ids": torch.zeros_like(made["input_ids"])}
+
+    options = {"data_collator": collate, "max_steps": 2}
+    expected, found = (
+        train(tmp_path, KINDS["agent"](), model=with_eyes.build("qwen3_vl"), **options) for train in (plain, shared)
+    )
+    assert_same_weights(weights(expected.model), weights(found.model))
+    assert "`mm_token_type_ids` beside tokens" in found.hybrid_summary()["plain_rows_because"]
 
 
 @pytest.mark.slow
@@ -408,6 +430,29 @@ def test_a_resumed_run_ends_at_the_same_weights_and_goes_on_counting(case, tmp_p
     assert_same_weights(weights(whole.model), weights(resumed.model))
     for name in ("tokens", "tokens_padding", "tokens_shared", "micro_batches_saved"):
         assert whole.hybrid_summary()[name] == resumed.hybrid_summary()[name] > 0
+
+
+OF_STATES = ("qwen3_next", "lfm2", "mamba2", "bamba")
+
+
+@pytest.mark.parametrize("architecture", OF_STATES)
+def test_states_are_recomputed(architecture, tmp_path, monkeypatch):
+    monkeypatch.setattr(states, "LEAST", 8)
+    rows, options = KINDS["agent"]()[:12], {checkpointing_option(): True}
+    assert_same_gradients(tmp_path, rows, lambda: build(architecture), **options)
+
+
+@pytest.mark.parametrize("architecture", mostly_slow(OF_STATES, ["qwen3_next", "lfm2", "mamba2"]))
+def test_states_go_on_after_a_resume(architecture, tmp_path, monkeypatch):
+    """To the same bits, also where layers are recomputed."""
+    monkeypatch.setattr(states, "LEAST", 8)
+    rows, options = KINDS["agent"](), {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    options[checkpointing_option()] = True
+    whole = shared(tmp_path, rows, model=build(architecture), **options)
+    checkpoint = str(tmp_path / "checkpoint-2")
+    resumed = shared(tmp_path / "resumed", rows, model=build(architecture), resume=checkpoint, **options)
+    assert_same_weights(weights(whole.model), weights(resumed.model))
+    assert whole.hybrid_summary()["tokens_shared"] == resumed.hybrid_summary()["tokens_shared"] > 0
 
 
 def test_the_best_experts_are_loaded_at_the_end(tmp_path):
@@ -820,6 +865,11 @@ REFUSED = {
         lambda: stateful(MambaConfig),
         {},
         "`MambaMixer` has a state, and is not told where rows end",
+    ),
+    "positions": (
+        lambda: stateful(RecurrentGemmaConfig, head_dim=8, num_hidden_layers=3),
+        {},
+        "`RecurrentGemmaRecurrentBlock` has a state, and needs",
     ),
     "linear attention": (linear_attention, {}, r"no convolution \(linear_attention\)"),
     "compiled states": (

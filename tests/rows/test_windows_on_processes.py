@@ -10,8 +10,12 @@ from rig.processes import together
 from rig.sft_rows import KINDS, Text, pad, row
 from safetensors.torch import load_file, save_file
 from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
     Trainer,
@@ -19,6 +23,7 @@ from transformers import (
 )
 
 from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid.rows import states
 
 pytestmark = pytest.mark.processes
 SIZES = {
@@ -44,11 +49,35 @@ EXPERTS = {  # and a state along the row
 DATA = {"agent": KINDS["agent"], "uneven": uneven}
 
 
-def model(experts=False):
+class Readers(LlamaForCausalLM):
+    """A model whose losses are means over the labels of a micro-batch, as those of images and text are."""
+
+    accepts_loss_kwargs = False
+
+
+STATES = {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 16}
+KINDS_OF_MODELS = {
+    "experts": lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**SIZES, **EXPERTS)),
+    "means": lambda: Readers(LlamaConfig(**SIZES)),
+    "own tokens": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "lfm2": lambda: Lfm2ForCausalLM(Lfm2Config(**SIZES, layer_types=["conv", "full_attention"])),
+    "mamba2": lambda: Mamba2ForCausalLM(Mamba2Config(**SIZES, **STATES)),
+    "text": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+}
+COMPARED = {
+    "experts": (uneven, {}),
+    "means": (KINDS["agent"], {}),
+    "own tokens": (uneven, {"average_tokens_across_devices": False}),
+    "lfm2": (KINDS["agent"], {}),
+    "mamba2": (KINDS["agent"], {}),
+}
+COMPARED_IN = {"ddp": tuple(COMPARED), "fsdp2": ("experts", "means")}
+"""What is compared with `Trainer` on as many processes."""
+
+
+def model(kind="text"):
     torch.manual_seed(0)
-    made = (
-        Qwen3NextForCausalLM(Qwen3NextConfig(**SIZES, **EXPERTS)) if experts else LlamaForCausalLM(LlamaConfig(**SIZES))
-    )
+    made = KINDS_OF_MODELS[kind]()
     for parameter in made.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.15)
@@ -58,15 +87,16 @@ def model(experts=False):
     return made
 
 
-def train(trainer, config, folder, rows, experts=False, **options):
+def train(trainer, config, folder, rows, kind="text", **options):
     values = {"optim": "sgd", "learning_rate": 0.1, "gradient_accumulation_steps": 3, "max_steps": 6, **options}
     rows_each = 4 // int(os.environ.get("WORLD_SIZE", 1))
-    values |= {"model": model(experts), "data_collator": pad, "train_dataset": rows}
+    values |= {"model": model(kind), "data_collator": pad, "train_dataset": rows}
     return trainers.train(folder, trainer, config, per_device_train_batch_size=rows_each, **values)
 
 
 def run(folder, sharding):
     fsdp2_on_cpu.enable()
+    states.LEAST = 8  # tokens of tiny rows that a pass has to save
     rank = int(os.environ["RANK"])
     for name, data in DATA.items():
         trainer = train(HybridTrainer, HybridConfig, folder / name, data(), leap_gain=0, **SHARDING[sharding])
@@ -76,18 +106,16 @@ def run(folder, sharding):
         weights = trainer.accelerator.get_state_dict(trainer.model)
         if rank == 0:
             save_file({key: tensor.clone() for key, tensor in weights.items()}, folder / f"{name}.safetensors")
-    if "compile" not in sharding:
+    for name in COMPARED_IN.get(sharding, ()):
+        data, options = COMPARED[name]
         for kind, config in ((Trainer, TrainingArguments), (HybridTrainer, HybridConfig)):
-            options = {"leap_gain": 0} if kind is HybridTrainer else {}
-            trainer = train(
-                kind, config, folder / kind.__name__, uneven(), experts=True, **options, **SHARDING[sharding]
-            )
+            own = {**options, **({"leap_gain": 0} if kind is HybridTrainer else {}), **SHARDING[sharding]}
+            trainer = train(kind, config, folder / kind.__name__, data(), kind=name, **own)
             weights = trainer.accelerator.get_state_dict(trainer.model)
             if rank == 0:
-                save_file(
-                    {key: tensor.clone() for key, tensor in weights.items()}, folder / f"{kind.__name__}.safetensors"
-                )
-        (folder / f"experts{rank}.json").write_text(json.dumps(trainer.hybrid_summary(), default=str))
+                weights = {key: tensor.clone() for key, tensor in weights.items()}
+                save_file(weights, folder / f"{name} {kind.__name__}.safetensors")
+        (folder / f"{name}{rank}.json").write_text(json.dumps(trainer.hybrid_summary(), default=str))
     torch.distributed.barrier()
 
 
@@ -112,12 +140,13 @@ def test_two_processes_end_where_plain_trainer_on_one_does(launched, tmp_path, n
     assert first["plain_rows_because"] is None and first["tokens_padding"] + first["tokens_shared"] > 0
 
 
-def test_router_losses_are_those_of_plain_trainer_on_two_processes(launched):
-    """A micro-batch of a process has a loss of its own; one of the processes needs fewer micro-batches."""
-    if not (launched / "experts0.json").exists():
-        pytest.skip("router logits do not leave compiled layers")
-    expected, found = (load_file(launched / f"{kind}.safetensors") for kind in ("Trainer", "HybridTrainer"))
+@pytest.mark.parametrize("name", COMPARED)
+def test_two_processes_end_where_those_of_plain_trainer_do(launched, name):
+    """A micro-batch of a process has a loss of its own; one of the processes may need fewer micro-batches."""
+    if not (launched / f"{name}0.json").exists():
+        pytest.skip("compared under DDP; router logits do not leave compiled layers")
+    expected, found = (load_file(launched / f"{name} {kind}.safetensors") for kind in ("Trainer", "HybridTrainer"))
     assert all(torch.allclose(found[key], expected[key], rtol=0, atol=1e-6) for key in found)
     for rank in (0, 1):
-        summary = json.loads((launched / f"experts{rank}.json").read_text())
+        summary = json.loads((launched / f"{name}{rank}.json").read_text())
         assert summary["plain_rows_because"] is None and summary["micro_batches_saved"] > 0

@@ -15,7 +15,20 @@ pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 from peft import LoraConfig, get_peft_model  # noqa: E402
-from rig.completions import ARCHITECTURES, NEW, SHAPES, WAYS, batch, check_equal, completed, config, model  # noqa: E402
+from rig import with_eyes  # noqa: E402
+from rig.completions import (  # noqa: E402
+    ARCHITECTURES,
+    NEW,
+    SHAPES,
+    VOCABULARY,
+    WAYS,
+    WITH_STATES,
+    batch,
+    check_equal,
+    completed,
+    config,
+    model,
+)
 from rig.graphs import RecordedGraph, record  # noqa: E402
 from rig.rollouts import WITH_TOOLS, build  # noqa: E402
 from rig.tiny_architectures import build_model  # noqa: E402
@@ -100,6 +113,35 @@ def test_completions_are_those_of_generate(name, way, shape, called):
     assert decoding.plain_because is None and decoding.counts["rows_decoded"] > 0
     if way == "sampled" and shape == "similar and not":
         assert called["grow"] > 0 and called["move"] > 0
+
+
+QUICK_STATES = {("qwen3_next", "sampled"), ("lfm2", "repetitions"), ("bamba", "no end")}
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK_STATES else [pytest.mark.slow])
+        for case in itertools.product(sorted(WITH_STATES.keys() - {"mamba2", "falcon_h1"}), WAYS)
+    ],
+)
+def test_states_are_overwritten_in_their_place(name, way, called):
+    """A generation in other buffers, and one in the same: a capture leaves states as they were."""
+    rows, inputs = batch([5, 9, 30, 31])
+    decoding = check_equal(model(name), rows, inputs, config(**WAYS[way]))
+    assert decoding.plain_because is None and called["capture"] > 0
+    assert called["move"] > 0 or way in ("greedy", "no end")
+    captures, (rows, inputs) = called["capture"], batch([4, 9, 31, 20])
+    theirs, ours = (completed(model(name), rows, inputs, config(**WAYS[way]), how) for how in (None, decoding))
+    assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
+    assert decoding.plain_because is None and (called["capture"] == captures or way != "no end")
+
+
+@pytest.mark.parametrize("kind", with_eyes.KINDS)
+def test_prompts_of_text_of_models_with_images(kind):
+    rows, inputs = batch([5, 9, 30, 31])
+    seeing = with_eyes.build(kind, vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=1).eval()
+    assert check_equal(seeing, rows, inputs, config()).plain_because is None
 
 
 QUICK_ALIKE = {("llama", "sampled", 40), *((name, "sampled", 24) for name in OTHERS[:3])}
@@ -367,7 +409,7 @@ def test_a_pass_that_reads_on_the_host(name, called):
 
 def test_buffers_that_do_not_fit(monkeypatch):
     monkeypatch.setattr(captured, "device_memory", lambda device: 1000)
-    check_left(model("llama"), "buffers for keys and values take 0.0 GiB")
+    check_left(model("llama"), "buffers for keys, values and states take 0.0 GiB")
 
 
 @pytest.mark.falls_back

@@ -10,10 +10,12 @@ pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 from peft import LoraConfig, PromptTuningConfig, get_peft_model  # noqa: E402
+from rig import with_eyes  # noqa: E402
 from rig.completions import (  # noqa: E402
     ARCHITECTURES,
     COPIES,
     SHAPES,
+    VOCABULARY,
     WAYS,
     WITH_STATES,
     batch,
@@ -87,6 +89,16 @@ def test_states_are_forked_after_a_prompt(name, way, beginning):
     assert decoding.plain_because is None
     assert decoding.counts["prompt_tokens_shared"] == (COPIES - 1) * sum(map(len, rows)) // COPIES
     assert decoding.counts["rows_decoded_saved"] > 0 or way in ("greedy", "no end")
+
+
+@pytest.mark.parametrize("kind", with_eyes.KINDS)
+def test_prompts_of_text_of_models_with_images(kind):
+    """`generate` gives them positions of four parts, which are equal in text, and no images."""
+    rows, inputs = batch([5, 9, 30, 31])
+    seeing = with_eyes.build(kind, vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=1).eval()
+    decoding = check_equal(seeing, rows, inputs, config())
+    assert decoding.plain_because is None
+    assert decoding.counts["prompt_tokens_shared"] == (COPIES - 1) * sum(map(len, rows)) // COPIES
 
 
 def test_what_is_counted():
@@ -324,10 +336,11 @@ def test_a_model_of_states_alone_is_left_to_transformers():
     assert "`cache_params` beside tokens" in reason or "no layer of the cache counts tokens" in reason
 
 
-def test_passes_of_layers_with_a_state_are_not_captured():
-    cache = DynamicCache(config=model("bamba").config)
+def test_layers_that_attend_and_have_a_state_are_not_captured():
+    cache = DynamicCache(config=model("falcon_h1").config)
     assert why_plain_cache(cache, 10, window_by_mask=False) is None
     assert "are not captured" in why_plain_cache(cache, 10, window_by_mask=True)
+    assert why_plain_cache(DynamicCache(config=model("bamba").config), 10, window_by_mask=True) is None
 
 
 def test_images_and_others_are_left_to_transformers():
