@@ -747,7 +747,7 @@ def a_layer_left_out(place: Place) -> dict[str, Tensor]:
 
 @scenario()
 def a_call_that_does_not_count(place: Place) -> dict[str, Tensor]:
-    """The backward pass never comes to it, so its layer is updated before its next forward, from the host's gradient."""
+    """The backward pass never comes to it: its layer is updated before its next forward, by gradients of the host."""
     options = {"max_grad_norm": 0.0} if place.name == "cpu" else {**STREAM, **IN_BACKWARD}
     made = model(layers=4)
 
