@@ -5,6 +5,8 @@ import os
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from rig import fsdp2_on_cpu, trainers
 from rig.processes import together
 from rig.sft_rows import KINDS, Text, pad, row
@@ -145,6 +147,8 @@ def test_two_processes_end_where_those_of_plain_trainer_do(launched, name):
     """A micro-batch of a process has a loss of its own; one of the processes may need fewer micro-batches."""
     if not (launched / f"{name}0.json").exists():
         pytest.skip("compared under DDP; router logits do not leave compiled layers")
+    if name == "lfm2" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("its layers are not told where rows end")
     expected, found = (load_file(launched / f"{name} {kind}.safetensors") for kind in ("Trainer", "HybridTrainer"))
     assert all(torch.allclose(found[key], expected[key], rtol=0, atol=1e-6) for key in found)
     for rank in (0, 1):
