@@ -16,7 +16,7 @@ from benchmarks.tables import all_lines, markdown, mib, percent, rate, results, 
 
 GIB = 2**30
 CHECKS = ("sft", "dpo", "rollouts")
-WALKS = ("micro_batch", "layer")
+WALKS = ("micro_batch", "layer", "in_backward")
 
 
 def streamed(walk: str) -> list[dict]:
@@ -50,13 +50,15 @@ def memory_equality() -> str:
     for walk in WALKS:
         for outcome, count in collections.Counter(row["outcome"] for row in streamed(walk)).items():
             told.setdefault(outcome, {})[walk] = str(count)
-    names = {
-        outcome: ", ".join(f"`{row['model_type']}`" for row in streamed("layer") if row["outcome"] == outcome)
-        for outcome in told
-    }
+    names = {}
+    for outcome in told:
+        types = dict.fromkeys(row["model_type"] for row in streamed("layer") if row["outcome"] == outcome)
+        types |= dict.fromkeys(row["model_type"] for row in streamed("in_backward") if row["outcome"] == outcome)
+        names[outcome] = ", ".join(f"`{name}`" for name in types)
     words = {
         "equal": "equal to plain `Trainer` to the last bit",
         "equal, falls back": "equal, but walked micro-batch by micro-batch",
+        "asks for the other walk": "end in an error in the first step, which asks for `accumulation_walk=micro_batch`",
         "differs": "differ",
         "no layer list": "refused (its reversible layers have other calls)",
         "plain fails": "not trained by plain `Trainer` here",
@@ -66,7 +68,7 @@ def memory_equality() -> str:
         for outcome in words
         if (count := told.get(outcome))
     ]
-    return markdown(["types", "micro-batch walk", "layer walk"], rows)
+    return markdown(["types", "micro-batch walk", "layer walk", "updated in the backward pass"], rows)
 
 
 @table("memory-architectures")
