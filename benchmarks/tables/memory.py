@@ -12,7 +12,7 @@ from benchmarks.memory.rounding import KEY as ROUNDING_KEY
 from benchmarks.memory.rounding import summarise as summarise_roundings
 from benchmarks.planning.accuracy import MODELS as PLANNED
 from benchmarks.planning.accuracy import REFERENCES, WAYS
-from benchmarks.tables import all_lines, markdown, mib, percent, rate, results, table
+from benchmarks.tables import all_lines, between, markdown, mib, percent, rate, results, table
 
 GIB = 2**30
 CHECKS = ("sft", "dpo", "rollouts")
@@ -154,17 +154,11 @@ def memory_low_bit() -> str:
         by_seed = found["excess_by_seed"]
         error = statistics.stdev(by_seed) / len(by_seed) ** 0.5
         over = f"{percent(found['excess'], 2)} +- {100 * error:.2f}" if arm != "adamw" else ""
-        told = ", ".join(f"{100 * value:+.2f}" for value in by_seed) if arm != "adamw" else ""
-        bytes_per_weight = found["bytes_per_weight"]
-        rows.append([name, f"{found['eval_loss']:.3f}", over, told, f"{bytes_per_weight:.2f}"])
-    return markdown(["weights, states", "loss", "above fp32 AdamW", "by seed", "bytes per weight"], rows)
+        rows.append([name, f"{found['eval_loss']:.3f}", over, f"{found['bytes_per_weight']:.2f}"])
+    return markdown(["weights, states", "loss", "above fp32 AdamW", "bytes per weight"], rows)
 
 
-ROUNDED = {
-    "nearest": "nearest bf16", "stochastic": "**bf16, stochastically**", "diffusion": "bf16, error carried along a row",
-    "fp16": "nearest fp16",
-    "fp16-stochastic": "**fp16, stochastically**",
-}  # fmt: skip
+ROUNDED = {"nearest": "nearest", "stochastic": "**stochastically**"}
 TRAINED = {"weights": "all weights", "adapters": "adapters, merged in fp32"}
 
 
@@ -172,44 +166,16 @@ TRAINED = {"weights": "all weights", "adapters": "adapters, merged in fp32"}
 def memory_rounding() -> str:
     rows = []
     for found in summarise_roundings(results("memory", "rounding", *ROUNDING_KEY).rows()):
-        seeds: dict[int, list[str]] = {}
-        for seed, share in zip(found["seeds"], found["kept"]):
-            seeds.setdefault(seed, []).append(f"{100 * share:.1f}")
-        kept = "; ".join(", ".join(draws) for draws in seeds.values())
-        name = f"{TRAINED[found['trained']]}, {rate(found['rate'])}"
-        own = found["rounding"] == "fp32"
-        if not own and found["rounding"] not in ROUNDED:
-            continue
-        cells = ["none" if own else ROUNDED[found["rounding"]], f"{found['loss']:.4f}", "" if own else f"{kept} %"]
-        rows.append([name if own else "", *cells])
-    return markdown(["trained, rate", "rounded to", "loss", "kept, by seed"], rows)
+        if found["rounding"] in ROUNDED:
+            kept = between([100 * share for share in found["kept"]], 1)
+            name = f"{TRAINED[found['trained']]}, {rate(found['rate'])}"
+            rows.append([name, ROUNDED[found["rounding"]], f"{found['loss']:.4f}", f"{kept} %"])
+    return markdown(["trained, rate", "rounded", "loss", "kept"], rows)
 
 
-@table("memory-parts")
-def memory_parts() -> str:
-    parts = all_lines("memory", "parts")
-    (saved,) = (row for row in parts if row["part"] == "activations")
-    (probes,) = (row for row in parts if row["part"] == "int8_probes")
-    rows = []
-    kept = saved["saved_for_backward_bytes"]
-    name = "saved for backward, backbone of 8 layers, width 128, 2 x 128 tokens"
-    for key, words in (
-        ("checkpointed", "checkpointed"),
-        ("checkpointed_and_offloaded", "inputs of layers on the host"),
-    ):
-        first = f"{kept['all'] / 1e6:.1f} MB" if key == "checkpointed" else ""
-        share = f"{100 * saved['saved'][key]:.1f} %"
-        rows.append([name if first else "the same", first, f"{kept[key] / 1e6:.2f} MB, {words}", share])
-    stored = [f"{probes[key] / 1e6:.2f} MB" for key in ("bf16_bytes", "stored_bytes")]
-    rows.append(["int8 probe weights, against bf16, width 256", *stored, f"{100 * (1 - probes['share']):.1f} %"])
-    return markdown(["", "without", "with", "saved"], rows)
-
-
-LOSSES = [  # labelled slots, vocabulary, precision, head, cap
-    (1024, 49_152, "float32", "trained", None), (1024, 49_152, "bfloat16", "trained", None),
-    (1024, 49_152, "bfloat16", "frozen", None),
-    (1024, 128_256, "bfloat16", "trained", None), (102, 49_152, "float32", "trained", None),
-    (1024, 49_152, "bfloat16", "trained", 30.0), (16_384, 4_096, "bfloat16", "trained", None),
+LOSSES = [  # labelled slots, vocabulary, precision, head
+    (1024, 49_152, "float32", "trained"), (1024, 49_152, "bfloat16", "trained"), (1024, 49_152, "bfloat16", "frozen"),
+    (1024, 128_256, "bfloat16", "trained"), (16_384, 4_096, "bfloat16", "trained"),
 ]  # fmt: skip
 
 
@@ -217,28 +183,16 @@ LOSSES = [  # labelled slots, vocabulary, precision, head, cap
 def memory_losses() -> str:
     stored = results("skips", "losses", "vocabulary", "dtype", "labelled", "head", "softcap", "arm")
     rows = []
-    for tokens, words, dtype, head, cap in LOSSES:
-        where = {"labelled": tokens, "vocabulary": words, "dtype": dtype, "head": head, "softcap": cap}
+    for tokens, words, dtype, head in LOSSES:
+        where = {"labelled": tokens, "vocabulary": words, "dtype": dtype, "head": head, "softcap": None}
         plain = stored.get(**where, arm="all_logits")
         cells = [f"{tokens:,} of {words:,}, {'fp32' if dtype == 'float32' else 'bf16'}, {head}"]
-        cells[0] += ", cap" * (cap is not None)
         for arm in ("ours", "torch_512", "trl"):
             row = stored.get(**where, arm=arm)
             parts = [] if row is None else [row[name] / plain[name] for name in ("seconds", "peak_bytes")]
             cells.append(", ".join(f"{part:.2f}" for part in parts))
         rows.append(cells)
     return markdown(["tokens of words, precision, head", "ours", "torch, 512 at a time", "TRL"], rows)
-
-
-@table("memory-int8")
-def memory_int8() -> str:
-    stored = results("memory", "int8_engines", "engine")
-    rows = [["fp32", "0", "0", f"{stored.get(engine='torch')['seconds_fp32']:.2f}"]]
-    for engine, name in (("torch", "`predict=int8` (torch)"), ("bitsandbytes", "`predict=int8_bitsandbytes`")):
-        row = stored.get(engine=engine)
-        noise = [f"{row['noise'][key]:.1e}".replace("e-0", "e-") for key in ("median", "largest")]
-        rows.append([name, *noise, f"{row['seconds']:.2f}"])
-    return markdown(["", "noise: median", "largest", "seconds per forward pass"], rows)
 
 
 STOPPED = {
@@ -262,52 +216,26 @@ def resume_saves() -> str:
     stored, rows = results("memory", "stopped", "size", "arm", "round"), []
     for size in ("27M", "135M"):
         for arm in dict.fromkeys(row["arm"] for row in stored.rows(size=size)):
-            found = stored.rows(size=size, arm=arm)
             save, over = stopped(size, arm)
-            names = ("first", "step_seconds", "steps_beside")
-            others = [statistics.median(row[name] for row in found) for name in names]
-            rows.append([size, STOPPED[arm], f"{save:.2f}", f"{over:.2f}", *(f"{value:.2f}" for value in others)])
-    heading = ["weights", "", "a save", "over plain `Trainer`'s", "the first save", "a step"]
-    return markdown([*heading, "the step beside the thread"], rows)
+            rows.append([size, STOPPED[arm], f"{save:.2f}", f"{over:.2f}"])
+    return markdown(["weights", "", "a save", "over plain `Trainer`'s"], rows)
 
 
 def accuracy(gpu: bool) -> list[dict]:
     return results("planning", "accuracy", "reference", "model", "layers", "way").rows(reference=REFERENCES[gpu])
 
 
-def planned(gpu: bool) -> str:
-    """For each architecture and way the error that is farthest from zero, over the sizes."""
-    known = {(name, config.num_hidden_layers) for name, configs in PLANNED.items() for config in configs}
-    found = [row for row in accuracy(gpu) if (row["model"], row["layers"]) in known]
-    rows = []
-    for name in PLANNED:
-        errors = [[row["error"] for row in found if (row["model"], row["way"]) == (name, way)] for way in WAYS]
-        rows.append([name, *(percent(max(some, key=abs), 2) for some in errors)])
-    worst = max(abs(row["error"]) for row in found)
-    return f"{markdown(['model', *WAYS], rows)}\n\n{len(found)} rows, largest error {100 * worst:.2f} %"
-
-
 @table("planning-accuracy")
 def planning_accuracy() -> str:
-    return planned(False)
-
-
-@table("planning-accuracy-gpu")
-def planning_accuracy_gpu() -> str:
-    return planned(True)
-
-
-@table("launch-sharing")
-def launch_sharing() -> str:
-    found = {row["mode"]: row for row in all_lines("memory", "sharing")}
-    both = [found["fsdp2_offload"], found["streamed"]]
-    rows = [
-        [name, *(mib(row[key]) for row in both)]
-        for key, name in (
-            ("host_bytes", "weights, gradients and states on the host"),
-            ("device_copies", "copied to and from the device per step"),
-            ("sent_bytes", "sent to the other process per step"),
-        )
-    ]
-    rows.append(["CPU seconds per step", *(f"{row['cpu_seconds']:.2f}" for row in both)])
-    return markdown(["per process", "FSDP2 with `cpu_offload`", "a copy streamed by each process"], rows)
+    """For each architecture and way the error that is farthest from zero, over the sizes: tracker, H100."""
+    known = {(name, config.num_hidden_layers) for name, configs in PLANNED.items() for config in configs}
+    found = [[row for row in accuracy(gpu) if (row["model"], row["layers"]) in known] for gpu in (False, True)]
+    rows = []
+    for name in PLANNED:
+        cells = []
+        for way in WAYS:
+            errors = [[r["error"] for r in some if (r["model"], r["way"]) == (name, way)] for some in found]
+            cells.append(", ".join(percent(max(some, key=abs), 2) for some in errors))
+        rows.append([name, *cells])
+    told = (f"{len(some)} rows, largest error {100 * max(abs(r['error']) for r in some):.2f} %" for some in found)
+    return f"{markdown(['model', *WAYS], rows)}\n\n{'; '.join(told)}"

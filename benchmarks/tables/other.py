@@ -6,10 +6,6 @@ from benchmarks.tables import markdown, percent, results, table
 
 BITS = {"gguf-q5_1": "6.0", "gguf-q4_m": "5.4", "gguf-q4_0": "4.5", "nf4": "4.1"}
 """Bits of a weight of a linear layer with its scales, by the definition of the formats."""
-FORMATS = {
-    "quickstart": ["int8", "nf4", "gguf-q8_0", "gguf-q5_1", "gguf-q4_1", "gguf-q4_0", "gguf-q4_m"],
-    "reordered": list(BITS),
-}
 
 
 def size(count: float) -> str:
@@ -26,27 +22,14 @@ def change(row: dict, digits: int = 2) -> str:
     return percent(row["loss_change"], digits)
 
 
-def formats(model: str) -> str:
-    rows = []
-    for form in FORMATS[model]:
-        row = exported(model, form)
-        found = row["exported"]
-        rows.append([f"`{form}`", f"{found['loss']:.4f}", change(row), size(found["disk_bytes"]), BITS.get(form, "")])
-    headings = ["format", "held-out loss", "change", "on disk", "bits a weight"]
-    if model != "reordered":
-        headings, rows = headings[:-1], [row[:-1] for row in rows]
-    first, _, *others = markdown(headings, rows).splitlines()
-    return "\n".join([first, "|---" + "|---:" * (len(headings) - 1) + "|", *others])
-
-
-@table("export-quickstart")
-def export_quickstart() -> str:
-    return formats("quickstart")
-
-
 @table("export-reordered")
 def export_reordered() -> str:
-    return formats("reordered")
+    rows = []
+    for form, bits in BITS.items():
+        row = exported("reordered", form)
+        found = row["exported"]
+        rows.append([f"`{form}`", f"{found['loss']:.4f}", change(row), size(found["disk_bytes"]), bits])
+    return markdown(["format", "held-out loss", "change", "on disk", "bits a weight"], rows)
 
 
 @table("export-ternary")
@@ -57,15 +40,6 @@ def export_ternary() -> str:
         ends = [f"{row[key]['loss']:.4f}" for key in ("original", "exported")]
         rows.append([name, *ends, change(row, 4 if arm == "bitnet" else 2), size(row["exported"]["disk_bytes"])])
     return markdown(["training", "held-out loss", "packed", "change", "on disk"], rows)
-
-
-@table("export-llama-cpp")
-def export_llama_cpp() -> str:
-    rows = [
-        [f"`{row['format']}`", f"{row['llama_cpp']:.4f}", f"{row['transformers']:.4f}"]
-        for row in results("export", "llama_cpp", "model", "format").rows()
-    ]
-    return markdown(["format", "llama.cpp", "transformers"], rows)
 
 
 PRUNERS = {

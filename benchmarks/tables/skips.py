@@ -92,6 +92,11 @@ def sft_recomputation() -> str:
     return markdown([*heading, "TRL's default takes"], rows)
 
 
+def medians(row: dict, digits: int, ours: str = "hybrid") -> list[str]:
+    """Seconds of TRL and ours."""
+    return [f"{statistics.median(row['seconds'][arm]):.{digits}f}" for arm in ("trl", ours)]
+
+
 def prompts(case: str) -> dict:
     return results("skips", "prompts", "case").get(case=case)
 
@@ -105,10 +110,10 @@ def skips_prompts() -> str:
         ("groups of 4", "GRPO, 2 prompts with 4 completions each, 128 : 64"),
     ):
         row = prompts(case)
-        seconds = [losses(row["seconds"][arm], 1, ", ") for arm in ("trl", "shared")]
+        seconds = medians(row, 1, "shared")
         rows.append([words, f"{100 * row['shared_part']:.0f} %", *seconds, f"{row['ratio']:.2f}"])
-    heading = ["micro-batch", "tokens not computed", "CPU seconds of the update, TRL's rows", "shared"]
-    return markdown([*heading, "ratio, median of 3 pairs"], rows)
+    heading = ["micro-batch", "tokens not computed", "CPU seconds of the update, TRL's rows", "shared", "ratio"]
+    return markdown(heading, rows)
 
 
 def grpo_run(model: str, **fields) -> list[dict]:
@@ -118,47 +123,38 @@ def grpo_run(model: str, **fields) -> list[dict]:
 
 @table("grpo-runs")
 def grpo_runs() -> str:
+    """Of the grid of the small model the page shows what SmolLM2 was not run with; the file has all."""
     rows = []
     names = {"small": "Llama, 3.2M", "smollm2": "SmolLM2", "smollm2-sentences": "SmolLM2, ends with a sentence"}
     names["smollm2-system"] = "SmolLM2, after a system prompt of 300"
     for row in [found for model in names for found in grpo_run(model)]:
-        if not shown(row):
+        if row["model"] == "small" and not row["beta"] and (row["rewards"], row["iterations"]) != ("binary", 3):
             continue
-        cells = [names[row["model"]]]
-        beta = f", `beta={row['beta']:g}`" if row["beta"] else ""
-        cells.append(f"{row['rewards']}, {row['iterations']}{beta}")
-        cells.append(f"{row['prompts']} x {row['generations']}")
-        cells.append(f"{row['length']}, {row['mean_length']:.0f} of {row['tokens']}")
-        cells.append(f"{100 * row['rows_skipped'] / row['rows']:.0f} %")
-        for parts in (["generation"], ["log-probabilities", "reference"], ["update"], PARTS):
-            spent = {
-                arm: statistics.median(map(sum, zip(*(seconds[part] for part in parts))))
-                for arm, seconds in row["seconds"].items()
-            }
-            cells.append(f"{spent['trl']:.2f}, {spent['hybrid']:.2f}" if spent["trl"] > 0.005 else "")
-        rows.append([*cells, f"{row['generation_ratio']:.2f}", f"{row['ratio']:.2f}"])
-    heading = ["model", "rewards, iterations", "completions", "prompt, completion", "rows left out", "generation"]
-    heading += ["log-probabilities", "update", "whole run", "generation, ratio", "whole, ratio"]
+        name = names[row["model"]] + f", {row['iterations']} iterations" * (row["iterations"] > 1)
+        name += f", `beta={row['beta']:g}`" * (row["beta"] > 0)
+        size = f"{row['prompts']} x {row['generations']}"
+        spent = [
+            statistics.median(map(sum, zip(*(row["seconds"][arm][p] for p in PARTS)))) for arm in ("trl", "hybrid")
+        ]
+        tokens = f"{row['length']}, {row['mean_length']:.0f} of {row['tokens']}"
+        ratios = [f"{row[key]:.2f}" for key in ("generation_ratio", "ratio")]
+        rows.append([name, size, tokens, losses(spent, 2, ", "), *ratios])
+    heading = ["model", "completions", "prompt, completion", "whole run", "generation, ratio", "whole, ratio"]
     return markdown(heading, rows)
-
-
-def shown(row: dict) -> bool:
-    """Of the grid of the small model the page shows rows that differ; the file has all."""
-    small = row["model"] == "small" and row["beta"] == 0 and row["length"] == 64
-    kept = {("binary", 1, 8), ("binary", 1, 16), ("binary", 3, 8)}
-    return not small or (row["rewards"], row["iterations"], row["generations"]) in kept
 
 
 @table("grpo-rows")
 def grpo_rows() -> str:
     rows = []
     for row in sorted(results("skips", "grpo", "share").rows(), key=lambda row: row["share"]):
-        told = [f"{100 * row['share']:.0f} %", f"{row['rows_skipped']} of {row['rows']}"]
-        told.append(f"{row['backward_passes_avoided']} of {row['backward_passes']}")
-        told += [losses(row["seconds"][arm], 2, ", ") for arm in ("trl", "hybrid")]
-        rows.append([*told, f"{row['ratio']:.2f}"])
+        seconds = medians(row, 2)
+        told = [
+            f"{row['rows_skipped']} of {row['rows']}",
+            f"{row['backward_passes_avoided']} of {row['backward_passes']}",
+        ]
+        rows.append([f"{100 * row['share']:.0f} %", *told, *seconds, f"{row['ratio']:.2f}"])
     heading = ["prompts without advantage", "rows left out", "backward passes avoided"]
-    return markdown([*heading, "CPU seconds of the update, TRL", "here", "ratio, median of 5 pairs"], rows)
+    return markdown([*heading, "CPU seconds of the update, TRL", "here", "ratio"], rows)
 
 
 @table("grpo-equal-rewards")
@@ -185,15 +181,11 @@ def grpo_arithmetic() -> str:
         whole = [sum(row["seconds"].values()) for row in (theirs, ours)]
         rewards = [dict((step, reward) for step, _, reward in row["held_out"]) for row in (theirs, ours)]
         looks = [f"{reward:.2f}" for reward in rewards[1].values()]
-        within = [(step, reward) for step, seconds, reward in theirs["held_out"] if seconds <= whole[1]][-1]
-        same = "the same" if rewards[0] == rewards[1] else ", ".join(f"{reward:.2f}" for reward in rewards[0].values())
-        rows.append([
-            ours["seed"], *(f"{a:.0f}, {b:.0f}" for a, b in zip(*spent)), f"{whole[0] / whole[1]:.1f}",
-            f"{ours['rows_skipped']} of {ours['rows']}", ", ".join(looks), same, f"{within[1]:.2f} (step {within[0]})",
-        ])  # fmt: skip
-    heading = ["seed", "CPU seconds of generation, TRL and here", "of the update", "whole run, ratio", "rows left out"]
-    heading += ["held-out reward here before the run and every 5 steps", "of TRL at these steps"]
-    return markdown([*heading, "of TRL after as many CPU seconds"], rows)
+        assert rewards[0] == rewards[1], "the page says that TRL's are the same"
+        ratio = f"{whole[0] / whole[1]:.1f}"
+        rows.append([ours["seed"], *(f"{a:.0f}, {b:.0f}" for a, b in zip(*spent)), ratio, ", ".join(looks)])
+    heading = ["seed", "CPU seconds of generation, TRL and here", "of the update", "whole run, ratio"]
+    return markdown([*heading, "held-out reward before the run and every 5 steps"], rows)
 
 
 @table("skips-others")
@@ -202,7 +194,6 @@ def skips_others() -> str:
     for trainer, words in (("reward", "`RewardTrainer`"), ("orpo", "`ORPOTrainer`"), ("kto", "`KTOTrainer`")):
         row = results("skips", "others", "trainer").get(trainer=trainer)
         left_out = (row["tokens_padding"] + row["tokens_shared"]) / (row["tokens"] + row["tokens_padding"])
-        seconds = [losses(row["seconds"][arm], 1, ", ") for arm in ("trl", "hybrid")]
-        rows.append([words, f"{100 * left_out:.0f} %", *seconds, f"{row['ratio']:.2f}"])
+        rows.append([words, f"{100 * left_out:.0f} %", *medians(row, 1), f"{row['ratio']:.2f}"])
     heading = ["trainer", "tokens and padding not computed", "CPU seconds of a step, TRL", "with the mixin", "ratio"]
     return markdown(heading, rows)

@@ -121,12 +121,10 @@ def leaps_elsewhere() -> str:
                     continue
                 over = relative(pairs)
                 mean = f"{statistics.fmean(over):+.2f} +- {standard_error(over):.2f} %"
-                ends = [losses(pair[arm] for pair in pairs) for arm in (0, 1)]
-                rows.append([steps, f"{at:.3g}, {at / best:g}", *ends, mean])
+                rows.append([steps, f"{at:.3g}, {at / best:g}", mean])
     equal = all(plain == hybrid for pairs in others.values() for plain, hybrid in pairs)
     assert equal, "without leaps a run is plain `Trainer`'s"
-    heading = ["steps", "rate, over the best", "plain, by seed", "hybrid, by seed", "difference"]
-    return markdown(heading, rows)
+    return markdown(["steps", "rate, over the best", "difference"], rows)
 
 
 def elsewhere_s() -> list[float]:
@@ -144,27 +142,17 @@ def elsewhere_s() -> list[float]:
 
 
 OTHERS = {
-    '`direction="gradient_memory"`': "gradient_memory", "`drift` (benchmarks)": "drift",
-    "`linear` (benchmarks)": "linear", "`snoo` (benchmarks)": "snoo", "`rre` (benchmarks)": "rre",
-    "`nino` (benchmarks)": "nino", '`planner="dynamics"`': "planner-dynamics", '`planner="bandit"`': "planner-bandit",
-    "control: random direction of equal norm": "random", "control: lines through a shuffled history": "shuffled",
-    "control: line search alone": "line-search", "Schedule-Free AdamW": "schedule-free", "AdEMAMix": "ademamix",
-    "Prodigy": "prodigy",
+    '`direction="gradient_memory"`': "gradient_memory", '`planner="dynamics"`': "planner-dynamics",
+    '`planner="bandit"`': "planner-bandit", "control: random direction of equal norm": "random",
+    "control: lines through a shuffled history": "shuffled", "control: line search alone": "line-search",
 }  # fmt: skip
 
 
 @table("leaps-arms")
 def leaps_arms() -> str:
     found = {task: table_of(speedup(), task, None, SEEDS)["arms"] for task in ("code", "docs")}
-    rows = []
-    for name, arm in OTHERS.items():
-        cells = [name]
-        for task in ("code", "docs"):
-            row = found[task][arm]
-            mean = statistics.fmean(run["eval_loss"] for run in row["runs"])
-            cells += [f"{mean:.3f} ({rate(row['rate'])})", f"{row['backward_passes']:.0f}", s_of(row)]
-        rows.append(cells)
-    return markdown(["", "`code`: loss", "backward passes", "S", "`docs`: loss", "backward passes", "S"], rows)
+    rows = [[name, *(s_of(found[task][arm]) for task in found)] for name, arm in OTHERS.items()]
+    return markdown(["", "S on `code`", "S on `docs`"], rows)
 
 
 PREDICTORS = {
@@ -212,74 +200,42 @@ ADAPTERS = [  # (task, name, on a GPU)
 ]
 
 
-def default_runs(task: str, gpu: bool) -> tuple[list[Row], list[Row], tuple[float, float]]:
-    """Runs of the search, of the rule, and AdamW's best loss with its rate (seed 0)."""
+def default_runs(task: str, gpu: bool) -> tuple[list[Row], tuple[float, float]]:
+    """Runs at the rule's rate, and AdamW's best loss with its rate (seed 0)."""
     stored = results("speedup", "speedup_gpu", *KEY) if gpu else speedup()
     default = {"lora": "lora-default", "smol-lora-long": "smol-lora-default"}.get(task, f"{task}-default")
-    search, rule = (
-        sorted(stored.rows(task=default, arm=arm), key=lambda row: row["seed"]) for arm in ("search", "rule")
-    )
+    rule = sorted(stored.rows(task=default, arm="rule"), key=lambda row: row["seed"])
     plain = [row for row in stored.rows(task=task, arm="adamw", steps=200, seed=0) if row["eval_loss"] is not None]
-    return search, rule, min((row["eval_loss"], row["rate"]) for row in plain)
+    return rule, min((row["eval_loss"], row["rate"]) for row in plain)
 
 
 @table("rates-adapters")
 def rates_adapters() -> str:
     rows = []
     for task, shape, gpu in ADAPTERS:
-        search, rule, (best, best_rate) = default_runs(task, gpu)
-        used = [row["rate"] * row["summary"]["learning_rate_scale"] for row in search]
-        means = [statistics.fmean(row["eval_loss"] for row in some) for some in (search, rule)]
-        told = ", ".join(rate(float(f"{value:.2g}")) for value in used)
-        rows.append([
-            f"`{task}`", shape, f"{told}: {of_seeds(search)}, {means[0]:.3f}",
-            f"{rate(rule[0]['rate_used'])}: {of_seeds(rule)}, {means[1]:.3f}",
-            percent(means[1] / means[0] - 1, 2), f"{best:.3f} ({rate(best_rate)})",
-        ])  # fmt: skip
-    heading = ["task", "adapters", "search: rates, loss by seed, mean", "rule: rate, loss by seed, mean"]
-    return markdown([*heading, "rule over search", "AdamW, seed 0, at its best rate"], rows)
-
-
-def preferences(task: str, arm: str, at: float, steps: int, gpu: bool = False) -> list[str]:
-    found = [row for row in runs(task, arm, at, steps, gpu) if row["seed"] in SEEDS]
-    return [of_seeds(found), losses((row["accuracy"] for row in found), 2, ", ")]
+        rule, (best, best_rate) = default_runs(task, gpu)
+        mean = statistics.fmean(row["eval_loss"] for row in rule)
+        used = f"{rate(rule[0]['rate_used'])}: {of_seeds(rule)}, {mean:.3f}"
+        rows.append([f"`{task}`", shape, used, f"{best:.3f} ({rate(best_rate)})"])
+    return markdown(["task", "adapters", "rule: rate, loss by seed, mean", "AdamW, seed 0, at its best rate"], rows)
 
 
 @table("rates-dpo")
 def rates_dpo() -> str:
-    plain = [(5e-4, 200), (1e-3, 200), (2e-3, 200), (2e-3, 170), (4e-3, 200)]
     rows = []
-    for number, (at, steps) in enumerate(plain):
-        loss, accuracy = preferences("dpo", "adamw", at, steps)
-        if steps == 200 and at in (5e-4, 1e-3):
-            loss, accuracy = loss.split(" / ")[0], accuracy.split(", ")[0]
-        rows.append(["" if number else "AdamW", rate(at), steps, loss, accuracy])
-    arms = {"hybrid": "**hybrid from 1e-6**", "rule": "the rule at half of the rate of `lora`", "search": "the search"}
-    for arm, name in arms.items():
-        used = runs("dpo-default", arm, 1e-6)[0].get("rate_used")
-        used = used or {"hybrid": 2.25e-3}.get(arm) or 1e-6 * runs("dpo-default", arm, 1e-6)[0]["summary"][
-            "learning_rate_scale"
-        ]  # fmt: skip
-        rows.append([name, rate(used), 200, *preferences("dpo-default", arm, 1e-6, 200)])
-    return markdown(["arm", "peak rate", "steps", "held-out loss by seed", "accuracy"], rows)
-
-
-@table("rates-dpo-smollm2")
-def rates_dpo_smollm2() -> str:
-    rows = []
-    for at in (1.25e-4, 2.5e-4, 5e-4):
-        rows.append(["H100", "AdamW, 200 steps", rate(at), *preferences("smol-dpo-long", "adamw", at, 200, True)])
-    for machine, gpu in (("H100", True), ("CPU", False)):
-        if not gpu:
-            for at in (2.5e-4, 5e-4, 1e-3):
-                rows.append(["CPU", "AdamW, 170 steps", rate(at), *preferences("smol-dpo-long", "adamw", at, 170)])
-        search = runs("smol-dpo-default", "search", 1e-6, gpu=gpu)
-        used = ", ".join(rate(float(f"{row['rate'] * row['summary']['learning_rate_scale']:.2g}")) for row in search)
-        rows.append([machine, "the search", used, *preferences("smol-dpo-default", "search", 1e-6, 200, gpu)])
-        rule = runs("smol-dpo-default", "rule", 1e-6, gpu=gpu)[0]["rate_used"]
-        name = "the rule at half of the supervised rate" if gpu else "**the rule at a quarter**"
-        rows.append([machine, name, rate(rule), *preferences("smol-dpo-default", "rule", 1e-6, 200, gpu)])
-    return markdown(["machine", "arm", "peak rate", "held-out loss by seed", "accuracy"], rows)
+    for task, arm, name, at, used in (
+        ("dpo", "adamw", "AdamW", 5e-4, 5e-4),
+        ("dpo", "adamw", "", 1e-3, 1e-3),
+        ("dpo", "adamw", "", 2e-3, 2e-3),
+        ("dpo", "adamw", "", 4e-3, 4e-3),
+        ("dpo-default", "hybrid", "**hybrid, from TRL's default of 1e-6**", 1e-6, 2.25e-3),
+    ):
+        found = runs(task, arm, at, 200)
+        if at in (5e-4, 1e-3):
+            found = found[:1]
+        accuracy = losses((row["accuracy"] for row in found), 2, ", ")
+        rows.append([name, rate(used), of_seeds(found), accuracy])
+    return markdown(["arm", "peak rate", "held-out loss by seed", "accuracy"], rows)
 
 
 @table("rates-fast")
@@ -302,21 +258,17 @@ def rates_fast() -> str:
 SMOL = {
     "smol-full": [
         ("AdamW", "adamw", 1e-4, 40), ("**hybrid** (makes no leaps)", "hybrid", 1e-4, 40),
-        ('`direction="none"` (frozen control)', "none", 1e-4, 40), ("`orthogonal-often`", "orthogonal-often", 1e-4, 40),
-        ("AdamW, `adam_beta1=0.7`", "beta1-0.7", 1e-4, 40), ("AdamW", "adamw", 5e-5, 40), ("AdamW", "adamw", 2e-4, 40),
+        ("`orthogonal-often`", "orthogonal-often", 1e-4, 40), ("AdamW, `adam_beta1=0.7`", "beta1-0.7", 1e-4, 40),
         ("`fast`", "fast", 1e-4, 40),
     ],
     "smol-lora": [
         ("AdamW", "adamw", 1.4e-3, 40), ("**hybrid** (makes no leaps)", "hybrid", 1.4e-3, 40),
-        ("AdamW", "adamw", 1e-3, 40), ("AdamW", "adamw", 2e-3, 40), ("frozen control", "none", 2e-3, 40),
         ("`orthogonal-often`", "orthogonal-often", 2e-3, 40), ("AdamW, `adam_beta1=0.7`", "beta1-0.7", 2e-3, 40),
         ("`fast` with Muon", "fast-muon", 5.6e-3, 40),
     ],
     "smol-dpo": [
-        ("AdamW", "adamw", 1e-3, 40), ("AdamW", "adamw", 5e-4, 40),
-        ("**hybrid** (makes no leaps, shares prompts)", "hybrid", 1e-3, 40), ("**hybrid**", "hybrid", 5e-4, 40),
-        ("AdamW, `adam_beta1=0.7`", "beta1-0.7", 1e-3, 40),
-        ("frozen control (shares prompts)", "none", 5e-4, 40), ("`orthogonal-often`", "orthogonal-often", 5e-4, 40),
+        ("AdamW", "adamw", 5e-4, 40), ("**hybrid** (makes no leaps, shares prompts)", "hybrid", 5e-4, 40),
+        ("`orthogonal-often`", "orthogonal-often", 5e-4, 40),
     ],
 }  # fmt: skip
 
@@ -362,6 +314,5 @@ def experts() -> str:
             apart = [ours / theirs - 1 for ours, theirs in zip(ends, plain)]
             over = "" if arm == "adamw" else f"{percent(statistics.fmean(apart))} +- {100 * standard_error(apart):.1f}"
             name = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3-MoE"}[kind]
-            rows.append([name if arm == "adamw" else "", words, rate(best), losses(ends), over])
-    heading = ["model", "trained by", "best rate", "held-out loss of three seeds"]
-    return markdown([*heading, "over AdamW, mean and standard error"], rows)
+            rows.append([name if arm == "adamw" else "", words, rate(best), over])
+    return markdown(["model", "trained by", "best rate", "loss over AdamW's, three seeds"], rows)

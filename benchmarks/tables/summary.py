@@ -46,7 +46,7 @@ def arms(task: str) -> dict:
 def rule_over_best() -> list[float]:
     """Loss of LoRA at the rule's rate over AdamW's at its best one, seed 0, on SmolLM2."""
     found = [default_runs(task, gpu) for task, _, gpu in ADAPTERS if gpu]
-    return sorted(rule[0]["eval_loss"] / best - 1 for _, rule, (best, _) in found)
+    return sorted(rule[0]["eval_loss"] / best - 1 for rule, (best, _) in found)
 
 
 def over_adamw(arm: str) -> float:

@@ -418,10 +418,12 @@ class Prefilled:
         size]. The caches forget them, so that little memory is taken. Layers with a state get that of all rows.
         """
         for of_caches in zip(*(cache.layers for cache in self.caches)):
-            chunks_of_states = iter(list(zip(*map(states_of, of_caches))))
-            exchange_states(
-                of_caches[0], lambda _, all_of=chunks_of_states: torch.cat(next(all_of)).index_select(0, self.places)
-            )
+            if isinstance(of_caches[0], LinearAttentionLayer):
+                chunks_of_states = iter(list(zip(*map(states_of, of_caches))))
+                exchange_states(
+                    of_caches[0],
+                    lambda _, all_of=chunks_of_states: torch.cat(next(all_of)).index_select(0, self.places),
+                )
             if not isinstance(of_caches[0], DynamicLayer):
                 continue
             both = []
@@ -559,7 +561,8 @@ def _cut(model_inputs: dict[str, Any], rows: Tensor | None, columns: slice, padd
 def _keep(cache: DynamicCache, rows: Tensor, cut: int) -> None:
     """Take rows out of a cache, and its first columns. Layers one after the other, so that little memory is taken."""
     for layer in cache.layers:
-        exchange_states(layer, lambda state: state.index_select(0, rows))
+        if isinstance(layer, LinearAttentionLayer):
+            exchange_states(layer, lambda state: state.index_select(0, rows))
         if not isinstance(layer, DynamicLayer):
             continue
         attends: Any = layer  # of a model that has computed something

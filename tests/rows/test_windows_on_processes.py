@@ -5,6 +5,8 @@ import os
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from rig import fsdp2_on_cpu, trainers
 from rig.processes import together
 from rig.sft_rows import KINDS, Text, pad, row
@@ -33,10 +35,12 @@ SIZES = {
 SHARDING = {"ddp": {}, "ddp, compiled": {"torch_compile_backend": "aot_eager"}, "fsdp2": {"fsdp": True}}
 
 
-def uneven(count=48):
+def uneven(count=48, all_learned=False):
     """Rows of which the processes need different numbers of micro-batches: every other one is short, or unlabelled."""
     text = Text(8)
-    rows = [row((text(20, 40), 1)) if n % 2 else row((text(3), 0), (text(2), n % 4)) for n in range(count)]
+    rows = [
+        row((text(20, 40), 1)) if n % 2 else row((text(3), 0), (text(2), all_learned or n % 4)) for n in range(count)
+    ]
     return rows
 
 
@@ -66,7 +70,7 @@ KINDS_OF_MODELS = {
 }
 COMPARED = {
     "experts": (uneven, {}),
-    "means": (KINDS["agent"], {}),
+    "means": (lambda: uneven(all_learned=True), {}),  # `Trainer` takes no mean of nothing
     "own tokens": (uneven, {"average_tokens_across_devices": False}),
     "lfm2": (KINDS["agent"], {}),
     "mamba2": (KINDS["agent"], {}),
@@ -145,6 +149,8 @@ def test_two_processes_end_where_those_of_plain_trainer_do(launched, name):
     """A micro-batch of a process has a loss of its own; one of the processes may need fewer micro-batches."""
     if not (launched / f"{name}0.json").exists():
         pytest.skip("compared under DDP; router logits do not leave compiled layers")
+    if name == "lfm2" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("its layers are not told where rows end")
     expected, found = (load_file(launched / f"{name} {kind}.safetensors") for kind in ("Trainer", "HybridTrainer"))
     assert all(torch.allclose(found[key], expected[key], rtol=0, atol=1e-6) for key in found)
     for rank in (0, 1):

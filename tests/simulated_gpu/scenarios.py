@@ -745,6 +745,23 @@ def a_layer_left_out(place: Place) -> dict[str, Tensor]:
     return weights_of(trainer)
 
 
+@scenario()
+def a_call_that_does_not_count(place: Place) -> dict[str, Tensor]:
+    """The backward pass never comes to it: its layer is updated before its next forward, by gradients of the host."""
+    options = {"max_grad_norm": 0.0} if place.name == "cpu" else {**STREAM, **IN_BACKWARD}
+    made = model(layers=4)
+
+    def call(module, args, hidden):
+        one = torch.ones_like(hidden[:1, :1])
+        made.model.layers[1](one, position_embeddings=(one[..., :8],) * 2)
+
+    made.model.layers[2].register_forward_hook(call)
+    trainer = trainer_of(place, made, **options, gradient_accumulation_steps=1)
+    with place.counted(trainer):
+        trainer.train()
+    return weights_of(trainer)
+
+
 @scenario(**AS_RESIDENT)
 def gradients_looked_at(place: Place) -> dict[str, Tensor]:
     """A callback reads the gradients between clipping and the step. They have left the device in bf16."""

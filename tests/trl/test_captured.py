@@ -469,7 +469,7 @@ def test_a_run_is_that_of_trl(name, tmp_path, called):
     summary = ours.hybrid_summary()
     assert summary["plain_rollouts_because"] is None and summary["rows_decoded"] > 0
     assert not ours.decoding.tensors_held()
-    if name != "rloo":
+    if name not in ("rloo", "tools"):  # which keep sums over a row, and have several turns
         differences = [entry[SAMPLER + "max"] for entry in ours.state.log_history if SAMPLER + "max" in entry]
         assert len(differences) == 4 and 0 < max(differences) < 1e-4
 
