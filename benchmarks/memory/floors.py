@@ -141,15 +141,16 @@ def _per_second(work: Callable[[], object], seconds: float) -> float:
     return count / (time.perf_counter() - start)
 
 
-def step_floor_seconds(plan: Plan, tokens_per_step: int, rates: dict[str, float]) -> float:
+def step_floor_seconds(plan: Plan, tokens_per_step: int, rates: dict[str, float], reached: float = 1.0) -> float:
     """
     Return the least seconds of an optimizer step: the longest of computing (without attention) and copying.
 
-    `tokens_per_step` counts all micro-batches; `rates` are those of `measure_machine`, some of which may be missing.
+    `tokens_per_step` counts all micro-batches; `rates` are those of `measure_machine`, some of which may be missing. Of
+    the weights a token reaches the share `reached`: less than 1 in a mixture of experts.
     """
     recomputed = 1.0 if plan.mode == "streamed" else plan.recomputed_layers / max(len(plan.shape.layers), 1)
     # A lookup multiplies nothing, unless the head is made of the same weights.
     lookup, total = WeightCount() if plan.shape.tied else plan.shape.embedding, plan.shape.total
     products, trained = total.weights - lookup.weights, total.trainable - lookup.trainable
-    seconds = tokens_per_step * ((4 + 2 * recomputed) * products + 2 * trained) / rates["flops"]
+    seconds = reached * tokens_per_step * ((4 + 2 * recomputed) * products + 2 * trained) / rates["flops"]
     return max([seconds, *(count / rates[name] for name, count in step_traffic(plan).items() if rates.get(name))])

@@ -3,7 +3,9 @@ Peak memory and time per optimizer step: streamed training, resident training an
 
     python -m benchmarks.memory.peaks                     # CPU, a 60M Llama, 17 modes, eight minutes on two cores
     python -m benchmarks.memory.peaks --smoke             # CPU, a tiny Llama, three modes, half a minute
-    python -m benchmarks.memory.peaks --gpu               # Llama shapes of 1B to 50B under a cap of device memory
+    python -m benchmarks.memory.peaks --gpu               # shapes of 1B to 50B under a cap of device memory
+    python -m benchmarks.memory.peaks --gpu --models 7b 14b 32b 50b 30b-a3b --cap_gib 24   # home cards; also 16
+    python -m benchmarks.memory.peaks --gpu --models 8b --modes resident-8bit stream-8bit stream --tokens 2048 16384
     python -m benchmarks.memory.peaks --gpu --smoke       # the same with tiny models, to check the plumbing
     python -m benchmarks.memory.peaks --report            # the table from what is there
 
@@ -42,9 +44,9 @@ Fields of a row:
 
 The table adds `ratio`: `seconds` over those of the resident mode with the same weights, states and tokens per step.
 
-The frozen weights of the 50B model share one small vector until they are packed or moved, so that the host never holds
-them in bf16; all that is packed, moved and trained is real. One process trains windows of several sizes, the smallest
-first. Peaks are counted anew for each window; host peaks include what earlier windows left allocated.
+The frozen weights of the models from 30B on share one small vector until they are packed or moved, so that the host
+never holds them in bf16; all that is packed, moved and trained is real. One process trains windows of several sizes,
+the smallest first. Peaks are counted anew for each window; host peaks include what earlier windows left allocated.
 """
 
 from __future__ import annotations
@@ -107,7 +109,7 @@ MODES = {
 
 @dataclass(frozen=True)
 class Model:
-    """A Llama from its configuration, with random weights."""
+    """A Llama, or a Qwen3 mixture of experts, from its configuration, with random weights."""
 
     hidden: int
     intermediate: int
@@ -122,22 +124,32 @@ class Model:
     host_goal: float | None = None
     options: dict = field(default_factory=dict)  # more of HybridConfig, for streamed modes
     shared: bool = False  # frozen weights are one small vector until they are packed or moved
+    experts: dict = field(default_factory=dict)  # what the configuration of a mixture has beside these
 
 
 EXACT = ("resident-checkpointed", "stream", "zero3", "fsdp2", "torchao")
 LOW_BIT = ("resident-8bit", "stream-8bit")
+LORA = ("lora-resident", "lora-stream", "lora-stream-int8")
 PARKED = {"offload_activations": True}
 MODELS = {
     "1b": Model(2048, 8192, 16, 32, 8, 128256, EXACT + LOW_BIT, True, "float32", 4, None, PARKED),
+    "7b": Model(4096, 11008, 32, 32, 32, 32000, (*LOW_BIT, *EXACT[:2]), False, "bfloat16", options=PARKED),
     "8b": Model(4096, 14336, 32, 32, 8, 128256, LOW_BIT + EXACT, False, "bfloat16", 8, 55, PARKED),
     "13b": Model(5120, 13824, 40, 40, 40, 32000, LOW_BIT, False, "bfloat16", None, 80, PARKED),
+    "14b": Model(5120, 13824, 48, 40, 8, 152064, ("stream-8bit", "stream"), False, "bfloat16", options=PARKED),
+    "32b": Model(5120, 27648, 64, 40, 8, 152064, LORA, False, "bfloat16", options=PARKED, shared=True),
     "50b": Model(
         8192, 22016, 64, 64, 8, 128256, ("lora-resident", "lora-stream-int8"), False, "bfloat16", 12, 60, PARKED, True
     ),
-}
+    "30b-a3b": Model(
+        2048, 6144, 48, 32, 4, 151936, LORA, False, "bfloat16", options=PARKED, shared=True,
+        experts={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "head_dim": 128},
+    ),
+}  # fmt: skip
 ON_CPU = {"60m": Model(512, 1408, 16, 8, 8, 8192, tuple(MODES))}
 SMOKE_MODES = ("resident-checkpointed", "stream-8bit", "lora-stream-int8")
 TINY = {"hidden": 64, "intermediate": 128, "layers": 4, "heads": 4, "kv_heads": 2, "vocab": 512}
+TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 MOST_RATIO, RATIO_FROM_TOKENS = 1.15, 16000
 
 
@@ -339,7 +351,7 @@ def chosen_job(args: argparse.Namespace) -> Job:
     models = MODELS if args.gpu else ON_CPU
     models = {name: model for name, model in models.items() if args.models is None or name in args.models}
     if args.smoke:
-        models = {name: replace(model, **TINY) for name, model in models.items()}
+        models = {n: replace(m, **TINY, experts=TINY_EXPERTS if m.experts else {}) for n, m in models.items()}
     sequence = 32 if args.smoke else 2048 if args.gpu else 128
     windows = [1, 4, 8] if args.gpu else [4]
     if args.tokens:
@@ -364,7 +376,7 @@ def chosen_job(args: argparse.Namespace) -> Job:
 
 def parse() -> argparse.Namespace:
     parser = command_line(__doc__, HERE)
-    parser.add_argument("--gpu", action="store_true", help="The Llama shapes under a cap of device memory.")
+    parser.add_argument("--gpu", action="store_true", help="Shapes of 1B to 50B under a cap of device memory.")
     parser.add_argument("--smoke", action="store_true", help="A tiny model, a few modes.")
     parser.add_argument("--report", action="store_true", help="Only print what is there.")
     parser.add_argument("--models", nargs="+", choices=[*ON_CPU, *MODELS])

@@ -26,7 +26,15 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen3MoeConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
@@ -68,25 +76,27 @@ class Weights:
 
     STEP, OFFSET = 37, 7919
 
-    def __init__(self, dtype: torch.dtype, most_rows: int, most_columns: int):
-        size = most_rows * self.STEP + most_columns + self.OFFSET
+    def __init__(self, dtype: torch.dtype, shapes: list[torch.Size]):
+        size = max(shape[:-1].numel() * self.STEP + shape[-1] for shape in shapes) + self.OFFSET
         self.vector = torch.randn(size, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(dtype)
         self.count = 0
 
     def make(self, shape: torch.Size, *, shared: bool) -> torch.Tensor:
-        """Make a matrix. A shared one is a view of the vector and takes no memory."""
+        """Make a matrix, or a stack of them. A shared one is a view of the vector and takes no memory."""
         if len(shape) == 1:
             return torch.ones(shape, dtype=self.vector.dtype)
         self.count += 1
-        rows = self.vector.as_strided(shape, (self.STEP, 1), 131 * self.count % self.OFFSET)
-        return rows if shared else rows.contiguous()
+        place = (shape[:-1].numel(), shape[-1]), (self.STEP, 1), 131 * self.count % self.OFFSET
+        rows = self.vector.as_strided(*place).view(shape)
+        return rows.data if shared else rows.contiguous()  # `data`: writing into one must not count for the others
 
 
 def build(spec: dict) -> nn.Module:
     """Build the model on the host, with adapters if the mode has them."""
     shape, mode = spec["model"], spec["mode"]
     dtype = torch.bfloat16 if mode["low_bit"] else getattr(torch, shape["weights"])
-    config = LlamaConfig(
+    kind = Qwen3MoeConfig if shape["experts"] else LlamaConfig
+    config = kind(
         vocab_size=shape["vocab"],
         hidden_size=shape["hidden"],
         intermediate_size=shape["intermediate"],
@@ -98,10 +108,11 @@ def build(spec: dict) -> nn.Module:
         use_cache=False,
         attn_implementation="sdpa",
         dtype=dtype,
+        **shape["experts"],
     )
     with init_empty_weights(include_buffers=False):
-        model = LlamaForCausalLM(config)
-    weights = Weights(dtype, max(shape["vocab"], shape["intermediate"]), max(shape["intermediate"], shape["hidden"]))
+        model = AutoModelForCausalLM.from_config(config)
+    weights = Weights(dtype, [parameter.shape for parameter in model.parameters()])
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             tied = shape["tied"] and module is model.get_output_embeddings()
@@ -608,7 +619,11 @@ def measure(run: Run, micro_batches: int) -> dict:
     tokens, plan, rates = micro_batches * run.spec["sequence"], run.plan(micro_batches), run.spec["machine"]["rates"]
     working = "bfloat16" if run.autocast or next(run.model.parameters()).dtype == torch.bfloat16 else "float32"
     links = {name: rates.get(name) for name in ("h2d", "d2h", "dram")}
-    floor = step_floor_seconds(plan, tokens, {"flops": rates[f"flops_{working}"], **links})
+    counts, experts = [(p.dim(), p.numel()) for p in run.model.parameters()], run.spec["model"]["experts"]
+    idle = 1 - experts["num_experts_per_tok"] / experts["num_experts"] if experts else 0.0
+    stacks, everything = (sum(count for dim, count in counts if dim >= least) for least in (3, 0))
+    reached = 1 - idle * stacks / everything
+    floor = step_floor_seconds(plan, tokens, {"flops": rates[f"flops_{working}"], **links}, reached)
     row |= {"floor": floor, "tokens_per_second": tokens / row["seconds"], "losses": losses}
     row |= {"device_plan": plan.peak_device_bytes, "host_plan": plan.peak_host_bytes}
     if before:

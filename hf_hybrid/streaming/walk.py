@@ -50,7 +50,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_hybrid.run.run import RandomStates
 from hf_hybrid.streaming.streamer import LayerStreamer, autocast_now
-from hf_hybrid.streaming.transfers import Fetched, HostBuffers, Transfers
+from hf_hybrid.streaming.transfers import Event, HostBuffers, Transfers
 from hf_hybrid.streaming.units import Unit
 
 logger = logging.getLogger(__name__)
@@ -64,28 +64,6 @@ class _Abandoned(BaseException):
     """Ends the threads of the other micro-batches after one failed."""
 
 
-class _Parked:
-    """An output that waits on the host. Nothing here keeps it on the device."""
-
-    def __init__(self, leaf: Tensor, transfers: Transfers, buffers: HostBuffers):
-        self._transfers, self._buffers = transfers, buffers
-        self._host = buffers.take(leaf)
-        self._left = transfers.send(leaf.detach(), self._host)
-        self._coming: Fetched | None = None
-
-    def fetch(self) -> Fetched:
-        """Start to copy the output back to the device."""
-        if self._coming is None:
-            self._coming = self._transfers.fetch(self._host, after=self._left)
-        return self._coming
-
-    def bring_back(self) -> Tensor:
-        """Return the output on the device, as a leaf."""
-        leaf = self.fetch().take().requires_grad_()
-        self._buffers.give_back(self._host)
-        return leaf
-
-
 class _Output:
     """
     One output of a layer: a leaf that the rest of the model uses, where its gradient arrives.
@@ -93,24 +71,33 @@ class _Output:
     While it is parked on the host, the leaf lives only if something besides the next layer holds it.
     """
 
-    def __init__(self, leaf: Tensor):
-        self._held: Tensor | _Parked = leaf
-        self._reference = weakref.ref(leaf)
+    def __init__(self, leaf: Tensor, transfers: Transfers, parking: Any):
+        self._here: Tensor | None = leaf
+        self._original = weakref.ref(leaf)
+        self._transfers, self._parking = transfers, parking
+        self._host: Any = None
+        self._left: Event = None
+        self._coming: Any = None
 
-    def park(self, transfers: Transfers, buffers: HostBuffers) -> None:
-        if isinstance(self._held, Tensor):
-            self._held = _Parked(self._held, transfers, buffers)
+    def park(self) -> None:
+        """Send the output to the host, if there is a place for it and it has not gone."""
+        if self._parking is not None and self._here is not None:
+            self._host = self._parking.take(self._here)
+            self._left = self._transfers.send(self._here.detach(), self._host)
+            self._here = None
 
     def fetch(self) -> None:
         """Start to copy the output back to the device."""
-        if isinstance(self._held, _Parked):
-            self._held.fetch()
+        if self._here is None and self._coming is None:
+            self._coming = self._transfers.fetch(self._host, after=self._left)
 
     def bring_back(self) -> Tensor:
         """Return a tensor to compute with, whose gradient counts for the output."""
-        if isinstance(self._held, _Parked):
-            self._held = self._held.bring_back()
-        return self._held
+        if self._here is None:
+            self.fetch()
+            self._here = self._coming.take().requires_grad_()
+            self._parking.give_back(self._host)
+        return self._here
 
     @property
     def gradient(self) -> Tensor | None:
@@ -124,7 +111,7 @@ class _Output:
 
     def _leaves(self) -> list[Tensor]:
         """The leaf that came back from the host, and the original if it is still alive."""
-        original, here = self._reference(), self._held if isinstance(self._held, Tensor) else None
+        original, here = self._original(), self._here
         return [leaf for leaf in (here, None if original is here else original) if leaf is not None]
 
 
@@ -260,9 +247,7 @@ class LayerWalk:
                     job.work()
             finally:
                 self.streamer.release(unit)
-            if self.parking is not None:
-                park = functools.partial(_Output.park, transfers=self.streamer.transfers, buffers=self.parking)
-                self._each_input(jobs, park)
+            self._each_input(jobs, _Output.park)
             for job in jobs:
                 job.advance()
         self.streamer.end_backward()
@@ -308,7 +293,7 @@ class LayerWalk:
             if id(tensor) in own or not tensor.is_floating_point() or not needs_gradient:
                 return tensor
             leaf = tensor.detach().requires_grad_()
-            entered.append(_Output(leaf))
+            entered.append(_Output(leaf, self.streamer.transfers, self.parking))
             job.outputs[leaf] = entered[-1]
             return leaf
 

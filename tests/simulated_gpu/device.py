@@ -711,7 +711,10 @@ def _run_on_cpu(op, *args, **kwargs):
         if tensors[index] and isinstance(value, (bool, int, float)):
             low_args[index] = torch.tensor(value)
     with _below_autograd():
-        result = op(*low_args, **low_kwargs)
+        if name == "aten::histc" and not (counted := low_args[0]).is_floating_point():  # a GPU counts whole numbers too
+            result = op(counted.float(), *low_args[1:], **low_kwargs).to(counted.dtype)
+        else:
+            result = op(*low_args, **low_kwargs)
     for view, original in lowered.values():
         if view.shape != original.shape:  # `out=` grew
             _below_cpu(aten.resize_.default, (original, list(view.shape)), {})
