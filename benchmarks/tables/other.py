@@ -43,8 +43,7 @@ def export_ternary() -> str:
 
 
 PRUNERS = {
-    "forecast": "`ForecastPruner`", "none": "none", "median": "Optuna's median",
-    "successive halving": "Optuna's successive halving",
+    "forecast": "`ForecastPruner`", "none": "none", "successive halving": "Optuna's successive halving",
 }  # fmt: skip
 
 
