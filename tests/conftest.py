@@ -57,23 +57,35 @@ os.register_at_fork(after_in_child=_own_lock_of_bars)
 
 SLOWEST_FIRST = (
     "simulated_gpu/test_scenarios.py",
-    "streaming/test_streaming.py",
-    "documents/test_examples.py",
-    "trl/test_sft_dpo.py",
-    "run/test_weights.py",
-    "hub/test_card_and_hub.py",
-    "leaps/test_leaps.py",
-    "export/test_export.py",
-    "trl/test_grpo.py",
-    "cli/test_plan_cli.py",
     "rows/test_windows.py",
+    "streaming/test_streaming.py",
+    "cli/test_plan_cli.py",
+    "hub/test_card_and_hub.py",
+    "plan/test_planning.py",
+    "trl/test_sft_dpo.py",
+    "trl/test_shared_rows.py",
+    "cli/test_cli.py",
+    "cli/test_fine_tuning.py",
     "saving/test_state.py",
-    "test_recovery.py",
+    "leaps/test_leaps.py",
+    "run/test_weights.py",
+    "documents/test_examples.py",
+    "integrations/test_peft.py",
+    "documents/test_docs.py",
+    "cli/test_data.py",
+    "trl/test_grpo.py",
+    "documents/test_examples_peft_trl.py",
+    "plan/test_shared_plans.py",
     "simulated_gpu/test_commands.py",
+    "trl/test_vllm.py",
+    "trl/test_captured.py",
+    "export/test_export.py",
+    "test_recovery.py",
     "test_machine.py",
-    "export/test_merged.py",
+    "test_side_effects.py",
+    "rows/test_windows_on_processes.py",
 )
-"""Files that take 15 seconds of a processor and more."""
+"""Files that take 12 seconds of a processor and more."""
 LENGTH = 32
 TIMES = ("seconds_by_phase", "tokens_per_second")
 """Values of the summary that no two runs have in common."""

@@ -75,8 +75,10 @@ def test_memory_policies(start):
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="SIGKILL")
 def test_resume(start):
+    """`tests/saving/test_state.py` kills and resumes in the default suite."""
     out, status = start("04_resume", "--max_steps", 24)
     assert status == 0 and "the next step belongs to Predict: SIGKILL" in out
     assert re.search(r"^(\d+) of \1 tensors are equal to the last bit$", out, re.M), out

@@ -43,7 +43,8 @@ EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok
 SHORT = {"max_steps": 18}
 """Two leaps and more."""
 MUON = {"optim": "muon", "in_fp32": True, "direction": "auto"}
-"""Without leaps, which need AdamW."""
+NO_LEAPS = {"max_steps": 8}
+"""Muon and the rate of adapters make none, and all their steps are alike."""
 HARMFUL = {"direction": "gradient_memory", "leap_worth": 0.5, "corrects": False}
 RUNS = {
     "base": {**SHORT},
@@ -52,7 +53,7 @@ RUNS = {
     "memory": {"direction": "gradient_memory", "learning_rate": 5e-4, "model": {"tie_word_embeddings": False}},
     "sampled": {"direction": "gradient_memory", "own_optimizer": True, "learning_rate": 1e-2},
     "rescued": {"auto_lr": "on", "learning_rate": 2e-4, "max_steps": 24},
-    "muon": {**SHORT, **MUON},
+    "muon": {**NO_LEAPS, **MUON},
     "muon_lora": {**MUON, "lora": True},
     "plain_muon": {"optim": "muon", "in_fp32": True, "enable_predict": False, "max_steps": 12},
     # One gradient of an expert is so small that AdamW divides its rounding by itself, unless epsilon is larger.
@@ -64,7 +65,7 @@ RUNS = {
     "unseen": {"hurts_at": 18, "probe_budget": 0.0, "divergence_threshold": 3.0, "max_steps": 28, **HARMFUL},
     "world_model": {"planner": "dynamics"},
     "iterable": {"iterable": True},
-    "rescued_lora": {**SHORT, "lora": True, "learning_rate": None, "direction": "auto"},
+    "rescued_lora": {**NO_LEAPS, "lora": True, "learning_rate": None, "direction": "auto"},
 }
 for name in ("base", "accumulated", "offloaded", "memory", "lora", "bf16"):
     RUNS[f"plain_{name}"] = {**RUNS[name], "enable_predict": False, "max_steps": 12}

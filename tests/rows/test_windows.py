@@ -533,8 +533,8 @@ def test_layers_with_flash_attention_compile_as_often(tmp_path, monkeypatch):
     assert found.hybrid_summary()["plain_rows_because"] is None
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("architecture", mostly_slow(COMPILE, ["gemma2"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", COMPILE)
 def test_gradients_of_compiled_layers(architecture, tmp_path):
     torch._dynamo.reset()
     rows = KINDS["agent"]()[:12]

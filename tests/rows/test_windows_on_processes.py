@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 import transformers
+from conftest import mostly_slow
 from packaging.version import Version
 from rig import fsdp2_on_cpu, trainers
 from rig.processes import together
@@ -123,7 +124,8 @@ def run(folder, sharding):
     torch.distributed.barrier()
 
 
-@pytest.fixture(scope="module", params=SHARDING)
+# Compiled layers and two processes are each in a default test of their own (test_windows.py, and "ddp" here).
+@pytest.fixture(scope="module", params=mostly_slow(SHARDING, ["ddp", "fsdp2"]))
 def launched(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     assert together(2, lambda: run(folder, request.param)) == [0, 0]
