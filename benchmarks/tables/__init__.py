@@ -53,11 +53,6 @@ def all_lines(folder: str, benchmark: str) -> list[Row]:
     return [row for row in lines(BENCHMARKS / folder / "results.jsonl") if row["benchmark"] == benchmark]
 
 
-def in_set(folder: str, name: str) -> list[Row]:
-    """The lines of a set of runs that no command repeats."""
-    return [row for row in all_lines(folder, "exploration") if row.get("set") == name]
-
-
 # Markdown.
 
 

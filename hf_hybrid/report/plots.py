@@ -29,15 +29,12 @@ PALETTE = {
     "predict": "#cc7a00",
     "correct": "#009e73",
     "evaluate": "#b8679a",
-    "real": "#4a90b8",
     "bad": "#a3195b",
     "line": "#5d4fb5",
     "ink": "#1c2127",
     "muted": "#646c76",
     "grid": "#dfe3e8",
 }
-KEPT, LOST = PALETTE["predict"], PALETTE["bad"]
-"""Colours of trials that went on to their end, and of those that did not."""
 TITLES = {
     "loss": "Loss",
     "scores": "Accuracy and reward",

@@ -1,5 +1,5 @@
 """
-The runs that `tests/run/test_shards.py` makes under FSDP2 in several processes, and in one.
+The runs that `tests/run/test_weights.py` makes under FSDP2 in several processes, and in one.
 
     PYTHONPATH=tests accelerate launch --config_file examples/accelerate_configs/fsdp2.yaml --num_processes 2 \
         tests/rig/launched_fsdp2.py FOLDER NAME...
