@@ -47,7 +47,7 @@ FAMILIES = {
     "Nemotron-H": "nemotron_h", "Zamba 2": "zamba2", "Jamba": "jamba", "Mamba": "mamba", "MiniMax": "minimax",
     "RecurrentGemma": "recurrent_gemma", "RWKV": "rwkv", "GPT-2": "gpt2",
     "GPT-NeoX": "gpt_neox", "OPT": "opt", "BLOOM": "bloom", "Qwen3.5 with images (rows of text)": "qwen3_5_vl",
-    "Qwen3-VL (rows of text)": "qwen3_vl",
+    "Qwen3-VL (rows of text)": "qwen3_vl", "Qwen3-VL-MoE (rows of text)": "qwen3_vl_moe",
 }  # fmt: skip
 HALF = ["linear_attention", "full_attention"] * 2
 KINDS = {
@@ -68,7 +68,8 @@ ROWS, MICRO_BATCHES = 12, 3
 def build(model_type: str, with_router: bool = False) -> PreTrainedModel:
     """Return a model in which tokens matter to each other, without dropout. TRL asks for a router's loss itself."""
     if model_type in with_eyes.KINDS:
-        return with_eyes.build(model_type, vocab_size=VOCAB)
+        own = {"output_router_logits": with_router} if "moe" in model_type else {}
+        return with_eyes.build(model_type, vocab_size=VOCAB, **own)
     model = build_model(model_type)
     if model_type in KINDS:
         own = {name: value for name, value in KINDS[model_type].items() if name in model.config.to_dict()}

@@ -6,7 +6,7 @@ Streamed training against plain Trainer, bit for bit, on every causal language m
     python -m benchmarks.equality.streamed --walk in_backward   # so, and each layer updated inside the backward pass
     python -m benchmarks.equality.streamed --only llama gpt2    # some types, also where they are there
 
-Each model type registered for `AutoModelForCausalLM`, and two models of images and text, are built with a tiny random
+Each model type registered for `AutoModelForCausalLM`, and three models of images and text, are built with a tiny random
 configuration and trained 20 steps twice: with plain `transformers.Trainer`, and with `HybridTrainer(memory="stream",
 enable_predict=False)`. Both with AdamW, clipping, 4 micro-batches per step, weight-decay groups and a cosine schedule,
 in fp32 on the CPU. Losses, gradient norms and final weights must be equal to the last bit. Types without a list of

@@ -1,7 +1,14 @@
 """Tiny models of images and text, which are trained on rows of text alone."""
 
 import torch
-from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -12,6 +19,7 @@ DELTA = {
     "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 VISION = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 2,
     "spatial_merge_size": 1, "temporal_patch_size": 1, "num_position_embeddings": 16,
@@ -23,6 +31,7 @@ ROPE = {
 KINDS = {
     "qwen3_5_vl": (Qwen3_5ForConditionalGeneration, Qwen3_5Config, DELTA),
     "qwen3_vl": (Qwen3VLForConditionalGeneration, Qwen3VLConfig, {}),
+    "qwen3_vl_moe": (Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig, EXPERTS),
 }
 
 

@@ -662,6 +662,7 @@ SFT = {
     "multiple": {"pad_to_multiple_of": 16},
     "means": {"model": lambda: with_eyes.build("qwen3_vl")},
     "means and states": {"model": lambda: with_eyes.build("qwen3_5_vl"), "max_steps": 1},  # rounding grows by step
+    "means and experts": {"model": lambda: with_eyes.build("qwen3_vl_moe"), "router_aux_loss_coef": 0.5},
     "means under dft": {"model": lambda: with_eyes.build("qwen3_vl"), "loss_type": "dft"},
 }
 
