@@ -134,7 +134,10 @@ PARKED = {"offload_activations": True}
 MODELS = {
     "1b": Model(2048, 8192, 16, 32, 8, 128256, EXACT + LOW_BIT, True, "float32", 4, None, PARKED),
     "7b": Model(4096, 11008, 32, 32, 32, 32000, (*LOW_BIT, *EXACT[:2]), False, "bfloat16", options=PARKED),
-    "8b": Model(4096, 14336, 32, 32, 8, 128256, LOW_BIT + EXACT, False, "bfloat16", 8, 55, PARKED),
+    "8b": Model(
+        4096, 14336, 32, 32, 8, 128256, LOW_BIT + EXACT + ("stream-8bit-in_backward", "stream-in_backward"), False,
+        "bfloat16", 8, 55, PARKED,
+    ),
     "13b": Model(5120, 13824, 40, 40, 40, 32000, LOW_BIT, False, "bfloat16", None, 80, PARKED),
     "14b": Model(5120, 13824, 48, 40, 8, 152064, ("stream-8bit", "stream"), False, "bfloat16", options=PARKED),
     "32b": Model(5120, 27648, 64, 40, 8, 152064, LORA, False, "bfloat16", options=PARKED, shared=True),

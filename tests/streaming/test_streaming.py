@@ -566,7 +566,7 @@ def test_a_model_that_uses_its_embeddings_after_its_layers_too_falls_back(tmp_pa
 
 
 def test_it_does_not_begin_again_after_a_layer_was_updated(tmp_path):
-    trainer = make_streamed(tmp_path, samples(), build_model("inkling2_text"), **IN_BACKWARD)
+    trainer = make_streamed(tmp_path, samples(), build_model("blt"), **IN_BACKWARD)
     with pytest.raises(CannotWalkError, match="after them too. Set `accumulation_walk=micro_batch`"):
         trainer.train()
 
