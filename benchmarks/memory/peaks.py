@@ -308,7 +308,7 @@ def line(row: dict, ratio: float | None) -> str:
 
 
 HEADER = (
-    f"{'':28s}tokens  s/step    tok/s  ratio    floor  device: reserved, used, held, plan  "
+    f"{'':31s}tokens  s/step    tok/s  ratio    floor  device: reserved, used, held, plan  "
     "host: peak, in training, held (GiB, or M for MiB)"
 )
 
@@ -322,7 +322,7 @@ def report(job: Job) -> None:
     for row in rows:
         reference = seconds.get((row["model"], MODES[row["mode"]].against, row["tokens"]))
         ratio = row["seconds"] / reference if reference and row["outcome"] == "measured" else None
-        print(f"{row['model']:5s}{row['mode']:22s} {line(row, ratio)}")
+        print(f"{row['model']:8s}{row['mode']:22s} {line(row, ratio)}")
         goals += judged(row, ratio, job.models[row["model"]])
     print("\n".join(goals))
 

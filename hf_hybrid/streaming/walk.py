@@ -80,8 +80,8 @@ class _Output:
         self._coming: Any = None
 
     def park(self) -> None:
-        """Send the output to the host, if there is a place for it and it has not gone."""
-        if self._parking is not None and self._here is not None:
+        """Send the output to the host, if it has not gone."""
+        if self._here is not None:
             self._host = self._parking.take(self._here)
             self._left = self._transfers.send(self._here.detach(), self._host)
             self._here = None
@@ -247,7 +247,8 @@ class LayerWalk:
                     job.work()
             finally:
                 self.streamer.release(unit)
-            self._each_input(jobs, _Output.park)
+            if self.parking is not None:
+                self._each_input(jobs, _Output.park)
             for job in jobs:
                 job.advance()
         self.streamer.end_backward()
