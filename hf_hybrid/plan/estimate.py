@@ -49,6 +49,7 @@ from hf_hybrid.plan.step_memory import (
     untraced_table,
 )
 from hf_hybrid.plan.trace import TRACED, Activations, Tracer
+from hf_hybrid.streaming.layers import decoder_layers
 
 logger = logging.getLogger(__name__)
 
@@ -257,10 +258,21 @@ class Estimator:
         """Layers on the host but for so many, and maybe embeddings and head."""
         if self.tracer is not None and not self.tracer.excerpt.stands_for:
             raise ValueError("`memory=stream`: the model has no list of decoder layers. Set `memory=off`.")
-        step = StreamedStep(self.shape, setup, self._activations(setup), resident_layers, stream_embeddings)
         place = (resident_layers, stream_embeddings)
+        step = StreamedStep(self.shape, setup, self._activations(setup), *place, self._adapter_copies(setup))
         traced = self.tracer is not None
         return Plan(setup, self.shape, "streamed", *place, step.table(), traced=traced, parked=step.parked)
+
+    def _adapter_copies(self, setup: Setup) -> int:
+        """Bytes of the 16-bit copies in which the trainer multiplies adapters, and of their gradients in fp32."""
+        if self.tracer is None or not setup.autocast:
+            return 0
+        from hf_hybrid.phase_memory.adapters import lora_weights, plain_lora_layers
+
+        excerpt, counts = self.tracer.excerpt, []
+        for layer in decoder_layers(excerpt.model):
+            counts.append(sum(w.numel() for module in plain_lora_layers(layer) for w in lora_weights(module)))
+        return (2 + 4) * sum(counts[index] for index in excerpt.stands_for)
 
     def _activations(self, setup: Setup) -> Activations:
         return self._ask_tracer(lambda tracer: tracer.activations(setup)) or estimated_activations(self.shape, setup)

@@ -257,17 +257,21 @@ class StreamedStep:
     """
 
     def __init__(
-        self, shape: ModelShape, setup: Setup, active: Activations, resident_layers: int, stream_embeddings: bool
+        self,
+        shape: ModelShape,
+        setup: Setup,
+        active: Activations,
+        resident_layers: int,
+        stream_embeddings: bool,
+        adapter_copies: int = 0,
     ):
         self.shape, self.setup, self.active, self.per = shape, setup, active, WeightBytes(shape, setup)
+        self.adapter_copies = adapter_copies
         self.layers, self.ends, resident, self.stays, kept = shape.place(stream_embeddings, resident_layers)
         self.stream_embeddings = stream_embeddings
         # Slots are made anew after a save, when the old ones are gone: the same number at any time, and none after it.
         slot = max((self.per.packed(layer, int8=True) for layer in set(self.layers)), default=0)
         self.slots = (setup.prefetch_layers + 1 + kept) * slot
-        # Copies of adapters in which they compute, and gradients in fp32, where the trainer multiplies them itself.
-        copy = self.per.second_copy.trainable
-        self.adapters = bool(copy) * (copy + 4) * sum(layer.split()[1].trainable for layer in shape.layers)
         self.casts = max((self.per.casts(layer) for layer in set(resident)), default=0)
         """Of a resident layer that computes under autocast: those of the others come rounded."""
         # The output before the last is parked as well, though it is needed again at once.
@@ -295,7 +299,7 @@ class StreamedStep:
         if per.int8_layer is not None:  # a layer in int8 is expanded where it computes
             expanded = max((layer.frozen for layer in self.layers), default=0)
             table.add("buffers", "device", expanded * per.computed.frozen)
-        table.add("buffers", "device", self.adapters)
+        table.add("buffers", "device", self.adapter_copies)
         # Layers leave boundaries for their backward pass: on the device, or with `offload_activations` all but two.
         layers = len(self.shape.layers)
         near = min(layers, 2) if self.setup.offload_activations else layers

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import mostly_slow, tiny_model
 
 from hf_hybrid.cli import measure as measuring
 from hf_hybrid.cli.main import build_parser, main
@@ -49,7 +49,10 @@ def plans_of(layers: int, **setup):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "title", ["full, streamed", "LoRA, streamed", "full, bf16 weights, chunked loss, checkpointing auto"]
+    "title",
+    mostly_slow(
+        ["full, streamed", "LoRA, streamed", "full, bf16 weights, chunked loss, checkpointing auto"], ["full, streamed"]
+    ),
 )
 def test_the_trainer_runs_as_the_plan_says(title, monkeypatch):
     planner, plans = plans_of(10, gradient_accumulation_steps=2)

@@ -99,7 +99,7 @@ BEST = {
 """By model, with 64 GiB of host memory: device memory in GiB, and how the best full, LoRA and QLoRA training fits."""
 
 
-@pytest.mark.parametrize("name", mostly_slow(BEST, ["gpt-oss-20b"]))
+@pytest.mark.parametrize("name", mostly_slow(BEST, ["Qwen3-30B-A3B"]))
 @pytest.mark.long
 def test_the_best_of_each_kind_that_fits_is_recommended(name, tmp_path, capsys):
     by_memory, config = BEST[name]

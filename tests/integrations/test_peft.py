@@ -256,6 +256,7 @@ def test_loaders_with_persistent_workers_are_not_mixed_up(tmp_path):
     assert trainer.evaluate()["eval_loss"] == first
 
 
+@pytest.mark.slow  # leaps of adapters are asked for by name alone
 def test_adapters_leap_and_the_base_stays(tmp_path):
     model = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     base = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}

@@ -512,7 +512,7 @@ def test_layers_compile_twice_in_a_run_on_ten_kinds_of_windows(model, tmp_path):
     assert not any("_compiled_call_impl" in vars(module) for module in found.model.modules())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_layers_with_flash_attention_compile_as_often(tmp_path, monkeypatch):
     """torch's own function, with a kernel for a CPU."""
     take_varlen_on_cpu()

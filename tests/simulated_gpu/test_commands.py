@@ -52,6 +52,7 @@ def rows_of(path: Path, benchmark: str) -> list[dict]:
     return [row for row in found if row["benchmark"] == benchmark]
 
 
+@pytest.mark.slow
 def test_scenarios_run_as_on_a_real_gpu(run):
     test = str(HERE / "test_on_a_gpu.py")
     chosen = ("-k", "[registered_lora_int8]")
@@ -59,6 +60,7 @@ def test_scenarios_run_as_on_a_real_gpu(run):
     assert "3 passed" in output, output[-6000:]
 
 
+@pytest.mark.slow
 def test_the_memory_benchmark_fills_its_table(run, tmp_path):
     results = tmp_path / "results.jsonl"
     asked = ("--models", "50b", "30b-a3b", "--modes", "lora-stream-int8", "--tokens", "2048", "--results", str(results))
@@ -73,6 +75,7 @@ def test_the_memory_benchmark_fills_its_table(run, tmp_path):
     assert output.count("goal met") == 2, output
 
 
+@pytest.mark.slow
 def test_the_planning_benchmark_measures_the_allocator(run, tmp_path):
     results = tmp_path / "results.jsonl"
     asked = ("--models", "llama", "--results", str(results))

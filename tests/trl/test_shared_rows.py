@@ -565,8 +565,8 @@ def test_sharded_runs_compute_trls_rows():
     assert "`fsdp" in why
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("adapters", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", [False, True])
 def test_layers_of_policy_and_reference_compile_twice(adapters, tmp_path):
     """With a gradient and without one, in windows of other lengths; the reference of adapters is their base."""
     options = {"reference": None if adapters else True, "max_steps": 6}
