@@ -127,6 +127,9 @@ def test_over_a_streamed_base_a_training_has_the_same_bits(walk, tmp_path):
     resident = train(tmp_path, model=wide[0], **options)
     streamed = train(tmp_path, model=wide[1], memory="stream", accumulation_walk=walk, **options)
     assert part_of(streamed) is not None and streamed.memory.streams
+    plan, weights_of_adapters = streamed.memory.plan, len(moved(streamed.model))
+    planned = plan.table.get("buffers", "device") - plan.shape.buffer_bytes
+    assert planned == (2 + 4) * weights_of_adapters, "copies, and their gradients"
     assert torch.equal(moved(streamed.model), moved(resident.model))
 
 
