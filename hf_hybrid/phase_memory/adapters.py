@@ -105,23 +105,24 @@ class AdapterProducts(Part):
             vars(layer.module)["forward"] = layer.forward
 
     def after_backward(self, phase: Phase | None) -> None:
-        self.clean_up()
+        self._give_forwards_back()
         self._hand_over()
 
     def tensors_held(self) -> Sequence[Tensor]:
         return self._leaves
 
     def clean_up(self) -> None:
-        for layer in self.layers:
-            vars(layer.module).pop("forward", None)
-        for group in self._groups:
-            group.forget()
-
-    def end(self) -> None:
+        self._give_forwards_back()
         self._place([])
         for layer in self.layers:
             vars(layer).pop("group", None)
             vars(layer).pop("up", None)
+
+    def _give_forwards_back(self) -> None:
+        for layer in self.layers:
+            vars(layer.module).pop("forward", None)
+        for group in self._groups:
+            group.forget()
 
     @contextlib.contextmanager
     def computing(self) -> Generator[None]:
@@ -131,7 +132,7 @@ class AdapterProducts(Part):
         try:
             yield
         finally:
-            self.clean_up()
+            self._give_forwards_back()
             for layer, forward in zip(self.layers, before, strict=True):
                 if forward is not None:
                     vars(layer.module)["forward"] = forward

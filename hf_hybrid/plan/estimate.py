@@ -156,7 +156,9 @@ class Plan:
         if self.mode == "streamed":
             words += [f"{self.resident_layers} resident layers", f"{self.setup.prefetch_layers} fetched ahead"]
             words += ["embeddings and head streamed"] * self.stream_embeddings
-            words += ["layers updated in the backward pass"] * self.setup.update_in_backward
+            travel = self.shape.place(self.stream_embeddings, self.resident_layers).layers
+            trained = any(layer.trainable for layer in travel)
+            words += ["layers updated in the backward pass"] * (trained and self.setup.update_in_backward)
             words += ["frozen layers in int8"] * (self.setup.base_precision == "int8")
         words += ["buffers of leaps on the host"] * (self.setup.leaps and self.buffers_on_host)
         if self.mode == "shared":
