@@ -448,7 +448,8 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             self._step(beside, group, scale, masters, gradients | here, states)
         for start, buffer in beside.written():
             transfers.send(slot.buffer[start : start + len(buffer)], buffer, keep=False)
-        storage.written = transfers.send(unit.slot.buffer[: storage.packed_bytes], storage.packed, keep=False)
+        size = storage.whole_bytes  # what lies behind it is frozen
+        storage.written = transfers.send(unit.slot.buffer[:size], storage.packed[:size], keep=False)
         slot.sent = unit.slot.sent = self._written = storage.written
         beside.has_states = True
         ring.give_back(slot)

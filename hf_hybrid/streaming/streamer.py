@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_hybrid.compat import CACHES
 from hf_hybrid.machine import copy_to_device_, host_tensor
+from hf_hybrid.streaming.experts import Experts
 from hf_hybrid.streaming.transfers import Transfers
 from hf_hybrid.streaming.units import SlotPool, StreamedParameter, Unit, make_units
 
@@ -158,6 +159,9 @@ class LayerStreamer:
         self._expanded = torch.empty(expanded, dtype=torch.uint8, device=self.device)
         for unit in self.units:
             unit.storage.pack()
+            for experts in unit.storage.experts:
+                hook = functools.partial(self._on_choice, unit, experts)
+                self._undo.append(experts.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
             for module in unit.modules:
                 self._wrap(unit, module)
                 self._undo.append(module.register_state_dict_post_hook(functools.partial(self._show, unit)).remove)
@@ -325,6 +329,8 @@ class LayerStreamer:
             if unit in self.updates.in_backward and self.last_pass:
                 self.updates.before_backward(unit)
         else:
+            for experts in unit.storage.experts:
+                experts.reached = set()
             if unit in self.updates.pending:
                 self.updates.update(unit)
             if (overlay := self.overlay) is not None:
@@ -344,10 +350,35 @@ class LayerStreamer:
         if unit in self.updates.pending:
             self.updates.begin_load(unit)
         packed = unit.storage.packed
-        if unit.slot is not None and packed is not None and not unit.loaded:
-            self.transfers.load(unit.slot, packed, after=unit.storage.written)
+        if unit.slot is None or packed is None:
+            return
+        if not unit.loaded:
+            self.transfers.load(unit.slot, packed[: unit.storage.whole_bytes], after=unit.storage.written)
             unit.loaded = True
             unit.loads += 1
+            for experts in unit.storage.experts:
+                experts.here.clear()
+        for experts in unit.storage.experts:
+            self._fetch_experts(unit, experts, experts.ahead)
+
+    def _fetch_experts(self, unit: Unit, experts: Experts, wanted: set[int]) -> None:
+        slot, packed = unit.slot, unit.storage.packed
+        if slot is None or packed is None:
+            return
+        for start, stop in experts.places(wanted - experts.here):
+            self.transfers.load(slot, packed[start:stop], start=start)
+        experts.here |= wanted
+
+    def _on_choice(self, unit: Unit, experts: Experts, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Tokens have chosen their experts, which are about to compute."""
+        if (slot := unit.slot) is None:
+            return
+        wanted = experts.chosen((*args, *kwargs.values())[1])  # behind the tokens
+        experts.reached |= wanted
+        if not wanted <= experts.here:
+            self._fetch_experts(unit, experts, wanted)
+            self.transfers.wait(slot.ready)
+        experts.expand(wanted, slot.buffer, self._expanded)
 
     def _take_slot(self, unit: Unit) -> bool:
         if unit.pool is None:

@@ -16,6 +16,8 @@ of params (streamed parameters):
 - Frozen matrices of an int8 base: codes and one scale per row are copied, and expanded on the device into a second
   buffer, which all units share because one unit computes at a time. There is no master.
 
+Frozen experts of a mixture travel by their use ([`hf_hybrid.streaming.experts`]).
+
 A [`SlotPool`] assigns units to slots. `ahead + 1` slots are for the unit that computes and those fetched ahead. A unit
 stays in its slot until another needs it, and the one whose last use is longest ago goes first. A training step goes
 through the layers forwards and then backwards, so the layers that were used last are needed first: they need not come
@@ -31,7 +33,7 @@ travels needs is on its way.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_hybrid.machine import host_buffer
+from hf_hybrid.streaming.experts import Experts, frozen_experts, stacks
 from hf_hybrid.streaming.low_bit import dequantize_rows, quantize_rows
 from hf_hybrid.streaming.transfers import Event, Slot
 
@@ -120,10 +123,22 @@ class StreamedParameter:
         scales = buffer[self.scales_start : self.scales_start + 4 * self.rows]
         return scales.view(torch.float32).view(*self.parameter.shape[:-1], 1)
 
-    def expand(self, buffer: Tensor, out: Tensor, *, start: int) -> Tensor:
-        """Write the weights of an int8 parameter into the byte buffer `out` at `start`, and return them."""
+    def places(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Yield where the entries `first` to `last` of the first dimension lie in the packed buffer."""
+        share = self.parameter.numel() // len(self.parameter) * (1 if self.is_int8 else self.dtype.itemsize)
+        yield self.start + first * share, self.start + last * share
+        if self.is_int8:
+            share = 4 * self.rows // len(self.parameter)
+            yield self.scales_start + first * share, self.scales_start + last * share
+
+    def expand(self, buffer: Tensor, out: Tensor, *, start: int, rows: slice = slice(None)) -> Tensor:
+        """
+        Write the weights of an int8 parameter into the byte buffer `out` at `start`, and return them: those with these
+        indices (`rows`) of the first dimension.
+        """
         out = self.view(out, start=start)
-        return dequantize_rows(self.view(buffer, torch.int8), self.scales(buffer), out)
+        dequantize_rows(self.view(buffer, torch.int8)[rows], self.scales(buffer)[rows], out[rows])
+        return out
 
 
 class UnitStorage:
@@ -131,7 +146,8 @@ class UnitStorage:
     The host side of a unit: its params, packed. `pin` page-locks the buffer.
 
     The parameters lie on the host. With `int8` frozen matrices are held as int8. An int8 base is packed when a run
-    begins; until then, and after it, its weights are the model's own.
+    begins; until then, and after it, its weights are the model's own. The weights of `experts`, modules of frozen ones,
+    lie behind all others.
     """
 
     def __init__(
@@ -141,8 +157,13 @@ class UnitStorage:
         dtype_of: Callable[[nn.Parameter], torch.dtype],
         int8: bool = False,
         pin: bool = False,
+        experts: Iterable[nn.Module] = (),
     ):
-        self.params = [StreamedParameter(name, parameter, dtype_of(parameter)) for name, parameter in parameters]
+        params = {id(p): StreamedParameter(name, p, dtype_of(p)) for name, p in parameters}
+        of_experts = [(module, [params.pop(id(p)) for p in stacks(module) if id(p) in params]) for module in experts]
+        self.experts = [Experts(module, stacked) for module, stacked in of_experts if stacked]
+        """Which travel by their use."""
+        self.params = [*params.values(), *(param for experts in self.experts for param in experts.params)]
         self.pin, self.packed_bytes, self.expanded_bytes = pin, 0, 0
         self.written: Event = None
         """When the last copies into the packed buffer, and of what the unit's update wrote, are over."""
@@ -158,6 +179,8 @@ class UnitStorage:
                 self.packed_bytes = param.scales_start + padded(4 * param.rows)
             else:
                 self.packed_bytes += padded(param.nbytes)
+        self.whole_bytes = min((e.params[0].start for e in self.experts), default=self.packed_bytes)
+        """What always travels. The experts lie behind it."""
         self.rounded = [p for p in self.params if not p.is_int8 and p.dtype != p.parameter.dtype]
         wide = [p for p in self.rounded if p.parameter.requires_grad]
         self.wide_packing = Packing((id(p.parameter), p.parameter.shape, p.parameter.dtype) for p in wide)
@@ -199,12 +222,19 @@ class UnitStorage:
                 param.view(self.packed).copy_(param.master)
 
     def bind(self, buffer: Tensor, expanded: Tensor) -> None:
-        """Make the parameters views into `buffer`, a device copy of `packed`. int8 ones are expanded first."""
+        """
+        Make the parameters views into `buffer`, a device copy of `packed`. int8 ones are expanded first, but for those
+        of experts.
+        """
         for param in self.params:
-            if param.is_int8:
+            if not param.is_int8:
+                param.parameter.data = param.view(buffer)
+            elif param.start < self.whole_bytes:
                 param.parameter.data = param.expand(buffer, expanded, start=param.expanded_start)
             else:
-                param.parameter.data = param.view(buffer)
+                param.parameter.data = param.view(expanded, start=param.expanded_start)
+        for experts in self.experts:
+            experts.expanded.clear()
 
     def restore(self, *, for_good: bool = True) -> None:
         """
@@ -315,7 +345,8 @@ def make_units(
         return [(n, p) for n, p in own if trains or not p.requires_grad]
 
     def make(name: str, modules: list[nn.Module], own: list[tuple[str, nn.Parameter]], int8: bool) -> Unit:
-        return Unit(name, modules, UnitStorage(own, dtype_of=dtype_of, int8=int8, pin=pin))
+        experts = frozen_experts(modules)
+        return Unit(name, modules, UnitStorage(own, dtype_of=dtype_of, int8=int8, pin=pin, experts=experts))
 
     of_layers = []
     for name, module in layers:

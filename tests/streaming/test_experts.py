@@ -1,0 +1,203 @@
+"""Of frozen experts those that tokens reach travel, and nothing that a run computes changes."""
+
+import pytest
+import torch
+from conftest import assert_same_weights, config_values, hybrid_config, weights
+from peft import LoraConfig, get_peft_model
+from rig.tiny_architectures import build_model, samples
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments, set_seed
+
+from hf_hybrid import HybridTrainer
+from hf_hybrid.streaming import experts as by_use
+from hf_hybrid.streaming.experts import Experts, runs
+from hf_hybrid.streaming.streamer import LayerStreamer
+
+COUNT = 32
+OPTIONS = {"max_steps": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 0.3, "enable_predict": False}
+
+
+def base(count=COUNT):
+    set_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=count, num_experts_per_tok=2,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(config)
+
+
+def lora(model, **options):
+    torch.manual_seed(1)
+    values = {"target_modules": ["q_proj", "v_proj"], "r": 4, "init_lora_weights": False, **options}
+    return get_peft_model(model, LoraConfig(**values))
+
+
+def mixture():
+    return lora(base())
+
+
+def rows(count, words, length=24):
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(words, (count, length), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def streamed(folder, data, model, **options):
+    config = hybrid_config(folder, **{**OPTIONS, "memory": "stream", **options})
+    return HybridTrainer(model, config, train_dataset=data)
+
+
+def plain(folder, data, model):
+    options = {name: value for name, value in OPTIONS.items() if name != "enable_predict"}
+    trainer = Trainer(model, TrainingArguments(**config_values(folder, **options)), train_dataset=data)
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture
+def spoiled(monkeypatch):
+    """Slots hold NaN where nothing was copied to, whenever a unit takes one anew."""
+    fetch = LayerStreamer.fetch
+
+    def spoiling(self, unit):
+        if (unit.slot is not None or self._take_slot(unit)) and not unit.loaded:
+            unit.slot.buffer.fill_(0xFF)
+        fetch(self, unit)
+
+    monkeypatch.setattr(LayerStreamer, "fetch", spoiling)
+
+
+def assert_same_run(one, other):
+    def logged(trainer):
+        return [(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e]
+
+    assert logged(one) == logged(other)
+    assert_same_weights(weights(one.model), weights(other.model))
+
+
+@pytest.mark.parametrize("walk", ["micro_batch", "layer"])
+@pytest.mark.parametrize("words", [3, 64], ids=["few reached", "nearly all reached"])
+def test_a_run_is_that_of_trainer_with_fewer_copies(walk, words, tmp_path, spoiled, monkeypatch):
+    data = rows(16, words)
+    trainer = streamed(tmp_path, data, mixture(), accumulation_walk=walk)
+    trainer.train()
+    assert_same_run(trainer, plain(tmp_path, data, mixture()))
+    moved = trainer.memory.statistics()
+    monkeypatch.setattr(by_use, "frozen_experts", lambda modules: [])
+    monkeypatch.setattr("hf_hybrid.streaming.units.frozen_experts", lambda modules: [])
+    whole = streamed(tmp_path, data, mixture(), accumulation_walk=walk)
+    whole.train()
+    before = whole.memory.statistics()
+    assert moved["loads"] == before["loads"]
+    assert moved["bytes_in"] < (0.6 if words == 3 else 1.0) * before["bytes_in"]
+
+
+def test_experts_that_were_reached_are_fetched_ahead(tmp_path, monkeypatch):
+    """From the second step on nothing has to be waited for: the rows are the same."""
+    late = []
+    on_choice = LayerStreamer._on_choice
+
+    def noting(self, unit, experts, *args):
+        before = set(experts.here)
+        on_choice(self, unit, experts, *args)
+        late.append((trainer.state.global_step, unit.name, experts.here - before))
+
+    monkeypatch.setattr(LayerStreamer, "_on_choice", noting)
+    data = rows(2, 3) * 8
+    trainer = streamed(tmp_path, data, mixture(), max_steps=3, learning_rate=0.0, accumulation_walk="layer")
+    trainer.train()
+    assert any(fetched for step, _, fetched in late if step == 0)
+    assert not any(fetched for step, _, fetched in late if step > 0)
+
+
+def test_where_all_are_reached_the_host_does_not_ask(tmp_path, monkeypatch):
+    asked = []
+    chosen = Experts.chosen
+
+    def noting(self, choice):
+        complete = len(self.here) == self.count
+        unique = torch.Tensor.unique
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "unique", lambda t, *a, **k: asked.append(complete) or unique(t, *a, **k))
+            return chosen(self, choice)
+
+    monkeypatch.setattr(Experts, "chosen", noting)
+    trainer = streamed(tmp_path, rows(16, 64, length=100), mixture(), accumulation_walk="layer")
+    trainer.train()
+    # Two micro-batches in three layers, of the first step's forward pass: the second may find all of them there.
+    assert 3 <= len(asked) <= 6 and not any(asked)
+
+
+def test_generation_copies_a_few_experts_per_token(tmp_path):
+    trainer = streamed(tmp_path, rows(16, 64, length=100), mixture())
+    prompt = torch.arange(40)[None]
+    with trainer.memory.running():
+        streamer = trainer.memory.streamer
+        trainer.model.generate(input_ids=prompt, max_new_tokens=2, do_sample=False, pad_token_id=0)
+        before = streamer.transfers.bytes_in
+        tokens = trainer.model.generate(input_ids=prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        moved = streamer.transfers.bytes_in - before
+    everything = sum(unit.storage.packed_bytes for unit in streamer.units)
+    assert moved < 0.6 * 12 * everything
+    expected = mixture().generate(input_ids=prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    assert torch.equal(tokens, expected)
+
+
+@pytest.mark.parametrize("walk", ["micro_batch", "layer"])
+def test_an_int8_base_is_expanded_expert_by_expert(walk, tmp_path, spoiled, monkeypatch):
+    data = rows(16, 3)
+    trainer = streamed(tmp_path, data, mixture(), base_precision="int8", accumulation_walk=walk)
+    trainer.train()
+    moved = trainer.memory.statistics()["bytes_in"]
+    monkeypatch.setattr("hf_hybrid.streaming.units.frozen_experts", lambda modules: [])
+    whole = streamed(tmp_path, data, mixture(), base_precision="int8", accumulation_walk=walk)
+    whole.train()
+    assert_same_run(trainer, whole)
+    assert moved < 0.8 * whole.memory.statistics()["bytes_in"]
+
+
+def test_experts_stay_what_they_are_where_the_rest_is_trained(tmp_path, spoiled):
+    """An update writes a layer back without its experts: most of them are not in the slot."""
+
+    def build():
+        model = base(6)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".experts." not in name)
+        return model
+
+    data = rows(16, 2)
+    trainer = streamed(tmp_path, data, build())
+    assert all(unit.storage.experts and unit.trainable for unit in trainer.memory.streamer.layers)
+    trainer.train()
+    assert_same_run(trainer, plain(tmp_path, data, build()))
+
+
+def test_trained_and_adapted_experts_travel_whole(tmp_path):
+    for model in (lora(base(), target_parameters=["mlp.experts.down_proj"]), base()):
+        trainer = streamed(tmp_path, rows(4, 3), model)
+        assert not any(unit.storage.experts for unit in trainer.memory.streamer.units)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["gpt_oss", "deepseek_v3", pytest.param("nemotron_h", marks=pytest.mark.slow), "lfm2_moe"],
+)
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+def test_architectures(kind, implementation, tmp_path, spoiled):
+    def build():
+        model = build_model(kind)
+        model.set_experts_implementation(implementation)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".experts." not in name)
+        return model
+
+    data = samples(16)
+    trainer = streamed(tmp_path, data, build(), accumulation_walk="micro_batch")  # some tie their embeddings
+    assert any(unit.storage.experts for unit in trainer.memory.streamer.units)
+    trainer.train()
+    assert_same_run(trainer, plain(tmp_path, data, build()))
+
+
+def test_runs():
+    assert list(runs([])) == []
+    assert list(runs({5, 3, 4, 9})) == [(3, 6), (9, 10)]
