@@ -1,28 +1,35 @@
 """
-How many experts do the tokens of a window reach? Experts that none reaches would not have to be copied to a device.
+How many experts do the tokens of a window reach? Streamed layers copy no others, where experts are frozen.
 
-    python -m benchmarks.skips.experts_reached             # four small mixtures; ten minutes on one core
+    python -m benchmarks.skips.experts_reached             # four small mixtures; twenty minutes on one core
 
 A Qwen3-MoE of four layers, with 128 experts of which each token has 8 as in Qwen3-30B-A3B, learns modules of Python's
 standard library and sections of its language reference, in tokens of a vocabulary that is made from them. The router's
 loss, which spreads tokens over experts, is left out, or taken of all layers together, as transformers does, or of each
-layer by itself. Then windows of held-out text are computed, each of consecutive tokens. Printed are the shares of
+layer by itself. Then windows of held-out text are computed, each of consecutive rows. Printed are the shares of
 experts that get a token by layer, on average over the windows of a size, the least of all windows and layers, and the
 loss at the end of the training.
+
+Then adapters of each mixture are trained on the held-out text with streamed layers, in steps of one window. Printed are
+the bytes that layers have copied to the device after the first step, over those of whole layers: some experts are
+fetched ahead in vain, because the window before has reached them.
 """
 
 from __future__ import annotations
 
 import random
+import tempfile
 from pathlib import Path
 
 import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, set_seed
+from transformers import PrinterCallback, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback, set_seed
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter, load_balancing_loss_func
 
 from benchmarks.results import Results, command_line, provenance
 from benchmarks.texts import language_reference, standard_library
+from hf_hybrid import HybridConfig, HybridTrainer
 
 EXPERTS, WORDS, LENGTH, ROWS = 128, 4096, 128, 8
 WINDOWS = (64, 256, 512, 1024, 2048, 4096)
@@ -87,11 +94,46 @@ def reached(model: Qwen3MoeForCausalLM, tokens: torch.Tensor, window: int) -> tu
     shares = []
     for rows in tokens.split(window)[: min(MOST_WINDOWS, len(tokens) // window)]:
         chosen.clear()
-        model(input_ids=rows[None])
+        model(input_ids=rows.view(-1, min(window, LENGTH)))  # as long as the model has learnt
         shares.append([len(experts.unique()) / EXPERTS for experts in chosen])
     for hook in hooks:
         hook.remove()
     return torch.tensor(shares).mean(0).tolist(), torch.tensor(shares).min().item()
+
+
+class Copied(TrainerCallback):
+    """The bytes that travelling layers have copied to the device since the first step, over those of whole layers."""
+
+    def _now(self) -> tuple[int, int]:
+        streamer = self.trainer.memory.streamer
+        return streamer.transfers.bytes_in, sum(unit.loads * unit.storage.packed_bytes for unit in streamer.units)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self._first = self._now()
+        elif state.global_step == state.max_steps:
+            copied, whole = (last - first for first, last in zip(self._first, self._now()))
+            self.share = copied / whole
+
+
+def copied(model: Qwen3MoeForCausalLM, tokens: torch.Tensor, window: int) -> float:
+    """Train adapters, a window a step. Returns the share of bytes that is copied to the device."""
+    rows = [{"input_ids": row, "labels": row} for row in tokens.split(min(window, LENGTH)) if len(row) == LENGTH]
+    adapted = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+    clock = Copied()
+    with tempfile.TemporaryDirectory() as folder:
+        config = HybridConfig(
+            folder, memory="stream", resident_layers=0, enable_predict=False, per_device_train_batch_size=4,
+            gradient_accumulation_steps=window // LENGTH // 4, max_steps=min(9, len(rows) * LENGTH // window),
+            learning_rate=2e-4, train_sampling_strategy="sequential", save_strategy="no", report_to="none",
+            disable_tqdm=True, use_cpu=True,
+        )  # fmt: skip
+        trainer = HybridTrainer(adapted, config, train_dataset=rows, callbacks=[clock])
+        trainer.remove_callback(PrinterCallback)
+        clock.trainer = trainer
+        trainer.train()
+    adapted.unload()
+    return clock.share
 
 
 def main() -> None:
@@ -100,6 +142,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=2e-3)
     args = parser.parse_args()
     results = Results(args.results, "experts_reached", ("arm", "steps", "window"))
+    trained = Results(args.results, "experts_copied", ("arm", "steps", "window"))
     training, held_out = data()
     print(f"{len(training):,} tokens to train on, {len(held_out):,} held out", flush=True)
     for arm, steps in (("none", 0), *((arm, args.steps) for arm in FACTORS)):
@@ -111,6 +154,11 @@ def main() -> None:
             results.add({**row, "rate": args.rate, "loss": loss, "reached": shares, "least": least})
             by_layer = " ".join(f"{share:6.1%}" for share in shares)
             print(f"{arm:15} {steps:4} {window:5}  {by_layer}  {least:6.1%}  {loss or 0:.3f}", flush=True)
+        for window in (window for window in WINDOWS if window >= 4 * LENGTH):
+            share = copied(model, held_out, window)
+            row = {**provenance(torch.get_num_threads()), "arm": arm, "steps": steps, "window": window}
+            trained.add({**row, "rate": args.rate, "copied": share})
+            print(f"{arm:15} {steps:4} {window:5}  {share:6.1%} of the bytes are copied", flush=True)
 
 
 if __name__ == "__main__":

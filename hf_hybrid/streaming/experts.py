@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from hf_hybrid.compat import shards_experts
@@ -61,7 +62,8 @@ class Experts:
         """Return the experts that tokens have chosen: `choice` is `[tokens, k]`. The host waits for it if it must."""
         if len(self.here) == self.count <= choice.numel():
             return self.everyone
-        return set(choice.unique().tolist())
+        hit = torch.zeros(self.count, dtype=torch.bool, device=choice.device).scatter_(0, choice.reshape(-1), True)
+        return {expert for expert, is_hit in enumerate(hit.tolist()) if is_hit}
 
     def places(self, wanted: Iterable[int]) -> Iterator[tuple[int, int]]:
         """Yield where the bytes of experts lie in the packed buffer: beginnings and ends, of experts in a row."""

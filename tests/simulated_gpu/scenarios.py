@@ -29,7 +29,14 @@ from unittest import mock
 import pytest
 import torch
 from rig.graphs import RecordedGraph
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    TrainerCallback,
+)
 
 from hf_hybrid import HybridConfig, HybridTrainer, MemoryProfilerCallback, machine, optimizers
 from hf_hybrid.build import estimator_for
@@ -187,8 +194,8 @@ class Steps(TrainerCallback):
         return dict(most)
 
 
-def model(*, layers: int = 3, width: int = 16, seed: int = 0, **options) -> LlamaForCausalLM:
-    """A Llama without SDPA, whose kernels for CUDA the simulator does not have."""
+def model(*, layers: int = 3, width: int = 16, seed: int = 0, experts: int = 0, **options) -> PreTrainedModel:
+    """A Llama, or a mixture, without SDPA, whose kernels for CUDA the simulator does not have."""
     torch.manual_seed(seed)
     values = {
         "vocab_size": 64,
@@ -202,6 +209,9 @@ def model(*, layers: int = 3, width: int = 16, seed: int = 0, **options) -> Llam
         "attn_implementation": "eager",
         "use_cache": False,
     }
+    if experts:
+        values |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": width, "head_dim": 8}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**values, **options}))
     return LlamaForCausalLM(LlamaConfig(**{**values, **options}))
 
 
@@ -467,6 +477,10 @@ training("lora", **STREAM, lora=True)
 training("lora_bf16", **STREAM, lora=True, bf16=True, enable_predict=True, direction="none", architecture=WIDE,
          expect=TO_THE_LAST_BIT)  # fmt: skip
 training("lora_int8", **STREAM, lora=True, base_precision="int8")
+# A window reaches two thirds of the experts.
+training("lora_experts", **STREAM, lora=True, architecture={"experts": 64}, expect={"stops": 12})
+training("lora_experts_int8", **STREAM, lora=True, base_precision="int8", architecture={"experts": 64},
+         expect={"stops": 12})  # fmt: skip
 training("lora_kept", **SOME_RESIDENT, lora=True)
 training("lora_kept_int8", **SOME_RESIDENT, lora=True, base_precision="int8")
 training("saves", **STREAM, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=1)
