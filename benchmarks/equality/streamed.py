@@ -4,6 +4,7 @@ Streamed training against plain Trainer, bit for bit, on every causal language m
     python -m benchmarks.equality.streamed                      # all types, within an hour; goes on where it stopped
     python -m benchmarks.equality.streamed --walk layer         # windows layer by layer instead
     python -m benchmarks.equality.streamed --walk in_backward   # so, and each layer updated inside the backward pass
+    python -m benchmarks.equality.streamed --walk experts       # by layer, and frozen experts travel by their use
     python -m benchmarks.equality.streamed --only llama gpt2    # some types, also where they are there
 
 Each model type registered for `AutoModelForCausalLM`, and three models of images and text, are built with a tiny random
@@ -15,7 +16,8 @@ decoder layers must be refused with the error that says what was looked for. Not
 For windows layer by layer, both trainers get models without dropout, noise and tied embeddings: this walk draws random
 numbers in another order, and adds the gradients of embeddings and head in another order. It is asked for by `auto`, as
 users have it, so a type whose layers cannot be walked falls back to micro-batches; `outcome` says so. Updates inside
-the backward pass need runs without clipping.
+the backward pass need runs without clipping. For `experts` fused experts are frozen in both trainers, and types without
+any are left out.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from hf_hybrid.streaming.layers import NoLayerListError
 from hf_hybrid.streaming.walk import CannotWalkError
 
 STEPS, MICRO_BATCHES = 20, 4
-ASKED = {"micro_batch": "micro_batch", "layer": "auto", "in_backward": "auto"}
+ASKED = {"micro_batch": "micro_batch", "layer": "auto", "in_backward": "auto", "experts": "auto"}
 """By walk the value of `accumulation_walk`."""
 
 
@@ -110,7 +112,14 @@ def build(model_type: str, walk: str) -> PreTrainedModel:
                 setattr(holder, name, 0.0)
         if isinstance(holder, torch.nn.Dropout):
             holder.p = 0.0
+    for experts in fused_experts(model) if walk == "experts" else ():
+        experts.requires_grad_(False)
     return model
+
+
+def fused_experts(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The modules that hold the experts of a layer."""
+    return [module for module in model.modules() if hasattr(module, "num_experts") and hasattr(module, "has_gate")]
 
 
 def check(model_type: str, walk: str) -> Row:
@@ -119,6 +128,8 @@ def check(model_type: str, walk: str) -> Row:
     try:
         with tempfile.TemporaryDirectory() as folder:
             model, data = build(model_type, walk), samples()
+            if walk == "experts" and not fused_experts(model):
+                return {**row, "outcome": "no fused experts"}
             plain = train(Trainer(model, TrainingArguments(**arguments(folder, walk)), train_dataset=data))
     except Exception as error:
         return {**row, "outcome": "plain fails", "detail": f"{type(error).__name__}: {error}"[:200]}
@@ -129,6 +140,8 @@ def check(model_type: str, walk: str) -> Row:
                 options["out_of_memory"] = "raise"
             config = HybridConfig(**arguments(folder, walk), **options, accumulation_walk=ASKED[walk])
             trainer = HybridTrainer(build(model_type, walk), config, train_dataset=data)
+            if walk == "experts" and not any(unit.storage.experts for unit in trainer.memory.streamer.units):
+                return {**row, "outcome": "experts travel whole"}
             streamed = train(trainer)
             statistics = trainer.memory_summary()["statistics"]
         row["units"], row["loads"] = statistics["streamed_units"], statistics["loads"]

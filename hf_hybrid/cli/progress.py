@@ -63,7 +63,7 @@ class Progress(TrainerCallback):
     followed by a completion. After Ctrl-C (`interrupted`) it ends the run at the next step.
 
     Of the options that were left out (`defaulted`), `logging_steps` follows from the length of the run, and then the
-    first step has a line as well.
+    first step has a line as well. The time that is left follows from the steps after the first, which takes longer.
     """
 
     def __init__(self, trainer: Any, interrupted: threading.Event, *, defaulted: frozenset[str]):
@@ -81,6 +81,7 @@ class Progress(TrainerCallback):
             args.logging_first_step |= "logging_first_step" in self.defaulted
         self.begun = self.logged = time.monotonic()
         self.first_step, self.tokens = state.global_step, 0
+        self.second = 0.0  # when the second step began
         if state.is_world_process_zero and sys.stderr.isatty() and not args.disable_tqdm:
             options = {"total": state.max_steps, "initial": state.global_step, "dynamic_ncols": True}
             self.bar = PositionBar(position_of_run=self.trainer.run_position, leave=False, **options)
@@ -91,6 +92,7 @@ class Progress(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
+        self.second = self.second or time.monotonic()
         if self.interrupted.is_set():
             control.should_save = control.should_training_stop = True
 
@@ -98,7 +100,8 @@ class Progress(TrainerCallback):
         if not state.is_world_process_zero or not logs or "train_runtime" in logs or self.begun is None:
             return  # without a beginning it is an evaluation without a training
         clock, steps = time.monotonic(), state.global_step - self.first_step
-        seconds = (clock - self.begun) / max(steps, 1) * (state.max_steps - state.global_step)
+        took = (clock - self.second) / (steps - 1) if steps > 1 else clock - self.begun
+        seconds = took * (state.max_steps - state.global_step)
         left = tqdm.format_interval(seconds) if seconds >= 1 else ""
         tokens = logs.get("num_tokens") or 0
         rate = (tokens - self.tokens) / max(clock - self.logged, 1e-9) if tokens > self.tokens else None
