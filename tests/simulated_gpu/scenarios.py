@@ -1353,7 +1353,7 @@ SLOW = (
     "in_backward_by_micro_batch", "in_backward_eight_bit", "int8_probes_registered",
     "interrupted_after_predict", "leaps_and_saves", "leaps_bf16", "leaps_by_micro_batch", "leaps_deeper",
     "leaps_eight_bit", "leaps_ends_streamed", "leaps_gradient_memory", "leaps_host_buffers", "leaps_planned",
-    "leaps_probed", "leaps_probed_deeper", "lora_int8", "lora_kept", "lora_kept_int8", "moved_by_hand",
+    "leaps_probed", "leaps_probed_deeper", "lora_experts_int8", "lora_int8", "lora_kept", "lora_kept_int8", "moved_by_hand",
     "no_accumulation", "no_clipping", "not_fetched_ahead", "out_of_memory_leaps", "out_of_memory_resident",
     "out_of_memory_streamed", "out_of_memory_streamed_eight_bit", "parked_uneven", "profiled_resident",
     "registered_lora_int8", "rescued_rate", "resident_leaps", "resident_leaps_gradient_memory",
