@@ -173,7 +173,9 @@ def print_trainer(trainer: Any, *, by_rule: bool) -> None:
     print_fact("model", f"{name}: {count(base)} parameters in {dtype}, on {device}")
     experts = [module for module in model.modules() if hasattr(module, "has_gate")]  # as transformers marks them
     if ways := sorted({module.config._experts_implementation for module in experts}):
-        print_fact("experts", f"computed by {', '.join(ways)} (experts_implementation of transformers)")
+        by_use = trainer.memory.streams and any(unit.storage.experts for unit in trainer.memory.streamer.units)
+        way = f"computed by {', '.join(ways)} (experts_implementation of transformers)"
+        print_fact("experts", way + "; those that tokens reach are copied to the device" * by_use)
     if trained < total:
         share = trained / total
         print_fact("trained", f"{count(trained)} ({share:{'.1%' if share >= 0.001 else '.2g'}}) in adapters")

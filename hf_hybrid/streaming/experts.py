@@ -15,14 +15,15 @@ expert without tokens is not computed.
 To know what was chosen, the host waits for the router. So where the last pass reached nearly all ([`NEARLY_ALL`]), all
 are fetched ahead and nobody asks. A pass of very few tokens, as in generation, asks nevertheless.
 
-Experts that are trained travel whole, because the optimizer steps all of them, and so do those that PEFT adapts
-(`target_parameters`), because it adds to all of them.
+Adapters of experts (`target_parameters`) change nothing: what PEFT adds to an expert that no token reaches is not read
+either. Experts that are trained themselves travel whole, because the optimizer steps all of them.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +39,10 @@ NEARLY_ALL = 0.9
 
 
 class Experts:
-    """The frozen experts of one module, in the slot of their unit."""
+    """The frozen experts of one module, in the slot of their unit. `called` is that module, or its adapter."""
 
-    def __init__(self, module: nn.Module, params: list[StreamedParameter]):
-        self.module, self.params, self.count = module, params, len(params[0].parameter)
+    def __init__(self, called: nn.Module, params: list[StreamedParameter]):
+        self.called, self.params, self.count = called, params, len(params[0].parameter)
         self.reached: set[int] = set()
         """By the last forward pass, or by the one under way."""
         self.here: set[int] = set()
@@ -82,29 +83,28 @@ class Experts:
 
 def runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Yield the beginning and the end of each run of consecutive numbers."""
-    first = last = None
-    for number in sorted(numbers):
-        if number != last:
-            if first is not None:
-                yield first, last
-            first = number
-        last = number + 1
-    if first is not None:
-        yield first, last
+    for _, run in itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
+        found = [number for _, number in run]
+        yield found[0], found[-1] + 1
 
 
-def frozen_experts(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules of fused experts inside of `modules` that are frozen, and that nobody adapts."""
+def frozen_experts(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    """
+    Yield the frozen 3-D parameters of each module of fused experts inside of `modules`, with the module that is called
+    for them: the outermost adapter, or the module itself.
+    """
     inside = [module for outer in modules for module in outer.modules()]
-    adapted = {module.base_layer for module in inside if wraps_parameter(module)}
-    return [module for module in inside if stacks(module) and module not in adapted and not shards_experts(module)]
+    adapters = {module.base_layer: module for module in inside if wraps_parameter(module)}
+    for module in inside:
+        if stacks := _stacks(module):
+            while module in adapters:
+                module = adapters[module]
+            yield module, stacks
 
 
-def stacks(module: nn.Module) -> list[nn.Parameter]:
-    """Return the frozen 3-D parameters of a module of fused experts; none if it is something else."""
-    if not all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "num_experts")):
-        return []
+def _stacks(module: Any) -> list[nn.Parameter]:
+    known = all(hasattr(module, name) for name in ("has_gate", "is_transposed", "num_experts"))  # as transformers marks
     own = list(module.parameters(recurse=False))
-    if any(parameter.requires_grad for parameter in own):
+    if not known or shards_experts(module) or any(parameter.requires_grad for parameter in own):
         return []
     return [parameter for parameter in own if parameter.ndim == 3 and len(parameter) == module.num_experts]

@@ -113,6 +113,8 @@ class LayerStreamer:
         self.walk: LayerWalk | None = None
         """Set while a window is walked layer by layer: it then runs the layers."""
         self.updates = Updates()
+        self.bytes_spared = 0
+        """Of experts that were not copied, because no token reached them."""
         self.last_pass = False
         """Whether the pass under way completes the gradients of its step."""
         self.overlay: Callable[[nn.Parameter], Tensor | None] | None = None
@@ -161,7 +163,7 @@ class LayerStreamer:
             unit.storage.pack()
             for experts in unit.storage.experts:
                 hook = functools.partial(self._on_choice, unit, experts)
-                self._undo.append(experts.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                self._undo.append(experts.called.register_forward_pre_hook(hook, with_kwargs=True).remove)
             for module in unit.modules:
                 self._wrap(unit, module)
                 self._undo.append(module.register_state_dict_post_hook(functools.partial(self._show, unit)).remove)
@@ -356,6 +358,7 @@ class LayerStreamer:
             self.transfers.load(unit.slot, packed[: unit.storage.whole_bytes], after=unit.storage.written)
             unit.loaded = True
             unit.loads += 1
+            self.bytes_spared += unit.storage.packed_bytes - unit.storage.whole_bytes
             for experts in unit.storage.experts:
                 experts.here.clear()
         for experts in unit.storage.experts:
@@ -367,6 +370,7 @@ class LayerStreamer:
             return
         for start, stop in experts.places(wanted - experts.here):
             self.transfers.load(slot, packed[start:stop], start=start)
+            self.bytes_spared -= stop - start
         experts.here |= wanted
 
     def _on_choice(self, unit: Unit, experts: Experts, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -454,11 +458,12 @@ class LayerStreamer:
         return parameter if param is None or param.host_weights is None else param.host_weights
 
     def statistics(self) -> dict:
-        """Loads, and bytes each way."""
+        """Loads, bytes each way, and those of experts that were not copied."""
         return {
             "loads": sum(unit.loads for unit in self.units),
             "bytes_in": self.transfers.bytes_in,
             "bytes_out": self.transfers.bytes_out,
+            "bytes_spared": self.bytes_spared,
             "streamed_units": sum(not unit.resident for unit in self.units),
             "resident_units": sum(unit.resident for unit in self.units),
             "kept_units": self.kept,

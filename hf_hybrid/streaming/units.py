@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_hybrid.machine import host_buffer
-from hf_hybrid.streaming.experts import Experts, frozen_experts, stacks
+from hf_hybrid.streaming.experts import Experts, frozen_experts
 from hf_hybrid.streaming.low_bit import dequantize_rows, quantize_rows
 from hf_hybrid.streaming.transfers import Event, Slot
 
@@ -146,8 +146,8 @@ class UnitStorage:
     The host side of a unit: its params, packed. `pin` page-locks the buffer.
 
     The parameters lie on the host. With `int8` frozen matrices are held as int8. An int8 base is packed when a run
-    begins; until then, and after it, its weights are the model's own. The weights of `experts`, modules of frozen ones,
-    lie behind all others.
+    begins; until then, and after it, its weights are the model's own. The weights of `experts`, frozen ones and the
+    modules that are called for them, lie behind all others.
     """
 
     def __init__(
@@ -157,11 +157,11 @@ class UnitStorage:
         dtype_of: Callable[[nn.Parameter], torch.dtype],
         int8: bool = False,
         pin: bool = False,
-        experts: Iterable[nn.Module] = (),
+        experts: Iterable[tuple[nn.Module, list[nn.Parameter]]] = (),
     ):
         params = {id(p): StreamedParameter(name, p, dtype_of(p)) for name, p in parameters}
-        of_experts = [(module, [params.pop(id(p)) for p in stacks(module) if id(p) in params]) for module in experts]
-        self.experts = [Experts(module, stacked) for module, stacked in of_experts if stacked]
+        of_experts = [(called, [params.pop(id(p)) for p in stacks if id(p) in params]) for called, stacks in experts]
+        self.experts = [Experts(called, stacks) for called, stacks in of_experts if stacks]
         """Which travel by their use."""
         self.params = [*params.values(), *(param for experts in self.experts for param in experts.params)]
         self.pin, self.packed_bytes, self.expanded_bytes = pin, 0, 0
