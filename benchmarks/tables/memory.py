@@ -71,6 +71,19 @@ def memory_equality() -> str:
     return markdown(["types", "micro-batch walk", "layer walk", "updated in the backward pass"], rows)
 
 
+@table("experts-copied")
+def experts_copied() -> str:
+    reached, copied = (results("skips", f"experts_{what}", "arm", "steps", "window") for what in ("reached", "copied"))
+    losses = {"none": "none", "together": "of all layers together, 0.01 (transformers)"}
+    losses |= {f"by layer, {factor}": f"of each layer, {factor}" for factor in (0.001, 0.01)}
+    windows, rows = (512, 2048, 4096), []
+    for arm, words in losses.items():
+        found = [{"arm": arm, "steps": 400, "window": window} for window in windows]
+        shares = [(statistics.mean(reached.get(**key)["reached"]), copied.get(**key)["copied"]) for key in found]
+        rows.append([words, *(f"{share:.0%}, {of_bytes:.0%}" for share, of_bytes in shares)])
+    return markdown(["router's loss", *(f"{window:,} tokens" for window in windows)], rows)
+
+
 @table("memory-architectures")
 def memory_architectures() -> str:
     rows = results("equality", "architectures", "model_type").rows()
