@@ -357,6 +357,9 @@ training("in_backward", **STREAM, **IN_BACKWARD, tied=False, expect=TO_THE_LAST_
 training("in_backward_eight_bit", **STREAM, **IN_BACKWARD, optimizer_states="8bit", architecture=WIDE, tied=False,
          expect=AS_RESIDENT | ROUNDED_STATES)  # fmt: skip
 training("in_backward_alone", **STREAM, **IN_BACKWARD, gradient_accumulation_steps=1, plan_values=ENDS)
+# The third layer of the first backward pass is there already: nothing comes that would wait for the first to leave.
+training("in_backward_far_ahead", **STREAM, **IN_BACKWARD, plan_values={"prefetch_layers": 2},
+         architecture={"layers": 5})  # fmt: skip
 training("in_backward_by_micro_batch", **STREAM, **IN_BACKWARD, accumulation_walk="micro_batch", **MORE)
 training("fetched_far_ahead", **STREAM, plan_values={"prefetch_layers": 3}, architecture={"layers": 5})
 training("not_fetched_ahead", **STREAM, plan_values={"prefetch_layers": 0})
