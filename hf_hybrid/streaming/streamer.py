@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_hybrid.compat import CACHES
 from hf_hybrid.machine import copy_to_device_, host_tensor
+from hf_hybrid.streaming.layers import save_packed_weights
 from hf_hybrid.streaming.transfers import Transfers
 from hf_hybrid.streaming.units import SlotPool, StreamedParameter, Unit, make_units
 
@@ -160,6 +161,7 @@ class LayerStreamer:
             unit.storage.pack()
             for module in unit.modules:
                 self._wrap(unit, module)
+                self._undo += save_packed_weights(module)
                 self._undo.append(module.register_state_dict_post_hook(functools.partial(self._show, unit)).remove)
             for param in unit.storage.params:
                 param.parameter.data = self._placeholder(param)

@@ -330,6 +330,20 @@ def scenario(**expect) -> Callable:
     return add
 
 
+def packed(base: torch.nn.Module) -> torch.nn.Module:
+    """The same model, whose layers hold their matrices in 4 bits."""
+    import bitsandbytes
+
+    for parent in [part for layer in base.model.layers for part in (layer.self_attn, layer.mlp)]:
+        for name, old in list(parent.named_children()):
+            if isinstance(old, torch.nn.Linear):
+                sizes = old.in_features, old.out_features
+                new = bitsandbytes.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+                new.weight = bitsandbytes.nn.Params4bit(old.weight.data, False, quant_type="nf4", module=new)
+                setattr(parent, name, new.to("cpu"))
+    return base
+
+
 # Streamed layers. On the host, the optimizer of a streamed layer computes as on the CPU. In bf16, autocast rounds other
 # operations on a GPU than on a CPU, so that a resident training on the device is what a streamed one must equal.
 
@@ -469,6 +483,19 @@ training("lora", **STREAM, lora=True)
 # With phases, so that adapters are multiplied by the trainer and not by PEFT.
 training("lora_bf16", **STREAM, lora=True, bf16=True, enable_predict=True, direction="none", architecture=WIDE,
          expect=TO_THE_LAST_BIT)  # fmt: skip
+
+
+@scenario()
+def lora_four_bits(place: Place) -> dict[str, Tensor]:
+    """The backward pass of a layer in 4 bits begins with a product that reads nothing but the weights."""
+    options = STREAM if place.on_device else {}
+    made = adapted(packed(model(layers=4, width=64)))
+    trainer = trainer_of(place, made, **options, **({"accumulation_walk": "micro_batch"} if options else {}))
+    with place.counted(trainer):
+        trainer.train()
+    return {name: weight for name, weight in weights_of(trainer).items() if "lora" in name}
+
+
 training("lora_int8", **STREAM, lora=True, base_precision="int8")
 training("lora_kept", **SOME_RESIDENT, lora=True)
 training("lora_kept_int8", **SOME_RESIDENT, lora=True, base_precision="int8")
