@@ -485,7 +485,7 @@ training("lora_bf16", **STREAM, lora=True, bf16=True, enable_predict=True, direc
          expect=TO_THE_LAST_BIT)  # fmt: skip
 
 
-@scenario()
+@scenario(left=64)  # the 16 values of a code
 def lora_four_bits(place: Place) -> dict[str, Tensor]:
     """The backward pass of a layer in 4 bits begins with a product that reads nothing but the weights."""
     options = STREAM if place.on_device else {}
