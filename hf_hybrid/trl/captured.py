@@ -215,13 +215,12 @@ class HostReads(TorchDispatchMode):
     @staticmethod
     def _from_host(op: Any, args: Sequence[Any], result: Any) -> bool:
         """Whether values come from the host. The memory that a replay would copy them from is gone by then."""
-        if not isinstance(result, Tensor) or result.device.type == "cpu":
-            return False
         copied: Sequence[Any] = args if op in (aten._to_copy.default, aten.copy_.default) else ()
         if op in INDEXING:
             copied = args[1] if _fills(args) else (*args[1], *args[2:])
         made = op is aten.lift_fresh.default  # by `torch.tensor(values, device=...)`
-        return made or any(isinstance(value, Tensor) and value.device.type == "cpu" for value in copied)
+        comes = made or any(isinstance(value, Tensor) and value.device.type == "cpu" for value in copied)
+        return comes and isinstance(result, Tensor) and result.device.type != "cpu"
 
 
 def _is_mask(index: Tensor | None) -> bool:

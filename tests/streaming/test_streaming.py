@@ -663,6 +663,16 @@ def test_a_second_pass_inside_a_window(prefetch, tmp_path, train_set):
     assert_same_run(streamed, plain)
 
 
+def test_micro_batches_compute_on_the_stream_of_the_walk(tmp_path, train_set, monkeypatch):
+    """A thread begins with the default stream: work of a model between its layers would not wait for the layers."""
+    entered = []
+    monkeypatch.setattr("hf_hybrid.streaming.walk.copies_beside", lambda device: True)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"of thread {threading.get_ident()}")
+    monkeypatch.setattr(torch.accelerator, "set_stream", entered.append)
+    make_streamed(tmp_path, train_set, max_steps=1).train()
+    assert entered == [f"of thread {threading.get_ident()}"] * OPTIONS["gradient_accumulation_steps"]
+
+
 def test_a_micro_batch_that_fails_at_once_ends_the_walk(monkeypatch):
     """Also while its thread has not quite ended."""
     run = _MicroBatch.run
