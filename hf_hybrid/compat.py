@@ -73,6 +73,12 @@ def shards_experts(experts: Any) -> bool:
     return bool(getattr(experts, "_is_expert_parallel", False))
 
 
+def configs_of_layers(config: Any) -> list[Any]:
+    """Return the config of each layer. 5.23: layers may differ, and the config of the model has no answer then."""
+    differ = getattr(config, "per_layer_attributes", None)
+    return [config.per_layer_config[n] if differ else config for n in range(config.num_hidden_layers)]
+
+
 def checkpointing_option() -> str:
     """
     Return the name of activation checkpointing in `TrainingArguments` and in the methods of a model.

@@ -231,22 +231,26 @@ class Layout:
         return tensor[(slice(None),) * dim + (self.keys,)] if gathers else tensor
 
     def flashes(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Whether one call of flash attention can do it: on a GPU that has it, in 16 bits, with heads of one size."""
-        same_size = query.shape[-1] == key.shape[-1] == value.shape[-1] <= MOST_HEAD_SIZE
-        return self.on_flash and query.dtype in FLASH_DTYPES and same_size
+        """Whether one call of flash attention can do it: on a GPU that has it, in 16 bits, with heads that fit."""
+        fits = value.shape[-1] <= query.shape[-1] == key.shape[-1] <= MOST_HEAD_SIZE
+        return self.on_flash and query.dtype in FLASH_DTYPES and fits
 
     def in_one_call(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
-        """Return the outputs of all segments, `[1, slots, heads, size]`, by one call of `varlen_attn`."""
+        """
+        Return the outputs of all segments, `[1, slots, heads, size]`, by one call of `varlen_attn`. It takes heads of
+        one size, a multiple of 8: others get zeros at their end, which change no score and are no output.
+        """
         from torch.nn.attention import varlen
 
-        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        size, of_values = -(-query.shape[-1] // 8) * 8, value.shape[-1]
+        query, key, value = (_widened(tensor[0].transpose(0, 1), size) for tensor in (query, key, value))
         keys, values = self.gather(key, 0), self.gather(value, 0)
         output: Any = varlen.varlen_attn(
             query, keys, values, self.of_queries, self.of_keys, self.most_queries, self.most_keys,
             scale=scaling, window_size=(-1 if window is None else window - 1, 0),
             **(self.for_fewer_heads if query.shape[1] != key.shape[1] else {}),
         )  # fmt: skip
-        return output[None]
+        return output[None, ..., :of_values]
 
     # By flex attention.
 
@@ -338,6 +342,11 @@ class Layout:
                 hidden, float("-inf")
             )
         return self._masks[known]
+
+
+def _widened(heads: Tensor, size: int) -> Tensor:
+    """Return heads `[slots, heads, any size]` with zeros at their end, if they are smaller."""
+    return heads if heads.shape[-1] == size else F.pad(heads, (0, size - heads.shape[-1]))
 
 
 def spans_of(segment: Segment) -> list[slice]:

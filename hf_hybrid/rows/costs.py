@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from hf_hybrid.compat import configs_of_layers
 from hf_hybrid.rows.tree import Batch, Tree
 from hf_hybrid.streaming.layers import base_model
 
@@ -56,10 +57,9 @@ class Costs(NamedTuple):
                 packed = getattr(parameter, "quant_state", None) or parameter  # two weights in a byte
                 count = math.prod(packed.shape) * (_share_of_experts(config) if ".experts." in name else 1.0)
                 weights, trained = weights + count, trained + count * parameter.requires_grad
-        heads, layers = getattr(config, "num_attention_heads", 0), config.num_hidden_layers
-        size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
-        passes = 2.0 + trained / weights
-        return cls(2.0 * weights, 4.0 * layers * heads * size, 2.0 * max(tables.values()), layers, passes)
+        layers, passes = config.num_hidden_layers, 2.0 + trained / weights
+        widths = sum(map(_width_of_attention, configs_of_layers(config)))
+        return cls(2.0 * weights, 4.0 * widths, 2.0 * max(tables.values()), layers, passes)
 
     def padded(self, batch: Batch, *, compact: bool) -> float:
         """Return the operations of a padded batch, whose head scores every token unless it is `compact`."""
@@ -78,6 +78,12 @@ class Costs(NamedTuple):
     def _layers(self, tree: Tree) -> float:
         """Return the operations of a tree without the head."""
         return tree.size * self.token + sum(segment.pairs for segment in tree.segments) * self.pair
+
+
+def _width_of_attention(config: Any) -> int:
+    """Return heads times their size."""
+    heads = getattr(config, "num_attention_heads", 0)
+    return heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
 
 
 def _share_of_experts(config: Any) -> float:

@@ -8,10 +8,12 @@ parameters is the list of its layers. Embeddings and head are what the model its
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_hybrid.optimizers import text_config
 
@@ -135,3 +137,46 @@ def working_dtypes(model: nn.Module, bf16: bool) -> Callable[[nn.Parameter], tor
     """Under bf16 autocast a linear layer rounds its fp32 weights anyway: they travel rounded, at half the bytes."""
     rounded = rounded_by_autocast(model) if bf16 else ()
     return lambda parameter: torch.bfloat16 if id(parameter) in rounded else parameter.dtype
+
+
+# Weights in 4 bits.
+
+
+class _PackedProduct(torch.autograd.Function):
+    """
+    What a `Linear4bit` of bitsandbytes computes. Its own function keeps the memory that the weights were in, which
+    another layer may have by the backward pass. Here autograd saves them, so that they are back when they are asked
+    for, as all other weights of a layer that is recomputed.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, layer):
+        output = type(layer).forward(layer, x)
+        ctx.save_for_backward(weight)
+        ctx.state, ctx.dtypes = weight.quant_state, (x.dtype, layer.compute_dtype or x.dtype)
+        return output
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        from bitsandbytes.functional import dequantize_4bit
+
+        (weight,), (dtype, computed) = ctx.saved_tensors, ctx.dtypes
+        gradient = grad_outputs[0].to(computed)
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        of_input = gradient @ dequantize_4bit(weight, ctx.state).to(computed) if ctx.needs_input_grad[0] else None
+        return None if of_input is None else of_input.to(dtype), None, of_bias, None
+
+
+def save_packed_weights(module: nn.Module) -> list[Callable[[], Any]]:
+    """Let the 4-bit layers of a module compute by [`_PackedProduct`]. Return what undoes that."""
+    undo: list[Callable[[], Any]] = []
+    for layer in module.modules():
+        packed = getattr(layer._parameters.get("weight"), "quant_state", None) is not None
+        if packed and "forward" not in vars(layer):
+            vars(layer)["forward"] = functools.partial(_packed_forward, layer)
+            undo.append(functools.partial(vars(layer).pop, "forward"))
+    return undo
+
+
+def _packed_forward(layer: Any, x: Tensor) -> Tensor:
+    return _PackedProduct.apply(x, layer.weight, layer.bias, layer)

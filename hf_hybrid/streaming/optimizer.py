@@ -407,7 +407,8 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         slot = self._ring.take(beside.size)
         if slot is not None:
             self._coming[unit] = slot
-            for place, buffer, after in beside.needed():
+            # A first update inside the backward pass makes its states: it waits until what lay in their place has left.
+            for place, buffer, after in beside.needed() or [(0, slot.buffer[:0], None)]:
                 transfers.load(slot, buffer, start=place, after=after)
 
     def before_backward(self, unit: Unit) -> None:

@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_hybrid.compat import CACHES
 from hf_hybrid.machine import copy_to_device_, host_tensor
 from hf_hybrid.streaming.experts import Experts
+from hf_hybrid.streaming.layers import save_packed_weights
 from hf_hybrid.streaming.transfers import Transfers
 from hf_hybrid.streaming.units import SlotPool, StreamedParameter, Unit, make_units
 
@@ -166,6 +167,7 @@ class LayerStreamer:
                 self._undo.append(experts.called.register_forward_pre_hook(hook, with_kwargs=True).remove)
             for module in unit.modules:
                 self._wrap(unit, module)
+                self._undo += save_packed_weights(module)
                 self._undo.append(module.register_state_dict_post_hook(functools.partial(self._show, unit)).remove)
             for param in unit.storage.params:
                 param.parameter.data = self._placeholder(param)

@@ -48,6 +48,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_hybrid.machine import copies_beside
 from hf_hybrid.run.run import RandomStates
 from hf_hybrid.streaming.streamer import LayerStreamer, autocast_now
 from hf_hybrid.streaming.transfers import Event, HostBuffers, Transfers
@@ -135,7 +136,7 @@ class _MicroBatch(threading.Thread):
 
     def __init__(self, function: Callable[[], Any], device: torch.device):
         super().__init__(daemon=True)
-        self.function, self.device = function, device
+        self.function = function
         self.calls: list[_Call] = []
         self.waiting_for: Unit | None = None
         self.result: Any = None
@@ -149,6 +150,7 @@ class _MicroBatch(threading.Thread):
         self._turn, self._parked = threading.Semaphore(0), threading.Semaphore(0)
         self._context = contextvars.copy_context()
         self._threads = torch.get_num_threads()
+        self._stream = torch.accelerator.current_stream(device) if copies_beside(device) else None
 
     def advance(self) -> None:
         """Let the micro-batch run until it waits at a layer or is done."""
@@ -162,8 +164,8 @@ class _MicroBatch(threading.Thread):
     def run(self) -> None:
         self._turn.acquire()
         torch.set_num_threads(self._threads)
-        if self.device.type != "cpu" and self.device.index is not None:
-            torch.accelerator.set_device_index(self.device.index)  # every thread begins with the first device
+        if self._stream is not None:
+            torch.accelerator.set_stream(self._stream)  # every thread begins with the first device, and its default one
         try:
             if not self.abandoned:
                 self.result = self._context.run(self.function)

@@ -114,6 +114,27 @@ def test_one_call_with_as_many_heads_of_keys(version, monkeypatch):
     assert torch.allclose(found, by_rows(tree, query, key, value, None), atol=1e-12)
 
 
+@pytest.mark.parametrize(("size", "of_values"), [(SIZE, 4), (10, 10), (12, 5)])
+def test_heads_of_other_sizes_in_one_call(size, of_values, monkeypatch):
+    """Of values that are narrower than keys (DeepSeek), and of no multiple of 8."""
+    given = []
+
+    def watched(*heads, **options):
+        given.extend(tensor.shape[-1] for tensor in heads[:3])
+        return TWINS["2.12"](*heads, **options)
+
+    monkeypatch.setattr(varlen, "varlen_attn", watched)
+    tree = tree_of("agent")
+    query, key = (torch.randn(1, HEADS, tree.size, size, dtype=torch.float64) for _ in range(2))
+    value, layout = torch.randn(1, HEADS, tree.size, of_values, dtype=torch.float64), layout_of(tree)
+    found = layout.in_one_call(query, key, value, 0.3, None)
+    assert torch.allclose(found, layout.by_segment(query, key, value, 0.3, None, 0.0), atol=1e-12)
+    assert given == 3 * [-(-size // 8) * 8]
+    layout.on_flash = True
+    half = [tensor.bfloat16() for tensor in (query, key, value)]
+    assert layout.flashes(*half) and not layout.flashes(half[0], half[1][..., : size - 1], half[2])
+
+
 def test_without_segments_the_models_own_attention_computes():
     tree = tree_of("system", 2)
     query, key, value = (t.expand(1, HEADS, -1, -1).contiguous() if t.shape[1] == HEADS else t for t in tensors(tree))

@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from rig import trainers, with_eyes
 from rig.sft_rows import KINDS, WORDS, Text, pad, row
 from rig.strict import SavingIsOffError
+from rig.tiny_architectures import build_model as tiny
 from rig.varlen import take_varlen_on_cpu
 from torch._dynamo.utils import counters
 from transformers import (
@@ -715,6 +716,15 @@ def test_weights_in_four_bits_cost_as_much_as_others_and_experts_only_where_they
     weights = sum(p.numel() for n, p in build("qwen3_moe").named_parameters() if ".experts." in n)
     assert all_of_them.token - few.token == 2 * weights * 3 / 4 > 0
     assert few.passes == 3 and 2 < costs.Costs.of(lora()).passes < 2.5  # of frozen weights nobody needs the gradient
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="layers do not differ in size")
+def test_layers_with_heads_of_different_sizes():
+    """Their config does not say which the model has."""
+    model = tiny("gemma4_text")
+    sizes = [layer.self_attn.head_dim for layer in model.model.layers]
+    assert len(set(sizes)) > 1
+    assert costs.Costs.of(model).pair == 4 * model.config.num_attention_heads * sum(sizes)
 
 
 def on_a_gpu(shape):

@@ -340,6 +340,20 @@ def scenario(**expect) -> Callable:
     return add
 
 
+def packed(base: torch.nn.Module) -> torch.nn.Module:
+    """The same model, whose layers hold their matrices in 4 bits."""
+    import bitsandbytes
+
+    for parent in [part for layer in base.model.layers for part in (layer.self_attn, layer.mlp)]:
+        for name, old in list(parent.named_children()):
+            if isinstance(old, torch.nn.Linear):
+                sizes = old.in_features, old.out_features
+                new = bitsandbytes.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+                new.weight = bitsandbytes.nn.Params4bit(old.weight.data, False, quant_type="nf4", module=new)
+                setattr(parent, name, new.to("cpu"))
+    return base
+
+
 # Streamed layers. On the host, the optimizer of a streamed layer computes as on the CPU. In bf16, autocast rounds other
 # operations on a GPU than on a CPU, so that a resident training on the device is what a streamed one must equal.
 
@@ -367,6 +381,9 @@ training("in_backward", **STREAM, **IN_BACKWARD, tied=False, expect=TO_THE_LAST_
 training("in_backward_eight_bit", **STREAM, **IN_BACKWARD, optimizer_states="8bit", architecture=WIDE, tied=False,
          expect=AS_RESIDENT | ROUNDED_STATES)  # fmt: skip
 training("in_backward_alone", **STREAM, **IN_BACKWARD, gradient_accumulation_steps=1, plan_values=ENDS)
+# The third layer of the first backward pass is there already: nothing comes that would wait for the first to leave.
+training("in_backward_far_ahead", **STREAM, **IN_BACKWARD, plan_values={"prefetch_layers": 2},
+         architecture={"layers": 5})  # fmt: skip
 training("in_backward_by_micro_batch", **STREAM, **IN_BACKWARD, accumulation_walk="micro_batch", **MORE)
 training("fetched_far_ahead", **STREAM, plan_values={"prefetch_layers": 3}, architecture={"layers": 5})
 training("not_fetched_ahead", **STREAM, plan_values={"prefetch_layers": 0})
@@ -476,6 +493,19 @@ training("lora", **STREAM, lora=True)
 # With phases, so that adapters are multiplied by the trainer and not by PEFT.
 training("lora_bf16", **STREAM, lora=True, bf16=True, enable_predict=True, direction="none", architecture=WIDE,
          expect=TO_THE_LAST_BIT)  # fmt: skip
+
+
+@scenario(left=64)  # the 16 values of a code
+def lora_four_bits(place: Place) -> dict[str, Tensor]:
+    """The backward pass of a layer in 4 bits begins with a product that reads nothing but the weights."""
+    options = STREAM if place.on_device else {}
+    made = adapted(packed(model(layers=4, width=64)))
+    trainer = trainer_of(place, made, **options, **({"accumulation_walk": "micro_batch"} if options else {}))
+    with place.counted(trainer):
+        trainer.train()
+    return {name: weight for name, weight in weights_of(trainer).items() if "lora" in name}
+
+
 training("lora_int8", **STREAM, lora=True, base_precision="int8")
 # A window reaches two thirds of the experts.
 training("lora_experts", **STREAM, lora=True, architecture={"experts": 64}, expect={"stops": 12})

@@ -339,6 +339,14 @@ ONLY_ELSEWHERE = {
     "streaming/streamer.py: param.gradient = host_tensor(master.shape, master.dtype, pin=self.transfers.beside)": (
         "a streamer without an optimizer, which makes room for gradients before the first step"
     ),
+    **dict.fromkeys(
+        (
+            "trl/captured.py: has_kernel = device.type == 'cuda' and torch.cuda.get_device_capability(device)[0] in "
+            "(9, 10)",
+            "trl/captured.py: return device.type != 'cpu' and (not (has_kernel and in_bf16))",
+        ),
+        "products in groups (tests/trl/test_captured.py)",
+    ),
 }
 """Device-dependent lines that the simulated device cannot enter, each with where it is entered."""
 NOT_HERE = ("has no streams", "needs a device with streams")

@@ -376,11 +376,19 @@ def quantised(kind):
     return lora(model)
 
 
-@pytest.mark.parametrize("walk", ["micro_batch", "layer"])
-def test_lora_over_a_4bit_base(walk, tmp_path, train_set):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulation_walk": "micro_batch"},
+        {"accumulation_walk": "layer"},
+        # One slot: a layer's weights come when its backward pass asks for the first tensor that autograd saved.
+        {"accumulation_walk": "micro_batch", "prefetch_layers": 0},
+    ],
+)
+def test_lora_over_a_4bit_base(options, tmp_path, train_set):
     """The packed bytes travel."""
     plain = train_plain(tmp_path, train_set, quantised("nf4"), max_steps=4)
-    trainer = make_streamed(tmp_path, train_set, quantised("nf4"), max_steps=4, accumulation_walk=walk)
+    trainer = make_streamed(tmp_path, train_set, quantised("nf4"), max_steps=4, **options)
     trainer.train()
     params = [param for unit in trainer.memory.streamer.units for param in unit.storage.params]
     assert sum(param.nbytes for param in params if param.dtype == torch.uint8) > 0.9 * sum(p.nbytes for p in params)
@@ -653,6 +661,16 @@ def test_a_second_pass_inside_a_window(prefetch, tmp_path, train_set):
     plain.train()
     streamed.train()
     assert_same_run(streamed, plain)
+
+
+def test_micro_batches_compute_on_the_stream_of_the_walk(tmp_path, train_set, monkeypatch):
+    """A thread begins with the default stream: work of a model between its layers would not wait for the layers."""
+    entered = []
+    monkeypatch.setattr("hf_hybrid.streaming.walk.copies_beside", lambda device: True)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"of thread {threading.get_ident()}")
+    monkeypatch.setattr(torch.accelerator, "set_stream", entered.append)
+    make_streamed(tmp_path, train_set, max_steps=1).train()
+    assert entered == [f"of thread {threading.get_ident()}"] * OPTIONS["gradient_accumulation_steps"]
 
 
 def test_a_micro_batch_that_fails_at_once_ends_the_walk(monkeypatch):

@@ -4,6 +4,7 @@ Completions by captured passes: those of `generate`, with the generator left in 
 On this CPU a graph repeats recorded operations (rig/graphs.py): what Python would do otherwise at a replay is not done.
 """
 
+import contextlib
 import functools
 import itertools
 
@@ -40,7 +41,7 @@ from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
 from hf_hybrid.trl import captured, decoding  # noqa: E402
-from hf_hybrid.trl.captured import Buffers, Look, drawn  # noqa: E402
+from hf_hybrid.trl.captured import Buffers, HostReads, Look, PlainRolloutsError, drawn  # noqa: E402
 from hf_hybrid.trl.decoding import Decoding, adapters_of, why_plain_model  # noqa: E402
 from hf_hybrid.trl.rl import SAMPLER  # noqa: E402
 
@@ -405,6 +406,39 @@ def test_a_pass_that_reads_on_the_host(name, called):
     rows, inputs = batch([5, 9])
     completed(reading, rows, inputs, config(), decoding)
     assert called["capture"] == 1  # and is not tried again
+
+
+HERE = torch.ones(3)
+COPIED = {
+    "a copy": lambda there: HERE.to(there.device),
+    "into a tensor": lambda there: there.copy_(HERE),
+    "places": lambda there: there[torch.tensor([0, 1])],
+    "a number at places": lambda there: there.index_put_((there.long(),), torch.tensor(2.0)),
+    "a new tensor": lambda there: torch.ops.aten.lift_fresh(there),  # what `torch.tensor` calls at its end
+}
+READ = {
+    "by a mask": lambda there: there.index_put_((there > 0,), torch.ones_like(there[:1])),
+    "ends of groups": lambda there: torch._grouped_mm(
+        *(there.new_empty(*shape, 8, 8, dtype=torch.bfloat16) for shape in ((), (2,))), offs=there[:2].int()
+    ),
+}
+NEITHER = {
+    "a factor": lambda there: there * torch.tensor(2.0),
+    "filled": lambda there: torch.full_like(there, 2.0) + torch.arange(3, device=there.device),
+    "filled by a mask": lambda there: there.index_put_((there > 0,), torch.tensor(2.0)),
+    "places of the device": lambda there: there[there.long()],
+}
+
+
+@pytest.mark.parametrize("name", [*COPIED, *READ, *NEITHER])
+def test_what_the_host_gives_or_reads(name):
+    """Torch's device without values stands for one that captures."""
+    there, check = torch.ones(3, device="meta"), contextlib.nullcontext()
+    for what, cases in {"copies values from": COPIED, "reads values on": READ}.items():
+        if name in cases:
+            check = pytest.raises(PlainRolloutsError, match=what)
+    with check, HostReads():
+        (COPIED | READ | NEITHER)[name](there)
 
 
 def test_buffers_that_do_not_fit(monkeypatch):
