@@ -96,7 +96,7 @@ def embeddings_and_head(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
 
 def rounded_by_autocast(model: nn.Module) -> set[int]:
     """Ids of fp32 parameters that bf16 autocast always rounds: of linear layers, unless others read them too."""
-    readers = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    readers: list[nn.Module] = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     readers += [base for m in model.modules() if (base := _base_that_is_read(m)) is not None]
     read = {id(p) for m in readers for p in m.parameters()}
     linear = {id(p) for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters(recurse=False)}
