@@ -97,12 +97,18 @@ def embeddings_and_head(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
 
 
 def rounded_by_autocast(model: nn.Module) -> set[int]:
-    """Ids of fp32 parameters that bf16 autocast always rounds: of linear layers, unless embeddings share them."""
-    linear, read = (
-        {id(p) for m in model.modules() if isinstance(m, kind) for p in m.parameters(recurse=False)}
-        for kind in (nn.Linear, nn.Embedding)
-    )
+    """Ids of fp32 parameters that bf16 autocast always rounds: of linear layers, unless others read them too."""
+    readers: list[nn.Module] = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    readers += [base for m in model.modules() if (base := _base_that_is_read(m)) is not None]
+    read = {id(p) for m in readers for p in m.parameters()}
+    linear = {id(p) for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters(recurse=False)}
     return {id(p) for p in model.parameters() if p.dtype == torch.float32 and id(p) in linear - read}
+
+
+def _base_that_is_read(adapter: nn.Module) -> nn.Module | None:
+    """Return the layer whose weight an adapter reads itself: DoRA takes its norms, SHiRA adds to it."""
+    calls = any(hasattr(adapter, name) for name in ("lora_A", "ia3_l")) and not getattr(adapter, "lora_variant", None)
+    return None if calls else getattr(adapter, "base_layer", None)
 
 
 def base_model(model: nn.Module) -> nn.Module:

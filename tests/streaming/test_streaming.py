@@ -322,6 +322,31 @@ def test_lora_over_a_streamed_base(walk, tmp_path, train_set):
     assert_same_run(trainer, plain)
 
 
+@pytest.mark.parametrize("kind", ["lora", "ia3", "dora", "shira"])
+def test_a_base_that_adapters_read_travels_as_it_is(kind, tmp_path, train_set):
+    """DoRA takes norms of an fp32 base under autocast, SHiRA adds to it; others call the layer, which rounds."""
+    peft = pytest.importorskip("peft")
+    configs = {
+        "lora": peft.LoraConfig(target_modules=["q_proj"], r=4),
+        "ia3": peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
+        "dora": peft.LoraConfig(target_modules=["q_proj"], r=4, use_dora=True),
+        "shira": peft.ShiraConfig(target_modules=["q_proj"], r=4, random_seed=0),
+    }
+
+    def adapted():
+        torch.manual_seed(1)
+        return peft.get_peft_model(tiny_model(num_hidden_layers=LAYERS), configs[kind])
+
+    plain = train_plain(tmp_path, train_set, adapted(), bf16=True)
+    trainer = make_streamed(tmp_path, train_set, adapted(), bf16=True)
+    trainer.train()
+    params = [param for unit in trainer.memory.streamer.units for param in unit.storage.params]
+    rounded = torch.bfloat16 if kind in ("lora", "ia3") else torch.float32
+    assert {param.dtype for param in params if "q_proj.base_layer" in param.name} == {rounded}
+    assert {param.dtype for param in params if "k_proj" in param.name} == {torch.bfloat16}
+    assert_same_run(trainer, plain)
+
+
 def test_lora_over_an_int8_base(tmp_path, train_set):
     """The base is what int8 holds of it, and one byte per weight on the host."""
     model = lora(tiny_model(num_hidden_layers=LAYERS, hidden_size=64))

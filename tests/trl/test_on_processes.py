@@ -17,6 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.filterwarning
 
 from rig import rollouts  # noqa: E402
 from test_sft_dpo import PHASES, dpo, sft  # noqa: E402
+from test_shared_rows import STATES, with_states  # noqa: E402
+from test_shared_rows import dpo as dpo_of_words  # noqa: E402
 from trl import DPOConfig, DPOTrainer, GRPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
 from hf_hybrid import (  # noqa: E402
@@ -27,6 +29,7 @@ from hf_hybrid import (  # noqa: E402
     HybridSFTConfig,
     HybridSFTTrainer,
 )
+from hf_hybrid.rows import states  # noqa: E402
 
 ADAPTERS = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 LEAPS = {**PHASES, "max_steps": 16, "leap_worth": 1.0}
@@ -40,9 +43,23 @@ TRAINERS = {
     "dpo_of_adapters": functools.partial(dpo, HybridDPOTrainer, HybridDPOConfig, peft_config=ADAPTERS, **LEAPS),
 }
 SHARED = {"optim": "sgd", "learning_rate": 0.3, "max_steps": 8, "leap_gain": 0, "share_rows": "on"}
+
+
+def dpo_with_states(architecture, trainer, config, folder, **options):
+    """Without the router's loss, which is a mean of each process."""
+    model, reference = with_states(architecture), with_states(architecture, scale=0.9)
+    options |= {"learning_rate": 0.01, "router_aux_loss_coef": 0.0}
+    return dpo_of_words(trainer, config, folder, model, reference, **options)
+
+
+DPO_BUILDERS = {"shared_dpo": dpo}
+DPO_BUILDERS |= {f"shared_dpo_of_{kind}": functools.partial(dpo_with_states, kind) for kind in STATES}
 SHARING = {
     "shared_sft": (functools.partial(sft, HybridSFTTrainer, HybridSFTConfig), sft, SFTTrainer, SFTConfig),
-    "shared_dpo": (functools.partial(dpo, HybridDPOTrainer, HybridDPOConfig), dpo, DPOTrainer, DPOConfig),
+    **{
+        name: (functools.partial(build, HybridDPOTrainer, HybridDPOConfig), build, DPOTrainer, DPOConfig)
+        for name, build in DPO_BUILDERS.items()
+    },
 }
 ROLLOUTS = {"grpo": HybridGRPOTrainer, "plain_grpo": GRPOTrainer, "rloo": HybridRLOOTrainer, "plain_rloo": RLOOTrainer}
 SHARDING = {"ddp": {}, "fsdp2": {"fsdp": True}}
@@ -71,6 +88,7 @@ def train(name, folder, **options):
 
 def run(folder, sharding):
     fsdp2_on_cpu.enable()
+    states.LEAST = 4  # tokens of a tiny prompt that a pass has to save
     for name in (*TRAINERS, *SHARING, *ROLLOUTS):
         found, weights = train(name, folder, **SHARDING[sharding])
         rank = int(os.environ["RANK"])
