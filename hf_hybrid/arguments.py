@@ -45,16 +45,11 @@ class HelpText(str):
 
     transformers' `HfArgumentParser` hands every key of a field's metadata to argparse, which takes only `help` of ours.
     So range and group travel as attributes of the help text.
-
-    Attributes:
-        text (`str`): What the option does, without the range.
-        limits (`dict[str, float]`): The range: `at_least`, `above`, `at_most`, `below`.
-        group (`str`, *optional*): Heading that begins with this option, in `--help` and in docs/configuration.md.
     """
 
-    text: str
-    limits: dict[str, float]
-    group: str | None
+    text: str  # what the option does, without the range
+    limits: dict[str, float]  # the range: `at_least`, `above`, `at_most`, `below`
+    group: str | None  # heading that begins with this option, in `--help` and in docs/configuration.md
 
     def __new__(cls, text: str, group: str | None = None, **limits: float):
         help_text = super().__new__(cls, f"{text} Must be {in_words(limits)}." if limits else text)

@@ -32,10 +32,8 @@ class LeapObstacleError(ValueError):
     """
     Leaps cannot work with something that trains well without them.
 
-    Args:
-        reason (`str`): What it is, and why, in whole sentences.
-        advice (`str`): What to do about it if leaps are wanted.
-        leaps_alone (`bool`): Whether all other parts of a run work with it.
+    `reason` says what it is, and why, in whole sentences, and `advice` what to do about it if leaps are wanted.
+    `leaps_alone` tells whether all other parts of a run work with it.
     """
 
     def __init__(self, reason: str, advice: str, *, leaps_alone: bool = False):

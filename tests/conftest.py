@@ -158,7 +158,11 @@ def pytest_collection(session):
         if "hf_hybrid.plan.trace" in sys.modules:
             from rig import traces
 
-            traces.remember()
+            folder = None
+            if hasattr(session.config, "workerinput"):  # the processes of xdist share what lies above their folders
+                folder = session.config._tmp_path_factory.getbasetemp().parent / "traces"
+                folder.mkdir(exist_ok=True)
+            traces.remember(folder)
         _freeze()
         gc.enable()
 

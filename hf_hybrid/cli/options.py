@@ -239,29 +239,18 @@ OTHER_NAMES = {
 
 @dataclass(frozen=True)
 class Command:
-    """
-    A command that trains, and its options.
-
-    Attributes:
-        config (`str`): Module and name of its training arguments, a class with the options of [`HybridArguments`].
-        trainer (`str`): Module and name of its trainer.
-        kind (`str`): The class that the training arguments extend, for people.
-        model, data (`type[OptionGroup]`): Classes of its options.
-        more (`tuple[type[OptionGroup], ...]`): Of options that it has alone.
-        training (`tuple[str, ...]`): Of its training arguments those in [`TRAINING_OPTIONS`] that no other command has.
-        defaulted (`tuple[str, ...]`): Training arguments that the command decides itself unless they are given.
-    """
+    """A command that trains, and its options."""
 
     name: str
     summary: str
-    config: str
-    trainer: str
-    kind: str
+    config: str  # module and name of its training arguments, a class with the options of [`HybridArguments`]
+    trainer: str  # module and name of its trainer
+    kind: str  # the class that the training arguments extend, for people
     model: type[ModelOptions] = ModelOptions
     data: type[DataOptions] = DataOptions
-    more: tuple[type[OptionGroup], ...] = ()
-    training: tuple[str, ...] = ("max_length",)
-    defaulted: tuple[str, ...] = ("logging_steps", "logging_first_step")
+    more: tuple[type[OptionGroup], ...] = ()  # options that it has alone
+    training: tuple[str, ...] = ("max_length",)  # of [`TRAINING_OPTIONS`] those that no other command has
+    defaulted: tuple[str, ...] = ("logging_steps", "logging_first_step")  # it decides these unless they are given
 
     @property
     def groups(self) -> tuple[type[OptionGroup], ...]:

@@ -40,7 +40,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
 from filelock import FileLock, Timeout
 
 from hf_hybrid.cli.console import print_line
@@ -51,7 +50,7 @@ from hf_hybrid.integrations.optuna import MAX_STEPS, ForecastPruner, FrozenTrial
 from hf_hybrid.records.log import LOG_NAME, load_log
 from hf_hybrid.records.readings import as_dict, count_of, number, numbered, read_json
 from hf_hybrid.records.redaction import redact
-from hf_hybrid.saving.manifest import last_checkpoint
+from hf_hybrid.saving.manifest import digest_of, last_checkpoint
 
 if TYPE_CHECKING:
     from hf_hybrid.cli.sweep import Choices, Range
@@ -91,7 +90,7 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
     """Note in the folder of a trial how it ended, with a checksum, as no other file says the same."""
     values: dict[str, Any] = {"state": outcome.state.name.lower(), "eval_loss": outcome.loss, REASON: outcome.reason}
     values |= {"parameters": outcome.parameters}
-    write_json(folder / OUTCOME_NAME, {**values, "xxh3_128": _digest(values)})
+    write_json(folder / OUTCOME_NAME, {**values, "xxh3_128": digest_of(values)})
 
 
 def read_outcome(folder: Path) -> Outcome | None:
@@ -99,13 +98,9 @@ def read_outcome(folder: Path) -> Outcome | None:
     values = as_dict(read_json(folder / OUTCOME_NAME, []))
     digest = values.pop("xxh3_128", None)
     state, loss = TrialState.__members__.get(str(values.get("state")).upper()), number(values.get("eval_loss"))
-    if digest != _digest(values) or state not in ENDED or state == TrialState.COMPLETE and loss is None:
+    if digest != digest_of(values) or state not in ENDED or state == TrialState.COMPLETE and loss is None:
         return None
     return Outcome(state, loss, str(values.get(REASON) or ""), as_dict(values.get("parameters")))
-
-
-def _digest(values: dict[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())
 
 
 def ended_early(folder: Path) -> bool:

@@ -101,10 +101,8 @@ class PhaseController:
 
     def finish_step(self, *, leap_allowed: bool) -> Phase:
         """
-        Count the step that just ended and choose the phase of the next one.
-
-        Args:
-            leap_allowed (`bool`): `False` while rejected leaps back off or nothing could be gained.
+        Count the step that just ended and choose the phase of the next one. No leap is allowed while rejected leaps
+        back off or nothing could be gained.
         """
         self.remaining -= 1
         self.steps_in_phase += 1

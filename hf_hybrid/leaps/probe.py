@@ -157,10 +157,8 @@ class Probe:
     """
     Evaluates the sequences of one comparison after the other, and counts what that costs.
 
-    Args:
-        source (`NextBatches` or `HeldOutBatches`): Where they come from.
-        evaluate (`Callable`): From `ProbeBatch.inputs` to their [`Losses`], without gradients.
-        price (`float`): What one evaluation will about cost, in real steps; later it is what the last one cost.
+    They come from `source`. `evaluate` leads from `ProbeBatch.inputs` to their [`Losses`], without gradients. `price`
+    is what one evaluation will about cost, in real steps; later it is what the last one cost.
     """
 
     def __init__(self, source: NextBatches | HeldOutBatches, evaluate: Callable[[Any], Losses], *, price: float):

@@ -43,17 +43,11 @@ class Trajectory:
     """
     The weights along a run: observes real steps, applies a leap, and undoes it exactly.
 
-    Buffers live beside the weights or on the host (`host=True`): the direction's own, in fp32, and the snapshot of the
-    weights before the last leap, in the dtype of the weights.
+    Buffers live beside the weights, or with `host` in host memory, pinned where there is a GPU: the direction's own, in
+    fp32, and the snapshot of the weights before the last leap, in the dtype of the weights.
 
-    Args:
-        weights (`TrainedWeights`): What moves.
-        direction (`Callable[[DirectionContext], Direction]`): The class of the direction, or another callable that
-            makes it.
-        memory_steps (`int`): Length of the direction's averages in real steps.
-        max_relative_norm (`float`): Cap of a leap's norm over the norm of the weights.
-        matrices (`Collection[str]`): Names of the hidden matrices, for directions that treat them differently.
-        host (`bool`): Keep the buffers in host memory, pinned where there is a GPU.
+    `memory_steps` is the length of the direction's averages in real steps, `max_relative_norm` the cap of a leap's norm
+    over the norm of the weights. `matrices` names the hidden matrices, for directions that treat them differently.
     """
 
     def __init__(

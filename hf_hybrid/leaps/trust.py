@@ -24,10 +24,8 @@ class GainPlanner:
     late ones last. With `power` 0 the gain is constant. A leap's displacement is also proportional to the learning
     rate, so that it fades as the rate decays.
 
-    Args:
-        peak (`float`): Gain at the end of the run.
-        power (`float`): The gain grows with this power of the share of the run that is done.
-        worth (`float`): Skipped steps granted per real step when leaps run at the peak of the schedule.
+    `peak` is the gain at the end of the run. The gain grows with this `power` of the share of the run that is done.
+    `worth` are the skipped steps granted per real step when leaps run at the peak of the schedule.
     """
 
     def __init__(self, peak: float, power: float, worth: float):
@@ -75,14 +73,10 @@ class Trust:
     `probe_budget` at most. Where every leap needs one, those that are kept pay for theirs out of what they are worth,
     and those that are refused may cost `REFUSALS` times the budget, a tenth of which each kept leap forgives. After
     that no leap is made that needs a probe.
-
-    Args:
-        probe_budget (`float`): Share of the run's compute for probes.
-        max_steps (`int`): Length of the run.
     """
 
-    probe_budget: float
-    max_steps: int
+    probe_budget: float  # share of the run's compute for probes
+    max_steps: int  # of the run
     rejections_in_a_row: int = 0
     blocks_to_skip: int = 0
     probes_made: int = 0
@@ -123,12 +117,8 @@ class Trust:
 
     def leap_was_probed(self, asked: float, accepted: float, cost: float) -> None:
         """
-        Learn from a probe.
-
-        Args:
-            asked (`float`), accepted (`float`): Length of the leap, and the one that the probe accepted: the same, a
-                lower one, or 0.
-            cost (`float`): Of the probe, in real steps.
+        Learn from a probe, which `cost` so many real steps: of the length of leap that was `asked` for it `accepted`
+        the same, a lower one, or 0.
         """
         self.probes_made += 1
         self.on_probation = accepted < asked

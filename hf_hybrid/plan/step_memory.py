@@ -63,40 +63,31 @@ class PerWeight(NamedTuple):
 
 
 class WeightBytes:
-    """
-    What a model's weights, gradients, states and buffers take under a setup.
-
-    Attributes:
-        stored: Bytes of a weight in the dtype it is kept in.
-        computed: Bytes of a weight in the dtype it computes in: under autocast at most two.
-        second_copy: Bytes of the rounded copy beside a weight that does not compute as it is stored, else 0.
-        int8_layer: Bytes of a frozen weight of a layer that travels in int8, with its share of an fp32 scale per row;
-            `None` if nothing travels in int8.
-        state: Bytes of optimizer states per trainable weight.
-        update_scratch: Bytes that the 8-bit update works in.
-        orthogonal_device: Bytes that Muon or a leap works in while it orthogonalises its largest matrix.
-        orthogonal_host: The same of a leap of streamed weights, which is made on the host.
-        leap_values: fp32 values that the direction of leaps keeps of a trainable weight.
-        leap: Bytes per trainable weight of these values and of the snapshot before a leap; 0 without leaps.
-        locked: The page-locked bytes that a buffer takes on the host. On a CPU nothing is locked.
-    """
+    """What a model's weights, gradients, states and buffers take under a setup, in bytes."""
 
     def __init__(self, shape: ModelShape, setup: Setup):
         self.shape, self.setup = shape, setup
         self.on_gpu = setup.accelerator == "cuda"
+        # The page-locked bytes that a buffer takes on the host. On a CPU nothing is locked.
         self.locked: Callable[[int], int] = locked_bytes if self.on_gpu else lambda size: size
+        # A weight in the dtype it is kept in, and in the one it computes in: under autocast at most two bytes.
         self.stored = PerWeight(shape.trainable_bytes, shape.element_bytes)
         self.computed = PerWeight(*(min(size, 2) if setup.autocast else size for size in self.stored))
+        # The rounded copy beside a weight that does not compute as it is stored.
         pairs = zip(self.computed, self.stored)
         self.second_copy = PerWeight(*(computed if computed < stored else 0 for computed, stored in pairs))
+        # A frozen weight of a layer that travels in int8, with its share of an fp32 scale per row.
         self.int8_layer = 1 + 4 / shape.hidden if setup.base_precision == "int8" else None
+        # Optimizer states per trainable weight, and what the 8-bit update works in.
         self.eight_bit = setup.optimizer_states == "8bit"
         self.state = setup.states_per_weight * (EIGHT_BIT_STATE if self.eight_bit else self.stored.trainable)
         chunk = min(shape.largest_trainable, UPDATE_CHUNK) if self.eight_bit else 0
         self.update_scratch = math.ceil(chunk * UPDATE_SCRATCH.get(shape.trainable_bytes, 1))
+        # What Muon or a leap works in while it orthogonalises its largest matrix. Streamed weights leap on the host.
         leap_matrix = shape.largest_leap if setup.leaps else 0
         self.orthogonal_device = MUON_SCRATCH * max(shape.largest_muon, leap_matrix)
         self.orthogonal_host = LEAP_SCRATCH_ON_HOST * leap_matrix
+        # fp32 values that the direction of leaps keeps of a trainable weight; with the snapshot before a leap, bytes.
         self.leap_values = setup.values_per_weight or 0
         self.leap = 4 * self.leap_values + self.stored.trainable if setup.leaps else 0
 

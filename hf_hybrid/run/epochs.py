@@ -19,17 +19,12 @@ from hf_hybrid.run.trainer_view import TrainerView
 
 
 class Epochs:
-    """
-    The epochs of a training.
-
-    Attributes:
-        next (`int`): The epoch that begins next.
-        is_at_start (`bool`): Whether an epoch has begun and none of its batches was read.
-    """
+    """The epochs of a training."""
 
     def __init__(self, trainer: TrainerView):
         self._trainer = trainer
-        self.next, self.is_at_start = 0, False
+        self.next = 0  # the one that begins next
+        self.is_at_start = False  # one has begun, and none of its batches was read
         self._began_at: list[int] = []
 
     def find_place(self) -> None:

@@ -30,65 +30,38 @@ class Leap:
 
     While the leap can still be undone it is `Trajectory.open`; it is one of `RunRecord.leaps` too. Losses are means
     over the sequences of its probe and `None` where the leap was not probed.
-
-    Attributes:
-        step (`int`): The 0-based step before which the leap was made.
-        gain (`float`): How far it went, in units of the real steps since the last leap, after the cap; 0 until the
-            weights have moved.
-        real_steps (`int`): Real steps since the last leap.
-        length (`float`): The same in real steps at the peak of the learning rate.
-        verdict (`str`): `unprobed`, `kept`, `shrunk` (a part of it was kept), `rejected`, or
-            `rolled_back` where Correct undid it.
-        horizon (`int`): Steps that were skipped for it.
-        worth (`float`): Steps that it was credited with.
-        relative_norm (`float`): Its norm over the norm of the weights.
-        predicted_decrease (`float`): Fall of the training loss along it to first order (nats), by the direction's own
-            expectation of the gradient.
-        loss_before, loss_after, standard_error (`float`, *optional*): Of the probe.
-        accuracy_before, accuracy_after (`float`, *optional*): Share of the pairs of the probe that the model ranks
-            right; `None` where the sequences are no preference pairs.
-        worse_in (`str`, *optional*): Why the probe refused the leap as it was asked for: `loss` or `accuracy`.
-        e (`float`, *optional*): Immediate gain in real steps by the probe: fall of the loss over its fall per real step
-            before the leap.
-        cosine (`float`, *optional*): Of the leap with what the real steps of Correct did.
-        norm_ratio (`float`, *optional*): Length of what those steps did over that of the leap, each per unit of
-            learning rate.
-        forecast_error (`float`, *optional*): Mean training loss in Correct minus the forecast of the trend before it.
-        probe_cost_steps (`float`): Price of its probe in real steps.
-        decrease (`float`): Mean paired fall of the loss of its probe (nats); minus infinity where the loss after the
-            leap is not finite.
-        under_test (`bool`): Whether the leap is being tried right now, between its snapshot and its verdict.
-        forecast, deviation (`float`): Loss that the trend before the leap forecast, and the deviation around the trend.
-        losses (`list[float]`): Training losses since the leap.
-        rate (`float`): Its gain times the learning rates of the real steps before it, added up.
     """
 
-    step: int
-    real_steps: int
-    gain: float = 0.0
-    length: float = 0.0
-    verdict: str = "unprobed"
-    horizon: int = 0
-    worth: float = 0.0
-    relative_norm: float = 0.0
+    step: int  # before which it was made, from 0
+    real_steps: int  # since the last leap
+    gain: float = 0.0  # in units of these real steps, after the cap; 0 until the weights have moved
+    length: float = 0.0  # the same in real steps at the peak of the learning rate
+    verdict: str = "unprobed"  # or `kept`, `shrunk` (a part of it was kept), `rejected`, `rolled_back` by Correct
+    horizon: int = 0  # steps that were skipped for it
+    worth: float = 0.0  # steps that it was credited with
+    relative_norm: float = 0.0  # its norm over the norm of the weights
     predicted_decrease: float = 0.0
+    """Fall of the training loss along it to first order (nats), by the direction's own expectation of the gradient."""
     loss_before: float | None = None
     loss_after: float | None = None
     standard_error: float | None = None
     accuracy_before: float | None = None
+    """Share of the pairs of the probe that the model ranks right; `None` where the sequences are no such pairs."""
     accuracy_after: float | None = None
-    worse_in: str | None = None
+    worse_in: str | None = None  # why the probe refused the leap as it was asked for: `loss` or `accuracy`
     e: float | None = None
-    cosine: float | None = None
-    norm_ratio: float | None = None
-    forecast_error: float | None = None
-    probe_cost_steps: float = 0.0
+    """Immediate gain in real steps by the probe: fall of the loss over its fall per real step before the leap."""
+    cosine: float | None = None  # of the leap with what the real steps of Correct did
+    norm_ratio: float | None = None  # length of what those did over that of the leap, each per unit of learning rate
+    forecast_error: float | None = None  # mean training loss in Correct minus the forecast of the trend before it
+    probe_cost_steps: float = 0.0  # price of its probe in real steps
     decrease: float = 0.0
-    under_test: bool = False
-    forecast: float | None = None
-    deviation: float = 0.0
-    losses: list[float] = field(default_factory=list)
-    rate: float = 0.0
+    """Mean paired fall of the loss of its probe (nats); minus infinity where the loss after it is not finite."""
+    under_test: bool = False  # it is being tried right now, between its snapshot and its verdict
+    forecast: float | None = None  # loss that the trend before the leap forecast
+    deviation: float = 0.0  # around that trend
+    losses: list[float] = field(default_factory=list)  # of the training since the leap
+    rate: float = 0.0  # its gain times the learning rates of the real steps before it, added up
 
     def summary(self) -> dict:
         """Return plain values for summaries and JSON, with `None` for numbers that are not finite."""

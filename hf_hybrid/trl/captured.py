@@ -441,30 +441,17 @@ class Look:
 
 @dataclass
 class RowsInPlace:
-    """
-    The rows that a graph computes, all on the device.
+    """The rows that a graph computes, all on the device."""
 
-    Attributes:
-        tokens (`Tensor`): Prompts, completions so far and padding, shape [rows, longest].
-        chosen (`Tensor`): Probability with which each token was drawn, shape [rows, longest]; 1 elsewhere.
-        active (`Tensor`): Which of them go on, as booleans of shape [rows].
-        lengths (`Tensor`): Tokens of their completions, shape [rows].
-        invalid (`Tensor`): Whether a row had no probabilities to draw from, shape [].
-        processors (`RowwiseProcessors`): Of these rows.
-        padding (`int`, *optional*): What follows the end of a row; `None` if rows have no end.
-        count (`int`): Rows of the whole batch.
-        places (`Tensor`, *optional*): Where they are in the whole batch, shape [rows]; `None` if they are all of it.
-    """
-
-    tokens: Tensor
-    chosen: Tensor
-    active: Tensor
-    lengths: Tensor
-    invalid: Tensor
-    processors: RowwiseProcessors
-    padding: int | None
-    count: int
-    places: Tensor | None = None
+    tokens: Tensor  # prompts, completions so far and padding: [rows, longest]
+    chosen: Tensor  # probability with which each token was drawn, 1 elsewhere: [rows, longest]
+    active: Tensor  # which of them go on, as booleans: [rows]
+    lengths: Tensor  # tokens of their completions: [rows]
+    invalid: Tensor  # whether a row had no probabilities to draw from: []
+    processors: RowwiseProcessors  # of these rows
+    padding: int | None  # what follows the end of a row; `None` if rows have no end
+    count: int  # rows of the whole batch
+    places: Tensor | None = None  # where they are in the whole batch, [rows]; `None` if they are all of it
 
     @classmethod
     def of(cls, input_ids: Tensor, longest: int, padding: int | None, processors: RowwiseProcessors) -> RowsInPlace:

@@ -149,20 +149,12 @@ PASS = 32
 
 @dataclass(frozen=True)
 class Prompts:
-    """
-    The prompts of a batch, of which many are the same.
+    """The prompts of a batch, of which many are the same."""
 
-    Attributes:
-        owner (`list[int]`): The prompt of each row.
-        first (`list[int]`): The first row of each prompt.
-        tokens (`list[tuple[int, ...]]`): Tokens of each prompt.
-        lengths (`list[int]`): How many these are.
-    """
-
-    owner: list[int]
-    first: list[int]
-    tokens: list[tuple[int, ...]]
-    lengths: list[int]
+    owner: list[int]  # the prompt of each row
+    first: list[int]  # the first row of each prompt
+    tokens: list[tuple[int, ...]]  # of each prompt
+    lengths: list[int]  # how many these are
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> Prompts:
@@ -199,20 +191,12 @@ def common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 class Branch(NamedTuple):
-    """
-    Prompts that begin alike.
+    """Prompts that begin alike."""
 
-    Attributes:
-        shared (`int`): Tokens that all begin with, which are computed once.
-        first (`int`): One of all prompts.
-        prompts (`list[int]`): Those that share no more than this.
-        branches (`list[Branch]`): Those that share more.
-    """
-
-    shared: int
-    first: int
-    prompts: list[int]
-    branches: list[Branch]
+    shared: int  # tokens that all begin with, which are computed once
+    first: int  # one of all prompts
+    prompts: list[int]  # those that share no more than this
+    branches: list[Branch]  # those that share more
 
 
 def branch_of(
@@ -395,22 +379,13 @@ def _reason_plain(
 
 @dataclass
 class Prefilled:
-    """
-    The prompts, each computed once.
+    """The prompts, each computed once."""
 
-    Attributes:
-        logits (`Tensor`): Of the first token of each row, shape [rows, vocabulary].
-        caches (`list[DynamicCache]`): Keys and values of the prompts, which are padded at the left.
-        places (`Tensor`): Where each row's prompt is, counted through all caches, shape [rows].
-        width (`int`): Tokens of the longest prompt.
-        computed (`int`): Tokens of prompts that were computed, without padding.
-    """
-
-    logits: Tensor
-    caches: list[DynamicCache]
-    places: Tensor
-    width: int
-    computed: int
+    logits: Tensor  # of the first token of each row: [rows, vocabulary]
+    caches: list[DynamicCache]  # keys and values of the prompts, which are padded at the left
+    places: Tensor  # where each row's prompt is, counted through all caches: [rows]
+    width: int  # tokens of the longest prompt
+    computed: int  # tokens of prompts that were computed, without padding
 
     def of_all_rows(self) -> Iterator[tuple[Any, Tensor, Tensor]]:
         """
@@ -574,24 +549,14 @@ def _keep(cache: DynamicCache, rows: Tensor, cut: int) -> None:
 
 @dataclass
 class RowsLeft:
-    """
-    The rows that are still completed. Those that have ended leave the batch.
+    """The rows that are still completed. Those that have ended leave the batch."""
 
-    Attributes:
-        tokens (`Tensor`): Prompts, at full width, and completions so far, shape [rows left, width and tokens].
-        active (`Tensor`): Which of them go on, as booleans of shape [rows left].
-        prompt_lengths (`list[int]`): Tokens of their prompts.
-        processors (`RowwiseProcessors`): Of these rows.
-        places (`Tensor`, *optional*): Where they are in the whole batch, shape [rows left]; `None` if no row has left.
-        all_probabilities (`Tensor`, *optional*): See [`drawn`].
-    """
-
-    tokens: Tensor
-    active: Tensor
-    prompt_lengths: list[int]
-    processors: RowwiseProcessors
-    places: Tensor | None = None
-    all_probabilities: Tensor | None = None
+    tokens: Tensor  # prompts, at full width, and completions so far: [rows left, width and tokens]
+    active: Tensor  # which of them go on, as booleans: [rows left]
+    prompt_lengths: list[int]  # tokens of their prompts
+    processors: RowwiseProcessors  # of these rows
+    places: Tensor | None = None  # where they are in the whole batch, [rows left]; `None` if no row has left
+    all_probabilities: Tensor | None = None  # see [`drawn`]
 
     def drop_ended(self, goes_on: list[bool], completed: int, model_inputs: dict[str, Any]) -> dict[str, Any]:
         """

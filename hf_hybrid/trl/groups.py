@@ -114,9 +114,7 @@ def rewarded_alike(rewards: Tensor, group: int) -> Tensor:
     """
     Return which rows belong to a group all of whose rewards are the same number, as booleans of shape [rows].
 
-    Args:
-        rewards (`Tensor`): Of all rows, shape [rows], those of a prompt one after the other; NaN for none.
-        group (`int`): Rows of a prompt.
+    `rewards` are those of all rows, shape [rows], with the `group` of a prompt one after the other; NaN for none.
     """
     groups = rewards.view(-1, group)
     least, most = (groups.where(~groups.isnan(), float(missing)) for missing in ("inf", "-inf"))
@@ -166,12 +164,10 @@ def rebin(batches: list[Batch], rows: Tensor, count: int, mean: Mean) -> list[Ba
 
 class ExactSkips:
     """
-    Plans the micro-batches of each accumulation window.
+    Plans the micro-batches of each accumulation window, whose loss is divided by `mean`.
 
-    Args:
-        mean (`str`): What the loss is divided by.
-        counts (`Callable[[Batch], Tensor]`): Says which rows of a micro-batch count, see [`rows_that_count`].
-        agree (`Callable[[int], int]`): Returns the largest of the numbers that all processes pass.
+    `counts` says which rows of a micro-batch count, see [`rows_that_count`]. `agree` returns the largest of the numbers
+    that all processes pass.
     """
 
     def __init__(self, mean: Mean, counts: Callable[[Batch], Tensor], agree: Callable[[int], int]):

@@ -93,29 +93,22 @@ SAMPLER = "sampling/sampling_logp_difference/"
 class Rollouts(Part):
     """
     What a run leaves out of its generation batches, and where it stands in them. TRL keeps the latter in memory alone,
-    and generates anew after a resume. On this process it counts [`COUNTS`].
-
-    Args:
-        trainer (`RolloutTrainerMixin`): Its options and TRL's generation batch are read; a resume writes the latter.
-
-    Attributes:
-        skips (`ExactSkips`): Plans the micro-batches of each window, once a run begins.
-        leaves_out (`bool`): Whether rows that do not count are left out.
-        by_prompt (`bool`): Whether rows of the same prompt are put together.
-        every_row (`Fallbacks`): Why no row is left out.
-        own_prompts (`Fallbacks`): Why completions of a prompt do not share it.
-        window_begins_at (`int`): TRL's number of the first micro-batch of the window.
+    and generates anew after a resume. On this process it counts [`COUNTS`]. Of the trainer it reads the options and
+    TRL's generation batch, which a resume writes.
     """
 
     name = "rollouts"
+    skips: ExactSkips
+    """Plans the micro-batches of each window, once a run begins."""
 
     def __init__(self, trainer: RolloutTrainerMixin):
         self.trainer = trainer
-        self.leaves_out = self.by_prompt = False
+        self.leaves_out = False  # rows that do not count
+        self.by_prompt = False  # rows of the same prompt are put together
         tells = trainer.is_world_process_zero
         self.every_row = Fallbacks("Every row is computed, also those without advantage (`exact_skips`)", tells)
         self.own_prompts = Fallbacks("No prompt is computed once for several completions", tells)
-        self.window_begins_at = 0
+        self.window_begins_at = 0  # TRL's number of the first micro-batch of the window
         self.counts: Counter[str] = Counter()
         """Those of the run, once it begins."""
         self._before: dict[str, Any] | None = None

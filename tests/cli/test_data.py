@@ -1,6 +1,7 @@
 """Data, models and adapters as people have them: what the commands make of each."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -281,9 +282,8 @@ def test_a_checkpoint_that_lacks_weights_is_refused(run, tmp_path):
     assert status == 0, told
 
 
-@pytest.mark.parametrize("command", ["sft", "dpo", "train"])
 @pytest.mark.long
-def test_trained_adapters_go_on_or_are_merged_under_new_ones(run, tmp_path, command):
+def test_trained_adapters_go_on_or_are_merged_under_new_ones(run, tmp_path):
     from peft import PeftModel
     from safetensors.torch import load_file
 
@@ -292,22 +292,22 @@ def test_trained_adapters_go_on_or_are_merged_under_new_ones(run, tmp_path, comm
     llama(len(tokenizer)).save_pretrained(tmp_path / "model")
     lora = ["--peft", "lora", "--lora_r", "2", "--learning_rate", "1e-2", "--lr_scheduler_type", "constant"]
     assert run("sft", "model", CHATS, *lora, "--output_dir", "first")[0] == 0
-    rows = {"sft": CHATS, "dpo": preferences(SHORT), "train": [{"text": "Paris " * 40}] * 8}[command]
-    more = ["--sequence_length", "32"] if command == "train" else []
     first = load_file(tmp_path / "first" / "adapter_model.safetensors")
-    for adapter, rank in (("continue", 2), ("new", 3)):
-        words = (
-            ["--adapter", "new", "--peft", "lora", "--lora_r", "3"] if adapter == "new" else ["--learning_rate", "1e-9"]
-        )
-        status, told = run(command, "first", rows, *more, *words, "--output_dir", adapter)
-        assert status == 0 and "in adapters" in told, told
-        saved = json.loads((tmp_path / adapter / "adapter_config.json").read_text())
-        weights = load_file(tmp_path / adapter / "adapter_model.safetensors")
-        assert saved["r"] == rank
-        if adapter == "continue":  # at a rate of almost nothing it is the same adapter
-            assert saved["base_model_name_or_path"] == "model" and weights.keys() == first.keys()
-            assert all((weights[name] - first[name]).abs().max() < 1e-6 for name in first)
-    base = LlamaForCausalLM.from_pretrained(tmp_path / "new" / "_hybrid_base" / "plain")
     merged = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(tmp_path / "model"), tmp_path / "first")
     ids = torch.tensor([tokenizer("What is 1?")["input_ids"]])
-    assert torch.allclose(base(ids).logits, merged(ids).logits, atol=1e-4)
+    texts = ([{"text": "Paris " * 40}] * 8, "--sequence_length", "32")
+    for command, (rows, *more) in {"sft": (CHATS,), "dpo": (preferences(SHORT),), "train": texts}.items():
+        # At a rate of almost nothing it is the same adapter.
+        status, told = run(command, "first", rows, *more, "--learning_rate", "1e-9", "--output_dir", "further")
+        assert status == 0 and "in adapters" in told, told
+        saved = json.loads((tmp_path / "further" / "adapter_config.json").read_text())
+        weights = load_file(tmp_path / "further" / "adapter_model.safetensors")
+        assert saved["r"] == 2 and saved["base_model_name_or_path"] == "model" and weights.keys() == first.keys()
+        assert all((weights[name] - first[name]).abs().max() < 1e-6 for name in first)
+        words = ["--adapter", "new", "--peft", "lora", "--lora_r", "3", "--output_dir", "new"]
+        status, told = run(command, "first", rows, *more, *words)
+        assert status == 0 and "in adapters" in told, told
+        assert json.loads((tmp_path / "new" / "adapter_config.json").read_text())["r"] == 3
+        base = LlamaForCausalLM.from_pretrained(tmp_path / "new" / "_hybrid_base" / "plain")
+        assert torch.allclose(base(ids).logits, merged(ids).logits, atol=1e-4)
+        shutil.rmtree(tmp_path / "further"), shutil.rmtree(tmp_path / "new")

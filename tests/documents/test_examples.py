@@ -42,12 +42,12 @@ def start(monkeypatch, capfd, tmp_path):
 
 def test_compare(start, tmp_path):
     arms = ("trainer", "hybrid", "frozen", "muon")
-    out, status = start("02_compare_with_trainer", "--max_steps", 30, "--learning_rates", 3e-3)
+    out, status = start("02_compare_with_trainer", "--max_steps", 20, "--learning_rates", 3e-3)
     runs = json.loads((tmp_path / "out/compare/comparison.json").read_text())["runs"]
     assert status == 0 and [run["arm"] for run in runs] == [*arms, "fewer"]
     by_arm = {run["arm"]: run for run in runs}
-    assert by_arm["fewer"]["backward_passes"] == by_arm["hybrid"]["backward_passes"] <= 30
-    assert by_arm["trainer"]["backward_passes"] == by_arm["muon"]["backward_passes"] == 30
+    assert by_arm["fewer"]["backward_passes"] == by_arm["hybrid"]["backward_passes"] <= 20
+    assert by_arm["trainer"]["backward_passes"] == by_arm["muon"]["backward_passes"] == 20
     for arm in (*arms, "fewer"):
         assert re.search(rf"^{arm} +0\.003 +{by_arm[arm]['eval_loss']:.4f} ", out, re.M), out
     assert "at the edge" in out and "--seeds 0 1 2" in out  # one learning rate is no search, one seed no comparison
@@ -60,7 +60,7 @@ def test_compare_refuses_an_unknown_arm(start):
 
 def test_memory_policies(start):
     pytest.importorskip("bitsandbytes")
-    out, _ = start("03_memory_policies", "--layers", 8, "--width", 64, "--max_steps", 3)
+    out, _ = start("03_memory_policies", "--layers", 6, "--width", 64, "--max_steps", 2)
     found = dict(re.findall(r"^(\w+) +(\d+\.\d+ +\d+\.\d+ +\d+\.\d+ .*)$", out, re.M))
     assert list(found) == [
         "resident", "checkpointed", "streamed", "half_resident", "micro_batch", "activations", "embeddings", "8bit",

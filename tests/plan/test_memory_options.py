@@ -1,7 +1,7 @@
 """The memory options of a trainer: plans within budgets, refusals with their bytes, exact options change no bit."""
 
 import pytest
-from conftest import assert_same_weights, losses, tiny_model, weights
+from conftest import ByteText, assert_same_weights, losses, tiny_model, weights
 from rig import trainers
 
 from hf_hybrid.plan.estimate import PlanError
@@ -78,6 +78,13 @@ def test_quantised_trainable_base_is_refused_with_the_bytes(tmp_path, train_set)
 # Exactness.
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    trainer = build(tmp_path_factory.mktemp("plain"), ByteText(400), max_steps=16)
+    trainer.train()
+    return trainer
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -89,9 +96,7 @@ def test_quantised_trainable_base_is_refused_with_the_bytes(tmp_path, train_set)
     ],
     ids=str,
 )
-def test_exact_options_change_no_bit(options, tmp_path, train_set):
-    plain = build(tmp_path, train_set, max_steps=16)
-    plain.train()
+def test_exact_options_change_no_bit(options, plain, tmp_path, train_set):
     changed = build(tmp_path, train_set, max_steps=16, **options)
     changed.train()
     assert losses(changed) == losses(plain)

@@ -72,7 +72,7 @@ def tracer(config, all_layers: bool = False, adapters: bool = False) -> Tracer:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("llama", {}),
+        pytest.param("llama", {}, marks=pytest.mark.slow),
         pytest.param("llama", {"chunked_loss": True, "gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
         ("llama", {"adapters": True, "activation_checkpointing": True}),
         pytest.param("gpt2", {"activation_checkpointing": True}, marks=pytest.mark.slow),

@@ -23,7 +23,7 @@ RUNS = {
     "checkpointing": {"activation_checkpointing": True},
     "accumulation": {"gradient_accumulation_steps": 2},
     "bf16": {"bf16": True},
-    "lora": {"peft": "lora", "direction": "auto", "auto_lr": "on", "learning_rate": 1e-5, "max_steps": 40},
+    "lora": {"peft": "lora", "direction": "auto", "auto_lr": "on", "learning_rate": 1e-5, "max_steps": 8},
 }
 SLOW_RUNS = ("untied", "checkpointing", "accumulation", "bf16")
 COMPARED = ("weights", "gradients", "states", "drift")

@@ -1,10 +1,12 @@
 """Attention along paths is that of the rows by themselves, with windows and fewer heads of keys, in one call or not."""
 
 import inspect
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import mostly_slow
 from rig.sft_rows import KINDS, pad, slots_of
 from rig.varlen import TWINS
 from torch import nn
@@ -168,9 +170,12 @@ def test_scores_with_a_cap_and_sums_with_a_sink(kind, extras, window):
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(*grads, strict=True))
 
 
-@pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("extras", [*EXTRAS, "neither"])
-@pytest.mark.parametrize("kind", ["system", "agent", "instructions"])
+FLEX = list(itertools.product(["system", "agent", "instructions"], [*EXTRAS, "neither"], [None, 7]))
+
+
+@pytest.mark.parametrize(
+    "kind, extras, window", mostly_slow(FLEX, [f for f in FLEX if f[0] == "agent" or f[1] == "both"])
+)
 def test_flex_attention_sees_what_rows_see(kind, extras, window):
     """It has a gradient on a GPU alone, and compiles there; here it computes the same by its plain operations."""
     tree, options = tree_of(kind), {"softcap": None, "s_aux": None, **EXTRAS.get(extras, {})}

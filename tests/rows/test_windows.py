@@ -164,7 +164,7 @@ LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 def lora(base=None, **options):
     torch.manual_seed(1)
-    model = get_peft_model(build() if base is None else base, LoraConfig(**LORA, **options))
+    model = get_peft_model(build() if base is None else base, LoraConfig(**{**LORA, **options}))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zero at first, so that A would get no gradient
             torch.nn.init.normal_(parameter, std=0.1)
@@ -492,12 +492,20 @@ def ten_kinds():
     return [rows for kind in [*(kind()[-12:] for kind in KINDS.values()), *more] for rows in kind]
 
 
+def few_adapters(**options):
+    """A compilation and a pass take longer with every adapter."""
+    return lora(target_modules=["q_proj", "down_proj"], **options)
+
+
 CPU = torch.device("cpu")
 IN_ORDER = {"train_sampling_strategy": "sequential", "max_steps": 10, "eval_strategy": "steps", "eval_steps": 5}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model", [pytest.param(build, marks=pytest.mark.slow), lora])
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(build, marks=pytest.mark.slow), pytest.param(lora, marks=pytest.mark.slow), few_adapters],
+)
 def test_layers_compile_twice_in_a_run_on_ten_kinds_of_windows(model, tmp_path):
     """Once for training and once for evaluation, with a comparison and with adapters, whose inputs need no gradient."""
     rows, options = ten_kinds(), {**IN_ORDER, "learning_rate": 0.01}
@@ -944,7 +952,8 @@ def test_under_dropout_padding_is_left_out_and_no_prefix_is_shared(case, tmp_pat
 def test_under_dropout_gradients_have_the_distribution_of_padded_rows(case):
     """Means over draws agree within their standard errors, and so do standard deviations."""
     torch.manual_seed(0)
-    model, batch = RANDOM[case](0.3).train(), pad(KINDS["instructions"]()[:6])
+    makes = {**RANDOM, "of adapters": lambda rate: few_adapters(lora_dropout=rate)}
+    model, batch = makes[case](0.3).train(), pad(KINDS["instructions"]()[:6])
     watched = [parameter for parameter in model.parameters() if parameter.requires_grad][1]
     draws = {}
     for engine in (None, SharedRows()):

@@ -239,6 +239,8 @@ class Divides(Means):
         return output
 
 
+_plain: dict[tuple, Trainer] = {}
+"""Those of `Trainer`, by kind of model and name of the window."""
 WINDOWS = {"one row": range(1, 2), "a micro-batch": range(2, 4), "first": range(4), "many": range(4, 60)}
 
 
@@ -265,7 +267,9 @@ def test_a_step_without_labels_is_that_of_trainer(tmp_path, caplog, kind, option
     }  # fmt: skip
     for name, masked in WINDOWS.items():
         caplog.clear()
-        plain = trained(Trainer, TrainingArguments(**config_values(tmp_path, **values)), masked)
+        if (plain := _plain.get((kind, name))) is None:
+            arguments = TrainingArguments(**config_values(tmp_path, **values))
+            plain = _plain[kind, name] = trained(Trainer, arguments, masked)
         config = hybrid_config(tmp_path, **values, **{"leap_gain": 0, "auto_lr": "off", "share_rows": "off", **options})
         ours = trained(HybridTrainer, config, masked)
         for first, second in zip(plain.model.parameters(), ours.model.parameters()):

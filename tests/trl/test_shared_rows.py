@@ -315,7 +315,6 @@ def test_generators_of_dpo_are_left_as_by_trl(draws, tmp_path):
 
 
 QUICK = (
-    "adapters",
     "adapters and head",
     "adapters trained before",
     "reference beforehand",
@@ -667,7 +666,7 @@ SFT = {
 }
 
 
-@pytest.mark.parametrize("case", SFT)
+@pytest.mark.parametrize("case", mostly_slow(SFT, [case for case in SFT if case != "adapters"]))
 @pytest.mark.long
 def test_fine_tuning_is_that_of_trl(case, tmp_path):
     options = {"max_grad_norm": 0.0, **SFT[case]}

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import config_values, hybrid_config, tiny_model
+from conftest import ByteText, config_values, hybrid_config, tiny_model
 from transformers import Trainer, TrainingArguments, get_scheduler
 
 from hf_hybrid import ForecastCallback, HybridTrainer
@@ -137,7 +137,7 @@ def test_the_callback_leaves_plain_training_as_it_is(tmp_path, train_set):
     logs = []
     for callbacks in ([], [ForecastCallback()]):
         arguments = TrainingArguments(**config_values(tmp_path, eval_strategy="steps", eval_steps=10))
-        sets = {"train_dataset": train_set, "eval_dataset": train_set}
+        sets = {"train_dataset": train_set, "eval_dataset": ByteText(16)}
         trainer = Trainer(tiny_model(), arguments, **sets, callbacks=callbacks)
         trainer.train()
         logs.append([row for row in trainer.state.log_history if "loss" in row])
@@ -151,7 +151,7 @@ def test_the_callback_leaves_plain_training_as_it_is(tmp_path, train_set):
 @pytest.mark.long
 def test_hybrid_trainer_forecasts_unless_told_otherwise(tmp_path, train_set, options):
     config = hybrid_config(tmp_path, eval_strategy="steps", eval_steps=10, **options)
-    trainer = HybridTrainer(tiny_model(), config, train_dataset=train_set, eval_dataset=train_set)
+    trainer = HybridTrainer(tiny_model(), config, train_dataset=train_set, eval_dataset=ByteText(16))
     trainer.train()
     last = [row for row in trainer.state.log_history if "loss" in row][-1]
     assert (set(KEYS + EVAL_KEYS) <= set(last)) is (not options)
