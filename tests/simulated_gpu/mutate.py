@@ -28,7 +28,7 @@ FIRST = (
     "a_layer_left_out", "some_resident_by_micro_batch",
     "gradients_looked_at", "by_micro_batch", "parked", "eight_bit_bf16", "leaps_and_saves", "leaps_host_buffers",
     "saves_eight_bit", "states_on_host_and_saves", "int8_probes_registered", "offloaded_graphs_together",
-    "evaluated_only", "error_in_the_middle", "in_backward", "a_call_that_does_not_count",
+    "evaluated_only", "error_in_the_middle", "in_backward", "a_call_that_does_not_count", "lora_experts",
 )  # fmt: skip
 """Scenarios that notice most, so that few mutations need all of them."""
 
