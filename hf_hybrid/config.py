@@ -89,7 +89,9 @@ class HybridConfigBase(_Arguments):
                       and getattr(self, field.name) != field.default}  # fmt: skip
             vars(self)["_written"] = self._written | others
         HybridArguments.__post_init__(self)
-        for name, (kind, limits) in _NUMBERS.items():
+        for name, (kind, limits) in (
+            _NUMBERS | {name: _OF_TRL[name] for name in _OF_TRL if hasattr(self, name)}
+        ).items():
             setattr(self, name, as_declared(name, getattr(self, name), kind))
             infinite = name == "learning_rate" and not self.enable_predict  # plain Trainer trains on with such weights
             check_range(name, getattr(self, name), {"at_least": 0} if infinite else limits)
@@ -216,6 +218,14 @@ _NUMBERS = {
     "label_smoothing_factor": (float, {"at_least": 0, "at_most": 1}),
 }
 """Options of TrainingArguments that are looked at only when training has begun, or that make every weight infinite."""
+_OF_TRL = {
+    "max_length": (int | None, {"at_least": 1}),
+    "max_completion_length": (int | None, {"at_least": 1}),
+    "num_generations": (int | None, {"at_least": 2}),
+    "num_iterations": (int, {"at_least": 1}),
+    "temperature": (float, {"above": 0}),
+}
+"""The same for configs of TRL, where they exist."""
 _BY_PHASE = ("checkpoint_phases", "weight_precision", "predict_states")
 _FOR_WHOLE_WEIGHTS = (*_BY_PHASE, "offload_activations", "optimizer_states", "chunked_loss")
 """Options that change weights, states or activations by means that were made for whole tensors."""

@@ -94,6 +94,8 @@ def load(option: str, name: str, split: str, config: str | None = None, streamin
         message += "the Hub, which needs the network (HF_HUB_OFFLINE=1 forbids it) unless it is cached."
         if path.is_file():
             message = f"cannot be read as {KINDS[path.suffix.lower()]}: {reason_of(error)}"
+            if isinstance(error, UnicodeDecodeError) or isinstance(error.__cause__, UnicodeDecodeError):
+                message += " Save it as UTF-8."
             message = message if path.read_bytes().strip() else "holds no rows."
         raise OptionError(f"`--{option} {name}` {message}") from error
 
@@ -110,6 +112,9 @@ def _load_file(path: Path, kind: str, streaming: bool) -> Any:
         head = pandas.read_csv(path, dtype=str, nrows=1, keep_default_na=False)
         if not isinstance(head.index, pandas.RangeIndex):  # pandas would take the first fields for names of rows
             raise ValueError(f"its first row has more fields than the {len(head.columns)} names above.")
+        if head.empty:  # which `datasets` refuses in words of its own
+            rows = Dataset.from_dict({str(name): [] for name in head.columns})
+            return rows.to_iterable_dataset() if streaming else rows
         features = Features({str(name): Value("string") for name in head.columns})
         return load_dataset(kind, features=features, keep_default_na=False, **data)
     with open(path, encoding="utf-8-sig") as file:

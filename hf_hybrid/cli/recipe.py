@@ -290,6 +290,22 @@ def make_trainer(options: Options) -> Any:
     return trainer
 
 
+_WORDS = {
+    "dpo": {
+        "loss_type": (
+            "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop "
+            "sft sigmoid_norm"
+        ).split()
+    },
+    "grpo": {
+        "loss_type": "grpo dr_grpo dapo bnpo cispo sapo luspo vespo".split(),
+        "importance_sampling_level": ["token", "sequence"],
+        "scale_rewards": ["group", "batch", "none"],
+    },
+}
+"""By command: options for which TRL refuses other words only in the first step, after it has loaded and generated."""
+
+
 def check_options(options: Options) -> None:
     """Refuse options that cannot be combined. Raises [`OptionError`]."""
     data, args, adapters = options.data, options.config, options.adapters
@@ -311,6 +327,11 @@ def check_options(options: Options) -> None:
         raise OptionError(
             "`--early_stopping_patience` keeps the best model. Leave out `--load_best_model_at_end false`."
         )
+    for name, words in _WORDS.get(options.command.name, {}).items():
+        value, known = getattr(args, name), type(args).__dataclass_fields__[name].metadata["help"]
+        for word in value if isinstance(value, list) else [value]:
+            if word not in words and f"'{word}'" not in known:  # a newer TRL may know more
+                raise OptionError(f"`--{name} {word}` must be one of {', '.join(words)}.")
     if adapters.load_in_8bit and adapters.load_in_4bit:
         raise OptionError("`--load_in_8bit` and `--load_in_4bit` cannot be combined. Leave one out.")
 

@@ -164,7 +164,7 @@ class LearningRateSearch(RateScale):
         self.seen: float | None = None
         """Cosine of the real step under way."""
         self.max_log = math.log(max_scale)
-        self.growth = min(self.MAX_GROWTH, max(self.MIN_GROWTH, self.GROWTH / math.sqrt(max_steps)))
+        self.growth = min(self.MAX_GROWTH, max(self.MIN_GROWTH, self.GROWTH / math.sqrt(max(max_steps, 1))))
         self.patience = 3 + round(math.sqrt(max_steps) / 3)
         """Steps at scale 1 in which a good learning rate shows itself."""
         self.log_scale = self.cap = self.peak = 0.0

@@ -683,7 +683,9 @@ WRONG = [
     ("sft", ["--dataset", "images.jsonl"], "row 1: `messages` has a message with a part of `image_url`, and only text"),
     ("sft", ["--dataset", "weights.jsonl"], "row 1: `messages` has a message whose `weight` is `0.5`, not 0 or 1"),
     ("dpo", ["--dataset", "half.jsonl"], "it has `prompt`, `chosen`, and no `rejected`"),
+    ("sft", ["--dataset", "header.csv"], "`--dataset header.csv` holds no rows"),
     ("sft", ["--dataset", "latin.csv"], "`--dataset latin.csv` cannot be read as csv"),
+    ("sft", ["--dataset", "latin.csv"], "Save it as UTF-8."),
     ("sft", ["--dataset", "broken.parquet"], "`--dataset broken.parquet` cannot be read as parquet"),
     ("sft", ["--dataset", "numbers.jsonl"], "`--dataset numbers.jsonl`, row 1: it is `1`, no JSON object"),
     ("sft", ["--dataset", "odd.jsonl"], "it has `que`, `ans`, and `hf-hybrid sft` takes `messages` (chats)"),
@@ -750,6 +752,18 @@ WRONG = [
      "`--reward_weights` has 2 numbers, and `--reward` 1"),
     ("grpo", ["--dataset", "questions.jsonl", "--reward", "numeric_answer", "--gradient_accumulation_steps", "3",
               "--num_generations", "4"], "a batch has 6 (`per_device_train_batch_size` x"),
+    ("dpo", ["--dataset", "pairs.jsonl", "--loss_type", "sigmoid", "hinged"], "`--loss_type hinged` must be one of "),
+    ("sft", ["--dataset", "chats.jsonl", "--max_length", "0"], "`max_length` must be at least 1, got 0"),
+    *(("grpo", ["--dataset", "questions.jsonl", "--reward", "mine.py:short", f"--{name}", value], message)
+      for name, value, message in (
+          ("num_generations", "0", "`num_generations` must be at least 2, got 0"),
+          ("num_iterations", "0", "`num_iterations` must be at least 1, got 0"),
+          ("max_completion_length", "0", "`max_completion_length` must be at least 1, got 0"),
+          ("temperature", "0", "`temperature` must be greater than 0, got 0"),
+          ("loss_type", "drgrpo", "`--loss_type drgrpo` must be one of grpo, dr_grpo, "),
+          ("importance_sampling_level", "word", "`--importance_sampling_level word` must be one of token, sequence"),
+          ("scale_rewards", "maybe", "`--scale_rewards maybe` must be one of group, batch, none"),
+      )),
     *(("grpo", ["--dataset", "questions.jsonl", "--reward", f"mine.py:{name}"], f"`--reward mine.py:{name}` {message}")
       for name, message in (
           ("nan", "returned `nan` for a completion"), ("words", "returned `'good'` for a completion"),
@@ -783,6 +797,7 @@ def wrong_files(folder):
     (folder / "empty.jsonl").write_text("\n\n")
     (folder / "broken.jsonl").write_text('{"messages": [}\n')
     (folder / "latin.csv").write_bytes(b"prompt,completion\ncaf\xe9,x\n")
+    (folder / "header.csv").write_text("prompt,completion\n")
     (folder / "broken.parquet").write_bytes(b"PAR1 nothing")
     (folder / "late_broken.jsonl").write_text(json.dumps(ROWS["chats"][0]) + "\n\n{")
     (folder / "wide.csv").write_text("prompt,completion\na,b,c\n")

@@ -305,3 +305,7 @@ def test_the_rate_stays_under_optimizers_whose_last_step_is_not_known(options, t
     trainer.train()
     assert trainer.hybrid_summary()["learning_rate_scale"] == 1.0
     assert caplog.text.count("The run keeps `learning_rate=1e-05`: a better one is searched under torch's Adam") == 1
+
+
+def test_a_run_of_no_steps_has_a_search():  # `max_steps=0`, with which Trainer makes one step
+    assert LearningRateSearch(max_steps=0, max_scale=8).growth == LearningRateSearch(max_steps=1, max_scale=8).growth
