@@ -63,7 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments and COMMANDS.get(arguments[0], ("",))[0] == RECIPE:
         return importlib.import_module(RECIPE).run(arguments[0], arguments[1:])
     command = next((word for word in arguments if not word.startswith("-")), None)
-    args = build_parser(command).parse_args(arguments)
+    args, unknown = build_parser(command).parse_known_args(arguments)
+    if unknown:
+        program = f"hf-hybrid {args.command}"
+        sys.stderr.write(f"{program}: error: `{unknown[0]}` is no option. `{program} --help` lists all.\n")
+        return 2
     try:
         return args.run(args)
     except (ValueError, ImportError, OSError) as error:

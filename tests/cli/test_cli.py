@@ -284,6 +284,15 @@ def test_wrong_options_are_named_with_the_nearest_right_one(arguments, message):
 
 
 @pytest.mark.parametrize(
+    "command", [["plan", "m"], ["chat", "m"], ["report", "m"], ["export", "m", "--format", "int8"]]
+)
+def test_an_unknown_option_of_the_other_commands_is_one_sentence(capsys, command):
+    assert main([*command, "--foo", "3"]) == 2
+    message = f"hf-hybrid {command[0]}: error: `--foo` is no option. `hf-hybrid {command[0]} --help` lists all.\n"
+    assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize(
     "text, message",
     [
         ("leraning_rate: 1", "`leraning_rate` in `{file}` is no option. Did you mean `learning_rate`?"),
