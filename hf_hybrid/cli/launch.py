@@ -34,6 +34,7 @@ def launch(line: CommandLine, processes: int) -> int:
     """
     from subprocess import CalledProcessError
 
+    import torch
     from accelerate.commands.launch import launch_command, launch_command_parser
     from accelerate.utils import patch_environment
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -42,6 +43,9 @@ def launch(line: CommandLine, processes: int) -> int:
     # Processes use gloo under this variable. accelerate's own `--cpu` would start one process, not several.
     on_cpu = {"ACCELERATE_USE_CPU": "true"} if line.values.use_cpu else {}
     options = launch_command_parser().parse_args(launch_arguments(line, processes))
+    if not (on_cpu or options.config_file not in map(str, CONFIGS.glob("*")) or torch.accelerator.is_available()):
+        # Each process would take itself for the only one, and train all of the run.
+        raise OptionError(f"`--num_processes {processes}` needs GPUs, and this machine has none. Add `--cpu`.")
     options.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # at which torchrun ends its processes; at SIGTERM it shall not
     try:
         with patch_environment(**on_cpu), handing_on():

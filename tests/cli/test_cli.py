@@ -283,6 +283,15 @@ def test_wrong_options_are_named_with_the_nearest_right_one(arguments, message):
         parse_options(["--use_cpu", *arguments])
 
 
+def test_processes_on_gpus_that_are_not_there_are_refused(folder, monkeypatch, capsys):
+    import torch
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert main(["train", "--config", "run.yaml", "--num_processes", "2"]) == 2
+    assert "`--num_processes 2` needs GPUs, and this machine has none. Add `--cpu`." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "command", [["plan", "m"], ["chat", "m"], ["report", "m"], ["export", "m", "--format", "int8"]]
 )
