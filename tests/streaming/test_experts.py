@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import assert_same_weights, config_values, hybrid_config, weights
+from conftest import assert_same_weights, config_values, hybrid_config, mostly_slow, weights
 from peft import LoraConfig, get_peft_model
 from rig.tiny_architectures import build_model, samples
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments, set_seed
@@ -140,7 +140,7 @@ def test_generation_copies_a_few_experts_per_token(tmp_path):
     assert torch.equal(tokens, expected)
 
 
-@pytest.mark.parametrize("walk", ["micro_batch", "layer"])
+@pytest.mark.parametrize("walk", mostly_slow(["micro_batch", "layer"], ["layer"]))
 def test_an_int8_base_is_expanded_expert_by_expert(walk, tmp_path, spoiled, monkeypatch):
     data = rows(16, 3)
     trainer = streamed(tmp_path, data, mixture(), base_precision="int8", accumulation_walk=walk)
@@ -198,7 +198,7 @@ def test_trained_experts_travel_whole(tmp_path):
 
 @pytest.mark.parametrize(
     "kind",
-    ["gpt_oss", "deepseek_v3", pytest.param("nemotron_h", marks=pytest.mark.slow), "lfm2_moe"],
+    mostly_slow(["gpt_oss", "lfm2_moe", "deepseek_v3", "nemotron_h"], ["gpt_oss", "lfm2_moe"]),
 )
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
 def test_architectures(kind, implementation, tmp_path, spoiled):
