@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, config_values, hybrid_config, mostly_slow, tiny_model, weights
+from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
 from rig import trainers
 from transformers import Trainer, TrainingArguments
 
@@ -47,7 +47,7 @@ def logits(model):
     return model.eval()(input_ids=ByteText(4, offset=900).blocks).logits
 
 
-@pytest.fixture(scope="module", params=mostly_slow(METHODS, [m for m in METHODS if m != "saved modules"]))
+@pytest.fixture(scope="module", params=METHODS)
 def trained(request, tmp_path_factory):
     """Method, trainer, and the weights of before."""
     model = adapted(request.param)
