@@ -18,7 +18,11 @@ import textwrap
 import warnings
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_hybrid.cli.step_times import StepTimes
+    from hf_hybrid.plan.estimate import Plan
 
 
 @contextlib.contextmanager
@@ -154,10 +158,10 @@ def outcome(metrics: dict[str, Any]) -> str:
 # Before and after.
 
 
-def print_trainer(trainer: Any, *, by_rule: bool) -> None:
+def print_trainer(trainer: Any, times: StepTimes | None, *, by_rule: bool) -> None:
     """
     Say what is trained, how long, at which rate (`by_rule`: chosen by the command), in how much memory, and where it is
-    saved.
+    saved. `times` has the plan and what a step of it took before, if a plan could be made.
     """
     from hf_hybrid.hub.card import count_parameters
     from hf_hybrid.machine import describe_device
@@ -182,9 +186,11 @@ def print_trainer(trainer: Any, *, by_rule: bool) -> None:
     else:
         print_fact("trained", "all of them")
     print_fact("steps", _steps(trainer))
+    if times is not None and times.known is not None and (steps := steps_of(trainer)) is not None:
+        print_time(times.known.seconds, steps, times.known.source)
     print_fact("rate", _rate(trainer, by_rule))
-    if (memory := _memory(trainer)) is not None:
-        print_fact("memory", memory)
+    if times is not None:
+        print_fact("memory", _memory(trainer, times.plan))
     if (rows := _rows(trainer)) is not None:
         print_fact("rows", rows)
     steps = f"{args.save_steps:.0%} of the run" if args.save_steps < 1 else f"{int(args.save_steps):,} steps"
@@ -202,14 +208,32 @@ def _steps(trainer: Any) -> str:
     text = f"{math.prod(factors)} {what} each" + (f" ({' x '.join(map(str, factors))})" if len(factors) > 1 else "")
     if what == "completions":
         text += f", {trainer.num_generations} for each prompt, of at most {args.max_completion_length} tokens"
-    if args.max_steps > 0:
-        return f"{args.max_steps:,}, {text}"
-    try:
-        per_epoch = max(math.ceil(len(trainer.get_train_dataloader()) / accumulated), 1)
-    except TypeError:
+    if (steps := steps_of(trainer)) is None:
         return text
-    steps = math.ceil(args.num_train_epochs * per_epoch)
-    return f"{steps:,} ({plural(args.num_train_epochs, 'epoch').replace('.0 ', ' ')}), {text}"
+    epochs = f" ({plural(args.num_train_epochs, 'epoch').replace('.0 ', ' ')})" * (args.max_steps <= 0)
+    return f"{steps:,}{epochs}, {text}"
+
+
+def steps_of(trainer: Any) -> int | None:
+    """Return how many steps a run has; `None` for a stream of rows without `max_steps`."""
+    args = trainer.args
+    if args.max_steps > 0:
+        return args.max_steps
+    try:
+        per_epoch = max(math.ceil(len(trainer.get_train_dataloader()) / args.gradient_accumulation_steps), 1)
+    except TypeError:
+        return None
+    return math.ceil(args.num_train_epochs * per_epoch)
+
+
+def print_time(seconds: float, steps: int, source: str) -> None:
+    """Say how long steps of so many seconds take, if that is a minute or more."""
+    from tqdm import tqdm
+
+    if seconds * steps >= 60:
+        each = f"{seconds:.3g}" if seconds < 100 else f"{seconds:,.0f}"
+        took = f"{tqdm.format_interval(seconds * steps)} for {plural(steps, 'step')}, {each} s each"
+        print_fact("time", f"{took} ({source})")
 
 
 def _rate(trainer: Any, by_rule: bool) -> str:
@@ -260,18 +284,21 @@ def _rows(trainer: Any) -> str | None:
     return "; ".join([text, *found.but])
 
 
-def _memory(trainer: Any) -> str | None:
-    """What the plan says, in words; `None` where no plan can be made."""
+def plan_of(trainer: Any) -> Plan | None:
+    """Return the plan of a run; `None` where none can be made."""
     from hf_hybrid.build import make_plan
     from hf_hybrid.plan.estimate import PlanError
-    from hf_hybrid.records.summary import format_bytes
 
     try:
-        plan = trainer.memory.plan if trainer.memory.streams else make_plan(trainer, None)
+        return trainer.memory.plan if trainer.memory.streams else make_plan(trainer, None)
     except (PlanError, ValueError, TypeError, AttributeError):
         return None
-    if plan is None:
-        return None
+
+
+def _memory(trainer: Any, plan: Plan) -> str:
+    """What the plan says, in words."""
+    from hf_hybrid.records.summary import format_bytes
+
     where = "host" if trainer.args.device.type == "cpu" else "device"
     text = f"{format_bytes(plan.peak_device_bytes)} planned on the {where} (an estimate)"
     if trainer.memory.streams:

@@ -153,13 +153,16 @@ class _Report:
             sys.stderr.write("hf-hybrid plan: no GPU here, so `--measure` measured nothing: this is memory alone.\n")
             return
         from hf_hybrid.cli.measure import measure
+        from hf_hybrid.cli.step_times import StepTimes
 
         for kind, plan in self.best.items():
             if plan is None:
                 continue
             sys.stderr.write(f"hf-hybrid plan: measuring {plan.title} ...\n")
             try:
-                self.measured[kind] = measure(self.planner, plan, functools.partial(self._prepared, kind=kind))
+                measured = measure(self.planner, plan, functools.partial(self._prepared, kind=kind))
+                self.measured[kind] = measured
+                StepTimes(plan, torch.device("cuda")).keep(measured.step.seconds)
             except torch.OutOfMemoryError:
                 self.measured[kind] = "memory ran out, so this plan does not fit"
             except ValueError as error:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import errno
 import importlib.util
+import json
 import logging
 import os
 import signal
@@ -163,6 +164,7 @@ def check_generations(line: CommandLine) -> None:
 def train(line: CommandLine) -> int:
     """Train in this process, and say how it ended. Returns the exit status, as [`run`]."""
     from hf_hybrid.cli.progress import Progress, interrupts
+    from hf_hybrid.cli.step_times import StepTimes
     from hf_hybrid.recovery import UnrecoveredMemoryError
     from hf_hybrid.run.monitor import TrainingDivergedError
     from hf_hybrid.saving.drift import RanksDriftedError
@@ -172,9 +174,12 @@ def train(line: CommandLine) -> int:
     try:
         options = line.options()
         trainer = make_trainer(options)
-        console.print_trainer(trainer, by_rule="learning_rate" in options.defaulted)
+        plan = console.plan_of(trainer)
+        data = json.dumps({**Reader.of(options).to_dict(), "seed": None})
+        times = None if plan is None else StepTimes(plan, trainer.args.device, data)
+        console.print_trainer(trainer, times, by_rule="learning_rate" in options.defaulted)
         with interrupts(alone=trainer.args.world_size == 1) as interrupted:
-            progress = Progress(trainer, interrupted, defaulted=options.defaulted)
+            progress = Progress(trainer, interrupted, times, defaulted=options.defaulted)
             trainer.add_callback(progress)
             # `true` resumes from the last checkpoint, `false` from none.
             words = {None: None, "": None, "none": None, "false": None, "true": True}

@@ -14,11 +14,12 @@ from pydoc_data import topics
 
 import pytest
 import yaml
+from huggingface_hub import constants
 from safetensors import SafetensorError
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 
 from hf_hybrid import HybridArguments, HybridConfig, HybridTrainer
-from hf_hybrid.cli import launch
+from hf_hybrid.cli import launch, progress
 from hf_hybrid.cli.data import Reader
 from hf_hybrid.cli.loading import (
     adapters_config,
@@ -113,6 +114,21 @@ def test_defaults_yield_to_yaml_and_yaml_to_the_command_line(folder):
     assert config.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
     assert config.use_cpu and options.launch.cpu
     assert config.disable_tqdm is True and config.dataloader_pin_memory is False
+
+
+@pytest.mark.long
+def test_the_next_run_says_how_long_it_takes(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr(progress, "LEAST_SECONDS", 0)
+    words = ["train", "--config", str(folder / "run.yaml"), "--memory", "stream", "--max_steps", "3", "--cpu"]
+    assert main([*words, "--output_dir", str(tmp_path / "first")]) == 0
+    assert "  time  " not in capsys.readouterr().out
+    file = tmp_path / "hf" / "hf_hybrid" / "step_times.json"
+    ((key, entry),) = json.loads(file.read_text()).items()
+    assert 0 < entry["seconds"] < 100
+    file.write_text(json.dumps({key: entry | {"seconds": 1000}}))
+    assert main([*words, "--output_dir", str(tmp_path / "second"), "--seed", "7", "--learning_rate", "1e-4"]) == 0
+    assert "  time       50:00 for 3 steps, 1,000 s each (the last run of this plan and" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("peft", ["none", "lora"])

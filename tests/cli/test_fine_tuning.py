@@ -910,24 +910,10 @@ def test_the_first_step_has_a_line_unless_logging_was_chosen(defaulted, steps, f
     trainer = SimpleNamespace(remove_callback=lambda kind: None)
     args = SimpleNamespace(logging_steps=7, logging_first_step=False, disable_tqdm=True)
     state = SimpleNamespace(max_steps=100, global_step=0, logging_steps=7, is_world_process_zero=True)
-    progress.Progress(trainer, threading.Event(), defaulted=frozenset(defaulted)).on_train_begin(args, state, None)
+    progress.Progress(trainer, threading.Event(), None, defaulted=frozenset(defaulted)).on_train_begin(
+        args, state, None
+    )
     assert (args.logging_steps, args.logging_first_step) == (steps, first)
-
-
-def test_the_time_left_follows_from_the_steps_after_the_first(monkeypatch, capsys):
-    trainer = SimpleNamespace(remove_callback=lambda kind: None)
-    args, now = SimpleNamespace(disable_tqdm=True), [0.0]
-    state = SimpleNamespace(max_steps=13, global_step=0, is_world_process_zero=True)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    callback, control = progress.Progress(trainer, threading.Event(), defaulted=frozenset()), SimpleNamespace()
-    callback.on_train_begin(args, state, control)
-    for seconds in (10, 1, 2):
-        now[0] += seconds
-        state.global_step += 1
-        callback.on_step_end(args, state, control)
-        callback.on_log(args, state, control, {"loss": 1.0})
-    said = capsys.readouterr().out.splitlines()
-    assert [line.rpartition("  ")[2] for line in said] == ["02:00 left", "00:11 left", "00:15 left"]
 
 
 def test_what_was_not_given_is_decided_by_the_command():

@@ -10,6 +10,7 @@ from hf_hybrid.cli import measure as measuring
 from hf_hybrid.cli.main import build_parser, main
 from hf_hybrid.cli.measure import Measurement, Run, StepTime, extrapolated, layers_of_a_run, measure
 from hf_hybrid.cli.plan import _Report
+from hf_hybrid.cli.step_times import StepTimes
 from hf_hybrid.plan.planner import Planner
 
 
@@ -127,6 +128,8 @@ def test_the_command_says_seconds_and_what_bounds_them(config_file, capsys, monk
     reports = [_Report(build_parser("plan").parse_args([*words, kind])) for kind in ("none", "lora")]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card")
+    kept = []
+    monkeypatch.setattr(StepTimes, "keep", lambda times, seconds: kept.append((times.plan.way.kind, seconds)))
     shown = []
     for report in reports:
         report.measure()
@@ -137,4 +140,5 @@ def test_the_command_says_seconds_and_what_bounds_them(config_file, capsys, monk
     assert "full: 4 s a step, 4,096 tokens/s, 1 million tokens in 4.07 min; from 4 and 8 layers." in shown[0]
     assert "copies out 1 s: a step that overlaps all is bound by kernels." in shown[0]
     assert "Device: 1.00 GiB, planned 2.00." in shown[0]
+    assert kept == [("full", 4.0)]
     assert "LoRA: not measured: memory ran out, so this plan does not fit." in shown[1]

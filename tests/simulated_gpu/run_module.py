@@ -119,7 +119,9 @@ def _run(arguments: list[str], environment: dict[str, str], folder: str, streams
     sys.path[1:1] = environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.executable, sys.argv = python, [module, *rest]
     import torch
+    from huggingface_hub import constants
 
+    constants.HF_HOME = environment.get("HF_HOME", constants.HF_HOME)  # read when it was imported
     torch.set_num_threads(1)
     if "TORCH_CUDA_SANITIZER" in environment:  # torch would have asked for a GPU before there was one
         import torch.cuda._sanitizer

@@ -7,9 +7,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from pydoc_data import topics
 
 import pytest
 from conftest import tiny_model
+from rig.hub_scenario import byte_tokenizer
 
 from simulated_gpu.results import TESTS, python_path
 from simulated_gpu.run_module import UNAVAILABLE
@@ -88,10 +90,21 @@ def test_the_planning_benchmark_measures_the_allocator(run, tmp_path):
     assert rows["8bit"]["reference_bytes"] < 0.6 * rows["adamw"]["reference_bytes"]
 
 
-def test_plan_measures_a_step(run, tmp_path):
-    tiny_model(num_hidden_layers=10).config.to_json_file(tmp_path / "config.json")
-    words = ("--sequence_length", "32", "--batch_size", "2", "--peft", "none", "--dtype", "bfloat16")
-    output = run("hf_hybrid", "plan", str(tmp_path / "config.json"), *words, "--vram", "8GiB", "--measure", "--json")
+def test_plan_measures_a_step_and_the_run_says_how_long_it_takes(run, tmp_path):
+    model, data, plan, home = (str(tmp_path / name) for name in ("model", "data.txt", "plan.yaml", "home"))
+    tiny_model(num_hidden_layers=10).save_pretrained(model)
+    byte_tokenizer().save_pretrained(model)
+    Path(data).write_text("\n\n".join(topics.topics["assert"] for _ in range(3)))
+    words = ("--sequence_length", "32", "--batch_size", "2", "--peft", "none", "--dtype", "bfloat16", "--for", "train")
+    words += ("--vram", "8GiB", "--measure", "--json", "--output", plan)
+    output = run("hf_hybrid", "plan", model, *words, HF_HOME=home)
     measured = json.loads(output[output.index("{") : output.rindex("}") + 1])["measured"]["full"]
     assert measured["trained"] == [4, 8] and measured["step"]["seconds"] > 0, output
     assert measured["device_bytes"] > 0
+    kept = Path(home, "hf_hybrid", "step_times.json")
+    ((key, entry),) = json.loads(kept.read_text()).items()
+    assert entry["seconds"] == pytest.approx(measured["step"]["seconds"])
+    kept.write_text(json.dumps({key: {**entry, "seconds": 500.0}}))  # no line speaks of less than a minute
+    words = ("--dataset", data, "--output_dir", str(tmp_path / "out"), "--max_steps", "2")
+    output = run("hf_hybrid", "train", "--config", plan, *words, HF_HOME=home)
+    assert "time       16:40 for 2 steps, 500 s each (`plan --measure` with rows of full" in output
