@@ -12,6 +12,7 @@ import time
 from collections.abc import Generator
 from typing import Any
 
+import torch
 from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
@@ -76,7 +77,7 @@ class Progress(TrainerCallback):
             trainer.remove_callback(kind)
         self.trainer, self.interrupted, self.times, self.defaulted = trainer, interrupted, times, defaulted
         self.bar: PositionBar | None = None
-        self.begun: float | None = None
+        self.begun = False  # whether a training has
         self.stepped = False  # whether a step has begun
         self.scale: float | None = None
 
@@ -84,7 +85,7 @@ class Progress(TrainerCallback):
         if "logging_steps" in self.defaulted:
             args.logging_steps = state.logging_steps = logging_steps(state.max_steps)
             args.logging_first_step |= "logging_first_step" in self.defaulted
-        self.begun = self.logged = time.monotonic()
+        self.begun, self.logged = True, time.monotonic()
         self.first_step, self.tokens = state.global_step, 0
         self.second = 0.0  # when the second step began
         if state.is_world_process_zero and sys.stderr.isatty() and not args.disable_tqdm:
@@ -97,14 +98,17 @@ class Progress(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
+        steps = state.global_step - self.first_step
+        if steps in (1, 3) and args.device.type != "cpu":
+            torch.accelerator.synchronize(args.device)  # else the host may be ahead
         self.second = self.second or time.monotonic()
-        if state.global_step - self.first_step == 3 and state.is_world_process_zero and not self._known:
+        if steps == 3 and state.is_world_process_zero and not self._known:
             print_time(self._of_step(3), state.max_steps, "measured in the second and the third")
         if self.interrupted.is_set():
             control.should_save = control.should_training_stop = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not state.is_world_process_zero or not logs or "train_runtime" in logs or self.begun is None:
+        if not state.is_world_process_zero or not logs or "train_runtime" in logs or not self.begun:
             return  # without a beginning it is an evaluation without a training
         clock, steps = time.monotonic(), state.global_step - self.first_step
         took = self._of_step(steps) if steps > 1 else self._known.seconds if self._known else 0

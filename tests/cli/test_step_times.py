@@ -86,7 +86,7 @@ def test_a_cache_that_cannot_be_used_stops_no_run(tmp_path):
 def lines(monkeypatch, capsys, times, seconds, steps=13):
     """What a run says whose steps take so long."""
     trainer = SimpleNamespace(remove_callback=lambda kind: None)
-    args, now = SimpleNamespace(disable_tqdm=True), [0.0]
+    args, now = SimpleNamespace(disable_tqdm=True, device=CPU), [0.0]
     state = SimpleNamespace(max_steps=steps, global_step=0, is_world_process_zero=True)
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     callback, control = progress.Progress(trainer, threading.Event(), times, defaulted=frozenset()), SimpleNamespace()
