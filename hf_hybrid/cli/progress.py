@@ -12,12 +12,12 @@ import time
 from collections.abc import Generator
 from typing import Any
 
-import torch
 from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from hf_hybrid.cli.console import is_number, outcome, plural, print_line, print_time, terminal_width
 from hf_hybrid.cli.step_times import LEAST_SECONDS, StepTime, StepTimes
+from hf_hybrid.machine import copies_beside, wait_for
 from hf_hybrid.records.progress import HybridProgressCallback, PositionBar
 from hf_hybrid.trl.rewards import text_of
 
@@ -99,8 +99,8 @@ class Progress(TrainerCallback):
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
         steps = state.global_step - self.first_step
-        if steps in (1, 3) and args.device.type != "cpu":
-            torch.accelerator.synchronize(args.device)  # else the host may be ahead
+        if steps in (1, 3) and copies_beside(args.device):
+            wait_for(args.device)  # else the host may be ahead
         self.second = self.second or time.monotonic()
         if steps == 3 and state.is_world_process_zero and not self._known:
             print_time(self._of_step(3), state.max_steps, "measured in the second and the third")
