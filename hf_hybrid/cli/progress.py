@@ -103,7 +103,7 @@ class Progress(TrainerCallback):
             wait_for(args.device)  # else the host may be ahead
         self.second = self.second or time.monotonic()
         if steps == 3 and state.is_world_process_zero and not self._known:
-            print_time(self._of_step(3), state.max_steps, "measured in the second and the third")
+            print_time(self._of_step(3), state.max_steps, "by its second and third")
         if self.interrupted.is_set():
             control.should_save = control.should_training_stop = True
 

@@ -105,7 +105,7 @@ def test_the_time_left_follows_from_the_steps_after_the_first(monkeypatch, capsy
     said = lines(monkeypatch, capsys, times, (10, 5, 7, 6))
     assert "left" not in said[0]
     fact = said.pop(2)
-    assert fact.split() == "time 01:18 for 13 steps, 6 s each (measured in the second and the third)".split()
+    assert fact.split() == "time 01:18 for 13 steps, 6 s each (by its second and third)".split()
     assert [line.rpartition("  ")[2] for line in said[1:]] == ["00:55 left", "01:00 left", "00:54 left"]
     times = StepTimes(times.plan, CPU, "data")
     assert times.known.seconds == 6
