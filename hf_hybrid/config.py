@@ -95,6 +95,8 @@ class HybridConfigBase(_Arguments):
             setattr(self, name, as_declared(name, getattr(self, name), kind))
             infinite = name == "learning_rate" and not self.enable_predict  # plain Trainer trains on with such weights
             check_range(name, getattr(self, name), {"at_least": 0} if infinite else limits)
+        if self.max_steps <= 0:
+            check_range("num_train_epochs", self.num_train_epochs, {"at_least": 0})
         words = {"true": True, "false": False, "auto": "auto", "none": None}
         for name in _TEXT_OR_BOOL:
             if (word := str(getattr(self, name, None)).lower()) in ("true", "false"):
@@ -219,6 +221,7 @@ _NUMBERS = {
     "adam_beta2": (float, {"at_least": 0, "below": 1}),
     "adam_epsilon": (float, {"at_least": 0}),
     "label_smoothing_factor": (float, {"at_least": 0, "at_most": 1}),
+    "neftune_noise_alpha": (float | None, {"at_least": 0}),
     "logging_steps": (float, {"at_least": 0}),
     "eval_steps": (float | None, {"at_least": 0}),
 }
@@ -230,10 +233,16 @@ _OF_TRL = {
     "num_iterations": (int, {"at_least": 1}),
     "temperature": (float, {"above": 0}),
     "top_p": (float | None, {"above": 0, "at_most": 1}),
+    "min_p": (float | None, {"at_least": 0, "at_most": 1}),
+    "repetition_penalty": (float, {"above": 0}),
+    "top_entropy_quantile": (float, {"at_least": 0, "at_most": 1}),
     "beta": (float, {"at_least": 0}),
     "epsilon": (float, {"at_least": 0}),
     "epsilon_high": (float | None, {"at_least": 0}),
     "label_smoothing": (float, {"at_least": 0, "at_most": 1}),
+    "discopop_tau": (float, {"above": 0}),
+    "ld_alpha": (float | None, {"at_least": 0, "at_most": 1}),
+    "ref_model_mixup_alpha": (float, {"at_least": 0, "at_most": 1}),
     "ref_model_sync_steps": (int, {"at_least": 1}),
 }
 """The same for configs of TRL, where they exist and are no lists."""

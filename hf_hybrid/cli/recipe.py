@@ -299,12 +299,14 @@ _WORDS = {
         "loss_type": (
             "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop "
             "sft sigmoid_norm"
-        ).split()
+        ).split(),
+        "f_divergence_type": ["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"],
     },
     "grpo": {
         "loss_type": "grpo dr_grpo dapo bnpo cispo sapo luspo vespo".split(),
         "importance_sampling_level": ["token", "sequence"],
         "scale_rewards": ["group", "batch", "none"],
+        "multi_objective_aggregation": ["sum_then_normalize", "normalize_then_sum"],
     },
 }
 """By command: options for which TRL refuses other words only in the first step, after it has loaded and generated."""
