@@ -90,12 +90,17 @@ class HybridConfigBase(_Arguments):
             vars(self)["_written"] = self._written | others
         HybridArguments.__post_init__(self)
         for name, (kind, limits) in (
-            _NUMBERS | {name: _OF_TRL[name] for name in _OF_TRL if hasattr(self, name)}
+            _NUMBERS | {name: _OF_TRL[name] for name in _OF_TRL if not isinstance(getattr(self, name, []), list)}
         ).items():
             setattr(self, name, as_declared(name, getattr(self, name), kind))
             infinite = name == "learning_rate" and not self.enable_predict  # plain Trainer trains on with such weights
             check_range(name, getattr(self, name), {"at_least": 0} if infinite else limits)
+        if self.max_steps <= 0:
+            check_range("num_train_epochs", self.num_train_epochs, {"at_least": 0})
         words = {"true": True, "false": False, "auto": "auto", "none": None}
+        for name in _TEXT_OR_BOOL:
+            if (word := str(getattr(self, name, None)).lower()) in ("true", "false"):
+                setattr(self, name, words[word])
         for name in ("gradient_checkpointing", "activation_checkpointing"):
             if isinstance(value := getattr(self, name, None), str):
                 if value.lower() not in words:
@@ -216,6 +221,9 @@ _NUMBERS = {
     "adam_beta2": (float, {"at_least": 0, "below": 1}),
     "adam_epsilon": (float, {"at_least": 0}),
     "label_smoothing_factor": (float, {"at_least": 0, "at_most": 1}),
+    "neftune_noise_alpha": (float | None, {"at_least": 0}),
+    "logging_steps": (float, {"at_least": 0}),
+    "eval_steps": (float | None, {"at_least": 0}),
 }
 """Options of TrainingArguments that are looked at only when training has begun, or that make every weight infinite."""
 _OF_TRL = {
@@ -224,8 +232,22 @@ _OF_TRL = {
     "num_generations": (int | None, {"at_least": 2}),
     "num_iterations": (int, {"at_least": 1}),
     "temperature": (float, {"above": 0}),
+    "top_p": (float | None, {"above": 0, "at_most": 1}),
+    "min_p": (float | None, {"at_least": 0, "at_most": 1}),
+    "repetition_penalty": (float, {"above": 0}),
+    "top_entropy_quantile": (float, {"at_least": 0, "at_most": 1}),
+    "beta": (float, {"at_least": 0}),
+    "epsilon": (float, {"at_least": 0}),
+    "epsilon_high": (float | None, {"at_least": 0}),
+    "label_smoothing": (float, {"at_least": 0, "at_most": 1}),
+    "discopop_tau": (float, {"above": 0}),
+    "ld_alpha": (float | None, {"at_least": 0, "at_most": 1}),
+    "ref_model_mixup_alpha": (float, {"at_least": 0, "at_most": 1}),
+    "ref_model_sync_steps": (int, {"at_least": 1}),
 }
-"""The same for configs of TRL, where they exist."""
+"""The same for configs of TRL, where they exist and are no lists."""
+_TEXT_OR_BOOL = ("fsdp", "scale_rewards", "trackio_static_space_id")
+"""Options that take a text or a bool, of which `HfArgumentParser` makes the text `True` or `False`."""
 _BY_PHASE = ("checkpoint_phases", "weight_precision", "predict_states")
 _FOR_WHOLE_WEIGHTS = (*_BY_PHASE, "offload_activations", "optimizer_states", "chunked_loss")
 """Options that change weights, states or activations by means that were made for whole tensors."""

@@ -35,11 +35,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Chat. Returns 0; 130 after Ctrl-C."""
     _check(args)
-    console.print_line(f"{args.model}. {HELP}")
     try:
         with console.speaking():
             with console.quiet_imports():
                 model, tokenizer = load(args)
+            console.print_line(f"{args.model}. {HELP}")
             _talk(model, tokenizer, args)
     except (EOFError, KeyboardInterrupt) as end:
         sys.stdout.write("\n")

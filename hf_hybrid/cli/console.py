@@ -194,7 +194,7 @@ def print_trainer(trainer: Any, times: StepTimes | None, *, by_rule: bool) -> No
     if (rows := _rows(trainer)) is not None:
         print_fact("rows", rows)
     steps = f"{args.save_steps:.0%} of the run" if args.save_steps < 1 else f"{int(args.save_steps):,} steps"
-    every = {"steps": steps, "epoch": "epoch"}.get(getattr(args.save_strategy, "value", args.save_strategy))
+    every = {"steps": args.save_steps > 0 and steps, "epoch": "epoch"}.get(args.save_strategy.value)
     saves = f"a checkpoint every {every}" if every else "no checkpoints on the way"
     print_fact("output", f"{args.output_dir}; {saves}", unwrapped=True)
     print_line()

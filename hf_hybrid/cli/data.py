@@ -56,6 +56,17 @@ def check_paths(option: str, names: Sequence[str]) -> None:
             raise OptionError(f"`--{option} {name}`: there is no such {what}.{hint}")
 
 
+def check_parts(names: Sequence[str], **choices: Sequence[str]) -> None:
+    """Refuse to choose a split or a configuration where every data set is a file, or a saved one without splits."""
+    paths = [Path(name).expanduser() for name in names]
+    if all(path.is_file() or (path / "state.json").is_file() for path in paths):
+        for option, words in choices.items():
+            if words and words[0] != "train":
+                raise OptionError(
+                    f"`--{option} {words[0]}` chooses a part of a data set, and `{names[0]}` has none. Leave it out."
+                )
+
+
 def new_names(columns: Sequence[str] | None) -> dict[str, str]:
     """Return `--columns NEW=OLD` as new names by old ones. Raises [`OptionError`]."""
     names = {}

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_hybrid.cli import console, loading, tokens
-from hf_hybrid.cli.data import NOTE_NAME, Reader, check_paths, new_names
+from hf_hybrid.cli.data import NOTE_NAME, Reader, check_parts, check_paths, new_names
 from hf_hybrid.cli.launch import launch
 from hf_hybrid.cli.options import (
     DPO,
@@ -116,8 +116,9 @@ def run(name: str, arguments: Sequence[str]) -> int:
 def check_early(line: CommandLine) -> None:
     """Refuse what can be seen to be wrong without torch. Raises [`OptionError`]."""
     early = line.early(
-        "model", "dataset", "eval_dataset", "columns", "reward", "reward_pattern", "sample_prompts", "report_to"
-    )
+        "model", "dataset", "eval_dataset", "columns", "reward", "reward_pattern", "sample_prompts", "report_to",
+        "dataset_split", "dataset_config", "eval_split",
+    )  # fmt: skip
     names = required("reward", early["reward"] or None, line.command.program) if line.command is GRPO else []
     if names:
         check_generations(line)
@@ -133,6 +134,8 @@ def check_early(line: CommandLine) -> None:
     loading.check_model(early["model"][0])
     check_paths("dataset", early["dataset"])
     check_paths("eval_dataset", early["eval_dataset"])
+    check_parts(early["dataset"], dataset_split=early["dataset_split"], dataset_config=early["dataset_config"])
+    check_parts(early["eval_dataset"] or early["dataset"], eval_split=early["eval_split"])
     new_names(early["columns"])
     for tracker in TRACKERS.intersection(early["report_to"]):
         if importlib.util.find_spec(tracker) is None:
@@ -230,6 +233,7 @@ def make_trainer(options: Options) -> Any:
     command, args = options.command, options.config
     check_output(args.output_dir)
     check_options(options)
+    check_push(args)
     with args.main_process_first(desc="merging adapters"):
         adapter = loading.take_adapter(options)
     adapters = loading.adapters_config(options.adapters) if adapter is None else None
@@ -300,12 +304,14 @@ _WORDS = {
         "loss_type": (
             "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop "
             "sft sigmoid_norm"
-        ).split()
+        ).split(),
+        "f_divergence_type": ["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"],
     },
     "grpo": {
         "loss_type": "grpo dr_grpo dapo bnpo cispo sapo luspo vespo".split(),
         "importance_sampling_level": ["token", "sequence"],
         "scale_rewards": ["group", "batch", "none"],
+        "multi_objective_aggregation": ["sum_then_normalize", "normalize_then_sum"],
     },
 }
 """By command: options for which TRL refuses other words only in the first step, after it has loaded and generated."""
@@ -350,6 +356,22 @@ def check_output(folder: str) -> None:
     except OSError as error:
         reason = error.strerror or error
         raise OptionError(f"`--output_dir {folder}` cannot be written to: {reason}. Choose another folder.") from None
+
+
+def check_push(args: Any) -> None:
+    """Refuse a push that the Hub will not take, before the work: make the repository, as Trainer would do later."""
+    if not args.push_to_hub or args.process_index > 0:
+        return
+    from huggingface_hub import create_repo
+
+    name = args.hub_model_id or Path(args.output_dir).absolute().name
+    try:
+        create_repo(name, token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
+    except Exception as error:  # of the network, of the Hub, or about the name
+        raise OptionError(
+            f"`--push_to_hub true`: `{name}` cannot be made on the Hub. {loading.reason_of(error)} Connect to the "
+            f"network and log in (`hf auth login`), or push later: `hf upload {name} {args.output_dir}`."
+        ) from error
 
 
 # After training.

@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import logging
 import math
 import warnings
@@ -146,7 +147,8 @@ def _tensors_without_data(model: nn.Module, device: str) -> dict[int, Any]:
             hooks = getattr(module, name)
             sources = {key: str(getattr(hook, "__module__", "")).partition(".")[0] for key, hook in hooks.items()}
             memo[id(hooks)] = type(hooks)((key, hook) for key, hook in hooks.items() if sources[key] in libraries)
-        for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+        held = [value.values() if isinstance(value, dict) else [value] for value in vars(module).values()]
+        for tensor in itertools.chain(*held):  # also what adapters keep in a dict beside parameters and buffers
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
                 like = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
                 is_parameter = isinstance(tensor, nn.Parameter)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers import ProcessorMixin
 
-from hf_hybrid.arguments import HybridArguments, as_declared, option
+from hf_hybrid.arguments import HybridArguments, as_declared, check_range, option
 from hf_hybrid.machine import sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
@@ -258,6 +258,8 @@ class RolloutConfigBase(ExactSkipArguments, TRLConfigBase, _Arguments):
         for name, kind in get_type_hints(ExactSkipArguments).items():
             setattr(self, name, as_declared(name, getattr(self, name), kind))
         super().__post_init__()
+        if not vars(self)["use_vllm"]:  # to vLLM -1 are all tokens
+            check_range("top_k", vars(self)["top_k"], {"at_least": 0})
         if self.enable_predict:
             raise ValueError(f"`enable_predict=True` does not work here: {_NO_LEAPS}. Leave it out.")
         for name, default in ((known.name, known.default) for known in fields(HybridArguments)):

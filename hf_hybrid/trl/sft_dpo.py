@@ -93,6 +93,13 @@ class HybridDPOConfig(TRLConfigBase, DPOConfig):
                 "`padding_free=True` needs `share_rows`, which leaves padding out, and `share_rows=off` turns it off. "
                 "Leave one of the two out."
             )
+        if self.beta == 0 and "sft" not in self.loss_type:
+            raise ValueError("`beta=0` multiplies all that these losses compare, so nothing is learned. Raise it.")
+        if "robust" in self.loss_type and self.label_smoothing >= 0.5:
+            raise ValueError(
+                f"`label_smoothing={self.label_smoothing}` is the share of pairs with swapped labels, and the loss "
+                "`robust` divides by 1 minus twice that share. Set it below 0.5."
+            )
         if self.memory != "off":
             raise ValueError(
                 f"`memory={self.memory}` streams the layers of one model, and preference optimisation runs a policy "

@@ -35,6 +35,7 @@ from hf_hybrid.cli.options import (
     OptionError,
     help_text,
 )
+from hf_hybrid.cli.recipe import check_options
 from hf_hybrid.cli.tokens import Answers
 from hf_hybrid.run.record import Speed
 from hf_hybrid.trl import rewards
@@ -578,6 +579,22 @@ def test_grpo_says_what_it_learns_from(run, wrong_files, tmp_path, reward, words
 FILES = ("config", "summary")
 
 
+def test_true_and_false_in_a_file_mean_what_they_mean_to_trl(tmp_path):
+    file = tmp_path / "run.yaml"
+    for value, scaled in (("true", "group"), ("false", "none")):
+        file.write_text(f"scale_rewards: {value}\nfsdp: false\ntrackio_static_space_id: false\noutput_dir: out\n")
+        options = CommandLine(["--config", str(file), "--use_cpu"], GRPO).options()
+        check_options(options)
+        assert options.config.scale_rewards == scaled and not options.config.fsdp
+        assert options.config.trackio_static_space_id is False
+
+
+def test_a_negative_save_steps_saves_at_the_end_alone_as_in_trainer(run, tmp_path):
+    status, out, err = run("sft", "--dataset", "chats.jsonl", "--save_steps", "-1")
+    assert status == 0 and "no checkpoints on the way" in " ".join(out.split()), err
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
+
+
 def test_early_stopping_keeps_the_best_model(run, tmp_path):
     words = ["--early_stopping_patience", "1", "--learning_rate", "100", "--enable_predict", "false"]
     status, out, err = run("sft", "--dataset", "chats.jsonl", *words, steps=6)
@@ -634,6 +651,12 @@ def test_chat_answers_each_line(folder, monkeypatch, capsys):
     assert status == 0 and first == second != "" and written.out.endswith("> "), "the conversation was forgotten"
     status, written = talk(monkeypatch, capsys, "base", lines="hi\n")
     assert status == 2 and "has no chat template" in written.err
+
+
+def test_chat_greets_once_the_model_is_there(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    status, written = talk(monkeypatch, capsys, "no/model", lines="hi\n")
+    assert status == 2 and "`no/model` cannot be loaded" in written.err and written.out == ""
 
 
 def test_chat_keeps_the_conversation_and_the_system_message(folder, monkeypatch, capsys):
@@ -735,6 +758,23 @@ WRONG = [
     ("sft", ["--dataset", "chats.jsonl", "--max_length", "3"], "`--max_length 3` cuts every row before its answer"),
     ("sft", ["--dataset", "chats.jsonl", "--config", "gone.yaml"], "`--config gone.yaml` cannot be read"),
     ("sft", ["--dataset", "chats.jsonl", "--output_dir", "texts.jsonl/out"], "cannot be written to: Not a directory"),
+    ("sft", ["--dataset", "chats.jsonl", "--dataset_split", "test"], "`chats.jsonl` has none. Leave it out."),
+    ("sft", ["--dataset", "chats.jsonl", "--dataset_config", "main"], "`--dataset_config main` chooses a part of a "),
+    ("sft", ["--dataset", "chats.jsonl", "--eval_split", "test"], "`--eval_split test` chooses a part of a data set"),
+    ("sft", ["--dataset", "chats.jsonl", "--push_to_hub", "true"], "`--push_to_hub true`: `out` cannot be made on the"),
+    ("sft", ["--dataset", "chats.jsonl", "--logging_steps", "-1"], "`logging_steps` must be at least 0, got -1"),
+    ("sft", ["--dataset", "chats.jsonl", "--eval_steps", "-1"], "`eval_steps` must be at least 0, got -1"),
+    ("sft", ["--dataset", "chats.jsonl", "--num_train_epochs", "-1", "--max_steps", "-1"], "`num_train_epochs` must"),
+    ("dpo", ["--dataset", "pairs.jsonl", "--beta", "-1"], "`beta` must be at least 0, got -1"),
+    ("dpo", ["--dataset", "pairs.jsonl", "--label_smoothing", "2"], "`label_smoothing` must be between 0 and 1, got 2"),
+    ("dpo", ["--dataset", "pairs.jsonl", "--loss_type", "robust", "--label_smoothing", "0.5"], "Set it below 0.5."),
+    ("sft", ["--dataset", "chats.jsonl", "--neftune_noise_alpha", "-1"], "`neftune_noise_alpha` must be at least 0"),
+    ("dpo", ["--dataset", "pairs.jsonl", "--beta", "0", "--loss_type", "ipo"], "`beta=0` multiplies all that these"),
+    ("dpo", ["--dataset", "pairs.jsonl", "--f_divergence_type", "kl"], "`--f_divergence_type kl` must be one of"),
+    ("dpo", ["--dataset", "pairs.jsonl", "--discopop_tau", "0"], "`discopop_tau` must be greater than 0, got 0"),
+    ("dpo", ["--dataset", "pairs.jsonl", "--ld_alpha", "2"], "`ld_alpha` must be between 0 and 1, got 2"),
+    ("dpo", ["--dataset", "pairs.jsonl", "--ref_model_mixup_alpha", "2"], "`ref_model_mixup_alpha` must be between 0"),
+    ("dpo", ["--dataset", "pairs.jsonl", "--ref_model_sync_steps", "0"], "`ref_model_sync_steps` must be at least 1"),
     ("dpo", ["--dataset", "pairs.jsonl", "--memory", "stream"], "`memory=stream` streams the layers of one model"),
     ("dpo", ["--dataset", "pairs.jsonl", "--padding_free", "true", "--share_rows", "off"], "needs `share_rows`"),
     # Rewards.
@@ -759,6 +799,16 @@ WRONG = [
           ("num_generations", "0", "`num_generations` must be at least 2, got 0"),
           ("num_iterations", "0", "`num_iterations` must be at least 1, got 0"),
           ("max_completion_length", "0", "`max_completion_length` must be at least 1, got 0"),
+          ("beta", "-1", "`beta` must be at least 0, got -1"),
+          ("top_p", "0", "`top_p` must be greater than 0 and at most 1, got 0"),
+          ("top_k", "-1", "`top_k` must be at least 0, got -1"),
+          ("min_p", "2", "`min_p` must be between 0 and 1, got 2"),
+          ("repetition_penalty", "0", "`repetition_penalty` must be greater than 0, got 0"),
+          ("top_entropy_quantile", "2", "`top_entropy_quantile` must be between 0 and 1, got 2"),
+          ("multi_objective_aggregation", "sum", "`--multi_objective_aggregation sum` must be one of sum_then_normal"),
+          ("top_p", "2", "`top_p` must be greater than 0 and at most 1, got 2"),
+          ("epsilon", "-0.1", "`epsilon` must be at least 0, got -0.1"),
+          ("epsilon_high", "-0.1", "`epsilon_high` must be at least 0, got -0.1"),
           ("temperature", "0", "`temperature` must be greater than 0, got 0"),
           ("loss_type", "drgrpo", "`--loss_type drgrpo` must be one of grpo, dr_grpo, "),
           ("importance_sampling_level", "word", "`--importance_sampling_level word` must be one of token, sequence"),

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -273,6 +274,23 @@ def test_a_model_that_cannot_be_traced_is_estimated():
     for memory in ("off", "stream"):
         answers = [Estimator(shape, tracer).plan(Setup(32, memory=memory)) for tracer in (Tracer.of(model), None)]
         assert answers[0].table == answers[1].table and not answers[0].traced
+
+
+@pytest.mark.parametrize("kind, traced", [("FourierFTConfig", True), ("ShiraConfig", False)])
+def test_indices_that_adapters_keep_beside_their_weights_are_traced_or_estimated_in_silence(kind, traced, caplog):
+    """Torch logged a traceback. SHiRA's sparse weights have no storage that could be followed."""
+    peft, log = pytest.importorskip("peft"), logging.getLogger("torch._subclasses.fake_tensor")
+    sizes = {"FourierFTConfig": {"n_frequency": 10}, "ShiraConfig": {"r": 2}}[kind]
+    model = peft.get_peft_model(tiny_model(), getattr(peft, kind)(target_modules=["q_proj"], **sizes))
+    shape = ModelShape.of(model, [name for name, _ in find_layers(model)])
+    log.addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, "hf_hybrid")
+    try:
+        plan = Estimator(shape, Tracer.of(model)).plan(Setup(32, memory="stream"))
+    finally:
+        log.removeHandler(caplog.handler)
+    assert plan.traced == traced and {record.name.partition(".")[0] for record in caplog.records} <= {"hf_hybrid"}
+    assert ("Its activations are estimated from sizes" in caplog.text) == (not traced)
 
 
 def test_boundaries_are_measured_in_tokens():

@@ -224,3 +224,13 @@ def test_two_processes(tmp_path):
     (theirs, expected), (ours, found) = (torch.load(tmp_path / f"{hybrid}.pt") for hybrid in (False, True))
     assert found == pytest.approx(expected, abs=1e-5)
     assert all(torch.allclose(weight, ours[name], rtol=0, atol=1e-6) for name, weight in theirs.items())
+
+
+def test_a_number_for_each_epoch_is_left_to_trl(tmp_path):
+    from trl.experimental.online_dpo import OnlineDPOConfig
+
+    @dataclasses.dataclass
+    class Config(TRLConfigBase, OnlineDPOConfig):
+        pass
+
+    assert Config(str(tmp_path), beta=[0.1, 0.2], use_cpu=True).beta == [0.1, 0.2]
