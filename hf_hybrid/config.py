@@ -222,8 +222,6 @@ _NUMBERS = {
     "adam_epsilon": (float, {"at_least": 0}),
     "label_smoothing_factor": (float, {"at_least": 0, "at_most": 1}),
     "neftune_noise_alpha": (float | None, {"at_least": 0}),
-    "logging_steps": (float, {"at_least": 0}),
-    "eval_steps": (float | None, {"at_least": 0}),
 }
 """Options of TrainingArguments that are looked at only when training has begun, or that make every weight infinite."""
 _OF_TRL = {

@@ -762,8 +762,6 @@ WRONG = [
     ("sft", ["--dataset", "chats.jsonl", "--dataset_config", "main"], "`--dataset_config main` chooses a part of a "),
     ("sft", ["--dataset", "chats.jsonl", "--eval_split", "test"], "`--eval_split test` chooses a part of a data set"),
     ("sft", ["--dataset", "chats.jsonl", "--push_to_hub", "true"], "`--push_to_hub true`: `out` cannot be made on the"),
-    ("sft", ["--dataset", "chats.jsonl", "--logging_steps", "-1"], "`logging_steps` must be at least 0, got -1"),
-    ("sft", ["--dataset", "chats.jsonl", "--eval_steps", "-1"], "`eval_steps` must be at least 0, got -1"),
     ("sft", ["--dataset", "chats.jsonl", "--num_train_epochs", "-1", "--max_steps", "-1"], "`num_train_epochs` must"),
     ("dpo", ["--dataset", "pairs.jsonl", "--beta", "-1"], "`beta` must be at least 0, got -1"),
     ("dpo", ["--dataset", "pairs.jsonl", "--label_smoothing", "2"], "`label_smoothing` must be between 0 and 1, got 2"),
