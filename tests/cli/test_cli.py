@@ -50,6 +50,8 @@ from hf_hybrid.saving.manifest import is_committed
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
 TEXTS = [topics.topics[name] for name in sorted(topics.topics)][:12]
+WITHOUT_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
+"""For processes that compile nothing: bitsandbytes would load torch's compiler when it is imported."""
 
 
 def byte_tokenizer(**special):
@@ -454,7 +456,7 @@ def test_the_command_in_the_card_is_the_one_that_ran(folder, tmp_path):
     installed.write_text(f"#!{sys.executable}\nimport sys\nfrom hf_hybrid.cli.main import main\nsys.exit(main())\n")
     installed.chmod(0o755)
     path = os.pathsep.join([str(installed.parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **WITHOUT_COMPILER, "PATH": path, "PYTHONPATH": str(ROOT)}
     shutil.copy(folder / "run.yaml", tmp_path)
     typed = "hf-hybrid train --config run.yaml --max_steps 2 --save_strategy no --use_cpu True --output_dir out"
     ended = subprocess.run(typed, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -593,6 +595,7 @@ launch.MODULE = "told"
 main.sys.exit(main.main(["train", "--config", {str(folder / "run.yaml")!r}, "--cpu", "--num_processes", "2"]))
 """
     values = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "NUMBER": str(int(number)), "SECONDS": str(seconds)}
+    values |= WITHOUT_COMPILER
     ended = subprocess.run(
         [sys.executable, "-c", command], cwd=tmp_path, env={**os.environ, **values}, capture_output=True, text=True
     )

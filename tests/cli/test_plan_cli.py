@@ -168,12 +168,13 @@ def test_what_is_short_is_said(config_file, capsys):
     assert "short by" in shown.out and "(device)" in shown.out and "Nothing fits" in shown.out
     assert "full: does not fit" in shown.out and "hf-hybrid sft --model" not in shown.out
     assert "not written" in shown.err and not target.exists()
-    assert plan(config_file, *SHORT, "--output", config_file / "below-a-file.yaml") == 2
+    full = (*SHORT, "--peft", "none")
+    assert plan(config_file, *full, "--output", config_file / "below-a-file.yaml") == 2
     assert "below-a-file.yaml` cannot be written: Not a directory." in capsys.readouterr().err
     precious = config_file.parent / "precious"
     precious.write_text("of another user")
     target.symlink_to(precious)
-    assert plan(config_file, *SHORT, "--output", target) == 0
+    assert plan(config_file, *full, "--output", target) == 0
     assert precious.read_text() == "of another user" and not target.is_symlink(), "the file takes the place of a link"
 
 

@@ -42,12 +42,12 @@ def start(monkeypatch, capfd, tmp_path):
 
 def test_compare(start, tmp_path):
     arms = ("trainer", "hybrid", "frozen", "muon")
-    out, status = start("02_compare_with_trainer", "--max_steps", 20, "--learning_rates", 3e-3)
+    out, status = start("02_compare_with_trainer", "--max_steps", 12, "--learning_rates", 3e-3)
     runs = json.loads((tmp_path / "out/compare/comparison.json").read_text())["runs"]
     assert status == 0 and [run["arm"] for run in runs] == [*arms, "fewer"]
     by_arm = {run["arm"]: run for run in runs}
-    assert by_arm["fewer"]["backward_passes"] == by_arm["hybrid"]["backward_passes"] <= 20
-    assert by_arm["trainer"]["backward_passes"] == by_arm["muon"]["backward_passes"] == 20
+    assert by_arm["fewer"]["backward_passes"] == by_arm["hybrid"]["backward_passes"] <= 12
+    assert by_arm["trainer"]["backward_passes"] == by_arm["muon"]["backward_passes"] == 12
     for arm in (*arms, "fewer"):
         assert re.search(rf"^{arm} +0\.003 +{by_arm[arm]['eval_loss']:.4f} ", out, re.M), out
     assert "at the edge" in out and "--seeds 0 1 2" in out  # one learning rate is no search, one seed no comparison
@@ -87,11 +87,11 @@ def test_resume(start):
 
 
 def test_custom_direction(start):
-    out, _ = start("10_custom_direction", "--max_steps", 40, "--leap_worth", 1)
+    out, _ = start("10_custom_direction", "--max_steps", 24, "--leap_worth", 1)
     lines = re.findall(r"^(\w+): loss (\d+\.\d+), (\d+) leaps .* (\d+) backward passes, (\d+) avoided$", out, re.M)
     assert [line[0] for line in lines] == ["agreement", "orthogonal"]
     leaps, done, avoided = map(int, lines[0][2:])
-    assert leaps > 0 and avoided > 0 and done + avoided == 40
+    assert leaps > 0 and avoided > 0 and done + avoided == 24
     passes = re.search(r"(\d+) forward passes", out).group(1)
     assert int(passes) == done  # what the plugin counted
 

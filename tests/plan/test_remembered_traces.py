@@ -41,9 +41,9 @@ def traced(monkeypatch):
     monkeypatch.setattr(trace, "trace_step", counted)
     traces.remember()
 
-    def ask(model, **options):
+    def ask(model, more_inputs=None, **options):
         setup = Setup(**{"sequence_length": 16, "batch_size": 2, **BASE, **options})
-        return Tracer.of(model).peak(setup, 0)
+        return Tracer.of(model, **more_inputs or {}).peak(setup, 0)
 
     return ask, steps, lambda: monkeypatch.setattr(trace, "trace_step", fresh)
 
@@ -72,6 +72,23 @@ def test_frozen_weights_and_adapters_are_told_apart(traced):
     peaks = [ask(model) for model in (tiny_model(), frozen, *adapted)]
     assert len(steps) == len(set(peaks)) == 4
     assert ask(get_peft_model(tiny_model(), LoraConfig(r=2))) == peaks[2] and len(steps) == 4
+
+
+def test_a_head_of_trls_is_told_from_others(traced):
+    """As `SFTTrainer` and `DPOTrainer` put it before the `forward` of a model."""
+    add_head = getattr(pytest.importorskip("trl.trainer.utils"), "add_fused_lm_head", None)
+    if add_head is None:
+        pytest.skip("this TRL has another head")
+    ask, steps, _ = traced
+
+    def peak(**options):
+        model = tiny_model()
+        add_head(model, **options)
+        return ask(model, {"fused_lm_head": True})
+
+    assert peak() == peak() and len(steps) == 1
+    peak(outputs=("log_probs", "entropy")), peak(temperature=2.0), ask(tiny_model())
+    assert len(steps) == 4
 
 
 def test_what_a_test_makes_of_a_model_is_traced(traced):

@@ -9,6 +9,7 @@ what it writes down.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
@@ -27,6 +28,7 @@ ROOT = TESTS.parent
 FOLDER = Path(sys.argv[1]).absolute()
 HUB = LocalHub(part_size=1_000_000)
 os.environ.pop("HF_HUB_OFFLINE", None)
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # bitsandbytes would load torch's compiler when it is imported
 os.environ.update(HUB.environment(FOLDER / "home"))
 
 import huggingface_hub.constants  # noqa: E402, F401  (before conftest, which turns the Hub off)
@@ -40,6 +42,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from hf_hybrid import HybridTrainer  # noqa: E402
 
+gc.collect()
+gc.freeze()  # each training collects garbage, and would look through all that was imported
 IDS = torch.arange(24).view(2, 12)
 RESULTS: dict = {}
 TRAINERS: list[HybridTrainer] = []

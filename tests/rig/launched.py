@@ -86,14 +86,18 @@ def base(folder: Path):
     return trainer
 
 
+UNSAVED = {"save_strategy": "no"}
+"""Of runs that nothing resumes."""
+
+
 def whole(folder: Path):
-    trainer = build(folder / "whole", samples=60, **SAVED)
+    trainer = build(folder / "whole", samples=60, **{**SAVED, **UNSAVED})
     trainer.train()
     return trainer
 
 
 def resumed(folder: Path):
-    trainer = build(folder / "killed", samples=60, **SAVED)
+    trainer = build(folder / "killed", samples=60, **{**SAVED, **UNSAVED})
     trainer.train(resume_from_checkpoint=True)
     return trainer
 
@@ -102,7 +106,7 @@ OFF = {"enable_predict": False, "save_strategy": "steps", "save_steps": 3}
 
 
 def off_whole(folder: Path):
-    trainer = build(folder / "off_whole", samples=60, **OFF)
+    trainer = build(folder / "off_whole", samples=60, **{**OFF, **UNSAVED})
     trainer.train()
     return trainer
 
@@ -113,7 +117,7 @@ def off_killed(folder: Path):
 
 
 def off_resumed(folder: Path):
-    trainer = build(folder / "off_killed", samples=60, **OFF)
+    trainer = build(folder / "off_killed", samples=60, **{**OFF, **UNSAVED})
     trainer.train(resume_from_checkpoint=True)
     return trainer
 
@@ -150,7 +154,7 @@ def unseen(folder: Path):
 
 
 def muon(folder: Path):
-    trainer = build(folder / "muon", max_steps=16, optim="muon", direction="auto")
+    trainer = build(folder / "muon", max_steps=8, optim="muon", direction="auto")
     trainer.train()
     return trainer
 
@@ -167,7 +171,7 @@ def lora(folder: Path):
 
 
 def off_muon(folder: Path):
-    trainer = build(folder / "off_muon", max_steps=8, optim="muon", enable_predict=False)
+    trainer = build(folder / "off_muon", max_steps=4, optim="muon", enable_predict=False)
     trainer.train()
     return trainer
 
@@ -175,7 +179,7 @@ def off_muon(folder: Path):
 def off_lora(folder: Path):
     torch.manual_seed(0)
     model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    config = hybrid_config(folder / "off_lora", **{**BASE, "max_steps": 8, "enable_predict": False})
+    config = hybrid_config(folder / "off_lora", **{**BASE, "max_steps": 4, "enable_predict": False})
     trainer = HybridTrainer(model, config, train_dataset=ByteText(400))
     trainer.train()
     return trainer
@@ -191,13 +195,13 @@ def iterable(folder: Path):
 
 
 def off(folder: Path):
-    trainer = build(folder / "off", enable_predict=False, max_steps=8)
+    trainer = build(folder / "off", enable_predict=False, max_steps=4)
     trainer.train()
     return trainer
 
 
 def plain(folder: Path):
-    trainer = build(folder / "plain", Trainer, enable_predict=False, max_steps=8)
+    trainer = build(folder / "plain", Trainer, enable_predict=False, max_steps=4)
     trainer.train()
     return trainer
 

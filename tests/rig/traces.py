@@ -30,6 +30,8 @@ UNREAD = {
 }  # fmt: skip
 """Attributes that no step reads."""
 LIBRARIES = ("torch", "transformers", "peft")
+OURS = "hf_hybrid.plan.stand_ins"
+"""Layers in few bits, in a plan for a model that is not there."""
 SIZES = ("batch_size", "sequence_length", "accelerator", "autocast", "chunked_loss")
 """What a traced step reads of a setup, beside whether gradients are accumulated."""
 
@@ -105,9 +107,20 @@ def _key(model, layers, setup, more_inputs) -> tuple:
             return _named(value)
         raise _Unknown(value)
 
+    def fused(forward) -> object:
+        """A head of TRL's before the `forward` of the class: a closure over that and over what the head is to give."""
+        function = getattr(forward, "__func__", None)
+        if getattr(function, "__globals__", {}).get("__name__") != "trl.trainer.utils":
+            raise _Unknown(forward)
+        closes = [cell.cell_contents for cell in function.__closure__]
+        own = [value for value in closes if isinstance(value, types.MethodType)]
+        if [value.__func__ for value in own] != [type(forward.__self__).forward]:
+            raise _Unknown(forward)
+        return function.__code__.co_name, [plain(value) for value in closes if value not in own]
+
     def attribute(name: str, value) -> object:
         if name == "forward":
-            raise _Unknown(value)
+            return fused(value)
         # by hooks that are numbered anew in each process
         return plain(list(value.values()) if "_hooks" in name and isinstance(value, dict) else value)
 
@@ -126,6 +139,7 @@ def _key(model, layers, setup, more_inputs) -> tuple:
 def _named(value, *, closures: bool = False) -> str:
     """A class or function that its name tells apart from all others: of a library, and no closure unless it may be."""
     closes = not closures and getattr(value, "__closure__", None)
-    if str(value.__module__).partition(".")[0] not in LIBRARIES or closes:
+    module = str(value.__module__)
+    if (module != OURS and module.partition(".")[0] not in LIBRARIES) or closes:
         raise _Unknown(value)
     return f"{value.__module__}.{value.__qualname__}"

@@ -93,7 +93,7 @@ def model(kind="text"):
 
 
 def train(trainer, config, folder, rows, kind="text", **options):
-    values = {"optim": "sgd", "learning_rate": 0.1, "gradient_accumulation_steps": 3, "max_steps": 6, **options}
+    values = {"optim": "sgd", "learning_rate": 0.1, "gradient_accumulation_steps": 3, "max_steps": 3, **options}
     rows_each = 4 // int(os.environ.get("WORLD_SIZE", 1))
     values |= {"model": model(kind), "data_collator": pad, "train_dataset": rows}
     return trainers.train(folder, trainer, config, per_device_train_batch_size=rows_each, **values)

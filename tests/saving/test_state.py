@@ -47,7 +47,7 @@ from hf_hybrid.saving.manifest import MANIFEST_NAME, CheckpointError, is_committ
 from hf_hybrid.saving.sharded import load_weights
 from hf_hybrid.saving.state import TENSORS_NAME, VALUES_NAME, OtherVersionError, load_state, save_state
 
-STEPS = 60
+STEPS = 48
 # Two epochs and a bit, so that a resume has to find its place in a shuffled epoch behind steps that took no data;
 # a low learning rate that is searched, so that the rate moves on the way too.
 OPTIONS = {
@@ -187,7 +187,7 @@ def test_resume_without_hybrid_state_says_so_and_trains(uninterrupted, tmp_path,
 
 def test_options_that_changed_since_the_checkpoint_are_named(uninterrupted, tmp_path, caplog):
     trainer = build(tmp_path, save_strategy="no", leap_gain=1.0)
-    trainer.train(resume_from_checkpoint=str(uninterrupted[0] / "checkpoint-50"))
+    trainer.train(resume_from_checkpoint=str(uninterrupted[0] / "checkpoint-40"))
     assert re.search(r"the new ones hold from here on:\n.*\n  `leap_gain`  None  1.0", caplog.text)
     assert trainer.state.global_step == STEPS
 
@@ -421,7 +421,7 @@ def test_resuming_a_finished_run_trains_nothing(tmp_path, predict):
 # What the user is told.
 
 
-def on_from(uninterrupted, folder, step=50, **options):
+def on_from(uninterrupted, folder, step=40, **options):
     trainer = build(folder, save_strategy="no", **options)
     trainer.train(resume_from_checkpoint=str(uninterrupted[0] / f"checkpoint-{step}"))
     assert trainer.state.global_step == STEPS
@@ -435,10 +435,10 @@ def ours(caplog, level):
 def test_what_was_restored_is_told(uninterrupted, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="hf_hybrid")
     report = on_from(uninterrupted, tmp_path).hybrid_summary()["resumed"]
-    checkpoint = uninterrupted[0] / "checkpoint-50"
+    checkpoint = uninterrupted[0] / "checkpoint-40"
     saved = json.loads((checkpoint / "hybrid_state.json").read_text())
     parts, restored = saved["parts"], report["restored"]
-    assert report["checkpoint"] == str(checkpoint) and report["step"] == 50
+    assert report["checkpoint"] == str(checkpoint) and report["step"] == 40
     assert report["changed_options"] == {} and report["warnings"] == [] and not ours(caplog, logging.WARNING)
     assert restored["phase"] == parts["leaps"]["controller"]["phase"] and restored["data"] == parts["feed"]
     assert restored["leaps"] == len(parts["run"]["record"]["leaps"]) > 0
@@ -447,7 +447,7 @@ def test_what_was_restored_is_told(uninterrupted, tmp_path, caplog):
     size = sum(p.numel() for p in tiny_model().parameters()) * 4
     assert restored["direction"] == "orthogonal" and restored["memory_bytes"] == size  # one average in fp32
     (line,) = [message for message in ours(caplog, logging.INFO) if message.startswith("Resumed from")]
-    told = (f"`{checkpoint}` at step 50: phase `{restored['phase']}`", "memories of `orthogonal` (")
+    told = (f"`{checkpoint}` at step 40: phase `{restored['phase']}`", "memories of `orthogonal` (")
     assert all(words in line for words in told), line
     assert f"data behind {parts['feed']['trained']} batches of epoch {parts['feed']['epoch']}" in line
 
@@ -462,8 +462,8 @@ def test_the_line_stands_above_the_progress_bar(uninterrupted, tmp_path, capsys,
 
 
 def test_what_is_not_restored_is_told(uninterrupted, tmp_path, caplog):
-    folder = tmp_path / "checkpoint-50"
-    shutil.copytree(uninterrupted[0] / "checkpoint-50", folder)
+    folder = tmp_path / "checkpoint-40"
+    shutil.copytree(uninterrupted[0] / "checkpoint-40", folder)
     for name in ("rng_state.pth", "hybrid_manifest.json"):
         (folder / name).unlink()
     changed = {
@@ -496,8 +496,8 @@ def test_what_is_not_restored_is_told(uninterrupted, tmp_path, caplog):
 
 def test_a_checkpoint_that_says_less_resumes(uninterrupted, tmp_path, caplog):
     """Options and counts to compare with are missing."""
-    folder = tmp_path / "checkpoint-50"
-    shutil.copytree(uninterrupted[0] / "checkpoint-50", folder)
+    folder = tmp_path / "checkpoint-40"
+    shutil.copytree(uninterrupted[0] / "checkpoint-40", folder)
     values = json.loads((folder / "hybrid_state.json").read_text())
     values = {name: values[name] for name in ("schema_version", "options", "parts")}
     (folder / "hybrid_state.json").write_text(json.dumps(values))

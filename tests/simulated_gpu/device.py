@@ -146,8 +146,8 @@ def reset() -> None:
 # Where in the code something happened.
 
 Site = tuple[tuple[types.CodeType, int], ...]
-_ours: dict[types.CodeType, bool] = {}
-"""Whether a function is of the package."""
+_ours: dict[str, bool] = {}
+"""Whether a file is of the package. A string keeps its hash, which a code object computes anew from all it holds."""
 
 
 def _site(most: int = 4) -> Site:
@@ -155,9 +155,9 @@ def _site(most: int = 4) -> Site:
     frame, frames = sys._getframe(2), []
     while frame is not None and len(frames) < most:
         code = frame.f_code
-        ours = _ours.get(code)
+        ours = _ours.get(file := code.co_filename)
         if ours is None:
-            ours = _ours[code] = "/hf_hybrid/" in code.co_filename and "/tests/" not in code.co_filename
+            ours = _ours[file] = "/hf_hybrid/" in file and "/tests/" not in file
         if ours:
             frames.append((code, frame.f_lineno))
         frame = frame.f_back

@@ -432,7 +432,7 @@ def with_peak(place: Place, *, architecture: dict, **options) -> dict[str, Tenso
 
 
 for _layers in (4, 8):
-    _options = {"architecture": {"layers": _layers}, "gradient_accumulation_steps": 1}
+    _options = {"architecture": {"layers": _layers}, "gradient_accumulation_steps": 1, "max_steps": 2}
     SCENARIOS[f"layers_{_layers}"] = Scenario(partial(with_peak, **_options))
 
 
@@ -445,7 +445,7 @@ def in_order(place: Place, in_backward: bool = False) -> dict[str, Tensor]:
     streams of copies, as {way: (first, last)}; `computes` with the last task of them that computation waits for when a
     layer computes a micro-batch in such a pass, and the stops of the host until then.
     """
-    options = {**STREAM, "plan_values": ENDS, "chunked_loss": "on", "max_steps": 4}
+    options = {**STREAM, "plan_values": ENDS, "chunked_loss": "on"}
     options |= IN_BACKWARD if in_backward else {}
     trainer = trainer_of(place, model(layers=5, tie_word_embeddings=False), **options)
     if not place.on_device:
@@ -1039,7 +1039,7 @@ def told(place: Place) -> dict[str, Tensor]:
 @scenario(keeps_model=True)
 def hashed(place: Place) -> dict[str, Tensor]:
     """Processes compare hashes of weights and states: one flipped bit of either changes one hash."""
-    trainer = trainer_of(place, model())
+    trainer = trainer_of(place, model(layers=1), max_steps=1)
     trainer.train()
     states = [value for state in inner_optimizer(trainer.optimizer).state.values() for value in state.values()]
     tensors, flips = [*trainer.model.parameters(), *states], []
@@ -1077,7 +1077,7 @@ def guarded(place: Place) -> dict[str, Tensor]:
 @scenario(keeps_model=True)
 def with_a_bar(place: Place) -> dict[str, Tensor]:
     """The progress bar of a run with leaps shows the device's memory."""
-    return train(place, disable_tqdm=False, **A_LEAP)
+    return train(place, disable_tqdm=False, **{**A_LEAP, "max_steps": 3})
 
 
 @scenario()

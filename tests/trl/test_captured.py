@@ -184,7 +184,7 @@ def test_a_further_pass_of_prompts_has_to_keep_a_gpu_busy(width, inner, layers, 
     assert decoding.tokens_of_a_pass(made) == decoding.PASS
 
 
-@pytest.mark.parametrize("tokens", range(1, 22))
+@pytest.mark.parametrize("tokens", mostly_slow(range(1, 22), (1, 2, 7, 8, 9, 10, 16, 17, 21)))
 def test_whenever_the_last_row_ends(tokens):
     """What was computed meanwhile is cut off, and draws no random number."""
     rows, inputs = batch([5, 9])

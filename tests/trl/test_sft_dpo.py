@@ -233,6 +233,7 @@ def test_metrics_are_means_over_real_steps_behind_an_evaluation(tmp_path):
         "eval_steps": 1,
         "logging_steps": 1,
         "extra": {"eval_dataset": CHATS.select([0])},
+        "max_steps": 18,
     }
     trainer = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, **{**PHASES, "leap_worth": 10.0}, **options)
     trainer.train()
@@ -242,7 +243,7 @@ def test_metrics_are_means_over_real_steps_behind_an_evaluation(tmp_path):
 
 
 def test_dpo_leaps_are_verified_on_the_preference_loss(tmp_path):
-    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **PHASES)
+    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **PHASES, max_steps=18)
     trainer.probe_sequences = 3
     trainer.train()
     summary = trainer.hybrid_summary()
@@ -265,7 +266,7 @@ class GainsLossLosesAccuracy(HybridDPOTrainer):
 
 
 def test_dpo_leaps_that_cost_accuracy_are_undone(tmp_path):
-    options = {**PHASES, "max_steps": 18, "share_rows": "off"}
+    options = {**PHASES, "max_steps": 14, "share_rows": "off"}
     trainer = dpo(GainsLossLosesAccuracy, HybridDPOConfig, tmp_path / "hybrid", **options)
     trainer.probe_sequences = 3
     trainer.train()
@@ -275,7 +276,7 @@ def test_dpo_leaps_that_cost_accuracy_are_undone(tmp_path):
         == ("rejected", "accuracy", 1.0, 0.0) and leap["loss_after"] < leap["loss_before"]
         for leap in leaps
     )  # fmt: skip
-    plain = dpo(DPOTrainer, DPOConfig, tmp_path / "plain", max_steps=18)
+    plain = dpo(DPOTrainer, DPOConfig, tmp_path / "plain", max_steps=14)
     plain.train()
     assert_same_weights(weights(trainer.model), weights(plain.model))
 
@@ -284,7 +285,7 @@ def test_dpo_leaps_that_cost_accuracy_are_undone(tmp_path):
 def test_dpo_has_a_rate_for_adapters_in_place_of_its_default(tmp_path):
     """TRL's 1e-6 is for full fine-tuning. A quarter of the rate of supervised training is that of preferences."""
     losses, first = {}, {}
-    options = {"max_steps": 30, "logging_steps": 1, "learning_rate": None, "lr_scheduler_type": "constant"}
+    options = {"max_steps": 12, "logging_steps": 1, "learning_rate": None, "lr_scheduler_type": "constant"}
     for rescue in ("auto", "off"):
         trainer = dpo(
             HybridDPOTrainer, HybridDPOConfig, tmp_path / rescue, peft_config=lora(lora_alpha=64), auto_lr=rescue,
@@ -404,7 +405,7 @@ def test_sequences_without_labels_give_no_nan(tmp_path):
         assert [loss > 1.0 for loss in found] == [False, True, True] * 2 and all(map(math.isfinite, found))
     trainer = sft(
         HybridSFTTrainer, HybridSFTConfig, tmp_path, data=rows, extra={"probe_dataset": rows.select(range(6))},
-        dataset_kwargs={"skip_prepare_dataset": True}, **PHASES,
+        dataset_kwargs={"skip_prepare_dataset": True}, max_steps=18, **PHASES,
     )  # fmt: skip
     trainer.train()
     summary = trainer.hybrid_summary()
@@ -462,7 +463,7 @@ def test_streamed_data(kind, tmp_path):
 
 
 def test_router_loss_is_trained_through_all_phases(tmp_path):
-    trainer = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, model=mixtral(), **PHASES)
+    trainer = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, model=mixtral(), max_steps=18, **PHASES)
     before = weights(trainer.model)
     trainer.train()
     summary = trainer.hybrid_summary()
@@ -535,9 +536,9 @@ def test_streamed_layers_equal_trl(options, tmp_path):
 
 
 def trained_in_bytes(build, trainer, config, folder, **options):
-    """A trainer of a deep model after three steps, and the most bytes of tensors that were alive at a time."""
+    """A trainer of a deep model after two steps, and the most bytes of tensors that were alive at a time."""
     model = llama(num_hidden_layers=6, hidden_size=128, intermediate_size=1024)
-    built = build(trainer, config, folder, model=model, **{"enable_predict": False, "max_steps": 3, **options})
+    built = build(trainer, config, folder, model=model, **{"enable_predict": False, "max_steps": 2, **options})
     with LiveBytes() as live:
         built.train()
     return built, live.peak

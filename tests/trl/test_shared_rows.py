@@ -325,7 +325,7 @@ QUICK = (
 
 @pytest.mark.parametrize("case", mostly_slow(CASES, QUICK))
 def test_training_is_that_of_trl(case, tmp_path):
-    options = {"eval_dataset": PAIRS.select(range(4)), "eval_strategy": "steps", "eval_steps": 4, "max_steps": 8}
+    options = {"eval_dataset": PAIRS.select(range(4)), "eval_strategy": "steps", "eval_steps": 4, "max_steps": 4}
     options |= CASES[case]
     trained = []
     for trainer, config in ((DPOTrainer, DPOConfig), (HybridDPOTrainer, HybridDPOConfig)):
@@ -634,7 +634,7 @@ TALKS = conversations()
 
 def sft(trainer, config, folder, data=TALKS, model=None, **options):
     values = {
-        "max_length": None, "bf16": False, "max_steps": 8, "optim": "sgd", "learning_rate": 0.2,
+        "max_length": None, "bf16": False, "max_steps": 4, "optim": "sgd", "learning_rate": 0.2,
         "gradient_accumulation_steps": 3, "eval_strategy": "steps", "eval_steps": 3, **options,
     }  # fmt: skip
     extra = {name: values.pop(name) for name in ("peft_config",) if name in values}
