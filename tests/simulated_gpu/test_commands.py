@@ -11,7 +11,8 @@ from pydoc_data import topics
 
 import pytest
 from conftest import tiny_model
-from rig.hub_scenario import byte_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from simulated_gpu.results import TESTS, python_path
 from simulated_gpu.run_module import UNAVAILABLE
@@ -93,7 +94,10 @@ def test_the_planning_benchmark_measures_the_allocator(run, tmp_path):
 def test_plan_measures_a_step_and_the_run_says_how_long_it_takes(run, tmp_path):
     model, data, plan, home = (str(tmp_path / name) for name in ("model", "data.txt", "plan.yaml", "home"))
     tiny_model(num_hidden_layers=10).save_pretrained(model)
-    byte_tokenizer().save_pretrained(model)
+    alphabet = {letter: number for number, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    tokenizer = Tokenizer(models.BPE(alphabet, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="!").save_pretrained(model)
     Path(data).write_text("\n\n".join(topics.topics["assert"] for _ in range(3)))
     words = ("--sequence_length", "32", "--batch_size", "2", "--peft", "none", "--dtype", "bfloat16", "--for", "train")
     words += ("--vram", "8GiB", "--measure", "--json", "--output", plan)
