@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from cli.test_cli import byte_tokenizer
+from conftest import mostly_slow
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_hybrid.cli.data import Reader, silent
@@ -87,12 +88,21 @@ FILES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name, content, rows", FILES, ids=[name for name, _, _ in FILES])
-def test_texts_of_files_stay_as_they_are(tmp_path, name, content, rows, streaming):
+def test_texts_of_files_stay_as_they_are(tmp_path, name, content, rows, streaming=False):
     (tmp_path / name).write_bytes(content.encode())
     source = read(tmp_path / name, "train" if name.endswith(".txt") else "sft", streaming=streaming)
     assert list(source.rows) == rows
+
+
+STREAMED = [file[0] for file in FILES]
+
+
+@pytest.mark.parametrize(
+    "name", mostly_slow(STREAMED, ["bom.json", "bom.csv", "bom.txt", "blank.jsonl", "late.jsonl", "fields.csv"])
+)
+def test_so_they_do_when_they_are_streamed(tmp_path, name):
+    test_texts_of_files_stay_as_they_are(tmp_path, *FILES[STREAMED.index(name)], streaming=True)
 
 
 def test_an_empty_answer_of_a_table_is_none(tmp_path):
