@@ -73,6 +73,13 @@ def link(name: str, address: str) -> Markdown:
 
 def render(facts: dict[str, Any]) -> str:
     """The whole card from [`card_facts`], of which `metadata` becomes the YAML block at the top."""
+    metadata = yaml_dump(facts["metadata"], sort_keys=False).strip()
+    page = _template().render({**facts, "metadata": metadata})
+    return re.sub(r"\n{3,}", "\n\n", page).strip() + "\n"
+
+
+@functools.cache
+def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         trim_blocks=True, lstrip_blocks=True, finalize=text, undefined=jinja2.StrictUndefined
     )
@@ -83,10 +90,7 @@ def render(facts: dict[str, Any]) -> str:
         **{"number": format_number, "bytes": format_bytes, "time": format_seconds},
         "loss": lambda loss: "–" if loss is None else f"{loss:.4f}",
     }
-    template = (Path(__file__).parent / "card_template.md").read_text(encoding="utf-8")
-    metadata = yaml_dump(facts["metadata"], sort_keys=False).strip()
-    page = environment.from_string(template).render({**facts, "metadata": metadata})
-    return re.sub(r"\n{3,}", "\n\n", page).strip() + "\n"
+    return environment.from_string((Path(__file__).parent / "card_template.md").read_text(encoding="utf-8"))
 
 
 # Facts.
