@@ -1,7 +1,7 @@
 """
 How far the time that a run says before it begins is from the time it takes.
 
-    HYBRID_BENCHMARK_SMOLLM2=FOLDER python -m benchmarks.planning.run_time        # a quarter of an hour on one core
+    HYBRID_BENCHMARK_SMOLLM2=FOLDER python -m benchmarks.planning.run_time        # half an hour on one core
 
 Each command trains SmolLM2-135M twice, the second time at another rate and with other rows first (seed). The first run
 says after three steps how long it takes, the second before its first step, from what the first kept
@@ -22,7 +22,7 @@ from benchmarks.results import Results, command_line, provenance
 from benchmarks.texts import language_reference
 
 RESULTS = Path(__file__).with_name("results.jsonl")
-STEPS = 30
+STEPS = 80
 RUNS = {
     "train, streamed": "train --memory stream --sequence_length 64 --per_device_train_batch_size 1",
     "sft, LoRA, rows of all lengths": "sft --peft lora --max_length 256 --per_device_train_batch_size 2",
