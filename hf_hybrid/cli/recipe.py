@@ -55,6 +55,11 @@ logger = logging.getLogger(__name__)
 
 TRACKERS = frozenset({"wandb", "trackio", "mlflow", "comet_ml", "swanlab", "clearml", "dvclive"})
 """What `--report_to` takes that is a package of the same name."""
+OF_A_STEP = (
+    "share_rows", "rollouts", "use_vllm", "num_generations", "max_completion_length", "torch_compile",
+    "use_liger_kernel", "optim", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
+)  # fmt: skip
+"""Options that decide how long a step takes and that no plan knows; an earlier run with others tells nothing."""
 TRY_AGAIN = 75
 """Exit status that asks for the same command once more (EX_TEMPFAIL of BSD's sysexits.h)."""
 
@@ -178,7 +183,8 @@ def train(line: CommandLine) -> int:
         options = line.options()
         trainer = make_trainer(options)
         plan = console.plan_of(trainer)
-        data = json.dumps({**Reader.of(options).to_dict(), "seed": None})
+        work = {name: str(getattr(trainer.args, name, None)) for name in OF_A_STEP}
+        data = json.dumps({**Reader.of(options).to_dict(), "seed": None, **work})
         times = None if plan is None else StepTimes(plan, trainer.args.device, data)
         console.print_trainer(trainer, times, by_rule="learning_rate" in options.defaulted)
         with interrupts(alone=trainer.args.world_size == 1) as interrupted:

@@ -131,6 +131,8 @@ def test_the_next_run_says_how_long_it_takes(folder, tmp_path, capsys, monkeypat
     file.write_text(json.dumps({key: entry | {"seconds": 1000}}))
     assert main([*words, "--output_dir", str(tmp_path / "second"), "--seed", "7", "--learning_rate", "1e-4"]) == 0
     assert "  time       50:00 for 3 steps, 1,000 s each (the last run of this plan and" in capsys.readouterr().out
+    assert main([*words, "--output_dir", str(tmp_path / "third"), "--optim", "adamw_torch"]) == 0
+    assert "  time  " not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("peft", ["none", "lora"])
