@@ -284,17 +284,6 @@ def _rows(trainer: Any) -> str | None:
     return "; ".join([text, *found.but])
 
 
-def plan_of(trainer: Any) -> Plan | None:
-    """Return the plan of a run; `None` where none can be made."""
-    from hf_hybrid.build import make_plan
-    from hf_hybrid.plan.estimate import PlanError
-
-    try:
-        return trainer.memory.plan if trainer.memory.streams else make_plan(trainer, None)
-    except (PlanError, ValueError, TypeError, AttributeError):
-        return None
-
-
 def _memory(trainer: Any, plan: Plan) -> str:
     """What the plan says, in words."""
     from hf_hybrid.records.summary import format_bytes

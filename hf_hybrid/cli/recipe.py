@@ -172,7 +172,7 @@ def check_generations(line: CommandLine) -> None:
 def train(line: CommandLine) -> int:
     """Train in this process, and say how it ended. Returns the exit status, as [`run`]."""
     from hf_hybrid.cli.progress import Progress, interrupts
-    from hf_hybrid.cli.step_times import StepTimes
+    from hf_hybrid.cli.step_times import StepTimes, plan_of
     from hf_hybrid.recovery import UnrecoveredMemoryError
     from hf_hybrid.run.monitor import TrainingDivergedError
     from hf_hybrid.saving.drift import RanksDriftedError
@@ -182,7 +182,7 @@ def train(line: CommandLine) -> int:
     try:
         options = line.options()
         trainer = make_trainer(options)
-        plan = console.plan_of(trainer)
+        plan = plan_of(trainer)
         work = {name: str(getattr(trainer.args, name, None)) for name in OF_A_STEP}
         data = json.dumps({**Reader.of(options).to_dict(), "seed": None, **work})
         times = None if plan is None else StepTimes(plan, trainer.args.device, data)

@@ -98,6 +98,17 @@ class StepTimes:
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
+def plan_of(trainer: Any) -> Plan | None:
+    """Return the plan of a run; `None` where none can be made."""
+    from hf_hybrid.build import make_plan
+    from hf_hybrid.plan.estimate import PlanError
+
+    try:
+        return trainer.memory.plan if trainer.memory.streams else make_plan(trainer, None)
+    except (PlanError, ValueError, TypeError, AttributeError):
+        return None
+
+
 def _path() -> Path:
     from huggingface_hub import constants
 

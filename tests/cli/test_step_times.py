@@ -10,8 +10,8 @@ from huggingface_hub import constants
 from peft import get_peft_model
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.cli import console, progress
-from hf_hybrid.cli.step_times import StepTimes, _path
+from hf_hybrid.cli import progress
+from hf_hybrid.cli.step_times import StepTimes, _path, plan_of
 from hf_hybrid.plan.models import lora_config
 from hf_hybrid.plan.planner import Planner
 
@@ -54,7 +54,7 @@ def test_a_run_of_a_measured_plan_knows_its_steps(title, tmp_path):
     plan = plans_of()[title]
     StepTimes(plan, CPU).keep(2.5)
     trainer = trainer_of(plan, tmp_path)
-    times = StepTimes(console.plan_of(trainer), CPU, "data")
+    times = StepTimes(plan_of(trainer), CPU, "data")
     assert times.known.seconds == 2.5 and times.known.of_plan
     times.keep(1.5)
     known = StepTimes(times.plan, CPU, "data").known
