@@ -529,6 +529,8 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
         resident=plan.resident_layers,
         dtype_of=working_dtypes(model, trainer.args.bf16),
         int8=plan.setup.base_precision == "int8",
+        graphs=plan.kept_graphs,
+        in_flight=plan.setup.micro_batches_in_flight,
     )
     obstacle = obstacle_to_walking(model)
     window = Window(streamer, options.accumulation_walk, park=options.offload_activations, obstacle=obstacle)

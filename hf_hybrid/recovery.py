@@ -477,6 +477,10 @@ class OutOfMemoryRecovery(Part):
             if (measure := part.spare_memory()) is not None:
                 self._take(measure, f"{measure} from here on")
                 return
+        if self.trainer.memory.recompute_all():
+            self.policy.activation_checkpointing = True
+            self._take("activation checkpointing", "all layers are recomputed from here on")
+            return
         size, obstacle = self._largest_part()
         if size > 1 and obstacle is None:
             smaller = self.policy.micro_batch_size = (size + 1) // 2
@@ -621,7 +625,9 @@ class OutOfMemoryRecovery(Part):
             return
         self.policy = MemoryPolicy(**state["policy"])
         logger.warning("The run ran out of memory before, and resumes with what fitted: %s.", self.policy)
-        if self.policy.activation_checkpointing and not self.trainer.memory.streams:
+        if self.policy.activation_checkpointing and not (
+            self.trainer.memory.recompute_all() or self.trainer.memory.streams
+        ):
             self._checkpoint_activations()
         if self.policy.walk_by_micro_batch:
             self.trainer.memory.walk_by_micro_batch()

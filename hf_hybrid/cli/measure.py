@@ -83,10 +83,14 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Run:
-    """A training of the first `layers` layers, of which the plan treats the first or last `other` otherwise."""
+    """
+    A training of the first `layers` layers, of which the plan treats the first or last `other` otherwise. So many passes
+    through streamed layers keep their graphs.
+    """
 
     layers: int
     other: int = 0
+    graphs: int = 0
 
 
 def measure(
@@ -108,15 +112,16 @@ def measure(
     other = plan.resident_layers if plan.mode == "streamed" else 0
     if plan.mode != "streamed" and plan.recomputed_layers:
         other = layers - plan.recomputed_layers
-    runs = [Run(first), Run(2 * first)]
+    runs, graphs = [Run(first), Run(2 * first)], plan.kept_graphs
     if layers <= 2 * first:
-        runs = [Run(layers, other)]
-    elif other:
-        runs.append(Run(first, min(other, first)))
+        runs = [Run(layers, other, graphs)]
+    else:
+        runs += [Run(first, min(other, first))] * bool(other)
+        runs += [Run(first, 0, min(graphs, first * plan.setup.micro_batches_in_flight))] * bool(graphs)
     measured = [train_layers(planner, plan, excerpt.listed, run, prepare) for run in runs]
     device_bytes, planned_bytes = measured[min(1, len(runs) - 1)][1:]
     times = [time for time, *_ in measured]
-    whole = times[0] if len(runs) == 1 else extrapolated(runs, times, layers, other)
+    whole = times[0] if len(runs) == 1 else extrapolated(runs, times, Run(layers, other, graphs))
     tokens = plan.setup.tokens * plan.setup.gradient_accumulation_steps
     return Measurement(whole, tokens, tuple(run.layers for run in runs), device_bytes, planned_bytes)
 
@@ -132,16 +137,17 @@ def layers_of_a_run(stands_for: Sequence[int]) -> int:
     return -(-FEWEST_LAYERS // period) * period
 
 
-def extrapolated(runs: Sequence[Run], times: Sequence[StepTime], layers: int, other: int) -> StepTime:
-    """A step of the whole model with `other` layers that are treated otherwise; see the top of this file."""
+def extrapolated(runs: Sequence[Run], times: Sequence[StepTime], whole: Run) -> StepTime:
+    """A step of the `whole` model; see the top of this file."""
 
-    def whole(name: str) -> float:
+    def value(name: str) -> float:
         few, many, *others = (getattr(time, name) for time in times)
-        more = (layers - runs[0].layers) * (many - few) / (runs[1].layers - runs[0].layers)
-        less = [other * (value - few) / run.other for value, run in zip(others, runs[2:])]
-        return max(few + more + sum(less), 0.0)
+        more = (whole.layers - runs[0].layers) * (many - few) / (runs[1].layers - runs[0].layers)
+        for other, run in zip(others, runs[2:]):
+            more += (other - few) * (whole.other / run.other if run.other else whole.graphs / run.graphs)
+        return max(few + more, 0.0)
 
-    return StepTime(**{field.name: whole(field.name) for field in fields(StepTime)})
+    return StepTime(**{field.name: value(field.name) for field in fields(StepTime)})
 
 
 def train_layers(
@@ -153,7 +159,7 @@ def train_layers(
     decided: dict[str, Any] = {"prefetch_layers": plan.setup.prefetch_layers}
     if plan.mode == "streamed":
         options["resident_layers"] = run.other
-        decided["stream_embeddings"] = plan.stream_embeddings
+        decided |= {"stream_embeddings": plan.stream_embeddings, "kept_graphs": run.graphs}
     elif plan.recomputed_layers:
         options[checkpointing_option()] = "auto"
         decided["recomputed_layers"] = run.layers - run.other

@@ -37,7 +37,7 @@ WORK = (
     "states_per_weight base_precision accumulation_walk update_in_backward processes cpu_offload"
 ).split()
 """Fields of a setup that decide how long a step takes. The others are budgets, and what a plan decides."""
-DECIDED = "mode resident_layers stream_embeddings recomputed_layers".split()
+DECIDED = "mode resident_layers stream_embeddings recomputed_layers kept_graphs".split()
 """Fields of a plan that do."""
 SHAPE = "layers embedding head rest hidden vocab element_bytes trainable_bytes tied".split()
 """Fields of a model's shape that do."""

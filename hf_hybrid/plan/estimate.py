@@ -19,6 +19,8 @@ is not theirs. What a step holds is summed up from the sizes of the layers and f
 Where a model cannot be traced because its code needs values, activations are estimated from hidden size and vocabulary
 instead. They enter the same sums, and the plan says that it was not traced.
 
+Where room is left then, the last layers keep their graphs and are not recomputed ([`Estimator._keeping_graphs`]).
+
 **Does it fit?** A limit of a GPU leaves room for the CUDA context and 5 % for the allocator (`Setup.margin`). Of the
 candidates (resident; streamed; streamed with embeddings and head) the first that fits is chosen; a streamed one keeps
 as many layers on the device as there is room for. Only if none fits, buffers of leaps are kept on the host and no layer
@@ -49,6 +51,7 @@ from hf_hybrid.plan.step_memory import (
     untraced_table,
 )
 from hf_hybrid.plan.trace import TRACED, Activations, Tracer
+from hf_hybrid.streaming.experts import frozen_experts
 from hf_hybrid.streaming.layers import decoder_layers
 
 logger = logging.getLogger(__name__)
@@ -89,6 +92,11 @@ class Plan:
     def recomputed_layers(self) -> int:
         """Layers of a model that is not streamed that are recomputed in backward, from the first on."""
         return self.setup.recomputed(len(self.shape.layers))
+
+    @property
+    def kept_graphs(self) -> int:
+        """Passes through streamed layers that are not recomputed: so many of the last ones, one for a micro-batch."""
+        return self.setup.kept_graphs or 0
 
     @property
     def buffers_on_host(self) -> bool:
@@ -155,6 +163,8 @@ class Plan:
             words.append(f"{self.recomputed_layers} of {len(self.shape.layers)} layers recomputed")
         if self.mode == "streamed":
             words += [f"{self.resident_layers} resident layers", f"{self.setup.prefetch_layers} fetched ahead"]
+            passes = len(self.shape.layers) * self.setup.micro_batches_in_flight
+            words += [f"{self.kept_graphs} of {passes} passes through layers not recomputed"] * bool(self.kept_graphs)
             words += ["embeddings and head streamed"] * self.stream_embeddings
             travel = self.shape.place(self.stream_embeddings, self.resident_layers).layers
             trained = any(layer.trainable for layer in travel)
@@ -199,12 +209,27 @@ class Estimator:
             return
         for ends in (False, True) if setup.stream_embeddings is None else (setup.stream_embeddings,):
             if setup.resident_layers is not None or setup.vram is None:
-                yield self.streamed(setup, setup.resident_layers or 0, ends)
+                yield self._keeping_graphs(self.streamed(setup, setup.resident_layers or 0, ends))
                 continue
             # As many as fit; none if even that does not.
             place = functools.partial(self.streamed, setup, stream_embeddings=ends)
             counts = range(1, len(self.shape.layers) + 1)
-            yield place(bisect.bisect_left(counts, True, key=lambda count: place(count).device_shortfall > 0))
+            most = bisect.bisect_left(counts, True, key=lambda count: place(count).device_shortfall > 0)
+            yield self._keeping_graphs(place(most))
+
+    def _keeping_graphs(self, plan: Plan) -> Plan:
+        """The same with as many graphs as fit, unless the setup says how many, or that all layers are recomputed."""
+        setup = plan.setup
+        if setup.kept_graphs is not None or setup.vram is None or setup.activation_checkpointing is True:
+            return plan
+        if setup.offload_activations or plan.device_shortfall or not self._graph(setup):
+            return plan
+
+        def keeping(count: int) -> Plan:
+            return self.streamed(replace(setup, kept_graphs=count), plan.resident_layers, plan.stream_embeddings)
+
+        counts = range(1, len(self.shape.layers) * setup.micro_batches_in_flight + 1)
+        return keeping(bisect.bisect_left(counts, True, key=lambda count: keeping(count).device_shortfall > 0))
 
     def lightest(self, setup: Setup) -> Plan:
         """Everything on the device; if the setup leaves that open, recomputed are as few layers as fit, or else all."""
@@ -261,7 +286,8 @@ class Estimator:
         if self.tracer is not None and not self.tracer.excerpt.stands_for:
             raise ValueError("`memory=stream`: the model has no list of decoder layers. Set `memory=off`.")
         place = (resident_layers, stream_embeddings)
-        step = StreamedStep(self.shape, setup, self._activations(setup), *place, self._adapter_copies(setup))
+        graph = self._graph(setup) if setup.kept_graphs else 0
+        step = StreamedStep(self.shape, setup, self._activations(setup), *place, self._adapter_copies(setup), graph)
         traced = self.tracer is not None
         return Plan(setup, self.shape, "streamed", *place, step.table(), traced=traced, parked=step.parked)
 
@@ -275,6 +301,12 @@ class Estimator:
         for layer in decoder_layers(excerpt.model):
             counts.append(sum(w.numel() for module in plain_lora_layers(layer) for w in lora_weights(module)))
         return (2 + 4) * sum(counts[index] for index in excerpt.stands_for)
+
+    def _graph(self, setup: Setup) -> int:
+        """Bytes that a layer's graph keeps; 0 if that is not known, or its experts travel by their use."""
+        if self.tracer is None or any(frozen_experts(decoder_layers(self.tracer.excerpt.model))):
+            return 0
+        return self._ask_tracer(lambda tracer: tracer.graph(setup)) or 0
 
     def _activations(self, setup: Setup) -> Activations:
         return self._ask_tracer(lambda tracer: tracer.activations(setup)) or estimated_activations(self.shape, setup)

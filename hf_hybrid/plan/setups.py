@@ -30,7 +30,9 @@ _CHOICES: dict[str, tuple] = {
     "accelerator": ("cuda", "cpu"),
     "activation_checkpointing": (False, True, "auto"),
 }
-DECIDED = ("recomputed_layers", "prefetch_layers", "stream_embeddings", "buffers_device", "update_in_backward")
+DECIDED = (
+    "recomputed_layers", "kept_graphs", "prefetch_layers", "stream_embeddings", "buffers_device", "update_in_backward",
+)  # fmt: skip
 _LEAST = {"sequence_length": 1, "batch_size": 1, "gradient_accumulation_steps": 1, "prefetch_layers": 0, "processes": 1}
 
 
@@ -52,8 +54,9 @@ class Setup:
     cpu_offload: bool = False  # FSDP2 keeps these rows on the host
     memory: str = "auto"  # "off": everything resident; "stream"; "auto": streamed only if it does not fit
     autocast: bool = False  # to bf16
-    activation_checkpointing: bool | str = False  # of a resident model; streamed layers always are. "auto": see there
-    recomputed_layers: int | None = None  # with "auto": the first so many; None: as few as fit
+    activation_checkpointing: bool | str = False  # "auto": of as few layers as fit; streamed, False means that too
+    recomputed_layers: int | None = None  # of a resident model, with "auto": the first so many; None: as few as fit
+    kept_graphs: int | None = None  # of passes through the last streamed layers, one a micro-batch; None: what fits
     offload_activations: bool = False  # outputs of checkpointed layers wait on the host, two of them on the device
     chunked_loss: bool = False
     optimizer_states: str = "exact"  # or "8bit": of AdamW

@@ -244,6 +244,9 @@ class StreamedStep:
     3. [`loss`]: head and loss compute.
     4. [`recomputing`]: backward, each layer visits the device again, is recomputed, and its gradients leave.
 
+    The last layers may keep graphs from 2 to 4 instead of being recomputed: all are there in 3, and when the backward
+    pass comes to the last layer; when it comes to the first that is recomputed, none is left.
+
     On a GPU what was sent before is still leaving in each of these moments ([`still_leaving`]).
     """
 
@@ -255,6 +258,7 @@ class StreamedStep:
         resident_layers: int,
         stream_embeddings: bool,
         adapter_copies: int = 0,
+        graph: int = 0,
     ):
         self.shape, self.setup, self.active, self.per = shape, setup, active, WeightBytes(shape, setup)
         self.adapter_copies = adapter_copies
@@ -265,6 +269,12 @@ class StreamedStep:
         self.slots = (setup.prefetch_layers + 1 + kept) * slot
         self.casts = max((self.per.casts(layer) for layer in set(resident)), default=0)
         """Of a resident layer that computes under autocast: those of the others come rounded."""
+        # A graph takes more than the boundary that is counted anyway, and of a layer that lives here its casts.
+        graphs = setup.kept_graphs or 0
+        of_residents = max(graphs - len(self.layers) * setup.micro_batches_in_flight, 0)
+        more = max(graph - active.boundary, 0)
+        self.graphs = graphs * more + of_residents * self.casts
+        self.graphs_but_one = max(graphs - 1, 0) * more + of_residents * self.casts
         # The output before the last is parked as well, though it is needed again at once.
         waiting = (len(shape.layers) - 1) * setup.micro_batches_in_flight if setup.offload_activations else 0
         self.parked = waiting * active.output
@@ -324,18 +334,21 @@ class StreamedStep:
 
     def loss(self) -> DeviceBytes:
         """Head and loss compute: logits and their copies, and the gradient of the head, which leaves."""
-        moment = {"activations": self.active.loss, "gradients": self.gradients_of_an_end + self.still_leaving()}
+        moment = {"activations": self.active.loss + self.graphs, "gradients": self.gradients_of_an_end + self.still_leaving()}
         if not self.stream_embeddings:  # autocast's cast of the head; one that travels comes rounded
             moment["buffers"] = self.shape.vocab * self.shape.hidden * self.per.second_copy.trainable
         return moment
 
     def recomputing(self) -> DeviceBytes:
-        """A layer runs once more and goes backward: what autograd saves of it, and its gradients, which leave."""
+        """
+        A layer runs once more and goes backward: what autograd saves of it, and its gradients, which leave. One with a
+        graph has saved it already, and so have those before it.
+        """
         # On a CPU the gradient of embeddings or head is counted beside the layer that computes next.
         beside = self.still_leaving() if self.per.on_gpu else self.gradients_of_an_end
         gradients = self.gradients_of_a_layer + beside
         buffers = self.casts + self.ring * self.in_backward
-        return {"activations": self.active.layer, "gradients": gradients, "buffers": buffers}
+        return {"activations": self.active.layer + self.graphs_but_one, "gradients": gradients, "buffers": buffers}
 
 
 class SharedStep:

@@ -608,6 +608,11 @@ def activations(trace: StepTrace, stands_for: Sequence[int]) -> Activations:
     return Activations(always=kept[-1], boundary=boundary, output=max(kept[:-1], default=0), layer=layer, loss=loss)
 
 
+def graph(trace: StepTrace, stands_for: Sequence[int]) -> int:
+    """Bytes that the graph of the largest layer keeps, from a step that was traced without activation checkpointing."""
+    return max((_of(trace.before_backward, layer)[_ACTIVATIONS] for layer in stands_for), default=0)
+
+
 class Tracer:
     """Traces steps of the model that an excerpt is of; setups that differ only in where things lie share a trace."""
 
@@ -643,6 +648,10 @@ class Tracer:
     def activations(self, setup: Setup) -> Activations:
         """Of streamed layers."""
         return self._read(setup, len(self.excerpt.stands_for), activations)
+
+    def graph(self, setup: Setup) -> int:
+        """Bytes of activations that a streamed layer keeps which is not recomputed."""
+        return self._read(setup, 0, graph)
 
     def states(self, setup: Setup) -> int:
         """Bytes of the optimizer's states of all trainable parameters."""

@@ -77,6 +77,10 @@ class Resident:
         """Compute micro-batches one by one to save memory, and return whether this changes anything."""
         return False
 
+    def recompute_all(self) -> bool:
+        """Recompute all layers to save memory, and return whether this changes anything."""
+        return False
+
     def discard_gradients(self) -> None:
         """Drop gradients that the optimizer has not used."""
 
@@ -194,6 +198,11 @@ class Streamed(Resident):
     def walk_by_micro_batch(self) -> bool:
         changes = self.window.order != "micro_batch"
         self.window.order = "micro_batch"
+        return changes
+
+    def recompute_all(self) -> bool:
+        changes = any(unit.graphs for unit in self.streamer.layers)
+        self.streamer.keep_graphs(0, 1)
         return changes
 
     def discard_gradients(self) -> None:

@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_hybrid.compat import CACHES
 from hf_hybrid.machine import copy_to_device_, host_tensor
 from hf_hybrid.streaming.experts import Experts
+from hf_hybrid.streaming.graphs import KeptGraph
 from hf_hybrid.streaming.layers import save_packed_weights
 from hf_hybrid.streaming.transfers import Transfers
 from hf_hybrid.streaming.units import SlotPool, StreamedParameter, Unit, make_units
@@ -94,7 +95,8 @@ class LayerStreamer:
     if they are streamed too. The model computes on `device`, which may be the host itself. `ahead` layers are fetched
     ahead. `resident` layers stay on the device: the first trained ones with gradients and optimizer states, and beyond
     those the copies of frozen ones after their use. `dtype_of` tells the dtype that a parameter has on the device. With
-    `int8` frozen matrices of the layers are held and transported as int8.
+    `int8` frozen matrices of the layers are held and transported as int8. Of the passes through the last layers so many
+    keep their `graphs` and are not recomputed, where so many micro-batches are `in_flight` at once.
     """
 
     def __init__(
@@ -108,6 +110,8 @@ class LayerStreamer:
         resident: int = 0,
         dtype_of: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
         int8: bool = False,
+        graphs: int = 0,
+        in_flight: int = 1,
     ):
         self.model, self.device, self.ahead = model, device, ahead
         self.transfers = Transfers(device)
@@ -132,12 +136,19 @@ class LayerStreamer:
         # One unit's gradients leave while the next are computed. Without any, activations may leave in their place.
         trained = max((sum(param.master.nbytes for param in unit.trainable) for unit in self.units), default=0)
         self.transfers.most_leaving = trained or max((unit.storage.packed_bytes for unit in self.units), default=0)
+        self.keep_graphs(graphs, in_flight)
         self._position = {unit: index for index, unit in enumerate(self.layers)}
         self._in_backward: Unit | None = None
         self._undo: list[Callable[[], None]] = []
         self._nothing: dict[torch.dtype, Tensor] = {}
         self._pools: list[SlotPool] = []
         self._expanded = torch.empty(0)
+
+    def keep_graphs(self, graphs: int, in_flight: int) -> None:
+        """Let so many passes through the last layers keep their graphs. Experts that travel by use are recomputed."""
+        for unit in reversed(self.layers):
+            unit.graphs = 0 if unit.storage.experts else min(graphs, in_flight)
+            graphs -= unit.graphs
 
     # In place of the model's own weights, and back.
 
@@ -265,6 +276,9 @@ class LayerStreamer:
             return self.walk.call(unit, original, args, kwargs)
 
         unit.open_calls += 1
+        if unit.keeps_graph:
+            with self._for_forward(unit), self.keeping_graph(unit, begin=self._begin_backward):
+                return original(*args, **kwargs)
 
         def contexts():
             return self._for_forward(unit), self._for_backward(unit)
@@ -280,19 +294,27 @@ class LayerStreamer:
         finally:
             self.release(unit)
 
+    def keeping_graph(self, unit: Unit, *, begin: Callable[[Unit], object] = lambda unit: None) -> KeptGraph:
+        """Context of a forward pass that is not recomputed; `begin` is called when the backward pass comes to it."""
+        return KeptGraph(unit, self._expanded, begin)
+
     @contextlib.contextmanager
     def _for_backward(self, unit: Unit) -> Generator[None]:
-        """Context of a unit's recomputation. Its weights stay until the backward pass has left the unit."""
+        """Context of a unit's recomputation."""
+        self._begin_backward(unit)
+        with torch.autocast(**autocast_now(self.device)):
+            yield
+
+    def _begin_backward(self, unit: Unit) -> None:
+        """Bring in a unit whose weights then stay until the backward pass has left the unit."""
         if self._in_backward is not unit:
             self.end_backward()
             self.bring_in(unit, backward=True)
             self._in_backward = unit
         unit.open_calls -= 1
-        with torch.autocast(**autocast_now(self.device)):
-            yield
 
     def end_backward(self) -> None:
-        """Release the unit that was recomputed last, after the backward pass has left it."""
+        """Release the unit that the backward pass came to last, after the backward pass has left it."""
         if (unit := self._in_backward) is not None:
             if unit in self.updates.in_backward:
                 self.updates.update(unit)
@@ -469,6 +491,7 @@ class LayerStreamer:
             "streamed_units": sum(not unit.resident for unit in self.units),
             "resident_units": sum(unit.resident for unit in self.units),
             "kept_units": self.kept,
+            "kept_graphs": sum(unit.graphs for unit in self.layers),
         }
 
     def tensors_held(self) -> dict[str, list[Tensor]]:

@@ -304,6 +304,15 @@ class Unit:
     calls: int = 0
     open_calls: int = 0
     """Its calls that the backward pass has yet to come to."""
+    graphs: int = 0
+    """So many of its calls may keep their graph until then, and are not recomputed."""
+    open_graphs: int = 0
+    """Of its open calls, those that do."""
+
+    @property
+    def keeps_graph(self) -> bool:
+        """Its next call keeps its graph."""
+        return self.open_graphs < self.graphs
 
     @property
     def resident(self) -> bool:

@@ -129,6 +129,8 @@ class _Call:
     """Tensors computed between layers, and the leaves that stand for them from this call on."""
     random_states: RandomStates
     autocast: dict
+    results: list[Tensor] | None
+    """What the call computed, with its graph, if that is kept."""
 
 
 class _MicroBatch(threading.Thread):
@@ -284,12 +286,15 @@ class LayerWalk:
 
     def _compute(self, job: _MicroBatch, unit: Unit, function: Callable, inputs: tuple, cuts: list, autocast: dict):
         state = RandomStates.now(self.streamer.device)
-        with torch.no_grad(), torch.autocast(**autocast):
-            outputs = function(*inputs[0], **inputs[1])
         own = {id(tensor) for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor)}
         needs_gradient = any(t.requires_grad for t in tree_leaves(inputs) if isinstance(t, Tensor)) or any(
             parameter.requires_grad for module in unit.modules for parameter in module.parameters()
         )
+        keeps = needs_gradient and unit.keeps_graph
+        graph = self.streamer.keeping_graph(unit) if keeps else contextlib.nullcontext()
+        with graph, torch.set_grad_enabled(keeps), torch.autocast(**autocast):
+            outputs = function(*inputs[0], **inputs[1])
+        results = _results(outputs, own) if keeps else None
         entered: list[_Output] = []
 
         def enter(tensor: Tensor) -> Tensor:
@@ -303,7 +308,7 @@ class LayerWalk:
         outputs = tree_map_only(Tensor, enter, outputs)
         if entered:
             inputs = tree_map_only(Tensor, lambda tensor: job.outputs.get(tensor, tensor), inputs)
-            job.calls.append(_Call(unit, function, inputs, entered, cuts, state, autocast))
+            job.calls.append(_Call(unit, function, inputs, entered, cuts, state, autocast, results))
             unit.open_calls += 1
         return outputs
 
@@ -345,10 +350,11 @@ class LayerWalk:
         args, kwargs = tree_map_only(_Output, _Output.bring_back, call.inputs)
         if all(gradient is None for gradient in gradients):
             return
-        own = {id(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
-        with call.random_states.again(), torch.enable_grad(), torch.autocast(**call.autocast):
-            results = tree_leaves(call.function(*args, **kwargs))
-        results = [t for t in results if isinstance(t, Tensor) and t.is_floating_point() and id(t) not in own]
+        results = call.results
+        if results is None:
+            own = {id(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+            with call.random_states.again(), torch.enable_grad(), torch.autocast(**call.autocast):
+                results = _results(call.function(*args, **kwargs), own)
         reached = [(r, g) for r, g in zip(results, gradients) if g is not None and r.requires_grad]
         torch.autograd.backward([result for result, _ in reached], [gradient for _, gradient in reached])
         for output in call.outputs:
@@ -361,6 +367,12 @@ class LayerWalk:
             (between if _depends_on(tensor, job.outputs) else early).append((tensor, leaf))
         _backward_through([(tensor, leaf) for tensor, leaf in between if leaf.grad is not None])
         return early
+
+
+def _results(outputs: Any, own: set[int]) -> list[Tensor]:
+    """Return what a call computed: the floating tensors of `outputs` that are not its inputs, whose ids are `own`."""
+    tensors = [value for value in tree_leaves(outputs) if isinstance(value, Tensor)]
+    return [tensor for tensor in tensors if tensor.is_floating_point() and id(tensor) not in own]
 
 
 class Window:
@@ -393,6 +405,8 @@ class Window:
     def begin(self, inputs: list) -> None:
         """Begin a window, whose micro-batches are `inputs`."""
         self.streamer.checkpoint_alone()  # a callback may have switched it on since the last
+        for unit in self.streamer.layers:
+            unit.open_graphs = 0  # of passes that had no part in the last loss, or ended in an error
         self._inputs, self._results, self._left = list(inputs), [], len(inputs)
 
     def next(self, step: Callable[[Any], Any], inputs: Any) -> Any:
