@@ -84,8 +84,8 @@ class Measurement:
 @dataclass(frozen=True)
 class Run:
     """
-    A training of the first `layers` layers, of which the plan treats the first or last `other` otherwise. So many passes
-    through streamed layers keep their graphs.
+    A training of the first `layers` layers, of which the plan treats the first or last `other` otherwise. `graphs`
+    passes through streamed layers are not recomputed.
     """
 
     layers: int

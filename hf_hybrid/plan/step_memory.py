@@ -334,7 +334,10 @@ class StreamedStep:
 
     def loss(self) -> DeviceBytes:
         """Head and loss compute: logits and their copies, and the gradient of the head, which leaves."""
-        moment = {"activations": self.active.loss + self.graphs, "gradients": self.gradients_of_an_end + self.still_leaving()}
+        moment = {
+            "activations": self.active.loss + self.graphs,
+            "gradients": self.gradients_of_an_end + self.still_leaving(),
+        }
         if not self.stream_embeddings:  # autocast's cast of the head; one that travels comes rounded
             moment["buffers"] = self.shape.vocab * self.shape.hidden * self.per.second_copy.trainable
         return moment

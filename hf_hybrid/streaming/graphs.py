@@ -34,18 +34,21 @@ class _Place(NamedTuple):
     """In elements."""
 
 
-class KeptGraph(torch.autograd.graph.saved_tensors_hooks):
+class KeptGraph:
     """
-    The graph of one pass through a unit, built inside this context, with places instead of weights.
+    The graph of one pass through a unit, built inside [`saving`], with places instead of weights.
 
     `begin` is called before the first tensor of it is read: the unit must lie on the device from then on.
     """
 
     def __init__(self, unit: Unit, expanded: Tensor, begin: Callable[[Unit], object]):
-        super().__init__(self._save, self._read)
         self.unit, self.expanded, self.begin = unit, expanded, begin
         self._begun = False
         unit.open_graphs += 1
+
+    def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Context of the forward pass."""
+        return torch.autograd.graph.saved_tensors_hooks(self._save, self._read)
 
     def _buffers(self) -> tuple[Tensor | None, Tensor]:
         return (None if self.unit.slot is None else self.unit.slot.buffer), self.expanded
@@ -56,7 +59,8 @@ class KeptGraph(torch.autograd.graph.saved_tensors_hooks):
             if buffer is not None and buffer.numel() and buffer.untyped_storage().data_ptr() == start:
                 shape = tensor.size(), tensor.stride(), int(tensor.storage_offset())
                 return _Place(bool(expanded), tensor.dtype, *shape)
-        return tensor
+        # Without its node, which would otherwise keep itself if it saved its own output and no backward pass comes.
+        return tensor.detach()
 
     def _read(self, saved: Tensor | _Place) -> Tensor:
         if not self._begun:

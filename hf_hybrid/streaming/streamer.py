@@ -294,9 +294,11 @@ class LayerStreamer:
         finally:
             self.release(unit)
 
-    def keeping_graph(self, unit: Unit, *, begin: Callable[[Unit], object] = lambda unit: None) -> KeptGraph:
+    def keeping_graph(
+        self, unit: Unit, *, begin: Callable[[Unit], object] = lambda unit: None
+    ) -> contextlib.AbstractContextManager:
         """Context of a forward pass that is not recomputed; `begin` is called when the backward pass comes to it."""
-        return KeptGraph(unit, self._expanded, begin)
+        return KeptGraph(unit, self._expanded, begin).saving()
 
     @contextlib.contextmanager
     def _for_backward(self, unit: Unit) -> Generator[None]:

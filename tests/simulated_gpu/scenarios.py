@@ -402,6 +402,15 @@ training(
 training("some_resident_eight_bit", memory="stream", resident_layers=1, optimizer_states="8bit", architecture=WIDE,
          expect=AS_RESIDENT | ROUNDED_STATES)  # fmt: skip
 training("all_resident", memory="stream", resident_layers=2)
+# Two of four layers and one of two passes through a third are not recomputed: their weights come by other slots.
+GRAPHS = {**STREAM, "architecture": {"layers": 4}, "plan_values": {"kept_graphs": 5}}
+training("graphs", **GRAPHS, tied=False, expect=TO_THE_LAST_BIT)
+training("graphs_by_micro_batch", **{**GRAPHS, "plan_values": {"kept_graphs": 3}}, accumulation_walk="micro_batch")
+training("graphs_in_backward", **GRAPHS, **IN_BACKWARD, tied=False, expect=TO_THE_LAST_BIT)
+training("graphs_lora_int8", **GRAPHS, lora=True, base_precision="int8")
+training(
+    "graphs_eight_bit_bf16", **GRAPHS, optimizer_states="8bit", bf16=True, expect=AS_RESIDENT | {"locks_masters": True}
+)
 # A GPU has a random generator of its own.
 training("dropout", **STREAM, architecture={"attention_dropout": 0.2}, expect={"simulated_only": True})
 training(
@@ -983,6 +992,36 @@ SCENARIOS["within_the_device"] = Scenario(partial(within, known=True), keeps_mod
 SCENARIOS["within_less_than_planned"] = Scenario(partial(within, known=False), keeps_model=True, simulated_only=True)
 
 
+def streamed_within(place: Place, kept: int | None = None) -> dict[str, Tensor]:
+    """Graphs of nine passes fit; a run that does not know that keeps too many, and recomputes all after an error."""
+    data, made = rows(lengths=(96,)), partial(model, layers=6, width=32)
+    options: dict[str, Any] = {"gradient_accumulation_steps": 3, **(STREAM if place.on_device else {})}
+    if place.on_device:
+        asked = trainer_of(place, made(), data, **options, vram_budget_gib=15.0)
+        estimator, setup = estimator_for(asked, None)
+        asked.model.cpu()
+        setup = replace(setup, resident_layers=0)
+        needed = estimator.streamed(replace(setup, kept_graphs=9), 0, False).peak_device_bytes
+        limit = needed - setup.workspaces(True)  # which the simulated device does not have
+        vram = CONTEXT_BYTES + math.ceil((1 + MARGIN) * needed) if kept is None else 15 * 2**30
+        options |= {"resident_layers": 0, "vram_budget_gib": vram / 2**30, "plan_values": {"kept_graphs": kept}}
+    trainer = trainer_of(place, made(), data, **options)
+    if place.on_device:
+        torch.cuda.set_per_process_memory_fraction((1 + MARGIN) * limit / place.simulator.TOTAL)
+        place.facts["graphs"] = trainer.memory.plan.kept_graphs
+        torch.cuda.reset_peak_memory_stats()
+    with place.counted(trainer):
+        trainer.train()
+    if place.on_device:
+        place.facts["peak"] = torch.cuda.max_memory_allocated(), limit
+    place.facts["actions"] = [event["action"] for event in trainer.hybrid_summary()["out_of_memory"]]
+    return weights_of(trainer)
+
+
+SCENARIOS["graphs_within_the_device"] = Scenario(streamed_within, simulated_only=True)
+SCENARIOS["graphs_that_do_not_fit"] = Scenario(partial(streamed_within, kept=18), simulated_only=True)
+
+
 @scenario()
 def offloaded_graphs_together(place: Place) -> dict[str, Tensor]:
     """Two graphs are alive at once and two are dropped: their activations wait on the host."""
@@ -1379,7 +1418,8 @@ SLOW = (
     "activations_offloaded", "activations_offloaded_with_leaps", "all_resident", "bf16_by_micro_batch", "bf16_copies",
     "bf16_no_accumulation", "bf16_of_a_device_model", "by_micro_batch_more", "checkpointed", "dpo", "dropout",
     "eight_bit", "eight_bit_by_micro_batch", "eight_bit_more", "ends_streamed_tied", "fast_streamed",
-    "fetched_far_ahead", "grpo_long", "grpo_more", "grpo_rewards_first", "in_backward_alone",
+    "fetched_far_ahead", "graphs_by_micro_batch", "graphs_eight_bit_bf16", "graphs_in_backward", "graphs_lora_int8",
+    "grpo_long", "grpo_more", "grpo_rewards_first", "in_backward_alone",
     "in_backward_by_micro_batch", "in_backward_eight_bit", "int8_probes_registered",
     "interrupted_after_predict", "leaps_and_saves", "leaps_bf16", "leaps_by_micro_batch", "leaps_deeper",
     "leaps_eight_bit", "leaps_ends_streamed", "leaps_gradient_memory", "leaps_host_buffers", "leaps_planned",

@@ -254,6 +254,14 @@ def test_as_few_layers_are_recomputed_as_fit_the_device(results):
     assert [action[:6] for action in tightened["actions"]] == ["2 of 6", "4 of 6"] and tightened["recomputed"] == 4
 
 
+@needs("graphs_within_the_device", "graphs_that_do_not_fit")
+def test_as_many_graphs_are_kept_as_fit_the_device(results):
+    planned, recomputed = (results.of(name)["facts"] for name in ("graphs_within_the_device", "graphs_that_do_not_fit"))
+    assert planned["graphs"] == 9 and planned["actions"] == []
+    assert planned["peak"][0] == pytest.approx(planned["peak"][1], rel=0.01), "held, and planned"
+    assert recomputed["graphs"] == 18 and recomputed["actions"] == ["activation checkpointing"]
+
+
 @needs("profiled")
 def test_the_profiler_reads_allocator_and_driver(results):
     record = results.of("profiled")["facts"]["records"][-1]
