@@ -5,6 +5,8 @@ Streamed training against plain Trainer, bit for bit, on every causal language m
     python -m benchmarks.equality.streamed --walk layer         # windows layer by layer instead
     python -m benchmarks.equality.streamed --walk in_backward   # so, and each layer updated inside the backward pass
     python -m benchmarks.equality.streamed --walk experts       # by layer, and frozen experts travel by their use
+    python -m benchmarks.equality.streamed --walk graphs        # by layer, and the last passes keep their graphs
+    python -m benchmarks.equality.streamed --walk micro_batch_graphs
     python -m benchmarks.equality.streamed --only llama gpt2    # some types, also where they are there
 
 Each model type registered for `AutoModelForCausalLM`, and three models of images and text, are built with a tiny random
@@ -17,7 +19,8 @@ For windows layer by layer, both trainers get models without dropout, noise and 
 numbers in another order, and adds the gradients of embeddings and head in another order. It is asked for by `auto`, as
 users have it, so a type whose layers cannot be walked falls back to micro-batches; `outcome` says so. Updates inside
 the backward pass need runs without clipping. For `experts` fused experts are frozen in both trainers, and types without
-any are left out.
+any are left out. With `graphs` five passes keep theirs: all through the last layer and one through the layer before,
+or in a walk by micro-batch all through these layers.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ from hf_hybrid.streaming.layers import NoLayerListError
 from hf_hybrid.streaming.walk import CannotWalkError
 
 STEPS, MICRO_BATCHES = 20, 4
-ASKED = {"micro_batch": "micro_batch", "layer": "auto", "in_backward": "auto", "experts": "auto"}
+ASKED = {"micro_batch": "micro_batch", "layer": "auto", "in_backward": "auto", "experts": "auto", "graphs": "auto"}
+ASKED["micro_batch_graphs"] = "micro_batch"
 """By walk the value of `accumulation_walk`."""
 
 
@@ -101,7 +105,7 @@ def build(model_type: str, walk: str) -> PreTrainedModel:
     config = with_eyes.config(model_type, vocab_size=VOCAB) if of_images else tiny_config(model_type)
     family: Any = AutoModelForImageTextToText if of_images else AutoModelForCausalLM
     torch.manual_seed(0)
-    if walk == "micro_batch":
+    if ASKED[walk] == "micro_batch":
         return family.from_config(config, dtype=torch.float32)
     for part in (config, config.get_text_config()):
         part.tie_word_embeddings = False
@@ -139,6 +143,7 @@ def check(model_type: str, walk: str) -> Row:
             if walk == "in_backward":
                 options["out_of_memory"] = "raise"
             config = HybridConfig(**arguments(folder, walk), **options, accumulation_walk=ASKED[walk])
+            config.plan_values = {"kept_graphs": 5} if "graphs" in walk else {}
             trainer = HybridTrainer(build(model_type, walk), config, train_dataset=data)
             if walk == "experts" and not any(unit.storage.experts for unit in trainer.memory.streamer.units):
                 return {**row, "outcome": "experts travel whole"}
@@ -146,7 +151,7 @@ def check(model_type: str, walk: str) -> Row:
             statistics = trainer.memory_summary()["statistics"]
         row["units"], row["loads"] = statistics["streamed_units"], statistics["loads"]
         row["detail"] = difference(plain, streamed)
-        walked = walk == "micro_batch" or trainer.memory.window.by_layer
+        walked = ASKED[walk] == "micro_batch" or trainer.memory.window.by_layer
         row["outcome"] = "differs" if row["detail"] else "equal" if walked else "equal, falls back"
     except NoLayerListError as error:
         row["outcome"], row["detail"] = "no layer list", str(error)

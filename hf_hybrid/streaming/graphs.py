@@ -54,9 +54,9 @@ class KeptGraph:
         return (None if self.unit.slot is None else self.unit.slot.buffer), self.expanded
 
     def _save(self, tensor: Tensor) -> Tensor | _Place:
-        start = tensor.untyped_storage().data_ptr()
+        memory = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
         for expanded, buffer in enumerate(self._buffers()):
-            if buffer is not None and buffer.numel() and buffer.untyped_storage().data_ptr() == start:
+            if buffer is not None and buffer.untyped_storage()._cdata == memory:
                 shape = tensor.size(), tensor.stride(), int(tensor.storage_offset())
                 return _Place(bool(expanded), tensor.dtype, *shape)
         # Without its node, which would otherwise keep itself if it saved its own output and no backward pass comes.

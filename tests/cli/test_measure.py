@@ -28,17 +28,17 @@ def test_as_many_layers_are_trained_as_kinds_alternate_in(stands_for, layers):
 
 
 def test_a_step_is_the_sum_of_its_layers():
-    def step(streamed, resident):
-        seconds = 5.0 + 2 * streamed + 0.5 * resident
+    def step(streamed, resident, graphs=0):
+        seconds = 5.0 + 2 * streamed + 0.5 * resident - 0.1 * graphs
         return StepTime(seconds, kernels=1.0 + streamed, copies_in=3.0 * streamed)
 
-    runs = [Run(4), Run(8), Run(4, 3)]
-    times = [step(4, 0), step(8, 0), step(1, 3)]
-    whole = extrapolated(runs, times, layers=32, other=10)
-    assert whole.seconds == pytest.approx(step(22, 10).seconds)
+    runs = [Run(4), Run(8), Run(4, 3), Run(4, graphs=8)]
+    times = [step(4, 0), step(8, 0), step(1, 3), step(4, 0, 8)]
+    whole = extrapolated(runs, times, Run(32, 10, 20))
+    assert whole.seconds == pytest.approx(step(22, 10, 20).seconds)
     assert whole.copies_in == pytest.approx(66) and whole.copies_out == 0
     assert whole.bound == "copies in"
-    assert extrapolated(runs[:2], times[:2], layers=32, other=0).seconds == pytest.approx(step(32, 0).seconds)
+    assert extrapolated(runs[:2], times[:2], Run(32)).seconds == pytest.approx(step(32, 0).seconds)
 
 
 def plans_of(layers: int, **setup):
@@ -60,14 +60,15 @@ def test_the_trainer_runs_as_the_plan_says(title, monkeypatch):
     resident = plans["full, bf16 weights"].peak_device_bytes
     recomputed = plans["full, bf16 weights, chunked loss, checkpointing"].peak_device_bytes
     planner, plans = plans_of(10, gradient_accumulation_steps=2, vram=(resident + recomputed) // 2)
-    plan = plans[title]
+    plan = asked = plans[title]
+    assert plan.mode != "streamed" or plan.kept_graphs
     made = []
 
     class Recorded(measuring.HybridTrainer):
         def train(self, *args, **kwargs):
-            streams, layers = self.memory.streams, self.model.config.num_hidden_layers
-            made.append((layers, self.memory.plan.resident_layers if streams else None))
-            assert not streams or self.memory.plan.stream_embeddings == plan.stream_embeddings
+            streams, layers, plan = self.memory.streams, self.model.config.num_hidden_layers, self.memory.plan
+            made.append((layers, *((plan.resident_layers, plan.kept_graphs) if streams else (None,))))
+            assert not streams or plan.stream_embeddings == asked.stream_embeddings
             return super().train(*args, **kwargs)
 
     monkeypatch.setattr(measuring, "HybridTrainer", Recorded)
@@ -81,7 +82,7 @@ def test_the_trainer_runs_as_the_plan_says(title, monkeypatch):
 
     measured = measure(planner, plan, prepare)
     other = plan.resident_layers if plan.mode == "streamed" else 0
-    expected = [(4, 0), (8, 0), *[(4, min(other, 4))] * bool(other)]
+    expected = [(4, 0, 0), (8, 0, 0), *[(4, min(other, 4), 0)] * bool(other), (4, 0, min(plan.kept_graphs, 4 * 2))]
     assert made[: len(expected)] == (expected if plan.mode == "streamed" else [(4, None), (8, None)])
     assert measured.trained[:2] == (4, 8) and measured.tokens == 32 * 2 * 2
     assert measured.step.seconds > 0

@@ -4,6 +4,7 @@ import pytest
 from conftest import ByteText, assert_same_weights, losses, tiny_model, weights
 from rig import trainers
 
+from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.plan.estimate import PlanError
 
 LAYERS = 4
@@ -34,6 +35,23 @@ def test_more_memory_keeps_more_layers(tmp_path, train_set):
         for budget in (least, 1.5 * least, 1.0)
     ]
     assert kept[0] < kept[1] <= kept[2] == LAYERS
+
+
+def test_what_is_left_keeps_graphs(tmp_path, train_set):
+    """As many as fit beside the layers that stay, unless the options ask that layers are recomputed or parked."""
+    options = {"memory": "stream", "resident_layers": 1, "gradient_accumulation_steps": 3}
+    least = build(tmp_path, train_set, **options).memory.plan
+    assert least.kept_graphs == 0, "no limit is known"
+    budget = {"vram_budget_gib": 1.5 * least.peak_device_bytes / 2**30}
+    plan = build(tmp_path, train_set, **options, **budget).memory.plan
+    assert plan.fits and plan.resident_layers == 1 and 0 < plan.kept_graphs < 3 * LAYERS
+    assert f"{plan.kept_graphs} of {3 * LAYERS} passes through layers not recomputed" in plan.describe()
+    more = build(tmp_path, train_set, **options, plan_values={"kept_graphs": plan.kept_graphs + 1}).memory.plan
+    assert plan.peak_device_bytes <= plan.setup.vram < more.peak_device_bytes
+    for more in ({checkpointing_option(): True}, {"offload_activations": True}):
+        assert build(tmp_path, train_set, **options, vram_budget_gib=1.0, **more).memory.plan.kept_graphs == 0
+    everything = build(tmp_path, train_set, **options, vram_budget_gib=1.0, **{checkpointing_option(): "auto"})
+    assert everything.memory.plan.kept_graphs == 3 * LAYERS
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ def train_plain(folder, data, model=None, **overrides):
 
 def make_streamed(folder, data, model=None, callbacks=(), device_map=None, **overrides):
     model = tiny_model(num_hidden_layers=LAYERS) if model is None else model
-    plan_values = {name: overrides.pop(name) for name in ("stream_embeddings", "prefetch_layers") if name in overrides}
+    decided = ("stream_embeddings", "prefetch_layers", "kept_graphs")
+    plan_values = {name: overrides.pop(name) for name in decided if name in overrides}
     config = HybridConfig(**config_values(folder, **{**OPTIONS, **STREAMED, **overrides}))
     config.plan_values = plan_values
     return HybridTrainer(model, config, train_dataset=data, callbacks=list(callbacks), device_map=device_map)
@@ -58,6 +59,14 @@ def assert_same_run(streamed, plain):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     return train_plain(tmp_path_factory.mktemp("plain"), ByteText(400))
+
+
+def layer_passes(trainer):
+    """Counts how often layers compute, again or for the first time."""
+    counted = []
+    for layer in trainer.model.get_decoder().layers:
+        layer.mlp.register_forward_pre_hook(lambda module, args: counted.append(module))
+    return counted
 
 
 # Equal to plain Trainer.
@@ -92,6 +101,73 @@ def test_prefetch_and_residency_change_no_number(options, plain, tmp_path, train
     trainer = make_streamed(tmp_path, train_set, **options, accumulation_walk="micro_batch")
     trainer.train()
     assert_same_run(trainer, plain)
+
+
+GRAPHS = [
+    {"accumulation_walk": "layer"},
+    {"accumulation_walk": "micro_batch"},
+    {"accumulation_walk": "layer", "resident_layers": 2, "kept_graphs": 9},
+    {"accumulation_walk": "micro_batch", "resident_layers": 2, "kept_graphs": 3, "prefetch_layers": 0},
+    {"accumulation_walk": "layer", "max_grad_norm": 0.0, "out_of_memory": "raise", "optim": "adamw_torch"},
+    {"accumulation_walk": "layer", "bf16": True},
+    {"accumulation_walk": "layer", "kept_graphs": 100, "prefetch_layers": 3},
+]
+
+
+@pytest.mark.parametrize("options", mostly_slow(GRAPHS, GRAPHS[:5]), ids=str)
+def test_passes_that_keep_their_graphs_are_not_recomputed(options, tmp_path, train_set):
+    """Slots are the next layers' in between, and residents' and others' gradients are those of Trainer."""
+    options = {"kept_graphs": 5, **options}
+    shared = {name: options[name] for name in ("max_grad_norm", "bf16", "optim") if name in options}
+    plain = train_plain(tmp_path, train_set, tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=False), **shared)
+    model = tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=False)
+    trainer = make_streamed(tmp_path, train_set, model, **options)
+    counted = layer_passes(trainer)
+    trainer.train()
+    in_flight = 3 if options["accumulation_walk"] == "layer" else 1
+    graphs = min(options["kept_graphs"], LAYERS * in_flight)
+    assert trainer.memory.statistics()["kept_graphs"] == graphs
+    assert len(counted) == 3 * 3 * (2 * LAYERS - graphs / in_flight), "by step and micro-batch"
+    assert_same_run(trainer, plain)
+
+
+@pytest.mark.parametrize("kind", mostly_slow(["lora", "ia3", "dora", "shira", "int8"], ["dora", "int8"]))
+@pytest.mark.parametrize("walk", ["micro_batch", "layer"])
+def test_graphs_over_a_frozen_base(walk, kind, tmp_path, train_set):
+    """The places of frozen weights too are found again, also where they are expanded from int8 or read by adapters."""
+    peft = pytest.importorskip("peft")
+    kinds = {
+        "lora": peft.LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False),
+        "ia3": peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
+        "dora": peft.LoraConfig(target_modules=["q_proj"], r=4, use_dora=True),
+        "shira": peft.ShiraConfig(target_modules=["q_proj"], r=4, random_seed=0),
+    }
+
+    def train(graphs):
+        torch.manual_seed(1)
+        model = peft.get_peft_model(
+            tiny_model(num_hidden_layers=LAYERS, hidden_size=64), kinds.get(kind, kinds["lora"])
+        )
+        precision = "int8" if kind == "int8" else "same"
+        trainer = make_streamed(
+            tmp_path, train_set, model, base_precision=precision, accumulation_walk=walk, kept_graphs=graphs
+        )
+        counted = layer_passes(trainer)
+        trainer.train()
+        return trainer, len(counted)
+
+    (kept, passes), (recomputed, most) = train(5), train(0)
+    assert passes < most
+    assert_same_run(kept, recomputed)
+
+
+def test_experts_that_travel_by_use_are_recomputed(tmp_path):
+    """The router has to choose again, so that those of the pass are there."""
+    model = build_model("qwen3_moe")
+    for layer in model.model.layers:
+        layer.mlp.experts.requires_grad_(False)
+    trainer = make_streamed(tmp_path, samples(), model, kept_graphs=100)
+    assert trainer.memory.statistics()["kept_graphs"] == 0
 
 
 @pytest.mark.parametrize("optim", mostly_slow(["adamw_torch", "sgd", "adafactor", "rmsprop"], ["sgd", "adafactor"]))
@@ -415,7 +491,10 @@ def plain_4bit(tmp_path_factory):
         {"accumulation_walk": "layer"},
         # One slot: a layer's weights come when its backward pass asks for the first tensor that autograd saved.
         {"accumulation_walk": "micro_batch", "prefetch_layers": 0},
+        {"accumulation_walk": "layer", "kept_graphs": 5},
+        pytest.param({"accumulation_walk": "micro_batch", "kept_graphs": 2}, marks=pytest.mark.slow),
     ],
+    ids=str,
 )
 def test_lora_over_a_4bit_base(options, plain_4bit, tmp_path, train_set):
     """The packed bytes travel."""
