@@ -223,7 +223,7 @@ class HybridArguments:
     checkpoint_phases: Optional[str] = option(
         None,
         "Phases in which activations are checkpointed, separated by commas, for example 'full,correct'. Streamed "
-        "layers always are. Default: as activation_checkpointing says.",
+        "layers are in all of them. Default: as activation_checkpointing says; streamed layers that do not fit else.",
     )
     chunked_loss: Literal["auto", "on", "off"] = option(
         "auto",
@@ -245,8 +245,8 @@ class HybridArguments:
     out_of_memory: Literal["retry", "raise"] = option(
         "retry",
         "What happens when device memory runs out in a step. retry: the step is computed again, with more recomputed "
-        "layers under activation_checkpointing=auto, in smaller parts of the same batch, then with activation "
-        "checkpointing; what fits is kept for the rest of the run. raise: training stops. Streamed layers are updated "
+        "layers (all that are streamed; others under activation_checkpointing=auto), in smaller parts of the same "
+        "batch, then with activation checkpointing; what fits is kept for the rest of the run. raise: training stops. Streamed layers are updated "
         "inside the backward pass then, with max_grad_norm=0 and enable_predict=False.",
         group="Running out of memory",
     )

@@ -66,6 +66,8 @@ def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBu
     if recomputed == "auto" and _reason_all_are_recomputed(trainer) is not None:
         recomputed = True
     most = len(shape.layers)  # more could not be kept or fetched, and each takes a buffer
+    # By phase activations are checkpointed as the phases say.
+    graphs: dict[str, Any] = {} if options.checkpoint_phases is None else {"kept_graphs": 0}
     setup = Setup(
         sequence_length=sequence_length(trainer),
         batch_size=args.per_device_train_batch_size * trainer.blocks_of_rows,
@@ -87,7 +89,7 @@ def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBu
         update_in_backward=updates_in_backward(trainer),
         enable_predict=trainer.has_phases,
         values_per_weight=leaps.values_per_weight,
-        **options.plan_values,
+        **{**graphs, **options.plan_values},
     )
     setup = dataclasses.replace(setup, prefetch_layers=min(setup.prefetch_layers, most))
     return Estimator(shape, Tracer.of(model, **trainer.more_inputs)), setup
