@@ -276,7 +276,7 @@ class LayerStreamer:
             return self.walk.call(unit, original, args, kwargs)
 
         unit.open_calls += 1
-        if unit.keeps_graph:
+        if unit.open_graphs < unit.graphs:
             with self._for_forward(unit), self.keeping_graph(unit, begin=self._begin_backward):
                 return original(*args, **kwargs)
 
@@ -302,18 +302,19 @@ class LayerStreamer:
 
     @contextlib.contextmanager
     def _for_backward(self, unit: Unit) -> Generator[None]:
-        """Context of a unit's recomputation."""
-        self._begin_backward(unit)
-        with torch.autocast(**autocast_now(self.device)):
-            yield
-
-    def _begin_backward(self, unit: Unit) -> None:
-        """Bring in a unit whose weights then stay until the backward pass has left the unit."""
+        """Context of a unit's recomputation. Its weights stay until the backward pass has left the unit."""
         if self._in_backward is not unit:
             self.end_backward()
             self.bring_in(unit, backward=True)
             self._in_backward = unit
         unit.open_calls -= 1
+        with torch.autocast(**autocast_now(self.device)):
+            yield
+
+    def _begin_backward(self, unit: Unit) -> None:
+        """The backward pass comes to a unit that is not recomputed."""
+        with self._for_backward(unit):
+            pass
 
     def end_backward(self) -> None:
         """Release the unit that the backward pass came to last, after the backward pass has left it."""

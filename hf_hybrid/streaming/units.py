@@ -310,11 +310,6 @@ class Unit:
     """Of its open calls, those that do."""
 
     @property
-    def keeps_graph(self) -> bool:
-        """Its next call keeps its graph."""
-        return self.open_graphs < self.graphs
-
-    @property
     def resident(self) -> bool:
         """It lives on the device: nothing of it travels."""
         return not self.storage.params

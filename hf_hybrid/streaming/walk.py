@@ -290,17 +290,18 @@ class LayerWalk:
         needs_gradient = any(t.requires_grad for t in tree_leaves(inputs) if isinstance(t, Tensor)) or any(
             parameter.requires_grad for module in unit.modules for parameter in module.parameters()
         )
-        keeps = needs_gradient and unit.keeps_graph
+        keeps = needs_gradient and unit.open_graphs < unit.graphs
         graph = self.streamer.keeping_graph(unit) if keeps else contextlib.nullcontext()
         with graph, torch.set_grad_enabled(keeps), torch.autocast(**autocast):
             outputs = function(*inputs[0], **inputs[1])
-        results = _results(outputs, own) if keeps else None
         entered: list[_Output] = []
+        results: list[Tensor] = []
 
         def enter(tensor: Tensor) -> Tensor:
             if id(tensor) in own or not tensor.is_floating_point() or not needs_gradient:
                 return tensor
             leaf = tensor.detach().requires_grad_()
+            results.append(tensor)
             entered.append(_Output(leaf, self.streamer.transfers, self.parking))
             job.outputs[leaf] = entered[-1]
             return leaf
@@ -308,7 +309,7 @@ class LayerWalk:
         outputs = tree_map_only(Tensor, enter, outputs)
         if entered:
             inputs = tree_map_only(Tensor, lambda tensor: job.outputs.get(tensor, tensor), inputs)
-            job.calls.append(_Call(unit, function, inputs, entered, cuts, state, autocast, results))
+            job.calls.append(_Call(unit, function, inputs, entered, cuts, state, autocast, results if keeps else None))
             unit.open_calls += 1
         return outputs
 
@@ -354,7 +355,8 @@ class LayerWalk:
         if results is None:
             own = {id(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
             with call.random_states.again(), torch.enable_grad(), torch.autocast(**call.autocast):
-                results = _results(call.function(*args, **kwargs), own)
+                results = tree_leaves(call.function(*args, **kwargs))
+            results = [t for t in results if isinstance(t, Tensor) and t.is_floating_point() and id(t) not in own]
         reached = [(r, g) for r, g in zip(results, gradients) if g is not None and r.requires_grad]
         torch.autograd.backward([result for result, _ in reached], [gradient for _, gradient in reached])
         for output in call.outputs:
@@ -367,12 +369,6 @@ class LayerWalk:
             (between if _depends_on(tensor, job.outputs) else early).append((tensor, leaf))
         _backward_through([(tensor, leaf) for tensor, leaf in between if leaf.grad is not None])
         return early
-
-
-def _results(outputs: Any, own: set[int]) -> list[Tensor]:
-    """Return what a call computed: the floating tensors of `outputs` that are not its inputs, whose ids are `own`."""
-    tensors = [value for value in tree_leaves(outputs) if isinstance(value, Tensor)]
-    return [tensor for tensor in tensors if tensor.is_floating_point() and id(tensor) not in own]
 
 
 class Window:
