@@ -8,6 +8,7 @@ import statistics
 from benchmarks.memory.low_bit import summarise
 from benchmarks.memory.peaks import KEY as PEAK_KEY
 from benchmarks.memory.peaks import MODES
+from benchmarks.memory.recomputation import STREAMED
 from benchmarks.memory.rounding import KEY as ROUNDING_KEY
 from benchmarks.memory.rounding import summarise as summarise_roundings
 from benchmarks.planning.accuracy import MODELS as PLANNED
@@ -124,6 +125,23 @@ def memory_peaks() -> str:
         rows.append([name, held, host, f"{row['seconds']:.2f}", f"{times_resident(row):.2f}", f"{row['floor']:.2f}"])
     heading = ["mode", "held on the device", "held on the host by streaming", "s per step", "ratio", "floor"]
     return markdown(heading, rows)
+
+
+def of_graphs(trains: str, arm: str) -> tuple[float, float]:
+    """Seconds of a streamed step, and how many times longer one takes that recomputes all layers."""
+    stored = results("memory", "recomputation", "trains", "arm")
+    seconds, most = (statistics.median(stored.get(trains=trains, arm=a)["seconds"]) for a in (arm, "streamed 0"))
+    return seconds, most / seconds
+
+
+@table("memory-graphs")
+def memory_graphs() -> str:
+    rows = []
+    for arm, graphs in STREAMED.items():
+        both = [f"{value:.2f}" for trains in ("adapters", "all weights") for value in of_graphs(trains, arm)]
+        rows.append([str(graphs), *both])
+    heading = ["not recomputed, of 30 layers", "LoRA: seconds", "recomputing all takes", "all weights: seconds"]
+    return markdown([*heading, "recomputing all takes"], rows)
 
 
 H100 = {

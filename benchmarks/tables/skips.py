@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+from benchmarks.memory.recomputation import STREAMED
 from benchmarks.skips.rewards import KEY as RUN_KEY
 from benchmarks.skips.rewards import PARTS
 from benchmarks.skips.rows import ratio
@@ -78,7 +79,8 @@ def recomputed(trains: str, arm: str) -> tuple[float, float]:
 @table("sft-recomputation")
 def sft_recomputation() -> str:
     rows, stored = [], results("memory", "recomputation", "trains", "arm")
-    for row in sorted(stored.rows(trains="adapters"), key=lambda row: -row["recomputed_layers"]):
+    resident = [row for row in stored.rows(trains="adapters") if row["arm"] not in STREAMED]
+    for row in sorted(resident, key=lambda row: -row["recomputed_layers"]):
         cells = [f"{row['recomputed_layers']}"]
         if row["arm"] == "all":
             cells = [f"{row['recomputed_layers']} of {row['recomputed_layers']} (TRL)"]

@@ -191,7 +191,7 @@ class _Report:
         """All plans, and the recommended ones, as JSON."""
         setup = self.planner.setup
         names = "peak_device_bytes peak_host_bytes margin_bytes categories stage traced fits device_shortfall"
-        names += " host_shortfall options recomputed_layers"
+        names += " host_shortfall options recomputed_layers kept_graphs"
         plans = [
             {name: getattr(plan.way, name) for name in ("title", "kind", "exact")}
             | {name: getattr(plan, name) for name in names.split()}

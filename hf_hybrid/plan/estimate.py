@@ -148,6 +148,7 @@ class Plan:
         return {
             "mode": self.mode,
             "resident_layers": self.resident_layers,
+            "kept_graphs": self.kept_graphs,
             "prefetch_layers": self.setup.prefetch_layers if streamed else 0,
             "stream_embeddings": self.stream_embeddings,
             "optimizer_states": self.setup.optimizer_states,
