@@ -118,7 +118,8 @@ class Place:
         }
         plan_values = options.pop("plan_values", {})
         config = cls(**{**values, **options})
-        config.plan_values = {**config.plan_values, **plan_values}
+        # The device has room for all graphs: unless a scenario says otherwise, layers are recomputed.
+        config.plan_values = {"kept_graphs": 0, **config.plan_values, **plan_values}
         return config
 
     @contextlib.contextmanager
