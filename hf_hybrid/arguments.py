@@ -222,8 +222,8 @@ class HybridArguments:
     )
     checkpoint_phases: Optional[str] = option(
         None,
-        "Phases in which activations are checkpointed, separated by commas, for example 'full,correct'. Streamed "
-        "layers are in all of them. Default: as activation_checkpointing says; streamed layers that do not fit else.",
+        "Phases in which activations are checkpointed, separated by commas, for example 'full,correct'; not "
+        "of streamed layers. Default: as activation_checkpointing says.",
     )
     chunked_loss: Literal["auto", "on", "off"] = option(
         "auto",

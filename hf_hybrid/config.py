@@ -271,7 +271,7 @@ def check_training_arguments(args: TrainingArguments, options: HybridArguments) 
     if by_phase and options.memory == "stream":
         raise ValueError(
             f"`{by_phase[0]}` is for weights and states on the device, and `memory=stream` keeps them on the host: "
-            "streamed layers are always checkpointed, and travel in bf16 under `bf16=True`. Leave it out."
+            "the plan says which of them are checkpointed, and they travel in bf16 under `bf16=True`. Leave it out."
         )
     if options.weight_precision is not None:
         from hf_hybrid.phase_memory.precision import parse_precision

@@ -521,7 +521,7 @@ class OutOfMemoryRecovery(Part):
 
     def _can_checkpoint(self) -> bool:
         if self.trainer.memory.streams:
-            return False  # streamed layers always are
+            return False  # streamed layers are by now
         args, name = self.trainer.args, checkpointing_option()
         if was_given(args, name) and getattr(args, name) is False:
             return False  # the user wrote that nothing is recomputed

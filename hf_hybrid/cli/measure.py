@@ -10,8 +10,8 @@ takes beyond that is everything else: embeddings, head, the beginning and the en
 
 `n` is at least four, as fewer would leave a pass without a middle, and a multiple of the period in which kinds of
 layers alternate. If a plan treats some layers otherwise (they live on the device beside streamed ones, or are not
-recomputed), a third training of `n` layers has some of them, and each is that much faster. A model of `2n` layers or
-less is trained as it is.
+recomputed), a further training of `n` layers, one for each of both, has some of them, and each is that much faster. A
+model of `2n` layers or less is trained as it is.
 
 One more step runs under torch's profiler, whose seconds of kernels and of copies in each direction are extrapolated in
 the same way. The largest of the three bounds the step: it would be the time of a step that overlaps all it can.

@@ -19,12 +19,11 @@ is not theirs. What a step holds is summed up from the sizes of the layers and f
 Where a model cannot be traced because its code needs values, activations are estimated from hidden size and vocabulary
 instead. They enter the same sums, and the plan says that it was not traced.
 
-Where room is left then, the last layers keep their graphs and are not recomputed ([`Estimator._keeping_graphs`]).
-
 **Does it fit?** A limit of a GPU leaves room for the CUDA context and 5 % for the allocator (`Setup.margin`). Of the
 candidates (resident; streamed; streamed with embeddings and head) the first that fits is chosen; a streamed one keeps
-as many layers on the device as there is room for. Only if none fits, buffers of leaps are kept on the host and no layer
-is fetched ahead. If even that does not fit, the refusal shows the table of the plan that is over by least, and names
+as many layers on the device as there is room for, and in what is left the graphs of its last layers, which then are not
+recomputed ([`Estimator._keeping_graphs`]). Only if none fits, buffers of leaps are kept on the host and no layer is
+fetched ahead. If even that does not fit, the refusal shows the table of the plan that is over by least, and names
 the cheapest change of options that fits. Each option that helps has a cost: what only takes time (a chunked loss,
 waiting for transfers, smaller micro-batches) comes before leaps, and these before exactness. All combinations are tried
 in the order of their cost, so that the advice is known to work.

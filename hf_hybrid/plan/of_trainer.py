@@ -62,12 +62,13 @@ def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBu
     pays = options.memory != "off" and shape.vocab >= BIG_VOCABULARY
     chunks = options.chunked_loss == "on" or (options.chunked_loss == "auto" and pays)
     chunks = chunks or bool(on_gpu and trainer.more_inputs)  # TRL's kernels hold about as much
-    recomputed = checkpointing(args)
-    if recomputed == "auto" and _reason_all_are_recomputed(trainer) is not None:
+    recomputed, decided = checkpointing(args), options.plan_values
+    reason = _reason_all_are_recomputed(trainer)
+    if recomputed == "auto" and reason is not None:
         recomputed = True
+    if reason is not None:  # streamed ones too
+        decided = {"kept_graphs": 0, **decided}
     most = len(shape.layers)  # more could not be kept or fetched, and each takes a buffer
-    # By phase activations are checkpointed as the phases say.
-    graphs: dict[str, Any] = {} if options.checkpoint_phases is None else {"kept_graphs": 0}
     setup = Setup(
         sequence_length=sequence_length(trainer),
         batch_size=args.per_device_train_batch_size * trainer.blocks_of_rows,
@@ -89,7 +90,7 @@ def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBu
         update_in_backward=updates_in_backward(trainer),
         enable_predict=trainer.has_phases,
         values_per_weight=leaps.values_per_weight,
-        **{**graphs, **options.plan_values},
+        **decided,
     )
     setup = dataclasses.replace(setup, prefetch_layers=min(setup.prefetch_layers, most))
     return Estimator(shape, Tracer.of(model, **trainer.more_inputs)), setup

@@ -65,7 +65,7 @@ def plan_memory(
         vram (`str` or `int`, *optional*), ram (`str` or `int`, *optional*): As `"24GiB"` or in bytes; no limit else.
         gradient_accumulation_steps (`int`): Micro-batches per optimizer step.
         activation_checkpointing (`bool` or `"auto"`):
-            Of a resident model; streamed layers always are. `"auto"`: of as few layers as fit.
+            `"auto"`: of as few layers as fit; of streamed ones, `False` means that too.
         chunked_loss (`bool`): Compute the loss without ever holding all logits.
         optimizer_states (`str`): AdamW's: `"exact"` or `"8bit"`.
         enable_predict (`bool`):

@@ -4,6 +4,7 @@ import pytest
 from conftest import ByteText, assert_same_weights, losses, tiny_model, weights
 from rig import trainers
 
+from hf_hybrid import HybridTrainer
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.plan.estimate import PlanError
 
@@ -50,6 +51,12 @@ def test_what_is_left_keeps_graphs(tmp_path, train_set):
     assert plan.peak_device_bytes <= plan.setup.vram < more.peak_device_bytes
     for more in ({checkpointing_option(): True}, {"offload_activations": True}):
         assert build(tmp_path, train_set, **options, vram_budget_gib=1.0, **more).memory.plan.kept_graphs == 0
+
+    class OwnLoss(HybridTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    assert build(tmp_path, train_set, kind=OwnLoss, **options, vram_budget_gib=1.0).memory.plan.kept_graphs == 0
     everything = build(tmp_path, train_set, **options, vram_budget_gib=1.0, **{checkpointing_option(): "auto"})
     assert everything.memory.plan.kept_graphs == 3 * LAYERS
 
