@@ -62,12 +62,12 @@ def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBu
     pays = options.memory != "off" and shape.vocab >= BIG_VOCABULARY
     chunks = options.chunked_loss == "on" or (options.chunked_loss == "auto" and pays)
     chunks = chunks or bool(on_gpu and trainer.more_inputs)  # TRL's kernels hold about as much
-    recomputed, decided = checkpointing(args), options.plan_values
+    recomputed, decided = checkpointing(args), dict[str, Any](options.plan_values)
     reason = _reason_all_are_recomputed(trainer)
     if recomputed == "auto" and reason is not None:
         recomputed = True
     if reason is not None:  # streamed ones too
-        decided = {"kept_graphs": 0, **decided}
+        decided.setdefault("kept_graphs", 0)
     most = len(shape.layers)  # more could not be kept or fetched, and each takes a buffer
     setup = Setup(
         sequence_length=sequence_length(trainer),
