@@ -148,7 +148,10 @@ def step_floor_seconds(plan: Plan, tokens_per_step: int, rates: dict[str, float]
     `tokens_per_step` counts all micro-batches; `rates` are those of `measure_machine`, some of which may be missing. Of
     the weights a token reaches the share `reached`: less than 1 in a mixture of experts.
     """
-    recomputed = 1.0 if plan.mode == "streamed" else plan.recomputed_layers / max(len(plan.shape.layers), 1)
+    layers = max(len(plan.shape.layers), 1)
+    recomputed = plan.recomputed_layers / layers
+    if plan.mode == "streamed":
+        recomputed = 1 - plan.kept_graphs / (layers * plan.setup.micro_batches_in_flight)
     # A lookup multiplies nothing, unless the head is made of the same weights.
     lookup, total = WeightCount() if plan.shape.tied else plan.shape.embedding, plan.shape.total
     products, trained = total.weights - lookup.weights, total.trainable - lookup.trainable

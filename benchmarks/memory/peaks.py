@@ -19,8 +19,8 @@ Modes: `resident*` and `lora-resident` are plain `transformers.Trainer`; `stream
 optimizer are on the host (bf16 over fp32 masters, whatever the others have); `fsdp2` is FSDP2 with CPU offload in one
 process; `torchao` is its `CPUOffloadOptimizer`, which cannot clip gradients. `torchao` and `zero3` need a GPU.
 `*in_backward` updates layers inside the backward pass, without clipping. `*-8bit` has bf16 weights and 8-bit AdamW
-states, the others AdamW states in the dtype of the weights. All but `resident` recompute activations layer by layer. A
-mode whose package is not installed is skipped, and its row says so.
+states, the others AdamW states in the dtype of the weights. All but `resident` recompute activations layer by layer,
+streamed ones as far as graphs do not fit. A mode whose package is not installed is skipped, and its row says so.
 
 Fields of a row:
 

@@ -8,7 +8,7 @@ A streamed layer takes part in a step three times:
 2. Backward. Autograd would hold every weight of the forward pass until the backward pass is over, so all layers would
    be on the device at once. So every streamed unit is checkpointed (Chen et al., 2016, arXiv 1604.06174): only its
    input is kept. Units are copied in again, from the last to the first. Each is recomputed and stays until its
-   gradients are complete.
+   gradients are complete. The last ones may keep their graphs instead ([`hf_hybrid.streaming.graphs`]).
 3. Each gradient goes to the host as soon as autograd has finished it, into the master's `grad`. The optimizer reads it
    there ([`hf_hybrid.streaming.optimizer`]).
 

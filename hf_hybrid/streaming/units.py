@@ -25,9 +25,8 @@ again. That holds for the next step too: an update is made in the slot, so what 
 layers of a step are there when it begins. More slots keep more frozen layers.
 
 Where there is room for trained layers, the first of them are *resident* instead: their weights, gradients and optimizer
-states live on the device, and nothing of them travels. They are units without params, which are recomputed like all
-others. They come first in the forward pass, so the device has work while what the update of the first layer that
-travels needs is on its way.
+states live on the device, and nothing of them travels. They are units without params. They come first in the forward
+pass, so the device has work while what the update of the first layer that travels needs is on its way.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ is cut at the layers. A layer runs without gradients, and its outputs enter the 
 own backward call, inside the micro-batch's turn, ends at those leaves and leaves its gradients there. After that, layer
 calls are taken in reverse order: the layer is brought in, and for each micro-batch the call is repeated with gradients
 and differentiated from the gradients of its outputs, which puts gradients on its inputs, the outputs of the layer
-below. The random generators are set back for the repetition, so that dropout drops the same elements.
+below. The random generators are set back for the repetition, so that dropout drops the same elements. A call that keeps
+its graph ([`hf_hybrid.streaming.graphs`]) runs with gradients, enters the rest of the model as leaves all the same, and
+is not repeated.
 
 **Tensors between two layers** (a residual scale, the embeddings) have a graph of their own. When such a tensor enters
 a layer it is cut as well, into the tensor and a leaf. As soon as the layer has put a gradient on the leaf, the piece in
