@@ -50,10 +50,11 @@ def measured(planner: Planner, plan: WayPlan) -> dict[str, Any]:
     expected = measure(planner, plan, prepare)
     layers, streamed = len(plan.shape.layers), plan.mode == "streamed"
     listed = Excerpt.of(planner.full_model(plan.way.weights)).listed
-    whole = Run(layers, plan.resident_layers if streamed else layers - plan.recomputed_layers)
+    whole = Run(layers, plan.resident_layers if streamed else layers - plan.recomputed_layers, plan.kept_graphs)
     step, held, planned = train_layers(planner, plan, listed, whole, prepare)
     return {
         "layers_trained": expected.trained, "resident_layers": plan.resident_layers if streamed else None,
+        "kept_graphs": plan.kept_graphs,
         "expected": asdict(expected.step), "measured": asdict(step),
         "error": expected.step.seconds / step.seconds - 1, "device_bytes": held, "planned_bytes": planned,
     }  # fmt: skip
