@@ -533,7 +533,7 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
         in_flight=plan.setup.micro_batches_in_flight,
     )
     obstacle = obstacle_to_walking(model)
-    window = Window(streamer, options.accumulation_walk, park=options.offload_activations, obstacle=obstacle)
+    window = Window(streamer, plan.setup.accumulation_walk, park=options.offload_activations, obstacle=obstacle)
     return Streamed(model, streamer, window, plan, host_memory=host_memory)
 
 

@@ -21,12 +21,13 @@ instead. They enter the same sums, and the plan says that it was not traced.
 
 **Does it fit?** A limit of a GPU leaves room for the CUDA context and 5 % for the allocator (`Setup.margin`). Of the
 candidates (resident; streamed; streamed with embeddings and head) the first that fits is chosen; a streamed one keeps
-as many layers on the device as there is room for, and in what is left the graphs of its last layers, which then are not
-recomputed ([`Estimator._keeping_graphs`]). Only if none fits, buffers of leaps are kept on the host and no layer is
-fetched ahead. If even that does not fit, the refusal shows the table of the plan that is over by least, and names
-the cheapest change of options that fits. Each option that helps has a cost: what only takes time (a chunked loss,
-waiting for transfers, smaller micro-batches) comes before leaps, and these before exactness. All combinations are tried
-in the order of their cost, so that the advice is known to work.
+as many layers on the device as there is room for (all of them if that is enough for a walk micro-batch by micro-batch:
+no layer travels then, so there is no need to hold the activations of all micro-batches at once). What is left keeps the
+graphs of its last layers, which then are not recomputed ([`Estimator._keeping_graphs`]). Only if none fits, buffers of
+leaps are kept on the host and no layer is fetched ahead. If even that does not fit, the refusal shows the table of the
+plan that is over by least, and names the cheapest change of options that fits. Each option that helps has a cost: what
+only takes time (a chunked loss, waiting for transfers, smaller micro-batches) comes before leaps, and these before
+exactness. All combinations are tried in the order of their cost, so that the advice is known to work.
 """
 
 from __future__ import annotations
@@ -165,6 +166,8 @@ class Plan:
             words += [f"{self.resident_layers} resident layers", f"{self.setup.prefetch_layers} fetched ahead"]
             passes = len(self.shape.layers) * self.setup.micro_batches_in_flight
             words += [f"{self.kept_graphs} of {passes} passes through layers not recomputed"] * bool(self.kept_graphs)
+            one_by_one = self.setup.micro_batches_in_flight < self.setup.gradient_accumulation_steps
+            words += ["micro-batches one by one"] * one_by_one
             words += ["embeddings and head streamed"] * self.stream_embeddings
             travel = self.shape.place(self.stream_embeddings, self.resident_layers).layers
             trained = any(layer.trainable for layer in travel)
@@ -211,10 +214,15 @@ class Estimator:
             if setup.resident_layers is not None or setup.vram is None:
                 yield self._keeping_graphs(self.streamed(setup, setup.resident_layers or 0, ends))
                 continue
+            layers = len(self.shape.layers)
+            if setup.accumulation_walk == "auto" and not (ends or setup.offload_activations):
+                one_by_one = self.streamed(replace(setup, accumulation_walk="micro_batch"), layers, False)
+                if not one_by_one.device_shortfall:
+                    yield self._keeping_graphs(one_by_one)
+                    continue
             # As many as fit; none if even that does not.
             place = functools.partial(self.streamed, setup, stream_embeddings=ends)
-            counts = range(1, len(self.shape.layers) + 1)
-            most = bisect.bisect_left(counts, True, key=lambda count: place(count).device_shortfall > 0)
+            most = bisect.bisect_left(range(1, layers + 1), True, key=lambda count: place(count).device_shortfall > 0)
             yield self._keeping_graphs(place(most))
 
     def _keeping_graphs(self, plan: Plan) -> Plan:

@@ -266,7 +266,7 @@ class StreamedStep:
         self.stream_embeddings = stream_embeddings
         # Slots are made anew after a save, when the old ones are gone: the same number at any time, and none after it.
         slot = max((self.per.packed(layer, int8=True) for layer in set(self.layers)), default=0)
-        self.slots = (setup.prefetch_layers + 1 + kept) * slot
+        self.slots = min(setup.prefetch_layers + 1 + kept, len(self.layers)) * slot
         self.casts = max((self.per.casts(layer) for layer in set(resident)), default=0)
         """Of a resident layer that computes under autocast: those of the others come rounded."""
         # A graph takes more than the boundary that is counted anyway, and of a layer that lives here its casts.

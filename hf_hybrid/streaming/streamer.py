@@ -163,7 +163,7 @@ class LayerStreamer:
         # Each micro-batch calls the embeddings, and then the head: these share a slot.
         for units, slots in ((self.travelling, self.ahead + 1 + self.kept), (self.ends, 1)):
             if units:
-                size = max(unit.storage.packed_bytes for unit in units)
+                size, slots = max(unit.storage.packed_bytes for unit in units), min(slots, len(units))
                 self._pools.append(SlotPool(size, slots=slots, device=self.device))
                 for slot in self._pools[-1].slots:
                     self.transfers.release(slot)  # its memory may still be read by what was computed before

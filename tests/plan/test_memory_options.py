@@ -61,6 +61,21 @@ def test_what_is_left_keeps_graphs(tmp_path, train_set):
     assert everything.memory.plan.kept_graphs == 3 * LAYERS
 
 
+def test_micro_batches_come_one_by_one_if_all_layers_stay(tmp_path, train_set):
+    """No layer travels then, so that the activations of one micro-batch are enough. The update is the same."""
+    options = {"memory": "stream", "gradient_accumulation_steps": 3, "vram_budget_gib": 1.0, "enable_predict": False}
+    model = tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=False)
+    one_by_one = build(tmp_path, train_set, model, **options)
+    assert one_by_one.memory.plan.resident_layers == LAYERS and one_by_one.memory.window.order == "micro_batch"
+    assert "micro-batches one by one" in one_by_one.memory.plan.describe()
+    model = tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=False)
+    together = build(tmp_path, train_set, model, **options, accumulation_walk="layer")
+    assert together.memory.plan.peak_device_bytes > one_by_one.memory.plan.peak_device_bytes
+    one_by_one.train()
+    together.train()
+    assert_same_weights(weights(one_by_one.model), weights(together.model))
+
+
 @pytest.mark.parametrize(
     "options,limit",
     [
