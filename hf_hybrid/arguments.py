@@ -206,7 +206,7 @@ class HybridArguments:
         "auto",
         "Order in which streamed layers compute the micro-batches of a step. layer: a layer computes all micro-batches "
         "before the next layer is fetched, so that weights travel twice per step. micro_batch: weights travel twice "
-        "per micro-batch. auto: layer where possible.",
+        "per micro-batch. auto: layer where possible, and micro_batch if all layers fit on the device.",
     )
     optimizer_states: Literal["exact", "8bit"] = option(
         "exact",

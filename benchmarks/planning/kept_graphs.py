@@ -64,7 +64,7 @@ def divisions(estimator: Estimator, setup: Setup, active: float) -> dict[str, An
     planned, shape = estimator.best(setup), estimator.shape
     if estimator.resident(plain).fits or not planned.fits:
         return None
-    count, in_flight = len(shape.layers), setup.micro_batches_in_flight
+    count = len(shape.layers)
     layers = sum(layer.weights for layer in shape.layers) * active
     products, trained = layers + shape.head.weights, active * sum(layer.trainable for layer in shape.layers)
     trained += shape.head.trainable
@@ -72,8 +72,11 @@ def divisions(estimator: Estimator, setup: Setup, active: float) -> dict[str, An
     # Forward, inputs' gradients and weights' gradients; and the recomputation of the layers.
     operations, recomputation = tokens * (4 * products + 2 * trained + 2 * layers), tokens * 2 * layers
 
+    def kept(plan: Plan) -> float:
+        return plan.kept_graphs / plan.setup.micro_batches_in_flight
+
     def saved(plan: Plan) -> float:
-        return plan.kept_graphs / in_flight / count * recomputation
+        return kept(plan) / count * recomputation
 
     def floor(plan: Plan) -> float:
         traffic = step_traffic(plan)
@@ -86,9 +89,9 @@ def divisions(estimator: Estimator, setup: Setup, active: float) -> dict[str, An
     return {
         "layers": count,
         "resident": planned.resident_layers,
-        "kept": planned.kept_graphs / in_flight,
+        "kept": kept(planned),
         "saved": saved(planned) / operations,
-        "fastest": [best.resident_layers, best.kept_graphs / in_flight],
+        "fastest": [best.resident_layers, kept(best)],
         "gain": 1 - floor(best) / floor(planned),
     }
 
