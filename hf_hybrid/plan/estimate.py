@@ -134,7 +134,7 @@ class Plan:
         """The fields of `HybridConfig` that carry the plan out."""
         names = ["batch_size", "gradient_accumulation_steps", "autocast", "enable_predict", "optimizer_states"]
         names += ["memory", "chunked_loss"]
-        streamed = ["offload_activations", "base_precision", "vram", "ram", "resident_layers"]
+        streamed = ["offload_activations", "base_precision", "vram", "ram", "resident_layers", "accumulation_walk"]
         names += streamed if self.mode == "streamed" else ["activation_checkpointing"]
         mode = "stream" if self.mode == "streamed" else "off"
         decided = replace(self.setup, memory=mode, resident_layers=self.resident_layers)
