@@ -625,10 +625,11 @@ class OutOfMemoryRecovery(Part):
             return
         self.policy = MemoryPolicy(**state["policy"])
         logger.warning("The run ran out of memory before, and resumes with what fitted: %s.", self.policy)
-        if self.policy.activation_checkpointing and not (
-            self.trainer.memory.recompute_all() or self.trainer.memory.streams
-        ):
-            self._checkpoint_activations()
+        if self.policy.activation_checkpointing:
+            if self.trainer.memory.streams:
+                self.trainer.memory.recompute_all()
+            else:
+                self._checkpoint_activations()
         if self.policy.walk_by_micro_batch:
             self.trainer.memory.walk_by_micro_batch()
 

@@ -14,6 +14,7 @@ from benchmarks.memory.rounding import summarise as summarise_roundings
 from benchmarks.planning.accuracy import MODELS as PLANNED
 from benchmarks.planning.accuracy import REFERENCES, WAYS
 from benchmarks.tables import all_lines, between, markdown, mib, percent, rate, results, table
+from benchmarks.tables.skips import recomputed
 
 GIB = 2**30
 CHECKS = ("sft", "dpo", "rollouts")
@@ -127,19 +128,12 @@ def memory_peaks() -> str:
     return markdown(heading, rows)
 
 
-def of_graphs(trains: str, arm: str) -> tuple[float, float]:
-    """Seconds of a streamed step, and how many times longer one takes that recomputes all layers."""
-    stored = results("memory", "recomputation", "trains", "arm")
-    seconds, most = (statistics.median(stored.get(trains=trains, arm=a)["seconds"]) for a in (arm, "streamed 0"))
-    return seconds, most / seconds
-
-
 @table("memory-graphs")
 def memory_graphs() -> str:
     rows = []
     for arm, graphs in STREAMED.items():
-        both = [f"{value:.2f}" for trains in ("adapters", "all weights") for value in of_graphs(trains, arm)]
-        rows.append([str(graphs), *both])
+        both = [recomputed(trains, arm, "streamed 0") for trains in ("adapters", "all weights")]
+        rows.append([str(graphs), *(f"{value:.2f}" for pair in both for value in pair)])
     heading = ["not recomputed, of 30 layers", "LoRA: seconds", "recomputing all takes", "all weights: seconds"]
     return markdown([*heading, "recomputing all takes"], rows)
 

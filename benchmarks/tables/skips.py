@@ -69,11 +69,11 @@ def sft_rows() -> str:
     return markdown(["rows", "model", *THEIRS.values(), "tokens that are computed"], rows)
 
 
-def recomputed(trains: str, arm: str) -> tuple[float, float]:
-    """Seconds of a step, and how many times longer TRL's default takes."""
+def recomputed(trains: str, arm: str, other: str = "all") -> tuple[float, float]:
+    """Seconds of a step, and how many times longer the `other` arm takes: by default TRL's default."""
     stored = results("memory", "recomputation", "trains", "arm")
-    seconds, default = (statistics.median(stored.get(trains=trains, arm=a)["seconds"]) for a in (arm, "all"))
-    return seconds, default / seconds
+    seconds, longer = (statistics.median(stored.get(trains=trains, arm=a)["seconds"]) for a in (arm, other))
+    return seconds, longer / seconds
 
 
 @table("sft-recomputation")

@@ -165,7 +165,7 @@ class Plan:
         if self.mode == "streamed":
             words += [f"{self.resident_layers} resident layers", f"{self.setup.prefetch_layers} fetched ahead"]
             passes = len(self.shape.layers) * self.setup.micro_batches_in_flight
-            words += [f"{self.kept_graphs} of {passes} passes through layers not recomputed"] * bool(self.kept_graphs)
+            words += [f"{self.kept_graphs} of {passes} passes through layers not recomputed"]
             one_by_one = self.setup.micro_batches_in_flight < self.setup.gradient_accumulation_steps
             words += ["micro-batches one by one"] * one_by_one
             words += ["embeddings and head streamed"] * self.stream_embeddings
