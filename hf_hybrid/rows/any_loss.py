@@ -157,6 +157,13 @@ class RowsForAnyLoss(SharedRows):
 
     # Whether.
 
+    def _exchanged(self, model: nn.Module) -> nn.Module:
+        """
+        Return the backbone. The model is not called again within its own forward pass: accelerate gives it one object
+        of autocast for all passes, which notes only once what to go back to.
+        """
+        return self.facts_of(model).backbone
+
     def _tree_of(self, model: nn.Module, facts: ModelFacts, given: Mapping[str, Any]) -> tuple[Tree | None, Batch]:
         """Return the tree of a batch, or `None` if the batch is computed as it is, and the batch on the host."""
         ids, mask = given["input_ids"], given.get("attention_mask")

@@ -42,13 +42,14 @@ def drawn_numbers(model: torch.nn.Module, device: torch.device) -> Drawn:
     """
     Return which random numbers a forward pass draws, in the mode (training or not) that the model is in.
 
-    The model takes `input_ids` and `attention_mask`. Generators and buffers are as they were afterwards.
+    The model takes `input_ids` and `attention_mask`, and returns logits or hidden states first. Generators and buffers
+    are as they were afterwards.
     """
     tokens = torch.arange(ROWS * LENGTH, device=device).view(ROWS, LENGTH)
     before, watch = RandomStates.now(device), _Watch(device)
     with as_before(model, device):
         with watch:
-            low = _logits(model, tokens)
+            low = _computed(model, tokens)
         if not watch.drawn and before.same_as(RandomStates.now(device)):
             return "nothing"
         if not watch.drawn or "others" in watch.drawn:  # `not drawn`: by Python or NumPy, of which no shape is known
@@ -57,8 +58,8 @@ def drawn_numbers(model: torch.nn.Module, device: torch.device) -> Drawn:
             return "by token"
         before.restore()
         with _Watch(device, value=1.0):
-            high = _logits(model, tokens)
-        if low is None or high is None or not torch.equal(low, high):
+            high = _computed(model, tokens)
+        if not torch.equal(low, high):
             return "by batch"
         return "by token" if "by token" in watch.drawn else "nothing"
 
@@ -74,14 +75,14 @@ def changed_buffer(model: torch.nn.Module, device: torch.device) -> str | None:
     tokens = torch.arange(ROWS * LENGTH, device=device).view(ROWS, LENGTH)
     with as_before(model, device):
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        _logits(model.train(), tokens)
+        _computed(model.train(), tokens)
         after = dict(model.named_buffers())
         return next((name for name, buffer in before.items() if not torch.equal(buffer, after[name])), None)
 
 
-def _logits(model: Callable[..., Any], tokens: torch.Tensor) -> torch.Tensor | None:
+def _computed(model: Callable[..., Any], tokens: torch.Tensor) -> torch.Tensor:
     output = model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
-    return getattr(output, "logits", None)
+    return next(leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf))
 
 
 class _Watch(TorchDispatchMode):

@@ -624,6 +624,10 @@ class SharedRows(Part):
             )
         return None
 
+    def _exchanged(self, model: nn.Module) -> nn.Module:
+        """Return the module that gets other batches than the trainer gives it."""
+        return model
+
     def _drawn(self, model: nn.Module, device: torch.device) -> Drawn | None:
         """
         Return which random numbers a model draws in its mode. `None` if that cannot be found out, or if a forward pass
@@ -635,11 +639,12 @@ class SharedRows(Part):
             before, way.comparing = way.comparing, "padded"  # it runs inside of a forward pass
             try:
                 with self._eager():
-                    if model.training and (buffer := changed_buffer(model, device)) is not None:
+                    module = self._exchanged(model)
+                    if model.training and (buffer := changed_buffer(module, device)) is not None:
                         facts.reason = f"a forward pass changes the buffer `{buffer}`, which counts every token"
                         self.fallbacks.cannot_be_exact(facts.reason)
                         return None
-                    drawn[model.training] = drawn_numbers(model, device)
+                    drawn[model.training] = drawn_numbers(module, device)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise

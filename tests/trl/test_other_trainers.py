@@ -132,6 +132,30 @@ def test_adapters_and_recomputation(name, tmp_path):
     check_equal(*(train(name, tmp_path / str(hybrid), hybrid, **options) for hybrid in (False, True)))
 
 
+@pytest.mark.parametrize("name", TRAINERS)
+def test_autocast_is_off_behind_each_forward_pass(name, tmp_path, monkeypatch):
+    """One object of autocast serves all forward passes of a model: one within another would leave it on."""
+    if name == "distillation" and Version(version("trl")) < Version("1.16"):
+        pytest.importorskip("triton")
+    entered, enter, leave = [], torch.autocast.__enter__, torch.autocast.__exit__
+
+    def enter_once(self):
+        assert self not in entered
+        entered.append(self)
+        return enter(self)
+
+    def leave_last(self, *error):
+        assert entered.pop() is self
+        return leave(self, *error)
+
+    monkeypatch.setattr(torch.autocast, "__enter__", enter_once)
+    monkeypatch.setattr(torch.autocast, "__exit__", leave_last)
+    trainer = train(name, tmp_path, True, bf16=True)
+    found = trainer.hybrid_summary()
+    assert found["plain_rows_because"] is None and found["tokens_padding"] > 0
+    assert not torch.is_autocast_enabled("cpu")
+
+
 def test_under_dropout_padding_alone_is_left_out(tmp_path):
     trainer = train("reward", tmp_path, True, config={"attention_dropout": 0.1}, disable_dropout=False)
     found = trainer.hybrid_summary()
