@@ -296,6 +296,23 @@ def copy_to_device_(target: Tensor, source: Tensor) -> Tensor:
     return target.copy_(source)
 
 
+class Look:
+    """A tensor of the device that the host reads later: it is copied beside what the device computes meanwhile."""
+
+    def __init__(self, numbers: Tensor):
+        self._numbers, self._copied = numbers, None
+        if copies_beside(numbers.device):
+            self._numbers = host_tensor(numbers.shape, numbers.dtype, pin=True).copy_(numbers, non_blocking=True)
+            self._copied = torch.get_device_module(numbers.device).Event()
+            self._copied.record()
+
+    def read(self) -> Any:
+        """Return the numbers as plain values, and wait until they are there. They were those when this was made."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._numbers.tolist()
+
+
 def wait_for(device: torch.device) -> None:
     """Stop the host until the device has computed all that it was given."""
     torch.get_device_module(device).current_stream(device).synchronize()

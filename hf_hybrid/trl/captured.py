@@ -59,7 +59,7 @@ from transformers import (
 from transformers.cache_utils import LinearAttentionLayer, StaticLayer
 
 from hf_hybrid.compat import cache_name
-from hf_hybrid.machine import device_memory
+from hf_hybrid.machine import Look, device_memory
 
 if TYPE_CHECKING:
     from hf_hybrid.phase_memory.adapters import AdapterProducts
@@ -420,23 +420,6 @@ def sizes_below(rows: int) -> list[int]:
 
 
 # The loop.
-
-
-class Look:
-    """Numbers of the device, which the host reads later: by then they are there."""
-
-    def __init__(self, numbers: Tensor):
-        self._numbers, self._copied = numbers, None
-        if numbers.device.type != "cpu":
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._numbers.copy_(numbers, non_blocking=True)
-            self._copied = torch.get_device_module(numbers.device).Event()
-            self._copied.record()
-
-    def read(self) -> list[int]:
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._numbers.tolist()
 
 
 @dataclass
