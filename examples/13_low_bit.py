@@ -1,6 +1,7 @@
 """
 Ship a model small: train, export in low-bit formats, and see what each costs (two minutes on two CPU cores).
 
+    pip install "hf-hybrid[export,quantization,torchao]"
     python examples/13_low_bit.py
     python examples/13_low_bit.py --formats int8 gguf-q4_1 --ternary False
 

@@ -61,6 +61,9 @@ FORMATS: dict[str, Format] = {
     **{f"gguf-{kind}": Format("gguf", about) for kind, about in gguf.KINDS.items()},
 }
 """By the name that `--format` takes."""
+_INSTALLS = {
+    "torchao": "hf-hybrid[torchao]", "bitsandbytes": "hf-hybrid[quantization]", "gguf": "hf-hybrid[export]"
+}  # fmt: skip
 
 
 def check_format(name: str, config: PreTrainedConfig, tokenizer: Any) -> None:
@@ -76,8 +79,7 @@ def check_format(name: str, config: PreTrainedConfig, tokenizer: Any) -> None:
         raise ExportError(f"The model was trained to be ternary: export it with `format=bitnet`, got `{name}`.")
     package = FORMATS[name].package
     if package is not None and importlib.util.find_spec(package) is None:
-        install = "hf-hybrid[quantization]" if package == "bitsandbytes" else "hf-hybrid[export]"
-        raise ExportError(f'`format={name}` needs {package}. Install it: pip install "{install}"')
+        raise ExportError(f'`format={name}` needs {package}. Install it: pip install "{_INSTALLS[package]}"')
     if package == "gguf" and (reason := gguf.reason_not_written(config, tokenizer)) is not None:
         raise ExportError(f"`format={name}`: {reason} Convert the model with llama.cpp's `convert_hf_to_gguf.py`.")
 

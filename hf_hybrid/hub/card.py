@@ -20,7 +20,7 @@ import os
 import re
 import urllib.parse
 from collections.abc import Iterable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -138,7 +138,7 @@ def card_facts(trainer: PublishedTrainer, arguments: dict[str, Any]) -> dict[str
         "papers": papers_of(trainer, summary),
         "state": {"global_step": state.global_step, "max_steps": state.max_steps},
         "rewards": rewards_of(trainer),
-        "today": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "today": datetime.now(UTC).strftime("%Y-%m-%d"),
         "metadata": metadata_of(one_line(name), model, arguments, final, data),
     }
 

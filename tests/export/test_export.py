@@ -625,7 +625,7 @@ def test_formats_that_cannot_be_written_are_refused_with_what_to_do(run, tmp_pat
     tiny_model(vocab_size=264, hidden_size=64).save_pretrained(tmp_path / "silent")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for name in (name for name, known in FORMATS.items() if known.package is not None):
-        extra = "quantization" if name == "nf4" else "export"
+        extra = {"nf4": "quantization", "int8": "torchao"}.get(name, "export")
         assert f'pip install "hf-hybrid[{extra}]"' in refusal(name)
 
 
