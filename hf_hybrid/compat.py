@@ -30,15 +30,20 @@ NEWEST_TESTED = {"torch": (2, 13), "transformers": (5, 24), "trl": (1, 16), "pef
 @functools.cache
 def warn_of_untested_versions() -> None:
     """Warn once if a package is newer than the newest version that was tested, and name it."""
-    for name, tested in NEWEST_TESTED.items():
-        version = getattr(sys.modules.get(name), "__version__", "")
-        numbers = [int(number) for number in re.findall(r"\d+", version)[:2]]
-        if tuple(numbers) > tested:
-            newest = ".".join(map(str, tested))
+    for name in NEWEST_TESTED:
+        version, newest, is_newer = _against_newest(name)
+        if is_newer:
             logger.warning(
                 "%s %s is newer than %s, the newest version that this package was tested with. If a run fails or is "
                 "not what you expect, try `pip install \"%s==%s.*\"`.", name, version, newest, name, newest
             )  # fmt: skip
+
+
+def _against_newest(name: str) -> tuple[str, str, bool]:
+    """Return a package's version ("" before it is imported), the newest tested one, and whether the first is newer."""
+    version, tested = getattr(sys.modules.get(name), "__version__", ""), NEWEST_TESTED[name]
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    return version, ".".join(map(str, tested)), numbers > tested
 
 
 @functools.cache
@@ -58,6 +63,20 @@ def options_for_fewer_heads() -> dict[str, Any]:
     from torch.nn.attention import varlen
 
     return {"enable_gqa": True} if _takes(varlen.varlen_attn, "enable_gqa") else {}
+
+
+# TRL.
+
+
+def trl_error(error: ImportError) -> ImportError:
+    """Return what to raise where an import of TRL failed: which versions were tested, and what to install."""
+    version, newest, is_newer = _against_newest("trl")
+    has = f"; TRL {version} is installed" if version else ""
+    install = f"trl=={newest}.*" if is_newer else "hf-hybrid[trl]"
+    return ImportError(
+        f"What is for TRL needs TRL 1.15 or newer, and was tested up to {newest}. It cannot be imported here ({error}"
+        f'{has}). Install it with `pip install "{install}"`.'
+    )
 
 
 # transformers.

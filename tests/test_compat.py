@@ -1,9 +1,10 @@
 """What differs between admitted versions, by the installed ones; and the warning of what is newer than was tested."""
 
+import importlib.util
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import transformers
@@ -11,6 +12,7 @@ from conftest import ByteText, hybrid_config, tiny_model
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_hybrid import HybridTrainer, compat
+from hf_hybrid.cli import export, tokens
 
 ROOT = Path(__file__).parent.parent
 VERSION = tuple(int(number) for number in transformers.__version__.split(".")[:2])
@@ -43,7 +45,7 @@ def test_what_is_newer_is_named_once(anew, monkeypatch, caplog, tmp_path):
 
 
 def test_a_trainer_warns_of_them(anew, monkeypatch, caplog, tmp_path):
-    monkeypatch.setitem(compat.NEWEST_TESTED, "transformers", (5, 0))
+    monkeypatch.setattr(compat, "NEWEST_TESTED", {"transformers": (5, 0)})
     for _ in range(2):
         HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=ByteText(8))
     told = [record.message for record in caplog.records if "newest version" in record.message]
@@ -57,6 +59,37 @@ def test_nothing_is_said_of_tested_versions(anew, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "peft", None)  # not imported
     compat.warn_of_untested_versions()
     assert not caplog.records
+
+
+def imported(name):
+    spec = importlib.util.find_spec(name)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+@pytest.mark.parametrize(
+    ("module", "use"),
+    [
+        ("trl.trainer.utils", lambda: imported("hf_hybrid.trl.sft_dpo")),
+        ("trl", lambda: imported("hf_hybrid.trl.rl")),
+        ("trl.chat_template_utils", lambda: tokens._way(None)),
+        ("trl.data_utils", lambda: export._chosen([], None, None)),
+    ],
+    ids=["sft_dpo", "rl", "templates", "export"],
+)
+def test_a_newer_trl_in_which_a_name_has_moved(module, use, monkeypatch):
+    """The error names the version that was tested, and the command that installs it."""
+    pytest.importorskip("trl")
+    importlib.import_module("hf_hybrid.trl.rl")
+    if module == "trl":
+        monkeypatch.setitem(sys.modules, "trl", ModuleType("trl"))
+    else:
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    monkeypatch.setattr(sys.modules["trl"], "__version__", "1.18.1", raising=False)
+    with pytest.raises(ImportError) as error:
+        use()
+    newest = ".".join(map(str, compat.NEWEST_TESTED["trl"]))
+    assert f"tested up to {newest}. It cannot be imported here (cannot import name " in str(error.value)
+    assert f'TRL 1.18.1 is installed). Install it with `pip install "trl=={newest}.*"`.' in str(error.value)
 
 
 def test_the_tested_versions_are_those_of_the_documents():

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from hf_hybrid.compat import trl_error
 from hf_hybrid.records.readings import as_dict, read_json
 
 BATCH = 4
@@ -128,8 +129,11 @@ def held_out_rows(reader: Any, tokenizer: Any, most: int) -> list[dict[str, list
 def _chosen(pairs: list[dict[str, Any]], reader: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The chosen sides of preference pairs as prompts with completions, in tokens."""
     from datasets import Dataset
-    from trl.data_utils import maybe_extract_prompt
 
+    try:
+        from trl.data_utils import maybe_extract_prompt
+    except ImportError as error:
+        raise trl_error(error) from error
     from hf_hybrid.cli.data import Source
     from hf_hybrid.cli.formats import recognise
     from hf_hybrid.cli.tokens import Answers

@@ -33,6 +33,7 @@ from typing import Any
 from hf_hybrid.cli.formats import SWITCHES, messages_of
 from hf_hybrid.cli.loading import check_positions, reason_of
 from hf_hybrid.cli.options import OptionError
+from hf_hybrid.compat import trl_error
 
 logger = logging.getLogger(__name__)
 
@@ -178,17 +179,23 @@ class Answers:
 
 def _way(tokenizer: Any) -> tuple[str, str | None]:
     """How answers are found, and the template for it."""
-    from trl import chat_template_utils as trl
-
+    try:
+        from trl.chat_template_utils import (
+            get_training_chat_template,
+            has_generation_markers,
+            is_chat_template_stop_token_trained,
+        )
+    except ImportError as error:
+        raise trl_error(error) from error
     if not tokenizer.is_fast:
         raise OptionError(
             "The tokenizer does not say which letters its tokens stand for, which finding the answers needs. Set "
             "`--assistant_only_loss false` to learn whole conversations."
         )
-    if trl.has_generation_markers(tokenizer.chat_template):
-        return ("marks", None) if trl.is_chat_template_stop_token_trained(tokenizer) else ("rendering", None)
+    if has_generation_markers(tokenizer.chat_template):
+        return ("marks", None) if is_chat_template_stop_token_trained(tokenizer) else ("rendering", None)
     try:
-        return "TRL's template", trl.get_training_chat_template(tokenizer)
+        return "TRL's template", get_training_chat_template(tokenizer)
     except ValueError:  # TRL does not know the template
         return "rendering", None
 

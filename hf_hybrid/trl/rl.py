@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import ProcessorMixin
 
 from hf_hybrid.arguments import HybridArguments, as_declared, check_range, option
+from hf_hybrid.compat import trl_error
 from hf_hybrid.machine import sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
@@ -51,10 +52,7 @@ if TYPE_CHECKING:
 try:
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 except ImportError as error:
-    raise ImportError(
-        "`HybridGRPOTrainer`, `HybridRLOOTrainer` and their configs need a TRL that has both, which cannot be imported "
-        f'here ({error}). Install it with `pip install "hf-hybrid[trl]"`; it needs Python 3.11 or newer.'
-    ) from error
+    raise trl_error(error) from error
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments as _Arguments

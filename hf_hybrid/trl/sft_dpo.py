@@ -13,6 +13,7 @@ from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_availab
 
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.build import leave_out_leaps
+from hf_hybrid.compat import trl_error
 from hf_hybrid.config import HybridConfigBase
 from hf_hybrid.leaps.probe import Losses, SequenceLosses, check_probe_set
 from hf_hybrid.machine import LeapObstacleError, mixed_precision_of, native_bf16, sharding_of
@@ -29,10 +30,7 @@ try:
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
     from trl.trainer.utils import FusedCausalLMOutput  # noqa: F401  # of TRL 1.15 and newer: rows are shared in it
 except ImportError as error:
-    raise ImportError(
-        "The trainers and configs for TRL need TRL 1.15 or newer, which cannot be imported here "
-        f'({error}). Install it with `pip install "hf-hybrid[trl]"`; it needs Python 3.11 or newer.'
-    ) from error
+    raise trl_error(error) from error
 
 
 class TRLConfigBase(HybridConfigBase):

@@ -745,7 +745,7 @@ def test_without_trl_the_way_to_install_it_is_told(has, monkeypatch):
         monkeypatch.delattr(trl.trainer.utils, "FusedCausalLMOutput")
     spec = importlib.util.find_spec("hf_hybrid.trl.sft_dpo")
     with pytest.raises(
-        ImportError, match=re.escape("need TRL 1.15 or newer") + ".*" + re.escape('`pip install "hf-hybrid[trl]"`')
+        ImportError, match=re.escape("needs TRL 1.15 or newer") + ".*" + re.escape('`pip install "hf-hybrid[trl]"`')
     ):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
