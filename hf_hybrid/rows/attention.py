@@ -275,8 +275,9 @@ class Layout:
             options["score_mod"] = _capped(softcap)
         if sinks is not None:
             options["return_aux"] = AuxRequest(lse=True)
-        # Kinds of layers, lengths, and passes with and without gradients.
-        with torch._dynamo.config.patch(recompile_limit=MOST_COMPILATIONS):
+        # Kinds of layers, lengths, and passes with and without gradients. A second cap or scaling is a constant as the
+        # first is: torch 2.15 refuses a symbol in their place.
+        with torch._dynamo.config.patch(recompile_limit=MOST_COMPILATIONS, specialize_float=True):
             output = flex(query, key, value, block_mask=self._block_mask(window), **options)
         if sinks is not None:
             output, aux = output

@@ -10,6 +10,7 @@ from conftest import mostly_slow
 from rig.sft_rows import KINDS, pad, slots_of
 from rig.varlen import TWINS
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention import varlen
 from transformers import LlamaConfig
 from transformers import modeling_flash_attention_utils as utils
@@ -184,6 +185,18 @@ def test_flex_attention_sees_what_rows_see(kind, extras, window):
     found = layout_of(tree).by_flex(query, key, value, SIZE**-0.5, window, softcap, sinks)
     expected = by_rows(tree, *(t.double() for t in (query, key, value)), window, softcap, sinks)
     assert torch.allclose(found.double(), expected, atol=1e-5)
+
+
+def test_flex_attention_takes_a_cap_as_a_constant(monkeypatch):
+    """Where a second cap becomes a symbol, torch 2.15 refuses it."""
+    torch.compiler.reset()
+    monkeypatch.setattr(ShapeEnv, "create_symfloatnode", lambda *_, **__: pytest.fail("a symbol"))
+    tree = tree_of("agent")
+    query, key, value = (tensor.detach() for tensor in tensors(tree, torch.float32))
+    for softcap in (0.3, 0.7):
+        found = layout_of(tree).by_flex(query, key, value, SIZE**-0.5, None, softcap, None)
+        expected = by_rows(tree, *(t.double() for t in (query, key, value)), None, softcap)
+        assert torch.allclose(found.double(), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
