@@ -266,12 +266,23 @@ class FlatRow(NamedTuple):
             **({} if self.reads is None else {OPTION: False}),  # the losses are added behind the model
         }
 
-    def read(self, values: Tensor) -> Tensor:
-        """Bring values of targets `[1, targets]` into the layout of the batch `[batch, length - 1]`; 0 elsewhere."""
+    def read(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """
+        Bring values of targets, each `[1, targets]`, into the layout of the batch, `[batch, length - 1]`; 0 elsewhere.
+        """
         rows, length = self.shape
-        places, readers = (tensor.to(values.device) for tensor in (self.places, self.readers))
-        zeros = values.new_zeros(rows * (length - 1))
-        return zeros.index_put((places,), values[0][readers]).view(rows, length - 1)
+        alike: dict[Any, list[str]] = {}
+        for name, of_targets in values.items():
+            # What has a gradient is read alone: the head has less to do for what no loss reads.
+            kind = name if of_targets.requires_grad else (of_targets.device, of_targets.dtype)
+            alike.setdefault(kind, []).append(name)
+        read: dict[str, Tensor] = {}
+        for names in alike.values():
+            stacked = values[names[0]] if len(names) == 1 else torch.cat([values[name] for name in names])
+            places, readers = (tensor.to(stacked.device) for tensor in (self.places, self.readers))
+            put = stacked.new_zeros(len(names), rows * (length - 1)).index_copy_(1, places, stacked[:, readers])
+            read.update(zip(names, put.view(len(names), rows, length - 1), strict=True))
+        return read
 
 
 def mean_losses(logits: Tensor, tokens: Tensor, divisors: Tensor) -> Tensor:
@@ -584,7 +595,7 @@ class SharedRows(Part):
                 output.loss = output.loss + router.weight * way.router.to(output.loss.device)
                 output.aux_loss = way.router
             return None
-        values = {name: row.read(values) for name, values in output.items() if values.dim() == 2}
+        values = row.read({name: values for name, values in output.items() if values.dim() == 2})
         if row.divisors is not None:  # TRL divides the sum by all labels
             values["log_probs"] = values["log_probs"] * (values["label_mask"].sum() / row.divisors)[:, None]
         return type(output)(**values, **({} if way.router is None else {"aux_loss": way.router}))
