@@ -32,8 +32,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import TrainerCallback, TrainingArguments
-from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+from transformers import TrainingArguments
+from transformers.trainer_jit_checkpoint import CheckpointManager, JITCheckpointCallback
 
 if TYPE_CHECKING:
     from hf_hybrid.run.trainer_view import TrainerView
@@ -43,11 +43,18 @@ logger = logging.getLogger(__name__)
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
-class Preemption(TrainerCallback):
-    """Ends a training with a checkpoint when one of its processes is asked to end."""
+class Preemption(JITCheckpointCallback):
+    """
+    Ends a training with a checkpoint when one of its processes is asked to end.
+
+    It is found where transformers' callback is looked for. Its `jit_manager` handles no signal.
+    """
+
+    trainer: TrainerView
 
     def __init__(self, trainer: TrainerView):
-        self._trainer = trainer
+        super().__init__()
+        self.trainer, self.jit_manager = trainer, CheckpointManager(trainer)
         self._before: dict[signal.Signals, Any] = {}
         self._reset()
 
@@ -61,7 +68,7 @@ class Preemption(TrainerCallback):
     @property
     def ended(self) -> bool:
         """Whether the training ended before its last step because a process was asked."""
-        state = self._trainer.state
+        state = self.trainer.state
         return self._agreed and state.global_step < state.max_steps
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -81,7 +88,7 @@ class Preemption(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self._all_stop():
             control.should_save = control.should_training_stop = self._agreed = True
-            if self._trainer.is_world_process_zero():
+            if self.trainer.is_world_process_zero():
                 logger.warning("The job was asked to end: step %d is saved, and training ends.", state.global_step)
         if self.ended and control.should_training_stop:
             self.leaves_out_evaluation, control.should_evaluate = control.should_evaluate, False
@@ -90,11 +97,11 @@ class Preemption(TrainerCallback):
         # Trainer comes here in the middle of an epoch too, and would evaluate and save once more.
         if self.ended and control.should_training_stop:
             control.should_evaluate = False
-            control.should_save &= self._trainer.saver.saved_step != state.global_step
+            control.should_save &= self.trainer.saver.saved_step != state.global_step
 
     def _all_stop(self) -> bool:
         """Whether any process was asked, told by the flags that were sent off a step ago."""
-        if self._trainer.accelerator.num_processes == 1:
+        if self.trainer.accelerator.num_processes == 1:
             return self.asked
         previous, self._sum = self._sum, None
         if previous is not None:
@@ -102,7 +109,7 @@ class Preemption(TrainerCallback):
             work.wait()
             if flags.item():
                 return True
-        flags = torch.tensor([float(self.asked)], device=self._trainer.args.device)
+        flags = torch.tensor([float(self.asked)], device=self.trainer.args.device)
         self._sum = flags, torch.distributed.all_reduce(flags, async_op=True)
         return False
 
