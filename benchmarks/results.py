@@ -21,7 +21,10 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "torchao", "gguf", "hf_hybrid")
+PACKAGES = (
+    "torch", "transformers", "accelerate", "trl", "peft", "liger_kernel", "bitsandbytes", "torchao", "gguf",
+    "hf_hybrid",
+)  # fmt: skip
 
 
 class Results:

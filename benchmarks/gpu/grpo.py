@@ -2,31 +2,66 @@
 Seconds of whole GRPO rounds by part: TRL's trainer and HybridGRPOTrainer.
 
 A round is 8 prompts of 256 tokens with 8 completions each, LoRA of rank 16 on all linear layers, 4 micro-batches. Half
-of the prompts are easy: their completions earn the same reward, so they have no advantage. The weights are random; the
-ids that end a completion are as many as give a mean length of `--mean` tokens, or `--tokens` where that comes first.
+of the prompts are easy: their completions earn the same reward, so they have no advantage. The weights are random. Two
+ids end a completion. A bias on their logits gives completions a mean length of `--mean` tokens, where they are not cut
+at `--tokens`. The bias is `sequence_bias` of the generation config, which all arms sample with.
+
+    trl              `GRPOTrainer`; none of the arms uses vLLM
+    trl_static       with `cache_implementation="static"`
+    trl_continuous   with continuous batching of transformers
+    hybrid           HybridGRPOTrainer, defaults: captured completions
+    hybrid_eager     with `rollouts="off"`: completions as in TRL
+    hybrid_peft      defaults, but adapters compute with PEFT's products, in completions and in the update. There is no
+                     option for this: the arm's process hides adapters from what replaces these products
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import random
 import statistics
 import tempfile
 import time
 from typing import Any
+from unittest import mock
 
-import torch
 from datasets import Dataset
 from transformers import TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.gpu.models import ADAPTERS, COMMON, DEVICE, SHAPES, build, peak_gib, synchronize, tokenizer
+from benchmarks.gpu.models import (
+    ADAPTERS,
+    COMMON,
+    DEVICE,
+    SHAPES,
+    Kernels,
+    build,
+    forget_peak,
+    memory,
+    scaled,
+    synchronize,
+    tokenizer,
+)
 from benchmarks.gpu.sft import saved
 from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer
 
 PROMPTS, COMPLETIONS, MICRO_BATCHES = 8, 8, 4
 EASY = 0.5
-ARMS = {"trl": (GRPOTrainer, GRPOConfig), "hybrid": (HybridGRPOTrainer, HybridGRPOConfig)}
+ENDS = (1, 2)
+"""Ids that end a completion. `Trainer` warns of others than the tokenizer's, 1."""
+CONTINUOUS: dict[str, Any] = {"use_transformers_continuous_batching": True}
+if DEVICE == "cpu":  # where it would take half of the host's memory
+    CONTINUOUS["transformers_continuous_batching_config"] = {"max_memory_percent": 0.01}
+ARMS: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "trl": (GRPOTrainer, GRPOConfig, {}),
+    "trl_static": (GRPOTrainer, GRPOConfig, {"cache_implementation": "static"}),
+    "trl_continuous": (GRPOTrainer, GRPOConfig, CONTINUOUS),
+    "hybrid": (HybridGRPOTrainer, HybridGRPOConfig, {}),
+    "hybrid_eager": (HybridGRPOTrainer, HybridGRPOConfig, {"rollouts": "off"}),
+    "hybrid_peft": (HybridGRPOTrainer, HybridGRPOConfig, {}),
+}
 COUNTS = (
     "rows", "rows_skipped", "rows_decoded_saved", "prompt_tokens_shared", "tokens_shared",
     "every_row_because", "plain_rollouts_because", "plain_rows_because",
@@ -36,42 +71,60 @@ COUNTS = (
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=256, help="Tokens of a prompt.")
     parser.add_argument("--tokens", type=int, default=128, help="Most tokens of a completion.")
-    parser.add_argument("--mean", type=float, default=150.0, help="Mean length of a completion that is not cut.")
+    parser.add_argument("--mean", type=int, default=150, help="Mean length of a completion that is not cut.")
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
-    return [{"shape": args.shape, "kind": f"{args.length} + {args.tokens}"}]
+    length, tokens = scaled(args.shape, args.length), scaled(args.shape, args.tokens)
+    return [{"shape": args.shape, "kind": f"{length} + {tokens}", "length": length, "tokens": tokens}]
+
+
+def bias(vocabulary: int, mean: float) -> float:
+    """What to add to the logits of the ids that end a completion, so that its mean length is that."""
+    return math.log((vocabulary - len(ENDS)) / (len(ENDS) * (mean - 1)))
 
 
 class Parts(TrainerCallback):
-    """Wall seconds of generation and update, after the first round. The device is waited for around each."""
+    """
+    Wall seconds of generation and update by round. The device is waited for around each. With `profiled`, the kernels
+    of the last round are counted.
+    """
 
-    def __init__(self, trainer: GRPOTrainer):
-        self.seconds, self.lengths, self._inner = {"generation": 0.0, "update": 0.0}, [], 0.0
-        self._around(trainer, "_generate_single_turn", "generation")
-        self._around(trainer, "training_step", "update")
+    def __init__(self, trainer: GRPOTrainer, profiled: bool):
+        self.generation, self.update, self.lengths = [0.0], [0.0], list[int]()
+        self.counted, self.profiled = Kernels(), profiled
+        self._around(trainer, "_generate_single_turn", self.generation)
+        self._around(trainer, "training_step", self.update)
 
-    def _around(self, trainer: GRPOTrainer, method: str, part: str) -> None:
+    def _around(self, trainer: GRPOTrainer, method: str, part: list[float]) -> None:
         """Time a method of the trainer. Generation runs inside of `training_step`, and is subtracted there."""
         call = getattr(trainer, method)
 
         def timed(*args, **kwargs):
             synchronize()
-            begin, inner = time.perf_counter(), self.seconds["generation"]
+            begin, inner = time.perf_counter(), self.generation[-1]
             result = call(*args, **kwargs)
             synchronize()
-            self.seconds[part] += time.perf_counter() - begin - (self.seconds["generation"] - inner)
-            if part == "generation":
+            part[-1] += time.perf_counter() - begin
+            if part is self.generation:
                 self.lengths += [len(completion) for completion in result[0]]
+            else:
+                part[-1] -= self.generation[-1] - inner
             return result
 
         setattr(trainer, method, timed)
 
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self.profiled and state.global_step == args.max_steps - 1:
+            self.counted.begin()
+
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 1:
-            self.seconds.update(generation=0.0, update=0.0)
-            if DEVICE == "cuda":
-                torch.cuda.reset_peak_memory_stats()
+            forget_peak()
+        if self.profiled and state.global_step == args.max_steps:
+            self.counted.end()
+        self.generation.append(0.0)
+        self.update.append(0.0)
 
 
 def reward(completions, easy, **columns) -> list[float]:
@@ -81,27 +134,31 @@ def reward(completions, easy, **columns) -> list[float]:
 
 def run(case: dict[str, Any], arm: str, args: argparse.Namespace) -> dict[str, Any]:
     """Train one arm. Returns what the row of the results says, in seconds per round."""
-    trainer_class, config_class = ARMS[arm]
+    trainer_class, config_class, more = ARMS[arm]
     set_seed(0)
     draw, vocabulary = random.Random(0), SHAPES[args.shape]["vocab_size"]
     model = build(args.shape, lora=False)
-    ends = max(1, int(vocabulary / args.mean))
-    model.generation_config.eos_token_id = list(range(1, 1 + ends))
-    rounds = PROMPTS * (args.steps + 1)
-    prompts = [" ".join(f"w{draw.randrange(2 + ends, vocabulary)}" for _ in range(args.length)) for _ in range(rounds)]
-    rows = {"prompt": prompts, "easy": [number % 10 < 10 * EASY for number in range(rounds)]}
-    with tempfile.TemporaryDirectory() as folder:
+    model.generation_config.eos_token_id = list(ENDS)
+    favoured = bias(vocabulary, scaled(args.shape, args.mean))
+    rounds = 1 + args.steps + args.profile
+    lines = range(PROMPTS * rounds)
+    prompts = [" ".join(f"w{draw.randrange(1 + max(ENDS), vocabulary)}" for _ in range(case["length"])) for _ in lines]
+    rows = {"prompt": prompts, "easy": [number % 10 < 10 * EASY for number in lines]}
+    hidden = mock.patch("hf_hybrid.phase_memory.adapters.plain_lora_layers", lambda model: [])
+    with tempfile.TemporaryDirectory() as folder, hidden if arm == "hybrid_peft" else contextlib.nullcontext():
         config = config_class(
             folder,
-            max_steps=args.steps + 1,
+            max_steps=rounds,
             num_generations=COMPLETIONS,
             per_device_train_batch_size=PROMPTS * COMPLETIONS // MICRO_BATCHES,
             gradient_accumulation_steps=MICRO_BATCHES,
-            max_completion_length=args.tokens,
+            max_completion_length=case["tokens"],
+            generation_kwargs={"sequence_bias": [[[end], favoured] for end in ENDS]},
             learning_rate=1e-6,
             shuffle_dataset=False,
             gradient_checkpointing=False,
             **COMMON,
+            **more,
         )
         trainer = trainer_class(
             model,
@@ -111,14 +168,20 @@ def run(case: dict[str, Any], arm: str, args: argparse.Namespace) -> dict[str, A
             processing_class=tokenizer(args.shape),
             peft_config=ADAPTERS,
         )
-        parts = Parts(trainer)
+        parts = Parts(trainer, args.profile)
         trainer.add_callback(parts)
         trainer.train()
-    seconds = {part: value / args.steps for part, value in parts.seconds.items()}
+    timed = slice(1, 1 + args.steps)
+    generation, update = parts.generation[timed], parts.update[timed]
     return {
-        "seconds": sum(seconds.values()),
-        **{f"{part}_seconds": value for part, value in seconds.items()},
+        "seconds": statistics.mean(generation) + statistics.mean(update),
+        "generation_seconds": statistics.mean(generation),
+        "update_seconds": statistics.mean(update),
+        "steps": [round(sum(both), 4) for both in zip(generation, update)],
+        "generation_steps": [round(value, 4) for value in generation],
         "mean_length": statistics.mean(parts.lengths),
-        "peak_gib": peak_gib(),
+        "vllm": False,
+        **memory(),
+        **parts.counted.measured(),
         **saved(trainer, *COUNTS),
     }

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import time
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3MoeConfig,
     TrainerCallback,
@@ -20,10 +21,12 @@ GIB = 2**30
 SHAPES = {  # as Llama and Qwen have them
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 512},
+    "10m": {"hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 7, "num_attention_heads": 5,
+            "num_key_value_heads": 5, "vocab_size": 4096, "tie_word_embeddings": True},
     "135m": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
              "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True},
     "124m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
-             "num_key_value_heads": 12, "vocab_size": 16384, "tie_word_embeddings": True},
+             "num_key_value_heads": 12, "vocab_size": 49152, "tie_word_embeddings": True},
     "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
              "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
@@ -43,13 +46,17 @@ COMMON = {
 """Options of all arms but those that stream."""
 
 
-def build(shape: str, *, lora: bool):
+def config_of(shape: str) -> PreTrainedConfig:
+    kind, name = (Qwen3MoeConfig, "Qwen3Moe") if "num_experts" in SHAPES[shape] else (LlamaConfig, "Llama")
+    ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    return kind(max_position_embeddings=16384, architectures=[f"{name}ForCausalLM"], **ids, **SHAPES[shape])
+
+
+def build(shape: str, *, lora: bool, seed: int = 0):
     """Return a model of a shape in bf16 on the device. With `lora`, fp32 adapters on all linear layers train alone."""
-    torch.manual_seed(0)
-    kind = Qwen3MoeConfig if "num_experts" in SHAPES[shape] else LlamaConfig
-    config = kind(max_position_embeddings=16384, bos_token_id=None, eos_token_id=1, pad_token_id=0, **SHAPES[shape])
+    torch.manual_seed(seed)
     with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config_of(shape), dtype=torch.bfloat16)
     if not lora:
         return model
     model = get_peft_model(model, ADAPTERS)
@@ -74,24 +81,30 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def peak_gib() -> float:
-    return torch.cuda.max_memory_allocated() / GIB if DEVICE == "cuda" else 0.0
+def memory() -> dict[str, float]:
+    """The most GiB that tensors took on the device since the last [`forget_peak`], and that torch held for them."""
+    if DEVICE != "cuda":
+        return {"peak_gib": 0.0, "reserved_gib": 0.0}
+    return {"peak_gib": torch.cuda.max_memory_allocated() / GIB, "reserved_gib": torch.cuda.max_memory_reserved() / GIB}
 
 
-def forget() -> None:
-    """Give the memory of the last arm back, and what it compiled."""
-    torch._dynamo.reset()
-    gc.collect()
+def forget_peak() -> None:
     if DEVICE == "cuda":
-        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def scaled(shape: str, tokens: int) -> int:
+    """So many tokens, and a twentieth for the tiny shape."""
+    return max(1, tokens // 20) if shape == "tiny" else tokens
 
 
 class Clock(TrainerCallback):
     """
     Wall seconds of a step, without those of the first ones.
 
-    The device is waited for twice: after the warm-up and at the end. In between the host may run ahead, as in a
-    training. With `profiled`, one more step comes after the timed ones, of which torch's profiler counts the kernels.
+    The host waits for the device twice: after the warm-up and at the end. In between it may run ahead, as in a
+    training; how long each step took is read from events of the device. With `profiled`, one more step comes after the
+    timed ones, of which torch's profiler counts the kernels.
 
     Args:
         warm_up (`int`): Steps that are not timed: kernels are chosen and memory is reserved in them.
@@ -101,8 +114,7 @@ class Clock(TrainerCallback):
 
     def __init__(self, warm_up: int, steps: int, profiled: bool = False):
         self.warm_up, self.steps, self.profiled = warm_up, steps, profiled
-        self.kernels: int | None = None
-        self.busy: float | None = None
+        self.counted, self._ends = Kernels(), list[Any]()
 
     @property
     def max_steps(self) -> int:
@@ -112,34 +124,67 @@ class Clock(TrainerCallback):
     def seconds(self) -> float:
         return (self._end - self._begin) / self.steps
 
+    def measured(self) -> dict[str, Any]:
+        """What a row says of the steps."""
+        if DEVICE == "cuda":
+            steps = [one.elapsed_time(other) / 1e3 for one, other in zip(self._ends, self._ends[1:])]
+        else:
+            steps = [other - one for one, other in zip(self._ends, self._ends[1:])]
+        return {
+            "seconds": self.seconds,
+            "steps": [round(value, 4) for value in steps],
+            "warm_up_seconds": self.warm_up_seconds,
+            **self.memory,
+            **self.counted.measured(),
+        }
+
     def on_train_begin(self, args, state, control, **kwargs):
         synchronize()
         self._first = time.perf_counter()
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self.profiled and state.global_step == self.max_steps - 1:
-            kinds = torch.profiler.ProfilerActivity
-            self._profile = torch.profiler.profile(activities=[kinds.CUDA if DEVICE == "cuda" else kinds.CPU])
-            self._profile.__enter__()
+            self.counted.begin()
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.warm_up:
             synchronize()
             self._begin = time.perf_counter()
             self.warm_up_seconds = self._begin - self._first
+            forget_peak()
+        if self.warm_up <= state.global_step <= self.warm_up + self.steps:
+            self._ends.append(time.perf_counter() if DEVICE == "cpu" else torch.cuda.Event(enable_timing=True))
             if DEVICE == "cuda":
-                torch.cuda.reset_peak_memory_stats()
+                self._ends[-1].record()
         if state.global_step == self.warm_up + self.steps:
             synchronize()
-            self._end = time.perf_counter()
-            self.peak_gib = peak_gib()
+            self._end, self.memory = time.perf_counter(), memory()
         elif self.profiled and state.global_step == self.max_steps:
-            synchronize()
-            self._profile.__exit__(None, None, None)
-            on_device = torch.autograd.DeviceType.CUDA
-            kernels = [event.time_range for event in self._profile.events() if event.device_type == on_device]
-            self.kernels = len(kernels)
-            self.busy = _covered([(span.start, span.end) for span in kernels]) / 1e6
+            self.counted.end()
+
+
+class Kernels:
+    """Counts the kernels between two points of a training, and the seconds in which at least one of them runs."""
+
+    def __init__(self):
+        self.kernels: int | None = None
+        self.busy: float | None = None
+
+    def begin(self) -> None:
+        kinds = torch.profiler.ProfilerActivity
+        self._profile = torch.profiler.profile(activities=[kinds.CUDA if DEVICE == "cuda" else kinds.CPU])
+        self._profile.__enter__()
+
+    def end(self) -> None:
+        synchronize()
+        self._profile.__exit__(None, None, None)
+        on_device = torch.autograd.DeviceType.CUDA
+        kernels = [event.time_range for event in self._profile.events() if event.device_type == on_device]
+        self.kernels = len(kernels)
+        self.busy = _covered([(span.start, span.end) for span in kernels]) / 1e6
+
+    def measured(self) -> dict[str, Any]:
+        return {"kernels": self.kernels, "busy_seconds": self.busy}
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:

@@ -3,7 +3,10 @@ Held-out loss and seconds of training from scratch: AdamW, leaps, Muon and `pres
 
 The text is the source of Python's library and of the installed packages, in words that are learned from it; every
 twentieth file is held out. A step is 32 sequences of 1,024 tokens, the schedule a cosine with 5 % warm-up. Each arm
-runs at each of `--rates`: compare arms at AdamW's best one.
+runs at each of `--rates` and with each of `--seeds`, which draw the weights and the order of the data: compare arms at
+AdamW's best rate. What a CPU ran:
+
+    for arm in adamw ...; python -m benchmarks.gpu scratch --shape 10m --rows 16 --length 256 --files 3000 ...
 
     adamw     `Trainer`
     hybrid    HybridTrainer, defaults: AdamW with leaps
@@ -26,7 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Trainer, TrainingArguments
 
 from benchmarks.gpu.models import COMMON, DEVICE, SHAPES, Clock, build
-from benchmarks.gpu.sft import measured_by, saved
+from benchmarks.gpu.sft import saved
 from benchmarks.texts import standard_library
 from hf_hybrid import HybridConfig, HybridTrainer
 
@@ -40,6 +43,7 @@ ARMS: dict[str, tuple[type, type, dict[str, Any]]] = {
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rates", nargs="+", type=float, default=[6e-4], help="Learning rates, each a case.")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="Of weights and order, each a case.")
     parser.add_argument("--run_steps", type=int, default=400, help="Steps of a run.")
     parser.add_argument("--length", type=int, default=1024, help="Tokens of a sequence.")
     parser.add_argument("--rows", type=int, default=32, help="Sequences of a step.")
@@ -47,7 +51,9 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
-    return [{"shape": args.shape, "kind": rate, "run_steps": args.run_steps} for rate in args.rates]
+    texts(args.files, SHAPES[args.shape]["vocab_size"])  # read once, for the processes of all arms
+    runs = itertools.product(args.rates, args.seeds)
+    return [{"shape": args.shape, "kind": rate, "seed": seed, "run_steps": args.run_steps} for rate, seed in runs]
 
 
 @functools.cache
@@ -95,15 +101,16 @@ def run(case: dict[str, Any], arm: str, args: argparse.Namespace) -> dict[str, A
             per_device_eval_batch_size=args.rows,
             learning_rate=case["kind"],
             lr_scheduler_type="cosine",
+            seed=case["seed"],
             warmup_steps=max(1, args.run_steps // 20),
             weight_decay=0.1,
             adam_beta2=0.95,
             dataloader_num_workers=4 if DEVICE == "cuda" else 0,
             **{"optim": "adamw_torch_fused", **COMMON, **more},
         )
-        model = build(args.shape, lora=False).float()
+        model = build(args.shape, lora=False, seed=case["seed"]).float()
         data, rest = Blocks(trained, args.length), Blocks(held_out, args.length, 16 * args.rows)
         trainer = trainer_class(model, config, train_dataset=data, eval_dataset=rest, callbacks=[clock])
         trainer.train()
         loss = trainer.evaluate()["eval_loss"]
-    return {**measured_by(clock), "eval_loss": loss, **saved(trainer, "backward_passes", "no_leaps")}
+    return {**clock.measured(), "eval_loss": loss, **saved(trainer, "backward_passes", "no_leaps")}

@@ -36,7 +36,7 @@ from datasets import Dataset
 from transformers import AttentionInterface, Trainer, TrainingArguments
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from benchmarks.gpu.models import COMMON, DEVICE, SHAPES, Clock, build, tokenizer
+from benchmarks.gpu.models import COMMON, DEVICE, SHAPES, Clock, build, scaled, tokenizer
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.rows.costs import Costs
 
@@ -45,13 +45,13 @@ Row = dict[str, list[int]]
 
 
 class Tokens:
-    """Stretches of random tokens. `scale` makes all of them shorter."""
+    """Stretches of random tokens, as long as suits a shape."""
 
-    def __init__(self, vocabulary: int, scale: float):
-        self.draw, self.vocabulary, self.scale = random.Random(1), vocabulary, scale
+    def __init__(self, shape: str, vocabulary: int):
+        self.draw, self.shape, self.vocabulary = random.Random(1), shape, vocabulary
 
     def __call__(self, least: int, most: int | None = None) -> list[int]:
-        length = max(1, int(self.scale * self.draw.randint(least, most or least)))
+        length = scaled(self.shape, self.draw.randint(least, most or least))
         return [self.draw.randrange(2, self.vocabulary) for _ in range(length)]
 
 
@@ -150,14 +150,11 @@ if importlib.util.find_spec("trl"):
     PACKED = {"packing": True, "max_length": 4096, "per_device_train_batch_size": 1}
     for name, of_trl in (("trl", {}), ("trl_free", {"padding_free": True}), ("trl_packing", PACKED)):
         ARMS[name] = (SFTTrainer, SFTConfig, {"max_length": None, "gradient_checkpointing": False, **of_trl}, {})
-if DEVICE == "cpu":  # for which Liger's kernels do not compile, and all else takes a minute
-    ARMS = {name: arm for name, arm in ARMS.items() if arm[2] not in (LIGER, COMPILED)}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--full", action="store_true", help="Train all weights.")
-    parser.add_argument("--scale", type=float, default=1.0, help="Of all lengths.")
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -168,7 +165,7 @@ def run(case: dict[str, Any], arm: str, args: argparse.Namespace) -> dict[str, A
     """Train one arm on one kind of rows. Returns what the row of the results says."""
     trainer_class, config_class, more, how = ARMS[arm]
     clock = Clock(args.warm_up, args.steps, args.profile)
-    rows = KINDS[case["kind"]](Tokens(SHAPES[args.shape]["vocab_size"], args.scale), ROWS * clock.max_steps)
+    rows = KINDS[case["kind"]](Tokens(args.shape, SHAPES[args.shape]["vocab_size"]), ROWS * clock.max_steps)
     model = build(args.shape, lora=not args.full)
     (model if args.full else model.base_model.model).config._attn_implementation = how.get("attention", "sdpa")
     with tempfile.TemporaryDirectory() as folder:
@@ -191,7 +188,7 @@ def run(case: dict[str, Any], arm: str, args: argparse.Namespace) -> dict[str, A
             **({"processing_class": tokenizer(args.shape)} if of_trl else {}),
         )
         trainer.train()
-    measured = measured_by(clock)
+    measured = clock.measured()
     if "packing" in more:  # so many packs per step, of so many rows
         measured["seconds"] *= MICRO_BATCH * len(trainer.train_dataset) / len(rows)
     costs, tokens = Costs.of(model), sum(len(row["input_ids"]) for row in rows) / len(rows) * ROWS
@@ -204,16 +201,6 @@ def run(case: dict[str, Any], arm: str, args: argparse.Namespace) -> dict[str, A
     return {
         **measured,
         **saved(trainer, "tokens_padding", "tokens_shared", "micro_batches_saved", "plain_rows_because"),
-    }
-
-
-def measured_by(clock: Clock) -> dict[str, Any]:
-    return {
-        "seconds": clock.seconds,
-        "warm_up_seconds": clock.warm_up_seconds,
-        "peak_gib": clock.peak_gib,
-        "kernels": clock.kernels,
-        "busy_seconds": clock.busy,
     }
 
 

@@ -3,30 +3,30 @@ Seconds and memory of a step in which all weights train and layers are streamed,
 
 Sequences of 2,048 tokens, bf16 weights. `--budget` GiB of the device are for the streamed arms.
 
-    resident       `Trainer` with recomputation and 8-bit AdamW of bitsandbytes
-    stream_8bit    streamed layers, 8-bit states
-    stream         streamed layers, exact states on the host
+    resident        `Trainer` with recomputation and 8-bit AdamW of bitsandbytes
+    resident_exact  the same with exact states in bf16
+    stream_8bit     streamed layers, 8-bit states
+    stream          streamed layers, exact states on the host
 
-and both `_in_backward`: nothing is clipped, and layers are updated inside the backward pass.
+and both streamed ones with `_in_backward`: nothing is clipped, and layers are updated inside the backward pass.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
-import time
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
-from benchmarks.gpu.models import DEVICE, GIB, SHAPES, build, forget, peak_gib, synchronize
+from benchmarks.gpu.models import DEVICE, SHAPES, Clock, build, scaled
 from hf_hybrid import HybridConfig, HybridTrainer
 
 IN_BACKWARD = {"max_grad_norm": 0.0, "out_of_memory": "raise"}
 ARMS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "resident": (Trainer, TrainingArguments, {"gradient_checkpointing": True, "optim": "adamw_bnb_8bit"}),
+    "resident_exact": (Trainer, TrainingArguments, {"gradient_checkpointing": True, "optim": "adamw_torch_fused"}),
     "stream_8bit": (HybridTrainer, HybridConfig, {"memory": "stream", "optimizer_states": "8bit"}),
     "stream": (HybridTrainer, HybridConfig, {"memory": "stream"}),
     "stream_8bit_in_backward": (
@@ -45,7 +45,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
-    return [{"shape": args.shape, "kind": tokens, "budget": args.budget} for tokens in args.tokens]
+    return [{"shape": args.shape, "kind": scaled(args.shape, tokens), "budget": args.budget} for tokens in args.tokens]
 
 
 class Sequences(torch.utils.data.Dataset):
@@ -62,20 +62,6 @@ class Sequences(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-class Steps(TrainerCallback):
-    """When each step ended on the device."""
-
-    def __init__(self):
-        self.ends: list[float] = []
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.ends.append(time.perf_counter())
-
-    def on_step_end(self, args, state, control, **kwargs):
-        synchronize()
-        self.ends.append(time.perf_counter())
-
-
 def run(case: dict[str, Any], arm: str, args: argparse.Namespace) -> dict[str, Any]:
     """Train one arm. Returns what the row of the results says."""
     trainer_class, config_class, more = ARMS[arm]
@@ -83,15 +69,16 @@ def run(case: dict[str, Any], arm: str, args: argparse.Namespace) -> dict[str, A
     model = build(args.shape, lora=False)  # on the device, where 8B random numbers take no time
     if streamed:
         model.to("cpu")
-        forget()
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
         more = {**more, "vram_budget_gib": args.budget, "offload_activations": True, "enable_predict": False}
-    steps = Steps()
+    clock, length = Clock(1, args.steps, args.profile), scaled(args.shape, args.length)
     with tempfile.TemporaryDirectory() as folder:
         config = config_class(
             folder,
-            max_steps=1 + args.steps,
+            max_steps=clock.max_steps,
             per_device_train_batch_size=1,
-            gradient_accumulation_steps=max(1, case["kind"] // args.length),
+            gradient_accumulation_steps=max(1, case["kind"] // length),
             learning_rate=1e-5,
             save_strategy="no",
             logging_strategy="no",
@@ -102,16 +89,7 @@ def run(case: dict[str, Any], arm: str, args: argparse.Namespace) -> dict[str, A
             use_cpu=DEVICE == "cpu",
             **more,
         )
-        data = Sequences(SHAPES[args.shape]["vocab_size"], args.length)
-        trainer = trainer_class(model, config, train_dataset=data, callbacks=[steps])
-        if DEVICE == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        data = Sequences(SHAPES[args.shape]["vocab_size"], length)
+        trainer = trainer_class(model, config, train_dataset=data, callbacks=[clock])
         trainer.train()
-    seconds = [end - begin for begin, end in zip(steps.ends, steps.ends[1:])]
-    return {
-        "seconds": statistics.median(seconds[1:]),
-        "first_seconds": seconds[0],
-        "steps": [round(value, 3) for value in seconds],
-        "peak_gib": peak_gib(),
-        "reserved_gib": torch.cuda.max_memory_reserved() / GIB if DEVICE == "cuda" else 0.0,
-    }
+    return clock.measured()
