@@ -42,16 +42,18 @@ import contextlib
 import copy
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from transformers import (
     Cache,
+    EosTokenCriteria,
     GenerationConfig,
     StaticCache,
     StoppingCriteriaList,
@@ -60,6 +62,7 @@ from transformers.cache_utils import LinearAttentionLayer, StaticLayer
 
 from hf_hybrid.compat import cache_name
 from hf_hybrid.machine import Look, device_memory
+from hf_hybrid.recovery import is_out_of_memory
 
 if TYPE_CHECKING:
     from hf_hybrid.phase_memory.adapters import AdapterProducts
@@ -79,6 +82,11 @@ SHARE_KEPT = 0.05
 """Buffers that take at most this share of the device's memory are kept between generations."""
 WARM_UPS = 2
 """Passes before one is captured, in which libraries allocate what they keep."""
+WORTH_A_CAPTURE = 200
+"""
+Tokens that must be left for a graph of half the rows that is used once. No card has measured it: a capture costs as
+much as 50 tokens, and half the rows save a quarter of a token at most.
+"""
 ATTENTION = frozenset({"sdpa", "eager"})
 """Attention that computes a token against a buffer with a mask, without a look at it on the host."""
 
@@ -92,7 +100,15 @@ INDEXING = frozenset({aten.index.Tensor, aten.index_put.default, aten.index_put_
 
 
 class PlainRolloutsError(Exception):
-    """Completions are left to transformers; the message says why. Raised before a token is drawn."""
+    """Completions are left to transformers; the message says why."""
+
+    advice = ""
+
+
+class LittleMemoryError(PlainRolloutsError):
+    """There is too little memory on the device."""
+
+    advice = "Fewer rows in a generation, or shorter ones, take less, and are computed several times as fast."
 
 
 def why_not_captured(model: Any) -> str | None:
@@ -239,30 +255,35 @@ class CapturedPass:
     function is called again.
     """
 
-    def __init__(self, compute: Callable[[], Tensor], device: torch.device, pool: Any = None):
+    def __init__(self, compute: Callable[[], Tensor], device: torch.device, stream: Any = None, pool: Any = None):
         self._compute, self._graph = compute, None
         if device.type not in GRAPHS:
             with HostReads():
                 self.output = compute()
             return
-        module, make, capture = torch.get_device_module(device), *GRAPHS[device.type]()
-        stream = module.Stream()
+        module, graphs = torch.get_device_module(device), GRAPHS[device.type]()
         stream.wait_stream(module.current_stream())
         with module.stream(stream):
             for _ in range(WARM_UPS):
                 with HostReads():
                     compute()
         module.current_stream().wait_stream(stream)
-        self._graph = make()
-        # Other threads of the process may ask the driver for memory meanwhile. After an error `torch.cuda.graph` does
-        # not leave its own stream: the context around it does.
-        with module.stream(module.current_stream()), capture(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self.output = compute()
-
-    @property
-    def pool(self) -> Any:
-        """The memory of the graph, which others may share: they never run at the same time."""
-        return None if self._graph is None else self._graph.pool()
+        self._graph, first = graphs.make(), None
+        # Other threads of the process may ask the driver for memory meanwhile.
+        capture = graphs.capture(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+        try:
+            # After an error `torch.cuda.graph` does not leave its stream: the context around it does.
+            with module.stream(module.current_stream()), capture:
+                try:
+                    self.output = compute()
+                except BaseException as error:
+                    first = error
+                    raise
+        except BaseException:
+            graphs.give_back(device, pool)
+            if first is not None:  # `torch.cuda.graph` may raise another, which says only that there was one
+                raise first from first.__cause__
+            raise
 
     def replay(self) -> Tensor:
         """Compute the next token's logits, [rows, vocabulary]."""
@@ -273,14 +294,37 @@ class CapturedPass:
         return self.output
 
 
-GRAPHS: dict[str, Callable[[], tuple[Any, Any]]] = {"cuda": lambda: (torch.cuda.CUDAGraph, torch.cuda.graph)}
-"""By type of device: what makes an empty graph, and the context that captures into it."""
+def give_back(device: torch.device, pool: Any) -> None:
+    """
+    Undo what an error in a capture leaves behind. Until torch 2.13 all memory goes on to come from its `pool`, and the
+    random generator draws nothing more.
+    """
+    with contextlib.suppress(RuntimeError):  # where torch has ended it by itself
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    generator = torch.cuda.default_generators[device.index]
+    generator.graphsafe_set_state(generator.clone_state())
+
+
+class Graphs(NamedTuple):
+    """What makes an empty graph, the context that captures into it, a name for their memory, and an error's end."""
+
+    make: Any
+    capture: Any
+    pool: Callable[[], Any]
+    give_back: Callable[[torch.device, Any], None]
+
+
+GRAPHS: dict[str, Callable[[], Graphs]] = {
+    "cuda": lambda: Graphs(torch.cuda.CUDAGraph, torch.cuda.graph, torch.cuda.graph_pool_handle, give_back)
+}
+"""By type of device."""
 
 
 class Buffers:
     """
-    Fixed tensors for `rows` rows of at most `length` tokens, and the graphs that work on them, by their number of rows.
-    A graph of fewer rows works on the first of each tensor.
+    Fixed tensors for `rows` rows of at most `length` tokens, and the graphs that work on them, by their number of rows
+    and of columns: each works on the first of them. All are captured on one `stream`, which no other graph may have:
+    torch 2.12 frees what graphs of a stream share as soon as one of them is dropped, so they are dropped together.
     """
 
     def __init__(
@@ -290,10 +334,12 @@ class Buffers:
         length: int,
         inputs: dict[str, Any],
         adapters: AdapterProducts | None = None,
+        stream: Any = None,
     ):
         self.model, self.inputs = model, {k: v for k, v in inputs.items() if k not in PER_ROW}
         self._adapts = contextlib.nullcontext if adapters is None else adapters.computing
-        self.rows, self.length, self.graphs = len(prefilled.logits), length, dict[int, CapturedPass]()
+        self.rows, self.length, self.graphs = len(prefilled.logits), length, dict[tuple[int, int], CapturedPass]()
+        self.columns, self.stays, self._stream, self._pool = length, False, stream, None
         self.device = device = prefilled.logits.device
         self.with_state: list[Any] = [None for _ in prefilled.caches[0].layers]  # layers of a cache, or `None`
         attending = attending_layers(prefilled)
@@ -318,21 +364,32 @@ class Buffers:
         return sum(states.nbytes for states in itertools.chain(*self.layers, self.states))
 
     def fill(self, prefilled: Prefilled, inputs: dict[str, Any]) -> None:
-        """Write the prompts of all rows."""
-        width = prefilled.width
+        """Write the prompts of all rows, the first of the buffers."""
+        count, width = len(prefilled.logits), prefilled.width
         for (keys, values), (_, of_keys, of_values) in zip(self.layers, prefilled.of_all_rows(), strict=True):
-            keys[:, :, :width], values[:, :, :width] = of_keys, of_values
+            keys[:count, :, :width], values[:count, :, :width] = of_keys, of_values
         for number, layer in enumerate(prefilled.caches[0].layers):
             if self.with_state[number] is None and isinstance(layer, LinearAttentionLayer):
                 self.with_state[number] = layer
             for state, of_prompts in zip(states_of(self.with_state[number]), states_of(layer)):
-                state.copy_(of_prompts)
+                state[:count] = of_prompts
         self.place.fill_(width)
         self.mask.fill_(1)
         if (mask := inputs.get("attention_mask")) is not None:
-            self.mask[:, :width] = mask[:, -width:]
+            self.mask[:count, :width] = mask[:, -width:]
         if self.positions is not None:
-            self.positions.copy_(inputs["position_ids"][:, -1:] + 1)
+            self.positions[:count] = inputs["position_ids"][:, -1:] + 1
+
+    def pays(self, count: int, left: int) -> bool:
+        """Whether to go on with so many rows is worth a graph, if at most so many tokens are left."""
+        return self.stays or (count, self.columns) in self.graphs or left >= WORTH_A_CAPTURE
+
+    def widen(self, rows: int, longest: int) -> None:
+        """Let passes see more columns, of rows of which there are so many, and are to have at most `longest` tokens."""
+        if self.columns < self.length:
+            self.columns = min(room_for(2 * self.columns), self.length)
+        else:
+            self.grow(rows, room_for(min(max(self.length + BLOCK, self.length * 5 // 4), longest)))
 
     def grow(self, rows: int, length: int) -> None:
         """Make room for longer rows, of which there are so many. The graphs are of no use any more."""
@@ -343,22 +400,21 @@ class Buffers:
         for layer in self.with_state:
             exchange_states(layer, lambda state: state[:rows])
         self.mask = pad(self.mask[:rows], (0, length - self.length), value=1)
-        self.rows, self.length, self.token = rows, length, self.token[:rows]
+        self.rows, self.length, self.columns, self.token = rows, length, length, self.token[:rows]
         self.positions = None if self.positions is None else self.positions[:rows]
 
     def move(self, rows: Tensor) -> None:
         """Bring these rows, shape [rows], to the front."""
         positions = () if self.positions is None else (self.positions,)
-        for states in itertools.chain(*self.layers, self.states, (self.mask,), positions):
+        seen = (states[:, :, : self.columns] for states in itertools.chain(*self.layers))
+        for states in itertools.chain(seen, self.states, (self.mask,), positions):
             states[: len(rows)] = states.index_select(0, rows)
 
     def compute(self, tokens: Tensor) -> Tensor:
         """Compute these tokens, shape [rows], which follow those computed so far. Return the logits of the next."""
         count = len(tokens)
         self.token[:count, 0] = tokens
-        if count not in self.graphs:
-            self.capture(count)
-        logits = self.graphs[count].replay()
+        logits = self.graphs[count, self.columns].replay()
         self.place += 1
         if self.positions is not None:
             self.positions += 1
@@ -366,16 +422,18 @@ class Buffers:
 
     def capture(self, count: int) -> None:
         """Capture the pass of so many rows. It is computed meanwhile, and writes to the column of the next token."""
-        pool, before = next((graph.pool for graph in self.graphs.values()), None), [*map(torch.clone, self.states)]
-        self.graphs[count] = CapturedPass(self._pass(count), self.device, pool)
+        if not self.graphs and self.device.type in GRAPHS:
+            self._pool = GRAPHS[self.device.type]().pool()  # they never run at the same time
+        before = [*map(torch.clone, self.states)]
+        self.graphs[count, self.columns] = CapturedPass(self._pass(count), self.device, self._stream, self._pool)
         for state, earlier in zip(self.states, before):
             state.copy_(earlier)
 
     def _pass(self, count: int) -> Callable[[], Tensor]:
-        model, token = self.model, self.token[:count]
-        inputs = {**self.inputs, "attention_mask": self.mask[:count]}
+        model, token, adapts, columns = self.model, self.token[:count], self._adapts, self.columns
+        inputs = {**self.inputs, "attention_mask": self.mask[:count, :columns]}
         attending = (
-            FixedLayer(keys[:count], values[:count], self.place, sliding)
+            FixedLayer(keys[:count, :, :columns], values[:count, :, :columns], self.place, sliding)
             for (keys, values), sliding in zip(self.layers, self.sliding)
         )
         layers = [next(attending) if layer is None else copy.copy(layer) for layer in self.with_state]
@@ -384,12 +442,21 @@ class Buffers:
         inputs[CACHE] = FixedCache(layers)
         if self.positions is not None:
             inputs["position_ids"] = self.positions[:count]
+        kind, dtype = self.device.type, self.layers[0][0].dtype
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+        seen, hidden = (torch.full((), number, dtype=dtype, device=self.device) for number in (0.0, -torch.inf))
+
+        def added(mask: Any) -> Any:
+            """As numbers to add: `scaled_dot_product_attention` makes these of booleans anew in each layer."""
+            is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 4
+            return torch.where(mask, seen, hidden) if is_mask else mask
 
         def compute() -> Tensor:
             # Under autocast weights are cast within the pass: a copy from outside would be old at the next replay.
             torch.clear_autocast_cache()
             prepared = model.prepare_inputs_for_generation(token, next_sequence_length=1, **inputs)
-            with self._adapts():
+            prepared["attention_mask"] = tree_map(added, prepared.get("attention_mask"))
+            with adapts():
                 logits = model(**prepared, return_dict=True).logits[:, -1]
             torch.clear_autocast_cache()
             return logits
@@ -512,6 +579,7 @@ class Captured:
         """How adapters of the model compute in a captured pass, if not by PEFT's forward."""
         self._buffers: Buffers | None = None
         self._identity: Any = None
+        self._stream: Any = None  # one for all buffers, of which there are never two: libraries keep memory for each
 
     def free(self) -> bool:
         """Give buffers and graphs back. Return whether there were any."""
@@ -543,14 +611,15 @@ class Captured:
         beside tokens.
 
         Raises:
-            PlainRolloutsError: If the pass cannot be captured. No token is drawn yet.
+            PlainRolloutsError: If the pass cannot be captured. Tokens may be drawn already.
             RuntimeError: If there is a row without probabilities, as of `torch.multinomial`.
         """
         width, most = input_ids.shape[1], config.max_length - input_ids.shape[1]
         rows = RowsInPlace.of(input_ids, config.max_length, padding, processors)
         whole, states, look, passes = (rows.tokens, rows.chosen), States(input_ids.device), None, list[int]()
         buffers = self._prepared(model, prefilled, most, inputs)
-        logits, held, longest, invalid = prefilled.logits, prefilled.width, 0, 0
+        logits, held, go_on, longest, invalid = prefilled.logits, prefilled.width, len(input_ids), 0, 0
+        ends = ends_of(criteria, max(logits.shape[1], (padding or 0) + 1), input_ids.device)
         for length in range(1, most + 1):
             tokens = rows.next_tokens(logits, width + length - 1, config.do_sample)
             states.note()
@@ -558,20 +627,23 @@ class Captured:
                 _, longest, invalid = rows.look().read()
                 break
             if padding is not None:
-                rows.active &= ~criteria(rows.tokens[:, : width + length], None)
+                rows.active &= ~ends.index_select(0, tokens)
             if look is not None:
                 go_on, longest, invalid = look.read()
                 if not go_on or invalid:
                     break
-                if smaller := [size for size in sizes_below(len(tokens)) if size >= go_on]:
-                    rows.write_into(*whole)
-                    kept = rows.keep(smaller[-1])
-                    buffers.move(kept)
-                    tokens = tokens.index_select(0, kept)
+            smaller, full = [size for size in sizes_below(len(tokens)) if size >= go_on], held == buffers.columns
+            if smaller and (full or buffers.pays(smaller[-1], most - length)):
+                rows.write_into(*whole)
+                kept = rows.keep(smaller[-1])
+                buffers.move(kept)
+                tokens = tokens.index_select(0, kept)
             look = rows.look() if length % EVERY == 0 else None
-            if held == buffers.length:
-                more = max(held + BLOCK, held * 5 // 4)
-                buffers.grow(len(tokens), room_for(min(more, prefilled.width + most)))
+            with self._refusing():
+                if full:
+                    buffers.widen(len(tokens), prefilled.width + most)
+                if (len(tokens), buffers.columns) not in buffers.graphs:
+                    buffers.capture(len(tokens))
             logits = buffers.compute(tokens)
             held += 1
             passes.append(len(tokens))
@@ -583,48 +655,79 @@ class Captured:
         completions, chosen = (tensor[:, width : width + longest] for tensor in whole)
         return completions, chosen, sum(passes[: longest - 1])
 
+    @contextlib.contextmanager
+    def _refusing(self) -> Generator[None]:
+        """After an error inside no pass is captured any more: it may come again, and take more with it."""
+        try:
+            yield
+        except Exception as error:
+            self.refused = str(error)
+            if is_out_of_memory(error):
+                self.refused = "memory ran out when a pass was captured"
+                raise LittleMemoryError(self.refused) from None
+            raise
+
     def _prepared(self, model: Any, prefilled: Prefilled, most: int, inputs: dict[str, Any]) -> Buffers:
-        """Return buffers with all prompts and a graph, which are those of the last generation if they are of use."""
-        identity = _identity(model, inputs)
-        if identity != self._identity:
-            self.free()
-        rows, length = len(prefilled.logits), room_for(prefilled.width + min(most, BLOCK))
+        """Return buffers with all prompts, which are those of the last generation if they are of use."""
+        identity, rows, device = _identity(model, inputs), len(prefilled.logits), prefilled.logits.device
+        first, longest = (room_for(prefilled.width + more) for more in (min(most, BLOCK), most))
+        # All columns at once where that is little, so that the buffers and their graphs can stay.
+        stays = self.keeps and bytes_of(prefilled, longest) <= _share_kept(device)
         buffers, self._buffers = self._buffers, None  # until it is known that all went well
-        longest = room_for(prefilled.width + most)
-        if buffers is None or buffers.rows != rows or not length <= buffers.length <= longest:
+        if (
+            buffers is None
+            or identity != self._identity
+            or buffers.rows < rows
+            or buffers.length < (longest if stays else first)
+        ):
             buffers = None  # before others are made
-            _check_memory(prefilled, length)
-            buffers = Buffers(model, prefilled, length, inputs, self.adapters)
-        self._identity = identity
+            free = device_memory(device)
+            stays = stays and (free is None or bytes_of(prefilled, longest) <= free)
+            length = longest if stays else first
+            if free is not None and (needed := bytes_of(prefilled, length)) > free:
+                raise LittleMemoryError(
+                    f"buffers for keys, values and states take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB "
+                    "are free"
+                )
+            if self._stream is None and device.type in GRAPHS:
+                self._stream = torch.get_device_module(device).Stream()
+            buffers = Buffers(model, prefilled, length, inputs, self.adapters, self._stream)
+        self._identity, buffers.columns, buffers.stays = identity, min(first, buffers.length), stays
         buffers.fill(prefilled, inputs)
         if self.adapters is not None:
             self.adapters.refresh()
-        if rows not in buffers.graphs:
-            try:
-                buffers.capture(rows)
-            except PlainRolloutsError as why:
-                self.refused = str(why)
-                raise
         return buffers
 
     def _keep_or_free(self, buffers: Buffers) -> None:
-        module = torch.get_device_module(buffers.device)
-        total = module.mem_get_info(buffers.device)[1] if hasattr(module, "mem_get_info") else float("inf")
-        if self.keeps and buffers.nbytes <= SHARE_KEPT * total:
+        if self.keeps and buffers.nbytes <= _share_kept(buffers.device):
             self._buffers = buffers
 
 
-def _check_memory(prefilled: Prefilled, length: int) -> None:
-    """Raise `PlainRolloutsError` if buffers of this length do not fit into the device's free memory."""
-    free = device_memory(prefilled.logits.device)
+def _share_kept(device: torch.device) -> float:
+    """Return the bytes that buffers may take to be kept."""
+    module = torch.get_device_module(device)
+    return SHARE_KEPT * (module.mem_get_info(device)[1] if hasattr(module, "mem_get_info") else float("inf"))
+
+
+def bytes_of(prefilled: Prefilled, length: int) -> int:
+    """Return the bytes of buffers of this length for all rows, and of states that are put back after a capture."""
     layers, rows = attending_layers(prefilled), len(prefilled.logits)
     of_a_token = sum(states[0, :, 0].nbytes for layer in layers for states in (layer.keys, layer.values))
     of_states = sum(state[0].nbytes for layer in prefilled.caches[0].layers for state in states_of(layer))
-    needed = rows * (of_a_token * length + 2 * of_states)  # put back after a capture
-    if free is not None and needed > free:
-        raise PlainRolloutsError(
-            f"buffers for keys, values and states take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
-        )
+    return rows * (of_a_token * length + 2 * of_states)
+
+
+def ends_of(criteria: StoppingCriteriaList, vocabulary: int, device: torch.device) -> Tensor:
+    """
+    Return which tokens end a row, as booleans, shape [vocabulary + 1]: one look-up where `EosTokenCriteria` compares
+    with each, or sorts them and lets the host wait. The last is no token: ids that the model cannot choose.
+    """
+    ends = torch.zeros(vocabulary + 1, dtype=torch.bool, device=device)
+    for criterion in criteria:
+        if isinstance(criterion, EosTokenCriteria):
+            ids = criterion.eos_token_id.to(device, non_blocking=True)
+            ends.index_fill_(0, ids.where((ids >= 0) & (ids < vocabulary), vocabulary), True)
+    return ends
 
 
 def _identity(model: Any, inputs: dict[str, Any]) -> Any:

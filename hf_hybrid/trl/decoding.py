@@ -56,6 +56,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import (
@@ -99,7 +100,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_hybrid.compat import layers_that_keep_nothing
 from hf_hybrid.optimizers import has_adapters
 from hf_hybrid.part import Part
-from hf_hybrid.recovery import is_out_of_memory
+from hf_hybrid.recovery import drop_tensors_of, is_out_of_memory
 from hf_hybrid.rows.costs import BUSY, Costs
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import RandomStates
@@ -697,15 +698,15 @@ class Decoding(Part):
             before = RandomStates.now(model.device)
             try:
                 return plain(**kwargs, custom_generate=loop)
-            except PlainRolloutsError as why:
-                self.fallbacks.cannot_be_exact(str(why))
-                before.restore()
-                return plain(**kwargs)
-            except Exception as unforeseen:
-                if is_out_of_memory(unforeseen):
+            except Exception as reason:
+                if is_out_of_memory(reason):
                     raise
-                error = unforeseen.with_traceback(None)  # which holds the tensors of the loop
+                error = reason
+            drop_tensors_of(error)  # of the loop, before as much is needed again
             before.restore()
+            if isinstance(error, PlainRolloutsError):
+                self.fallbacks.cannot_be_exact(str(error), advice=error.advice)
+                return plain(**kwargs)
             completions = plain(**kwargs)  # raises the error again if it is the model's own
             self.fallbacks.did_not_work(error, "this package's loop does not run")
             return completions
@@ -758,7 +759,7 @@ class Decoding(Part):
         self.counts = run.counts
         self.captured.keeps = True
         self.captured.free()  # graphs of other copies
-        self.captured.adapters = None if self.off else adapters_of(run.model)
+        self.captured.adapters = None if self.off else adapters_of(extract_model_from_parallel(run.model))
         self.fallbacks.because = None
         self.fallbacks.failed.clear()
 

@@ -24,9 +24,6 @@ class RecordedGraph:
     def __init__(self):
         self.operations = []
 
-    def pool(self):
-        return (0, 1)
-
     def replay(self):
         RecordedGraph.replays += 1
         for function, args, kwargs, results in self.operations:
@@ -36,7 +33,7 @@ class RecordedGraph:
 
 
 @contextlib.contextmanager
-def record(graph, pool=None, capture_error_mode="global"):
+def record(graph, pool=None, stream=None, capture_error_mode="global"):
     """As `torch.cuda.graph`. What was computed meanwhile is garbage until the first replay."""
     with _Recorder(graph):
         yield

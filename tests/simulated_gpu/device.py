@@ -121,6 +121,9 @@ class Findings:
     stops: Counter = field(default_factory=Counter)
     """By (package whose code asked, kind)."""
     stop_sites: Counter = field(default_factory=Counter)
+    """By site, also the looks."""
+    looks: Counter = field(default_factory=Counter)
+    """By site that waited for an event, the fewest launches behind it: the device was not idle."""
     conversions: Counter = field(default_factory=Counter)
     """Copies between host and device that change the dtype, which the device converts before or after they travel."""
 
@@ -301,8 +304,23 @@ class Event:
             return over
 
     def synchronize(self) -> None:
-        if self.clock is not None:
+        if self.clock is not None and not (self.place[0] is default_stream and self._looked()):
             _stop("event.synchronize", event=self)
+
+    def _looked(self) -> bool:
+        """
+        Whether the device goes on computing while the host waits for this event: it has work behind it. What the host
+        knows to be over it does not wait for at all.
+        """
+        with _lock:
+            now, then, known = (clock.get(COMPUTE, 0) for clock in (default_stream.clock, self.clock, _host))
+            if then > known and now > then:
+                site = f"{_owner()}: look @ {_show(_site())}"
+                found.stop_sites[site] += 1
+                found.looks[site] = min(now - then, found.looks.get(site, now))
+                trace.EventSynchronizationCallbacks.fire_callbacks(id(self))
+                _join(_host, self.clock)
+            return then <= known or now > then
 
     def elapsed_time(self, other: Event) -> float:
         return 1.0
@@ -622,7 +640,7 @@ def host_view(tensor: Tensor) -> Tensor:
 
 _READ_BY_HOST = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select", "aten::_unique2",
-    "aten::unique_dim", "aten::is_nonzero",
+    "aten::unique_dim", "aten::is_nonzero", "aten::_unique", "aten::unique_consecutive", "aten::bincount",
 }  # fmt: skip
 _INDEXING = {"aten::index", "aten::_index_put_impl_", "aten::index_put_", "aten::index_put"}
 
@@ -701,7 +719,7 @@ def _run_on_cpu(op, *args, **kwargs):
     reads, writes = _reads_and_writes(op, args, kwargs, is_on_device)
     stream = current_stream()
     _execute(name, stream, reads, writes)
-    if name in _READ_BY_HOST or (name in _INDEXING and _has_mask(args, kwargs)):
+    if name in _READ_BY_HOST or (name in _INDEXING and _has_mask(args, kwargs)) or _reads_inside(name, args, kwargs):
         _stop(name, stream)
     else:
         stream.run()  # a kernel on a side stream runs at once, behind what was enqueued before
@@ -746,6 +764,16 @@ def _run_on_cpu(op, *args, **kwargs):
             return made
 
     return _map(lift, result)
+
+
+def _reads_inside(name: str, args, kwargs) -> bool:
+    """Whether the kernel of CUDA is made of others, of which one is read by the host; the CPU's are not seen here."""
+    if name == "aten::repeat_interleave":
+        return kwargs.get("output_size") is None
+    if name != "aten::isin" or not all(isinstance(arg, Tensor) for arg in args[:2]):
+        return False
+    elements, among = args[:2]  # it sorts both where that is faster (isin_Tensor_Tensor_out in TensorCompare.cpp)
+    return among.numel() >= 10 * elements.numel() ** 0.145
 
 
 def _has_mask(args, kwargs) -> bool:
@@ -950,6 +978,7 @@ _of_cuda = {
     "check_error": _check_error,
     "CUDAGraph": RecordedGraph,
     "graph": record,
+    "graph_pool_handle": lambda: (0, 1),
 }
 _of_accelerator = {
     **_memory_functions,
