@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 
+from benchmarks.memory.peaks import KEY as PEAK_KEY
 from benchmarks.results import Row
-from benchmarks.tables import markdown, results, table
+from benchmarks.tables import losses, markdown, rate, results, table
 
 KEY = ("shape", "kind", "arm", "order", "hardware")
 USES = {
@@ -21,21 +22,29 @@ USES = {
 PLAIN = {"sft": "trainer", "dpo": "trl", "grpo": "trl"}
 WORDS = {
     "trainer": "`Trainer`", "by_length": "`group_by_length`", "free": "padding-free",
-    "free_liger": "padding-free, Liger", "trl": "TRL",
+    "free_liger": "padding-free, Liger", "trl": "TRL", "trl_precomputed": "TRL, `precompute_ref_log_probs`",
+    "trl_liger": "TRL, Liger", "trl_padding_free": "TRL, padding-free", "trl_continuous": "TRL, continuous batching",
+    "trl_static": 'TRL, `cache_implementation="static"`',
 }  # fmt: skip
 
 
 def measured(use: str, shape: str, kind: str) -> dict[str, Row]:
-    """For each arm the means of its runs in both orders; those that failed have an `error`."""
+    """
+    For each arm the means of its runs, on the machine of the last one; those that failed have an `error`. Rows of
+    processes that ran several arms have an `order`, and count only where no arm has run in a process of its own.
+    """
     rows = [row for row in results("gpu", use, *KEY).rows(shape=shape) if row["kind"] == kind]
+    rows = [row for row in rows if row["hardware"] == rows[-1]["hardware"]]
+    rows = [row for row in rows if row["order"] is None] or rows
     arms = {row["arm"]: [other for other in rows if other["arm"] == row["arm"]] for row in rows}
     return {arm: _mean(of_arm) for arm, of_arm in arms.items()}
 
 
 def _mean(rows: list[Row]) -> Row:
-    if any("error" in row for row in rows):
-        return {"error": True}
-    return {name: statistics.mean(row[name] for row in rows) for name in ("seconds", "peak_gib")}
+    if failed := [row["error"] for row in rows if "error" in row]:
+        return {"error": failed[0]}
+    means = {name: statistics.mean(row[name] for row in rows) for name in ("seconds", "peak_gib")}
+    return {**means, "after_liger": any(row.get("after_liger") and "liger" not in row["arm"] for row in rows)}
 
 
 def gain(use: str, shape: str, kind: str) -> float:
@@ -45,7 +54,7 @@ def gain(use: str, shape: str, kind: str) -> float:
 
 
 def fastest(arms: dict[str, Row]) -> tuple[str, Row] | None:
-    """The fastest arm that is not ours; `None` if all ran out of memory."""
+    """The fastest arm that is not ours; `None` if all failed."""
     others = {arm: row for arm, row in arms.items() if not arm.startswith("hybrid") and "error" not in row}
     return min(others.items(), key=lambda item: item[1]["seconds"], default=None)
 
@@ -53,7 +62,9 @@ def fastest(arms: dict[str, Row]) -> tuple[str, Row] | None:
 def cell(row: Row | None) -> str:
     if row is None:
         return "-"
-    return "out of memory" if "error" in row else f"{row['seconds']:.2f} s, {row['peak_gib']:.1f} GiB"
+    if "error" in row:
+        return "out of memory" if "OutOfMemory" in row["error"] else "failed"
+    return f"{row['seconds']:.2f} s, {row['peak_gib']:.1f} GiB" + ", L" * row["after_liger"]
 
 
 @table("gpu")
@@ -75,3 +86,60 @@ def gpu() -> str:
                     [f"{name}, {shape.upper()}: {words}", cell(arms.get(PLAIN[use])), beside, cell(ours), gain]
                 )
     return markdown(["a step of", "`Trainer`, TRL", "the fastest peer", "ours, by default", "times"], lines)
+
+
+STREAMED = {
+    "resident": "8B, all weights, resident, 8-bit states",
+    "stream_8bit": "8B, all weights, streamed, 8-bit states",
+    "stream_on_host": "8B, all weights, streamed, bf16 states, updated on the host (no more)",
+    "stream": "the same, updated on the device",
+}
+
+
+@table("memory-h200")
+def memory_h200() -> str:
+    lines = []
+    stored = results("gpu", "stream", "arm", "kind", "hardware")
+    for arm, name in STREAMED.items():
+        for row in sorted(stored.rows(arm=arm, hardware=H200), key=lambda row: row["kind"]):
+            memory = f"{row['peak_gib']:.1f}, {row['reserved_gib']:.1f}"
+            lines.append([name, *_speed(row["kind"], row["seconds"]), memory])
+            name = ""
+    name = "50B, LoRA over an int8 base, streamed"
+    large = results("memory", "peaks", *PEAK_KEY).rows(model="50b", mode="lora-stream-int8", cap_gib=24.0)
+    for row in sorted(large, key=lambda row: row["tokens"]):
+        lines.append([name, *_speed(row["tokens"], row["seconds"]), f"-, {row['device_reserved'] / 2**30:.1f}"])
+        name = ""
+    return markdown(["", "tokens per step", "s/step", "tokens/s", "device: allocated, reserved GiB"], lines)
+
+
+def _speed(tokens: int, seconds: float) -> tuple[str, str, str]:
+    return f"{tokens:,}", f"{seconds:.2f}", f"{tokens / seconds:,.0f}"
+
+
+H200 = "x86_64 CPU, NVIDIA H200"
+SCRATCH = {
+    "adamw": "AdamW", "hybrid": "the default: leaps under AdamW", "muon": '`optim="muon"`, no leaps',
+    "fast": '`preset="fast"`',
+}  # fmt: skip
+SIZES = {
+    "10m": "10M, 16 x 256 tokens a step, a CPU",
+    "124m": "124M, 32 x 1,024 tokens a step, an H200",
+}
+
+
+@table("scratch-sizes")
+def scratch_sizes() -> str:
+    """Each arm at AdamW's best rate after as many steps, and AdamW at other numbers of steps."""
+    lines = []
+    for shape, size in SIZES.items():
+        rows = results("gpu", "scratch", "shape", "kind", "arm", "seed", "run_steps").rows(shape=shape)
+        best = min((row for row in rows if row["arm"] == "adamw"), key=lambda row: row["eval_loss"])["kind"]
+        cases = {(arm, row["run_steps"]) for arm in SCRATCH for row in rows if (row["arm"], row["kind"]) == (arm, best)}
+        for arm, steps in sorted(cases, key=lambda case: (list(SCRATCH).index(case[0]), case[1])):
+            runs = [row for row in rows if (row["arm"], row["kind"], row["run_steps"]) == (arm, best, steps)]
+            passes = runs[0].get("backward_passes", steps)
+            of_seeds = losses(row["eval_loss"] for row in sorted(runs, key=lambda row: row["seed"]))
+            lines.append([size, f"{SCRATCH[arm]}, {rate(best)}", steps, passes, of_seeds])
+            size = ""
+    return markdown(["weights", "arm, rate", "steps", "backward passes", "held-out loss by seed"], lines)
