@@ -79,7 +79,7 @@ BLOCK = 256
 FEWEST_ROWS = 8
 """Rows of the smallest graph. A pass of so few should cost its launches alone; no card has measured it."""
 SHARE_KEPT = 0.05
-"""Buffers that take at most this share of the device's memory are kept between generations."""
+"""Buffers that take at most this share of the device's memory have all columns at once, and are kept."""
 WARM_UPS = 2
 """Passes before one is captured, in which libraries allocate what they keep."""
 WORTH_A_CAPTURE = 200
@@ -306,12 +306,12 @@ def give_back(device: torch.device, pool: Any) -> None:
 
 
 class Graphs(NamedTuple):
-    """What makes an empty graph, the context that captures into it, a name for their memory, and an error's end."""
+    """Graphs of a type of device."""
 
-    make: Any
-    capture: Any
-    pool: Callable[[], Any]
-    give_back: Callable[[torch.device, Any], None]
+    make: Any  # an empty one
+    capture: Any  # the context that captures into it
+    pool: Any  # a name of memory, which graphs share that never run at the same time
+    give_back: Any  # what an error in a capture calls
 
 
 GRAPHS: dict[str, Callable[[], Graphs]] = {
@@ -423,7 +423,7 @@ class Buffers:
     def capture(self, count: int) -> None:
         """Capture the pass of so many rows. It is computed meanwhile, and writes to the column of the next token."""
         if not self.graphs and self.device.type in GRAPHS:
-            self._pool = GRAPHS[self.device.type]().pool()  # they never run at the same time
+            self._pool = GRAPHS[self.device.type]().pool()
         before = [*map(torch.clone, self.states)]
         self.graphs[count, self.columns] = CapturedPass(self._pass(count), self.device, self._stream, self._pool)
         for state, earlier in zip(self.states, before):
@@ -572,7 +572,7 @@ class Captured:
 
     def __init__(self):
         self.keeps = True
-        """Whether buffers are kept, if they are small."""
+        """Whether buffers have all columns from the beginning and are kept, if they are small."""
         self.refused: str | None = None
         """Why the pass of this model cannot be captured, once that was tried."""
         self.adapters: AdapterProducts | None = None
@@ -651,7 +651,7 @@ class Captured:
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         states.go_back(length - longest)
         rows.write_into(*whole)
-        self._keep_or_free(buffers)
+        self._buffers = buffers if buffers.stays else None
         completions, chosen = (tensor[:, width : width + longest] for tensor in whole)
         return completions, chosen, sum(passes[: longest - 1])
 
@@ -671,42 +671,26 @@ class Captured:
         """Return buffers with all prompts, which are those of the last generation if they are of use."""
         identity, rows, device = _identity(model, inputs), len(prefilled.logits), prefilled.logits.device
         first, longest = (room_for(prefilled.width + more) for more in (min(most, BLOCK), most))
-        # All columns at once where that is little, so that the buffers and their graphs can stay.
-        stays = self.keeps and bytes_of(prefilled, longest) <= _share_kept(device)
         buffers, self._buffers = self._buffers, None  # until it is known that all went well
-        if (
-            buffers is None
-            or identity != self._identity
-            or buffers.rows < rows
-            or buffers.length < (longest if stays else first)
-        ):
+        if buffers is None or identity != self._identity or buffers.rows < rows or buffers.length < longest:
             buffers = None  # before others are made
-            free = device_memory(device)
-            stays = stays and (free is None or bytes_of(prefilled, longest) <= free)
+            module, free = torch.get_device_module(device), device_memory(device)
+            total = module.mem_get_info(device)[1] if hasattr(module, "mem_get_info") else float("inf")
+            free, at_the_end = float("inf") if free is None else free, bytes_of(prefilled, longest)
+            stays = self.keeps and at_the_end <= free and at_the_end <= SHARE_KEPT * total
             length = longest if stays else first
-            if free is not None and (needed := bytes_of(prefilled, length)) > free:
-                raise LittleMemoryError(
-                    f"buffers for keys, values and states take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB "
-                    "are free"
-                )
+            if (needed := bytes_of(prefilled, length)) > free:
+                what = f"buffers for keys, values and states take {needed / 2**30:.1f} GiB"
+                raise LittleMemoryError(f"{what}, and {free / 2**30:.1f} GiB are free")
             if self._stream is None and device.type in GRAPHS:
-                self._stream = torch.get_device_module(device).Stream()
+                self._stream = module.Stream()
             buffers = Buffers(model, prefilled, length, inputs, self.adapters, self._stream)
-        self._identity, buffers.columns, buffers.stays = identity, min(first, buffers.length), stays
+            self._identity, buffers.stays = identity, stays
+        buffers.columns = first
         buffers.fill(prefilled, inputs)
         if self.adapters is not None:
             self.adapters.refresh()
         return buffers
-
-    def _keep_or_free(self, buffers: Buffers) -> None:
-        if self.keeps and buffers.nbytes <= _share_kept(buffers.device):
-            self._buffers = buffers
-
-
-def _share_kept(device: torch.device) -> float:
-    """Return the bytes that buffers may take to be kept."""
-    module = torch.get_device_module(device)
-    return SHARE_KEPT * (module.mem_get_info(device)[1] if hasattr(module, "mem_get_info") else float("inf"))
 
 
 def bytes_of(prefilled: Prefilled, length: int) -> int:

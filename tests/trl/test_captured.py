@@ -6,7 +6,9 @@ On this CPU a graph repeats recorded operations (rig/graphs.py): what Python wou
 
 import contextlib
 import functools
+import gc
 import itertools
+import weakref
 from pathlib import Path
 
 import pytest
@@ -37,10 +39,11 @@ from rig.tiny_architectures import build_model  # noqa: E402
 from test_decoding import train  # noqa: E402
 from test_grpo import MIDDLE, Stop  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
+from transformers import EosTokenCriteria, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
+from hf_hybrid.run.run import Run  # noqa: E402
 from hf_hybrid.trl import captured, decoding  # noqa: E402
 from hf_hybrid.trl.captured import Buffers, Graphs, HostReads, Look, PlainRolloutsError, drawn  # noqa: E402
 from hf_hybrid.trl.decoding import Decoding, adapters_of, why_plain_model  # noqa: E402
@@ -317,6 +320,93 @@ def test_graphs_are_used_again_until_weights_move(called, monkeypatch):
     assert called["grow"] == 0 and decoding.plain_because is None
 
 
+def completed_at_length(of, decoding, width, most, mean):
+    """64 rows, of which many end long before the longest."""
+    rows = [[*torch.randint(20, 97, (width,), generator=torch.Generator().manual_seed(width)).tolist()]] * 8
+    rows = [row for row in rows for _ in range(8)]
+    asked = config(max_new_tokens=most, eos_token_id=[*range(1, 1 + max(1, round(VOCABULARY / mean)))])
+    inputs = {"input_ids": torch.tensor(rows), "attention_mask": torch.ones(64, width, dtype=torch.long)}
+    return completed(of, rows, inputs, asked, decoding)
+
+
+SIZES = {"1,024 tokens": (256, 200, 1024, 300), "a sixteenth": (16, 12, 64, 19)}
+"""Columns of a block, tokens of a prompt, of the longest completion and of the mean."""
+
+
+@pytest.mark.parametrize("name", mostly_slow(SIZES, ("a sixteenth",)))
+def test_a_second_generation_captures_nothing(name, called, monkeypatch):
+    block, width, most, mean = SIZES[name]
+    monkeypatch.setattr(captured, "BLOCK", block)
+    monkeypatch.setattr(captured, "FEWEST_ROWS", 8)
+    of, decoding, captures = model("llama", max_position_embeddings=2048, num_hidden_layers=1), Decoding(off=False), []
+    for more in (0, 1, 2):
+        before = called["capture"]
+        found, _ = completed_at_length(of, decoding, width + more, most, mean)
+        assert found.shape[1] > width + more + most * 3 // 4 and decoding.plain_because is None
+        captures.append(called["capture"] - before)
+    assert captures[0] > 3 and captures[1:] == [0, 0] and called["grow"] == 0
+    evaluated, _ = completed_at_length(of, decoding, width, 8, mean)  # fewer tokens
+    assert called["capture"] == captures[0] and evaluated.shape[1] <= width + 8
+
+
+def test_fewer_rows_use_the_same_buffers(called, monkeypatch):
+    monkeypatch.setattr(captured, "BLOCK", 128)
+    decoding = Decoding(off=False)
+    for prompts in (4, 2, 4):
+        rows, inputs = batch([5, 9], prompts=prompts)
+        theirs, ours = (completed(model("llama"), rows, inputs, config(), how) for how in (None, decoding))
+        assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
+    assert decoding.captured._buffers.rows == 16 and called["capture"] == len(decoding.captured._buffers.graphs) <= 4
+
+
+@pytest.mark.parametrize("share", [0.05, 0.0], ids=["buffers that are kept", "buffers that grow"])
+def test_graphs_have_a_stream_of_their_own(share, monkeypatch):
+    """And their warm-ups. Memory has another name as soon as no graph has it any more."""
+    monkeypatch.setattr(captured, "SHARE_KEPT", share)
+    seen, entered, on = [], [], torch.cpu.stream
+
+    @contextlib.contextmanager
+    def capture(graph, pool, stream, **options):
+        seen.append((stream, pool))
+        with record(graph):
+            yield
+
+    monkeypatch.setattr(torch.cpu, "stream", lambda stream: (entered.append(stream), on(stream))[1])
+    monkeypatch.setitem(captured.GRAPHS, "cpu", lambda: recorded._replace(capture=capture))
+    rows, inputs = batch([5, 9])
+    decoding = Decoding(off=False)
+    for _ in range(2):
+        completed(model("llama"), rows, inputs, config(), decoding)
+    streams, pools = zip(*seen)
+    assert len({*streams}) == 1 and entered.count(streams[0]) == len(seen) >= 3 and entered[1] is not streams[0]
+    assert len({*pools}) == (1 if share else len(seen))
+
+
+def test_buffers_are_gone_as_soon_as_they_are_dropped():
+    """They and their graphs wait for no collection of cycles."""
+    rows, inputs = batch([5, 9])
+    decoding = Decoding(off=False)
+    completed(model("llama"), rows, inputs, config(), decoding)
+    gone = weakref.ref(decoding.captured._buffers)
+    gc.disable()
+    try:
+        decoding.captured.free()
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("ids", [[1], [*range(2, 9)], [*range(2, 60)], [5, 97, 5000]], ids=len)
+def test_any_number_of_ends_is_one_look_up(ids, monkeypatch):
+    """`EosTokenCriteria` sorts many ids, and the host waits for how many differ. Some ids no logit stands for."""
+    rows, inputs = batch([5, 9])
+    asked = config(eos_token_id=ids)
+    theirs = completed(model("llama"), rows, inputs, asked)
+    monkeypatch.setattr(EosTokenCriteria, "__call__", None)
+    ours = completed(model("llama"), rows, inputs, asked, Decoding(off=False))
+    assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
+
+
 def test_other_prompts_use_the_same_graphs(called, monkeypatch):
     monkeypatch.setattr(captured, "BLOCK", 128)
     decoding = Decoding(off=False)
@@ -365,6 +455,34 @@ def test_adapters_compute_with_fewer_kernels(dtype):
     # PEFT: four kernels for each adapted layer, and three casts where its weights are in fp32 alone.
     saved = 4 * adapted_layers - (adapted_layers + 4 * layers)
     assert launches["peft"] - launches["ours"] >= saved
+
+
+LAUNCH_NOTHING = {"empty", "empty_like", "new_empty", "_unsafe_view", "lift_fresh"}
+"""Operations beside those that return a view."""
+
+
+def test_a_token_of_half_a_billion_weights_launches_fewer_than_1300_kernels(tmp_path):
+    """Layers and heads of Qwen2.5 0.5B, tiny widths, adapters on all linear layers; under DDP as alone."""
+    sizes = {"hidden_size": 112, "head_dim": 8, "num_hidden_layers": 24, "num_attention_heads": 14}
+    every = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = get_peft_model(model.__wrapped__("llama", **sizes).to(torch.bfloat16), every)
+    for weight in filter(lambda weight: weight.requires_grad, adapted.parameters()):
+        weight.data = weight.data.float()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/peers", rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(adapted)
+    finally:
+        torch.distributed.destroy_process_group()
+    rows, inputs = batch([5, 9], prompts=1, copies=2)
+    launched = []
+    for trained in (adapted, wrapped):
+        decoding = Decoding(off=False)
+        decoding.begin(Run(model=trained))
+        completed(adapted, rows, inputs, config(max_new_tokens=4), decoding)
+        (graph,) = decoding.captured._buffers.graphs.values()
+        names = [op._schema.name.removeprefix("aten::").rstrip("_") for op, *_ in graph._graph.operations]
+        launched.append([name for name in names if name not in LAUNCH_NOTHING])
+    assert launched[0] == launched[1] and len(launched[0]) < 1300
 
 
 def test_buffers_are_kept_if_they_are_small(monkeypatch):
