@@ -252,6 +252,29 @@ class FlatRow(NamedTuple):
             rows.append((Batch(*there), row))
         return rows
 
+    @classmethod
+    def of_several(
+        cls, tree: Tree, batches: Sequence[Batch], numbers: Sequence[int], device: torch.device
+    ) -> dict[int, FlatRow]:
+        """
+        Lay out one tree with rows of the batches of these numbers, and move it to the device in one copy. Return by
+        number the flat row as each batch reads it: they differ in readers, places and shape alone.
+        """
+        slots, tokens, readers, places = Targets.of(tree, batches)
+        tensors = [*tree.flat(), slots, tokens]
+        shapes = {number: (len(batches[number].ids), batches[number].ids.shape[1]) for number in numbers}
+        for number, (_, length) in shapes.items():
+            mine = places[:, 0] == number
+            tensors += [readers[mine], places[mine, 1] * (length - 1) + places[mine, 2]]
+        of_layout = [] if device.type == "cpu" else tensors_of(tree.segments)
+        ids, positions, slots, tokens, *read = on_device([*tensors, *of_layout], device)
+        layout = Layout(tree.segments, device, read[2 * len(shapes) :] or None)
+        common = ids[None], positions[None], layout, slots, tokens
+        return {
+            number: cls(*common, read[2 * index], read[2 * index + 1], shape, False, None, None)
+            for index, (number, shape) in enumerate(shapes.items())
+        }
+
     def inputs(self) -> dict[str, Any]:
         """Return what a model takes in place of `input_ids`, `attention_mask` and `labels`."""
         # Of means the model would compute one: it gets no labels, and `mean_losses` stand in for its loss behind it.
@@ -334,7 +357,7 @@ class Copied:
     row: FlatRow | None = None
 
 
-class _UnderWay(threading.local):
+class UnderWay(threading.local):
     """The forward pass of this thread: the micro-batches of a window may go through a model on several."""
 
     row: FlatRow | None = None
@@ -384,7 +407,7 @@ class SharedRows(Part):
         self._layouts: list[Layout] = []
         """Those that are known, for the backward passes that follow."""
         self._backward_follows = False
-        self._under_way = _UnderWay()
+        self._under_way = UnderWay()
         self._is_counting, self._said_drawn = True, False
 
     @property
@@ -549,11 +572,16 @@ class SharedRows(Part):
         if row is None or row.repeats != repeats:
             balances, device = self.facts_of(model).balances(inputs), inputs["input_ids"].device
             ((_, row),) = FlatRow.of_window([(batch, tree)], device, repeats=repeats, balances=balances)
+        self._begin(model, row)
+        return args, {**inputs, **row.inputs()}
+
+    def _begin(self, model: nn.Module, row: FlatRow) -> None:
+        """Note that a model computes a flat row now, and its backward pass later."""
+        way = self._under_way
         way.row, Layout.known[row.layout.number] = row, row.layout
         self._layouts.append(row.layout)
         if way.comparing is None:
             self._opened[model].enter_context(self._in_trees(model))
-        return args, {**inputs, **row.inputs()}
 
     def _before_backbone(self, backbone: nn.Module, args: tuple, inputs: dict[str, Any]):
         """Give the layout to the layers, and ask for router logits where the model was told to leave their loss out."""

@@ -17,9 +17,11 @@ from hf_hybrid.compat import trl_error
 from hf_hybrid.config import HybridConfigBase
 from hf_hybrid.leaps.probe import Losses, SequenceLosses, check_probe_set
 from hf_hybrid.machine import LeapObstacleError, mixed_precision_of, native_bf16, sharding_of
+from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Step
+from hf_hybrid.plan.of_trainer import checkpointing
 from hf_hybrid.recovery import sequences_in, split_batch
-from hf_hybrid.rows.sharing import SharedRows
+from hf_hybrid.rows.merging import MergedRows
 from hf_hybrid.rows.tree import IGNORED, Rows
 from hf_hybrid.rows.windows import quiet_metrics
 from hf_hybrid.run.fallbacks import Fallbacks
@@ -207,6 +209,12 @@ class _HeadOfTRL(ChunkedLossSwitch):
 
 # Rows that share. TRL gives a model padded rows and reads log-probabilities in their layout (rows/sharing.py).
 
+MOST_MERGED = 1.5
+"""
+Memory of merged micro-batches, as a multiple of that of the largest padded one, where no plan counts on less and a
+window can be computed again if memory runs out. Two micro-batches of pairs whose prompts are twice as long as their
+completions take 4 thirds.
+"""
 _PAIRS = ("input_ids", "attention_mask", "completion_mask")
 
 
@@ -233,8 +241,8 @@ def rows_of_pairs(batch: Mapping[str, torch.Tensor]) -> Rows:
     return ids, mask, ids.masked_fill(completion == 0, IGNORED)
 
 
-class PairRows(SharedRows):
-    """Shares the rows of preference pairs, whose micro-batches are copied to the host together."""
+class PairRows(MergedRows):
+    """Shares the rows of preference pairs, whose micro-batches are copied to the host together, and merged."""
 
     def begin_step(self, step: Step) -> None:
         pairs = [
@@ -243,6 +251,7 @@ class PairRows(SharedRows):
             if isinstance(batch, Mapping) and all(torch.is_tensor(batch.get(name)) for name in _PAIRS)
         ]
         self.copy_ahead([batch["input_ids"] for batch, _ in pairs], (rows_of_pairs(there) for _, there in pairs))
+        self.lay_out([{name: batch[name] for name in _PAIRS} for batch, _ in pairs])
 
 
 class TRLTrainerMixin(HybridTrainerMixin):
@@ -379,10 +388,26 @@ class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):  # ty: ignore[incompatible-
         finally:
             vars(args)["padding_free"] = padding_free
         self.padding_free = padding_free
+        self.rows.held = self._merged_memory
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        with self.rows.on(self.model, self.ref_model):
-            return super().compute_loss(model, inputs, *args, **kwargs)
+        with self.rows.on(self.model, self.ref_model), self.rows.micro_batch(inputs):
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+        ends_window = torch.is_grad_enabled() and self.accelerator.sync_gradients
+        return self.rows.with_what_waits(loss) if ends_window and torch.is_tensor(loss) else loss
+
+    def _merged_memory(self) -> float:
+        """Return what merged micro-batches may hold, as a multiple of the largest padded one; 0: they stay apart."""
+        args, options, kind = self.args, self.hybrid_args, type(self)
+        own = (
+            kind.training_step is not HybridTrainerMixin.training_step or kind._compute_loss != DPOTrainer._compute_loss
+        )
+        offloads = args.activation_offloading or options.offload_activations
+        if own or offloads or options.weight_precision or steps_in_backward(optimizer_name(args)):
+            return 0.0
+        repeats = self.recovery.retries and self.accelerator.num_processes == 1
+        planned = checkpointing(args) == "auto" or options.vram_budget_gib is not None
+        return MOST_MERGED if repeats and not planned else 1.0
 
     def accuracy_of_step(self) -> float | None:
         # TRL has it on the host, for its log.

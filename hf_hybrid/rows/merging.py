@@ -1,0 +1,292 @@
+"""
+One pass of a model for several micro-batches, where their losses must stay apart.
+
+A loss of preference pairs is no sum over labels. TRL computes it for each micro-batch, collects metrics there, and
+users override it. But what it reads of a model, the values of targets, may come from one pass over the rows of several
+micro-batches. So the host launches the layers once, and prefixes are shared among all of these rows:
+
+    micro-batch 1     rows of 1 and 2 -> model -> values     values of 1 -> loss -> backward, as far as the values
+    micro-batch 2                                            values of 2 -> loss -> backward, through the model
+
+- **A later micro-batch** enters the model as before. While models are open, their `forward` is a stand-in that returns
+  what the pass gave, and hooks read the values of this micro-batch from it.
+- **Gradients.** All micro-batches but the last read the values from leaves, in which autograd adds up gradients. The
+  last one reads them from [`_Joined`], whose backward pass adds those of the leaves. So the model's backward pass runs
+  once, where processes exchange gradients. If the last one does not read them, its loss gets a zero that leads there.
+- **What was laid out.** A micro-batch that the trainer, or a user's code, has changed is computed by itself. So is a
+  second pass of a micro-batch, and one with other adapters or with gradients where the first had none.
+- **Memory.** Which micro-batches are merged is decided once per window, see [`MergedRows.held`]. If memory runs out,
+  all are computed one by one from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_hybrid.part import Step
+from hf_hybrid.rows.sharing import FlatRow, SharedRows, UnderWay
+from hf_hybrid.rows.tree import Batch, Row, Tree, by_batch, join
+from hf_hybrid.rows.windows import WITHOUT_LAUNCHES
+
+
+class LaidOut(NamedTuple):
+    """A micro-batch as it was when its window began: its tensors, and on the host what a model gets of them."""
+
+    tensors: dict[str, Tensor]
+    versions: dict[str, int]
+    batch: Batch
+
+    def is_still(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether inputs hold these tensors, and nobody has written into them."""
+        return all(
+            inputs.get(name) is tensor and tensor._version == self.versions[name]
+            for name, tensor in self.tensors.items()
+        )
+
+
+class _Joined(torch.autograd.Function):
+    """Values, to whose gradients those of their leaves are added."""
+
+    @staticmethod
+    def forward(ctx: Any, leaves: Sequence[Tensor], *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.leaves = leaves
+        return tuple(of_targets.view_as(of_targets) for of_targets in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        sums = []
+        for leaf, grad in zip(ctx.leaves, grads, strict=True):
+            before, leaf.grad = leaf.grad, None
+            sums.append(before if grad is None else grad if before is None else grad + before)
+        return None, *sums
+
+
+class Pass:
+    """A pass of a model over some micro-batches of a window. `rows` are how each reads it, by its number."""
+
+    def __init__(self, rows: Mapping[int, FlatRow]):
+        self.unread, self.last = dict(rows), max(rows)
+        self.output: Any = None
+        """What the model returned, once it has."""
+        self._values: dict[str, Tensor] = {}
+        self._leaves: dict[str, Tensor] = {}
+
+    def take(self, output: Any) -> None:
+        """Take what the model returned: values of targets, `[1, targets]` each."""
+        self.output = output
+        self._values = {name: values for name, values in output.items() if values.dim() == 2}
+        self._leaves = {name: v.detach().requires_grad_() for name, v in self._values.items() if v.requires_grad}
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients may wait for the model's backward pass."""
+        return bool(self._leaves)
+
+    def values(self, number: int) -> dict[str, Tensor]:
+        """Return the values for a micro-batch, those of all targets."""
+        return {**self._values, **(self.join() if number == self.last else self._leaves)}
+
+    def join(self) -> dict[str, Tensor]:
+        """Return the values whose backward pass runs through the model."""
+        leaves, self._leaves = self._leaves, {}
+        if not leaves:
+            return {}
+        joined = _Joined.apply(tuple(leaves.values()), *(self._values[name] for name in leaves))
+        return dict(zip(leaves, joined, strict=True))
+
+
+class _UnderWay(UnderWay):
+    merged: Pass | None = None
+
+
+class MergedRows(SharedRows):
+    """
+    Shares rows, and computes several micro-batches of a window in one pass of each model. `micro_batches_saved` counts
+    those that the trained model is not entered for.
+    """
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.held: Callable[[], float] = lambda: 0.0
+        """
+        Returns the memory that the micro-batches of a pass may take, as a multiple of that of the largest padded one.
+        With 0 none are merged.
+        """
+        self._window: list[LaidOut] = []
+        self._number: int | None = None  # of the micro-batch whose loss is computed
+        self._groups: dict[nn.Module, dict[int, tuple[Tree, dict[int, FlatRow]]]] = {}  # by their first micro-batch
+        self._passes: dict[tuple, Pass] = {}
+        self._one_by_one = False
+        self._under_way = _UnderWay()
+
+    # A window.
+
+    def lay_out(self, window: Sequence[Mapping[str, Tensor]]) -> None:
+        """Note the micro-batches of a window, which were copied ahead under their `input_ids`."""
+        self._forget()
+        for tensors in window if self.may_share else ():
+            versions = {name: tensor._version for name, tensor in tensors.items()}
+            self._window.append(LaidOut(dict(tensors), versions, self._copied[tensors["input_ids"]].batch))
+
+    def end_step(self, step: Step) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._window, self._groups = [], {}
+        self._passes.clear()
+
+    def spare_memory(self) -> str | None:
+        if not self._groups or not any(self._groups.values()):
+            return None
+        self._forget()
+        self._one_by_one = True
+        return "micro-batches are computed one by one"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **({"one_by_one": True} if self._one_by_one else {})}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._one_by_one = state.get("one_by_one", False)
+        super().load_state_dict(state)
+
+    # A micro-batch.
+
+    @contextlib.contextmanager
+    def micro_batch(self, inputs: Mapping[str, Any]) -> Generator[None]:
+        """Inside, a trainer computes the loss of these inputs."""
+        number = next((number for number, laid_out in enumerate(self._window) if laid_out.is_still(inputs)), None)
+        if number is None and torch.is_tensor(ids := inputs.get("input_ids")):
+            self._copied.pop(ids, None)  # other parts of the batch are new
+        self._number = number if self._backward_follows and torch.is_grad_enabled() else None
+        try:
+            yield
+        finally:
+            self._number = None
+
+    def with_what_waits(self, loss: Tensor) -> Tensor:
+        """
+        Return the loss of the last micro-batch of a window. Its backward pass runs through all passes that wait for
+        one: those whose own last micro-batch was computed by itself.
+        """
+        for merged in self._passes.values():
+            for values in merged.join().values():
+                loss = loss + values.masked_fill(torch.ones_like(values, dtype=torch.bool), 0.0).sum().to(loss.device)
+                merged.unread.clear()
+        return loss
+
+    def _open(self, model: nn.Module) -> None:
+        before = set(self._opened)
+        super()._open(model)
+        for opened in self._opened.keys() - before:
+            self._opened[opened].enter_context(self._standing_in(opened))
+
+    @contextlib.contextmanager
+    def _standing_in(self, model: Any) -> Generator[None]:
+        """Context in which a model returns what a pass gave, if it is entered for one that ran."""
+        own, is_set = model.forward, "forward" in vars(model)
+
+        @functools.wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            merged = self._under_way.merged
+            return own(*args, **kwargs) if merged is None or merged.output is None else merged.output
+
+        model.forward = forward
+        try:
+            yield
+        finally:
+            if is_set:
+                model.forward = own
+            else:
+                del model.forward
+
+    def _before(self, model: nn.Module, args: tuple, inputs: dict[str, Any]):
+        way, number = self._under_way, self._number
+        way.merged = None if number is None or args or way.comparing else self._pass_of(model, number, inputs)
+        if way.merged is None or number is None:
+            return super()._before(model, args, inputs)
+        row = way.merged.unread.pop(number)
+        self._begin(model, row)
+        return None if way.merged.output is not None else (args, {**inputs, **row.inputs()})
+
+    def _after(self, model: nn.Module, args: tuple, output: Any):
+        way = self._under_way
+        merged, row = way.merged, way.row
+        way.merged = None
+        if merged is None or row is None or self._number is None:
+            return super()._after(model, args, output)
+        way.row = None
+        if merged.output is None:
+            merged.take(output)
+        elif merged.waits:
+            self.counts["micro_batches_saved"] += 1
+        return type(output)(**row.read(merged.values(self._number)))
+
+    # Which.
+
+    def _pass_of(self, model: nn.Module, number: int, inputs: dict[str, Any]) -> Pass | None:
+        """Return the pass that a micro-batch takes part in, if there is one, or if it is the first of several."""
+        laid_out = self._window[number].tensors
+        if any(inputs.get(name) is not laid_out[name] for name in ("input_ids", "attention_mask")):
+            return None
+        if not inputs.get("fused_lm_head") or self._obstacle(model, inputs) or self.facts_of(model).balances(inputs):
+            return None
+        key = model, model.training, torch.is_grad_enabled(), _adapters(model)
+        known = self._passes.get(key)
+        if known is not None and known.output is not None and number in known.unread:
+            return known
+        if model not in self._groups:
+            self._groups[model] = self._group(model, inputs)
+        if number not in self._groups[model]:
+            return None
+        tree, rows = self._groups[model][number]
+        self._passes[key] = Pass(rows)
+        if self._is_counting:
+            for batch in (self._window[number].batch for number in rows):
+                self._count(batch, None)
+                self.counts["tokens_padding"] += batch.ids.numel() - batch.tokens
+                self.counts["tokens_shared"] += batch.tokens
+            self.counts["tokens_shared"] -= tree.size
+        return self._passes[key]
+
+    def _group(self, model: nn.Module, inputs: dict[str, Any]) -> dict[int, tuple[Tree, dict[int, FlatRow]]]:
+        """Return which micro-batches of the window a model computes in one pass, by their first one."""
+        facts, device = self.facts_of(model), inputs["input_ids"].device
+        batches = [laid_out.batch for laid_out in self._window]
+        most = self.held() * max(batch.ids.numel() for batch in batches)
+        if len(batches) < 2 or not most or self._one_by_one:
+            return {}
+
+        def divided(rows: Sequence[Row], **options: Any) -> list[Tree]:
+            own = by_batch(rows, most, **options)
+            busy = device.type not in WITHOUT_LAUNCHES and facts.costs.keep_busy(own)
+            return own if busy else join(rows, most, **options)
+
+        plan, groups = self._plan(model, batches, divided, device, device.type == "cuda", False), {}
+        if plan.cost > self.worth * plan.padded or facts.drawn.get(model.training) != "nothing":
+            return {}
+        for tree in plan.trees:
+            numbers = sorted({row.batch for row in tree.rows})
+            if len(numbers) < 2:
+                continue
+            if not facts.has_compared(tree.longest):
+                compute = lambda part: model(**{**inputs, **part})  # noqa: E731
+                self.reason_plain = self._compare(model, tree, batches, compute, device)
+                facts.note_compared(tree.longest)
+            if self.reason_plain is not None:
+                return {}
+            groups[numbers[0]] = tree, FlatRow.of_several(tree, batches, numbers, device)
+        return groups
+
+
+def _adapters(model: nn.Module) -> tuple:
+    """Return which adapters of a model compute: the reference may be the same model without them."""
+    modules = model.modules() if hasattr(model, "peft_config") else ()
+    layer: Any = next((module for module in modules if hasattr(module, "_disable_adapters")), None)
+    return () if layer is None else (layer._disable_adapters, tuple(layer.active_adapters))

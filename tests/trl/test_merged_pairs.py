@@ -1,0 +1,296 @@
+"""Micro-batches of preference pairs are computed in one pass of each model, and training stays TRL's."""
+
+import collections
+import logging
+
+import pytest
+import torch
+from conftest import mostly_slow, weights
+
+pytest.importorskip("trl")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+from peft import LoraConfig  # noqa: E402
+from test_shared_rows import (  # noqa: E402
+    LOSSES,
+    PAIRS,
+    apart,
+    build,
+    dpo,
+    history,
+    lora,
+    lora_and_head,
+    trained_adapters,
+    with_states,
+)
+from torch.nn.attention import varlen  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback  # noqa: E402
+from trl import DPOConfig, DPOTrainer  # noqa: E402
+
+from hf_hybrid import HybridDPOConfig, HybridDPOTrainer  # noqa: E402
+from hf_hybrid.compat import checkpointing_option  # noqa: E402
+from hf_hybrid.rows import attention, costs, states  # noqa: E402
+
+WINDOW = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 3}
+"""Windows of three micro-batches. The epoch's last one has fewer: 24 pairs are four windows."""
+
+
+def entered(model):
+    """Return a list that gets the sequences of each forward pass through a model's layers."""
+    seen = []
+    model.get_decoder().register_forward_pre_hook(lambda _, args, inputs: seen.append(inputs), with_kwargs=True)
+    return seen
+
+
+def both(folder, theirs=DPOTrainer, ours=HybridDPOTrainer, **options):
+    """Train with TRL and with this package. Return both trainers."""
+    trained = []
+    for trainer, config in ((theirs, DPOConfig), (ours, HybridDPOConfig)):
+        made = {name: value() if callable(value) else value for name, value in {**WINDOW, **options}.items()}
+        trained.append(dpo(trainer, config, folder / trainer.__name__, **made))
+        trained[-1].train()
+    return trained
+
+
+def assert_same(plain, merged, *, saved=True):
+    """Weights and all that is logged are TRL's, and micro-batches were merged, or were not."""
+    assert apart(weights(plain.model), weights(merged.model)) < 1e-6
+    for theirs, ours in zip(history(plain), history(merged), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    assert merged.hybrid_summary()["plain_rows_because"] is None
+    assert bool(merged.hybrid_summary()["micro_batches_saved"]) is saved
+
+
+CASES = {
+    "reference": {},
+    "adapters": {"peft_config": lora, "reference": None},
+    "adapters and head": {"peft_config": lora_and_head, "reference": None},
+    "adapters trained before": {"model": trained_adapters, "reference": None},
+    "adapters and reference": {"peft_config": lora},
+    "reference beforehand": {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 4, "ld_alpha": 0.5},
+    "reference that follows": {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5},
+    "every loss": {"loss_type": LOSSES, "label_smoothing": 0.1, "learning_rate": 0.01},
+    "weighted": {"use_weighting": True, "f_divergence_type": "js_divergence", "max_grad_norm": 0.1},
+    "nothing recomputed": {checkpointing_option(): False},
+    "states": {"model": lambda: with_states("bamba"), "reference": lambda: with_states("bamba", 0.9)},
+    "evaluation": {"eval_dataset": PAIRS.select(range(4)), "eval_strategy": "steps", "eval_steps": 1},
+    "an epoch": {"max_steps": -1, "num_train_epochs": 1, "per_device_train_batch_size": 5},
+}
+
+
+@pytest.mark.parametrize("case", mostly_slow(CASES, ["adapters", "every loss", "nothing recomputed", "an epoch"]))
+def test_training_is_that_of_trl(case, tmp_path, monkeypatch):
+    monkeypatch.setattr(states, "LEAST", 4)
+    assert_same(*both(tmp_path, **CASES[case]))
+
+
+def test_each_model_is_entered_once_for_a_window(tmp_path):
+    """Where two micro-batches fit into one and a half of the largest padded one, not where they do not."""
+    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **{**WINDOW, "gradient_accumulation_steps": 2})
+    policy, reference = entered(trainer.model), entered(trainer.ref_model)
+    trainer.train()
+    # Before that they are compared, in both ways, and it is found in two passes what they draw.
+    assert (len(policy), len(reference)) == (4 + 3, 4 + 3)
+    assert trainer.hybrid_summary()["micro_batches_saved"] == 3
+    trainer.rows.held = lambda: 1.0
+    policy.clear()
+    trainer.train()
+    assert len(policy) == 2 + 2 * 3 and trainer.hybrid_summary()["micro_batches_saved"] == 0
+
+
+# The user's code.
+
+
+def changing(base, which):
+    """A trainer whose loss changes the tokens of some micro-batches of a window."""
+
+    class Changing(base):
+        count = 0
+
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            if self.model.training:
+                if self.count % 3 in which:
+                    inputs = {**inputs, "completion_mask": inputs["completion_mask"].clone()}
+                    inputs["completion_mask"][:, -3:] = 0
+                self.count += 1
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    return Changing
+
+
+@pytest.mark.parametrize("which", [(0,), (1,), (2,), (0, 1, 2)])
+def test_a_micro_batch_that_was_changed_is_computed_by_itself(which, tmp_path):
+    """Also the last one, in whose backward pass the others would have reached the model."""
+    plain, merged = both(tmp_path, changing(DPOTrainer, which), changing(HybridDPOTrainer, which))
+    assert apart(weights(plain.model), weights(merged.model)) < 1e-6
+    assert plain.state.log_history[0]["grad_norm"] == pytest.approx(merged.state.log_history[0]["grad_norm"], rel=1e-5)
+
+
+def regularised(base):
+    """A trainer that enters the policy again: with gradients, and without."""
+
+    class Regularised(base):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+            given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+            given |= {"labels": labels, "fused_lm_head": True, "use_cache": False}
+            with torch.no_grad():
+                before = self.model(**given).log_probs
+            return loss + 0.01 * (model(**given).log_probs - 2 * before).square().mean()
+
+    return Regularised
+
+
+@pytest.mark.parametrize("adapters", [{}, {"peft_config": lora, "reference": None}], ids=["reference", "adapters"])
+def test_a_model_that_is_entered_again_computes_again(adapters, tmp_path):
+    plain, merged = both(tmp_path, regularised(DPOTrainer), regularised(HybridDPOTrainer), **adapters)
+    assert_same(plain, merged)
+
+
+class OwnStep(HybridDPOTrainer):
+    def training_step(self, *args, **kwargs):
+        return super().training_step(*args, **kwargs)
+
+
+def test_trainers_with_a_step_of_their_own_merge_nothing(tmp_path):
+    plain, merged = both(tmp_path, ours=OwnStep)
+    assert_same(plain, merged, saved=False)
+
+
+# Memory.
+
+
+def test_micro_batches_that_do_not_fit_together_are_computed_one_by_one(tmp_path, caplog):
+    (plain,) = [dpo(DPOTrainer, DPOConfig, tmp_path / "trl", **WINDOW)]
+    plain.train()
+    merged = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **WINDOW)
+    sizes = []
+
+    def limit(layer, args):
+        if torch.is_grad_enabled() and merged.model.training:
+            sizes.append(args[0].shape[1])
+            if merged.state.global_step == 1 and sizes[-1] > 60:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    merged.model.get_decoder().layers[1].register_forward_pre_hook(limit)
+    with caplog.at_level(logging.WARNING):
+        merged.train()
+    assert_same(plain, merged)
+    assert "micro-batches are computed one by one from here on" in caplog.text and max(sizes) > 60
+    assert [event["action"] for event in merged.hybrid_summary()["out_of_memory"]] == [
+        "micro-batches are computed one by one"
+    ]
+    assert max(sizes[-3:]) <= 60 and merged.rows.state_dict()["one_by_one"]
+
+
+# Launches.
+
+VIEWS = set(
+    "view _unsafe_view t transpose permute expand slice select unsqueeze squeeze detach as_strided alias split "
+    "split_with_sizes unbind unsafe_split empty empty_like new_empty empty_strided new_empty_strided _reshape_alias "
+    "reshape lift_fresh unflatten _local_scalar_dense".split()
+)
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that would launch a kernel on a GPU; those on lists of tensors launch one for 48 of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[1]
+        if name.rstrip("_") not in VIEWS:
+            self.ops[name] += -(-len(next(iter(args))) // 48) if name.startswith("_foreach") else 1
+        return func(*args, **(kwargs or {}))
+
+
+class Counting(TrainerCallback):
+    """Counts in the second step."""
+
+    def __init__(self, launches):
+        self.launches = launches
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self.launches.__enter__()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            self.launches.__exit__(None, None, None)
+
+
+@torch.library.custom_op("hf_hybrid_tests::varlen", mutates_args=())
+def _one_call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return query.clone()
+
+
+@torch.library.custom_op("hf_hybrid_tests::varlen_backward", mutates_args=())
+def _one_call_back(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return grad.clone(), torch.zeros_like(key), torch.zeros_like(value)
+
+
+_one_call.register_autograd(
+    lambda ctx, grad: _one_call_back(grad.contiguous(), *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def test_an_even_step_of_1b_launches_half_as_much(tmp_path, monkeypatch):
+    """Layers and heads of Llama 3.2 1B, tiny widths, attention in one call: 6,708 before micro-batches were merged."""
+    monkeypatch.setattr(
+        varlen, "varlen_attn", lambda query, key, value, *others, **options: _one_call(query, key, value)
+    )
+    monkeypatch.setattr(attention, "MOST_KEYS_IN_FLOAT32", 0)
+    made = attention.Layout.__init__
+
+    def on_flash(layout, segments, device, tensors=None):
+        made(layout, segments, device, attention.tensors_of(segments) if tensors is None else tensors)
+        layout.on_flash = True
+
+    monkeypatch.setattr(attention.Layout, "__init__", on_flash)
+    config = LlamaConfig(
+        hidden_size=64, head_dim=8, intermediate_size=64, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=61, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    words = "w2 w3 w4 w5 w6 w7 w8 w9 w10 w11"
+    last = " ".join(reversed(words.split()))
+    rows = [{"prompt": f"w{n + 12} {words} {words[3:]} ", "chosen": words, "rejected": last} for n in range(16)]
+    monkeypatch.setattr("test_shared_rows.PAIRS", type(PAIRS).from_list(rows))
+    adapters = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = dpo(
+        HybridDPOTrainer, HybridDPOConfig, tmp_path, model=model, reference=None, peft_config=adapters, bf16=True,
+        gradient_accumulation_steps=2, max_steps=2, optim="adamw_torch_fused", learning_rate=1e-6, logging_steps=10,
+        enable_predict=True, **{checkpointing_option(): False},
+    )  # fmt: skip
+    monkeypatch.setattr(trainer.rows, "_compare", lambda *args, **options: None)  # the stand-in computes something else
+    launches = Launches()
+    trainer.add_callback(Counting(launches))
+    trainer.train()
+    assert trainer.hybrid_summary()["micro_batches_saved"] == 2
+    assert sum(launches.ops.values()) <= 3800
+
+
+def test_micro_batches_that_keep_a_gpu_busy_stay_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(costs, "BUSY", 0.0)
+    monkeypatch.setattr("hf_hybrid.rows.merging.WITHOUT_LAUNCHES", ())
+    merged = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **WINDOW)
+    merged.train()
+    assert merged.hybrid_summary()["micro_batches_saved"] == 0 and merged.hybrid_summary()["tokens_shared"] > 0
+
+
+def test_a_resumed_run_ends_at_the_same_bits(tmp_path):
+    options = {**WINDOW, "model": None, "save_strategy": "steps", "save_steps": 1}
+    whole = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **options)
+    whole.train()
+    resumed = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path / "resumed", **{**options, "model": build("llama", 5)})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert apart(weights(whole.model), weights(resumed.model)) == 0.0
+    counts = [trainer.hybrid_summary() for trainer in (whole, resumed)]
+    assert len({summary["micro_batches_saved"] for summary in counts}) == 1
