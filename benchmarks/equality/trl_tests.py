@@ -2,14 +2,15 @@
 TRL's own tests of its trainers, with the package's in their place. Which tests does that lose?
 
     git clone https://github.com/huggingface/trl CHECKOUT          # as near to the installed version as there is
-    python -m benchmarks.equality.trl_tests CHECKOUT               # GRPO, RLOO, DPO, SFT; half an hour
+    python -m benchmarks.equality.trl_tests CHECKOUT               # GRPO, RLOO, DPO, SFT, reward, KTO; half an hour
     python -m benchmarks.equality.trl_tests CHECKOUT grpo rloo -k loss_type
 
 The tests run twice: with TRL's trainers and with ours, which replace those in the module `trl` before a test module is
-imported. No hub is asked: the tiny models and the data that the tests name are made here, in a
-folder of the same name below the working directory, where `from_pretrained` and `load_dataset` look first. The models
-have random weights and a tokenizer that was trained on this project's documents; chat templates are those that TRL
-installs. Tests of models or data that are not made here fail in both runs alike.
+imported. TRL is the installed one: of the checkout only `tests/` is used, in a copy beside which there is no `trl`. For
+reward models and KTO ours are TRL's with the mixin. No hub is asked: the tiny models and the data that the tests name
+are made here, in a folder of the same name below the working directory, where `from_pretrained` and `load_dataset` look
+first. The models have random weights and a tokenizer that was trained on this project's documents; chat templates are
+those that TRL installs. Tests of models or data that are not made here fail in both runs alike.
 
 Printed is how many tests pass in each run, and each test that passes with TRL's trainer and not with ours, with its
 error. The exit status is 1 if a test is lost.
@@ -23,6 +24,7 @@ import argparse
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,7 +34,9 @@ from typing import Any
 
 ARM = "HYBRID_TRL_TESTS_ARM"
 ARMS = ("TRL's", "ours")
-NAMES = {"grpo": "GRPO", "rloo": "RLOO", "dpo": "DPO", "sft": "SFT"}
+NAMES = {"grpo": "GRPO", "rloo": "RLOO", "dpo": "DPO", "sft": "SFT", "reward": "Reward", "kto": "KTO"}
+MIXED = ("Reward", "KTO")
+"""Those without a trainer in the package: the mixin makes one of TRL's."""
 TOP = Path(__file__).resolve().parents[2]
 OWNER = "trl-internal-testing"
 
@@ -43,6 +47,7 @@ def pytest_configure(config) -> None:
     import trl.import_utils  # noqa: F401
 
     import hf_hybrid
+    from hf_hybrid.trainer import HybridTrainerMixin
 
     def absent(name: str):
         """Tests of another version may ask for packages that the installed one does not know."""
@@ -66,6 +71,10 @@ def pytest_configure(config) -> None:
     if os.environ.get(ARM) != "ours":
         return
     for name in NAMES.values():
+        if name in MIXED:
+            theirs = getattr(trl, f"{name}Trainer")
+            setattr(trl, f"{name}Trainer", type(f"Hybrid{name}Trainer", (HybridTrainerMixin, theirs), {}))
+            continue
         for kind in ("Trainer", "Config"):
             setattr(trl, f"{name}{kind}", getattr(hf_hybrid, f"Hybrid{name}{kind}"))
 
@@ -186,12 +195,12 @@ def make_data(folder: Path) -> None:
 # The runs.
 
 
-def outcomes(checkout: Path, arm: str, files: list[str], more: list[str], work: Path) -> dict[str, str | None]:
-    """Run the tests. Returns the error of each by its name; `None` if it passed. Skipped tests are left out."""
+def outcomes(arm: str, files: list[str], more: list[str], work: Path) -> dict[str, str | None]:
+    """Run tests of `work/tests`. Returns the error of each by its name, `None` if it passed; none of skipped tests."""
     report = work / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", __spec__.name, "-p", "no:cacheprovider"]
-    command += ["--rootdir", str(checkout), f"--junitxml={report}", *(str(checkout / "tests" / name) for name in files)]
-    places = [str(TOP), str(checkout), os.environ.get("PYTHONPATH", "")]
+    command += ["--rootdir", str(work), f"--junitxml={report}", *(str(work / "tests" / name) for name in files)]
+    places = [str(TOP), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, ARM: arm, "PYTHONPATH": os.pathsep.join(filter(None, places)), "HF_HUB_OFFLINE": "1"}
     environment["HF_HOME"] = str(work / "hf")
     done = subprocess.run([*command, *more], cwd=work, env=environment, capture_output=True, text=True)
@@ -220,9 +229,10 @@ def main() -> int:
         parser.error(f"`{checkout}` has no tests/{missing[0]}")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
+        shutil.copytree(checkout / "tests", work / "tests")
         make_models(work / OWNER)
         make_data(work / OWNER / "zen")
-        found = {arm: outcomes(checkout, arm, files, more, work) for arm in ARMS}
+        found = {arm: outcomes(arm, files, more, work) for arm in ARMS}
     passed = {arm: {name for name, error in of.items() if error is None} for arm, of in found.items()}
     for arm, of in passed.items():
         print(f"{arm}: {len(of)} of {len(found[arm])} pass", flush=True)
