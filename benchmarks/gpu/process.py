@@ -21,6 +21,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from argparse import Namespace
@@ -72,7 +73,8 @@ def _answer(there: Connection, work: Callable[[], dict[str, Any]], limit: float)
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     faulthandler.enable(sys.__stderr__)
-    faulthandler.dump_traceback_later(max(0.1, limit - LAST_WORDS), file=sys.__stderr__)
+    last_words = min(max(0.1, limit - LAST_WORDS), threading.TIMEOUT_MAX)
+    faulthandler.dump_traceback_later(last_words, file=sys.__stderr__)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             answer = work()

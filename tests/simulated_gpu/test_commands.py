@@ -91,6 +91,16 @@ def test_the_planning_benchmark_measures_the_allocator(run, tmp_path):
     assert rows["8bit"]["reference_bytes"] < 0.6 * rows["adamw"]["reference_bytes"]
 
 
+def test_the_gpu_benchmark_asks_the_device_in_processes_of_their_own(run, tmp_path):
+    results = tmp_path / "results.jsonl"
+    words = ("--shape", "tiny", "--tokens", "640", "--steps", "1", "--arms", "stream")
+    run("benchmarks.gpu", "--results", str(results), "stream", *words)
+    host, row = (json.loads(line) for line in results.read_text().splitlines())
+    assert host["benchmark"] == "host" and host["launches_per_second"] > 0
+    assert "error" not in row and row["reserved_gib"] > 0
+    assert host["hardware"] == row["hardware"] and "Simulated GPU" in row["hardware"]
+
+
 def test_plan_measures_a_step_and_the_run_says_how_long_it_takes(run, tmp_path):
     model, data, plan, home = (str(tmp_path / name) for name in ("model", "data.txt", "plan.yaml", "home"))
     tiny_model(num_hidden_layers=10).save_pretrained(model)
