@@ -343,7 +343,8 @@ def pair_losses(trainer, rows):
 def test_probed_preference_losses_are_those_of_the_paper(tmp_path):
     trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, model=llama(seed=1))
     evaluate = trainer.sequence_losses(trainer)
-    rows = [trainer.train_dataset[index] for index in range(5)]
+    rows = [trainer.train_dataset[index] for index in range(4)]
+    rows.append({**rows[0], "chosen_ids": rows[0]["rejected_ids"], "rejected_ids": rows[0]["chosen_ids"]})
     batch = trainer.data_collator(rows)
     losses, expected = evaluate(batch), pair_losses(trainer, rows)
     found = losses.values
