@@ -53,7 +53,7 @@ ENDS = (1, 2)
 """Ids that end a completion. `Trainer` warns of others than the tokenizer's, 1."""
 CONTINUOUS: dict[str, Any] = {"use_transformers_continuous_batching": True}
 if DEVICE == "cpu":  # where it would take half of the host's memory
-    CONTINUOUS["transformers_continuous_batching_config"] = {"max_memory_percent": 0.01}
+    CONTINUOUS["transformers_continuous_batching_config"] = {"max_memory_percent": 0.01, "max_batch_tokens": 256}
 ARMS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "trl": (GRPOTrainer, GRPOConfig, {}),
     "trl_static": (GRPOTrainer, GRPOConfig, {"cache_implementation": "static"}),
