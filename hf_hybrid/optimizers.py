@@ -73,6 +73,21 @@ def inner_optimizer(optimizer: Any) -> Any:
     return optimizer_layers(optimizer)[-1]
 
 
+def skips_on_device(optimizer: Any) -> bool:
+    """
+    Whether a tensor `found_inf` that is 1 makes an optimizer leave out a step: weights, states and the number of steps
+    stay. torch's gradient scaler knows it of all fused optimizers. That of SGD begins its momentum with such a step.
+    """
+    if not isinstance(optimizer, AcceleratedOptimizer):
+        return False  # a wrapper of the user's may do anything
+    inner: Any = optimizer.optimizer
+    return (
+        type(inner) in (torch.optim.Adam, torch.optim.AdamW)
+        and all(group["fused"] for group in inner.param_groups)
+        and not (inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks)
+    )
+
+
 def users_optimizer(optimizer: Any) -> Any:
     """Return the optimizer as `optim` or the user made it. A wrapper of the user's may do anything, so it stays."""
     layers = optimizer_layers(optimizer)

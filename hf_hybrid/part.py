@@ -19,7 +19,7 @@ The hooks, each with the parts that implement it:
 | `before_forward`, `after_backward` | around each micro-batch | shared rows, phase memory, adapters |
 | `before_update` | gradients are clipped; the monitor may withhold the update | monitor, rate, leaps, planner |
 | `after_update` | the optimizer has stepped | leaps |
-| `end_step` | the step is over | monitor, rate, planner, shared rows, rollouts, recovery, the guard |
+| `end_step` | the step is over | rate, planner, shared rows, rollouts, recovery, the guard |
 | `react` | the monitor found something, or a leap is undone | monitor, rate, leaps, planner |
 | `decide` | last in a step: what the next one will be | leaps, planner |
 | `log` | an entry of the log is written | rate, leaps, forecast, planner |
@@ -92,7 +92,7 @@ class Step:
         accuracy (`float`, *optional*): Share of the preference pairs that are ranked right, where such are trained on.
         leap (`Leap`, *optional*): The one that can still be undone.
         withheld (`bool`): Whether the optimizer does not step, because the gradients cannot be used.
-        verdict (`Verdict`, *optional*): Of the divergence monitor, from its `end_step` on.
+        verdict (`Verdict`, *optional*): Of the divergence monitor on the loss, if the gradients are used.
         counts (`bool`): Whether this is a real step whose gradients were used; known after `before_update`.
         asks_save (`bool`): Whether a part asks for a checkpoint after this step.
     """
@@ -136,6 +136,12 @@ class Part:
 
     name: str = ""
     run: Run  # of parts whose `begin` keeps it
+    needs_numbers = True
+    """
+    Whether `before_update`, `after_update`, `end_step` or `decide` of this part read the loss or norm of the step, or
+    what became of it. If no part does, the host reads them in the next step, and the device never waits for it: then
+    the monitor's `before_update` and what reacts to it are called in the next step, before the log, or before a save.
+    """
 
     @property
     def failed(self) -> Sequence[str]:

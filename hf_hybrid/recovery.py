@@ -61,6 +61,7 @@ _MESSAGES = (
     "defaultcpuallocator: can't allocate memory",
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",
+    "previous error during capture",  # of a graph, where the allocator gave blocks back to the device
 )
 
 
@@ -129,6 +130,7 @@ class MemoryGuard(Part):
     """
 
     name = "memory_guard"
+    needs_numbers = False
 
     def __init__(self, probe: MemoryProbe | None, *, warn_at: float = 0.90, checkpoint_at: float = 0.97):
         self.probe = probe
@@ -276,6 +278,7 @@ class OutOfMemoryRecovery(Part):
     """
 
     name = "out_of_memory"
+    needs_numbers = False
 
     def __init__(self, trainer: RecoveringTrainer):
         self.trainer, self.blocks = trainer, trainer.blocks_of_rows

@@ -22,7 +22,7 @@ exchange gradients in the last backward pass of a window.
 **Is it the same?** The gradient is, up to rounding: about 1e-6 in fp32. Three things guard it. What is known not to
 work is not tried ([`obstacle_in_model`], and `reason_not_shared` in windows.py). The first batch of every model is
 computed in both ways and compared (comparison.py); so is the first batch with rows longer than the model's sliding
-window. And a layer that asks for an attention that a tree does not have raises an error in that comparison. After a
+window. Before a model is trained on trees, a backward pass of few tokens is tried. And a layer that asks for an attention that a tree does not have raises an error in that comparison. After a
 mismatch the padded rows are computed, and the log says why.
 
 **Dropout.** In padded rows each copy of a prefix has random numbers of its own, so that it cannot be computed once. But
@@ -62,7 +62,7 @@ from hf_hybrid.rows.attention import (
     tensors_of,
     tree_attention,
 )
-from hf_hybrid.rows.comparison import TOLERANCES, Observed, difference, sample
+from hf_hybrid.rows.comparison import TOLERANCES, Observed, difference, loss_of, sample, two_rows
 from hf_hybrid.rows.costs import WORTH, Costs, share_saved
 from hf_hybrid.rows.experts import OPTION, Router, router_losses
 from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_numbers
@@ -158,6 +158,8 @@ class ModelFacts:
     """That of [`Tree`]."""
     compared: int = 0
     """Tokens of the longest row that was compared."""
+    ran_backward: bool = False
+    """Whether the backward pass of a tree has run."""
     drawn: dict[bool, Drawn] = field(default_factory=dict)
     """Random numbers of a forward pass, in training and out of it, once they are known."""
 
@@ -182,9 +184,13 @@ class ModelFacts:
         """Whether the model adds a router's loss for these inputs."""
         return self.router is not None and self.router.has_loss(inputs)
 
-    def has_compared(self, longest: int) -> bool:
-        """Whether rows of this length have been compared, as far as windows of attention go."""
-        return self.compared > 0 and (self.compared > self.window or longest <= self.window)
+    def has_compared(self, longest: int, *, trains: bool) -> bool:
+        """
+        Whether rows of this length have been compared, as far as windows of attention go, and a backward pass has run,
+        where the model `trains`.
+        """
+        known = self.compared > 0 and (self.compared > self.window or longest <= self.window)
+        return known and (self.ran_backward or not trains)
 
     def note_compared(self, longest: int) -> None:
         self.compared = max(self.compared, longest)
@@ -380,6 +386,7 @@ class SharedRows(Part):
     """
 
     name = "shared_rows"
+    needs_numbers = False
     in_every_pass = True
     """Whether the trainer opens [`around`] for every micro-batch, not only for those that were laid out."""
 
@@ -393,6 +400,8 @@ class SharedRows(Part):
     ):
         self.off, self.reason_plain, self.half_precision = off, reason_plain, half_precision
         self.may_compare, self.compiles = may_compare, compiles
+        self.may_run_backward = True
+        """Whether a model can run a backward pass beside those of the training."""
         self.worth = float("inf") if compiles else WORTH
         """Rows are exchanged for trees that cost less than this share of them; compiled layers get no other shape."""
         self.fallbacks = Fallbacks("Rows are computed padded, each for itself (`share_rows`)")
@@ -748,13 +757,18 @@ class SharedRows(Part):
         if not plan.trees or (plan.cost > self.worth * plan.padded and batch.micro_batches is None):
             return None
         (tree,) = plan.trees
-        if not facts.has_compared(tree.longest):
+        if not facts.has_compared(tree.longest, trains=self._trains(model)):
             if not self.may_compare:
                 self.fallbacks.cannot_be_exact("no batch of its kind was compared yet")
                 return None
             self.reason_plain = self._compare(model, tree, [batch], lambda part: model(**{**inputs, **part}), device)
             facts.note_compared(tree.longest)
         return tree if self.reason_plain is None else None
+
+    def _trains(self, model: nn.Module) -> bool:
+        """Whether a backward pass follows, before which one may be tried."""
+        trains = self.may_run_backward and model.training and torch.is_grad_enabled()
+        return trains and any(parameter.requires_grad for parameter in model.parameters())
 
     def _compare(
         self,
@@ -768,7 +782,13 @@ class SharedRows(Part):
         Compute some rows in both ways (comparison.py), and return why the results are not the same. `compute` takes
         `input_ids`, `attention_mask` and `labels`, and returns a loss or what holds one.
         """
-        facts, rows, trains = self.facts_of(model), Tree.of(sample(tree)), model.training
+        facts, rows, trains, runs_backward = (
+            self.facts_of(model),
+            Tree.of(sample(tree)),
+            model.training,
+            self._trains(model),
+        )
+        doing = "the model does not take a tree"
         half_precision = self.half_precision or model.dtype in (torch.float16, torch.bfloat16)
         observe, saved = functools.partial(self._observe, model, compute, device), share_saved(rows)
         try:
@@ -778,15 +798,19 @@ class SharedRows(Part):
                 if reason is None and trains and facts.drawn.get(True, "nothing") != "nothing":
                     model.train()
                     observe("tree", *padded(Tree.of(rows.rows, shares=False), batches))
+                if reason is None and runs_backward and not facts.ran_backward:
+                    model.eval()
+                    doing = "the backward pass of a tree does not run"
+                    self._run_backward(model, observe, *two_rows(rows.rows[0], batches[0].divisors is not None))
         except CannotAttendError as error:
             self.fallbacks.cannot_be_exact(str(error))
             return str(error)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            if getattr(facts.base, "_supports_attention_backend", False):
+            if getattr(facts.base, "_supports_attention_backend", False) or "backward" in doing:
                 cost = f"About {saved:.0%} of the tokens of the first batch, and its padding, are not saved."
-                return self.fallbacks.did_not_work(error, "the model does not take a tree", cost=cost)
+                return self.fallbacks.did_not_work(error, doing, cost=cost)
             reason = f"the attention of `{type(facts.base).__name__}` is its own, not one of transformers' interface"
             self.fallbacks.cannot_be_exact(reason)
             return reason
@@ -795,6 +819,26 @@ class SharedRows(Part):
                 reason, advice=f"About {saved:.0%} of its tokens, and padding, are not saved."
             )
         return reason
+
+    def _run_backward(self, model: nn.Module, observe: Callable[..., Observed], batch: Batch, tree: Tree) -> None:
+        """Compute the gradient of the embeddings of a tree, and nothing else: no weight gets one."""
+        facts, embedded = self.facts_of(model), []
+
+        def cut(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+            embedded.append(output.detach().requires_grad_())
+            return embedded[0].clone()  # some models scale it in place
+
+        hook = facts.base.get_input_embeddings().register_forward_hook(cut)
+        try:
+            with torch.enable_grad(), self._in_trees(model):
+                observed = observe("tree", batch, tree)
+                loss = loss_of(observed.result)
+                loss = observed.hidden.float().mean() if loss is None else loss
+                if embedded and loss.requires_grad:
+                    torch.autograd.grad(loss, embedded[0], allow_unused=True)
+        finally:
+            hook.remove()
+        facts.ran_backward = True
 
     def _observe(
         self, model: nn.Module, compute: Callable, device: torch.device, how: str, batch: Batch, tree: Tree

@@ -99,6 +99,7 @@ class DivergenceMonitor(Part):
     """
 
     name = "monitor"
+    needs_numbers = False  # the device can decide as it does
     ACTIONS = (Action.NONE, Action.SHORTEN, Action.FORCE_FULL, Action.FORCE_FULL)
     """By level, where no leap can be rolled back."""
     MIN_HISTORY, HISTORY = 20, 64
@@ -134,20 +135,27 @@ class DivergenceMonitor(Part):
         self.run = run
 
     def before_update(self, step: RealStep) -> None:
-        verdict = self.judge_gradients(step.loss, step.gradient_norm, leap_open=step.leap is not None)
-        if step.phase is Phase.WARMUP and math.isfinite(step.loss) and math.isfinite(step.gradient_norm):
-            return
-        if verdict.action is not Action.NONE:
+        leap_open, in_warmup = step.leap is not None, step.phase is Phase.WARMUP
+        verdict = self.judge_gradients(step.loss, step.gradient_norm, leap_open=leap_open)
+        is_finite = math.isfinite(step.loss) and math.isfinite(step.gradient_norm)
+        if verdict.action is not Action.NONE and not (in_warmup and is_finite):
             step.withheld = True
             self.run.record.skipped_batches += 1
-            self.run.react(verdict)
+            self.run.react(verdict, step)
+            return
+        forecast = None if step.leap is None else step.leap.forecast
+        verdict = self.judge_step(step.loss, step.gradient_norm, predicted_loss=forecast, leap_open=leap_open)
+        step.verdict = NORMAL if in_warmup else verdict
 
-    def end_step(self, step: Step) -> None:
-        step.verdict = NORMAL
-        if step.counts and step.loss is not None and step.gradient_norm is not None:
-            forecast, leap_open = None if step.leap is None else step.leap.forecast, step.leap is not None
-            verdict = self.judge_step(step.loss, step.gradient_norm, predicted_loss=forecast, leap_open=leap_open)
-            step.verdict = NORMAL if step.phase is Phase.WARMUP else verdict
+    def withheld(self, step: Step, numbers: torch.Tensor) -> torch.Tensor:
+        """
+        Decide on the device what `before_update` will find on the host: 1 if the gradients of a step without leaps are
+        withheld, else 0. `numbers` are those of [`numbers_of`].
+        """
+        loss, norm, is_known = numbers
+        most = math.inf if step.phase is Phase.WARMUP else self.highest_norm
+        bad = loss.isfinite().logical_and_(norm <= most).logical_not_().logical_and_(is_known)
+        return norm.isfinite().logical_not_().logical_or_(bad).float()
 
     def react(self, step: Step, verdict: Verdict) -> None:
         """Write the verdict down, and raise an error if training cannot go on."""
@@ -181,13 +189,20 @@ class DivergenceMonitor(Part):
                 return Verdict(Level.CRITICAL, reason, Action.ROLL_BACK if leap_open else Action.RESET_PREDICTOR)
             return Verdict(Level.CRITICAL, reason, Action.SKIP_BATCH)
         self.bad_steps = 0
-        if len(self.norms) >= self.MIN_HISTORY:
-            ratio = norm / max(statistics.median(self.norms), 1e-12)
-            if ratio > 10 * self.EXPLODING:
-                action = Action.ROLL_BACK if leap_open else Action.SKIP_BATCH
-                return Verdict(Level.CRITICAL, f"gradient norm {norm:.3g} is {ratio:.0f} times its median", action)
+        if norm > self.highest_norm:
+            action, ratio = Action.ROLL_BACK if leap_open else Action.SKIP_BATCH, norm / self._usual_norm
+            return Verdict(Level.CRITICAL, f"gradient norm {norm:.3g} is {ratio:.0f} times its median", action)
         self.norms.append(norm)
         return NORMAL
+
+    @property
+    def highest_norm(self) -> float:
+        """Gradient norm above which gradients are not used."""
+        return 10 * self.EXPLODING * self._usual_norm if len(self.norms) >= self.MIN_HISTORY else math.inf
+
+    @property
+    def _usual_norm(self) -> float:
+        return max(statistics.median(self.norms), 1e-12)
 
     def judge_step(self, loss: float, norm: float, *, predicted_loss: float | None, leap_open: bool) -> Verdict:
         """Judge after a real step with finite numbers. `predicted_loss` is the forecast of its loss, if any."""
@@ -249,7 +264,7 @@ class DivergenceMonitor(Part):
     def _norm(self, norm: float) -> tuple[Level, str]:
         if len(self.norms) < self.MIN_HISTORY:
             return Level.NORMAL, ""
-        ratio = norm / max(statistics.median(self.norms), 1e-12)
+        ratio = norm / self._usual_norm
         if ratio > self.EXPLODING:
             return Level.WARNING, f"gradient norm {norm:.3g} is {ratio:.0f} times its median"
         if ratio < self.VANISHING:
@@ -319,40 +334,35 @@ def robust_trend(values: list[float]) -> tuple[float, float]:
 # The numbers of a step.
 
 
-def loss_and_norm(step: Step, norm: Any, accelerator: Accelerator) -> tuple[float | None, float]:
+def numbers_of(step: Step, norm: Any, accelerator: Accelerator) -> torch.Tensor:
     """
-    Return loss and gradient norm of a step. The loss is the mean over all processes, `None` if no token has a label.
+    Return loss and gradient norm of a step, and whether it has a loss (0 or 1), on its device: [3] in fp64.
 
-    The host waits once for the device, and once more if the loss is not finite.
+    The loss is the mean over all processes. Where it is not finite, micro-batches without a label count as zero: they
+    gave 0 / 0. If no token has a label, there is none.
     """
-    several = accelerator.num_processes > 1
-
-    def mean(numbers: torch.Tensor) -> torch.Tensor:
-        return accelerator.reduce(numbers, reduction="mean") if several else numbers
-
     losses = torch.stack(step.losses)
-    total = mean(losses.sum())
-    if type(norm) is torch.Tensor and norm.device == total.device:  # FSDP2 has another class
-        loss, norm = torch.stack([total.double(), norm.double()]).tolist()
-    else:
-        loss, norm = total.item(), float(norm)
-    if math.isfinite(loss):
-        return loss, norm
-    labelled = _labelled(step).to(losses.device)  # all processes come here, or none
-    total = torch.stack([losses.where(labelled, 0).sum(), labelled.sum().to(losses.dtype)])
-    loss, count = mean(total).tolist()
-    return loss if count else None, norm
+    labelled = _labelled(step, losses.device)
+    sums = torch.stack([losses.sum(), losses.where(labelled, 0).sum(), labelled.sum().to(losses.dtype)])
+    if accelerator.num_processes > 1:
+        sums = accelerator.reduce(sums, reduction="mean")
+    loss, of_labelled, count = sums.double()
+    if type(norm) is not torch.Tensor or norm.device != losses.device:  # of streamed layers, and FSDP2's own class
+        norm = torch.full_like(loss, float(norm))
+    is_finite = loss.isfinite()
+    return torch.stack([loss.where(is_finite, of_labelled), norm.double(), is_finite.logical_or(count).double()])
 
 
-def _labelled(step: Step) -> torch.Tensor:
-    """Return which micro-batches of a step have labels, as far as that is known. The others gave 0 / 0."""
-    all_labelled = torch.ones(len(step.losses), dtype=torch.bool)
+def _labelled(step: Step, device: torch.device) -> torch.Tensor:
+    """Return which micro-batches of a step have labels, as far as that is known."""
+    all_labelled = torch.ones(len(step.losses), dtype=torch.bool, device=device)
     if step.items is not None:
-        return all_labelled & torch.as_tensor(step.items).bool().any().cpu()
+        return all_labelled & torch.as_tensor(step.items).to(device, non_blocking=True).bool().any()
     labels = [batch["labels"] for batch in step.batches if isinstance(batch, Mapping) and "labels" in batch]
     if len(labels) != len(step.losses) or not all(map(torch.is_tensor, labels)):
         return all_labelled
-    return torch.stack([label[..., label.dim() > 1 :].ne(-100).any().cpu() for label in labels])
+    found = [label[..., label.dim() > 1 :].ne(-100).any() for label in labels]
+    return torch.stack([any_label.to(device, non_blocking=True) for any_label in found])
 
 
 def overflowed(gradient_norm: float, scaler: Any) -> bool:

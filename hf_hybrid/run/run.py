@@ -30,6 +30,7 @@ import torch
 from accelerate import PartialState, skip_first_batches
 from accelerate.utils import reduce
 
+from hf_hybrid.machine import Look
 from hf_hybrid.part import Part, Phase, RealStep, Step, check_parts, listening, name_of
 from hf_hybrid.run.epochs import (
     RandomGenerator,
@@ -39,7 +40,7 @@ from hf_hybrid.run.epochs import (
     with_tensors,
     without_tensors,
 )
-from hf_hybrid.run.monitor import Action, Verdict
+from hf_hybrid.run.monitor import Action, DivergenceMonitor, Verdict
 from hf_hybrid.run.rate import RateScale
 from hf_hybrid.run.record import HOST_IS_LIMIT, RunRecord, Speed
 from hf_hybrid.run.weights import TrainedWeights
@@ -108,6 +109,8 @@ class Run:
         self.logged, self.trained = LoggedSteps(), LoggedSteps()
         self.step = Step(0)
         """The one under way; an empty one between steps."""
+        self._unread: tuple[Step, Look] | None = None
+        """The last step whose gradients were computed, and its numbers on their way to the host."""
         self.has_phases = self.warmup is not None
         """Whether training goes in phases, with leaps or without."""
         self.phase: Phase | None = None
@@ -134,6 +137,10 @@ class Run:
         hooks = [name for name, value in vars(Part).items() if callable(value) and not name.startswith("_")]
         self._hooks = {hook: listening(self.parts, hook) for hook in hooks}
         self._with_state = [(name_of(part), part) for part in self.parts if listening([part], "state_dict")]
+        at_once = [part for part in self.parts if part.needs_numbers]
+        hooks = ("before_update", "after_update", "end_step", "decide")
+        self.can_read_later = not any(listening(at_once, hook) for hook in hooks)
+        """Whether nobody needs loss and norm of a step before the next one."""
 
     def replace(self, part: Part, others: Sequence[Part]) -> None:
         """Put other parts in the place of one, and begin them."""
@@ -225,7 +232,11 @@ class Run:
         `Trainer`, but nothing can be learnt from it: the parts are not shown it. `accuracy` is the share of the step's
         preference pairs that the model ranks right, if it trains on such.
         """
-        step = cast("RealStep", self.step)
+        self.step.accuracy = accuracy
+        return self._show(self.step, loss, gradient_norm)
+
+    def _show(self, some_step: Step, loss: float | None, gradient_norm: float) -> bool:
+        step = cast("RealStep", some_step)
         if loss is None:
             if not self._warned_of_no_label:
                 logger.warning(
@@ -237,20 +248,58 @@ class Run:
             self._warned_of_no_label = True
             step.withheld = not math.isfinite(gradient_norm)
             return not step.withheld
-        step.loss, step.gradient_norm, step.accuracy = loss, gradient_norm, accuracy
+        step.loss, step.gradient_norm = loss, gradient_norm
         for method in self._hooks["before_update"]:
             method(step)
         step.counts = not step.withheld
         return step.counts
+
+    def read_later(self, numbers: torch.Tensor, accuracy: float | None = None) -> None:
+        """
+        Show the parts the real step later ([`settle`]): its `numbers` ([`~hf_hybrid.run.monitor.numbers_of`]) are on
+        the device, which decides on the optimizer's step by itself. Only where [`can_read_later`].
+        """
+        self.step.accuracy, self._unread = accuracy, (self.step, Look(numbers))
+        monitor = cast("DivergenceMonitor", self.part(DivergenceMonitor))
+        self.optimizer.found_inf = monitor.withheld(self.step, numbers)
+
+    def forget_decision(self) -> None:
+        """The optimizer has stepped or not, as the device decided; nothing of that stays in it."""
+        if self.optimizer is not None:
+            vars(self.optimizer).pop("found_inf", None)
+
+    def settle(self) -> None:
+        """
+        Do for the last step what was put off until its numbers are on the host. By now the device has the next step to
+        compute; in front of a save or at the end it has not, and the host waits. May raise `TrainingDivergedError`.
+        """
+        if self._unread is None or self._unread[0] is self.step:
+            return
+        (step, numbers), self._unread = self._unread, None
+        loss, norm, is_known = numbers.read()
+        self._show(step, loss if is_known else None, norm)
+        self._follow(step)
+
+    def _follow(self, step: Step) -> None:
+        """Do what follows from loss and norm of a step that is over."""
+        if step.phase is None:
+            return
+        if step.counts:
+            self.last_loss = step.loss
+        if step.verdict is not None and step.verdict.action is not Action.NONE:
+            self.react(step.verdict, step)
+        real, finite = step.phase is not Phase.PREDICT, step.loss is None or math.isfinite(step.loss)
+        for steps in (self.logged, self.trained):
+            steps.count(real=real, finite=real and finite)
 
     def after_update(self, learning_rates: list[float]) -> None:
         """Tell the parts of a step of the optimizer with these learning rates (one per parameter group)."""
         for method in self._hooks["after_update"]:
             method(self.step, learning_rates)
 
-    def react(self, verdict: Verdict) -> None:
+    def react(self, verdict: Verdict, step: Step) -> None:
         """Carry out the action of a verdict. The monitor writes it down, and raises an error if it is the last one."""
-        self.call("react", self.step, verdict)
+        self.call("react", step, verdict)
 
     def end_step(self) -> Step:
         """Close the step, and let the parts decide what comes next. Return the step that ended."""
@@ -261,22 +310,17 @@ class Run:
             method(step)
         phase = step.phase
         if phase is not None:
-            if step.counts:
-                self.last_loss = step.loss
             # Not before the step ends: a checkpoint inside it is resumed at its beginning.
             record = self.record
             record.steps_by_phase[phase.value] += 1
             record.backward_passes += len(step.losses)
             record.backward_passes_avoided += step.skipped
-            if step.verdict is not None and step.verdict.action is not Action.NONE:
-                self.react(step.verdict)
+        if self._unread is None:
+            self._follow(step)
         for method in self._hooks["decide"]:
             method(step)
         if phase is not None:
             self.record.seconds_by_phase[phase.value] += time.perf_counter() - self._began_at
-            real, finite = phase is not Phase.PREDICT, step.loss is None or math.isfinite(step.loss)
-            for steps in (self.logged, self.trained):
-                steps.count(real=real, finite=real and finite)
         speed, now = self.speed, time.perf_counter()
         if speed.clock is not None:
             speed.seconds, speed.clock = speed.seconds + now - speed.clock, now

@@ -132,12 +132,34 @@ def rows_of_completions(batch: Batch) -> Rows:
     )
 
 
+ON_HOST = "on_host/"
+"""What keys of a micro-batch begin with whose tensors are on the host: the same as those without, row by row."""
+READ = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages")
+"""What a plan reads of a micro-batch."""
+
+
+def on_host(batches: list[Batch]) -> list[Batch]:
+    """Return what a plan reads of micro-batches, on the host: as they hold it there, or else copied in one transfer."""
+    if all(ON_HOST + READ[0] in batch for batch in batches):
+        return [{name: batch[ON_HOST + name] for name in READ if ON_HOST + name in batch} for batch in batches]
+    there = [{name: batch[name] for name in READ if name in batch} for batch in batches]
+    tensors = [tensor for batch in there for tensor in batch.values()]
+    flat = torch.cat([tensor.double().flatten() for tensor in tensors]).cpu()
+    parts = iter(flat.split([tensor.numel() for tensor in tensors]))
+    return [{name: next(parts).view(t.shape).to(t.dtype) for name, t in batch.items()} for batch in there]
+
+
+def without_twins(batch: Batch) -> Batch:
+    """Return a micro-batch without what it holds on the host."""
+    return {name: value for name, value in batch.items() if not name.startswith(ON_HOST)}
+
+
 def rebin(batches: list[Batch], rows: Tensor, count: int, mean: Mean) -> list[Batch]:
     """
     Put rows of several micro-batches into `count` others, at most one per row, each with the weight that it had.
 
     `batches` are of one generation batch and have equally many rows. `rows` has the indices of those to keep, counted
-    through all micro-batches, shape [rows].
+    through all micro-batches, shape [rows], where the tensors are.
     """
     size = len(batches[0]["advantages"])
     tokens_before = torch.stack([tokens_in_loss(batch).sum().clamp(min=1) for batch in batches])
@@ -173,6 +195,8 @@ class ExactSkips:
     def __init__(self, mean: Mean, counts: Callable[[Batch], Tensor], agree: Callable[[int], int]):
         self.mean, self.counts, self.agree = mean, counts, agree
         self._planned: deque[Batch | None] = deque()
+        self.on_host: list[Batch] = []
+        """On the host, what was read of the micro-batches that were [`planned`] last."""
         self._reached: set[torch.nn.Parameter] = set()
 
     def begin_window(self) -> None:
@@ -196,12 +220,11 @@ class ExactSkips:
         get gradients. With `leave_out` rows that do not count are left out, with `by_prompt` rows of the same prompt
         are put together.
         """
-        on_device = torch.cat([self.counts(batch) for batch in batches]).long()
-        columns = on_device.unsqueeze(1)
-        if by_prompt:
-            columns = torch.cat([columns, torch.cat([batch["prompt_ids"] for batch in batches])], dim=1)
-        columns = columns.cpu()  # the host waits for the device, once
-        counts = columns[:, 0].bool() if leave_out else torch.ones(len(columns), dtype=torch.bool)
+        here, device = on_host(batches), batches[0]["advantages"].device
+        batches = [without_twins(batch) for batch in batches]
+        counts = torch.cat([self.counts(batch) for batch in here])
+        if not leave_out:
+            counts = torch.ones_like(counts)
         total, size = len(counts), len(counts) // len(batches)
         at_least = 1 if ends_window and (processes > 1 or not self._reached) else 0
         needed = max(self.agree(int(counts.sum())), at_least)
@@ -209,11 +232,13 @@ class ExactSkips:
         if needed < total or by_prompt:
             rows = torch.argsort(counts.logical_not().int(), stable=True)[:needed].sort().values
             if by_prompt:
-                _, prompt_of_row = columns[:, 1:].unique(dim=0, return_inverse=True)
+                prompts = torch.cat([batch["prompt_ids"] for batch in here])
+                _, prompt_of_row = prompts.unique(dim=0, return_inverse=True)
                 rows = rows[prompt_of_row[rows].argsort(stable=True)]
-            rows, count = rows.to(on_device.device, non_blocking=True), -(-needed // size)
-            planned = [None] * (len(batches) - count) + (rebin(batches, rows, count, self.mean) if count else [])
-        self._planned = deque(planned)
+            count, places = -(-needed // size), rows.to(device, non_blocking=True)
+            planned = [None] * (len(batches) - count) + (rebin(batches, places, count, self.mean) if count else [])
+            here = rebin(here, rows, count, self.mean) if count else []
+        self._planned, self.on_host = deque(planned), here
         avoided = planned.count(None)
         return {"rows": total, "rows_skipped": total - needed, "backward_passes_avoided_exactly": avoided}
 
@@ -242,7 +267,20 @@ class Sampled:
     prompts: list[Any]
     completion_ids: list[list[int]]
     completions: list[Any]
+    prompt_ids: list[list[int]]
+    is_whole: bool = True
+    """Whether the loss reads all tokens of the completions, which hold none of tools."""
     extra: dict[str, Any] = field(default_factory=dict)
+
+    def padded(self, prompt: int, completion: int) -> Batch:
+        """Return tokens (0: padding) and masks in the layout of TRL, in which prompts and completions are so wide."""
+        made: Batch = {}
+        for name, rows, width in (("prompt", self.prompt_ids, prompt), ("completion", self.completion_ids, completion)):
+            ids, mask = made[f"{name}_ids"], made[f"{name}_mask"] = torch.zeros(2, len(rows), width, dtype=torch.long)
+            for place, row in enumerate(rows):
+                columns = slice(width - len(row), None) if name == "prompt" else slice(len(row))
+                ids[place, columns], mask[place, columns] = torch.tensor(row, dtype=torch.long), 1
+        return made
 
     def extend(self, inputs: list[dict[str, Any]]) -> None:
         """Add the fields of a `rollout_func` to the rows of the dataset, as TRL does before it asks for rewards."""

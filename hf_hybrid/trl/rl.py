@@ -21,7 +21,7 @@ from transformers import ProcessorMixin
 
 from hf_hybrid.arguments import HybridArguments, as_declared, check_range, option
 from hf_hybrid.compat import trl_error
-from hf_hybrid.machine import sharding_of
+from hf_hybrid.machine import Look, sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
 from hf_hybrid.recovery import is_out_of_memory
@@ -33,6 +33,7 @@ from hf_hybrid.saving.state import OWN
 from hf_hybrid.trl.decoding import Decoding, indices, why_plain_model
 from hf_hybrid.trl.groups import (
     MEAN_OF_LOSS,
+    ON_HOST,
     Batch,
     ExactSkips,
     Mean,
@@ -43,6 +44,7 @@ from hf_hybrid.trl.groups import (
     rows_that_count,
     tokens_in_loss,
     total_rewards,
+    without_twins,
 )
 from hf_hybrid.trl.sft_dpo import TRLConfigBase, TRLTrainerMixin, config_for, options_of_rows
 
@@ -182,7 +184,7 @@ class Rollouts(Part):
         generates = trainer._step % (trainer.per_generation * trainer.num_iterations) == 0
         return {
             "step": trainer._step,
-            "batches": [] if generates else [dict(batch) for batch in trainer.generated],
+            "batches": [] if generates else [without_twins(batch) for batch in trainer.generated],
             "metrics": {name: list(values) for name, values in trainer._metrics["train"].items()},
         }
 
@@ -391,8 +393,9 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     # Rewards and advantages.
 
     _scoring: Scoring | None = None
-    _rewards: Tensor
-    """Of all processes, on the host, shape [rows, functions]."""
+    _sampled_last: Sampled | None = None
+    _rewards: Look
+    """Of all processes, shape [rows, functions]."""
 
     def _sampled(self, prompts: list[Any], output: tuple) -> Sampled:
         """Return what is needed of the tuple that TRL's `_generate` returns."""
@@ -421,13 +424,14 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         if scoring is not None and scoring.rewards is not None:
             return scoring.rewards
         rewards = super()._calculate_rewards(*args, **kwargs)
-        self._rewards = rewards.cpu()
+        self._rewards = Look(rewards)  # TRL waits for some of them before anybody reads these
         return rewards
 
     def _generate(self, prompts):
         output = super()._generate(prompts)
+        self._sampled_last = self._sampled(prompts, output)
         if self._scoring is not None:
-            self._scoring.sampled = self._sampled(prompts, output)
+            self._scoring.sampled = self._sampled_last
         return output
 
     def _generate_and_score_completions(self, inputs):
@@ -446,8 +450,29 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         if (chosen := self.decoding.chosen) is not None and self._turns == 1 and "old_logps" not in batch:
             padding = batch["completion_ids"].shape[1] - chosen.shape[1]
             batch[OF_SAMPLER] = torch.nn.functional.pad(chosen.log(), (0, padding))
+        self._zero_advantages(batch)
+        if own and (self.rollouts.leaves_out or self.rollouts.by_prompt) and self.model.training:
+            batch |= self._on_host(batch)
+        return batch
+
+    def _on_host(self, batch: Batch) -> Batch:
+        """
+        Return what a plan reads of a generation batch as TRL had it on the host, before it is shuffled; nothing where
+        TRL masks tokens on the device.
+        """
+        sampled, advantages = self._sampled_last, batch["advantages"]
+        if sampled is None or not sampled.is_whole or self.mask_truncated_completions or advantages.dim() > 1:
+            return {}
+        logged: Any = self._logs["advantages"]  # of all processes
+        ours = self._own_rows(torch.tensor([*logged][-len(advantages) * self.accelerator.num_processes :]))
+        widths = (batch[name].shape[1] for name in ("prompt_ids", "completion_ids"))
+        here = {**sampled.padded(*widths), "advantages": ours}
+        return {ON_HOST + name: tensor for name, tensor in here.items()}
+
+    def _zero_advantages(self, batch: Batch) -> None:
+        """Set the advantages of rows to zero whose group was rewarded alike, also where TRL logs them."""
         if (alike := self._rewarded_alike()) is None:
-            return batch
+            return
         advantages, own = batch["advantages"], self._own_rows(alike)
         batch["advantages"] = advantages.masked_fill(own.to(advantages.device, non_blocking=True), 0.0)
         logged: Any = self._logs["advantages"]  # of all processes, on the host
@@ -456,7 +481,6 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             self.rollouts.counts["rows_of_rounding"] += int(theirs[own].ne(0).sum())
         for place, zero in zip(range(-1, -len(logged) - 1, -1), reversed(alike.tolist())):
             logged[place] = 0.0 if zero else logged[place]
-        return batch
 
     def _old_rows(self, attention_mask: Tensor, kept: int) -> list[int] | None:
         """
@@ -509,11 +533,10 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     """How often the model completed rows of this generation batch."""
     _in_loss: Batch | None = None
     """The micro-batch whose loss is computed."""
-    _distance: Tensor | None = None
-    """
-    How far log-probabilities of the sampler are from those of training since the last log, on the device: the sum of
-    the means of micro-batches, how many there were, and the largest.
-    """
+    _distance: Look | None = None
+    """How far log-probabilities of the sampler are from those of training in the last micro-batch: mean and largest."""
+    _distances = (0.0, 0, 0.0)
+    """Of those before it since the last log: the sum of their means, how many they are, and the largest."""
 
     def _compare_with_sampler(self, inputs: Batch, log_probs: Tensor) -> None:
         """
@@ -527,8 +550,13 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             log_probs, mask = old, mask & old.ne(0)  # zero: a row without advantage, for which it was not computed
         distance = (log_probs - of_sampler).abs().masked_fill(~mask, 0.0)
         mean, largest = distance.sum() / mask.sum().clamp(min=1), distance.max()
-        before = torch.zeros(3, device=distance.device) if self._distance is None else self._distance
-        self._distance = torch.stack([before[0] + mean, before[1] + 1, before[2].maximum(largest)])
+        self._read_distance()  # TRL has waited for metrics that were computed after it
+        self._distance = Look(torch.stack([mean, largest]))
+
+    def _read_distance(self) -> None:
+        if self._distance is not None:
+            (means, count, most), (mean, largest) = self._distances, self._distance.read()
+            self._distance, self._distances = None, (means + mean, count + 1, max(most, largest))
 
     def _agree(self, count: int) -> int:
         if self.accelerator.num_processes == 1:
@@ -581,7 +609,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             return inputs
         if not rollouts.skips.is_planned:
             planned = rollouts.plan()
-            self.rows.copy_ahead([batch["completion_ids"] for batch in planned], map(rows_of_completions, planned))
+            here = rollouts.skips.on_host
+            self.rows.copy_ahead([batch["completion_ids"] for batch in planned], map(rows_of_completions, here))
         return rollouts.skips.next()
 
     def _compute_loss(self, model, inputs):
@@ -595,10 +624,14 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             self._in_loss = None
 
     def log(self, logs, *args, **kwargs):
-        if "loss" in logs and self._distance is not None:
-            means, count, largest = self.accelerator.gather(self._distance).view(-1, 3).T.tolist()
+        self._read_distance()
+        if "loss" in logs and self._distances[1]:
+            ours = torch.tensor([self._distances])
+            if self.accelerator.num_processes > 1:
+                ours = self.accelerator.gather(ours.to(self.args.device))
+            means, count, largest = ours.T.tolist()
             logs |= {SAMPLER + "mean": sum(means) / sum(count), SAMPLER + "max": max(largest)}
-            self._distance = None
+            self._distances = type(self)._distances
         left_out = self.rollouts.leaves_out and self._buffered_inputs and not self._metrics["train"].get("entropy")
         if left_out and "loss" in logs and self.model.training:
             # Every row since the last entry was left out, and callbacks count on TRL's metrics of tokens. Its loss
@@ -647,13 +680,13 @@ class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):  # ty: ignore[incompa
         return MEAN_OF_LOSS.get(self.loss_type, "items")
 
     def _sampled(self, prompts: list[Any], output: tuple) -> Sampled:
-        _, completion_ids, _, completions, _, extra, *_ = output
-        return Sampled(prompts, completion_ids, completions, extra)
+        prompt_ids, completion_ids, tool_mask, completions, _, extra, *_ = output
+        return Sampled(prompts, completion_ids, completions, prompt_ids, tool_mask is None, extra)
 
     def _total_rewards(self) -> Tensor | None:
         if self.multi_objective_aggregation != "sum_then_normalize":
             return None  # the batch has a part in each advantage
-        return total_rewards(self._rewards, self.reward_weights)
+        return total_rewards(torch.tensor(self._rewards.read()), self.reward_weights)
 
     def _why_every_row(self) -> RowsStay | None:
         if self.beta != 0.0:
@@ -687,13 +720,13 @@ class HybridRLOOTrainer(RolloutTrainerMixin, RLOOTrainer):  # ty: ignore[incompa
     _mean: Mean = "rows"
 
     def _sampled(self, prompts: list[Any], output: tuple) -> Sampled:
-        _, completion_ids, completions = output
-        return Sampled(prompts, completion_ids, completions)
+        prompt_ids, completion_ids, completions = output
+        return Sampled(prompts, completion_ids, completions, prompt_ids)
 
     def _total_rewards(self) -> Tensor | None:
         if self.beta != 0.0 or self.normalize_advantages:
             return None  # the distance from the reference, or the batch, has a part in each advantage
-        total, limits = total_rewards(self._rewards, self.reward_weights), self.reward_clip_range
+        total, limits = total_rewards(torch.tensor(self._rewards.read()), self.reward_weights), self.reward_clip_range
         return total.clamp(*limits) if limits else total
 
     def __init__(self, model, reward_funcs, *positional, **kwargs):

@@ -20,7 +20,9 @@ class RealDevice:
     HostMode = contextlib.nullcontext
 
     def __init__(self):
-        self.found = SimpleNamespace(**{name: Counter() for name in ("stops", "stop_sites", "races", "conversions")})
+        self.found = SimpleNamespace(
+            **{name: Counter() for name in ("stops", "stop_sites", "looks", "races", "conversions")}
+        )
 
     def install(self) -> None:
         """Nothing: the device is there."""

@@ -166,7 +166,8 @@ class Steps(TrainerCallback):
         self.busy = [True]
 
     def _now(self) -> tuple[Counter, str]:
-        return Counter(self.simulator.found.stops), repr(self.trainer.hybrid_summary()["leaps"])
+        leaps = [leap.summary() for leap in self.trainer.run.record.leaps]  # a whole summary would wait
+        return Counter(self.simulator.found.stops), repr(leaps)
 
     def on_step_end(self, args, state, control, **kwargs):
         self.marks.append(self._now())
@@ -1190,10 +1191,33 @@ def nothing_to_save(place: Place, *, lora: bool = False, **options) -> dict[str,
 SCENARIOS["nothing_to_save"] = Scenario(
     partial(nothing_to_save, share_rows="on", enable_predict=False), keeps_model=True, stops=0
 )
-# The divergence monitor reads loss and gradient norm together: it may withhold the optimizer's step.
+# The divergence monitor looks at loss and gradient norm in the next step.
 SCENARIOS["nothing_to_save_monitored"] = Scenario(
-    partial(nothing_to_save, lora=True, enable_predict=True), keeps_model=True, stops=1
+    partial(nothing_to_save, lora=True, enable_predict=True), keeps_model=True, stops=0
 )
+# Without its filter of losses Trainer does not wait either, but at the first step and the last.
+SCENARIOS["nothing_to_save_unfiltered"] = Scenario(
+    partial(
+        nothing_to_save, lora=True, enable_predict=True, logging_nan_inf_filter=False, logging_strategy="no",
+        max_steps=6,
+    ),
+    keeps_model=True, stops=0,
+)  # fmt: skip
+
+
+@scenario(keeps_model=True, stops=0)
+def withheld(place: Place) -> dict[str, Tensor]:
+    """The device leaves out the updates of two steps, one with a gradient of NaN and one with an infinite one."""
+    made = adapted(model())
+    factors = iter([1.0, math.nan, 1.0, math.inf, 1.0, 1.0])
+    last = [parameter for parameter in made.parameters() if parameter.requires_grad][-1]
+    last.register_hook(lambda gradient: gradient * next(factors))
+    trainer = trainer_of(place, made, rows(), gradient_accumulation_steps=1, max_steps=6, enable_predict=True)
+    with place.counted(trainer):
+        trainer.train()
+    place.facts |= told_by(trainer)
+    place.facts["withheld"] = [event["step"] for event in trainer.hybrid_summary()["divergence_events"]]
+    return weights_of(trainer)
 
 
 @scenario(keeps_model=True, tolerance=2e-3, stops=200)  # the twin's own
@@ -1215,17 +1239,15 @@ def rows_in_one_call(place: Place) -> dict[str, Tensor]:
     return found
 
 
-@scenario(keeps_model=True, tolerance=1e-5)
-def dpo(place: Place) -> dict[str, Tensor]:
-    """TRL's preference optimisation with a reference model, with leaps."""
+def dpo(place: Place, **options) -> dict[str, Tensor]:
+    """TRL's preference optimisation with a reference model."""
     import datasets
 
     from hf_hybrid import HybridDPOConfig, HybridDPOTrainer
 
     pairs = [{"prompt": f"Say {n}.", "chosen": f" It is {n}.", "rejected": " No."} for n in range(32)]
     options = {
-        **A_LEAP, **ALONG_GRADIENTS, "bf16": False, "max_length": 32, "learning_rate": 1e-3, "probe_budget": 1.0,
-        "gradient_accumulation_steps": 1,
+        "bf16": False, "max_length": 32, "learning_rate": 1e-3, "gradient_accumulation_steps": 1, **options,
     }  # fmt: skip
     made, reference = (model(layers=2, vocab_size=320) for _ in range(2))
     trainer = HybridDPOTrainer(
@@ -1236,6 +1258,14 @@ def dpo(place: Place) -> dict[str, Tensor]:
         trainer.train()
     place.facts |= told_by(trainer)
     return weights_of(trainer)
+
+
+SCENARIOS["dpo"] = Scenario(
+    partial(dpo, **A_LEAP, **ALONG_GRADIENTS, probe_budget=1.0), keeps_model=True, tolerance=1e-5
+)
+SCENARIOS["dpo_without_leaps"] = Scenario(
+    partial(dpo, enable_predict=True, gradient_accumulation_steps=2), keeps_model=True, tolerance=1e-5, stops=0
+)
 
 
 def grpo(place: Place, ends: int = 60, **options) -> dict[str, Tensor]:
@@ -1287,13 +1317,13 @@ def _drawn_on_host(place: Place) -> Iterator[None]:
         yield
 
 
-ROLLED = {"keeps_model": True, "tolerance": 1e-5, "stops": 5}
-"""The host waits once for the completions."""
+ROLLED = {"keeps_model": True, "tolerance": 1e-5, "stops": 1}
+"""The host waits once for the completions, as TRL does, and not in the update."""
 SCENARIOS["grpo"] = Scenario(grpo, **ROLLED)
-SCENARIOS["grpo_long"] = Scenario(partial(grpo, max_completion_length=40, ends=20), **{**ROLLED, "stops": 9})
+SCENARIOS["grpo_long"] = Scenario(partial(grpo, max_completion_length=40, ends=20), **{**ROLLED, "stops": 5})
 """Of up to 40 tokens: once more for every eight."""
 SCENARIOS["grpo_more"] = Scenario(partial(grpo, gradient_accumulation_steps=6), **ROLLED)
-SCENARIOS["grpo_rewards_first"] = Scenario(partial(grpo, steps_per_generation=4), **{**ROLLED, "stops": 8})
+SCENARIOS["grpo_rewards_first"] = Scenario(partial(grpo, steps_per_generation=4), **{**ROLLED, "stops": 5})
 """Log-probabilities are computed in micro-batches, each of which is copied to the host."""
 
 
@@ -1458,6 +1488,7 @@ def run(name: str, where: str, simulator: Any, folder: Path) -> dict[str, Any]:
         "facts": place.facts,
         "races": dict(simulator.found.races),
         "stop_sites": dict(simulator.found.stop_sites),
+        "looks": dict(simulator.found.looks),
         "conversions": dict(simulator.found.conversions),
         "entered": sorted(marks.entered),
         "known": sorted(marks.known),
