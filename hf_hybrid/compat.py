@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NEWEST_TESTED = {"torch": (2, 13), "transformers": (5, 24), "trl": (1, 16), "peft": (0, 21)}
+NEWEST_TESTED = {"torch": (2, 15), "transformers": (5, 24), "trl": (1, 16), "peft": (0, 21)}
 """The newest version of each that the tests of the savings ran with: `.ci/versions`, docs/support.md."""
 
 
@@ -131,6 +131,14 @@ def cache_name() -> str:
 
 CACHES = ("cache", "past_key_values", "past_key_value", "layer_past", "cache_params")
 """Names of the cache in the arguments of a layer. 5.24: `cache`; until then one of the others, by the model."""
+
+
+@functools.cache
+def packs_heads() -> bool:
+    """Whether a token attends without copies of keys and values for each head that reads them. 5.23: `pack_gqa`."""
+    from transformers.integrations import sdpa_attention
+
+    return hasattr(sdpa_attention, "pack_gqa")
 
 
 def layers_that_keep_nothing() -> tuple[type, ...]:

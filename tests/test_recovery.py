@@ -675,6 +675,8 @@ def test_random_states_come_back():
         (RuntimeError("CUDA error: out of memory"), True),
         (RuntimeError("out of memory (2)"), True),  # what `torch.cuda.check_error` raises
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture"), True),
+        (torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing"), False),
         (RuntimeError("CUDA error: device-side assert triggered"), False),
         (ValueError("out of memory"), False),
         (KeyError("labels"), False),

@@ -12,13 +12,17 @@ the same kernels on the same memory, so whatever changes from token to token mus
     states           of layers with a state along the row, [rows, ...]: each pass overwrites them
     token, position  [rows, 1], and `place` []: written before each replay
 
-`length` is a multiple of [`BLOCK`]. When it is full, the buffers grow and the pass is captured again. Ended rows stay
-where they are and get padding. When at most half of the rows go on, these move to the front of the buffers, and a
-graph of half as many rows takes over. To capture a pass is to compute it too, so states are put back after that.
+`length` is a multiple of [`BLOCK`]. Small buffers ([`SHARE_KEPT`]) have room for the longest completion at once. A
+graph works on the first of their rows and columns. Where these columns are full, a graph of twice as many takes over.
+Larger buffers grow then, and the pass is captured again. Ended rows stay where they are and get padding. When at most
+half of the rows go on, these move to the front of the buffers. A graph of half as many rows takes over, if it is there,
+is of use later or is worth it ([`WORTH_A_CAPTURE`]). To capture a pass is to compute it too, so states are put back.
 
-The model, the logits processors and the stopping criteria are those of transformers, and the model makes its masks as
-for a `StaticCache`. Adapters compute with fewer kernels than in PEFT (phase_memory/adapters.py), from copies that are
-brought up to date before each generation. Tokens are drawn outside of the graph.
+The model and the logits processors are those of transformers, and the model makes its masks as for a `StaticCache`.
+These become numbers once, not in each layer ([`numbers_of`]). Heads that read the same keys are computed together
+([`packing`]). A table says which tokens end a row. Adapters compute with fewer kernels than in PEFT
+(phase_memory/adapters.py), from copies that are brought up to date before each generation. Tokens are drawn outside of
+the graph.
 
 The host never waits for the token that it has just drawn. What a row gets (its token, or padding), whether it has ended
 and after how many tokens are tensors on the device. Every [`EVERY`] tokens the host orders a copy of three numbers,
@@ -27,13 +31,14 @@ and the random generator is set to its state after the last one that counts: its
 long. `torch.multinomial` would make the host wait twice per token, because it checks its probabilities there;
 [`drawn`] draws the same tokens from the same random numbers, and the check is one of the three numbers.
 
-Graphs and buffers stay for the next generation if they are small ([`SHARE_KEPT`]); capturing costs as much as a few
-tokens. A graph reads the weights where they were when it was captured, and knows nothing of Python: so it is used again
-only if every weight is at the same place and the adapters are the same ([`_identity`]).
+Small buffers and their graphs stay for the next generation: to capture costs as much as tens of tokens. A graph reads
+the weights where they were when it was captured, and knows nothing of Python: so it is used again only if every weight
+is at the same place and the adapters are the same ([`_identity`]).
 
 A pass that reads a value on the host, or brings one from there, cannot be captured. The pass that warms up is watched
-for this ([`HostReads`]), and TRL's `generate` is called instead. Without a device that has graphs the pass is called
-again for each token, with everything else as above: that is how the tests run it.
+for this ([`HostReads`]), and TRL's `generate` is called instead. So it is after an error in a capture, and for the rest
+of the run. Without a device that has graphs the pass is called again for each token, with everything else as above:
+that is how the tests run it.
 """
 
 from __future__ import annotations
@@ -48,10 +53,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from transformers import (
+    AttentionInterface,
     Cache,
     EosTokenCriteria,
     GenerationConfig,
@@ -59,10 +65,12 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.cache_utils import LinearAttentionLayer, StaticLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_hybrid.compat import cache_name
+from hf_hybrid.compat import cache_name, packs_heads
 from hf_hybrid.machine import Look, device_memory
 from hf_hybrid.recovery import is_out_of_memory
+from hf_hybrid.rows.attention import attention
 
 if TYPE_CHECKING:
     from hf_hybrid.phase_memory.adapters import AdapterProducts
@@ -124,6 +132,25 @@ def why_not_captured(model: Any) -> str | None:
     if quantizer is not None and not quantizer.is_compileable:
         return f"`{type(quantizer).__name__}` does not say that its layers can be captured"
     return None
+
+
+def packing(model: Any) -> contextlib.AbstractContextManager[None]:
+    """Context in which heads of a model that read the same keys are rows of one product, whatever transformers does."""
+    text = model.config.get_text_config(decoder=True)
+    if packs_heads() or text._attn_implementation != "sdpa":
+        return contextlib.nullcontext()
+    AttentionInterface.register("hf_hybrid_packed", attend)
+    return attention(text, "hf_hybrid_packed")
+
+
+def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
+    """Attend for one token of each row by `scaled_dot_product_attention`; arguments and result of transformers."""
+    if attention_mask is None or attention_mask.shape[1] > 1 or options.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    rows, heads, _, size = query.shape
+    packed, dropout = query.reshape(rows, key.shape[1], -1, size), options.get("dropout", 0.0)
+    output = scaled_dot_product_attention(packed, key, value, attention_mask, dropout, scale=options.get("scaling"))
+    return output.reshape(rows, 1, heads, -1), None
 
 
 # Layers with a state.
@@ -296,10 +323,10 @@ class CapturedPass:
 
 def give_back(device: torch.device, pool: Any) -> None:
     """
-    Undo what an error in a capture leaves behind. Until torch 2.13 all memory goes on to come from its `pool`, and the
-    random generator draws nothing more.
+    Undo what an error in a capture leaves behind. Torch 2.11 goes on to take all memory from its `pool`, and its random
+    generator draws nothing more.
     """
-    with contextlib.suppress(RuntimeError):  # where torch has ended it by itself
+    with contextlib.suppress(RuntimeError):  # later ones have ended it by themselves
         torch._C._cuda_endAllocateToPool(device.index, pool)
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())
@@ -358,10 +385,6 @@ class Buffers:
     def states(self) -> list[Tensor]:
         """Those of layers with a state, each [rows, ...]."""
         return list(itertools.chain(*map(states_of, self.with_state)))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(states.nbytes for states in itertools.chain(*self.layers, self.states))
 
     def fill(self, prefilled: Prefilled, inputs: dict[str, Any]) -> None:
         """Write the prompts of all rows, the first of the buffers."""
@@ -446,22 +469,24 @@ class Buffers:
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
         seen, hidden = (torch.full((), number, dtype=dtype, device=self.device) for number in (0.0, -torch.inf))
 
-        def added(mask: Any) -> Any:
-            """As numbers to add: `scaled_dot_product_attention` makes these of booleans anew in each layer."""
-            is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 4
-            return torch.where(mask, seen, hidden) if is_mask else mask
-
         def compute() -> Tensor:
             # Under autocast weights are cast within the pass: a copy from outside would be old at the next replay.
             torch.clear_autocast_cache()
             prepared = model.prepare_inputs_for_generation(token, next_sequence_length=1, **inputs)
-            prepared["attention_mask"] = tree_map(added, prepared.get("attention_mask"))
-            with adapts():
+            masks = prepared.get("attention_mask")
+            prepared["attention_mask"] = tree_map(lambda mask: numbers_of(mask, seen, hidden), masks)
+            with adapts(), packing(model):
                 logits = model(**prepared, return_dict=True).logits[:, -1]
             torch.clear_autocast_cache()
             return logits
 
         return compute
+
+
+def numbers_of(mask: Any, seen: Tensor, hidden: Tensor) -> Any:
+    """Return what of a mask is added to scores: `scaled_dot_product_attention` makes it of booleans in each layer."""
+    is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 4
+    return torch.where(mask, seen, hidden) if is_mask else mask
 
 
 def attending_layers(prefilled: Prefilled) -> list[Any]:

@@ -39,7 +39,7 @@ from rig.tiny_architectures import build_model  # noqa: E402
 from test_decoding import train  # noqa: E402
 from test_grpo import MIDDLE, Stop  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from transformers import EosTokenCriteria, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
+from transformers import EosTokenCriteria, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
@@ -119,6 +119,30 @@ def test_completions_are_those_of_generate(name, way, shape, called):
     assert decoding.plain_because is None and decoding.counts["rows_decoded"] > 0
     if way == "sampled" and shape == "similar and not":
         assert called["widen"] > called["grow"] == 0 and called["move"] > 0
+
+
+@pytest.mark.parametrize("name", mostly_slow(("llama", "qwen3", *OTHERS), ("llama", "gemma3_text")))
+def test_heads_that_read_the_same_keys_are_packed(name, monkeypatch):
+    """As transformers does from 5.23."""
+    calls, attend = [], captured.attend
+    monkeypatch.setattr(captured, "packs_heads", lambda: False)
+    monkeypatch.setattr(captured, "attend", lambda *args, **options: (calls.append(1), attend(*args, **options))[1])
+    monkeypatch.setattr(captured, "sdpa_attention_forward", None)
+    rows, inputs = batch(SHAPES["similar and not"])
+    kind, asked = (other, config(eos_token_id=ENDS)) if name in OTHERS else (model, config())
+    assert check_equal(kind(name), rows, inputs, asked).plain_because is None
+    assert calls or kind(name).config._attn_implementation == "eager"
+    assert kind(name).config._attn_implementation in captured.ATTENTION
+
+
+@pytest.mark.parametrize("worth", [10, 200])
+def test_a_graph_that_is_used_once_has_to_pay(worth, called, monkeypatch):
+    monkeypatch.setattr(captured, "SHARE_KEPT", 0.0)
+    monkeypatch.setattr(captured, "BLOCK", 128)
+    monkeypatch.setattr(captured, "WORTH_A_CAPTURE", worth)
+    rows, inputs = batch([5, 9])
+    assert check_equal(model("llama"), rows, inputs, config()).plain_because is None
+    assert called["capture"] == called["move"] + 1 and bool(called["move"]) is (worth < NEW)
 
 
 @pytest.mark.parametrize("name", mostly_slow(("llama", "lfm2", *OTHERS), ("llama", "lfm2", "gemma3_text")))
@@ -320,33 +344,33 @@ def test_graphs_are_used_again_until_weights_move(called, monkeypatch):
     assert called["grow"] == 0 and decoding.plain_because is None
 
 
-def completed_at_length(of, decoding, width, most, mean):
-    """64 rows, of which many end long before the longest."""
-    rows = [[*torch.randint(20, 97, (width,), generator=torch.Generator().manual_seed(width)).tolist()]] * 8
-    rows = [row for row in rows for _ in range(8)]
-    asked = config(max_new_tokens=most, eos_token_id=[*range(1, 1 + max(1, round(VOCABULARY / mean)))])
-    inputs = {"input_ids": torch.tensor(rows), "attention_mask": torch.ones(64, width, dtype=torch.long)}
-    return completed(of, rows, inputs, asked, decoding)
-
-
 SIZES = {"1,024 tokens": (256, 200, 1024, 300), "a sixteenth": (16, 12, 64, 19)}
-"""Columns of a block, tokens of a prompt, of the longest completion and of the mean."""
+"""Columns of a block; tokens of a prompt, of the longest completion and of the mean."""
 
 
 @pytest.mark.parametrize("name", mostly_slow(SIZES, ("a sixteenth",)))
 def test_a_second_generation_captures_nothing(name, called, monkeypatch):
+    """64 rows, of which many end long before the longest; all tokens are about as likely."""
     block, width, most, mean = SIZES[name]
     monkeypatch.setattr(captured, "BLOCK", block)
     monkeypatch.setattr(captured, "FEWEST_ROWS", 8)
-    of, decoding, captures = model("llama", max_position_embeddings=2048, num_hidden_layers=1), Decoding(off=False), []
+    torch.manual_seed(0)
+    even = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+            vocab_size=1000, max_position_embeddings=4096, pad_token_id=0,
+        )
+    ).eval()  # fmt: skip
+    decoding, captures = Decoding(off=False), []
     for more in (0, 1, 2):
         before = called["capture"]
-        found, _ = completed_at_length(of, decoding, width + more, most, mean)
-        assert found.shape[1] > width + more + most * 3 // 4 and decoding.plain_because is None
+        rows = torch.randint(100, 1000, (8, width + more)).repeat_interleave(8, 0).tolist()
+        inputs = {"input_ids": torch.tensor(rows), "attention_mask": torch.ones(64, width + more, dtype=torch.long)}
+        asked = config(max_new_tokens=most, eos_token_id=[*range(1, 1 + round(1000 / mean))])
+        found, _ = completed(even, rows, inputs, asked, decoding)
+        assert found.shape[1] > width + most * 3 // 4 and decoding.plain_because is None
         captures.append(called["capture"] - before)
     assert captures[0] > 3 and captures[1:] == [0, 0] and called["grow"] == 0
-    evaluated, _ = completed_at_length(of, decoding, width, 8, mean)  # fewer tokens
-    assert called["capture"] == captures[0] and evaluated.shape[1] <= width + 8
 
 
 def test_fewer_rows_use_the_same_buffers(called, monkeypatch):
