@@ -31,7 +31,7 @@ CALLS = {
         Line(60, 40, "dpo --kinds even --arms hybrid trl --steps 8 --warm_up 3 --profile"),
         Line(150, 70, "stream --tokens 16384 --steps 3 --arms stream_8bit resident stream resident_exact"),
         Line(60, 30, "sft --kinds system agent --arms hybrid free --steps 6 --profile"),
-        Line(80, 40, "grpo --steps 2 --arms hybrid_eager hybrid_peft trl_continuous trl_static"),
+        Line(95, 40, "grpo --steps 2 --arms hybrid_eager hybrid_peft trl_continuous trl_static"),
         Line(60, 40, "dpo --kinds even --steps 6 --arms trl_precomputed trl_liger trl_padding_free"),
         Line(60, 30, "sft --kinds full system --steps 6 --arms hybrid_liger free_liger"),
     ],

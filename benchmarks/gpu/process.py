@@ -6,9 +6,9 @@ illegal address or a hang, a process may not be able to use its device any more.
 
 These are forked from this process, which has imported all they need: the imports of torch, transformers and TRL take
 longer than a dozen steps. A process that is forked from one that uses CUDA cannot use it, because a CUDA context knows
-one process alone. So this process never asks the device. A first process of its own asks ([`card`]) before anything but
-torch is imported. Some packages ask torch about the device while they are imported, bitsandbytes for example; inside
-[`answered`] they get the answers of that first process. If something initialises CUDA here all the same,
+one process alone. So this process never asks the device. A first process of its own asks ([`card`]), when nothing but
+torch is imported here. Some packages, bitsandbytes for example, ask torch about the device while they are imported.
+Inside [`answered`] they get the answers of that first process. If something initialises CUDA here all the same,
 [`way_to_begin`] says so, and each process imports everything anew.
 """
 
@@ -31,6 +31,7 @@ from typing import Any
 from unittest import mock
 
 import psutil
+import torch
 
 LAUNCHES = 500
 """Kernels that are launched without a wait. A device queues about 1,000, and then the host waits."""
@@ -89,7 +90,9 @@ def _answer(there: Connection, work: Callable[[], dict[str, Any]], limit: float)
 def _kill(process: Any) -> None:
     """Kill a process, its group, and what it started in groups of their own."""
     if process.exitcode is None:
-        for child in (*psutil.Process(process.pid).children(recursive=True), process):
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        for child in started:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
     with contextlib.suppress(ProcessLookupError):
@@ -113,8 +116,6 @@ def card() -> dict[str, Any]:
     Return `device`, the name of the CUDA device or `None`, and what else the package says of it: its number, its
     capability, its GiB, and the kernels that the host launches in a second, one after the other from Python.
     """
-    import torch
-
     if not torch.cuda.is_available():
         return {"device": None}
     number = torch.zeros((), device="cuda")
@@ -138,8 +139,6 @@ def card() -> dict[str, Any]:
 @contextlib.contextmanager
 def answered(card: dict[str, Any]) -> Generator[None]:
     """Inside, torch says of the device what [`card`] said, and does not ask it."""
-    import torch
-
     if card["device"] is None:
         yield
         return
@@ -150,8 +149,6 @@ def answered(card: dict[str, Any]) -> Generator[None]:
 
 def way_to_begin() -> str:
     """Return how processes can begin that use the device: `"fork"`, or `"spawn"` if this one uses CUDA."""
-    import torch
-
     child = os.fork()
     if child == 0:
         os._exit(torch.cuda._is_in_bad_fork())
