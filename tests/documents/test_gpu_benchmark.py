@@ -27,6 +27,7 @@ WORDS = {
     "dpo": ["--kinds", "mixed", "--arms", "trl", "trl_precomputed", "hybrid"],
     "grpo": ["--arms", "trl", "hybrid", "hybrid_peft"],
     "stream": ["--tokens", "640", "--length", "320", "--arms", "stream"],
+    "checks": ["--arms", "plan", "flex_gemma2", "flex_gpt_oss"],
     "scratch": ["--run_steps", "4", "--length", "16", "--rows", "2", "--files", "20", "--arms", "adamw", "fast"],
 }
 
@@ -46,7 +47,7 @@ def test_each_use_writes_what_it_measured(use, tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) >= len(rows)
     by_arm = {row["arm"]: row for row in rows}
     if use != "scratch":
-        assert all(len(row["steps"]) == 2 for row in rows)
+        assert all(len(row["steps"]) == 2 for row in rows if row["arm"] != "plan")
     if use == "sft":
         for row in rows:
             saves = row["arm"] == "hybrid" and row["kind"] == "system"
@@ -68,6 +69,14 @@ def test_our_arm_is_the_first_of_each_line_of_a_call():
             assert line.arm_seconds <= line.seconds and args.arms
             if not args.arms[0].startswith(("hybrid", "stream")):
                 assert args.use == "checks" or all(arm.startswith("trl") for arm in args.arms)
+
+
+def test_checks_name_scenarios_that_a_gpu_runs():
+    from simulated_gpu.test_on_a_gpu import ON_A_GPU
+
+    from benchmarks.gpu.checks import SCENARIOS
+
+    assert set(SCENARIOS) <= set(ON_A_GPU)
 
 
 # Arms that do not end well.
