@@ -67,6 +67,15 @@ instead of 6.5 ms with 140 keys, and 23 instead of 26 with 512.
 """
 MOST_COMPILATIONS = 64
 """Of flex attention. Beyond torch's 8, it would compute without a kernel of its own."""
+SMALL_BLOCKS = {
+    **{f"fwd_{name}": value for name, value in {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 2}.items()},
+    **{f"bwd_{name}": 32 for name in ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")}, "bwd_num_stages": 2,
+}  # fmt: skip
+"""
+Options of flex attention for heads above 128. torch's own take more memory of a multiprocessor than GPUs of sm_86,
+sm_89 and sm_12x have, forward or backward. The blocks backward are those that were the fastest of what fits there
+(https://github.com/pytorch/pytorch/pull/198228).
+"""
 FLASH_DTYPES, MOST_HEAD_SIZE = (torch.float16, torch.bfloat16), 256
 
 
@@ -275,6 +284,8 @@ class Layout:
             options["score_mod"] = _capped(softcap)
         if sinks is not None:
             options["return_aux"] = AuxRequest(lse=True)
+        if max(query.shape[-1], value.shape[-1]) > 128:
+            options["kernel_options"] = SMALL_BLOCKS
         # Kinds of layers, lengths, and passes with and without gradients. A second cap or scaling is a constant as the
         # first is: torch 2.15 refuses a symbol in their place.
         with torch._dynamo.config.patch(recompile_limit=MOST_COMPILATIONS, specialize_float=True):

@@ -3,6 +3,9 @@ Is it the same? Some rows of a batch are computed as padded rows and as a tree, 
 
 The hidden states that labels are predicted from are compared, and the loss. Both passes are made in evaluation mode.
 Where the model draws random numbers in training, one more pass shows that it takes a flat row in that mode too.
+
+A kernel that works forward may fail backward. So before a model is trained on trees, two rows of few tokens are
+computed, and the gradient of their embeddings. That runs every attention backward, and gives no weight a gradient.
 """
 
 from __future__ import annotations
@@ -10,13 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hf_hybrid.rows.tree import Batch, Row, Targets, Tree, padded
+from hf_hybrid.rows.tree import WORD, Batch, Row, Targets, Tree, padded
 
 TOLERANCES = {False: 1e-3, True: 0.1}
 """Most difference of the first batch, see [`apart`], in fp32 and in half precision."""
+FEW = 16
+"""Tokens of a row whose gradient shows that a backward pass runs."""
 
 
 class Observed(NamedTuple):
@@ -36,6 +42,14 @@ def sample(tree: Tree) -> list[Row]:
     last = len(tree.rows) - 1
     longest = max(range(last + 1), key=lambda index: len(tree.rows[index].ids))
     return [tree.rows[index] for index in sorted({0, min(1, last), longest, last})]
+
+
+def two_rows(row: Row, means: bool) -> tuple[Batch, Tree]:
+    """Return two rows of the tokens of a row, which begin alike, and their tree. `means`: their losses are means."""
+    first = np.resize(np.frombuffer(row.ids, WORD).astype(np.int64), FEW)
+    ids = torch.from_numpy(np.stack([first, np.concatenate([first[: FEW // 2], first[: FEW // 2 - 1 : -1]])]))
+    batch = Batch(ids, torch.ones_like(ids), ids.clone(), None, torch.ones(2, dtype=torch.long) if means else None)
+    return batch, Tree.of(batch.rows() or [])
 
 
 def apart(plain: Tensor, tree: Tensor) -> float:

@@ -19,11 +19,12 @@ micro-batches as memory allows, or as keep a large GPU busy. Batches, their orde
 are those of plain `Trainer`; the micro-batches that are left over compute nothing. They come first, because processes
 exchange gradients in the last backward pass of a window.
 
-**Is it the same?** The gradient is, up to rounding: about 1e-6 in fp32. Three things guard it. What is known not to
+**Is it the same?** The gradient is, up to rounding: about 1e-6 in fp32. Four things guard it. What is known not to
 work is not tried ([`obstacle_in_model`], and `reason_not_shared` in windows.py). The first batch of every model is
 computed in both ways and compared (comparison.py); so is the first batch with rows longer than the model's sliding
-window. Before a model is trained on trees, a backward pass of few tokens is tried. And a layer that asks for an attention that a tree does not have raises an error in that comparison. After a
-mismatch the padded rows are computed, and the log says why.
+window. A layer that asks for an attention that a tree does not have raises an error in that comparison. And before a
+model is trained on trees, a backward pass of few tokens is tried. After a mismatch or an error the padded rows are
+computed, and the log says why.
 
 **Dropout.** In padded rows each copy of a prefix has random numbers of its own, so that it cannot be computed once. But
 padding can be left out: rows follow each other in the flat row, and each token draws numbers of its own. The update has
@@ -400,8 +401,6 @@ class SharedRows(Part):
     ):
         self.off, self.reason_plain, self.half_precision = off, reason_plain, half_precision
         self.may_compare, self.compiles = may_compare, compiles
-        self.may_run_backward = True
-        """Whether a model can run a backward pass beside those of the training."""
         self.worth = float("inf") if compiles else WORTH
         """Rows are exchanged for trees that cost less than this share of them; compiled layers get no other shape."""
         self.fallbacks = Fallbacks("Rows are computed padded, each for itself (`share_rows`)")
@@ -767,7 +766,7 @@ class SharedRows(Part):
 
     def _trains(self, model: nn.Module) -> bool:
         """Whether a backward pass follows, before which one may be tried."""
-        trains = self.may_run_backward and model.training and torch.is_grad_enabled()
+        trains = model.training and torch.is_grad_enabled()
         return trains and any(parameter.requires_grad for parameter in model.parameters())
 
     def _compare(
@@ -830,7 +829,7 @@ class SharedRows(Part):
 
         hook = facts.base.get_input_embeddings().register_forward_hook(cut)
         try:
-            with torch.enable_grad(), self._in_trees(model):
+            with self.on(model), torch.enable_grad(), self._in_trees(model):
                 observed = observe("tree", batch, tree)
                 loss = loss_of(observed.result)
                 loss = observed.hidden.float().mean() if loss is None else loss

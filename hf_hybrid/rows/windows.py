@@ -307,7 +307,7 @@ class SharedWindows(SharedRows):
     def _compare_window(self, plan: Plan, batches: list[Batch]) -> str | None:
         """Compare some rows of the first window with padded ones, and return why they are not the same."""
         facts = self.facts_of(self.model)
-        if facts.has_compared(int(self._longest)):
+        if facts.has_compared(int(self._longest), trains=self._trains(self.model)):
             return None
         tree = plan.trees[-1] if plan.trees else _nothing(batches)[1]
         reason = self._compare(self.model, tree, batches, self._quiet_loss, self.trainer.args.device)
@@ -323,9 +323,16 @@ class SharedWindows(SharedRows):
     def _quiet_loss(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the trainer's loss of a batch without leaving a trace in TRL's metrics."""
         trainer = self.trainer
+        # DDP waits for gradients of weights after a pass that has any.
+        model = self.model if torch.is_grad_enabled() else trainer.model
         with quiet_metrics(trainer), self.on(self.model), trainer.memory.running():
             with trainer.compute_loss_context_manager():
-                return trainer.compute_loss(trainer.model, dict(inputs)).detach()
+                return trainer.compute_loss(model, dict(inputs))
+
+    def _trains(self, model: torch.nn.Module) -> bool:
+        # Streamed and sharded layers are fetched in the order of a training.
+        in_order = self.trainer.memory.streams or sharding_of(self.trainer.args) is not None
+        return not in_order and super()._trains(model)
 
     def _tree_if_worth(self, model: torch.nn.Module, inputs: dict[str, Any], batch: Batch) -> Tree | None:
         # In a step: parts of a micro-batch after an out-of-memory, but no passes that other parts make to look.

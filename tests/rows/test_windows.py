@@ -1020,6 +1020,58 @@ def test_an_exception_that_nobody_foresaw_is_told_and_padded_rows_are_trained(tm
     assert re.search(r"About \d+% of the tokens of the first batch", told)
 
 
+class Fails(torch.autograd.Function):
+    """A kernel that works forward and fails backward, with the words of inductor on an RTX 5090."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("No valid triton configs. OutOfMemoryError: out of resource: Hardware limit:101376")
+
+
+FAIL_BACKWARD = {
+    "resident": {},
+    "checkpointed": {checkpointing_option(): True},
+    "evaluated before": {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True},
+    "adapters": {"adapters": True},
+}
+
+
+@pytest.mark.falls_back
+@pytest.mark.parametrize("case", FAIL_BACKWARD)
+def test_a_kernel_that_fails_backward_alone_is_told_and_padded_rows_are_trained(case, tmp_path, monkeypatch):
+    own, options = attention.Layout.by_segment, dict(FAIL_BACKWARD[case])
+    monkeypatch.setattr(attention.Layout, "by_segment", lambda *args: Fails.apply(own(*args)))
+    if options.pop("adapters", False):
+        lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        options["model"] = lambda: get_peft_model(build(), lora)
+    made = [{name: value() if name == "model" else value for name, value in options.items()} for _ in range(2)]
+    expected = plain(tmp_path / "plain", KINDS["agent"](), max_steps=2, **made[0])
+    found = shared(tmp_path / "shared", KINDS["agent"](), max_steps=2, **made[1])
+    assert_same_weights(weights(expected.model), weights(found.model))
+    (failed,) = found.hybrid_summary()["failed_savings"]
+    assert "the backward pass of a tree does not run (RuntimeError: No valid triton configs" in failed
+
+
+def test_the_backward_pass_that_is_tried_leaves_nothing(tmp_path, monkeypatch):
+    """No gradient, and nothing to see for hooks of weights. It is made once, in a run that evaluates in between."""
+    model, seen, tried = build(), [], []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: seen.append(grad))
+    own = SharedRows._run_backward
+
+    def run(rows, model, *args):
+        own(rows, model, *args)
+        tried.append(all(parameter.grad is None for parameter in model.parameters()) and not seen)
+
+    monkeypatch.setattr(SharedRows, "_run_backward", run)
+    shared(tmp_path, KINDS["agent"](), model=model, max_steps=2, eval_strategy="steps", eval_steps=1)
+    assert tried == [True] and seen
+
+
 def test_a_test_fails_if_a_saving_does(tmp_path, monkeypatch):
     monkeypatch.setattr(attention.Layout, "by_segment", None)
     with pytest.raises(SavingIsOffError):

@@ -90,8 +90,9 @@ def test_each_model_is_entered_once_for_a_window(tmp_path):
     trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **{**WINDOW, "gradient_accumulation_steps": 2})
     policy, reference = entered(trainer.model), entered(trainer.ref_model)
     trainer.train()
-    # Before that they are compared, in both ways, and it is found in two passes what they draw.
-    assert (len(policy), len(reference)) == (4 + 3, 4 + 3)
+    # Before that they are compared, in both ways, and it is found in two passes what they draw. And the policy has run
+    # a backward pass.
+    assert (len(policy), len(reference)) == (5 + 3, 4 + 3)
     assert trainer.hybrid_summary()["micro_batches_saved"] == 3
     trainer.rows.held = lambda: 1.0
     policy.clear()
