@@ -79,6 +79,26 @@ def trl_error(error: ImportError) -> ImportError:
     )
 
 
+# PEFT.
+
+
+@functools.cache
+def tells_factors(wrapper: type) -> bool:
+    """
+    Whether wrappers of fused experts tell the two factors of an adapter, and say once if not.
+
+    0.21: `get_delta_factors`. The extra `peft` asks for it, but an older PEFT may have been there before.
+    """
+    tells = hasattr(wrapper, "get_delta_factors")
+    if not tells:
+        logger.warning(
+            "Adapters on fused experts are computed by PEFT, which copies all experts of a layer in each pass. PEFT %s "
+            'does not tell their factors: `pip install "hf-hybrid[peft]"` brings one that does.',
+            getattr(sys.modules.get("peft"), "__version__", ""),
+        )
+    return tells
+
+
 # transformers.
 
 
