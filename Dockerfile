@@ -1,4 +1,4 @@
-# The command line with all that it needs.
+# The command line with all that it needs, but torchao, which exports in `int8` alone need.
 #
 #   docker build -t hf-hybrid .
 #   docker build -t hf-hybrid --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .       # without CUDA
