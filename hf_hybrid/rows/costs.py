@@ -20,12 +20,14 @@ from hf_hybrid.streaming.layers import base_model
 
 WORTH = 0.95
 """Padded rows are exchanged for trees that cost less than this share of them."""
-BUSY = 1.6e12
+BUSY = 1.3e12
 """
 Operations of one layer, in the forward and the backward pass of a micro-batch, after which a fast GPU has computed for
-as long as its host launched: 400 TFLOP/s for 4 ms, which is 30 us for each of the 130 kernels of a layer with adapters.
+as long as its host launched: 264 TFLOP/s, which an H100 reached at 1B (`benchmarks/gpu`, DPO), for 5 ms, which is 30 us
+for each of 165 kernels. A layer with adapters launches 143 to 148 operations in a step, with 1.13 to 1.32 kernels each.
 It lies between what was measured (`benchmarks/gpu`, instructions): at 1B a micro-batch has 0.6e12 and the host is the
-limit, at 8B it has 2.2e12 and the device is.
+limit, at 8B it has 2.2e12 and the device is. A slower GPU is busy with less: there a window takes more memory than it
+has to, and no more time.
 """
 
 
