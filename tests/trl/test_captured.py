@@ -38,6 +38,8 @@ from rig.rollouts import WITH_TOOLS, build  # noqa: E402
 from rig.tiny_architectures import build_model  # noqa: E402
 from test_decoding import train  # noqa: E402
 from test_grpo import MIDDLE, Stop  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers import EosTokenCriteria, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
@@ -485,18 +487,31 @@ LAUNCH_NOTHING = {"empty", "empty_like", "new_empty", "_unsafe_view", "lift_fres
 """Operations beside those that return a view."""
 
 
-def test_a_token_of_half_a_billion_weights_launches_fewer_than_1300_kernels(tmp_path):
+@pytest.fixture
+def process(tmp_path):
+    """One that trains with others, of which there are none."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/peers", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_adapters_that_processes_share_compute_as_in_peft(process):
+    adapters = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    sharded = get_peft_model(model.__wrapped__("llama"), adapters)
+    assert adapters_of(sharded) is not None
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    Decoding(off=False).begin(Run(model=sharded))
+    assert adapters_of(sharded) is None
+
+
+def test_a_token_of_half_a_billion_weights_launches_fewer_than_1300_kernels(process):
     """Layers and heads of Qwen2.5 0.5B, tiny widths, adapters on all linear layers; under DDP as alone."""
     sizes = {"hidden_size": 112, "head_dim": 8, "num_hidden_layers": 24, "num_attention_heads": 14}
     every = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted = get_peft_model(model.__wrapped__("llama", **sizes).to(torch.bfloat16), every)
     for weight in filter(lambda weight: weight.requires_grad, adapted.parameters()):
         weight.data = weight.data.float()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/peers", rank=0, world_size=1)
-    try:
-        wrapped = torch.nn.parallel.DistributedDataParallel(adapted)
-    finally:
-        torch.distributed.destroy_process_group()
+    wrapped = torch.nn.parallel.DistributedDataParallel(adapted)
     rows, inputs = batch([5, 9], prompts=1, copies=2)
     launched = []
     for trained in (adapted, wrapped):
