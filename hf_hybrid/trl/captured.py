@@ -49,7 +49,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -91,10 +91,7 @@ SHARE_KEPT = 0.05
 WARM_UPS = 2
 """Passes before one is captured, in which libraries allocate what they keep."""
 WORTH_A_CAPTURE = 200
-"""
-Tokens that must be left for a graph of half the rows that is used once. No card has measured it: a capture costs as
-much as 50 tokens, and half the rows save a quarter of a token at most.
-"""
+"""Tokens that pay for a graph of half the rows that is used once. Estimated: it costs 50, and saves 1/4 of each."""
 ATTENTION = frozenset({"sdpa", "eager"})
 """Attention that computes a token against a buffer with a mask, without a look at it on the host."""
 
@@ -283,21 +280,20 @@ class CapturedPass:
     """
 
     def __init__(self, compute: Callable[[], Tensor], device: torch.device, stream: Any = None, pool: Any = None):
-        self._compute, self._graph = compute, None
-        if device.type not in GRAPHS:
+        self._compute, self._graph, module = compute, None, torch.get_device_module(device)
+        if not hasattr(module, "CUDAGraph"):
             with HostReads():
                 self.output = compute()
             return
-        module, graphs = torch.get_device_module(device), GRAPHS[device.type]()
         stream.wait_stream(module.current_stream())
         with module.stream(stream):
             for _ in range(WARM_UPS):
                 with HostReads():
                     compute()
         module.current_stream().wait_stream(stream)
-        self._graph, first = graphs.make(), None
+        self._graph, first = module.CUDAGraph(), None
         # Other threads of the process may ask the driver for memory meanwhile.
-        capture = graphs.capture(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+        capture = module.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local")
         try:
             # After an error `torch.cuda.graph` does not leave its stream: the context around it does.
             with module.stream(module.current_stream()), capture:
@@ -307,7 +303,7 @@ class CapturedPass:
                     first = error
                     raise
         except BaseException:
-            graphs.give_back(device, pool)
+            give_back(device, pool)
             if first is not None:  # `torch.cuda.graph` may raise another, which says only that there was one
                 raise first from first.__cause__
             raise
@@ -330,21 +326,6 @@ def give_back(device: torch.device, pool: Any) -> None:
         torch._C._cuda_endAllocateToPool(device.index, pool)
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())
-
-
-class Graphs(NamedTuple):
-    """Graphs of a type of device."""
-
-    make: Any  # an empty one
-    capture: Any  # the context that captures into it
-    pool: Any  # a name of memory, which graphs share that never run at the same time
-    give_back: Any  # what an error in a capture calls
-
-
-GRAPHS: dict[str, Callable[[], Graphs]] = {
-    "cuda": lambda: Graphs(torch.cuda.CUDAGraph, torch.cuda.graph, torch.cuda.graph_pool_handle, give_back)
-}
-"""By type of device."""
 
 
 class Buffers:
@@ -445,8 +426,9 @@ class Buffers:
 
     def capture(self, count: int) -> None:
         """Capture the pass of so many rows. It is computed meanwhile, and writes to the column of the next token."""
-        if not self.graphs and self.device.type in GRAPHS:
-            self._pool = GRAPHS[self.device.type]().pool()
+        module = torch.get_device_module(self.device)
+        if not self.graphs and hasattr(module, "CUDAGraph"):
+            self._pool = module.graph_pool_handle()  # no two of them run at the same time
         before = [*map(torch.clone, self.states)]
         self.graphs[count, self.columns] = CapturedPass(self._pass(count), self.device, self._stream, self._pool)
         for state, earlier in zip(self.states, before):
@@ -707,8 +689,7 @@ class Captured:
             if (needed := bytes_of(prefilled, length)) > free:
                 what = f"buffers for keys, values and states take {needed / 2**30:.1f} GiB"
                 raise LittleMemoryError(f"{what}, and {free / 2**30:.1f} GiB are free")
-            if self._stream is None and device.type in GRAPHS:
-                self._stream = module.Stream()
+            self._stream = self._stream or module.Stream()
             buffers = Buffers(model, prefilled, length, inputs, self.adapters, self._stream)
             self._identity, buffers.stays = identity, stays
         buffers.columns = first

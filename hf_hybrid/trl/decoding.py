@@ -32,9 +32,9 @@ model without this argument. So [`Decoding.completing`] puts a function in front
 has its completions.
 
 If the result is not known to be exact, transformers generates the whole batch; [`why_plain_model`] and
-[`_reason_plain`] list these cases. [`PlainRolloutsError`] ends the call, and `generate` is called as TRL calls it. It is
-called too if the loop raises an error that nobody foresaw, from then on for the rest of the run. The random generators
-are set back first, so the completions are still TRL's.
+[`_reason_plain`] list these cases. [`PlainRolloutsError`] ends the call, and `generate` is called as TRL calls it. It
+is called too if the loop raises an error that nobody foresaw, from then on for the rest of the run. The random
+generators are set back first, so the completions are still TRL's.
 
 **This loop is for a CPU.** There a token costs what the rows in the batch cost. On a GPU it costs what the host needs
 to start the kernels, so rows that leave save nothing, and each new shape costs more: without a mask

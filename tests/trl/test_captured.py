@@ -47,21 +47,22 @@ from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 from hf_hybrid import HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
 from hf_hybrid.run.run import Run  # noqa: E402
 from hf_hybrid.trl import captured, decoding  # noqa: E402
-from hf_hybrid.trl.captured import Buffers, Graphs, HostReads, Look, PlainRolloutsError, drawn  # noqa: E402
+from hf_hybrid.trl.captured import Buffers, HostReads, Look, PlainRolloutsError, drawn  # noqa: E402
 from hf_hybrid.trl.decoding import Decoding, adapters_of, why_plain_model  # noqa: E402
 from hf_hybrid.trl.rl import SAMPLER  # noqa: E402
 
 OTHERS = ("gemma3_text", "gpt_oss", "mixtral", "deepseek_v3", "olmo2")
 """Windows that rows outgrow, with and without sinks; experts; keys and values of different sizes."""
 ENDS = list(range(20, 45))
-recorded = Graphs(RecordedGraph, record, object, lambda device, pool: None)
+GRAPHS = {"CUDAGraph": RecordedGraph, "graph": record, "graph_pool_handle": object}
 
 
 @pytest.fixture(autouse=True)
 def captures(monkeypatch):
     """Passes are captured here, into small buffers that grow, and few rows move to a graph of their own."""
     captured.CAPTURING.add("cpu")
-    monkeypatch.setitem(captured.GRAPHS, "cpu", lambda: recorded)
+    for name, value in GRAPHS.items():
+        monkeypatch.setattr(torch.cpu, name, value, raising=False)
     monkeypatch.setattr(captured, "BLOCK", 16)
     monkeypatch.setattr(captured, "FEWEST_ROWS", 2)
     yield
@@ -210,7 +211,7 @@ def test_prompts_that_begin_alike(name, way, alike, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("width", "inner", "layers", "heads", "tokens"), [(896, 4864, 24, 2, 18_000), (3584, 18944, 28, 4, 1_100)]
+    ("width", "inner", "layers", "heads", "tokens"), [(896, 4864, 24, 2, 14_500), (3584, 18944, 28, 4, 900)]
 )
 def test_a_further_pass_of_prompts_has_to_keep_a_gpu_busy(width, inner, layers, heads, tokens, monkeypatch):
     """Shapes of Qwen2.5, 0.5B and 7B."""
@@ -398,7 +399,7 @@ def test_graphs_have_a_stream_of_their_own(share, monkeypatch):
             yield
 
     monkeypatch.setattr(torch.cpu, "stream", lambda stream: (entered.append(stream), on(stream))[1])
-    monkeypatch.setitem(captured.GRAPHS, "cpu", lambda: recorded._replace(capture=capture))
+    monkeypatch.setattr(torch.cpu, "graph", capture)
     rows, inputs = batch([5, 9])
     decoding = Decoding(off=False)
     for _ in range(2):
@@ -633,7 +634,6 @@ class Failing:
 
     def __init__(self, error, after, ends_badly):
         self.error, self.after, self.ends_badly, self.tried, self.asked = error, after, ends_badly, 0, []
-        self.graphs = Graphs(RecordedGraph, self.capture, lambda: (0, 7), self.give_back)
 
     @contextlib.contextmanager
     def capture(self, graph, **options):
@@ -649,9 +649,6 @@ class Failing:
             if self.ends_badly:
                 raise torch.AcceleratorError(INVALIDATED)  # noqa: B904
             raise
-
-    def give_back(self, device, pool):
-        captured.give_back(torch.device("cuda", 0), pool)
 
     def clone_state(self):
         return "fresh"
@@ -680,16 +677,17 @@ def test_an_error_in_a_capture_leaves_nothing_behind(name, after, monkeypatch, c
     """Completions are TRL's, also when tokens were drawn before, and no other is tried."""
     error, reason = FAILURES[name]
     failing = Failing(error, after, ends_badly=after == 0)
-    monkeypatch.setitem(captured.GRAPHS, "cpu", lambda: failing.graphs)
+    monkeypatch.setattr(torch.cpu, "graph", failing.capture)
+    monkeypatch.setattr(torch.cpu, "graph_pool_handle", lambda: (0, 7))
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", failing.end_pool, raising=False)
-    monkeypatch.setattr(torch.cuda, "default_generators", (failing,))
+    monkeypatch.setattr(torch.cuda, "default_generators", {None: failing})  # by the index of the device
     rows, inputs = batch([5, 9])
     decoding = Decoding(off=False)
     for _ in range(2):
         theirs, ours = (completed(model("llama"), rows, inputs, config(), how) for how in (None, decoding))
         assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
         assert reason in decoding.captured.refused and reason in decoding.plain_because
-    assert failing.asked == [(0, (0, 7)), "fresh"] and failing.tried == after + 1 == called["capture"]
+    assert failing.asked == [(None, (0, 7)), "fresh"] and failing.tried == after + 1 == called["capture"]
     assert bool(decoding.failed) is (reason != MEMORY) and not decoding.tensors_held()
 
 
@@ -711,7 +709,7 @@ def test_probabilities_that_are_none():
 
 
 def test_without_graphs_the_pass_is_called_again(monkeypatch):
-    monkeypatch.delitem(captured.GRAPHS, "cpu")
+    monkeypatch.delattr(torch.cpu, "CUDAGraph")
     rows, inputs = batch([5, 9, 30, 31])
     assert check_equal(model("llama"), rows, inputs, config()).plain_because is None
 
