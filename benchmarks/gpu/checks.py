@@ -53,9 +53,10 @@ def run(case: dict[str, Any], arm: str, args: argparse.Namespace) -> dict[str, A
 
 def gpu_tests(args: argparse.Namespace) -> dict[str, Any]:
     chosen = " or ".join(f"[{name}]" for name in SCENARIOS)
-    words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(TESTS), "-k", chosen]
+    words = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", str(TESTS), "-k", chosen]
     begin, lines = time.perf_counter(), list[str]()
-    words += ["--collect-only"] if DEVICE == "cpu" else ["-rfE", "--tb=short"]
+    # Each test with its name: what a limit cuts is in the log.
+    words += ["--collect-only", "-q"] if DEVICE == "cpu" else ["-v", "-rfE", "--tb=short"]
     with subprocess.Popen(words, cwd=TESTS.parents[2], stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout or ():
             lines.append(line.strip())
