@@ -306,7 +306,6 @@ def test_profiler_and_card_speak_of_the_device(results):
 # What no scenario entered.
 
 ONLY_ELSEWHERE = {
-    "trl/captured.py: with HostReads()": "tests/trl/test_captured.py: a device without graphs",
     "trl/captured.py: generator = torch.cuda.default_generators[device.index]": (
         "tests/trl/test_captured.py: an error in a capture"
     ),
