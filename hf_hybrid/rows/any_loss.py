@@ -188,7 +188,7 @@ class RowsForAnyLoss(SharedRows):
         if not plan.trees or plan.cost > self.worth * plan.padded:
             return None
         (tree,) = plan.trees
-        if not facts.has_compared(tree.longest, trains=self._trains(model)):
+        if not self._has_compared(model, tree.longest):
             self.reason_plain = self._compare(model, tree, [batch], compute, device)
             facts.note_compared(tree.longest)
         return tree if self.reason_plain is None else None

@@ -275,7 +275,7 @@ class MergedRows(SharedRows):
             numbers = sorted({row.batch for row in tree.rows})
             if len(numbers) < 2:
                 continue
-            if not facts.has_compared(tree.longest, trains=self._trains(model)):
+            if not self._has_compared(model, tree.longest):
                 compute = lambda part: model(**{**inputs, **part})  # noqa: E731
                 self.reason_plain = self._compare(model, tree, batches, compute, device)
                 facts.note_compared(tree.longest)

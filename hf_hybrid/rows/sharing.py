@@ -185,13 +185,9 @@ class ModelFacts:
         """Whether the model adds a router's loss for these inputs."""
         return self.router is not None and self.router.has_loss(inputs)
 
-    def has_compared(self, longest: int, *, trains: bool) -> bool:
-        """
-        Whether rows of this length have been compared, as far as windows of attention go, and a backward pass has run,
-        where the model `trains`.
-        """
-        known = self.compared > 0 and (self.compared > self.window or longest <= self.window)
-        return known and (self.ran_backward or not trains)
+    def has_compared(self, longest: int) -> bool:
+        """Whether rows of this length have been compared, as far as windows of attention go."""
+        return self.compared > 0 and (self.compared > self.window or longest <= self.window)
 
     def note_compared(self, longest: int) -> None:
         self.compared = max(self.compared, longest)
@@ -756,13 +752,18 @@ class SharedRows(Part):
         if not plan.trees or (plan.cost > self.worth * plan.padded and batch.micro_batches is None):
             return None
         (tree,) = plan.trees
-        if not facts.has_compared(tree.longest, trains=self._trains(model)):
+        if not self._has_compared(model, tree.longest):
             if not self.may_compare:
                 self.fallbacks.cannot_be_exact("no batch of its kind was compared yet")
                 return None
             self.reason_plain = self._compare(model, tree, [batch], lambda part: model(**{**inputs, **part}), device)
             facts.note_compared(tree.longest)
         return tree if self.reason_plain is None else None
+
+    def _has_compared(self, model: nn.Module, longest: int) -> bool:
+        """Whether rows of this length have been compared, and a backward pass was tried before the model trains."""
+        facts = self.facts_of(model)
+        return facts.has_compared(longest) and (facts.ran_backward or not self._trains(model))
 
     def _trains(self, model: nn.Module) -> bool:
         """Whether a backward pass follows, before which one may be tried."""

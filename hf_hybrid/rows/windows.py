@@ -307,7 +307,7 @@ class SharedWindows(SharedRows):
     def _compare_window(self, plan: Plan, batches: list[Batch]) -> str | None:
         """Compare some rows of the first window with padded ones, and return why they are not the same."""
         facts = self.facts_of(self.model)
-        if facts.has_compared(int(self._longest), trains=self._trains(self.model)):
+        if self._has_compared(self.model, int(self._longest)):
             return None
         tree = plan.trees[-1] if plan.trees else _nothing(batches)[1]
         reason = self._compare(self.model, tree, batches, self._quiet_loss, self.trainer.args.device)

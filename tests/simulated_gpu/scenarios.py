@@ -1256,6 +1256,8 @@ def dpo(place: Place, **options) -> dict[str, Tensor]:
     )  # fmt: skip
     with place.counted(trainer):
         trainer.train()
+    merged = trainer.hybrid_summary()["micro_batches_saved"]
+    assert bool(merged) == (trainer.args.gradient_accumulation_steps > 1)
     place.facts |= told_by(trainer)
     return weights_of(trainer)
 
