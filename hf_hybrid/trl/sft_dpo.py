@@ -399,9 +399,8 @@ class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):  # ty: ignore[incompatible-
     def _merged_memory(self) -> float:
         """Return what merged micro-batches may hold, as a multiple of the largest padded one; 0: they stay apart."""
         args, options, kind = self.args, self.hybrid_args, type(self)
-        own = (
-            kind.training_step is not HybridTrainerMixin.training_step or kind._compute_loss != DPOTrainer._compute_loss
-        )
+        own = kind.training_step is not HybridTrainerMixin.training_step
+        own |= getattr(kind, "_compute_loss", None) is not getattr(DPOTrainer, "_compute_loss", None)
         offloads = args.activation_offloading or options.offload_activations
         if own or offloads or options.weight_precision or steps_in_backward(optimizer_name(args)):
             return 0.0

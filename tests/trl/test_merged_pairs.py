@@ -2,6 +2,7 @@
 
 import collections
 import logging
+import os
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 from peft import LoraConfig  # noqa: E402
+from rig.processes import together  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from test_shared_rows import (  # noqa: E402
     LOSSES,
     PAIRS,
@@ -29,6 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback  # noqa:
 from trl import DPOConfig, DPOTrainer  # noqa: E402
 
 from hf_hybrid import HybridDPOConfig, HybridDPOTrainer  # noqa: E402
+from hf_hybrid import trainer as trainer_module  # noqa: E402
 from hf_hybrid.compat import checkpointing_option  # noqa: E402
 from hf_hybrid.rows import attention, costs, states  # noqa: E402
 
@@ -83,6 +87,56 @@ CASES = {
 def test_training_is_that_of_trl(case, tmp_path, monkeypatch):
     monkeypatch.setattr(states, "LEAST", 4)
     assert_same(*both(tmp_path, **CASES[case]))
+
+
+def test_adapters_under_autocast_get_the_gradients_of_micro_batches_one_by_one(tmp_path):
+    """Products of adapters hand their gradients over after each micro-batch: here after the last one alone."""
+    trained = []
+    for held in (0.0, 1.5):
+        options = {"peft_config": lora(), "reference": None, "bf16": True, "enable_predict": True, "leap_gain": 0}
+        trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path / str(held), **WINDOW, **options)
+        trainer.rows.held = lambda held=held: held
+        trainer.train()
+        assert bool(trainer.hybrid_summary()["micro_batches_saved"]) is bool(held)
+        trained.append(trainer)
+    norms = [[entry["grad_norm"] for entry in t.state.log_history if "grad_norm" in entry] for t in trained]
+    assert norms[0] == pytest.approx(norms[1], rel=2e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_processes_exchange_gradients_in_the_last_backward_pass(tmp_path):
+    """Under DDP, and where it looks for parameters that no pass has used. Processes need not merge alike."""
+    assert together(2, lambda: train_on_processes(tmp_path)) == [0, 0]
+    for case in ON_PROCESSES:
+        theirs, *ours = (
+            load_file(tmp_path / f"{case}-{name}{rank}.safetensors")
+            for name, rank in (("DPOTrainer", 0), ("HybridDPOTrainer", 0), ("HybridDPOTrainer", 1))
+        )
+        assert all(apart(theirs, found) < 1e-6 for found in ours)
+
+
+ON_PROCESSES = {
+    "adapters": {"peft_config": lora, "reference": None},
+    "unused are looked for": {"ddp_find_unused_parameters": True, checkpointing_option(): False},
+    "recomputed": {"ddp_find_unused_parameters": False},
+}
+
+
+def train_on_processes(folder):
+    # gloo has a device `cpu:0`, to which torch copies what is on the CPU each time, unlike a GPU.
+    setattr(trainer_module, "send_to_device", lambda batches, device, **options: batches)  # noqa: B010
+    for case, options in ON_PROCESSES.items():
+        for trainer, config in ((DPOTrainer, DPOConfig), (HybridDPOTrainer, HybridDPOConfig)):
+            made = {name: value() if callable(value) else value for name, value in {**WINDOW, **options}.items()}
+            trained = dpo(trainer, config, folder / case / trainer.__name__, **made)
+            trained._prepare_inputs = lambda inputs: inputs
+            if trainer is HybridDPOTrainer:
+                trained.rows.held = lambda: 1.6
+            trained.train()
+            assert trainer is DPOTrainer or trained.hybrid_summary()["micro_batches_saved"] > 0
+            state = {name: tensor.detach().clone() for name, tensor in trained.model.state_dict().items()}
+            save_file(state, folder / f"{case}-{trainer.__name__}{os.environ['RANK']}.safetensors")
 
 
 def test_each_model_is_entered_once_for_a_window(tmp_path):
