@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from accelerate.hooks import remove_hook_from_submodules
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
@@ -45,6 +46,7 @@ from hf_hybrid.optimizers import (
     muon_groups,
     optimizer_layers,
     optimizer_name,
+    skips_on_device,
     split_parameters,
     users_optimizer,
 )
@@ -70,7 +72,7 @@ from hf_hybrid.run.rate import LearningRateSearch, RateScale
 from hf_hybrid.run.record import Speed
 from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
 from hf_hybrid.run.trainer_view import own_losses, trains_adapters
-from hf_hybrid.run.weights import Gathered, Shards, TrainedWeights, canonical, shards_of
+from hf_hybrid.run.weights import Gathered, InPlace, Shards, TrainedWeights, canonical, shards_of
 from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.layers import embeddings_and_head, map_with_host_layers, obstacle_to_walking, working_dtypes
 from hf_hybrid.streaming.optimizer import UnsupportedOptimizerError, check_separable
@@ -189,6 +191,8 @@ def build_run(trainer: BuiltTrainer) -> Run:
     weights, feed, no_leaps = _weights(trainer), BatchFeed(), reason_no_leaps(trainer)
     monitor = DivergenceMonitor(options.preset_value("divergence_threshold"))
     rate, first = _rate(trainer, weights), pretrained_below(trainer)
+    asks = isinstance(trainer.lr_scheduler, AcceleratedScheduler)  # the host whether the optimizer stepped
+    on_host = asks or trainer.accelerator.scaler is not None or not isinstance(weights.store, InPlace)
     leaps: list[Part] = []
     if no_leaps is None:
         build = functools.partial(_leap_parts, trainer, weights, monitor, _probe(trainer, feed))
@@ -206,6 +210,8 @@ def build_run(trainer: BuiltTrainer) -> Run:
         weights=weights,
         feed=feed,
         rate=rate,
+        decides_on_device=not on_host and skips_on_device(trainer.optimizer),
+        diverged=trainer.saver.diverged,
         no_leaps=no_leaps,
         **common,
     )

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
-from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import send_to_device
 from transformers import DataCollator, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
@@ -62,7 +61,7 @@ from hf_hybrid.machine import (
     keep_differentiable,
     warn_of_lone_process,
 )
-from hf_hybrid.optimizers import check_hidden_matrices, skips_on_device
+from hf_hybrid.optimizers import check_hidden_matrices
 from hf_hybrid.part import Part, Phase, check_parts
 from hf_hybrid.plan.accounting import ByteTable
 from hf_hybrid.plan.of_trainer import check_streamable
@@ -315,7 +314,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             for part in self.parts:
                 part.clean_up()
             self.recovery.end()
-            self.run.forget_decision()
+            if self.run.optimizer is not None:  # an error ended the run
+                vars(self.run.optimizer).pop("found_inf", None)
             if self._held is None and self.model is not None and self.optimizer is not None:
                 self._measure_memory()
             self.memory.end()
@@ -486,44 +486,24 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.recovery.stepping = True
         if not run.has_phases:
             return
-        self._settle()
-        numbers = numbers_of(run.step, self._gradient_norm, self.accelerator)
-        if self._decides_on_device():
-            run.read_later(numbers, self.accuracy_of_step())
+        run.settle()
+        numbers, accuracy = numbers_of(run.step, self._gradient_norm, self.accelerator), self.accuracy_of_step()
+        if run.reads_later:
+            run.read_later(numbers, accuracy)
         else:
-            self._decide(*numbers.tolist())
+            loss, norm, has_loss = numbers.tolist()
+            scaler = self.accelerator.scaler
+            if has_loss and math.isfinite(loss) and scaler is not None and overflowed(norm, scaler):
+                run.step.counts = False  # the scaler leaves the update out, and the parts are shown nothing
+            elif not run.before_update(loss if has_loss else None, norm, accuracy):
+                self._withhold_update()
+                if scaler is not None:
+                    scaler.update()  # what it noted of these gradients is over
         # The learning rate is scaled here and nowhere else; `_after_update` takes the factor out again.
         scale = run.rate_scale
         self._scheduled_rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * scale
-
-    def _decides_on_device(self) -> bool:
-        """Whether the step's gradients are judged on the device, and the host reads loss and norm in the next step."""
-        asks = isinstance(self.lr_scheduler, AcceleratedScheduler)  # it asks the host whether the optimizer stepped
-        return (
-            self.run.can_read_later
-            and not (self.accelerator.scaler is not None or self.memory.streams or self.is_fsdp_enabled or asks)
-            and skips_on_device(self.optimizer)
-        )
-
-    def _decide(self, loss: float, norm: float, is_known: float) -> None:
-        """Judge the step on the host, before the optimizer steps."""
-        scaler = self.accelerator.scaler
-        if is_known and math.isfinite(loss) and overflowed(norm, scaler):
-            self.run.step.counts = False  # the scaler leaves the update out, and the parts are shown nothing
-            return
-        with self.saver.naming_the_last_good():
-            may_step = self.run.before_update(loss if is_known else None, norm, self.accuracy_of_step())
-        if not may_step:
-            self._withhold_update()
-            if scaler is not None:
-                scaler.update()  # what it noted of these gradients is over
-
-    def _settle(self) -> None:
-        """Do what was put off until loss and norm of the last step are on the host."""
-        with self.saver.naming_the_last_good():
-            self.run.settle()
 
     def _after_update(self) -> None:
         self.recovery.stepping = False
@@ -532,7 +512,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         groups = self.optimizer.param_groups
         if self.accelerator.sync_gradients and not self.accelerator.optimizer_step_was_skipped:
             self.run.after_update([float(group["lr"]) * group.get("rate_scale", 1.0) for group in groups])
-        self.run.forget_decision()
+        vars(self.run.optimizer).pop("found_inf", None)  # what the device decided
         # Schedulers of the chained kind compute the next rate from the last: leave them theirs.
         for group, rate in zip(groups, self._scheduled_rates):
             group["lr"] = rate
@@ -608,12 +588,10 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
     # Logging, evaluating, saving: always the real weights and what was really computed.
 
     def log(self, logs, *args, **kwargs):
-        self._settle()
         self.run.amend_logs(self.state.global_step, logs)
         super().log(logs, *args, **kwargs)
 
     def _show_real_weights(self) -> None:
-        self._settle()
         self.run.before_export()
 
     def evaluate(self, *args, **kwargs):
@@ -642,12 +620,11 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         return self.saver.place(super()._get_output_dir(trial))
 
     def _finalize_training(self, trial, num_train_samples, start_time):
-        self._settle()
+        self.run.settle()
         with self.saver.keeping_the_best():
             return super()._finalize_training(trial, num_train_samples, start_time)
 
     def _save_checkpoint(self, model, trial):
-        self._settle()
         self.saver.save(functools.partial(super()._save_checkpoint, model, trial), trial)
 
     def _push_from_checkpoint(self, checkpoint_folder):

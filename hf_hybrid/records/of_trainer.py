@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,6 @@ class ReportingMixin(Trainer):
     memory: Any
     log_file: LogFile
     saver: Any
-    _settle: Callable[[], None]
     _held: ByteTable | None
     """Bytes that were held at the end of the last training."""
 
@@ -53,7 +51,6 @@ class ReportingMixin(Trainer):
         which kernels ran on the GPU, by samples of its driver. `speed_hint` says what to do if the host is the limit.
         Each is `None` where it is not known.
         """
-        self._settle()
         failed = list(dict.fromkeys(why for part in self.parts for why in part.failed))
         own = {"memory": self.memory_summary(), "resumed": self.saver.report, "failed_savings": failed}
         for part in self.parts:  # as they are now; the run's own summary ends with it

@@ -171,7 +171,8 @@ class DivergenceMonitor(Part):
         if verdict.level >= Level.WARNING:
             logger.warning("Step %d: %s; %s.", step.index, verdict.reason, verdict.action.value.replace("_", " "))
         if verdict.action is Action.ABORT:
-            raise TrainingDivergedError(f"Training diverged at step {step.index}: {verdict.reason}.")
+            error = TrainingDivergedError(f"Training diverged at step {step.index}: {verdict.reason}.")
+            raise self.run.diverged(error)
         if verdict.action is Action.ROLL_BACK:
             self.errors.clear()
 
@@ -189,8 +190,8 @@ class DivergenceMonitor(Part):
                 return Verdict(Level.CRITICAL, reason, Action.ROLL_BACK if leap_open else Action.RESET_PREDICTOR)
             return Verdict(Level.CRITICAL, reason, Action.SKIP_BATCH)
         self.bad_steps = 0
-        if norm > self.highest_norm:
-            action, ratio = Action.ROLL_BACK if leap_open else Action.SKIP_BATCH, norm / self._usual_norm
+        if norm > (highest := self.highest_norm):
+            action, ratio = Action.ROLL_BACK if leap_open else Action.SKIP_BATCH, 10 * self.EXPLODING * norm / highest
             return Verdict(Level.CRITICAL, f"gradient norm {norm:.3g} is {ratio:.0f} times its median", action)
         self.norms.append(norm)
         return NORMAL
@@ -198,11 +199,9 @@ class DivergenceMonitor(Part):
     @property
     def highest_norm(self) -> float:
         """Gradient norm above which gradients are not used."""
-        return 10 * self.EXPLODING * self._usual_norm if len(self.norms) >= self.MIN_HISTORY else math.inf
-
-    @property
-    def _usual_norm(self) -> float:
-        return max(statistics.median(self.norms), 1e-12)
+        if len(self.norms) < self.MIN_HISTORY:
+            return math.inf
+        return 10 * self.EXPLODING * max(statistics.median(self.norms), 1e-12)
 
     def judge_step(self, loss: float, norm: float, *, predicted_loss: float | None, leap_open: bool) -> Verdict:
         """Judge after a real step with finite numbers. `predicted_loss` is the forecast of its loss, if any."""
@@ -264,7 +263,7 @@ class DivergenceMonitor(Part):
     def _norm(self, norm: float) -> tuple[Level, str]:
         if len(self.norms) < self.MIN_HISTORY:
             return Level.NORMAL, ""
-        ratio = norm / self._usual_norm
+        ratio = norm / max(statistics.median(self.norms), 1e-12)
         if ratio > self.EXPLODING:
             return Level.WARNING, f"gradient norm {norm:.3g} is {ratio:.0f} times its median"
         if ratio < self.VANISHING:
@@ -307,9 +306,9 @@ def linear_trend(values: list[float]) -> tuple[float, float]:
     count = len(values)
     centre = (count - 1) / 2
     mean = sum(values) / count
-    spread = sum((i - centre) ** 2 for i in range(count))
-    slope = sum((i - centre) * (v - mean) for i, v in enumerate(values)) / spread if spread else 0.0
-    residuals = sum((v - mean - slope * (i - centre)) ** 2 for i, v in enumerate(values))
+    spread = sum([(i - centre) ** 2 for i in range(count)])
+    slope = sum([(i - centre) * (v - mean) for i, v in enumerate(values)]) / spread if spread else 0.0
+    residuals = sum([(v - mean - slope * (i - centre)) ** 2 for i, v in enumerate(values)])
     return mean + slope * (count - centre), math.sqrt(residuals / max(count - 2, 1))
 
 
@@ -370,4 +369,4 @@ def overflowed(gradient_norm: float, scaler: Any) -> bool:
     Whether gradients are infinite because the gradient scaler of fp16 multiplied the loss by too much. It finds its
     factor that way, and lowers it now. Gradients that overflow below a factor of 1 are the training's fault.
     """
-    return scaler is not None and not math.isfinite(gradient_norm) and scaler.get_scale() >= 1
+    return not math.isfinite(gradient_norm) and scaler.get_scale() >= 1

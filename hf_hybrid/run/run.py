@@ -40,7 +40,7 @@ from hf_hybrid.run.epochs import (
     with_tensors,
     without_tensors,
 )
-from hf_hybrid.run.monitor import Action, DivergenceMonitor, Verdict
+from hf_hybrid.run.monitor import Action, DivergenceMonitor, TrainingDivergedError, Verdict
 from hf_hybrid.run.rate import RateScale
 from hf_hybrid.run.record import HOST_IS_LIMIT, RunRecord, Speed
 from hf_hybrid.run.weights import TrainedWeights
@@ -91,6 +91,10 @@ class Run:
     rate: RateScale | None = None
     """The part that scales the learning rate."""
     max_steps: int = 0
+    decides_on_device: bool = False
+    """Whether the optimizer leaves out a step by itself, where the device finds that it should."""
+    diverged: Callable[[TrainingDivergedError], TrainingDivergedError] = lambda error: error
+    """Returns an error that also says what is left to go on from."""
     no_leaps: str | None = None
     """Why no leaps are made, if that is known; `None` if they are."""
     survive: Callable[[Exception, str], None] = survive_nothing
@@ -109,8 +113,8 @@ class Run:
         self.logged, self.trained = LoggedSteps(), LoggedSteps()
         self.step = Step(0)
         """The one under way; an empty one between steps."""
-        self._unread: tuple[Step, Look] | None = None
-        """The last step whose gradients were computed, and its numbers on their way to the host."""
+        self._unread: tuple[Step, float | None, Look] | None = None
+        """A step that is put off until its numbers are on the host: with its accuracy, and with them."""
         self.has_phases = self.warmup is not None
         """Whether training goes in phases, with leaps or without."""
         self.phase: Phase | None = None
@@ -137,10 +141,11 @@ class Run:
         hooks = [name for name, value in vars(Part).items() if callable(value) and not name.startswith("_")]
         self._hooks = {hook: listening(self.parts, hook) for hook in hooks}
         self._with_state = [(name_of(part), part) for part in self.parts if listening([part], "state_dict")]
+        self.monitor: Any = self.part(DivergenceMonitor)
         at_once = [part for part in self.parts if part.needs_numbers]
-        hooks = ("before_update", "after_update", "end_step", "decide")
-        self.can_read_later = not any(listening(at_once, hook) for hook in hooks)
-        """Whether nobody needs loss and norm of a step before the next one."""
+        in_step = ("before_update", "after_update", "end_step", "decide")
+        self.reads_later = self.decides_on_device and not any(listening(at_once, hook) for hook in in_step)
+        """Whether the host reads loss and norm of a step in the next one, because nobody needs them before."""
 
     def replace(self, part: Part, others: Sequence[Part]) -> None:
         """Put other parts in the place of one, and begin them."""
@@ -223,20 +228,19 @@ class Run:
         while self.later:
             self.later.pop(0)()
 
-    def before_update(self, loss: float | None, gradient_norm: float, accuracy: float | None = None) -> bool:
+    def before_update(
+        self, loss: float | None, gradient_norm: float, accuracy: float | None = None, step: Step | None = None
+    ) -> bool:
         """
         Show the parts loss and gradients of the real step, the monitor first, which may raise `TrainingDivergedError`.
         Return whether the optimizer may step. If not, the caller must drop the gradients.
 
         `loss` is `None` for a step in which no token has a label. It has no gradient, and the optimizer steps as with
         `Trainer`, but nothing can be learnt from it: the parts are not shown it. `accuracy` is the share of the step's
-        preference pairs that the model ranks right, if it trains on such.
+        preference pairs that the model ranks right, if it trains on such. `step` is the one under way, or one that is
+        over and was put off.
         """
-        self.step.accuracy = accuracy
-        return self._show(self.step, loss, gradient_norm)
-
-    def _show(self, some_step: Step, loss: float | None, gradient_norm: float) -> bool:
-        step = cast("RealStep", some_step)
+        step = cast("RealStep", step or self.step)
         if loss is None:
             if not self._warned_of_no_label:
                 logger.warning(
@@ -248,7 +252,7 @@ class Run:
             self._warned_of_no_label = True
             step.withheld = not math.isfinite(gradient_norm)
             return not step.withheld
-        step.loss, step.gradient_norm = loss, gradient_norm
+        step.loss, step.gradient_norm, step.accuracy = loss, gradient_norm, accuracy
         for method in self._hooks["before_update"]:
             method(step)
         step.counts = not step.withheld
@@ -257,16 +261,10 @@ class Run:
     def read_later(self, numbers: torch.Tensor, accuracy: float | None = None) -> None:
         """
         Show the parts the real step later ([`settle`]): its `numbers` ([`~hf_hybrid.run.monitor.numbers_of`]) are on
-        the device, which decides on the optimizer's step by itself. Only where [`can_read_later`].
+        the device, which decides on the optimizer's step by itself. Only if it [`reads_later`].
         """
-        self.step.accuracy, self._unread = accuracy, (self.step, Look(numbers))
-        monitor = cast("DivergenceMonitor", self.part(DivergenceMonitor))
-        self.optimizer.found_inf = monitor.withheld(self.step, numbers)
-
-    def forget_decision(self) -> None:
-        """The optimizer has stepped or not, as the device decided; nothing of that stays in it."""
-        if self.optimizer is not None:
-            vars(self.optimizer).pop("found_inf", None)
+        self._unread = self.step, accuracy, Look(numbers)
+        self.optimizer.found_inf = self.monitor.withheld(self.step, numbers)
 
     def settle(self) -> None:
         """
@@ -275,15 +273,13 @@ class Run:
         """
         if self._unread is None or self._unread[0] is self.step:
             return
-        (step, numbers), self._unread = self._unread, None
-        loss, norm, is_known = numbers.read()
-        self._show(step, loss if is_known else None, norm)
+        (step, accuracy, numbers), self._unread = self._unread, None
+        loss, norm, has_loss = numbers.read()
+        self.before_update(loss if has_loss else None, norm, accuracy, step)
         self._follow(step)
 
     def _follow(self, step: Step) -> None:
-        """Do what follows from loss and norm of a step that is over."""
-        if step.phase is None:
-            return
+        """Do what follows from loss and norm of a step that is over, in a run with phases."""
         if step.counts:
             self.last_loss = step.loss
         if step.verdict is not None and step.verdict.action is not Action.NONE:
@@ -315,8 +311,8 @@ class Run:
             record.steps_by_phase[phase.value] += 1
             record.backward_passes += len(step.losses)
             record.backward_passes_avoided += step.skipped
-        if self._unread is None:
-            self._follow(step)
+            if self._unread is None:
+                self._follow(step)
         for method in self._hooks["decide"]:
             method(step)
         if phase is not None:
@@ -331,6 +327,7 @@ class Run:
 
     def before_export(self) -> None:
         """Weights are evaluated, saved or pushed: the parts put them in place, and the clock stops until a step."""
+        self.settle()
         speed = self.speed
         if speed.clock is not None:
             speed.seconds, speed.clock = speed.seconds + time.perf_counter() - speed.clock, None
@@ -351,6 +348,7 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         """Return the run so far as plain values; see [`RunRecord`]."""
+        self.settle()
         if self._ended is not None:
             return self._ended
         summary: dict[str, Any] = {**self.record.summary(), **ABSENT, "no_leaps": self.no_leaps}
@@ -361,6 +359,7 @@ class Run:
 
     def amend_logs(self, step: int, logs: dict[str, Any]) -> None:
         """Correct Trainer's log entry, whose means count skipped steps as zeros, and let the parts add to it."""
+        self.settle()
         if self.has_phases:
             if "loss" in logs:
                 self.logged.correct_mean(logs, "loss")

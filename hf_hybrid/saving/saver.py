@@ -339,14 +339,6 @@ class Saver:
             f"{error} The weights in memory {held}. {where}. Check the data of these steps, or lower `learning_rate`."
         )
 
-    @contextlib.contextmanager
-    def naming_the_last_good(self) -> Generator[None]:
-        """Context whose [`TrainingDivergedError`] also says what is left to go on from."""
-        try:
-            yield
-        except TrainingDivergedError as error:
-            raise self.diverged(error) from None
-
     # A resume.
 
     def compare(self, checkpoint: str) -> None:

@@ -117,8 +117,9 @@ def rewarded_alike(rewards: Tensor, group: int) -> Tensor:
     `rewards` are those of all rows, shape [rows], with the `group` of a prompt one after the other; NaN for none.
     """
     groups = rewards.view(-1, group)
-    least, most = (groups.where(~groups.isnan(), float(missing)) for missing in ("inf", "-inf"))
-    return (least.amin(dim=1) >= most.amax(dim=1)).repeat_interleave(group)  # also where there is none
+    least = groups.where(~groups.isnan(), float("inf")).amin(dim=1)
+    most = groups.where(~groups.isnan(), float("-inf")).amax(dim=1)
+    return (least >= most).repeat_interleave(group)  # also where there is none
 
 
 def rows_of_completions(batch: Batch) -> Rows:
@@ -132,26 +133,25 @@ def rows_of_completions(batch: Batch) -> Rows:
     )
 
 
-ON_HOST = "on_host/"
-"""What keys of a micro-batch begin with whose tensors are on the host: the same as those without, row by row."""
 READ = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages")
-"""What a plan reads of a micro-batch."""
+"""What a plan reads of a micro-batch, if it is there."""
+ON_HOST = "on_host"
+"""Key of a micro-batch for the same on the host, side by side: [rows, columns] in fp64."""
 
 
-def on_host(batches: list[Batch]) -> list[Batch]:
-    """Return what a plan reads of micro-batches, on the host: as they hold it there, or else copied in one transfer."""
-    if all(ON_HOST + READ[0] in batch for batch in batches):
-        return [{name: batch[ON_HOST + name] for name in READ if ON_HOST + name in batch} for batch in batches]
-    there = [{name: batch[name] for name in READ if name in batch} for batch in batches]
-    tensors = [tensor for batch in there for tensor in batch.values()]
-    flat = torch.cat([tensor.double().flatten() for tensor in tensors]).cpu()
-    parts = iter(flat.split([tensor.numel() for tensor in tensors]))
-    return [{name: next(parts).view(t.shape).to(t.dtype) for name, t in batch.items()} for batch in there]
-
-
-def without_twins(batch: Batch) -> Batch:
-    """Return a micro-batch without what it holds on the host."""
-    return {name: value for name, value in batch.items() if not name.startswith(ON_HOST)}
+def on_host(batches: list[Batch]) -> Batch:
+    """Return on the host what a plan reads of micro-batches, one after the other: what is not there yet is copied."""
+    first = batches[0]
+    names = [name for name in READ if name in first]
+    widths = [first[name].shape[1] if first[name].dim() > 1 else 1 for name in names]
+    if ON_HOST in first:
+        beside = [batch[ON_HOST] for batch in batches]
+    else:
+        values = [[batch[name].double().view(-1, width) for name, width in zip(names, widths)] for batch in batches]
+        beside = [torch.cat(of_batch, dim=1) for of_batch in values]
+    together = dict(zip(names, torch.cat(beside).cpu().split(widths, dim=1)))
+    here: Batch = {name: value.to(first[name].dtype) for name, value in together.items()}
+    return {**here, "advantages": here["advantages"].view(-1, *first["advantages"].shape[1:])}
 
 
 def rebin(batches: list[Batch], rows: Tensor, count: int, mean: Mean) -> list[Batch]:
@@ -167,7 +167,7 @@ def rebin(batches: list[Batch], rows: Tensor, count: int, mean: Mean) -> list[Ba
     for part in rows.tensor_split(count):
         batch = dict(batches[0])  # scalars are the same for the whole generation batch
         for name, value in batch.items():
-            if isinstance(value, Tensor) and value.dim():
+            if isinstance(value, Tensor) and value.dim() and name != ON_HOST:
                 batch[name] = torch.cat([other[name] for other in batches])[part]
         if mean == "rows":
             weight = torch.full_like(part, len(part)) / size
@@ -220,25 +220,22 @@ class ExactSkips:
         get gradients. With `leave_out` rows that do not count are left out, with `by_prompt` rows of the same prompt
         are put together.
         """
-        here, device = on_host(batches), batches[0]["advantages"].device
-        batches = [without_twins(batch) for batch in batches]
-        counts = torch.cat([self.counts(batch) for batch in here])
-        if not leave_out:
-            counts = torch.ones_like(counts)
+        here = on_host(batches)
+        counts = self.counts(here) if leave_out else torch.ones(len(here["advantages"]), dtype=torch.bool)
         total, size = len(counts), len(counts) // len(batches)
         at_least = 1 if ends_window and (processes > 1 or not self._reached) else 0
         needed = max(self.agree(int(counts.sum())), at_least)
         planned: list[Batch | None] = list(batches)
+        rows, count = torch.arange(total), len(batches)
         if needed < total or by_prompt:
             rows = torch.argsort(counts.logical_not().int(), stable=True)[:needed].sort().values
             if by_prompt:
-                prompts = torch.cat([batch["prompt_ids"] for batch in here])
-                _, prompt_of_row = prompts.unique(dim=0, return_inverse=True)
+                _, prompt_of_row = here["prompt_ids"].unique(dim=0, return_inverse=True)
                 rows = rows[prompt_of_row[rows].argsort(stable=True)]
-            count, places = -(-needed // size), rows.to(device, non_blocking=True)
+            count, places = -(-needed // size), rows.to(batches[0]["advantages"].device, non_blocking=True)
             planned = [None] * (len(batches) - count) + (rebin(batches, places, count, self.mean) if count else [])
-            here = rebin(here, rows, count, self.mean) if count else []
-        self._planned, self.on_host = deque(planned), here
+        parts = rows.tensor_split(count) if count else ()
+        self._planned, self.on_host = deque(planned), [{name: here[name][part] for name in here} for part in parts]
         avoided = planned.count(None)
         return {"rows": total, "rows_skipped": total - needed, "backward_passes_avoided_exactly": avoided}
 
@@ -272,15 +269,18 @@ class Sampled:
     """Whether the loss reads all tokens of the completions, which hold none of tools."""
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def padded(self, prompt: int, completion: int) -> Batch:
-        """Return tokens (0: padding) and masks in the layout of TRL, in which prompts and completions are so wide."""
-        made: Batch = {}
-        for name, rows, width in (("prompt", self.prompt_ids, prompt), ("completion", self.completion_ids, completion)):
-            ids, mask = made[f"{name}_ids"], made[f"{name}_mask"] = torch.zeros(2, len(rows), width, dtype=torch.long)
-            for place, row in enumerate(rows):
-                columns = slice(width - len(row), None) if name == "prompt" else slice(len(row))
-                ids[place, columns], mask[place, columns] = torch.tensor(row, dtype=torch.long), 1
-        return made
+    def on_host(self, prompt: int, completion: int, advantages: Tensor) -> Tensor:
+        """
+        Return what a plan reads ([`ON_HOST`]) in the layout of TRL, where prompts and completions are so wide. 0 is
+        padding. `advantages` has shape [rows].
+        """
+        rows = torch.zeros(len(advantages), 2 * (prompt + completion) + 1, dtype=torch.float64)
+        for row, before, after in zip(rows, self.prompt_ids, self.completion_ids):
+            ids, mask, of_completion = row[:prompt], row[prompt : 2 * prompt], row[2 * prompt : -1].view(2, completion)
+            ids[prompt - len(before) :], mask[prompt - len(before) :] = torch.tensor(before), 1
+            of_completion[0, : len(after)], of_completion[1, : len(after)] = torch.tensor(after), 1
+        rows[:, -1] = advantages
+        return rows
 
     def extend(self, inputs: list[dict[str, Any]]) -> None:
         """Add the fields of a `rollout_func` to the rows of the dataset, as TRL does before it asks for rewards."""

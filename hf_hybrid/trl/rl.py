@@ -44,7 +44,6 @@ from hf_hybrid.trl.groups import (
     rows_that_count,
     tokens_in_loss,
     total_rewards,
-    without_twins,
 )
 from hf_hybrid.trl.sft_dpo import TRLConfigBase, TRLTrainerMixin, config_for, options_of_rows
 
@@ -184,7 +183,7 @@ class Rollouts(Part):
         generates = trainer._step % (trainer.per_generation * trainer.num_iterations) == 0
         return {
             "step": trainer._step,
-            "batches": [] if generates else [without_twins(batch) for batch in trainer.generated],
+            "batches": [] if generates else [dict(batch) for batch in trainer.generated],
             "metrics": {name: list(values) for name, values in trainer._metrics["train"].items()},
         }
 
@@ -393,7 +392,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     # Rewards and advantages.
 
     _scoring: Scoring | None = None
-    _sampled_last: Sampled | None = None
+    _sampled_last: Sampled
     _rewards: Look
     """Of all processes, shape [rows, functions]."""
 
@@ -450,29 +449,20 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         if (chosen := self.decoding.chosen) is not None and self._turns == 1 and "old_logps" not in batch:
             padding = batch["completion_ids"].shape[1] - chosen.shape[1]
             batch[OF_SAMPLER] = torch.nn.functional.pad(chosen.log(), (0, padding))
-        self._zero_advantages(batch)
-        if own and (self.rollouts.leaves_out or self.rollouts.by_prompt) and self.model.training:
-            batch |= self._on_host(batch)
+        if (alike := self._rewarded_alike()) is not None:
+            self._zero_advantages(batch, alike)
+        sampled, advantages = self._sampled_last, batch["advantages"]
+        plans = own and self.model.training and (self.rollouts.leaves_out or self.rollouts.by_prompt)
+        if plans and sampled.is_whole and not self.mask_truncated_completions and advantages.dim() == 1:
+            # As TRL had it on the host. It is shuffled and divided with the rest.
+            logged: Any = self._logs["advantages"]
+            logged = torch.tensor([*logged][-len(advantages) * self.accelerator.num_processes :])
+            widths = batch["prompt_ids"].shape[1], batch["completion_ids"].shape[1]
+            batch[ON_HOST] = sampled.on_host(*widths, self._own_rows(logged))
         return batch
 
-    def _on_host(self, batch: Batch) -> Batch:
-        """
-        Return what a plan reads of a generation batch as TRL had it on the host, before it is shuffled; nothing where
-        TRL masks tokens on the device.
-        """
-        sampled, advantages = self._sampled_last, batch["advantages"]
-        if sampled is None or not sampled.is_whole or self.mask_truncated_completions or advantages.dim() > 1:
-            return {}
-        logged: Any = self._logs["advantages"]  # of all processes
-        ours = self._own_rows(torch.tensor([*logged][-len(advantages) * self.accelerator.num_processes :]))
-        widths = (batch[name].shape[1] for name in ("prompt_ids", "completion_ids"))
-        here = {**sampled.padded(*widths), "advantages": ours}
-        return {ON_HOST + name: tensor for name, tensor in here.items()}
-
-    def _zero_advantages(self, batch: Batch) -> None:
-        """Set the advantages of rows to zero whose group was rewarded alike, also where TRL logs them."""
-        if (alike := self._rewarded_alike()) is None:
-            return
+    def _zero_advantages(self, batch: Batch, alike: Tensor) -> None:
+        """Set the advantages of these rows of all processes to zero, also where TRL logs them."""
         advantages, own = batch["advantages"], self._own_rows(alike)
         batch["advantages"] = advantages.masked_fill(own.to(advantages.device, non_blocking=True), 0.0)
         logged: Any = self._logs["advantages"]  # of all processes, on the host
