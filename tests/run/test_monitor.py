@@ -1,16 +1,19 @@
 """The divergence monitor: which losses and gradients alarm it, and what a training does then."""
 
+import itertools
 import json
 import math
 import random
 
 import pytest
 import torch
-from conftest import ByteText, config_values, finite, hybrid_config, losses, tiny_model
+from conftest import ByteText, config_values, finite, hybrid_config, losses, tiny_model, weights
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_hybrid import HybridTrainer
+from hf_hybrid import HybridTrainer, Part
+from hf_hybrid.part import Phase
 from hf_hybrid.run.monitor import (
     Action,
     DivergenceMonitor,
@@ -19,6 +22,7 @@ from hf_hybrid.run.monitor import (
     linear_trend,
     robust_trend,
 )
+from hf_hybrid.run.run import Run
 
 
 def monitor(**overrides):
@@ -210,11 +214,166 @@ def test_a_poisoned_gradient_does_not_reach_weights_or_optimizer(tmp_path, facto
     assert largest < 10.0
 
 
+# The device decides on a step, and the host learns of it in the next one.
+
+
+class AtOnce(Part):
+    """A part that needs the numbers of a step when it ends: the host judges every step before the update."""
+
+    def end_step(self, step):
+        pass
+
+
+def adapted(model):
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+
+NAN, LARGE = math.nan, 1e7
+LATER = {
+    "nothing": {},
+    "first and last": {"poison": {1: NAN, 30: NAN}},
+    "in a row": {"poison": dict.fromkeys((12, 13, 14, 15), NAN), "logging_steps": 7},
+    "infinite": {"poison": {12: math.inf}, "max_grad_norm": 0.0},
+    "exploding": {"poison": {26: LARGE}, "logging_strategy": "no"},
+    "without clipping": {"poison": {26: LARGE, 27: LARGE}, "max_grad_norm": 0.0, "lr_scheduler_type": "cosine"},
+    "accumulated": {"poison": {13: NAN, 53: LARGE, 54: LARGE}, "gradient_accumulation_steps": 2, "logging_steps": 4},
+    "saved": {"poison": {10: NAN, 20: LARGE}, "save_strategy": "steps", "save_steps": 10, "logging_steps": 9},
+    "bf16": {"poison": {12: NAN}, "bf16": True},
+    "all weights": {"poison": {12: NAN, 26: LARGE}, "adapters": False},
+    "without labels": {"masked": range(8, 16)},
+}
+
+
+def later(folder, at_once, poison=None, adapters=True, masked=(), resume=None, **options):
+    """A training that judges at once, or later; `resume` is the step after which it is stopped and resumed."""
+    config = hybrid_config(
+        folder, direction="auto", remove_unused_columns=False, train_sampling_strategy="sequential", share_rows="off",
+        **options,
+    )  # fmt: skip
+
+    def build():
+        model = poisoned(poison or {})
+        model = adapted(model) if adapters else model
+        trainer = HybridTrainer(model, config, train_dataset=Masked(masked, 400), parts=[AtOnce()] if at_once else [])
+        trainer.saw = []
+        reads, trainer.log_file.add = trainer.log_file.add, lambda entry: (trainer.saw.append(entry), reads(entry))
+        return trainer
+
+    trainer = build()
+    if resume is not None:
+        trainer.add_callback(Stop(resume))
+        trainer.train()
+        first, trainer = trainer, build()
+        trainer.model.get_base_model().calls = resume
+        trainer.saw = first.saw
+    trainer.train(resume_from_checkpoint=None if resume is None else str(folder / f"checkpoint-{resume}"))
+    return trainer
+
+
+class Stop(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = control.should_save = state.global_step == self.step
+
+
+def told(trainer, caplog):
+    """All that a run says, but how long it took."""
+    summary = trainer.hybrid_summary()
+    counts = ("steps_by_phase", "backward_passes", "skipped_batches", "divergence_events", "learning_rate_scales")
+    entries = [*trainer.state.log_history, *(entry for entry in trainer.saw if "event" in entry)]
+    entries = [{k: v for k, v in e.items() if not k.endswith(("runtime", "per_second"))} for e in entries]
+    states = trainer.optimizer.state_dict()["state"]
+    states = [value.clone() for state in states.values() for value in state.values()]
+    said = [record.getMessage() for record in caplog.records if "hf_hybrid" in record.name]
+    return [*weights(trainer.model).values(), *states], repr([entries, [summary[name] for name in counts], said])
+
+
+def check_later(tmp_path, caplog, monkeypatch, **options):
+    monkeypatch.setattr("hf_hybrid.build.pretrained_below", lambda trainer: 100.0)  # so no leaps with all weights
+    found = []
+    for at_once in (True, False):
+        caplog.clear()
+        trainer = later(tmp_path / str(at_once), at_once, **options)
+        tensors, text = told(trainer, caplog)
+        found.append((tensors, text.replace(str(trainer.args.output_dir), "")))
+    for first, second in zip(*(tensors for tensors, _ in found), strict=True):
+        assert torch.equal(first, second)
+    assert found[0][1] == found[1][1]
+    return found[0][1]
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_is_read_later_ends_as_what_is_read_at_once(name, tmp_path, caplog, monkeypatch):
+    """Weights, states of the optimizer, logs, events, counts and messages."""
+    text = check_later(tmp_path, caplog, monkeypatch, **LATER[name])
+    assert ("skip_batch" in text) is ("poison" in LATER[name])
+
+
+def test_what_is_read_later_is_known_to_a_checkpoint(tmp_path, caplog, monkeypatch):
+    """The run is stopped after a step that the device left out, and resumed."""
+    options = {"poison": {9: NAN, 10: NAN, 11: NAN}, "resume": 10, "max_steps": 20, "logging_strategy": "no"}
+    assert "(3 in a row)" in check_later(tmp_path, caplog, monkeypatch, **options)
+
+
+@pytest.mark.parametrize("at", [15, 26])  # the second ends with the last step
+def test_endless_nan_that_is_read_later_ends_the_run(at, tmp_path, monkeypatch):
+    monkeypatch.setattr(DivergenceMonitor, "MAX_BAD_STEPS", 5)
+    said = rf"at step {at + 3}: loss is not finite \(5 in a row.*those of the last good step.*No checkpoint"
+    with pytest.raises(TrainingDivergedError, match=said):
+        later(tmp_path, False, dict.fromkeys(range(at, 99), NAN), logging_strategy="no")
+
+
+def test_where_the_host_reads_later(tmp_path, train_set):
+    """By default with adapters. Not where a part or the host needs the numbers, or the optimizer cannot skip a step."""
+
+    class Seen(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            self.later = trainer.run.reads_later
+            self.left = "found_inf" in vars(trainer.run.optimizer)
+
+    def hooked(model):
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        optimizer.register_step_post_hook(lambda *args: None)
+        return {"optimizers": (optimizer, None)}
+
+    cases = [
+        ({}, lambda model: {}, True),
+        ({"optim": "adamw_torch"}, lambda model: {}, False),
+        ({"optim": "sgd"}, lambda model: {}, False),
+        ({"direction": "orthogonal"}, lambda model: {}, False),
+        ({}, lambda model: {"parts": [AtOnce()]}, False),
+        ({}, hooked, False),
+    ]
+    for number, (options, more, expected) in enumerate(cases):
+        model, seen = adapted(tiny_model()), Seen()
+        config = hybrid_config(tmp_path / str(number), max_steps=2, **{"direction": "auto", **options})
+        trainer = HybridTrainer(model, config, train_dataset=train_set, callbacks=[seen], **more(model))
+        trainer.train()
+        assert seen.later is expected and not seen.left, options
+
+
+def test_the_device_decides_as_the_host():
+    """On every kind of number, with and without a usual norm."""
+    numbers = [0.0, 1.0, 999.0, 1001.0, 1e9, math.inf, -math.inf, math.nan]
+    for norms, phase in itertools.product(([], [1.0] * 30), (Phase.WARMUP, Phase.FULL)):
+        for loss, norm, has_loss in itertools.product(numbers, numbers, (0.0, 1.0)):
+            run = Run([monitor(max_bad_steps=99)], warmup=1)
+            run.begin()
+            run.monitor.norms.extend(norms)
+            run.step.phase = phase
+            withheld = run.monitor.withheld(run.step, torch.tensor([loss, norm, has_loss], dtype=torch.float64))
+            may_step = run.before_update(loss if has_loss else None, norm)
+            assert withheld.item() == float(not may_step), (loss, norm, has_loss, norms, phase)
+
+
 class Masked(ByteText):
     """Rows of which some have no label."""
 
-    def __init__(self, masked):
-        super().__init__(64)
+    def __init__(self, masked, count=64):
+        super().__init__(count)
         self.masked = masked
 
     def __getitem__(self, index):
