@@ -72,11 +72,12 @@ class Pass:
     """A pass of a model over some micro-batches of a window. `rows` are how each reads it, by its number."""
 
     def __init__(self, rows: Mapping[int, FlatRow]):
-        self.unread, self.last = dict(rows), max(rows)
+        self.unread, self.last, self.row = dict(rows), max(rows), rows[max(rows)]
         self.output: Any = None
         """What the model returned, once it has."""
         self._values: dict[str, Tensor] = {}
         self._leaves: dict[str, Tensor] = {}
+        self._is_joined = False
 
     def take(self, output: Any) -> None:
         """Take what the model returned: values of targets, `[1, targets]` each."""
@@ -87,19 +88,25 @@ class Pass:
     @property
     def waits(self) -> bool:
         """Whether gradients may wait for the model's backward pass."""
-        return bool(self._leaves)
+        return bool(self._leaves) and not self._is_joined
 
     def values(self, number: int) -> dict[str, Tensor]:
         """Return the values for a micro-batch, those of all targets."""
         return {**self._values, **(self.join() if number == self.last else self._leaves)}
 
     def join(self) -> dict[str, Tensor]:
-        """Return the values whose backward pass runs through the model."""
-        leaves, self._leaves = self._leaves, {}
-        if not leaves:
+        """Return the values whose backward pass runs through the model, once."""
+        if not self.waits:
             return {}
-        joined = _Joined.apply(tuple(leaves.values()), *(self._values[name] for name in leaves))
-        return dict(zip(leaves, joined, strict=True))
+        self._is_joined = True
+        joined = _Joined.apply(tuple(self._leaves.values()), *(self._values[name] for name in self._leaves))
+        return dict(zip(self._leaves, joined, strict=True))
+
+    @property
+    def left(self) -> list[tuple[Tensor, Tensor]]:
+        """Values and their gradients that no backward pass has taken through the model."""
+        grads = ((self._values[name], leaf.grad) for name, leaf in self._leaves.items())
+        return [(values, grad) for values, grad in grads if grad is not None]
 
 
 class _UnderWay(UnderWay):
@@ -121,6 +128,7 @@ class MergedRows(SharedRows):
         """
         self._window: list[LaidOut] = []
         self._number: int | None = None  # of the micro-batch whose loss is computed
+        self._ends_window = False
         self._groups: dict[nn.Module, dict[int, tuple[Tree, dict[int, FlatRow]]]] = {}  # by their first micro-batch
         self._passes: dict[tuple, Pass] = {}
         self._one_by_one = False
@@ -159,8 +167,17 @@ class MergedRows(SharedRows):
     # A micro-batch.
 
     @contextlib.contextmanager
-    def micro_batch(self, inputs: Mapping[str, Any]) -> Generator[None]:
+    def around(self) -> Generator[None]:
+        with super().around():
+            yield
+            left = [pair for merged in self._passes.values() if self._ends_window for pair in merged.left]
+            if left:  # a user's code has put another loss in place of the last one
+                torch.autograd.backward([values for values, _ in left], [grad for _, grad in left])
+
+    @contextlib.contextmanager
+    def micro_batch(self, inputs: Mapping[str, Any], *, ends_window: bool) -> Generator[None]:
         """Inside, a trainer computes the loss of these inputs."""
+        self._ends_window = ends_window
         number = next((number for number, laid_out in enumerate(self._window) if laid_out.is_still(inputs)), None)
         if number is None and torch.is_tensor(ids := inputs.get("input_ids")):
             self._copied.pop(ids, None)  # other parts of the batch are new
@@ -175,9 +192,11 @@ class MergedRows(SharedRows):
         Return the loss of the last micro-batch of a window. Its backward pass runs through all passes that wait for
         one: those whose own last micro-batch was computed by itself.
         """
-        for merged in self._passes.values():
+        for (model, *_), merged in self._passes.items():
             for values in merged.join().values():
                 loss = loss + values.masked_fill(torch.ones_like(values, dtype=torch.bool), 0.0).sum().to(loss.device)
+                self._begin(model, merged.row)
+                self._under_way.row = None
                 merged.unread.clear()
         return loss
 

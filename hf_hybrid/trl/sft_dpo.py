@@ -391,9 +391,9 @@ class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):  # ty: ignore[incompatible-
         self.rows.held = self._merged_memory
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        with self.rows.on(self.model, self.ref_model), self.rows.micro_batch(inputs):
-            loss = super().compute_loss(model, inputs, *args, **kwargs)
         ends_window = torch.is_grad_enabled() and self.accelerator.sync_gradients
+        with self.rows.on(self.model, self.ref_model), self.rows.micro_batch(inputs, ends_window=ends_window):
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
         return self.rows.with_what_waits(loss) if ends_window and torch.is_tensor(loss) else loss
 
     def _merged_memory(self) -> float:

@@ -157,8 +157,8 @@ def test_each_model_is_entered_once_for_a_window(tmp_path):
 # The user's code.
 
 
-def changing(base, which):
-    """A trainer whose loss changes the tokens of some micro-batches of a window."""
+def changing(base, which, what="completion_mask"):
+    """A trainer whose loss changes some micro-batches of a window: the labels, or with a hole in the mask."""
 
     class Changing(base):
         count = 0
@@ -166,20 +166,39 @@ def changing(base, which):
         def compute_loss(self, model, inputs, *args, **kwargs):
             if self.model.training:
                 if self.count % 3 in which:
-                    inputs = {**inputs, "completion_mask": inputs["completion_mask"].clone()}
-                    inputs["completion_mask"][:, -3:] = 0
+                    inputs = {**inputs, what: inputs[what].clone()}
+                    inputs[what][:, -3:] = 0
+                    if what == "attention_mask":
+                        inputs[what][:, 8:9] = 0
                 self.count += 1
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     return Changing
 
 
-@pytest.mark.parametrize("which", [(0,), (1,), (2,), (0, 1, 2)])
-def test_a_micro_batch_that_was_changed_is_computed_by_itself(which, tmp_path):
-    """Also the last one, in whose backward pass the others would have reached the model."""
-    plain, merged = both(tmp_path, changing(DPOTrainer, which), changing(HybridDPOTrainer, which))
+@pytest.mark.parametrize("case", [((0,),), ((1,),), ((2,),), ((0, 1, 2),), ((2,), "attention_mask")])
+def test_a_micro_batch_that_was_changed_is_computed_by_itself(case, tmp_path):
+    """Also the last one, in whose backward pass the others would have reached the model; padded, if it has a hole."""
+    plain, merged = both(tmp_path, changing(DPOTrainer, *case), changing(HybridDPOTrainer, *case))
     assert apart(weights(plain.model), weights(merged.model)) < 1e-6
     assert plain.state.log_history[0]["grad_norm"] == pytest.approx(merged.state.log_history[0]["grad_norm"], rel=1e-5)
+
+
+def without_last(base):
+    """A trainer that leaves the loss of a window's last micro-batch out."""
+
+    class WithoutLast(base):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            return torch.zeros((), requires_grad=True) if self.accelerator.sync_gradients else loss
+
+    return WithoutLast
+
+
+def test_gradients_are_not_lost_with_the_loss_that_would_take_them_through_the_model(tmp_path):
+    plain, merged = both(tmp_path, without_last(DPOTrainer), without_last(HybridDPOTrainer))
+    assert_same(plain, merged)
+    assert merged.state.log_history[0]["grad_norm"] > 0
 
 
 def regularised(base):
