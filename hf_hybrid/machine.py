@@ -300,7 +300,8 @@ class Look:
     """A tensor of the device that the host reads later: it is copied beside what the device computes meanwhile."""
 
     def __init__(self, numbers: Tensor):
-        self._numbers, self._copied = numbers, None
+        self._numbers: Any = numbers
+        self._copied = None
         if copies_beside(numbers.device):
             self._numbers = host_tensor(numbers.shape, numbers.dtype, pin=True).copy_(numbers, non_blocking=True)
             self._copied = torch.get_device_module(numbers.device).Event()
@@ -308,9 +309,11 @@ class Look:
 
     def read(self) -> Any:
         """Return the numbers as plain values, and wait until they are there. They were those when this was made."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._numbers.tolist()
+        if isinstance(self._numbers, Tensor):
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._numbers = self._numbers.tolist()  # and the page-locked memory is free again
+        return self._numbers
 
 
 def wait_for(device: torch.device) -> None:

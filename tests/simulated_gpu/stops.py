@@ -6,6 +6,7 @@ The table in docs/evaluation/simulated_device.md comes from here.
     python tests/simulated_gpu/stops.py
 
 An ordinary step has no leap, save or evaluation. Trainer, accelerate and TRL stop the host too; they are not counted.
+Nor is a wait for numbers of the device behind which it has more to do, or which the host has waited for before.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SHOWN = (
     "eight_bit", "eight_bit_more", "eight_bit_bf16", "muon", "lora", "lora_int8", "leaps", "leaps_deeper",
     "leaps_host_buffers", "leaps_eight_bit", "leaps_probed", "leaps_probed_deeper", "resident_leaps",
     "resident_leaps_host_buffers", "fast", "activations_offloaded", "states_on_host", "int8_probes",
-    "nothing_to_save", "nothing_to_save_monitored", "rows", "dpo", "grpo", "grpo_more",
+    "nothing_to_save", "nothing_to_save_monitored", "rows", "dpo", "dpo_without_leaps", "grpo", "grpo_more",
 )  # fmt: skip
 
 

@@ -123,6 +123,22 @@ def test_the_host_is_seldom_stopped(name, results):
     assert stops <= SCENARIOS[name].stops, f"{stops} stops in a step; all of the run:\n{sites}"
 
 
+@needs("nothing_to_save_unfiltered")
+def test_the_device_always_has_work(results):
+    """Where Trainer does not wait for losses, nobody does: the monitor looks at a step when the next is launched."""
+    found = results.of("nothing_to_save_unfiltered")
+    assert found["facts"]["stops"] == {}, found["stop_sites"]
+    behind = [left for site, left in found["looks"].items() if "_before_update" in site]
+    assert len(behind) == 1 and behind[0] > 500
+
+
+@needs("withheld")
+def test_the_device_withholds_updates(results):
+    """The weights are compared with those of a CPU too."""
+    for place in ("device", "cpu"):
+        assert results.of("withheld", place)["facts"]["withheld"] == [1, 3]
+
+
 @each
 def test_memory_is_given_back(name, results):
     facts = results.of(name)["facts"]

@@ -39,6 +39,9 @@ from hf_hybrid import (  # noqa: E402
 from hf_hybrid.run.run import RandomStates  # noqa: E402
 from hf_hybrid.trl.groups import (  # noqa: E402
     MEAN_OF_LOSS,
+    ON_HOST,
+    ExactSkips,
+    on_host,
     rebin,
     rewarded_alike,
     rows_that_count,
@@ -337,6 +340,29 @@ def test_rows_become_forward_passes(tmp_path):
     trainer.create_model_card()
     card = (tmp_path / "README.md").read_text()
     assert "| rows | 64 |" in card and "| rows skipped | 40 |" in card
+
+
+@pytest.mark.parametrize("options", [{}, {"num_iterations": 2}, {"mask_truncated_completions": True}])
+@pytest.mark.parametrize("ours", [HybridGRPOTrainer, HybridRLOOTrainer])
+def test_a_plan_reads_on_the_host_what_the_device_has(ours, options, tmp_path, monkeypatch):
+    seen = []
+
+    def plan(skips, batches, plan=ExactSkips.plan, **how):
+        here, there = on_host(batches), on_host([{k: v for k, v in b.items() if k != ON_HOST} for b in batches])
+        assert here.keys() == there.keys() > {"prompt_ids", "advantages"}
+        for name, value in here.items():
+            used = there["prompt_mask" if "prompt" in name else "completion_mask"] if "ids" in name else 1
+            assert torch.equal(value * used, there[name] * used) and value.dtype == there[name].dtype
+        counts = plan(skips, batches, **how)
+        for planned, read in zip(skips.planned, skips.on_host, strict=True):
+            assert torch.equal(planned["completion_mask"], read["completion_mask"])
+            assert torch.equal(planned["prompt_mask"], read["prompt_mask"])
+        seen.append(ON_HOST in batches[0])
+        return counts
+
+    monkeypatch.setattr(ExactSkips, "plan", plan)
+    train(ours, tmp_path, 0.5, **({"beta": 0.0} | options))
+    assert seen and all(seen) is ("mask_truncated_completions" not in options)
 
 
 # The gradient of one window, in settings that a tiny run does not reach.
