@@ -13,6 +13,7 @@ micro-batches. So the host launches the layers once, and prefixes are shared amo
 - **Gradients.** All micro-batches but the last read the values from leaves, in which autograd adds up gradients. The
   last one reads them from [`_Joined`], whose backward pass adds those of the leaves. So the model's backward pass runs
   once, where processes exchange gradients. If the last one does not read them, its loss gets a zero that leads there.
+  If a user's code puts another loss in its place, what the leaves hold is taken through the model behind it.
 - **What was laid out.** A micro-batch that the trainer, or a user's code, has changed is computed by itself. So is a
   second pass of a micro-batch, and one with other adapters or with gradients where the first had none.
 - **Memory.** Which micro-batches are merged is decided once per window, see [`MergedRows.held`]. If memory runs out,
@@ -171,7 +172,7 @@ class MergedRows(SharedRows):
         with super().around():
             yield
             left = [pair for merged in self._passes.values() if self._ends_window for pair in merged.left]
-            if left:  # a user's code has put another loss in place of the last one
+            if left:  # there is another loss in place of the last one
                 torch.autograd.backward([values for values, _ in left], [grad for _, grad in left])
 
     @contextlib.contextmanager
@@ -257,9 +258,8 @@ class MergedRows(SharedRows):
         if not inputs.get("fused_lm_head") or self._obstacle(model, inputs) or self.facts_of(model).balances(inputs):
             return None
         key = model, model.training, torch.is_grad_enabled(), _adapters(model)
-        known = self._passes.get(key)
-        if known is not None and known.output is not None and number in known.unread:
-            return known
+        if (known := self._passes.get(key)) is not None:
+            return known if known.output is not None and number in known.unread else None
         if model not in self._groups:
             self._groups[model] = self._group(model, inputs)
         if number not in self._groups[model]:
