@@ -485,12 +485,11 @@ def room_for(length: int) -> int:
     return -(-length // BLOCK) * BLOCK
 
 
-def sizes_below(rows: int) -> list[int]:
-    """Return the numbers of rows of the graphs that take over one after the other: 64 rows give 32, 16, 8."""
-    sizes = []
-    while (rows := (rows + 1) // 2) >= FEWEST_ROWS:
-        sizes.append(rows)
-    return sizes
+def fewest_rows(rows: int, go_on: int) -> int:
+    """Return the rows of the smallest graph in which so many go on: 64, or the half of that, and so on."""
+    while (half := (rows + 1) // 2) >= max(go_on, FEWEST_ROWS):
+        rows = half
+    return rows
 
 
 # The loop.
@@ -639,10 +638,10 @@ class Captured:
                 go_on, longest, invalid = look.read()
                 if not go_on or invalid:
                     break
-            smaller, full = [size for size in sizes_below(len(tokens)) if size >= go_on], held == buffers.columns
-            if smaller and (full or buffers.pays(smaller[-1], most - length)):
+            fewest, full = fewest_rows(len(tokens), go_on), held == buffers.columns
+            if fewest < len(tokens) and (full or buffers.pays(fewest, most - length)):
                 rows.write_into(*whole)
-                kept = rows.keep(smaller[-1])
+                kept = rows.keep(fewest)
                 buffers.move(kept)
                 tokens = tokens.index_select(0, kept)
             look = rows.look() if length % EVERY == 0 else None
