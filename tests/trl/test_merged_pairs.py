@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from conftest import mostly_slow, weights
+from conftest import assert_same_weights, mostly_slow, weights
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -233,6 +233,18 @@ def test_trainers_with_a_step_of_their_own_merge_nothing(tmp_path):
     assert_same(plain, merged, saved=False)
 
 
+class Fails(torch.autograd.Function):
+    """A kernel that works forward and fails backward, with the words of inductor on an RTX 5090."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("No valid triton configs. OutOfMemoryError: out of resource: Hardware limit:101376")
+
+
 # Memory.
 
 
@@ -257,6 +269,16 @@ def test_micro_batches_that_do_not_fit_together_are_computed_one_by_one(tmp_path
         "micro-batches are computed one by one"
     ]
     assert max(sizes[-3:]) <= 60 and merged.rows.state_dict()["one_by_one"]
+
+
+@pytest.mark.falls_back
+def test_a_kernel_that_fails_backward_leaves_pairs_padded(tmp_path, monkeypatch):
+    own = attention.Layout.by_segment
+    monkeypatch.setattr(attention.Layout, "by_segment", lambda *args: Fails.apply(own(*args)))
+    plain, found = both(tmp_path, peft_config=lora, reference=None)
+    assert_same_weights(weights(plain.model), weights(found.model))
+    (failed,) = found.hybrid_summary()["failed_savings"]
+    assert "the backward pass of a tree does not run (RuntimeError: No valid triton configs" in failed
 
 
 # Launches.
