@@ -13,6 +13,7 @@ from conftest import assert_same_weights, config_values, losses, mostly_slow, we
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from rig import trainers, with_eyes
+from rig.fails_backward import Fails
 from rig.sft_rows import KINDS, WORDS, Text, pad, row
 from rig.strict import SavingIsOffError
 from rig.tiny_architectures import build_model as tiny
@@ -1018,18 +1019,6 @@ def test_an_exception_that_nobody_foresaw_is_told_and_padded_rows_are_trained(tm
     assert "the model does not take a tree (TypeError: varlen_attn() got an unexpected" in failed
     (told,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and failed in r.getMessage()]
     assert re.search(r"About \d+% of the tokens of the first batch", told)
-
-
-class Fails(torch.autograd.Function):
-    """A kernel that works forward and fails backward, with the words of inductor on an RTX 5090."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise RuntimeError("No valid triton configs. OutOfMemoryError: out of resource: Hardware limit:101376")
 
 
 FAIL_BACKWARD = {

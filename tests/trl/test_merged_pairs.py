@@ -12,6 +12,7 @@ pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 from peft import LoraConfig  # noqa: E402
+from rig.fails_backward import Fails  # noqa: E402
 from rig.processes import together  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from test_shared_rows import (  # noqa: E402
@@ -231,18 +232,6 @@ class OwnStep(HybridDPOTrainer):
 def test_trainers_with_a_step_of_their_own_merge_nothing(tmp_path):
     plain, merged = both(tmp_path, ours=OwnStep)
     assert_same(plain, merged, saved=False)
-
-
-class Fails(torch.autograd.Function):
-    """A kernel that works forward and fails backward, with the words of inductor on an RTX 5090."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise RuntimeError("No valid triton configs. OutOfMemoryError: out of resource: Hardware limit:101376")
 
 
 # Memory.
