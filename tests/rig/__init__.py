@@ -8,8 +8,8 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 | `bit_flips.py` | bits that change in memory, behind torch's back |
 | `circles.py` | which files of the package import each other |
 | `completions.py` | tiny models that complete prompts, and `generate` beside this package |
-| `fake_device.py` | a device with a limit of bytes, or of sequences, that raises what a GPU's allocator raises |
 | `fails_backward.py` | a kernel that works forward and fails backward |
+| `fake_device.py` | a device with a limit of bytes, or of sequences, that raises what a GPU's allocator raises |
 | `fresh_process.py` | a process that imports every module, trains, and looks what that did |
 | `fsdp2_on_cpu.py` | accelerate's way to FSDP2 for processes on the CPU |
 | `graphs.py` | graphs of recorded operations, in place of CUDA's |
