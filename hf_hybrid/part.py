@@ -139,8 +139,8 @@ class Part:
     needs_numbers = True
     """
     Whether `before_update`, `after_update`, `end_step` or `decide` of this part read the loss or norm of the step, or
-    what became of it. If no part does, the host reads them in the next step, and the device never waits for it: then
-    the monitor's `before_update` and what reacts to it are called in the next step, before the log, or before a save.
+    what became of it. If no part does, the host reads them in the next step, so that the device never waits for it. The
+    monitor judges then, and others react, before the next update, the log, or a save.
     """
 
     @property

@@ -14,7 +14,6 @@ from typing import cast
 import torch
 
 from hf_hybrid.optimizers import text_config
-from hf_hybrid.part import Step
 from hf_hybrid.run.rate import RateScale
 from hf_hybrid.run.trainer_view import (
     TrainerView,
@@ -147,13 +146,8 @@ class AdapterRate(RateScale):
     are ranked right, a batch with one that is not has a loss far above the trend, at any rate.
     """
 
-    needs_numbers = False
-
     def __init__(self, scale: float, *, backs_off: bool):
         self.scale, self.backs_off = scale, backs_off
-
-    def end_step(self, step: Step) -> None:
-        self.run.record.add_scale(step.index + 1, self.scale)
 
     def back_off(self) -> None:
         if self.backs_off:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,6 +100,7 @@ class RateScale(Part):
     """Base class of the parts that scale the learning rate. The trainer applies `run.rate_scale` in each real step."""
 
     name = "rate"
+    needs_numbers = False  # it learns from a step before the next update
     scale: float
     """Factor on the scheduled learning rate."""
 
@@ -161,8 +162,8 @@ class LearningRateSearch(RateScale):
 
     def __init__(self, *, max_steps: int, max_scale: float, weights: TrainedWeights | None = None):
         self.max_steps, self.weights = max_steps, weights
-        self.seen: float | None = None
-        """Cosine of the real step under way."""
+        self.cosine: Callable[[], float | None] | None = None
+        """Waits for the cosine of the last real step, if its gradients were looked at."""
         self.max_log = math.log(max_scale)
         self.growth = min(self.MAX_GROWTH, max(self.MIN_GROWTH, self.GROWTH / math.sqrt(max(max_steps, 1))))
         self.patience = 3 + round(math.sqrt(max_steps) / 3)
@@ -182,16 +183,17 @@ class LearningRateSearch(RateScale):
         return math.exp(self.log_scale)
 
     def before_update(self, step: Step) -> None:
-        self.seen = None
+        self.cosine = None
         if step.withheld or self.weights is None:
             return
         try:
-            self.seen = step_cosine(self.weights)
+            self.cosine = step_cosine(self.weights)
         except Exception as error:
             self.run.survive(error, "search of the learning rate missed a gradient")
 
     def learn(self, step: Step) -> None:
-        self.observe(math.inf if step.withheld or step.loss is None else step.loss, self.seen, step.accuracy)
+        cosine = None if step.withheld or self.cosine is None else self.cosine()
+        self.observe(math.inf if step.withheld or step.loss is None else step.loss, cosine, step.accuracy)
 
     def observe(self, loss: float, cosine: float | None, accuracy: float | None = None) -> None:
         """Learn from a real step: its loss, its cosine, and the share of its preference pairs that are ranked right."""
@@ -316,12 +318,12 @@ def last_steps(gradient: Tensor, state: Mapping[str, Any], out: Tensor) -> Itera
 
 
 @torch.no_grad()
-def step_cosine(weights: TrainedWeights) -> float | None:
+def step_cosine(weights: TrainedWeights) -> Callable[[], float | None] | None:
     """
-    Return the cosine of a fresh gradient with the direction of the last step of Adam, which keeps it in its state.
+    Order the cosine of a fresh gradient with the direction of the last step of Adam, which keeps it in its state.
 
-    It takes one synchronisation with the host. It is positive if the last direction still leads downhill, and `None` if
-    there is nothing to compare with.
+    Return a function that waits for it, `None` if there is nothing to compare with. The cosine is positive if the last
+    direction still leads downhill, and `None` if one of both is zero.
     """
     dots, squares, gradients = [], [], []
     for index, parameter in enumerate(weights.parameters):
@@ -335,5 +337,10 @@ def step_cosine(weights: TrainedWeights) -> float | None:
             gradients.append(sum_of_squares(gradient))
     if not dots:
         return None
-    dot, square, gradient = weights.shards.totals([dots, squares, gradients]).tolist()
-    return dot / math.sqrt(square * gradient) if square > 0 and gradient > 0 else None
+    read = weights.shards.totals_later([dots, squares, gradients])
+
+    def cosine() -> float | None:
+        dot, square, gradient = read().tolist()
+        return dot / math.sqrt(square * gradient) if square > 0 and gradient > 0 else None
+
+    return cosine

@@ -142,6 +142,7 @@ class Run:
         self._hooks = {hook: listening(self.parts, hook) for hook in hooks}
         self._with_state = [(name_of(part), part) for part in self.parts if listening([part], "state_dict")]
         self.monitor: Any = self.part(DivergenceMonitor)
+        self._in_time = listening([part for part in self.parts if part is not self.monitor], "before_update")
         at_once = [part for part in self.parts if part.needs_numbers]
         in_step = ("before_update", "after_update", "end_step", "decide")
         self.reads_later = self.decides_on_device and not any(listening(at_once, hook) for hook in in_step)
@@ -240,6 +241,7 @@ class Run:
         preference pairs that the model ranks right, if it trains on such. `step` is the one under way, or one that is
         over and was put off.
         """
+        hooks = self._hooks["before_update"] if step is None else [self.monitor.before_update]  # others looked in time
         step = cast("RealStep", step or self.step)
         if loss is None:
             if not self._warned_of_no_label:
@@ -253,7 +255,7 @@ class Run:
             step.withheld = not math.isfinite(gradient_norm)
             return not step.withheld
         step.loss, step.gradient_norm, step.accuracy = loss, gradient_norm, accuracy
-        for method in self._hooks["before_update"]:
+        for method in hooks:
             method(step)
         step.counts = not step.withheld
         return step.counts
@@ -265,17 +267,23 @@ class Run:
         """
         self._unread = self.step, accuracy, Look(numbers)
         self.optimizer.found_inf = self.monitor.withheld(self.step, numbers)
+        for method in self._in_time:
+            method(self.step)
 
     def settle(self) -> None:
         """
         Do for the last step what was put off until its numbers are on the host. By now the device has the next step to
         compute; in front of a save or at the end it has not, and the host waits. May raise `TrainingDivergedError`.
+
+        The rate learns before the next update, so it is the one that it would be.
         """
         if self._unread is None or self._unread[0] is self.step:
             return
         (step, accuracy, numbers), self._unread = self._unread, None
         loss, norm, has_loss = numbers.read()
         self.before_update(loss if has_loss else None, norm, accuracy, step)
+        if self.rate is not None:
+            self.rate.end_step(step)
         self._follow(step)
 
     def _follow(self, step: Step) -> None:
@@ -397,6 +405,7 @@ class Run:
         Return what a resumed run goes on from, bit for bit: JSON values and dictionaries of tensors. All processes must
         call this. Empty if no part has a state and there are no phases.
         """
+        self.settle()
         states = {name: state for name, part in self._with_state if (state := part.state_dict())}
         if self.has_phases:
             states["run"] = {

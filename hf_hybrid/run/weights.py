@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.machine import LeapObstacleError
+from hf_hybrid.machine import LeapObstacleError, Look
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -78,6 +78,12 @@ def totals(lists: list[list[Tensor]]) -> Tensor:
     for of_device in places.values():
         together[of_device] = torch.stack([scalars[place].float() for place in of_device]).cpu()
     return torch.stack([part.sum() for part in together.split([*map(len, lists)])])
+
+
+def totals_later(lists: list[list[Tensor]]) -> Callable[[], Tensor]:
+    """Order these sums of scalars of one device, and return a function that waits for them."""
+    look, sizes = Look(torch.stack([scalar.float() for scalars in lists for scalar in scalars])), [*map(len, lists)]
+    return lambda: torch.stack([part.sum() for part in torch.tensor(look.read()).split(sizes)])
 
 
 # Which part of the weights is here.
@@ -119,6 +125,13 @@ class Whole:
     def totals(self, lists: list[list[Tensor]]) -> Tensor:
         """Return the sum of each list of scalars over all processes, on the host; 0 for an empty list."""
         return totals(lists)
+
+    def totals_later(self, lists: list[list[Tensor]]) -> Callable[[], Tensor]:
+        """Order these sums of at least one scalar, and return a function that waits for them."""
+        if len({scalar.device for scalars in lists for scalar in scalars}) == 1:
+            return totals_later(lists)
+        sums = totals(lists)
+        return lambda: sums
 
     def stride(self, index: int) -> int:
         """Return the distance between elements of [`sample`] in the flat parameter."""
@@ -183,6 +196,10 @@ class Shards(Whole):
         sums = totals(lists).to(self._device, torch.float64)
         self._distributed.all_reduce(sums, group=self._group)
         return sums.float().cpu()
+
+    def totals_later(self, lists: list[list[Tensor]]) -> Callable[[], Tensor]:
+        sums = self.totals(lists)
+        return lambda: sums
 
     def _rows(self, shape: torch.Size) -> list[int]:
         """Return how many rows each process holds. The last ones may hold less than others, or nothing."""

@@ -241,6 +241,7 @@ LATER = {
     "saved": {"poison": {10: NAN, 20: LARGE}, "save_strategy": "steps", "save_steps": 10, "logging_steps": 9},
     "bf16": {"poison": {12: NAN}, "bf16": True},
     "all weights": {"poison": {12: NAN, 26: LARGE}, "adapters": False},
+    "a search of the rate": {"poison": {12: NAN, 26: LARGE}, "adapters": False, "auto_lr": "on", "logging_steps": 7},
     "without labels": {"masked": range(8, 16)},
 }
 

@@ -295,7 +295,7 @@ def test_the_cosine_in_parts_is_that_of_the_whole(monkeypatch):
     expected = torch.cosine_similarity(gradients, followed, dim=0).item()
     for part in (10**6, 4):
         monkeypatch.setattr("hf_hybrid.run.rate.PART", part)
-        assert step_cosine(trained) == pytest.approx(expected, rel=1e-5)
+        assert step_cosine(trained)() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"optim": "sgd"}, {"optim": "muon"}, {"optimizer_states": "8bit"}], ids=str)

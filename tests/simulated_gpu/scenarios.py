@@ -1195,6 +1195,9 @@ SCENARIOS["nothing_to_save"] = Scenario(
 SCENARIOS["nothing_to_save_monitored"] = Scenario(
     partial(nothing_to_save, lora=True, enable_predict=True), keeps_model=True, stops=0
 )
+SCENARIOS["nothing_to_save_searched"] = Scenario(
+    partial(nothing_to_save, enable_predict=True, leap_gain=0.0, auto_lr="on"), keeps_model=True, stops=0
+)
 # Without its filter of losses Trainer does not wait either, but at the first step and the last.
 SCENARIOS["nothing_to_save_unfiltered"] = Scenario(
     partial(

@@ -23,7 +23,8 @@ SHOWN = (
     "eight_bit", "eight_bit_more", "eight_bit_bf16", "muon", "lora", "lora_int8", "leaps", "leaps_deeper",
     "leaps_host_buffers", "leaps_eight_bit", "leaps_probed", "leaps_probed_deeper", "resident_leaps",
     "resident_leaps_host_buffers", "fast", "activations_offloaded", "states_on_host", "int8_probes",
-    "nothing_to_save", "nothing_to_save_monitored", "rows", "dpo", "dpo_without_leaps", "grpo", "grpo_more",
+    "nothing_to_save", "nothing_to_save_monitored", "nothing_to_save_searched", "rows", "dpo", "dpo_without_leaps",
+    "grpo", "grpo_more",
 )  # fmt: skip
 
 
