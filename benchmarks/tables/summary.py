@@ -77,7 +77,7 @@ def readme() -> str:
             f"{times(small['instructions'])} times as fast at 1B and {times(large['instructions'])} at 8B on "
             f"instructions, {times(small['system'])} and {times(large['system'])} with a common system prompt, "
             f"{times(gain('sft', '1b', 'agent'))} at 1B on agent trajectories, where 8B does not fit without sharing; "
-            "the update is the same. Our steps and most of the peers' ran with Liger's norms, rotary embedding and MLP, "
+            "the update is the same. Our steps and most peers' ran with Liger's norms, rotary embedding and MLP, "
             "left by an arm before",
         ],
         [

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from hf_hybrid.arguments import HybridArguments
@@ -401,6 +401,10 @@ class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):  # ty: ignore[incompatible-
         args, options, kind = self.args, self.hybrid_args, type(self)
         own = kind.training_step is not HybridTrainerMixin.training_step
         own |= getattr(kind, "_compute_loss", None) is not getattr(DPOTrainer, "_compute_loss", None)
+        own |= any(  # which finds gradients of the micro-batches so far
+            type(callback).on_substep_end is not TrainerCallback.on_substep_end
+            for callback in self.callback_handler.callbacks
+        )
         offloads = args.activation_offloading or options.offload_activations
         if own or offloads or options.weight_precision or steps_in_backward(optimizer_name(args)):
             return 0.0

@@ -237,6 +237,29 @@ def test_trainers_with_a_step_of_their_own_merge_nothing(tmp_path):
 # Memory.
 
 
+class Substeps(TrainerCallback):
+    """Notes the gradient norm of a model between two micro-batches."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_substep_end(self, args, state, control, model, **kwargs):
+        grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        self.norms.append(torch.nn.utils.get_total_norm(grads).item())
+
+
+def test_a_callback_between_micro_batches_finds_their_gradients(tmp_path):
+    seen = []
+
+    def notes():
+        seen.append(Substeps())
+        return [seen[-1]]
+
+    assert_same(*both(tmp_path, callbacks=notes), saved=False)
+    theirs, ours = (callback.norms for callback in seen)
+    assert len(ours) == 6 and ours == pytest.approx(theirs, rel=1e-4)
+
+
 def test_micro_batches_that_do_not_fit_together_are_computed_one_by_one(tmp_path, caplog):
     (plain,) = [dpo(DPOTrainer, DPOConfig, tmp_path / "trl", **WINDOW)]
     plain.train()

@@ -126,7 +126,7 @@ def build(architecture, seed=0, **options):
 
 def dpo(trainer, config, folder, model=None, reference=True, **options):
     arguments = {"max_length": None, "bf16": False, "max_steps": 4, "optim": "sgd", "learning_rate": 0.3, **options}
-    extra = {name: arguments.pop(name) for name in ("peft_config", "eval_dataset") if name in arguments}
+    extra = {name: arguments.pop(name) for name in ("peft_config", "eval_dataset", "callbacks") if name in arguments}
     model = model or build("llama")
     if config is HybridDPOConfig:
         arguments.setdefault("enable_predict", False)
