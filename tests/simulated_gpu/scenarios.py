@@ -1216,6 +1216,7 @@ def withheld(place: Place) -> dict[str, Tensor]:
     last = [parameter for parameter in made.parameters() if parameter.requires_grad][-1]
     last.register_hook(lambda gradient: gradient * next(factors))
     trainer = trainer_of(place, made, rows(), gradient_accumulation_steps=1, max_steps=6, enable_predict=True)
+    trainer.model_accepts_loss_kwargs = False  # so labels are looked for in the batches
     with place.counted(trainer):
         trainer.train()
     place.facts |= told_by(trainer)
