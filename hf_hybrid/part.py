@@ -86,8 +86,8 @@ class Step:
         losses (`list[torch.Tensor]`): Of the micro-batches computed so far, as shares of the loss of the step.
         tokens (`int`): Of these micro-batches, on this process.
         skipped (`int`): Micro-batches of a skipped step, which are not computed.
-        loss (`float`, *optional*): Training loss, the mean over all processes; known from `before_update` on, and only
-            in a real step in which a token has a label.
+        loss (`float`, *optional*): Training loss, the mean over all processes; known from `before_update` on, where a
+            part needs it at once ([`Part.needs_numbers`]), and only in a real step in which a token has a label.
         gradient_norm (`float`, *optional*): Before clipping; as `loss`.
         accuracy (`float`, *optional*): Share of the preference pairs that are ranked right, where such are trained on.
         leap (`Leap`, *optional*): The one that can still be undone.

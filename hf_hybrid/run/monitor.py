@@ -92,10 +92,10 @@ class TrainingDivergedError(RuntimeError):
 
 class DivergenceMonitor(Part):
     """
-    Judges the gradients of every real step before they are used ([`judge_gradients`]) and its loss after it
-    ([`judge_step`]). Thresholds are relative to what this run does normally. In Warmup it withholds gradients that are
-    not finite and is silent otherwise, because Warmup follows plain `Trainer` to the last bit. A loss that is more than
-    `threshold` standard deviations above its trend is a warning.
+    Judges the gradients of every real step ([`judge_gradients`]) and, if they are used, its loss ([`judge_step`]).
+    Thresholds are relative to what this run does normally. In Warmup it withholds gradients that are not finite and is
+    silent otherwise, because Warmup follows plain `Trainer` to the last bit. A loss that is more than `threshold`
+    standard deviations above its trend is a warning.
     """
 
     name = "monitor"

@@ -5,6 +5,9 @@ The trainer calls `begin`, then for each step `begin_step`, `count` for each mic
 `after_update` around the optimizer, and `end_step`; in the end `end`. The run calls the parts (part.py explains the
 hooks), keeps the record (record.py), and corrects Trainer's log for steps that were skipped.
 
+Where no part needs loss and gradient norm of a step at once, the host does not wait for them: `read_later` takes the
+place of `before_update`, the device decides whether the optimizer steps, and `settle` makes up for it in the next step.
+
 The order of the list matters in two places. The monitor comes first: it judges the gradients before anybody uses them.
 What scales the learning rate comes before the leaps, because it compares a gradient with what was known before it.
 
