@@ -382,7 +382,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.saver.evaluation_is_due = self.epochs.is_at_start = False
         in_step, feed, there = self.saver.in_step, self.run.feed, device
         in_step.is_changing = True
-        if self.rows is not None and self.accelerator.num_processes == 1 and self.args.n_gpu <= 1:
+        is_trainers = getattr(super().get_batch_samples, "__func__", None) is Trainer.get_batch_samples
+        if is_trainers and self.rows is not None and self.accelerator.num_processes == 1 and self.args.n_gpu <= 1:
             device = torch.device("cpu")  # where the loader has labels; Trainer would wait for a copy of their count
         with self.order.reading():
             if feed is None:
