@@ -417,14 +417,14 @@ def _ends(model: nn.Module) -> Iterator[nn.Module]:
         if isinstance(module, _EMBEDDING):
             yield module
         for question in ("get_input_embeddings", "get_output_embeddings"):
-            end = _answer(module, question)
-            if isinstance(end, nn.Module):
+            if isinstance(end := ask(module, question), nn.Module):
                 yield end
 
 
-def _answer(module: nn.Module, question: str) -> object:
+def ask(model: nn.Module, question: str) -> nn.Module | None:
+    """Return the result of `get_input_embeddings` or `get_output_embeddings`, if the model has it."""
     try:
-        return getattr(module, question)()
+        return getattr(model, question)()
     except (AttributeError, NotImplementedError):
         return None
 
@@ -438,7 +438,7 @@ def text_config(model: Any) -> Any:
 def _vocabulary_sizes(model: nn.Module) -> set[int]:
     config = text_config(model)
     sizes, widths = {getattr(config, "vocab_size", None)}, {getattr(config, "hidden_size", None)}
-    embedding = _answer(model, "get_input_embeddings")  # without one the config alone has to do
+    embedding = ask(model, "get_input_embeddings")  # without one the config alone has to do
     sizes.add(getattr(embedding, "num_embeddings", None))
     widths.add(getattr(embedding, "embedding_dim", None))
     # If the width of the model equals the length of its vocabulary (bytes, say), the length of a side decides nothing.

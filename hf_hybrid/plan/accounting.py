@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.optimizers import elements_at_once, text_config
-from hf_hybrid.streaming.layers import ask, rounded_by_autocast
+from hf_hybrid.optimizers import ask, elements_at_once, text_config
+from hf_hybrid.streaming.layers import rounded_by_autocast
 
 Storage = tuple[torch.device, int]  # and its address there
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.optimizers import text_config
+from hf_hybrid.optimizers import ask, text_config
 
 
 class NoLayerListError(ValueError):
@@ -115,14 +115,6 @@ def base_model(model: nn.Module) -> nn.Module:
     """Return the model inside a wrapper of adapters, or the model itself."""
     get_base = getattr(model, "get_base_model", None)
     return model if get_base is None else get_base()
-
-
-def ask(model: nn.Module, question: str) -> nn.Module | None:
-    """Return the result of `get_input_embeddings` or `get_output_embeddings`, if the model has it."""
-    try:
-        return getattr(model, question)()
-    except (AttributeError, NotImplementedError):
-        return None
 
 
 def map_with_host_layers(model: nn.Module) -> dict | None:

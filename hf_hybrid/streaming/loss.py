@@ -39,9 +39,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from hf_hybrid.optimizers import ask
 from hf_hybrid.run.run import as_before
 from hf_hybrid.run.trainer_view import vocabulary_size
-from hf_hybrid.streaming.layers import ask, base_model
+from hf_hybrid.streaming.layers import base_model
 
 if TYPE_CHECKING:
     from hf_hybrid.run.trainer_view import TrainerView
