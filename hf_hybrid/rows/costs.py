@@ -5,7 +5,7 @@ Linear layers cost the same per token, attention per pair of tokens, and the hea
 three. If less than 5 % is saved the padded batch is computed, to the last bit as plain `Trainer` does.
 
 On a GPU the host launches the same kernels for a micro-batch of any size. One more micro-batch costs no time if each
-keeps the device busy for longer than that, [`BUSY`], and a small one holds less memory.
+keeps the device busy for longer than that, [`busy`], and a small one holds less memory.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+import torch
 
 from hf_hybrid.compat import configs_of_layers
 from hf_hybrid.rows.tree import Batch, Tree
@@ -26,9 +28,23 @@ Operations of one layer, in the forward and the backward pass of a micro-batch, 
 as long as its host launched: 264 TFLOP/s, which an H100 reached at 1B (`benchmarks/gpu`, DPO), for 5 ms, which is 30 us
 for each of 165 kernels. A layer with adapters launches 143 to 148 operations in a step, with 1.13 to 1.32 kernels each.
 It lies between what was measured (`benchmarks/gpu`, instructions): at 1B a micro-batch has 0.6e12 and the host is the
-limit, at 8B it has 2.2e12 and the device is. A slower GPU is busy with less: there a window takes more memory than it
-has to, and no more time.
+limit, at 8B it has 2.2e12 and the device is. [`busy`] counts less for slower GPUs.
 """
+MEMORY_OF_AN_H100 = 3.35e12
+"""Bytes per second that it reads."""
+
+
+def busy(device: torch.device) -> float:
+    """
+    Return [`BUSY`] for a device, by how fast it reads its memory, which bounds most of the kernels that a host hardly
+    launches in time. The driver says the rate: a measured one, and so windows, could be another after a resume.
+    """
+    if device.type != "cuda":
+        return BUSY
+    properties: Any = torch.cuda.get_device_properties(device)
+    clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))  # kHz, bits
+    rate = 2e3 * clock * width / 8  # twice per cycle
+    return BUSY * rate / MEMORY_OF_AN_H100 if rate else BUSY
 
 
 def share_saved(tree: Tree) -> float:
@@ -73,9 +89,9 @@ class Costs(NamedTuple):
         """Return the operations of a tree, each label counted once per row."""
         return self._layers(tree) + tree.labels * self.scored
 
-    def keep_busy(self, trees: Sequence[Tree]) -> bool:
+    def keep_busy(self, trees: Sequence[Tree], device: torch.device) -> bool:
         """Whether a GPU computes micro-batches of such trees for longer than the host launches them."""
-        return self.passes * sum(map(self._layers, trees)) > BUSY * self.layers * len(trees)
+        return self.passes * sum(map(self._layers, trees)) > busy(device) * self.layers * len(trees)
 
     def _layers(self, tree: Tree) -> float:
         """Return the operations of a tree without the head."""

@@ -284,7 +284,7 @@ class MergedRows(SharedRows):
 
         def divided(rows: Sequence[Row], **options: Any) -> list[Tree]:
             own = by_batch(rows, most, **options)
-            busy = device.type not in WITHOUT_LAUNCHES and facts.costs.keep_busy(own)
+            busy = device.type not in WITHOUT_LAUNCHES and facts.costs.keep_busy(own, device)
             return own if busy else join(rows, most, **options)
 
         plan, groups = self._plan(model, batches, divided, device, device.type == "cuda", False), {}

@@ -286,7 +286,7 @@ class SharedWindows(SharedRows):
     def _divide(self, rows: Sequence[Row], most: float, **options: Any) -> list[Tree]:
         """As [`_fewest`], or into what keeps a GPU busy."""
         costs, own = self.facts_of(self.model).costs, by_batch(rows, most, **options)
-        if not costs.keep_busy(own):
+        if not costs.keep_busy(own, self.trainer.args.device):
             return self._fewest(rows, most, **options)
         merged = self._fewest(rows, max(sum(row.length for row in tree.rows) for tree in own), **options)
         is_worth = sum(map(costs.tree, merged)) < WORTH * sum(map(costs.tree, own))

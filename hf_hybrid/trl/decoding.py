@@ -101,7 +101,7 @@ from hf_hybrid.compat import layers_that_keep_nothing
 from hf_hybrid.optimizers import has_adapters
 from hf_hybrid.part import Part
 from hf_hybrid.recovery import drop_tensors_of, is_out_of_memory
-from hf_hybrid.rows.costs import BUSY, Costs
+from hf_hybrid.rows.costs import Costs, busy
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import RandomStates
 from hf_hybrid.trl.captured import (
@@ -174,13 +174,13 @@ def tokens_of_a_pass(model: Any) -> float:
     """
     Return how many tokens a further pass of the prompts has to save.
 
-    On a GPU as many as keep a fast one busy while its host launches the pass, a third of what [`BUSY`] counts: 14,500
-    of a model of 0.5B, 900 of one of 7B.
+    On a GPU as many as keep it busy while its host launches the pass, a third of what [`busy`] counts: on an H100
+    14,500 of a model of 0.5B, 900 of one of 7B.
     """
     if model.device.type not in CAPTURING:
         return PASS
     costs = Costs.of(model)
-    return BUSY / 3 * costs.layers / costs.token
+    return busy(model.device) / 3 * costs.layers / costs.token
 
 
 def common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -746,6 +746,17 @@ def test_layers_with_heads_of_different_sizes():
     assert costs.Costs.of(model).pair == 4 * model.config.num_attention_heads * sum(sizes)
 
 
+@pytest.mark.parametrize(
+    ("clock", "width", "times"), [(2_619_000, 5120, 1.0), (10_501_000, 384, 0.30), (3_201_000, 6144, 1.47), (0, 0, 1.0)]
+)
+def test_a_gpu_with_slower_memory_is_kept_busy_by_less(clock, width, times, monkeypatch):
+    """An H100, an RTX 4090, an H200, and one whose driver does not tell."""
+    told = SimpleNamespace(memory_clock_rate=clock, memory_bus_width=width)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: told)
+    assert costs.busy(torch.device("cuda")) == pytest.approx(times * costs.BUSY, rel=0.01)
+    assert costs.busy(torch.device("cpu")) == costs.BUSY
+
+
 def on_a_gpu(shape):
     """Windows of a Llama whose weights are nowhere, as they would be on a GPU: LoRA, no dropout."""
     sizes = {"vocab_size": 128_256, "num_attention_heads": 32, "num_key_value_heads": 8, **SHAPES[shape]}

@@ -45,6 +45,7 @@ from transformers import EosTokenCriteria, LlamaConfig, LlamaForCausalLM, Qwen2C
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
+from hf_hybrid.rows import costs  # noqa: E402
 from hf_hybrid.run.run import Run  # noqa: E402
 from hf_hybrid.trl import captured, decoding  # noqa: E402
 from hf_hybrid.trl.captured import Buffers, HostReads, Look, PlainRolloutsError, drawn  # noqa: E402
@@ -201,7 +202,7 @@ QUICK_ALIKE = {("llama", "sampled", 40), *((name, "sampled", 24) for name in OTH
 def test_prompts_that_begin_alike(name, way, alike, monkeypatch):
     """What they share is computed in whole blocks of columns, and where a window forgets it, only what it keeps."""
     monkeypatch.setattr(decoding, "PREFILL", 4)
-    monkeypatch.setattr(decoding, "BUSY", 0.0)
+    monkeypatch.setattr(costs, "BUSY", 0.0)
     rows, inputs = batch([5, 7, 6, 7], beginnings=[[*range(9, 9 + alike)]])
     asked = config(**WAYS[way]) if name in ARCHITECTURES else config(eos_token_id=ENDS, **WAYS[way])
     found = check_equal(model(name) if name in ARCHITECTURES else other(name), rows, inputs, asked)
