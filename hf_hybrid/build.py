@@ -72,7 +72,7 @@ from hf_hybrid.run.rate import LearningRateSearch, RateScale
 from hf_hybrid.run.record import Speed
 from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
 from hf_hybrid.run.trainer_view import own_losses, trains_adapters
-from hf_hybrid.run.weights import Gathered, InPlace, Shards, TrainedWeights, canonical, shards_of
+from hf_hybrid.run.weights import Gathered, Shards, TrainedWeights, canonical, shards_of
 from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.layers import embeddings_and_head, map_with_host_layers, obstacle_to_walking, working_dtypes
 from hf_hybrid.streaming.optimizer import UnsupportedOptimizerError, check_separable
@@ -192,7 +192,7 @@ def build_run(trainer: BuiltTrainer) -> Run:
     monitor = DivergenceMonitor(options.preset_value("divergence_threshold"))
     rate, first = _rate(trainer, weights), pretrained_below(trainer)
     asks = isinstance(trainer.lr_scheduler, AcceleratedScheduler)  # the host whether the optimizer stepped
-    on_host = asks or trainer.accelerator.scaler is not None or not isinstance(weights.store, InPlace)
+    on_host = asks or trainer.accelerator.scaler is not None or trainer.memory.streams
     leaps: list[Part] = []
     if no_leaps is None:
         build = functools.partial(_leap_parts, trainer, weights, monitor, _probe(trainer, feed))

@@ -44,8 +44,6 @@ from hf_hybrid.machine import LeapObstacleError, Look
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-    from hf_hybrid.streaming.engine import Resident
-
 SAMPLE = 4096
 """Most elements of a parameter that [`Whole.sample`] takes."""
 
@@ -344,7 +342,7 @@ class TrainedWeights:
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
         optimizer: torch.optim.Optimizer,
-        store: InPlace | Resident | None = None,
+        store: InPlace | None = None,
     ):
         group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         moved = [(name, parameter) for name, parameter in parameters if id(parameter) in group_of]

@@ -9,7 +9,7 @@ methods does nothing, or calls what Trainer would have called. `Streamed` joins 
   step and not twice per micro-batch;
 - `LazyOptimizer` (optimizer.py) updates a layer when it is needed next, exactly as the optimizer would have.
 
-Both also tell the leaps where weights are stored (as `InPlace` in run/weights.py): a leap under test is added to
+Both are an `InPlace` (run/weights.py), and so tell the leaps where weights are stored: a leap under test is added to
 streamed weights when they are copied to the device.
 """
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_hybrid.optimizers import optimizer_layers
+from hf_hybrid.run.weights import InPlace
 from hf_hybrid.streaming.optimizer import LazyOptimizer
 from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.walk import Window
@@ -31,7 +32,7 @@ from hf_hybrid.streaming.walk import Window
 logger = logging.getLogger(__name__)
 
 
-class Resident:
+class Resident(InPlace):
     """Weights, gradients and states are where plain Trainer has them."""
 
     streams = False
@@ -85,16 +86,6 @@ class Resident:
         """Drop gradients that the optimizer has not used."""
 
     # Access to the weights.
-
-    def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether the model computes with copies of this parameter."""
-        return False
-
-    def finish_updates(self) -> None:
-        """Finish pending updates, before weights or states are read."""
-
-    def changed(self) -> None:
-        """Discard copies of the weights, after they were written or the leap under test changed."""
 
     def overlay(self, displaced: Callable[[nn.Parameter], Tensor | None]) -> None:
         """Add what `displaced` returns to weights on their way to the device."""
