@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from hf_hybrid.compat import cache_name
 from hf_hybrid.machine import mixed_precision_of, sharding_of
-from hf_hybrid.rows.attention import ARGUMENT, Layout
+from hf_hybrid.rows.attention import ARGUMENT
 from hf_hybrid.rows.sharing import FlatRow, ModelFacts, SharedRows
 from hf_hybrid.rows.states import by_row
 from hf_hybrid.rows.tree import IGNORED, Batch, Rows, Tree, divide, on_host
@@ -38,8 +38,6 @@ KNOWN = frozenset({"RewardTrainer", "KTOTrainer", "DistillationTrainer", "CPOTra
 """Trainers of TRL whose losses read no padding."""
 MODELS = ("model", "ref_model", "teacher_model")
 """Attributes of a trainer with the models that its loss computes."""
-CACHE = cache_name()
-"""Argument of a backbone for keys and values."""
 TAKEN = {"input_ids", "attention_mask"}
 """Tensors that a backbone may be given."""
 
@@ -106,25 +104,19 @@ class RowsForAnyLoss(SharedRows):
                 self.fallbacks.cannot_be_exact(reason)
             return
         self._opened[model] = stack = contextlib.ExitStack()
-
-        def before(backbone: nn.Module, args: tuple, inputs: dict[str, Any]):
-            return self._exchange(model, facts, args, inputs)
-
-        def behind(backbone: nn.Module, args: tuple, output: Any):
-            return self._put_back(output)
-
+        before = functools.partial(self._exchange, model, facts)
         stack.callback(facts.backbone.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
-        stack.callback(facts.backbone.register_forward_hook(behind).remove)
+        stack.callback(facts.backbone.register_forward_hook(self._put_back).remove)
         stack.enter_context(by_row(facts.with_state, lambda: self._under_way.row is not None))
 
-    def _exchange(self, model: nn.Module, facts: ModelFacts, args: tuple, inputs: dict[str, Any]):
+    def _exchange(self, model: nn.Module, facts: ModelFacts, backbone: nn.Module, args: tuple, inputs: dict[str, Any]):
         """Exchange a padded batch for a flat row."""
         way = self._under_way
         way.row = None
         if way.comparing == "padded":
             return None
         given = {**dict(zip(("input_ids", "attention_mask"), args)), **inputs}
-        if given.get(CACHE) is not None or len(args) > 2:
+        if given.get(cache_name()) is not None or len(args) > 2:
             return None  # a model that generates
         if (reason := _obstacle(given)) is not None:
             self.fallbacks.cannot_be_exact(reason)
@@ -133,15 +125,12 @@ class RowsForAnyLoss(SharedRows):
         if tree is None:
             return None
         ((_, row),) = FlatRow.of_window([(batch, tree)], given["input_ids"].device, repeats=False, balances=False)
-        way.row, Layout.known[row.layout.number] = row, row.layout
-        self._layouts.append(row.layout)
-        if way.comparing is None:
-            self._opened[model].enter_context(self._in_trees(model))
+        self._begin(model, row)
         flat = row.inputs()
         names = ("input_ids", "attention_mask", "position_ids", "use_cache")
         return (), {**given, **{name: flat[name] for name in names}, ARGUMENT: row.layout}
 
-    def _put_back(self, output: Any) -> Any:
+    def _put_back(self, backbone: nn.Module, args: tuple, output: Any) -> Any:
         """Put the states where the padded batch has them."""
         way = self._under_way
         row, way.row = way.row, None
