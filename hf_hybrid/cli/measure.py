@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +36,10 @@ from transformers.initialization import no_init_weights
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.config import HybridConfig
 from hf_hybrid.machine import wait_for
+from hf_hybrid.plan.planner import Planner
 from hf_hybrid.plan.trace import Excerpt
+from hf_hybrid.plan.ways import WayPlan
 from hf_hybrid.trainer import HybridTrainer
-
-if TYPE_CHECKING:
-    from hf_hybrid.plan.planner import Planner
-    from hf_hybrid.plan.ways import WayPlan
 
 STEPS = 4
 """Timed steps of a training. The step before them makes the optimizer's states, the one after them is profiled."""

@@ -15,16 +15,14 @@ import json
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import hf_hybrid
 from hf_hybrid.files import write_json
 from hf_hybrid.machine import describe_device
-
-if TYPE_CHECKING:
-    from hf_hybrid.plan.estimate import Plan
+from hf_hybrid.plan.estimate import Plan, PlanError
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +99,6 @@ class StepTimes:
 def plan_of(trainer: Any) -> Plan | None:
     """Return the plan of a run; `None` where none can be made."""
     from hf_hybrid.build import make_plan
-    from hf_hybrid.plan.estimate import PlanError
 
     try:
         return trainer.memory.plan if trainer.memory.streams else make_plan(trainer, None)

@@ -15,8 +15,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from hf_hybrid.leaps.directions import DirectionFactory
 from hf_hybrid.leaps.leap import Leaps
 from hf_hybrid.part import Part, RealStep
 from hf_hybrid.run.run import NO_LEAPS, Run
@@ -27,9 +28,6 @@ from hf_hybrid.run.trainer_view import (
     unknown_loss,
     vocabulary_size,
 )
-
-if TYPE_CHECKING:
-    from hf_hybrid.leaps.directions import DirectionFactory
 
 logger = logging.getLogger(__name__)
 

@@ -44,7 +44,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -63,9 +63,7 @@ from hf_hybrid.run.monitor import (
     robust_trend,
 )
 from hf_hybrid.run.record import Leap
-
-if TYPE_CHECKING:
-    from hf_hybrid.run.run import Run
+from hf_hybrid.run.run import Run
 
 # The phases.
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +37,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_hybrid.compat import switch_checkpointing_on
 from hf_hybrid.part import Part, Phase
+from hf_hybrid.run.run import Run
 from hf_hybrid.streaming.layers import decoder_layers
 from hf_hybrid.streaming.transfers import HostBuffers, Transfers
-
-if TYPE_CHECKING:
-    from hf_hybrid.run.run import Run
 
 logger = logging.getLogger(__name__)
 

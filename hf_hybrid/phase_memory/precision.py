@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from hf_hybrid.machine import copies_beside, host_tensor, wait_for
 from hf_hybrid.part import Part, Phase
+from hf_hybrid.run.run import Run
 from hf_hybrid.streaming.low_bit import (
     BLOCK,
     CHUNK,
@@ -46,9 +47,6 @@ from hf_hybrid.streaming.low_bit import (
     quantize_rows,
 )
 from hf_hybrid.streaming.transfers import Transfers, is_big
-
-if TYPE_CHECKING:
-    from hf_hybrid.run.run import Run
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

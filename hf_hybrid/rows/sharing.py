@@ -44,7 +44,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -83,11 +83,8 @@ from hf_hybrid.rows.tree import (
     padded,
 )
 from hf_hybrid.run.fallbacks import Fallbacks
-from hf_hybrid.run.run import as_before
+from hf_hybrid.run.run import Run, as_before
 from hf_hybrid.streaming.layers import base_model
-
-if TYPE_CHECKING:
-    from hf_hybrid.run.run import Run
 
 Model = Any
 """A model of transformers, or a wrapper such as peft's that has its attributes."""

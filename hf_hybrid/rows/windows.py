@@ -30,7 +30,7 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,10 +53,8 @@ from hf_hybrid.rows.sharing import (
 )
 from hf_hybrid.rows.states import layers_with_state
 from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, by_batch, divide, join, on_host, padded
+from hf_hybrid.run.run import Run
 from hf_hybrid.run.trainer_view import LossView, TrainerView, own_losses, unknown_loss
-
-if TYPE_CHECKING:
-    from hf_hybrid.run.run import Run
 
 logger = logging.getLogger(__name__)
 

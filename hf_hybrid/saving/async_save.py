@@ -31,7 +31,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +39,7 @@ from torch.utils._pytree import KeyPath, tree_flatten_with_path, tree_unflatten
 from transformers import TrainerCallback
 
 from hf_hybrid.plan.accounting import host_memory
-
-if TYPE_CHECKING:
-    from hf_hybrid.run.trainer_view import TrainerView
+from hf_hybrid.run.trainer_view import TrainerView
 
 logger = logging.getLogger(__name__)
 

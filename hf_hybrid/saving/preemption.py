@@ -29,14 +29,13 @@ import logging
 import signal
 import threading
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
 from transformers.trainer_jit_checkpoint import CheckpointManager, JITCheckpointCallback
 
-if TYPE_CHECKING:
-    from hf_hybrid.run.trainer_view import TrainerView
+from hf_hybrid.run.trainer_view import TrainerView
 
 logger = logging.getLogger(__name__)
 

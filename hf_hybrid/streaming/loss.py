@@ -31,7 +31,7 @@ import math
 import threading
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,11 +41,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_hybrid.optimizers import ask
 from hf_hybrid.run.run import as_before
-from hf_hybrid.run.trainer_view import vocabulary_size
+from hf_hybrid.run.trainer_view import TrainerView, vocabulary_size
 from hf_hybrid.streaming.layers import base_model
-
-if TYPE_CHECKING:
-    from hf_hybrid.run.trainer_view import TrainerView
 
 logger = logging.getLogger(__name__)
 

@@ -103,7 +103,7 @@ from hf_hybrid.part import Part
 from hf_hybrid.recovery import drop_tensors_of, is_out_of_memory
 from hf_hybrid.rows.costs import Costs, busy
 from hf_hybrid.run.fallbacks import Fallbacks
-from hf_hybrid.run.run import RandomStates
+from hf_hybrid.run.run import RandomStates, Run
 from hf_hybrid.trl.captured import (
     CACHE,
     CAPTURING,
@@ -116,7 +116,6 @@ from hf_hybrid.trl.captured import (
 
 if TYPE_CHECKING:
     from hf_hybrid.phase_memory.adapters import AdapterProducts
-    from hf_hybrid.run.run import Run
 
 ROWWISE = frozenset({
     EpsilonLogitsWarper, EtaLogitsWarper, ExponentialDecayLengthPenalty, ForcedBOSTokenLogitsProcessor,

@@ -17,17 +17,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 
 from hf_hybrid.part import Part
+from hf_hybrid.run.run import Run
 from hf_hybrid.world_model.final_loss import FinalLoss, forecast_final_loss
-
-if TYPE_CHECKING:
-    from hf_hybrid.run.run import Run
 
 FROM = 0.05
 """Share of the run before which there is no forecast: none was scored earlier."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,11 +21,9 @@ from hf_hybrid.leaps.trust import GainPlanner
 from hf_hybrid.part import Step
 from hf_hybrid.run.monitor import NORMAL, Action, Level, Verdict
 from hf_hybrid.run.record import Leap
+from hf_hybrid.run.run import Run
 from hf_hybrid.run.weights import inner_product, sums_of_squares
 from hf_hybrid.world_model.signals import SignalObserver, StepSignals
-
-if TYPE_CHECKING:
-    from hf_hybrid.run.run import Run
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,10 +25,8 @@ from torch import Tensor
 from hf_hybrid.leaps.leap import LeapObserver, Leaps
 from hf_hybrid.part import Step
 from hf_hybrid.run.record import Leap
+from hf_hybrid.run.run import Run
 from hf_hybrid.run.weights import TrainedWeights
-
-if TYPE_CHECKING:
-    from hf_hybrid.run.run import Run
 
 LEAST, MOST, DECAY = 0.5, 1.5, 0.9
 """Bounds of the factor on a gain, and decay of the averages of slopes over leaps."""
