@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, TorchAoConfig
 
 from hf_hybrid.export import bitnet, gguf
 from hf_hybrid.export.rounding import HALVES, round_
@@ -40,14 +40,11 @@ class Format(NamedTuple):
 
 def _int8(dtype: torch.dtype):
     from torchao.quantization import Int8WeightOnlyConfig
-    from transformers import TorchAoConfig
 
     return TorchAoConfig(Int8WeightOnlyConfig())
 
 
 def _nf4(dtype: torch.dtype):
-    from transformers import BitsAndBytesConfig
-
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
