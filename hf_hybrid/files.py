@@ -25,15 +25,14 @@ def write_json(path: Path, values: dict) -> None:
     write_text(path, json.dumps(plain(values, infinity_as_text=True), indent=1, allow_nan=False) + "\n")
 
 
-def write_text(path: Path, text: str, *, private: bool = False) -> None:
+def write_text(path: Path, text: str) -> None:
     """Replace a text file as [`write_bytes`] does."""
-    write_bytes(path, text.encode("utf-8"), private=private)
+    write_bytes(path, text.encode("utf-8"))
 
 
-def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
+def write_bytes(path: Path, content: bytes) -> None:
     """
-    Replace a file in one move, so that neither a reader nor a crash ever leaves half of it. The user alone may read a
-    private one (mode 0600).
+    Replace a file in one move, so that neither a reader nor a crash ever leaves half of it.
 
     The temporary file has a name that nobody can predict and must not exist. If the path is a link, the file takes the
     place of the link, and what the link leads to stays as it is.
@@ -41,7 +40,7 @@ def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
     temporary = path.with_name(f"_{path.name}.{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
-        with os.fdopen(os.open(temporary, flags, 0o600 if private else 0o666), "wb") as file:
+        with os.fdopen(os.open(temporary, flags, 0o666), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
