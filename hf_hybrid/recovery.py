@@ -28,7 +28,7 @@ import logging
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,9 +42,7 @@ from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.run.run import RandomStates, Run
 from hf_hybrid.run.trainer_view import LossView
 from hf_hybrid.saving.manifest import last_checkpoint
-
-if TYPE_CHECKING:
-    from hf_hybrid.streaming.walk import Window
+from hf_hybrid.streaming.walk import Window
 
 logger = logging.getLogger(__name__)
 
