@@ -18,11 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 
 import hf_hybrid
 from hf_hybrid.files import write_json
+from hf_hybrid.hub.provenance import cpu
 from hf_hybrid.machine import describe_device
 from hf_hybrid.plan.estimate import Plan, PlanError
+from hf_hybrid.records.readings import as_dict, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +88,6 @@ class StepTimes:
             logger.info("`%s` could not be written: %s", _path(), error)
 
     def _key(self, data: str) -> str:
-        from hf_hybrid.hub.provenance import cpu
-
         machine = [describe_device(self.device).get("name", ""), cpu(), torch.get_num_threads()]
         machine += [hf_hybrid.__version__, torch.__version__]
         plan = {name: getattr(self.plan, name) for name in DECIDED}
@@ -107,14 +108,9 @@ def plan_of(trainer: Any) -> Plan | None:
 
 
 def _path() -> Path:
-    from huggingface_hub import constants
-
     return Path(constants.HF_HOME) / "hf_hybrid" / "step_times.json"
 
 
 def _read() -> dict[str, Any]:
     """The entries of the file; none where it cannot be read."""
-    try:
-        return json.loads(_path().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    return as_dict(read_json(_path(), []))
