@@ -436,15 +436,15 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         rows, in_step = self.rows, self.saver.in_step
         around = rows is not None and (rows.in_every_pass or self.run.step.window is not None)
         in_step.is_changing = True
-        with rows.around() if around else contextlib.nullcontext():
-            try:
-                if self._around_forward:
-                    self.run.call("before_forward", self.run.phase)
+        try:
+            if self._around_forward:
+                self.run.call("before_forward", self.run.phase)
+            with rows.around() if around else contextlib.nullcontext():
                 return step(inputs)
-            finally:
-                in_step.is_changing = False
-                if self._around_forward:
-                    self.run.call("after_backward", self.run.phase)
+        finally:
+            in_step.is_changing = False
+            if self._around_forward:
+                self.run.call("after_backward", self.run.phase)
 
     def _skip_step(self, model) -> torch.Tensor:
         model.train()  # as a real step does: TRL tells by it which metrics it logs

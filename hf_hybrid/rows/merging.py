@@ -127,9 +127,10 @@ class MergedRows(SharedRows):
         Returns the memory that the micro-batches of a pass may take, as a multiple of that of the largest padded one.
         With 0 none are merged.
         """
+        self.ends_window: Callable[[], bool] = lambda: False
+        """Tells whether the micro-batch under way is the last one of its window, whatever its loss is."""
         self._window: list[LaidOut] = []
         self._number: int | None = None  # of the micro-batch whose loss is computed
-        self._ends_window = False
         self._groups: dict[nn.Module, dict[int, tuple[Tree, dict[int, FlatRow]]]] = {}  # by their first micro-batch
         self._passes: dict[tuple, Pass] = {}
         self._one_by_one = False
@@ -146,6 +147,9 @@ class MergedRows(SharedRows):
 
     def end_step(self, step: Step) -> None:
         self._forget()
+
+    def clean_up(self) -> None:
+        self._forget()  # an error in the middle of a window would leave its graph
 
     def _forget(self) -> None:
         self._window, self._groups = [], {}
@@ -171,14 +175,14 @@ class MergedRows(SharedRows):
     def around(self) -> Generator[None]:
         with super().around():
             yield
-            left = [pair for merged in self._passes.values() if self._ends_window for pair in merged.left]
-            if left:  # there is another loss in place of the last one
-                torch.autograd.backward([values for values, _ in left], [grad for _, grad in left])
+            for (model, *_), merged in self._passes.items() if self.ends_window() else ():
+                if left := merged.left:  # there is another loss in place of the last one
+                    self._begin_again(model, merged)
+                    torch.autograd.backward([values for values, _ in left], [grad for _, grad in left])
 
     @contextlib.contextmanager
-    def micro_batch(self, inputs: Mapping[str, Any], *, ends_window: bool) -> Generator[None]:
+    def micro_batch(self, inputs: Mapping[str, Any]) -> Generator[None]:
         """Inside, a trainer computes the loss of these inputs."""
-        self._ends_window = ends_window
         number = next((number for number, laid_out in enumerate(self._window) if laid_out.is_still(inputs)), None)
         if number is None and torch.is_tensor(ids := inputs.get("input_ids")):
             self._copied.pop(ids, None)  # other parts of the batch are new
@@ -196,10 +200,15 @@ class MergedRows(SharedRows):
         for (model, *_), merged in self._passes.items():
             for values in merged.join().values():
                 loss = loss + values.masked_fill(torch.ones_like(values, dtype=torch.bool), 0.0).sum().to(loss.device)
-                self._begin(model, merged.row)
-                self._under_way.row = None
+                self._begin_again(model, merged)
                 merged.unread.clear()
         return loss
+
+    def _begin_again(self, model: nn.Module, merged: Pass) -> None:
+        """Note that the backward pass of a pass that is over comes now: layers may be recomputed in it."""
+        self._open(model)
+        self._begin(model, merged.row)
+        self._under_way.row = None
 
     def _open(self, model: nn.Module) -> None:
         before = set(self._opened)

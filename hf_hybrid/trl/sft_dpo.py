@@ -388,13 +388,13 @@ class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):  # ty: ignore[incompatible-
         finally:
             vars(args)["padding_free"] = padding_free
         self.padding_free = padding_free
-        self.rows.held = self._merged_memory
+        self.rows.held, self.rows.ends_window = self._merged_memory, lambda: self.accelerator.sync_gradients
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        ends_window = torch.is_grad_enabled() and self.accelerator.sync_gradients
-        with self.rows.on(self.model, self.ref_model), self.rows.micro_batch(inputs, ends_window=ends_window):
+        with self.rows.on(self.model, self.ref_model), self.rows.micro_batch(inputs):
             loss = super().compute_loss(model, inputs, *args, **kwargs)
-        return self.rows.with_what_waits(loss) if ends_window and torch.is_tensor(loss) else loss
+        takes_all = torch.is_grad_enabled() and self.rows.ends_window() and torch.is_tensor(loss)
+        return self.rows.with_what_waits(loss) if takes_all else loss
 
     def _merged_memory(self) -> float:
         """Return what merged micro-batches may hold, as a multiple of the largest padded one; 0: they stay apart."""
@@ -404,6 +404,10 @@ class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):  # ty: ignore[incompatible-
         own |= any(  # which finds gradients of the micro-batches so far
             type(callback).on_substep_end is not TrainerCallback.on_substep_end
             for callback in self.callback_handler.callbacks
+        )
+        own |= any(  # a hook may do anything to the gradient of a micro-batch
+            parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+            for parameter in self.model.parameters()
         )
         offloads = args.activation_offloading or options.offload_activations
         if own or offloads or options.weight_precision or steps_in_backward(optimizer_name(args)):

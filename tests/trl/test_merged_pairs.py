@@ -90,12 +90,13 @@ def test_training_is_that_of_trl(case, tmp_path, monkeypatch):
     assert_same(*both(tmp_path, **CASES[case]))
 
 
-def test_adapters_under_autocast_get_the_gradients_of_micro_batches_one_by_one(tmp_path):
+@pytest.mark.parametrize("lacks_last", [False, True])
+def test_adapters_under_autocast_get_the_gradients_of_micro_batches_one_by_one(lacks_last, tmp_path):
     """Products of adapters hand their gradients over after each micro-batch: here after the last one alone."""
-    trained = []
+    trained, kind = [], without_last(HybridDPOTrainer, enters=False) if lacks_last else HybridDPOTrainer
     for held in (0.0, 1.5):
         options = {"peft_config": lora(), "reference": None, "bf16": True, "enable_predict": True, "leap_gain": 0}
-        trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path / str(held), **WINDOW, **options)
+        trainer = dpo(kind, HybridDPOConfig, tmp_path / str(held), **WINDOW, **options)
         trainer.rows.held = lambda held=held: held
         trainer.train()
         assert bool(trainer.hybrid_summary()["micro_batches_saved"]) is bool(held)
@@ -185,21 +186,64 @@ def test_a_micro_batch_that_was_changed_is_computed_by_itself(case, tmp_path):
     assert plain.state.log_history[0]["grad_norm"] == pytest.approx(merged.state.log_history[0]["grad_norm"], rel=1e-5)
 
 
-def without_last(base):
-    """A trainer that leaves the loss of a window's last micro-batch out."""
+def without_last(base, enters=True):
+    """A trainer that leaves the loss of a window's last micro-batch out, or does not even enter the model for it."""
 
     class WithoutLast(base):
         def compute_loss(self, model, inputs, *args, **kwargs):
-            loss = super().compute_loss(model, inputs, *args, **kwargs)
-            return torch.zeros((), requires_grad=True) if self.accelerator.sync_gradients else loss
+            ends_window = self.accelerator.sync_gradients
+            loss = super().compute_loss(model, inputs, *args, **kwargs) if enters or not ends_window else None
+            return torch.zeros((), requires_grad=True) if ends_window else loss
 
     return WithoutLast
 
 
-def test_gradients_are_not_lost_with_the_loss_that_would_take_them_through_the_model(tmp_path):
-    plain, merged = both(tmp_path, without_last(DPOTrainer), without_last(HybridDPOTrainer))
+@pytest.mark.parametrize("recomputes", [True, False])
+@pytest.mark.parametrize("enters", [True, False])
+def test_gradients_are_not_lost_with_the_loss_that_would_take_them_through_the_model(enters, recomputes, tmp_path):
+    kinds = without_last(DPOTrainer, enters), without_last(HybridDPOTrainer, enters)
+    plain, merged = both(tmp_path, *kinds, **{checkpointing_option(): recomputes})
     assert_same(plain, merged)
-    assert merged.state.log_history[0]["grad_norm"] > 0
+    assert all(entry["grad_norm"] > 0 for entry in merged.state.log_history[:3])
+
+
+def test_a_hook_gets_the_gradient_of_each_micro_batch(tmp_path):
+    """It may do anything to it, for example clip it: that of several is another one."""
+
+    def clipping():
+        model = build("llama")
+        model.lm_head.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        return model
+
+    assert_same(*both(tmp_path, model=clipping), saved=False)
+
+
+def test_an_error_in_a_window_leaves_nothing_for_the_next_training(tmp_path):
+    def failing(base):
+        class Failing(base):
+            count = 0
+
+            def compute_loss(self, *args, **kwargs):
+                loss = super().compute_loss(*args, **kwargs)
+                self.count += 1
+                if self.count == 5:
+                    raise KeyboardInterrupt
+                return loss
+
+        return Failing
+
+    trained = []
+    for kind, config in ((failing(DPOTrainer), DPOConfig), (failing(HybridDPOTrainer), HybridDPOConfig)):
+        trainer = dpo(kind, config, tmp_path / kind.__base__.__name__, **WINDOW)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        trainer.model.zero_grad()
+        trained.append(trainer)
+    plain, merged = trained
+    assert not merged.rows._passes and not merged.rows._window  # they hold the graph of a pass
+    for trainer in trained:
+        trainer.train()
+    assert_same(plain, merged)
 
 
 def regularised(base):
