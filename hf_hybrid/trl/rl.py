@@ -404,12 +404,19 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         """Return the rewards that are compared within a group, shape [rows]; `None` if others take part."""
         raise NotImplementedError
 
+    @functools.cached_property
+    def _overridden(self) -> set[str]:
+        """Names in this class of what a subclass has of its own."""
+        own = RolloutTrainerMixin
+        return {name for name in vars(own) if getattr(type(self), name) is not getattr(own, name)}
+
     def _rewarded_alike(self) -> Tensor | None:
         """
         Return which rows of all processes are in a group of equal rewards, on the host; `None` if their advantage is
-        not zero.
+        not zero, or if a subclass makes other rewards of them.
         """
-        rewards = self._total_rewards() if getattr(self.args, "equal_rewards", "zero") == "zero" else None
+        zero = getattr(self.args, "equal_rewards", "zero") == "zero" and "_calculate_rewards" not in self._overridden
+        rewards = self._total_rewards() if zero else None
         group: Any = self.num_generations if self.model.training else self.num_generations_eval
         return None if rewards is None else rewarded_alike(rewards, group)
 
@@ -418,11 +425,12 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         count = len(values) // self.accelerator.num_processes
         return values[self.accelerator.process_index * count :][:count]
 
-    def _calculate_rewards(self, *args, **kwargs):
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids):
         scoring = self._scoring
         if scoring is not None and scoring.rewards is not None:
             return scoring.rewards
-        rewards = super()._calculate_rewards(*args, **kwargs)
+        copies = [*map(list, completion_ids)]  # reward functions may change them, and a plan reads them later
+        rewards = super()._calculate_rewards(inputs, prompts, completions, copies)
         self._rewards = Look(rewards)  # TRL waits for some of them before anybody reads these
         return rewards
 
@@ -434,7 +442,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         return output
 
     def _generate_and_score_completions(self, inputs):
-        own = type(self)._generate_and_score_completions is RolloutTrainerMixin._generate_and_score_completions
+        own = self._overridden.isdisjoint({"_generate_and_score_completions", "_generate", "_calculate_rewards"})
         # Then log-probabilities of rows without advantage are read by nobody: rewards are asked for first.
         rewards_first = own and self.rollouts.leaves_out and self.model.training
         self._scoring = scoring = Scoring(inputs, torch.is_grad_enabled()) if rewards_first else None
@@ -559,7 +567,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
 
     def _why_rows_stay(self) -> RowsStay | None:
         """Return why other rows in a micro-batch would change the update, or `None` if they would not."""
-        own = type(self)._compute_loss is RolloutTrainerMixin._compute_loss
+        own = "_compute_loss" not in self._overridden
         if not own or type(self).compute_loss is not RolloutTrainerMixin.compute_loss:
             change = f"train with `Hybrid{self.method}Trainer` itself"
             return RowsStay(f"`{type(self).__name__}` has a loss of its own", change)

@@ -365,6 +365,52 @@ def test_a_plan_reads_on_the_host_what_the_device_has(ours, options, tmp_path, m
     assert seen and all(seen) is ("mask_truncated_completions" not in options)
 
 
+def with_longer_completions(base):
+    class Longer(base):
+        def _generate(self, prompts):
+            prompt_ids, completion_ids, *others = super()._generate(prompts)
+            return (prompt_ids, [[*ids, 7, 9] for ids in completion_ids], *others)
+
+    return Longer
+
+
+def with_other_rewards(base):
+    class Other(base):
+        def _calculate_rewards(self, *args, **kwargs):
+            rewards = super()._calculate_rewards(*args, **kwargs)
+            return rewards + 0.1 * torch.arange(len(rewards))[:, None]
+
+    return Other
+
+
+def pops(completion_ids, **columns):
+    """A reward that changes the lists that it gets."""
+    rewards = rollouts.reward(**columns)
+    for ids in completion_ids:
+        del ids[1:]
+    return rewards
+
+
+OVERRIDDEN = {
+    "completions": (with_longer_completions, {}),
+    "rewards": (with_other_rewards, {}),
+    "rewards first": (with_other_rewards, {"num_iterations": 2}),
+    "lists": (lambda base: base, {"reward_funcs": pops}),
+}
+
+
+@pytest.mark.parametrize(("theirs", "ours"), KINDS)
+@pytest.mark.parametrize("what", OVERRIDDEN)
+def test_what_a_user_makes_of_completions_and_rewards_is_trained_on(what, theirs, ours, tmp_path, monkeypatch):
+    kind, options = OVERRIDDEN[what]
+    trained = []
+    for base, more in ((theirs, {}), (ours, {"share_rows": "auto"})):
+        made = kind(base)
+        monkeypatch.setitem(rollouts.CONFIGS, made, rollouts.CONFIGS[base])
+        trained.append(train(made, tmp_path / base.__name__, 0.5, **options, **more, max_steps=4))
+    assert largest_difference(*(weights(trainer.model) for trainer in trained)) <= 1e-6
+
+
 # The gradient of one window, in settings that a tiny run does not reach.
 
 SETTINGS = {
