@@ -757,7 +757,7 @@ class Decoding(Part):
 
     def begin(self, run: Run) -> None:
         self.counts = run.counts
-        self.captured.keeps = True
+        self.captured.keeps, self.captured.refused = True, None
         self.captured.free()  # graphs of other copies
         self.captured.adapters = None if self.off else adapters_of(extract_model_from_parallel(run.model))
         self.fallbacks.because = None

@@ -690,6 +690,8 @@ def test_an_error_in_a_capture_leaves_nothing_behind(name, after, monkeypatch, c
         assert reason in decoding.captured.refused and reason in decoding.plain_because
     assert failing.asked == [(None, (0, 7)), "fresh"] and failing.tried == after + 1 == called["capture"]
     assert bool(decoding.failed) is (reason != MEMORY) and not decoding.tensors_held()
+    decoding.begin(Run(model=model("llama")))  # another training may have fewer rows
+    assert decoding.captured.refused is None
 
 
 def test_what_a_failed_capture_needs_is_in_this_torch():
