@@ -16,6 +16,7 @@ micro-batches. So the host launches the layers once, and prefixes are shared amo
   If a user's code puts another loss in its place, what the leaves hold is taken through the model behind it.
 - **What was laid out.** A micro-batch that the trainer, or a user's code, has changed is computed by itself. So is a
   second pass of a micro-batch, and one with other adapters or with gradients where the first had none.
+- **Hooks** of a user get what modules compute, and gradients, of one micro-batch at a time: see [`has_hooks`].
 - **Memory.** Which micro-batches are merged is decided once per window, see [`MergedRows.held`]. If memory runs out,
   all are computed one by one from then on.
 """
@@ -318,3 +319,20 @@ def _adapters(model: nn.Module) -> tuple:
     modules = model.modules() if hasattr(model, "peft_config") else ()
     layer: Any = next((module for module in modules if hasattr(module, "_disable_adapters")), None)
     return () if layer is None else (layer._disable_adapters, tuple(layer.active_adapters))
+
+
+LIBRARIES = ("hf_hybrid", "transformers", "trl", "peft", "accelerate", "torch")
+"""Packages whose hooks do not care how many micro-batches a pass computes."""
+
+
+def has_hooks(model: nn.Module) -> bool:
+    """
+    Whether others than [`LIBRARIES`] have hooks on modules or weights of a model. They may keep what a module returned
+    for a loss of their own, or change the gradient of a micro-batch.
+    """
+    of_modules = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    tables = [getattr(module, name) for module in model.modules() for name in of_modules]
+    of_weights = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    tables += [getattr(weight, name, None) for weight in model.parameters() for name in of_weights]
+    hooks = [getattr(hook, "func", hook) for table in tables if table for hook in table.values()]
+    return any((getattr(hook, "__module__", None) or "").partition(".")[0] not in LIBRARIES for hook in hooks)

@@ -21,7 +21,7 @@ from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Step
 from hf_hybrid.plan.of_trainer import checkpointing
 from hf_hybrid.recovery import sequences_in, split_batch
-from hf_hybrid.rows.merging import MergedRows
+from hf_hybrid.rows.merging import MergedRows, has_hooks
 from hf_hybrid.rows.tree import IGNORED, Rows
 from hf_hybrid.rows.windows import quiet_metrics
 from hf_hybrid.run.fallbacks import Fallbacks
@@ -405,10 +405,7 @@ class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):  # ty: ignore[incompatible-
             type(callback).on_substep_end is not TrainerCallback.on_substep_end
             for callback in self.callback_handler.callbacks
         )
-        own |= any(  # a hook may do anything to the gradient of a micro-batch
-            parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-            for parameter in self.model.parameters()
-        )
+        own |= has_hooks(self.model)
         offloads = args.activation_offloading or options.offload_activations
         if own or offloads or options.weight_precision or steps_in_backward(optimizer_name(args)):
             return 0.0

@@ -1,6 +1,7 @@
 """Micro-batches of preference pairs are computed in one pass of each model, and training stays TRL's."""
 
 import collections
+import functools
 import logging
 import os
 
@@ -41,10 +42,16 @@ WINDOW = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "m
 """Windows of three micro-batches. The epoch's last one has fewer: 24 pairs are four windows."""
 
 
-def entered(model):
-    """Return a list that gets the sequences of each forward pass through a model's layers."""
-    seen = []
-    model.get_decoder().register_forward_pre_hook(lambda _, args, inputs: seen.append(inputs), with_kwargs=True)
+def entered(module):
+    """Return a list that gets the arguments of each forward pass of a module. A hook would be a user's."""
+    seen, own = [], module.forward
+
+    @functools.wraps(own)
+    def forward(*args, **kwargs):
+        seen.append((args, kwargs))
+        return own(*args, **kwargs)
+
+    module.forward = forward
     return seen
 
 
@@ -144,7 +151,7 @@ def train_on_processes(folder):
 def test_each_model_is_entered_once_for_a_window(tmp_path):
     """Where two micro-batches fit into one and a half of the largest padded one, not where they do not."""
     trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **{**WINDOW, "gradient_accumulation_steps": 2})
-    policy, reference = entered(trainer.model), entered(trainer.ref_model)
+    policy, reference = (entered(model.get_decoder()) for model in (trainer.model, trainer.ref_model))
     trainer.train()
     # Before that they are compared, in both ways, and it is found in two passes what they draw. And the policy has run
     # a backward pass.
@@ -207,15 +214,38 @@ def test_gradients_are_not_lost_with_the_loss_that_would_take_them_through_the_m
     assert all(entry["grad_norm"] > 0 for entry in merged.state.log_history[:3])
 
 
-def test_a_hook_gets_the_gradient_of_each_micro_batch(tmp_path):
-    """It may do anything to it, for example clip it: that of several is another one."""
+def clipping(model):
+    """Let a hook clip a gradient: that of several micro-batches is another one."""
+    model.lm_head.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
 
-    def clipping():
-        model = build("llama")
-        model.lm_head.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+def counting(model):
+    model.lm_head.register_forward_hook(lambda *args: None)
+
+
+@pytest.mark.parametrize("hook", [clipping, counting])
+def test_hooks_get_each_micro_batch(hook, tmp_path):
+    def hooked():
+        hook(model := build("llama"))
         return model
 
-    assert_same(*both(tmp_path, model=clipping), saved=False)
+    assert_same(*both(tmp_path, model=hooked), saved=False)
+
+
+def test_what_a_hook_kept_of_a_model_can_be_part_of_a_loss(tmp_path):
+    class Penalised(HybridDPOTrainer):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            return loss + self.states.square().mean()
+
+    trainer = dpo(Penalised, HybridDPOConfig, tmp_path, **WINDOW)
+
+    def keep(module, args, output):
+        trainer.states = output
+
+    trainer.model.get_decoder().norm.register_forward_hook(keep)
+    trainer.train()
+    assert trainer.hybrid_summary()["tokens_shared"] and not trainer.hybrid_summary()["micro_batches_saved"]
 
 
 def test_an_error_in_a_window_leaves_nothing_for_the_next_training(tmp_path):
@@ -316,7 +346,8 @@ def test_micro_batches_that_do_not_fit_together_are_computed_one_by_one(tmp_path
             if merged.state.global_step == 1 and sizes[-1] > 60:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    merged.model.get_decoder().layers[1].register_forward_pre_hook(limit)
+    layer, own = merged.model.get_decoder().layers[1], merged.model.get_decoder().layers[1].forward
+    layer.forward = functools.wraps(own)(lambda *args, **kwargs: limit(layer, args) or own(*args, **kwargs))
     with caplog.at_level(logging.WARNING):
         merged.train()
     assert_same(plain, merged)
