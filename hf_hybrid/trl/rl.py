@@ -425,11 +425,11 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         count = len(values) // self.accelerator.num_processes
         return values[self.accelerator.process_index * count :][:count]
 
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids):
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         scoring = self._scoring
         if scoring is not None and scoring.rewards is not None:
             return scoring.rewards
-        copies = [*map(list, completion_ids)]  # reward functions may change them, and a plan reads them later
+        copies = [*map(list, completion_ids_list)]  # reward functions may change them, and a plan reads them later
         rewards = super()._calculate_rewards(inputs, prompts, completions, copies)
         self._rewards = Look(rewards)  # TRL waits for some of them before anybody reads these
         return rewards
