@@ -39,7 +39,7 @@ def busy(device: torch.device) -> float:
     Return [`BUSY`] for a device, by how fast it reads its memory, which bounds most of the kernels that a host hardly
     launches in time. The driver says the rate: a measured one, and so windows, could be another after a resume.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_available():
         return BUSY
     properties: Any = torch.cuda.get_device_properties(device)
     clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))  # kHz, bits

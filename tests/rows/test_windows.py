@@ -752,6 +752,7 @@ def test_layers_with_heads_of_different_sizes():
 def test_a_gpu_with_slower_memory_is_kept_busy_by_less(clock, width, times, monkeypatch):
     """An H100, an RTX 4090, an H200, and one whose driver does not tell."""
     told = SimpleNamespace(memory_clock_rate=clock, memory_bus_width=width)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: told)
     assert costs.busy(torch.device("cuda")) == pytest.approx(times * costs.BUSY, rel=0.01)
     assert costs.busy(torch.device("cpu")) == costs.BUSY
