@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ from hf_hybrid.part import Step
 from hf_hybrid.rows.sharing import FlatRow, SharedRows, UnderWay
 from hf_hybrid.rows.tree import Batch, Row, Tree, by_batch, join
 from hf_hybrid.rows.windows import WITHOUT_LAUNCHES
+
+if TYPE_CHECKING:
+    from hf_hybrid.run.run import Run
 
 
 class LaidOut(NamedTuple):
@@ -138,6 +141,10 @@ class MergedRows(SharedRows):
         self._under_way = _UnderWay()
 
     # A window.
+
+    def begin(self, run: Run) -> None:
+        self._one_by_one = False
+        super().begin(run)
 
     def lay_out(self, window: Sequence[Mapping[str, Tensor]]) -> None:
         """Note the micro-batches of a window, which were copied ahead under their `input_ids`."""

@@ -512,7 +512,7 @@ class SharedRows(Part):
         return {"plain_because": self.plain_because} if self.plain_because else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.fallbacks.because = state["plain_because"]
+        self.fallbacks.because = state.get("plain_because")
 
     # Batches on the host.
 

@@ -337,7 +337,7 @@ def test_a_callback_between_micro_batches_finds_their_gradients(tmp_path):
 def test_micro_batches_that_do_not_fit_together_are_computed_one_by_one(tmp_path, caplog):
     (plain,) = [dpo(DPOTrainer, DPOConfig, tmp_path / "trl", **WINDOW)]
     plain.train()
-    merged = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **WINDOW)
+    merged = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **WINDOW, save_strategy="steps", save_steps=2)
     sizes = []
 
     def limit(layer, args):
@@ -356,6 +356,12 @@ def test_micro_batches_that_do_not_fit_together_are_computed_one_by_one(tmp_path
         "micro-batches are computed one by one"
     ]
     assert max(sizes[-3:]) <= 60 and merged.rows.state_dict()["one_by_one"]
+    resumed = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path / "resumed", **WINDOW)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same_weights(weights(merged.model), weights(resumed.model))
+    assert resumed.rows.state_dict()["one_by_one"]
+    resumed.train()
+    assert not resumed.rows.state_dict()
 
 
 @pytest.mark.falls_back
