@@ -6,7 +6,7 @@ import statistics
 
 from benchmarks.memory.peaks import KEY as PEAK_KEY
 from benchmarks.results import Row
-from benchmarks.tables import losses, markdown, rate, results, table
+from benchmarks.tables import between, losses, markdown, rate, results, table
 
 KEY = ("shape", "kind", "arm", "order", "hardware")
 USES = {
@@ -128,18 +128,29 @@ SIZES = {
 }
 
 
+def from_scratch(shape: str) -> dict[tuple[str, int], list[Row]]:
+    """By arm and number of steps the runs at AdamW's best rate, by seed."""
+    rows = results("gpu", "scratch", "shape", "kind", "arm", "seed", "run_steps").rows(shape=shape)
+    best = min((row for row in rows if row["arm"] == "adamw"), key=lambda row: row["eval_loss"])["kind"]
+    found: dict[tuple[str, int], list[Row]] = {}
+    order = list(SCRATCH)
+    for row in sorted(rows, key=lambda row: (order.index(row["arm"]), row["run_steps"], row["seed"])):
+        if row["kind"] == best:
+            found.setdefault((row["arm"], row["run_steps"]), []).append(row)
+    return found
+
+
+def loss_from_scratch(shape: str, arm: str) -> float:
+    return statistics.fmean(row["eval_loss"] for row in from_scratch(shape)[arm, 400])
+
+
 @table("scratch-sizes")
 def scratch_sizes() -> str:
-    """Each arm at AdamW's best rate after as many steps, and AdamW at other numbers of steps."""
     lines = []
     for shape, size in SIZES.items():
-        rows = results("gpu", "scratch", "shape", "kind", "arm", "seed", "run_steps").rows(shape=shape)
-        best = min((row for row in rows if row["arm"] == "adamw"), key=lambda row: row["eval_loss"])["kind"]
-        cases = {(arm, row["run_steps"]) for arm in SCRATCH for row in rows if (row["arm"], row["kind"]) == (arm, best)}
-        for arm, steps in sorted(cases, key=lambda case: (list(SCRATCH).index(case[0]), case[1])):
-            runs = [row for row in rows if (row["arm"], row["kind"], row["run_steps"]) == (arm, best, steps)]
-            passes = runs[0].get("backward_passes", steps)
-            of_seeds = losses(row["eval_loss"] for row in sorted(runs, key=lambda row: row["seed"]))
-            lines.append([size, f"{SCRATCH[arm]}, {rate(best)}", steps, passes, of_seeds])
+        for (arm, steps), runs in from_scratch(shape).items():
+            passes = between([row.get("backward_passes", steps) for row in runs])
+            of_seeds = losses(row["eval_loss"] for row in runs)
+            lines.append([size, f"{SCRATCH[arm]}, {rate(runs[0]['kind'])}", steps, passes, of_seeds])
             size = ""
     return markdown(["weights", "arm, rate", "steps", "backward passes", "held-out loss by seed"], lines)
