@@ -39,11 +39,11 @@ def busy(device: torch.device) -> float:
     Return [`BUSY`] for a device, by how fast it reads its memory, which bounds most of the kernels that a host hardly
     launches in time. The driver says the rate: a measured one, and so windows, could be another after a resume.
     """
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return BUSY
-    properties: Any = torch.cuda.get_device_properties(device)
-    clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))  # kHz, bits
-    rate = 2e3 * clock * width / 8  # twice per cycle
+    rate = 0.0
+    if device.type == "cuda" and torch.cuda.is_available():
+        properties: Any = torch.cuda.get_device_properties(device)
+        clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))  # kHz, bits
+        rate = 2e3 * clock * width / 8  # twice per cycle
     return BUSY * rate / MEMORY_OF_AN_H100 if rate else BUSY
 
 

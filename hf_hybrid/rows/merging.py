@@ -17,6 +17,8 @@ micro-batches. So the host launches the layers once, and prefixes are shared amo
 - **What was laid out.** A micro-batch that the trainer, or a user's code, has changed is computed by itself. So is a
   second pass of a micro-batch, and one with other adapters or with gradients where the first had none.
 - **Hooks** of a user get what modules compute, and gradients, of one micro-batch at a time: see [`has_hooks`].
+- **Is it worth it?** On a GPU always, unless each micro-batch keeps it busy by itself. On a CPU there is no launch to
+  save, so only for prefixes that micro-batches share.
 - **Memory.** Which micro-batches are merged is decided once per window, see [`MergedRows.held`]. If memory runs out,
   all are computed one by one from then on.
 """
@@ -32,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_hybrid.part import Step
+from hf_hybrid.rows.costs import WORTH
 from hf_hybrid.rows.sharing import FlatRow, SharedRows, UnderWay
 from hf_hybrid.rows.tree import Batch, Row, Tree, by_batch, join
 from hf_hybrid.rows.windows import WITHOUT_LAUNCHES
@@ -300,9 +303,10 @@ class MergedRows(SharedRows):
             return {}
 
         def divided(rows: Sequence[Row], **options: Any) -> list[Tree]:
-            own = by_batch(rows, most, **options)
-            busy = device.type not in WITHOUT_LAUNCHES and facts.costs.keep_busy(own, device)
-            return own if busy else join(rows, most, **options)
+            costs, own, merged = facts.costs, by_batch(rows, most, **options), join(rows, most, **options)
+            if device.type not in WITHOUT_LAUNCHES and not costs.keep_busy(own, device):
+                return merged
+            return merged if sum(map(costs.tree, merged)) < WORTH * sum(map(costs.tree, own)) else own
 
         plan, groups = self._plan(model, batches, divided, device, device.type == "cuda", False), {}
         if plan.cost > self.worth * plan.padded or facts.drawn.get(model.training) != "nothing":

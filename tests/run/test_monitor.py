@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import math
 import random
 
@@ -288,7 +289,11 @@ def told(trainer, caplog):
     entries = [{k: v for k, v in e.items() if not k.endswith(("runtime", "per_second"))} for e in entries]
     states = trainer.optimizer.state_dict()["state"]
     states = [value.clone() for state in states.values() for value in state.values()]
-    said = [record.getMessage() for record in caplog.records if "hf_hybrid" in record.name]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "hf_hybrid" in record.name and record.levelno >= logging.WARNING
+    ]
     return [*weights(trainer.model).values(), *states], repr([entries, [summary[name] for name in counts], said])
 
 

@@ -36,10 +36,16 @@ from trl import DPOConfig, DPOTrainer  # noqa: E402
 from hf_hybrid import HybridDPOConfig, HybridDPOTrainer  # noqa: E402
 from hf_hybrid import trainer as trainer_module  # noqa: E402
 from hf_hybrid.compat import checkpointing_option  # noqa: E402
-from hf_hybrid.rows import attention, costs, states  # noqa: E402
+from hf_hybrid.rows import attention, costs, merging, states  # noqa: E402
 
 WINDOW = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 3}
 """Windows of three micro-batches. The epoch's last one has fewer: 24 pairs are four windows."""
+
+
+@pytest.fixture(autouse=True)
+def launches_cost(monkeypatch):
+    """As on a GPU. On a CPU micro-batches are merged only for what they share."""
+    monkeypatch.setattr(merging, "WITHOUT_LAUNCHES", ())
 
 
 def entered(module):
@@ -135,6 +141,7 @@ ON_PROCESSES = {
 def train_on_processes(folder):
     # gloo has a device `cpu:0`, to which torch copies what is on the CPU each time, unlike a GPU.
     setattr(trainer_module, "send_to_device", lambda batches, device, **options: batches)  # noqa: B010
+    setattr(merging, "WITHOUT_LAUNCHES", ())  # noqa: B010
     for case, options in ON_PROCESSES.items():
         for trainer, config in ((DPOTrainer, DPOConfig), (HybridDPOTrainer, HybridDPOConfig)):
             made = {name: value() if callable(value) else value for name, value in {**WINDOW, **options}.items()}
@@ -468,10 +475,21 @@ def test_an_even_step_of_1b_launches_half_as_much(tmp_path, monkeypatch):
 
 def test_micro_batches_that_keep_a_gpu_busy_stay_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(costs, "BUSY", 0.0)
-    monkeypatch.setattr("hf_hybrid.rows.merging.WITHOUT_LAUNCHES", ())
     merged = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **WINDOW)
     merged.train()
     assert merged.hybrid_summary()["micro_batches_saved"] == 0 and merged.hybrid_summary()["tokens_shared"] > 0
+
+
+@pytest.mark.parametrize("system", [0, 24])
+def test_on_a_cpu_micro_batches_are_merged_for_what_they_share(system, tmp_path, monkeypatch):
+    """There is no launch to save, and large products are not faster than small ones."""
+    monkeypatch.setattr(merging, "WITHOUT_LAUNCHES", ("cpu",))
+    begin = " ".join(["sys"] * system)
+    rows = [{**pair, "prompt": f"{begin} {pair['prompt']}"} for pair in PAIRS]
+    monkeypatch.setattr("test_shared_rows.PAIRS", type(PAIRS).from_list(rows))
+    merged = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **WINDOW)
+    merged.train()
+    assert bool(merged.hybrid_summary()["micro_batches_saved"]) is bool(system)
 
 
 def test_a_resumed_run_ends_at_the_same_bits(tmp_path):

@@ -127,6 +127,6 @@ def test_counts_go_on_after_a_resume(tmp_path):
 
 def test_fields_of_a_rollout_function_reach_the_rewards():
     rows = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}]
-    Sampled([], [], [], {"score": [1, 2], "same": "x"}).extend(rows)
+    Sampled([], [], [], [], extra={"score": [1, 2], "same": "x"}).extend(rows)
     assert rows == [{"prompt": "a", "score": 1, "same": "x"}, {"prompt": "b", "score": 2, "same": "x"}, {
         "prompt": "c", "same": "x"}]  # fmt: skip
