@@ -87,7 +87,6 @@ def test_the_trainer_runs_as_the_plan_says(title, monkeypatch):
     expected += [(4, 0, min(plan.kept_graphs, most))] * bool(plan.kept_graphs)
     assert made[: len(expected)] == (expected if plan.mode == "streamed" else [(4, None), (8, None)])
     assert measured.trained[:2] == (4, 8) and measured.tokens == 32 * 2 * 2
-    assert measured.step.seconds > 0
     assert (measured.planned_bytes > 0) == (plan.mode == "streamed")
 
 
