@@ -1,9 +1,9 @@
 """
 One pass of a model for several micro-batches, where their losses must stay apart.
 
-A loss of preference pairs is no sum over labels. TRL computes it for each micro-batch, collects metrics there, and
-users override it. But what it reads of a model, the values of targets, may come from one pass over the rows of several
-micro-batches. So the host launches the layers once, and prefixes are shared among all of these rows:
+A loss of preference pairs is no sum over labels. TRL computes it for each micro-batch, and collects metrics there. But
+what it reads of a model, the values of targets, may come from one pass over the rows of several micro-batches. So the
+host launches the layers once, and prefixes are shared among all of these rows:
 
     micro-batch 1     rows of 1 and 2 -> model -> values     values of 1 -> loss -> backward, as far as the values
     micro-batch 2                                            values of 2 -> loss -> backward, through the model
@@ -277,14 +277,16 @@ class MergedRows(SharedRows):
             return None
         if not inputs.get("fused_lm_head") or self._obstacle(model, inputs) or self.facts_of(model).balances(inputs):
             return None
-        key = model, model.training, torch.is_grad_enabled(), _adapters(model)
-        if (known := self._passes.get(key)) is not None:
-            return known if known.output is not None and number in known.unread else None
         if model not in self._groups:
             self._groups[model] = self._group(model, inputs)
-        if number not in self._groups[model]:
+        groups = self._groups[model]
+        first = next((first for first, (_, rows) in groups.items() if number in rows), None)
+        key = model, model.training, torch.is_grad_enabled(), _adapters(model), first
+        if (known := self._passes.get(key)) is not None:
+            return known if known.output is not None and number in known.unread else None
+        if number != first:
             return None
-        tree, rows = self._groups[model][number]
+        tree, rows = groups[first]
         self._passes[key] = Pass(rows)
         if self._is_counting:
             for batch in (self._window[number].batch for number in rows):

@@ -399,8 +399,10 @@ class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):  # ty: ignore[incompatible-
     def _merged_memory(self) -> float:
         """Return what merged micro-batches may hold, as a multiple of the largest padded one; 0: they stay apart."""
         args, options, kind = self.args, self.hybrid_args, type(self)
-        own = kind.training_step is not HybridTrainerMixin.training_step
-        own |= getattr(kind, "_compute_loss", None) is not getattr(DPOTrainer, "_compute_loss", None)
+        ours = {  # a loss may ask for gradients of weights by itself
+            "training_step": HybridTrainerMixin, "compute_loss": HybridDPOTrainer, "_compute_loss": DPOTrainer,
+        }  # fmt: skip
+        own = any(n in vars(self) or getattr(kind, n, None) is not getattr(c, n, None) for n, c in ours.items())
         own |= any(  # which finds gradients of the micro-batches so far
             type(callback).on_substep_end is not TrainerCallback.on_substep_end
             for callback in self.callback_handler.callbacks

@@ -173,10 +173,39 @@ def test_each_model_is_entered_once_for_a_window(tmp_path):
 # The user's code.
 
 
+def merged_memory(trainer):
+    """Pairs stay apart where a class has a loss of its own. What merged pairs make of one is tested nevertheless."""
+    return 1.5
+
+
+def differentiating(base):
+    """A trainer whose loss is weighed by the gradient of a weight, as in GradNorm."""
+
+    class Differentiating(base):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            (gradient,) = torch.autograd.grad(loss, [self.model.lm_head.weight], retain_graph=True)
+            return loss / (1 + gradient.norm().detach())
+
+    return Differentiating
+
+
+def test_trainers_with_a_loss_of_their_own_merge_nothing(tmp_path):
+    assert_same(*both(tmp_path, differentiating(DPOTrainer), differentiating(HybridDPOTrainer)), saved=False)
+
+
+def test_a_window_has_several_passes(tmp_path):
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 6}
+    plain, merged = both(tmp_path, **options)
+    assert_same(plain, merged)
+    assert merged.hybrid_summary()["micro_batches_saved"] == 10
+
+
 def changing(base, which, what="completion_mask"):
     """A trainer whose loss changes some micro-batches of a window: the labels, or with a hole in the mask."""
 
     class Changing(base):
+        _merged_memory = merged_memory
         count = 0
 
         def compute_loss(self, model, inputs, *args, **kwargs):
@@ -204,6 +233,8 @@ def without_last(base, enters=True):
     """A trainer that leaves the loss of a window's last micro-batch out, or does not even enter the model for it."""
 
     class WithoutLast(base):
+        _merged_memory = merged_memory
+
         def compute_loss(self, model, inputs, *args, **kwargs):
             ends_window = self.accelerator.sync_gradients
             loss = super().compute_loss(model, inputs, *args, **kwargs) if enters or not ends_window else None
@@ -258,6 +289,7 @@ def test_what_a_hook_kept_of_a_model_can_be_part_of_a_loss(tmp_path):
 def test_an_error_in_a_window_leaves_nothing_for_the_next_training(tmp_path):
     def failing(base):
         class Failing(base):
+            _merged_memory = merged_memory
             count = 0
 
             def compute_loss(self, *args, **kwargs):
@@ -287,6 +319,8 @@ def regularised(base):
     """A trainer that enters the policy again: with gradients, and without."""
 
     class Regularised(base):
+        _merged_memory = merged_memory
+
         def compute_loss(self, model, inputs, *args, **kwargs):
             loss = super().compute_loss(model, inputs, *args, **kwargs)
             labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
