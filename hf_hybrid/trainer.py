@@ -506,10 +506,12 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         if run.phase is Phase.PREDICT:
             return
         self.recovery.stepping = True
+        if not run.step.is_arranged:
+            run.step.losses = [self._tr_loss - self._loss_before]
+            if self.rows is not None:
+                self.rows.fallbacks.cannot_be_exact("a `training_step` of yours does not call that of this package")
         if not run.has_phases:
             return
-        if not run.step.losses:  # a `training_step` of the user's that does not call ours
-            run.step.losses = [self._tr_loss - self._loss_before]
         run.settle()
         numbers, accuracy = numbers_of(run.step, self._gradient_norm, self.accelerator), self.accuracy_of_step()
         if run.reads_later:
