@@ -21,8 +21,6 @@ from conftest import config_values, losses, weights
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from pytest import MonkeyPatch
-from rig import user_code
-from rig.rollouts import TOKENIZER, policy, prompts, reward
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -56,6 +54,8 @@ from hf_hybrid import (
     HybridTrainer,
     HybridTrainerMixin,
 )
+from rig import user_code
+from rig.rollouts import TOKENIZER, policy, prompts, reward
 
 
 class Crossing(NamedTuple):
@@ -78,7 +78,6 @@ class Trained(NamedTuple):
     losses: list[float]
     notes: list
     summary: dict
-    said: list[str]
 
 
 # Rows.
@@ -178,12 +177,15 @@ def make_model(trainer, weights, seed=0):
 
 # Places.
 
-METHODS = ("training_step", "_prepare_inputs", "compute_loss", "_compute_loss", "get_batch_samples")
+METHODS = (
+    "training_step", "_prepare_inputs", "compute_loss", "_compute_loss", "get_batch_samples", "_get_num_items_in_batch",
+    "_clip_grad_norm", "_calculate_rewards", "_generate_and_score_completions", "_get_per_token_logps_and_entropies",
+)  # fmt: skip
 
 
 def as_method(place, change):
     """Return a function of the trainer, the method below and its arguments, that makes a change there."""
-    batches = {**user_code.BATCHES, **user_code.HARMLESS_BATCHES}
+    batches = user_code.BATCHES
     if place == "get_batch_samples":
         if change in user_code.WINDOWS:
             return lambda trainer, own, *args: user_code.WINDOWS[change](*own(*args))
@@ -207,7 +209,7 @@ def as_method(place, change):
             return weigh(found, model)
 
         return of_loss
-    return {**user_code.STEPS, **user_code.HARMLESS_STEPS, **user_code.WHOLE_LOSSES}[change]()
+    return {**user_code.STEPS, **user_code.WHOLE_LOSSES, **user_code.OTHERS}[change]()
 
 
 def subclass(kind, name, change):
@@ -234,9 +236,8 @@ def on_class(patch, kind, name, change):
 
 def as_forward(change):
     """Return a function of a model, its forward and its arguments."""
-    batches = {**user_code.BATCHES, **user_code.HARMLESS_BATCHES}
-    if change in batches:
-        return lambda model, own, *args, **found: own(*args, **(batches[change](found) if "labels" in found else found))
+    if (of_batch := user_code.BATCHES.get(change)) is not None:
+        return lambda model, own, *args, **found: own(*args, **(of_batch(found) if "labels" in found else found))
     weigh = user_code.LOSSES[change]()
 
     def forward(model, own, *args, **kwargs):
@@ -280,25 +281,27 @@ def put(trainer, crossing):
     place, change, way = crossing.place, crossing.change, crossing.way
     if place in METHODS and way == "object":
         on_object(trainer, place, as_method(place, change))
+    elif place == "backward":
+        change_backward = user_code.OTHERS[change]()
+        trainer.accelerator.backward = functools.partial(change_backward, trainer, trainer.accelerator.backward)
     elif place == "collator":
-        collator, batches = trainer.data_collator, {**user_code.BATCHES, **user_code.HARMLESS_BATCHES}
-        trainer.data_collator = lambda rows: batches[change](collator(rows))
+        collator = trainer.data_collator
+        trainer.data_collator = lambda rows: user_code.BATCHES[change](collator(rows))
     elif place == "forward" and way == "object":
         on_object(trainer.model, "forward", as_forward(change))
     elif place == "callback":
-        events = {**user_code.CALLBACKS, **user_code.HARMLESS_CALLBACKS, **user_code.DROPOUT}
-        trainer.add_callback(user_code.callback(*events[change]))
+        trainer.add_callback(user_code.callback(*user_code.CALLBACKS[change]))
 
 
 def put_hooks(model, crossing):
     if crossing.place == "hook":
-        {**user_code.HOOKS, **user_code.HARMLESS_HOOKS}[crossing.change](model)
+        user_code.HOOKS[crossing.change](model)
     elif crossing.place == "forward":
         hook_forward(model, crossing.change)
 
 
 def train(crossing, hybrid, folder, **options):
-    """Train with the user's code. Return what is left, or the exception."""
+    """Make a trainer with the user's code, and train."""
     model = make_model(crossing.trainer, crossing.weights)
     kind, config = kind_of(crossing, hybrid)
     values = {
@@ -330,11 +333,11 @@ def train(crossing, hybrid, folder, **options):
     return trainer
 
 
-def left_by(trainer, said=()):
+def left_by(trainer):
     """Return what a training left."""
     summary = trainer.hybrid_summary() if hasattr(trainer, "hybrid_summary") else {}
     notes = vars(trainer).get("users_notes", [])
-    return Trained(weights(trainer.model), losses(trainer), notes, summary, list(said))
+    return Trained(weights(trainer.model), losses(trainer), notes, summary)
 
 
 def apart(first, second):

@@ -75,19 +75,13 @@ def reverses_rows(inputs):
     return {name: value.flip(0) for name, value in inputs.items()}
 
 
-def counts_positions(inputs):
+def doubles_positions(inputs):
     ids = inputs["input_ids"]
     return {**inputs, "position_ids": torch.arange(ids.shape[1]).expand_as(ids) * 2}
 
 
 def doubles_advantages(inputs):
     return {**inputs, "advantages": inputs["advantages"] * 2} if "advantages" in inputs else inputs
-
-
-def doubles_advantages_in_place(inputs):
-    if "advantages" in inputs and not inputs.get("doubled"):
-        inputs["advantages"].mul_(2)
-    return inputs
 
 
 def with_key(**values):
@@ -102,23 +96,20 @@ BATCHES = {
     "hides tokens": hides_tokens,
     "hides tokens in place": hides_tokens_in_place,
     "keeps one row": keeps_one_row,
-    "other positions": counts_positions,
+    "other positions": doubles_positions,
     "doubles advantages": doubles_advantages,
     "number without dimensions": with_key(loss_scale=torch.tensor(3.0)),
     "float": with_key(loss_scale=3.0),
     "list": with_key(loss_scale=[3.0, 3.0]),
     "number for each row": with_key(loss_scale=torch.full((2,), 3.0)),
     "word": with_key(task="b"),
-}
-"""What changes a batch. The keys are for the model of [`reads_keys`]."""
-HARMLESS_BATCHES = {
     "same": same,
     "copies": copies,
     "puts padding behind": puts_padding_behind,
     "reverses rows": reverses_rows,
     "None": with_key(loss_scale=None),
 }
-"""What leaves every update as it is."""
+"""Functions of a batch. The keys are for the model of [`reads_keys`]."""
 
 
 def reads_keys(kind):
@@ -252,9 +243,8 @@ def doubles_gradients(trainer, own, model, inputs, *args, **kwargs):
     return loss
 
 
-def step_optimizer(trainer_or_optimizer, model):
-    optimizer = trainer_or_optimizer
-    getattr(optimizer, "optimizer", optimizer).step()
+def step_optimizer(optimizer, model):
+    getattr(optimizer, "optimizer", optimizer).step()  # accelerate's waits for the end of a window
     model.zero_grad()
 
 
@@ -282,16 +272,14 @@ def shrinks_after(trainer, own, model, inputs, *args, **kwargs):
 
 
 def freezes_by_turns():
-    calls = 0
+    calls, weight = 0, None
 
     def step(trainer, own, model, inputs, *args, **kwargs):
-        nonlocal calls
-        calls += 1
-        table_of = next(model.parameters()) if calls == 1 else step.weight
-        step.weight = table(model) if calls == 1 else table_of
-        step.weight.requires_grad_(calls % 2 == 0)
+        nonlocal calls, weight
+        calls, weight = calls + 1, table(model) if weight is None else weight
+        weight.requires_grad_(calls % 2 == 0)
         loss = own(model, inputs, *args, **kwargs)
-        step.weight.requires_grad_(True)
+        weight.requires_grad_(True)
         return loss
 
     return step
@@ -329,8 +317,6 @@ STEPS = {
     "shrinks after": lambda: shrinks_after,
     "freezes by turns": freezes_by_turns,
     "by place": lambda: by_place,
-}
-HARMLESS_STEPS = {
     "halves": lambda: halves,
     "syncs": lambda: syncs,
     "nothing": lambda: plain_call,
@@ -382,7 +368,53 @@ WINDOWS = {
     "other count of the window": lambda batches, items: (batches, items if items is None else items * 2),
     "first batch twice": lambda batches, items: ([batches[0]] * len(batches), items),
 }
-HARMLESS_WINDOWS = {"turns the window"}
+
+# What other methods return, and what is done around them.
+
+
+def other_items(trainer, own, *args):
+    items = own(*args)
+    return items if items is None else items * 2
+
+
+def clips_by_value(trainer, own, model):
+    clip_gradients(model)
+    return own(model)
+
+
+def doubles_backward(trainer, own, loss, **kwargs):
+    own(loss * 2, **kwargs)
+
+
+def clips_behind_backward(trainer, own, loss, **kwargs):
+    own(loss, **kwargs)
+    clip_gradients(trainer.model)
+
+
+def praises_every_second(trainer, own, *args, **kwargs):
+    rewards = own(*args, **kwargs).clone()
+    rewards[::2] += 1
+    return rewards
+
+
+def doubles_advantages_of(trainer, own, *args, **kwargs):
+    return doubles_advantages(own(*args, **kwargs))
+
+
+def halves_log_probabilities(trainer, own, *args, **kwargs):
+    log_probabilities, *others = own(*args, **kwargs)
+    return (log_probabilities * 0.5, *others)
+
+
+OTHERS = {
+    "other items": lambda: other_items,
+    "clips by value": lambda: clips_by_value,
+    "doubles the loss": lambda: doubles_backward,
+    "clips behind it": lambda: clips_behind_backward,
+    "praises every second": lambda: praises_every_second,
+    "doubles what it scored": lambda: doubles_advantages_of,
+    "halves them": lambda: halves_log_probabilities,
+}
 
 # Callbacks.
 
@@ -474,7 +506,6 @@ def turns_router_on(args, state, model, optimizer):
 
 
 def puts_dropout(args, state, model, optimizer):
-    """Dropout whose numbers are all alike is no chance: the whole output is dropped."""
     if state.global_step == 1:
         for module in model.modules():
             if hasattr(module, "lora_dropout"):
@@ -492,7 +523,11 @@ def pauses_learning(args, state, model, optimizer):
         group["lr"] = 0.0 if state.global_step == 1 else 0.01
 
 
-def notes_norm(args, state, model, optimizer):
+def hooks_optimizer(args, state, model, optimizer):
+    getattr(optimizer, "optimizer", optimizer).register_step_pre_hook(lambda *of_step: clip_gradients(model))
+
+
+def nothing(args, state, model, optimizer):
     pass
 
 
@@ -516,13 +551,13 @@ CALLBACKS = {
     "router's weight": ("on_step_begin", sets_router),
     "router's loss": ("on_step_begin", turns_router_on),
     "pauses learning": ("on_step_begin", pauses_learning),
-}
-HARMLESS_CALLBACKS = {
+    "hook of the optimizer": ("on_train_begin", hooks_optimizer),
     "merges and unmerges": ("on_step_end", merges_and_unmerges),
-    "nothing between": ("on_substep_end", notes_norm),
+    "nothing between": ("on_substep_end", nothing),
+    "attention's dropout": ("on_step_end", sets_rate),
+    "adapters' dropout": ("on_step_end", puts_dropout),
 }
-DROPOUT = {"attention": ("on_step_end", sets_rate), "adapters": ("on_step_end", puts_dropout)}
-"""What begins to draw numbers in a run: two trainings draw other ones."""
+"""Events, and functions of options, state, model and optimizer."""
 
 
 def callback(event, change):
@@ -626,5 +661,10 @@ HOOKS = {
     "output of adapters": of_adapters,
     "no gradient of B": no_gradient_of_b,
     "detaches": detaches,
+    "reads a layer": lambda model: of_mlp(model, lambda output: None),
 }
-HARMLESS_HOOKS = {"reads a layer": lambda model: of_mlp(model, lambda output: None)}
+HARMLESS = {
+    "same", "copies", "puts padding behind", "reverses rows", "None", "halves", "syncs", "nothing", "notes inputs",
+    "turns the window", "merges and unmerges", "nothing between", "reads a layer",
+}  # fmt: skip
+"""What leaves weights and losses as they are without it."""
