@@ -120,6 +120,8 @@ class Run:
         """A step that is put off until its numbers are on the host: with its accuracy, and with them."""
         self.has_phases = self.warmup is not None
         """Whether training goes in phases, with leaps or without."""
+        self.accumulations: set[int] = set()
+        """Values of `gradient_accumulation_steps` so far: callbacks may change it."""
         self.phase: Phase | None = None
         """Of the step under way, or of the last one; `None` without phases and before the first."""
         self.last_loss: float | None = None
