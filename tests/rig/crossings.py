@@ -309,6 +309,8 @@ def train(crossing, hybrid, folder, **options):
         "lr_scheduler_type": "constant", "max_grad_norm": 1e9, "bf16": crossing.weights == "lora",
         "gradient_checkpointing": False, **OPTIONS[crossing.trainer], **options,
     }  # fmt: skip
+    if crossing.weights == "whole":
+        values.update(per_device_train_batch_size=4, gradient_accumulation_steps=1)
     if crossing.weights in ("lora", "lora_fp32"):
         values["learning_rate"] = LORA_RATES[crossing.trainer]
     if hybrid and crossing.weights == "stream":
@@ -336,7 +338,7 @@ def train(crossing, hybrid, folder, **options):
 def left_by(trainer):
     """Return what a training left."""
     summary = trainer.hybrid_summary() if hasattr(trainer, "hybrid_summary") else {}
-    notes = vars(trainer).get("users_notes", [])
+    notes = user_code.notes_of(trainer) + user_code.notes_of(trainer.model)
     return Trained(weights(trainer.model), losses(trainer), notes, summary)
 
 

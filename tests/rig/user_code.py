@@ -32,6 +32,18 @@ def masks_labels_in_place(inputs):
     return inputs
 
 
+def masks_labels_of_the_dict(inputs):
+    inputs.update(masks_labels(inputs))
+    return inputs
+
+
+def masks_labels_by_numpy(inputs):
+    """torch does not count this change."""
+    ids, learned = tokens_of(inputs)
+    inputs[learned].numpy()[inputs[ids].numpy() % 2 == 0] = IGNORED if learned == "labels" else 0
+    return inputs
+
+
 def replaces_tokens(inputs):
     ids, _ = tokens_of(inputs)
     return {**inputs, ids: inputs[ids].masked_fill(inputs[ids] % 7 == 3, 9)}
@@ -91,6 +103,8 @@ def with_key(**values):
 BATCHES = {
     "masks labels": masks_labels,
     "masks labels in place": masks_labels_in_place,
+    "masks labels of the dict": masks_labels_of_the_dict,
+    "masks labels by numpy": masks_labels_by_numpy,
     "replaces tokens": replaces_tokens,
     "replaces tokens in place": replaces_tokens_in_place,
     "hides tokens": hides_tokens,
@@ -285,6 +299,55 @@ def freezes_by_turns():
     return step
 
 
+def own_step(trainer, own, model, inputs, num_items_in_batch=None):
+    """As in many repositories: Trainer's step written anew."""
+    model.train()
+    inputs = trainer._prepare_inputs(inputs)
+    with trainer.compute_loss_context_manager():
+        loss = trainer.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+    trainer.accelerator.backward(loss)
+    return loss.detach()
+
+
+def own_mean(trainer, own, model, inputs, num_items_in_batch=None):
+    """A step that asks the model itself."""
+    model.train()
+    with trainer.compute_loss_context_manager():
+        loss = model(**trainer._prepare_inputs(inputs)).loss / trainer.args.gradient_accumulation_steps
+    trainer.accelerator.backward(loss)
+    return loss.detach()
+
+
+def looks_first(trainer, own, model, inputs, *args, **kwargs):
+    with torch.no_grad():
+        model(**{name: inputs[name] for name in ("input_ids", "attention_mask")})
+    return own(model, inputs, *args, **kwargs)
+
+
+def noise(trainer, own, model, inputs, *args, **kwargs):
+    loss = own(model, inputs, *args, **kwargs)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.add_(1e-2 * torch.randn_like(parameter.grad))
+    return loss
+
+
+def notes_losses(trainer, own, model, inputs, *args, **kwargs):
+    loss = own(model, inputs, *args, **kwargs)
+    notes_of(trainer).append(loss.item())
+    return loss
+
+
+def notes_gradients(trainer, own, model, inputs, *args, **kwargs):
+    loss = own(model, inputs, *args, **kwargs)
+    notes_of(trainer).append(norm_of_gradients(model))
+    return loss
+
+
+def norm_of_gradients(model):
+    return sum(p.grad.float().square().sum().item() for p in model.parameters() if p.grad is not None) ** 0.5
+
+
 def plain_call(trainer, own, model, inputs, *args, **kwargs):
     return own(model, inputs, *args, **kwargs)
 
@@ -296,12 +359,12 @@ def by_place(trainer, own, model, inputs, *args):
 def notes_inputs(trainer, own, model, inputs, *args, **kwargs):
     if isinstance(inputs, dict):
         ids, learned = tokens_of(inputs)
-        notes_of(trainer).append((inputs[ids].sum().item(), inputs[learned].sum().item(), tuple(inputs[ids].shape)))
+        notes_of(trainer).extend((inputs[ids].sum().item(), inputs[learned].sum().item(), *inputs[ids].shape))
     return own(model, inputs, *args, **kwargs)
 
 
-def notes_of(trainer):
-    return vars(trainer).setdefault("users_notes", [])
+def notes_of(trainer_or_model):
+    return vars(trainer_or_model).setdefault("users_notes", [])
 
 
 STEPS = {
@@ -317,6 +380,12 @@ STEPS = {
     "shrinks after": lambda: shrinks_after,
     "freezes by turns": freezes_by_turns,
     "by place": lambda: by_place,
+    "own step": lambda: own_step,
+    "own mean": lambda: own_mean,
+    "looks first": lambda: looks_first,
+    "noise": lambda: noise,
+    "notes losses": lambda: notes_losses,
+    "notes gradients": lambda: notes_gradients,
     "halves": lambda: halves,
     "syncs": lambda: syncs,
     "nothing": lambda: plain_call,
@@ -367,6 +436,7 @@ WINDOWS = {
     "turns the window": lambda batches, items: (batches[::-1], items),
     "other count of the window": lambda batches, items: (batches, items if items is None else items * 2),
     "first batch twice": lambda batches, items: ([batches[0]] * len(batches), items),
+    "a tuple": lambda batches, items: (tuple(batches), items),
 }
 
 # What other methods return, and what is done around them.
@@ -523,6 +593,26 @@ def pauses_learning(args, state, model, optimizer):
         group["lr"] = 0.0 if state.global_step == 1 else 0.01
 
 
+def new_data(args, state, model, optimizer):
+    if state.global_step == 1:
+        torch.manual_seed(3)
+        for parameter in named(model, "lora_A") or named(model, "layers.0."):
+            parameter.data = torch.randn_like(parameter) * 0.1
+
+
+def generates(args, state, model, optimizer):
+    model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
+
+
+def looks(args, state, model, optimizer):
+    with torch.no_grad():
+        model(torch.tensor([[5, 6, 7, 8]]))
+
+
+def notes_norm(args, state, model, optimizer):
+    notes_of(model).append(norm_of_gradients(model))
+
+
 def hooks_optimizer(args, state, model, optimizer):
     getattr(optimizer, "optimizer", optimizer).register_step_pre_hook(lambda *of_step: clip_gradients(model))
 
@@ -552,6 +642,12 @@ CALLBACKS = {
     "router's loss": ("on_step_begin", turns_router_on),
     "pauses learning": ("on_step_begin", pauses_learning),
     "hook of the optimizer": ("on_train_begin", hooks_optimizer),
+    "new data": ("on_step_end", new_data),
+    "notes gradients between": ("on_substep_end", notes_norm),
+    "notes gradients": ("on_pre_optimizer_step", notes_norm),
+    "generates between": ("on_substep_end", generates),
+    "generates": ("on_step_begin", generates),
+    "looks between": ("on_substep_end", looks),
     "merges and unmerges": ("on_step_end", merges_and_unmerges),
     "nothing between": ("on_substep_end", nothing),
     "attention's dropout": ("on_step_end", sets_rate),
@@ -665,6 +761,7 @@ HOOKS = {
 }
 HARMLESS = {
     "same", "copies", "puts padding behind", "reverses rows", "None", "halves", "syncs", "nothing", "notes inputs",
-    "turns the window", "merges and unmerges", "nothing between", "reads a layer",
+    "looks first", "notes losses", "notes gradients", "turns the window", "a tuple", "notes gradients between",
+    "generates between", "generates", "looks between", "merges and unmerges", "nothing between", "reads a layer",
 }  # fmt: skip
 """What leaves weights and losses as they are without it."""
