@@ -93,17 +93,22 @@ class Marks(NamedTuple):
             own, kind = module.__dict__, type(module)
             parts.append(module)
             if (rates := _RATES.get(kind)) is None:
-                rates = [name for name, value in own.items() if "drop" in name and isinstance(value, float)]
-                rates = _RATES[kind] = rates + ["p"] * isinstance(own.get("p"), float)
+                numbers = [name for name, value in own.items() if isinstance(value, (int, float))]
+                rates = _RATES[kind] = [name for name in numbers if "drop" in name or name == "p"]
             for name in rates:
                 draws.append(bool(own.get(name)))
             if "forward" in own:
                 parts.append(own["forward"])
-            for name in _HOOKS:
-                if (table := own[name]) and (found := of_user(table)):
-                    hooks += found
-                    of_gradients |= "backward" in name or id(module) in whole
-                    inside |= module is base is not model
+            if (
+                own["_forward_pre_hooks"]
+                or own["_forward_hooks"]
+                or own["_backward_pre_hooks"]
+                or own["_backward_hooks"]
+            ):
+                for name in _HOOKS:
+                    hooks += (found := of_user(own[name]))
+                    of_gradients |= bool(found) and ("backward" in name or id(module) in whole)
+                    inside |= bool(found) and module is base is not model
             for weight in own["_parameters"].values():
                 if weight is not None and (weight._backward_hooks or weight._post_accumulate_grad_hooks):
                     tables = weight._backward_hooks, weight._post_accumulate_grad_hooks

@@ -183,11 +183,10 @@ class MergedRows(SharedRows):
                     torch.autograd.backward([values for values, _ in left], [grad for _, grad in left])
 
     @contextlib.contextmanager
-    def micro_batch(self, inputs: Mapping[str, Any]) -> Generator[None]:
-        """Inside, a trainer computes the loss of these inputs."""
-        number = next(
-            (number for number, laid_out in enumerate(self._window) if are_still(laid_out.tensors, inputs)), None
-        )
+    def micro_batch(self, inputs: Mapping[str, Any], may_change: bool = False) -> Generator[None]:
+        """Inside, a trainer computes the loss of these inputs. `may_change`: of others that it makes of them."""
+        window = () if may_change else enumerate(self._window)
+        number = next((number for number, laid_out in window if are_still(laid_out.tensors, inputs)), None)
         if number is None and torch.is_tensor(ids := inputs.get("input_ids")):
             self._copied.pop(ids, None)  # other parts of the batch are new
         self._number = number if self._backward_follows and torch.is_grad_enabled() else None

@@ -613,8 +613,9 @@ class SharedRows(Part):
         return None
 
     def _exchanged(self, model: nn.Module) -> nn.Module:
-        """Return the module that gets other batches than the trainer gives it."""
-        return model
+        """Return the module whose random numbers are looked for: no `forward` of a user, which may want labels."""
+        facts = self.facts_of(model)
+        return model if facts.own_forward is None else facts.backbone
 
     def _drawn(self, model: nn.Module, device: torch.device) -> Drawn | None:
         """

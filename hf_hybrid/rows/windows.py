@@ -63,7 +63,7 @@ from hf_hybrid.rows.sharing import (
 from hf_hybrid.rows.states import layers_with_state
 from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, by_batch, divide, join, on_host, padded
 from hf_hybrid.run.run import Run, as_before
-from hf_hybrid.run.trainer_view import ON_THE_MODEL, LossView, TrainerView, acts_between, own_losses, unknown_loss
+from hf_hybrid.run.trainer_view import IN_PLACE, LossView, TrainerView, acts_between, own_losses, unknown_loss
 
 logger = logging.getLogger(__name__)
 
@@ -271,8 +271,8 @@ class SharedWindows(SharedRows):
         self._balances = facts.router is not None and getattr(self.trainer, "aux_loss_enabled", facts.balances({}))
         if facts.reason is None and self._balances:
             return self.obstacle_in_router(facts, fused=self._is_fused)
-        if facts.own_forward == ON_THE_MODEL and not self._is_fused:
-            return f"{ON_THE_MODEL} may compute any loss"
+        if not self._is_fused and (facts.own_forward or "").startswith(IN_PLACE):
+            return f"{facts.own_forward} may compute any loss"
         if facts.marks is not None and facts.marks.inside:
             return INSIDE
         return facts.reason

@@ -166,7 +166,10 @@ _PLAIN_LOSSES = {("transformers", "Trainer"), ("trl", "SFTTrainer"), ("axolotl",
 """Classes whose `compute_loss` is the model's own loss, unless an option says otherwise: package and name."""
 FORWARDS = (*LIBRARIES, "liger_kernel")
 """Packages whose forward passes compute the cross-entropy as transformers does."""
-ON_THE_MODEL = "the function in place of `model.forward`"
+KERNELS = ("cut_cross_entropy", "axolotl", "unsloth_zoo")
+"""Packages that put other forward passes into classes of transformers. They may lose more, but keep no state."""
+IN_PLACE = "the function in place of"
+"""Begins what [`own_forward`] returns where somebody put a function on the model, or into a class of a library."""
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 
 
@@ -212,7 +215,7 @@ def unknown_loss(trainer: TrainerView) -> str | None:
 def own_forward(model: Any) -> str | None:
     """
     Return the forward pass of a causal model if it is not one of transformers: that of a class of a user or of the Hub,
-    or a function that was put on the model ([`ON_THE_MODEL`]) or into its class.
+    or a function that was put on the model or into its class ([`IN_PLACE`]).
     """
     if hasattr(model, "get_base_model"):  # PEFT's has no loss of its own
         return _foreign(model) or own_forward(model.get_base_model())
@@ -225,10 +228,11 @@ def own_forward(model: Any) -> str | None:
 def _foreign(model: Any) -> str | None:
     """Return the outermost `forward` of a model, or one inside of it, that is not of [`FORWARDS`]."""
     owner = next(owner for owner in type(model).__mro__ if "forward" in vars(owner))
-    for place, what in ((model, ON_THE_MODEL), (owner, f"`{owner.__name__}.forward`")):
-        if "forward" in vars(place) and package_of(vars(place)["forward"], FORWARDS) not in FORWARDS:
-            return what
-    return None
+    if "forward" in vars(model) and package_of(vars(model)["forward"], FORWARDS) not in FORWARDS:
+        return f"{IN_PLACE} `model.forward`"
+    package, name = package_of(vars(owner)["forward"], FORWARDS), f"`{owner.__name__}.forward`"
+    is_put_in = owner.__module__.partition(".")[0] in LIBRARIES and package not in KERNELS
+    return None if package in FORWARDS else f"{IN_PLACE} {name}" if is_put_in else name
 
 
 def vocabulary_size(model: torch.nn.Module) -> int | None:

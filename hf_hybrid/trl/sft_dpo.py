@@ -393,7 +393,8 @@ class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):  # ty: ignore[incompatible-
         self.rows.held, self.rows.ends_window = self._merged_memory, lambda: self.accelerator.sync_gradients
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        with self.rows.on(self.model, self.ref_model), self.rows.micro_batch(inputs):
+        own = overridden(self, "compute_loss", "_compute_loss") is not None
+        with self.rows.on(self.model, self.ref_model), self.rows.micro_batch(inputs, may_change=own):
             loss = super().compute_loss(model, inputs, *args, **kwargs)
         takes_all = torch.is_grad_enabled() and self.rows.ends_window() and torch.is_tensor(loss)
         return self.rows.with_what_waits(loss) if takes_all else loss
