@@ -264,6 +264,10 @@ class Plan(NamedTuple):
     padded: float = 0.0  # operations of the padded rows
 
 
+Seen = dict[str, tuple[Tensor, int, "Tensor | None"]]
+"""Tensors by their names, their versions, and copies of those on the host."""
+
+
 @dataclass
 class Copied:
     """A batch on the host, its tree if it was laid out, and the row of that tree if it is on the device already."""
@@ -271,18 +275,25 @@ class Copied:
     batch: Batch
     tree: Tree | None = None
     row: FlatRow | None = None
-    seen: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
-    """The tensors that it was copied from, and their versions, where these tell whether a user's code changed it."""
+    seen: Seen = field(default_factory=dict)
+    """What it was copied from, where that tells whether a user's code changed it."""
 
 
-def versions_of(inputs: Mapping[str, Any]) -> dict[str, tuple[Tensor, int]]:
-    """Return the tensors of inputs, with their versions."""
-    return {name: (tensor, tensor._version) for name, tensor in inputs.items() if torch.is_tensor(tensor)}
+def seen_now(inputs: Mapping[str, Any]) -> Seen:
+    """Return the tensors of inputs as they are now, to ask later if they still are ([`are_still`])."""
+    tensors = {name: tensor for name, tensor in inputs.items() if torch.is_tensor(tensor)}
+    copies = {name: tensor.clone() for name, tensor in tensors.items() if tensor.device.type == "cpu"}
+    return {name: (tensor, tensor._version, copies.get(name)) for name, tensor in tensors.items()}
 
 
-def are_still(seen: Mapping[str, tuple[Tensor, int]], inputs: Mapping[str, Any]) -> bool:
+def are_still(seen: Seen, inputs: Mapping[str, Any]) -> bool:
     """Whether inputs hold these tensors, and nobody has written into them."""
-    return all(inputs.get(name) is tensor and tensor._version == version for name, (tensor, version) in seen.items())
+    for name, (tensor, version, copy) in seen.items():
+        if inputs.get(name) is not tensor or tensor._version != version:
+            return False
+        if copy is not None and not torch.equal(tensor, copy):  # torch does not count what numpy writes
+            return False
+    return True
 
 
 class UnderWay(threading.local):

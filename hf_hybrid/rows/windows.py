@@ -58,7 +58,7 @@ from hf_hybrid.rows.sharing import (
     SharedRows,
     obstacle_in_batch,
     rows_of,
-    versions_of,
+    seen_now,
 )
 from hf_hybrid.rows.states import layers_with_state
 from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, by_batch, divide, join, on_host, padded
@@ -455,7 +455,7 @@ class SharedWindows(SharedRows):
         moved = iter(FlatRow.of_window(given, device, repeats=repeats, balances=self._balances))
         for inputs, (batch, tree) in zip(step.batches, of_trees):
             if tree is not None:
-                seen = versions_of({name: inputs.get(name) for name in ("input_ids", "attention_mask", "labels")})
+                seen = seen_now({name: inputs.get(name) for name in ("input_ids", "attention_mask", "labels")})
                 self._copied[inputs["input_ids"]] = Copied(batch, tree, next(moved)[1], seen)
         self._laid_out = True
 
