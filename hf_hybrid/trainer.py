@@ -73,7 +73,7 @@ from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, device_probe
 from hf_hybrid.run.epochs import Epochs
 from hf_hybrid.run.monitor import numbers_of, overflowed
 from hf_hybrid.run.run import DataOrder, RandomStates, Run
-from hf_hybrid.run.trainer_view import PER_MICRO_BATCH, acts_between
+from hf_hybrid.run.trainer_view import PER_MICRO_BATCH, acts_between, reads_gradients
 from hf_hybrid.saving.lock import check_output
 from hf_hybrid.saving.manifest import last_checkpoint
 from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
@@ -218,6 +218,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self._ignored_in_evaluations = None
         self._scheduled_rates: list[float] = []
         self.epochs, self._around_forward = Epochs(self), False
+        self._shows_gradients = False
+        """Whether gradients of streamed layers are put on the parameters, for code of a user."""
         self._seams: list[Any] = []
         """What [`_who_acts`] was found out of."""
         self._acts: str | None = None
@@ -424,6 +426,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         if self.run.phase is Phase.PREDICT:
             return self._skip_step(model)
         step, items = self.run.step, args[0] if args else kwargs.get("num_items_in_batch")
+        if self._shows_gradients:
+            self.memory.optimizer.take_gradients()
         if not step.is_arranged:
             self._arrange(step)
         if step.window is not None:  # a part laid it out anew
@@ -439,6 +443,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             run = functools.partial(self.memory.window.next, run)
         loss = self.recovery.compute(inputs, functools.partial(self._compute, run), items)
         self.run.count(inputs, loss)
+        if self._shows_gradients:
+            self.memory.optimizer.show_gradients()
         return loss
 
     def _who_acts(self) -> str | None:
@@ -460,6 +466,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             if step.window is None and step.batches:  # else what is computed was moved
                 step.batches = send_to_device(step.batches, self.args.device, non_blocking=True)
         window = self.memory.window
+        if window is not None:
+            window.shows_gradients = self._shows_gradients = reads_gradients(self)
         if window is not None and window.order != "micro_batch" and step.acts is not None:
             logger.warning("Windows are walked micro-batch by micro-batch from here on: %s.", step.acts)
             self.memory.walk_by_micro_batch()
@@ -505,11 +513,19 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         if (streamed := self.memory.optimizer) is None:
             return super()._clip_grad_norm(model)
         # With leaps the direction reads clipped gradients before the optimizer does.
-        return streamed.clip(model.parameters(), self.args.max_grad_norm, now=self.has_phases)
+        now = self.has_phases or self._shows_gradients
+        streamed.take_gradients()
+        norm = streamed.clip(model.parameters(), self.args.max_grad_norm, now=now)
+        if self._shows_gradients:
+            streamed.show_gradients()
+        return norm
 
     def _get_grad_norm(self, model, grad_norm=None):
-        if grad_norm is None and self.memory.optimizer is not None:
-            grad_norm = self.memory.optimizer.total_norm(model.parameters(), now=self.has_phases)
+        if grad_norm is None and (streamed := self.memory.optimizer) is not None:
+            streamed.take_gradients()
+            grad_norm = streamed.total_norm(model.parameters(), now=self.has_phases or self._shows_gradients)
+            if self._shows_gradients:
+                streamed.show_gradients()
         self._gradient_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         return self._gradient_norm
 
@@ -520,6 +536,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         if run.phase is Phase.PREDICT:
             return
         self.recovery.stepping = True
+        if self._shows_gradients:
+            self.memory.optimizer.take_gradients()
         if not run.step.is_arranged:
             run.step.losses = [self._tr_loss - self._loss_before]
             if self.rows is not None:

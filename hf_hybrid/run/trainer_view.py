@@ -156,6 +156,15 @@ def acts_between(trainer: Any) -> str | None:
     return None
 
 
+def reads_gradients(trainer: Any) -> bool:
+    """Whether code of a user may read or change the gradients of a window, or those of its micro-batches so far."""
+    if trainer.run.step.acts is not None or overridden(trainer, "_clip_grad_norm", "_get_grad_norm") is not None:
+        return True
+    if trainer.memory.optimizer._optimizer_step_pre_hooks:
+        return True
+    return any(package_of(type(c).on_pre_optimizer_step) not in LIBRARIES for c in trainer.callback_handler.callbacks)
+
+
 # The model and its loss.
 
 
