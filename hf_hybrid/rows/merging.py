@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook as has_any_global_hook
 
 from hf_hybrid.part import Step
 from hf_hybrid.rows.costs import WORTH
@@ -338,14 +339,14 @@ LIBRARIES = ("hf_hybrid", "transformers", "trl", "peft", "accelerate", "torch")
 """Packages whose hooks do not care how many micro-batches a pass computes."""
 
 
-def has_hooks(model: nn.Module) -> bool:
+def has_hooks(model: nn.Module, of_weights: Sequence[str] = ("_backward_hooks", "_post_accumulate_grad_hooks")) -> bool:
     """
     Whether others than [`LIBRARIES`] have hooks on modules or weights of a model. They may keep what a module returned
     for a loss of their own, or change the gradient of a micro-batch.
     """
     of_modules = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     tables = [getattr(module, name) for module in model.modules() for name in of_modules]
-    of_weights = ("_backward_hooks", "_post_accumulate_grad_hooks")
     tables += [getattr(weight, name, None) for weight in model.parameters() for name in of_weights]
     hooks = [getattr(hook, "func", hook) for table in tables if table for hook in table.values()]
-    return any((getattr(hook, "__module__", None) or "").partition(".")[0] not in LIBRARIES for hook in hooks)
+    others = (getattr(hook, "__module__", None) or "" for hook in hooks)
+    return has_any_global_hook() or any(module.partition(".")[0] not in LIBRARIES for module in others)
