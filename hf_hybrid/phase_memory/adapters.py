@@ -18,8 +18,8 @@ where trl/captured.py captures a pass, [`AdapterProducts`] has
 The products have the operands of PEFT's, rounded to the same 16 bits. PEFT then rounds three times (the product, its
 scaled value, the sum), and this once: weights after a step are nearer to those of fp32 (`benchmarks.skips.adapters`).
 What is not plain LoRA ([`plain_lora_layers`]) keeps PEFT's forward, as does what is neither of the two. A callback may
-change that in a run: it freezes `A` and `B` in turn, registers a hook, or puts other weights in place. So each layer is
-asked before each micro-batch what it is by then ([`_Layer.obstacle`]).
+change that in a run: it freezes `A` and `B` in turn, registers a hook, or puts other weights in place. So when the
+first layer of a micro-batch is called, all are asked what they are by then ([`_Layer.obstacle`]).
 
 Two savings change no bit. PEFT casts the input of an adapter to fp32, and the product casts it back at once, but the
 copy is kept for the backward pass: where PEFT's forward stays, [`UncastInputs`] switches that off. And autocast rounds
@@ -87,10 +87,8 @@ class AdapterProducts(Part):
     def __init__(self, layers: list[Any], dtype: torch.dtype, autocast: bool = True, several: bool = False):
         self.layers, self.dtype = [_Layer(module) for module in layers], dtype
         self.autocast, self.several = autocast, several
-        self.used: list[_Group] = []
-        """Those that compute like this now; others have changed since the run began."""
         self.fallbacks = Fallbacks("Some adapters are computed as PEFT does it")
-        self._groups, self._leaves = [], []  # several copies lie in one leaf
+        self._groups, self._leaves, self._is_fresh = [], [], False  # several copies lie in one leaf
 
     def begin(self, run: Run) -> None:
         self.place(run.model)
@@ -107,10 +105,12 @@ class AdapterProducts(Part):
     def before_forward(self, phase: Phase | None) -> None:
         for leaf in self._leaves:
             leaf.grad = None  # of a micro-batch that an error cut short
-        self.refresh()
+        self._is_fresh = False
         self._take_forwards()
 
     def after_backward(self, phase: Phase | None) -> None:
+        if not self._is_fresh:
+            self.refresh()  # no layer computed as it was found, which may have a reason
         self._give_forwards_back()
         self._hand_over()
 
@@ -124,26 +124,30 @@ class AdapterProducts(Part):
             for name in ("group", "down", "up"):
                 vars(layer).pop(name, None)
 
-    def _layers_used(self) -> list[_Layer]:
-        return [layer for group in self.used for layer in group.layers]
-
     def _take_forwards(self) -> None:
-        for layer in self._layers_used():
-            vars(layer.module)["forward"] = functools.partial(self._forward, layer)
+        for layer in self.layers:
+            if users_forward(layer.module) is None:
+                vars(layer.module)["forward"] = functools.partial(self._forward, layer)
 
     def _give_forwards_back(self) -> None:
-        for group in self.used:
-            group.forget()
-            for layer in group.layers:
+        for layer in self.layers:
+            if users_forward(layer.module) is None:
                 vars(layer.module).pop("forward", None)
+        for group in self._groups:
+            group.forget()
+
+    @property
+    def used(self) -> list[_Layer]:
+        """Layers that compute like this now. Others have changed since the run began."""
+        return [layer for group in self._groups if group.is_used for layer in group.layers]
 
     @contextlib.contextmanager
     def computing(self) -> Generator[None]:
         """
-        Inside, layers that were plain at the last [`refresh`] compute like this, also where another of these parts
-        computes a micro-batch around it.
+        Inside, layers compute as it was found at the last [`refresh`], also where another of these parts computes a
+        micro-batch around it.
         """
-        before = [(layer, vars(layer.module).get("forward")) for layer in self._layers_used()]
+        before = [(layer, vars(layer.module).get("forward")) for layer in self.layers]
         self._take_forwards()
         try:
             yield
@@ -156,7 +160,7 @@ class AdapterProducts(Part):
     @torch.no_grad()
     def _place(self, groups: list[list[_Layer]]) -> None:
         """Make the copies: for each group a leaf with its `A`, `[ranks, inputs]`, for each layer one with its `s B`."""
-        self._groups, self._leaves, self.used = [], [], []
+        self._groups, self._leaves = [], []
         for layers in groups:
             a = layers[0].a
             down = torch.empty(sum(len(layer.a) for layer in layers), a.shape[1], dtype=self.dtype, device=a.device)
@@ -177,11 +181,12 @@ class AdapterProducts(Part):
         Find the groups whose layers are plain now, and copy their weights. `_version` would not tell which weights are
         old, because `weight.data` does not count there.
         """
-        obstacles = [group.obstacle() for group in self._groups]
-        for reason in filter(None, obstacles):
-            self.fallbacks.cannot_be_exact(reason)
-        self.used = [group for group, reason in zip(self._groups, obstacles, strict=True) if reason is None]
-        if layers := self._layers_used():
+        self._is_fresh = True
+        for group in self._groups:
+            if (reason := group.obstacle()) is not None:
+                self.fallbacks.cannot_be_exact(reason)
+            group.is_used = reason is None
+        if layers := self.used:
             copies, weights = [(layer.down, layer.up) for layer in layers], [(layer.a, layer.b) for layer in layers]
             torch._foreach_copy_([*itertools.chain(*copies)], [*itertools.chain(*weights)])
             torch._foreach_mul_([layer.up for layer in layers], [layer.scaling for layer in layers])
@@ -190,11 +195,11 @@ class AdapterProducts(Part):
     def _hand_over(self) -> None:
         """Cast the gradients of the copies, and add them to those of the weights: all in a few calls."""
         downs: list[tuple[Tensor, Tensor]] = []
-        for group in self.used:
+        for group in self._groups:
             if group.down.grad is not None:  # not all layers compute, for example experts
                 downs += zip([layer.a for layer in group.layers], group.down.grad.split(group.ranks), strict=True)
-        ups = [(layer.b, layer.up.grad) for layer in self._layers_used() if layer.up.grad is not None]
-        scales = [layer.scaling for layer in self._layers_used() if layer.up.grad is not None]
+        ups = [(layer.b, layer.up.grad) for layer in self.layers if layer.up.grad is not None]
+        scales = [layer.scaling for layer in self.layers if layer.up.grad is not None]
         pairs = [*downs, *ups]
         gradients = [torch.empty_like(weight) for weight, _ in pairs]
         if gradients:
@@ -216,6 +221,10 @@ class AdapterProducts(Part):
         adapts = not (module.disable_adapters or module.merged) and module._active_adapter in layer.active
         if args or kwargs or not fits or not adapts:  # for example the reference of DPO
             return type(module).forward(module, x, *args, **kwargs)
+        if not self._is_fresh:
+            self.refresh()
+        if not layer.group.is_used:
+            return type(module).forward(module, x)
         rows, hidden = layer.group.products(layer, x)
         result = layer.base(rows)
         return result.addmm_(hidden, layer.up.t()).view(*x.shape[:-1], -1)
@@ -290,7 +299,7 @@ class _Group:
     """Layers that read the same input, and the copies of their `A`."""
 
     def __init__(self, layers: list[_Layer], down: Tensor):
-        self.layers, self.down, self.ranks = layers, down, [len(layer.a) for layer in layers]
+        self.layers, self.down, self.ranks, self.is_used = layers, down, [len(layer.a) for layer in layers], False
         self.forget()
 
     def obstacle(self) -> str | None:

@@ -52,7 +52,7 @@ CASTS = {"dropout": dropout, "hooks before A": hooked(rounds, functools.partial(
 
 
 def trained(folder, kind, callbacks=(), **options):
-    config = HybridConfig if kind is HybridTrainer else TrainingArguments
+    config = HybridConfig if issubclass(kind, HybridTrainer) else TrainingArguments
     values = {
         "max_steps": 5, "bf16": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2,
         "optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 0.0, "lr_scheduler_type": "constant", **options,
@@ -110,3 +110,33 @@ def test_with_trainers_rows_a_changed_adapter_has_its_bits(change, tmp_path):
     assert any(isinstance(part, UncastInputs) for part in ours.parts)
     assert_same_weights(moved(plain), moved(ours))
     assert all(layer.cast_input_dtype_enabled for layer in layers(ours.model))
+
+
+class Perturbs(Trainer):
+    """Changes adapters around the forward pass of each micro-batch, as adversarial training of weights does."""
+
+    change = staticmethod(CHANGES["scale"])
+
+    def compute_loss(self, *args, **kwargs):
+        undo = self.change(self.accelerator.unwrap_model(self.model))
+        try:
+            return super().compute_loss(*args, **kwargs)
+        finally:
+            undo()
+
+
+class HybridPerturbs(Perturbs, HybridTrainer):
+    pass
+
+
+def perturb(model):
+    for product in products(model):
+        product.weight.data.add_(0.1)
+    return lambda: [product.weight.data.sub_(0.1) for product in products(model)]
+
+
+@pytest.mark.parametrize("change", mostly_slow([perturb, CHANGES["hooks behind B"]], [perturb]))
+def test_what_a_loss_changes_around_its_forward_is_heard(change, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(Perturbs, "change", staticmethod(change))
+    wanted, found = (moved(trained(tmp_path / kind.__name__, kind)) for kind in (Perturbs, HybridPerturbs))
+    assert apart(wanted, found) < ROUNDING < 3 * ROUNDING < apart(wanted, untouched(folder))
