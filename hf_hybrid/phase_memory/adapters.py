@@ -32,7 +32,7 @@ import contextlib
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -89,6 +89,8 @@ class AdapterProducts(Part):
         self.autocast, self.several = autocast, several
         self.fallbacks = Fallbacks("Some adapters are computed as PEFT does it")
         self._groups, self._leaves, self._is_fresh = [], [], False  # several copies lie in one leaf
+        for layer in self.layers:
+            layer.forward = functools.partial(self._forward, layer)
 
     def begin(self, run: Run) -> None:
         self.place(run.model)
@@ -127,7 +129,7 @@ class AdapterProducts(Part):
     def _take_forwards(self) -> None:
         for layer in self.layers:
             if users_forward(layer.module) is None:
-                vars(layer.module)["forward"] = functools.partial(self._forward, layer)
+                vars(layer.module)["forward"] = layer.forward
 
     def _give_forwards_back(self) -> None:
         for layer in self.layers:
@@ -233,6 +235,7 @@ class AdapterProducts(Part):
 class _Layer:
     """A LoRA layer, its weights `a`, `[rank, inputs]`, and `b`, `[outputs, rank]`, and their copies `down` and `up`."""
 
+    forward: Callable[..., Tensor]
     group: _Group
     down: Tensor
     up: Tensor

@@ -55,6 +55,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.module import _has_any_global_hook as has_any_global_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from transformers import (
@@ -73,7 +74,7 @@ from hf_hybrid.machine import Look, device_memory
 from hf_hybrid.phase_memory.adapters import users_forward
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.attention import attention
-from hf_hybrid.rows.merging import has_hooks
+from hf_hybrid.rows.facts import of_user
 
 if TYPE_CHECKING:
     from hf_hybrid.phase_memory.adapters import AdapterProducts
@@ -123,7 +124,8 @@ def why_not_captured(model: Any) -> str | None:
     """Return why a pass of this model, without adapters around it, cannot be captured; `None` if it may be."""
     if not model._can_compile_fullgraph:
         return f"`{type(model).__name__}` does not say that it takes keys and values of a fixed size"
-    if has_hooks(model, of_weights=()):
+    of_modules = (hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks))
+    if has_any_global_hook() or any(map(of_user, of_modules)):
         return "a hook looks into its modules, and a graph would not call it"
     if (attention := model.config._attn_implementation) not in ATTENTION:
         return f"`attn_implementation={attention!r}` looks at the mask on the host, which cannot be captured"
