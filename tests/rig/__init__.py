@@ -5,6 +5,7 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 
 | file | what it gives |
 |---|---|
+| `adapter_changes.py` | what a callback may change about adapters |
 | `bit_flips.py` | bits that change in memory, behind torch's back |
 | `circles.py` | which files of the package import each other |
 | `completions.py` | tiny models that complete prompts, and `generate` beside this package |
