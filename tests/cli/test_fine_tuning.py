@@ -157,6 +157,86 @@ def test_alpaca_without_a_chat_template_has_alpacas_prompt():
     assert made["completion"] == "2"
 
 
+def converted(command, row, template=True):
+    """A row as a command takes it from a data set."""
+    rows = pytest.importorskip("datasets").Dataset.from_list([row])
+    return formats.convert_rows("`--dataset x`", rows, command, {}, None, template).rows[0]
+
+
+BRIEF = {"role": "system", "content": "Be brief"}
+ANSWERS = {"chosen": "yes", "rejected": "no"}
+TURNS = {"chosen": [assistant("yes")], "rejected": [assistant("no")]}
+
+
+@pytest.mark.parametrize(
+    "row, prompt",
+    [
+        ({"system": "Be brief", "question": "Say", **ANSWERS}, [BRIEF, user("Say")]),
+        ({"system": "", "question": "Say", **ANSWERS}, [user("Say")]),
+        ({"instruction": "Add", "input": "1 and 2", **ANSWERS}, [user("Add\n\n1 and 2")]),
+        ({"input": "Say", **ANSWERS}, [user("Say")]),
+        ({"prompt": "Say", **TURNS}, [user("Say")]),
+        ({"prompt": [user("Say")], **ANSWERS}, [user("Say")]),
+        ({"system": "Be brief", "prompt": [user("Say")], **TURNS}, [BRIEF, user("Say")]),
+        ({"messages": [user("Say")], "chosen": assistant("yes"), "rejected": assistant("no")}, [user("Say")]),
+        ({"conversations": [{"from": "human", "value": "Say"}], "chosen": {"from": "gpt", "value": "yes"},
+          "rejected": {"from": "gpt", "value": "no"}}, [user("Say")]),
+    ],
+)  # fmt: skip
+def test_a_pair_keeps_its_question(row, prompt):
+    assert converted("dpo", row) == {"prompt": prompt, **TURNS}
+
+
+def test_without_a_chat_template_questions_of_pairs_are_text():
+    assert converted("dpo", {"question": "Say", **ANSWERS}, template=False) == {"prompt": "Say", **ANSWERS}
+    made = converted("dpo", {"instruction": "Add", "input": "1", **ANSWERS}, template=False)
+    assert made["prompt"].endswith("### Instruction:\nAdd\n\n### Input:\n1\n\n### Response:\n")
+
+
+@pytest.mark.parametrize(
+    "command, row",
+    [
+        ("sft", {"prompt": [user("a")], "completion": [assistant("b")]}),
+        ("grpo", {"question": "a", "answer": "b"}),
+        ("grpo", {"messages": [user("a"), assistant("b")]}),
+        ("dpo", {"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}),
+    ],
+)
+def test_a_system_message_in_a_column_is_put_in_front(command, row):
+    made = converted(command, {**row, "system": "Be brief."})
+    assert all(
+        made[name][0] == {"role": "system", "content": "Be brief."} for name in ("prompt", "chosen") if name in made
+    )
+
+
+def test_the_input_of_an_instruction_is_part_of_the_prompt_of_grpo():
+    row = {"instruction": "Add", "input": "1 and 2", "answer": "3"}
+    assert converted("grpo", row)["prompt"] == [user("Add\n\n1 and 2")]
+
+
+@pytest.mark.parametrize(
+    "command, row, unread",
+    [
+        ("sft", {"prompt": "a", "completion": "b", "label": False, "id": 1}, "`label`, `id`"),
+        ("sft", {"messages": ROWS["chats"][0]["messages"], "system_prompt": "c", "tools": []}, "`system_prompt`"),
+        ("dpo", {"prompt": "a", "system": "c", "input": "d", **ANSWERS}, "`system`, `input`"),
+        ("train", {"text": "a", "images": ["b.png"]}, "`images`"),
+        ("sft", ROWS["alpaca"][0], None),
+        ("dpo", {"question": "a", "system": "c", **ANSWERS}, None),
+        ("grpo", {**ROWS["questions"][0], "level": 1}, None),  # the reward functions get it
+    ],
+)
+def test_columns_that_are_not_read_are_named(tmp_path, command, row, unread):
+    told, file = {}, tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row))
+    list(
+        Reader(command, DataOptions(dataset=[str(file)]), 0).sources(
+            "dataset", tokenizer_of(TEMPLATE), told.__setitem__
+        )
+    )
+    assert told.get("not read") == unread
+
+
 def test_numbers_of_a_table_are_text():
     row = {"prompt": 2, "completion": 2.5}
     assert recognise("sft", list(row), row).convert(row) == {"prompt": "2", "completion": "2.5"}
@@ -164,7 +244,7 @@ def test_numbers_of_a_table_are_text():
 
 def test_roles_of_sharegpt_and_a_system_message():
     row = {"system": "Be brief.", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
-    made = recognise("sft", list(row), row).convert(row)
+    made = converted("sft", row)
     assert [message["role"] for message in made["messages"]] == ["system", "user", "assistant"]
     assert formats.with_system({"messages": [user("a")]}, "Be kind.")["messages"][0]["content"] == "Be kind."
     assert formats.with_system(made, "Be kind.") == made  # it has one
@@ -705,6 +785,8 @@ WRONG = [
     ("sft", ["--dataset", "wide.csv"], "cannot be read as csv: its first row has more fields than the 2 names above"),
     ("sft", ["--dataset", "images.jsonl"], "row 1: `messages` has a message with a part of `image_url`, and only text"),
     ("sft", ["--dataset", "weights.jsonl"], "row 1: `messages` has a message whose `weight` is `0.5`, not 0 or 1"),
+    *((command, ["--dataset", "pictures.jsonl", *more], f"has pictures in `images`, and `hf-hybrid {command}` trains")
+      for command, more in (("sft", []), ("dpo", []), ("grpo", ["--reward", "exact_match"]))),
     ("dpo", ["--dataset", "half.jsonl"], "it has `prompt`, `chosen`, and no `rejected`"),
     ("sft", ["--dataset", "header.csv"], "`--dataset header.csv` holds no rows"),
     ("sft", ["--dataset", "latin.csv"], "`--dataset latin.csv` cannot be read as csv"),
@@ -850,6 +932,9 @@ def wrong_files(folder):
     (folder / "late_broken.jsonl").write_text(json.dumps(ROWS["chats"][0]) + "\n\n{")
     (folder / "wide.csv").write_text("prompt,completion\na,b,c\n")
     rows("images.jsonl", {"messages": [user([{"type": "image_url", "image_url": "x"}]), assistant("a")]})
+    rows(
+        "pictures.jsonl", {"messages": [user("<image> What?"), assistant("a")], "images": ["a.png"], **ROWS["pairs"][0]}
+    )
     rows("weights.jsonl", {"messages": [user("a"), {**assistant("a"), "weight": 0.5}]})
     rows("half.jsonl", {"prompt": "a", "chosen": "b"})
     rows("numbers.jsonl", 1, 2)
