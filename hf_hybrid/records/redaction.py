@@ -22,8 +22,8 @@ _SECRET_WORDS = {
 _SECRET_ENDINGS = ("password", "passwd", "pwd", "key")
 """Of a word: `PGPASSWORD`, `WANDB_KEY`."""
 _TOKENIZER_WORDS = {
-    "eos", "bos", "pad", "unk", "sep", "cls", "mask", "special", "image", "trainable", "type", "accuracy", "count", "id",
-    "healing",
+    "eos", "bos", "pad", "unk", "sep", "cls", "mask", "special", "image", "trainable", "type", "accuracy", "count",
+    "id", "healing",
 }  # fmt: skip
 _ATTENTION_WORDS = {"value", "values", "query", "head", "heads", "dim", "public", "error"}
 """Beside `key` they say that it opens nothing: `num_key_value_heads`, `public_key`."""

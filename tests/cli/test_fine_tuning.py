@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import unicodedata
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from conftest import config_values, mostly_slow, tiny_model
 from transformers import AutoModelForCausalLM, BertConfig, LlavaConfig, MixtralConfig, T5Config
 
 from benchmarks.equality.families import build as build_family
-from hf_hybrid.cli import chat, formats, progress
+from hf_hybrid.cli import chat, console, formats, progress
 from hf_hybrid.cli.data import Reader, mixed, shares
 from hf_hybrid.cli.export import held_out_rows, read_note
 from hf_hybrid.cli.formats import FormatError, recognise
@@ -731,6 +732,52 @@ def test_chat_answers_each_line(folder, monkeypatch, capsys):
     assert status == 0 and first == second != "" and written.out.endswith("> "), "the conversation was forgotten"
     status, written = talk(monkeypatch, capsys, "base", lines="hi\n")
     assert status == 2 and "has no chat template" in written.err
+
+
+EVIL = "\x1b]52;c;aGk=\x07\x1b]0;owned\x07\x1b[2J\x1b[8mhidden\x9b31m\r\x7f\u202edesrever\u2066"
+"""Sets the clipboard and the title, clears the screen, hides text, turns it around."""
+
+
+def is_visible(text):
+    return all(letter in "\n\t" or unicodedata.category(letter) not in ("Cc", "Cf", "Cs") for letter in text)
+
+
+def test_what_a_model_writes_is_no_command_to_the_terminal(tmp_path, monkeypatch, capsys):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel({"<end>": 0, EVIL: 1, "a": 2}, unk_token="a"))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.Whitespace(), decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<end>", eos_token="<end>")
+    tokenizer.chat_template = "{% for m in messages %}a {% endfor %}"
+    sizes = {"vocab_size": 3, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 32}
+    ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ends))
+    for parameter in model.parameters():
+        parameter.data.fill_(0.1)
+    model.lm_head.weight.data[[0, 2]] = 0  # always says the same
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path)
+    status, written = talk(
+        monkeypatch, capsys, str(tmp_path), "--temperature", "0", "--max_new_tokens", "2", lines="hi\n"
+    )
+    assert status == 0 and "\\u001b]52;c;aGk=\\u0007" in written.out and "\\u202edesrever" in written.out
+    assert is_visible(written.out)
+
+
+def test_names_of_strangers_are_no_commands_to_the_terminal(run, tmp_path, monkeypatch, capsys):
+    evil = EVIL + "\ud83d"  # half of an emoji, which no terminal can write
+    console.print_line(evil)
+    console.print_line(evil, unwrapped=True)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({evil: "a"}))
+    status, out, err = run("sft", "--dataset", str(tmp_path / "rows.jsonl"))
+    assert status == 2 and "it has `\\u001b]52" in err
+    assert main(["chat", "./" + evil]) == 2 and main(["env", f"--{evil}"]) == 2
+    trainer = SimpleNamespace(_logs={"prompt": ["a"], "completion": [evil], "rewards": {"b": [1.0]}})
+    console.print_line(progress.last_completion(trainer))
+    later = capsys.readouterr()
+    assert is_visible(out + err + later.out + later.err) and later.out.count("owned") == 1
 
 
 def test_chat_greets_once_the_model_is_there(folder, monkeypatch, capsys):
