@@ -874,7 +874,7 @@ WRONG = [
     ("sft", ["--dataset", "chats.jsonl", "--lora_r", "0"], "`lora_r` must be at least 1, got 0"),
     ("sft", ["--dataset", "chats.jsonl", "--lora_r", "many"], "invalid int value: 'many'"),
     ("sft", ["--dataset", "chats.jsonl", "--limit", "0"], "`limit` must be at least 1, got 0"),
-    ("sft", ["--dataset", "chats.jsonl", "--learning_rate", "-1"], "`learning_rate` must be between 0 and 1000"),
+    ("sft", ["--dataset", "chats.jsonl", "--learning_rate", "-1"], "`learning_rate` must be at least 0, got -1"),
     ("sft", ["--dataset", "chats.jsonl", "--dataset_weights", "1", "2"], "has 2 numbers, and `--dataset` names 1"),
     ("sft", ["--dataset", "chats.jsonl", "--dataset_weights", "0"], "must be at least 0, and one greater"),
     ("sft", ["--dataset", "chats.jsonl", "--streaming", "true", "--max_steps", "-1"], "so it needs `--max_steps`"),
