@@ -338,9 +338,9 @@ def numbers_of(step: Step, norm: Any, accelerator: Accelerator) -> torch.Tensor:
     Return loss and gradient norm of a step, and whether it has a loss (0 or 1), on its device: [3] in fp64.
 
     The loss is the mean over all processes. Where it is not finite, micro-batches without a label count as zero: they
-    gave 0 / 0. If no token has a label, there is none, and none is known if a subclass computed them itself.
+    gave 0 / 0. If no token has a label, there is none.
     """
-    losses = torch.stack(step.losses or [torch.full((), math.nan, device=accelerator.device)])
+    losses = torch.stack(step.losses)
     labelled = _labelled(step, losses.device)
     sums = torch.stack([losses.sum(), losses.where(labelled, 0).sum(), labelled.sum().to(losses.dtype)])
     if accelerator.num_processes > 1:
@@ -355,8 +355,6 @@ def numbers_of(step: Step, norm: Any, accelerator: Accelerator) -> torch.Tensor:
 def _labelled(step: Step, device: torch.device) -> torch.Tensor:
     """Return which micro-batches of a step have labels, as far as that is known."""
     all_labelled = torch.ones(len(step.losses), dtype=torch.bool, device=device)
-    if not step.losses:
-        return all_labelled.new_zeros(1)
     if step.items is not None:
         return all_labelled & torch.as_tensor(step.items).to(device, non_blocking=True).bool().any()
     labels = [batch["labels"] for batch in step.batches if isinstance(batch, Mapping) and "labels" in batch]

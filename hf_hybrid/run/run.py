@@ -50,16 +50,6 @@ from hf_hybrid.run.weights import TrainedWeights
 
 logger = logging.getLogger(__name__)
 
-_NO_LABEL = (
-    "no token of the batch has a label (every label is -100), so that it has no loss and a gradient of zero",
-    "Check how labels are masked, and whether `max_length` cuts off what has labels.",
-)
-_NO_LOSS = (
-    "its loss is not known, because `training_step` was replaced by one that does not call this package's",
-    "To have its loss judged, call `super().training_step`.",
-)
-"""What is the matter with a step without a loss, and what to do."""
-
 NO_LEAPS = "No leaps are made: %s. Name a `direction` to make them all the same."
 READ_EVERY = 5.0
 """Seconds of training between two readings of the device's share: the driver keeps samples of about ten."""
@@ -261,9 +251,10 @@ class Run:
         if loss is None:
             if not self._warned_of_no_label:
                 logger.warning(
-                    "Step %d: %s. The optimizer steps as with `Trainer`. Further such steps are not named. %s",
+                    "Step %d: no token of the batch has a label (every label is -100), so that it has no loss and a "
+                    "gradient of zero. The optimizer steps as with `Trainer`. Further such steps are not named. Check "
+                    "how labels are masked, and whether `max_length` cuts off what has labels.",
                     step.index,
-                    *(_NO_LABEL if step.losses else _NO_LOSS),
                 )
             self._warned_of_no_label = True
             step.withheld = not math.isfinite(gradient_norm)
