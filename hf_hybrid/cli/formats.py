@@ -262,11 +262,14 @@ def _pairs(column: str, columns: set[str], first: Row, template: bool) -> Format
         if chats and not answers_are_chats:
             sides = {name: [{"role": "assistant", "content": text}] for name, text in sides.items()}
         if asked is not None:
-            sides["prompt"] = messages_of(row, asked) if prompt_is_chat else _question(row, asked, chats)
+            prompt: Any = messages_of(row, asked) if prompt_is_chat else _question(row, asked, chats)
+            sides["prompt"] = prompt
+            if prompt_is_chat and asked != "prompt" and prompt[-1]["role"] == "assistant":
+                raise FormatError(f"`{asked}` ends with an answer, so that it is no prompt of `chosen` and `rejected`")
         return sides
 
-    prompt = {None: ", prompt inside", "prompt": " with prompt"}.get(asked, f" with `{asked}`")
-    return Format(f"preference pairs{prompt} ({'messages' if chats else 'text'})", convert, chats, _OF_TEMPLATES)
+    where = {None: ", prompt inside", "prompt": " with prompt"}.get(asked, f" with `{asked}`")
+    return Format(f"preference pairs{where} ({'messages' if chats else 'text'})", convert, chats, _OF_TEMPLATES)
 
 
 def _prompts(column: str, columns: set[str], first: Row, template: bool) -> Format:

@@ -847,6 +847,7 @@ WRONG = [
     ("sft", ["--dataset", "late.jsonl"],
      "`--dataset late.jsonl`, row 2: `messages` has no message of `assistant`, only of `user`"),
     ("sft", ["--dataset", "nulls.jsonl"], "row 2: `completion` is `None`, not a text. Correct or remove the row"),
+    ("dpo", ["--dataset", "answered.jsonl"], "row 1: `messages` ends with an answer, so that it is no prompt"),
     ("dpo", ["--dataset", "same.jsonl"], "row 1: `chosen` and `rejected` are the same"),
     ("sft", ["--dataset", "chats.jsonl", "--eval_dataset", "nowhere.jsonl"], "`--eval_dataset nowhere.jsonl`:"),
     ("sft", ["--dataset", "nobody/nothing"], "`--dataset nobody/nothing` cannot be loaded"),
@@ -989,6 +990,7 @@ def wrong_files(folder):
     rows("roles.jsonl", {"conversations": [{"from": "robot", "value": "beep"}]})
     rows("late.jsonl", ROWS["chats"][0], {"messages": [user("hello")]})
     rows("nulls.jsonl", {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None})
+    rows("answered.jsonl", {**ROWS["chats"][0], "chosen": "a", "rejected": "b"})
     rows("same.jsonl", {"chosen": "a", "rejected": "a"})
     rows("bare.jsonl", {"prompt": "a"})
     rows("words.jsonl", {"prompt": "a", "answer": "yes"})
