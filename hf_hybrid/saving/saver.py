@@ -280,8 +280,12 @@ class Saver:
         trainer = self._trainer
         model = trainer.accelerator.unwrap_model(trainer.model)
         if self.writer.is_async and state_dict is None:
-            frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-            staged = self.writer.staged("weights", model.state_dict(), frozen)
+            base = []
+            if adapters := getattr(model, "peft_config", {}).keys():  # which alone are written, and name what is theirs
+                trained = {weight for group in trainer.optimizer.param_groups for weight in group["params"]}
+                named = model.named_parameters()
+                base = [value for name, value in named if value not in trained and adapters.isdisjoint(name.split("."))]
+            staged = self.writer.staged("weights", model.state_dict(), base)
             state_dict = staged if self.writer.is_async else None
 
         def save() -> None:
