@@ -2,7 +2,7 @@
 How files are written.
 
 Every small file of the package is written here, whole or not at all, and never through a link: a link in a folder that
-others write to would lead to a file that the user did not name.
+others write to would lead to a file that the user did not name. The same holds for the folders of its own.
 """
 
 from __future__ import annotations
@@ -47,6 +47,20 @@ def write_bytes(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def own_folder(path: Path, *names: str) -> Path:
+    """
+    Make a folder of this package's own, by the `names` that lead to it from the user's folder. A link in its place is
+    deleted, and what it leads to stays: it would be written into, or deleted from.
+    """
+    for name in names:
+        path = path / name
+        if path.is_symlink():
+            logger.warning("`%s` was a link to `%s`. It is deleted; what it led to stays.", path, os.readlink(path))
+            path.unlink()
+        path.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def open_to_append(path: Path, *, private: bool = False) -> BinaryIO:

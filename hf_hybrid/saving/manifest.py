@@ -37,7 +37,7 @@ from typing import Any
 
 import xxhash
 
-from hf_hybrid.files import is_disk_full, write_json
+from hf_hybrid.files import is_disk_full, own_folder, write_json
 
 MANIFEST_NAME = "hybrid_manifest.json"
 SAVING_NAME = "_hybrid_saving"
@@ -81,7 +81,7 @@ class Manifest:
 def saving(folder: Path) -> Generator[None]:
     """Context in which the checkpoint `folder` is written, into [`SAVING_NAME`] beside it, and [`commit`] is called."""
     try:
-        temporary(folder).mkdir(parents=True, exist_ok=True)
+        own_folder(folder.parent, SAVING_NAME, folder.name)
         yield
     except Exception as error:
         clean_up_failed_save(folder, error)
@@ -134,7 +134,9 @@ def add_what_callbacks_saved(folder: Path) -> None:
 def finish_interrupted_saves(output_dir: Path) -> list[Path]:
     """End the saves and deletions of a folder, also of killed processes. Return the saves that were cut short."""
     folder, cut_short = output_dir / SAVING_NAME, []
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+    if not os.path.lexists(folder):
+        return []
+    for path in sorted(own_folder(output_dir, SAVING_NAME).iterdir()):
         if path.name.startswith(DELETED):
             _delete(path)
         elif is_committed(path):
@@ -142,7 +144,7 @@ def finish_interrupted_saves(output_dir: Path) -> list[Path]:
         else:
             _delete(path)
             cut_short.append(path)
-    with contextlib.suppress(OSError):  # there is none
+    with contextlib.suppress(OSError):  # something of somebody else's cannot be deleted
         folder.rmdir()
     return cut_short
 
@@ -216,7 +218,7 @@ def _give_up(folder: Path) -> None:
     """Delete a checkpoint. Where folders cannot be renamed its manifest goes last, so that a rotation finds it."""
     moved = folder.parent / SAVING_NAME / f"{DELETED}{step_of(folder)}"
     try:
-        moved.parent.mkdir(exist_ok=True)
+        own_folder(folder.parent, SAVING_NAME)
         os.replace(folder, moved)
     except OSError:  # some mounted buckets rename no folders, and a full disk may have no room for a new one
         for path in folder.iterdir():

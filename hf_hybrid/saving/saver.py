@@ -190,7 +190,7 @@ class Saver:
         try:
             if trainer.args.should_save:
                 temporary = folder.parent / manifest.SAVING_NAME
-                if temporary.exists():  # an interrupt by the user left it
+                if os.path.lexists(temporary):  # an interrupt by the user left it, or it is a link
                     manifest.finish_interrupted_saves(folder.parent)
                 (temporary / folder.name).mkdir(parents=True, exist_ok=True)
             trainer.accelerator.wait_for_everyone()

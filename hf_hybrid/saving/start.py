@@ -135,8 +135,9 @@ def _saved_checkpoints(output_dir: Path) -> list[Path]:
 
 def _named(folder: Path) -> Path:
     """Return a checkpoint that the user named, if a run can go on from it."""
-    if is_committed(temporary(folder)):  # the save was killed right before the rename
-        put_in_place(temporary(folder), folder)
+    saved = temporary(folder)
+    if is_committed(saved) and not saved.parent.is_symlink():  # the save was killed right before the rename
+        put_in_place(saved, folder)
     if not os.path.isdir(folder) and not no_access(folder):
         raise CheckpointError(f"Can't find a valid checkpoint at `{folder}`: there is no such folder.")
     try:

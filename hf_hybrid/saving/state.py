@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_unflatten
 from tqdm.auto import tqdm
 from transformers.trainer_utils import IntervalStrategy
 
-from hf_hybrid.files import write_json
+from hf_hybrid.files import own_folder, write_json
 from hf_hybrid.leaps.leap import Leaps
 from hf_hybrid.run.trainer_view import TrainerView
 from hf_hybrid.saving.manifest import DELETABLE, MANIFEST_NAME, CheckpointError
@@ -56,7 +56,7 @@ def save_state(folder: str | Path, state: dict[str, Any], about: dict[str, Any],
         state = {name: {OWN: values[OWN]} for name, values in state.items() if OWN in values}
         if not state:
             return
-    folder.mkdir(parents=True, exist_ok=True)  # another process writes the weights and may not be there yet
+    own_folder(folder.parent, folder.name)  # another process writes the weights and may not be there yet
     tensors, values = _split(state)
     if process:
         save_file(tensors, folder / OWN_NAME.format(process), metadata={"values": json.dumps(values)})

@@ -697,6 +697,35 @@ def test_a_link_in_the_place_of_a_checkpoint_makes_way_and_what_it_leads_to_stay
     assert files_in(archive) == before
 
 
+@pytest.mark.parametrize("resume", [None, "auto"])
+@pytest.mark.parametrize("moment", ["before the start", "before a save", "before a rotation"])
+def test_a_link_in_the_place_of_the_folder_of_saves_makes_way_and_what_it_leads_to_stays(
+    folder, tmp_path, monkeypatch, caplog, moment, resume
+):
+    home = Path(shutil.copytree(folder, tmp_path / "home"))
+    (home / "thesis.txt").write_text("five years of work")
+    (home / "checkpoint-4" / MANIFEST_NAME).unlink()
+    before, out = files_in(home), folder if resume else tmp_path / "anew"
+    trainer = build(out, save_total_limit=1, max_steps=10, async_save=moment == "before the start")
+
+    def link(*args, **kwargs):
+        if not os.path.lexists(out / SAVING_NAME):
+            (out / SAVING_NAME).symlink_to("../home")
+
+    if moment == "before the start":
+        out.mkdir(exist_ok=True)
+        link()
+    elif moment == "before a save":
+        trainer.add_callback(type("Links", (TrainerCallback,), {"on_step_begin": link})())
+    else:
+        rotate = manifest.rotate
+        monkeypatch.setattr(manifest, "rotate", lambda *args, **kwargs: (link(), rotate(*args, **kwargs)))
+    trainer.train(resume_from_checkpoint=resume)
+    assert files_in(home) == before and not os.path.lexists(out / SAVING_NAME)
+    assert [path.name for path in manifest.checkpoints_of(out)] == ["checkpoint-10"]
+    assert "was a link to `../home`" in caplog.text
+
+
 @pytest.mark.parametrize("kind", ["file", "dangling link"])
 @pytest.mark.parametrize("resume", [None, "auto"])
 def test_what_has_the_name_of_a_checkpoint_and_is_none_is_refused(tmp_path, kind, resume):
