@@ -16,6 +16,9 @@ the successor replaces the empty folder. So at any moment a whole checkpoint exi
 checkpoint that `save_total_limit` gives up is moved into `_hybrid_saving` by a rename, and is deleted there: the next
 save or start ends a deletion that was killed.
 
+A run. A folder may have the checkpoints of several trainings: a notebook trains anew, or a run goes on from an earlier
+step. So manifests number the runs, and a resume takes the last checkpoint of the newest run, whatever its step.
+
 A check. Every file must be there with its size and checksum. A file that would be loaded by its name, and that the
 manifest does not list, is damage too. start.py says which checkpoint a training takes.
 """
@@ -72,6 +75,8 @@ class Manifest:
     step: int
     in_step: bool
     files: dict[str, dict]
+    run: int = 0
+    """Counts the trainings whose checkpoints this folder had before."""
 
 
 # Saving.
@@ -104,7 +109,7 @@ def clean_up_failed_save(folder: Path, error: Exception, *, delete: bool = True)
         ) from error
 
 
-def commit(folder: Path, step: int, *, in_step: bool) -> None:
+def commit(folder: Path, step: int, *, in_step: bool, run: int = 0) -> None:
     """Flush a checkpoint, write its manifest, and give it its name. `in_step`: batches of the next step are fetched."""
     written = temporary(folder)
     (written / MANIFEST_NAME).unlink(missing_ok=True)  # of a trainer that copied another checkpoint into it
@@ -114,7 +119,7 @@ def commit(folder: Path, step: int, *, in_step: bool) -> None:
         files = sizes_and_checksums(written, [path for path in paths if path.is_file()])
         for flush in flushes:
             flush.result()
-    values = {"schema_version": SCHEMA_VERSION, "step": step, "in_step": in_step, "files": files}
+    values = {"schema_version": SCHEMA_VERSION, "step": step, "in_step": in_step, "run": run, "files": files}
     _write_manifest(written, values)
     finish_interrupted_saves(folder.parent)
 
@@ -281,7 +286,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise CheckpointError(f"`{MANIFEST_NAME}` was written by another version of hf_hybrid")
     if digest != digest_of(values):
         raise CheckpointError(f"`{MANIFEST_NAME}` is damaged")
-    return Manifest(**{name: values[name] for name in ("step", "in_step", "files")})
+    return Manifest(values["step"], values["in_step"], values["files"], values.get("run", 0))
 
 
 def is_committed(folder: str | Path) -> bool:
@@ -393,8 +398,25 @@ def read_json(path: Path) -> dict:
 
 def last_checkpoint(output_dir: str | Path) -> str | None:
     """Return the last checkpoint of a folder whose save came to its end, for messages."""
-    committed = [folder for folder in checkpoints_of(Path(output_dir)) if is_committed(folder)]
+    committed = [folder for folder in runs_of(Path(output_dir)) if is_committed(folder)]
     return str(committed[-1]) if committed else None
+
+
+def runs_of(output_dir: Path) -> dict[Path, int]:
+    """
+    Return the run of each checkpoint in a folder: the newest run and its last checkpoint come last. A checkpoint that
+    does not say its run, because it is damaged or of another trainer, counts to the newest.
+    """
+    known = {}
+    for folder in checkpoints_of(output_dir):
+        try:
+            manifest = read_manifest(folder)
+        except (CheckpointError, OSError):
+            manifest = None
+        known[folder] = None if manifest is None else manifest.run
+    newest = max((run for run in known.values() if run is not None), default=0)
+    runs = {folder: newest if run is None else run for folder, run in known.items()}
+    return dict(sorted(runs.items(), key=lambda item: item[1]))  # stable: by step otherwise
 
 
 def checkpoints_of(output_dir: Path) -> list[Path]:

@@ -304,6 +304,14 @@ def test_a_named_checkpoint_whose_save_was_killed_before_the_rename_is_taken(fol
     assert start.folder == str(checkpoint) and is_committed(checkpoint) and not start.warnings and other.is_dir()
 
 
+def test_a_link_beside_a_checkpoint_that_is_named_is_not_taken_for_its_save(folder, tmp_path):
+    home = Path(shutil.copytree(folder, tmp_path / "home"))
+    before = files_in(home)
+    (folder / SAVING_NAME).symlink_to(home)
+    assert Path(find(str(folder / "checkpoint-2"), tmp_path / "anew").folder) == folder / "checkpoint-2"
+    assert files_in(home) == before
+
+
 def test_the_best_checkpoint_has_its_name_in_every_checkpoint(tmp_path):
     """Trainer notes where it writes. Where the folder of a run was moved, the best one is found there."""
 
@@ -637,20 +645,63 @@ def test_so_is_one_where_plain_trainer_has_saved(tmp_path):
 def test_a_run_that_goes_on_from_an_earlier_step_says_that_it_replaces_later_ones(folder, caplog):
     before = files_in(folder / "checkpoint-6")
     build(folder, max_steps=4).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    assert "holds checkpoints of later steps than `checkpoint-2`, up to step 6. This run replaces each" in caplog.text
+    assert "holds checkpoints of later steps than `checkpoint-2`, up to step 6, of another run. This" in caplog.text
     assert files_in(folder / "checkpoint-6") == before and is_committed(folder / "checkpoint-4")
-    assert found(folder)[0] == "checkpoint-6"
+    taken, said = found(folder, "auto")  # what the user went on with, not what was left behind
+    assert taken == "checkpoint-4" and "holds checkpoints of later steps than `checkpoint-4`, up to step 6" in said
 
 
-def test_a_process_may_train_anew_in_its_own_folder(tmp_path, caplog):
-    """As notebooks do, with the same trainer and with another."""
-    trainer = build(tmp_path, max_steps=4)
-    trainer.train()
+@pytest.mark.parametrize("resume", [True, "auto"])
+def test_a_shorter_run_in_the_folder_of_its_process_goes_on_with_its_own_checkpoints(tmp_path, caplog, resume):
+    """As notebooks do, with the same trainer and with another. What the first run saved at later steps stays."""
+    build(tmp_path, max_steps=6).train()
     assert "earlier training of this process" not in caplog.text
+    first = files_in(tmp_path / "checkpoint-6")
+    trainer = build(tmp_path, max_steps=4, learning_rate=1e-2)
     trainer.train()
-    assert "holds checkpoints of an earlier training of this process. This training replaces each" in caplog.text
-    build(tmp_path, max_steps=4).train()
+    assert "holds checkpoints of an earlier training of this process, up to step 6. This training" in caplog.text
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+    caplog.clear()
+    resumed = build(tmp_path, max_steps=5, save_steps=5, learning_rate=1e-2)
+    resumed.train(resume_from_checkpoint=resume)
+    assert "later steps than `checkpoint-4`, up to step 6, of another run" in caplog.text
+    assert Path(resumed.saver.start.folder).name == "checkpoint-4"
+    assert found(tmp_path)[0] == "checkpoint-5" and files_in(tmp_path / "checkpoint-6") == first
+    trainer.train()  # a third one
     assert found(tmp_path)[0] == "checkpoint-4"
+
+
+def test_a_damaged_checkpoint_of_the_newest_run_is_passed_over_by_name(tmp_path):
+    for steps in (6, 4):
+        build(tmp_path, max_steps=steps).train()
+    (tmp_path / "checkpoint-4" / MANIFEST_NAME).write_text("{")
+    taken, said = found(tmp_path)
+    assert (
+        taken == "checkpoint-2" and f"`{MANIFEST_NAME}` is damaged" in said and "up to step 6, of another run" in said
+    )
+
+
+@pytest.mark.parametrize("limit, left", [(1, [4]), (2, [2, 4]), (None, [2, 4, 6])])
+def test_the_limit_counts_the_checkpoints_of_both_runs(tmp_path, limit, left):
+    for steps in (6, 4):
+        build(tmp_path, max_steps=steps, save_total_limit=limit).train()
+    assert list(map(manifest.step_of, manifest.checkpoints_of(tmp_path))) == left
+
+
+def test_the_best_checkpoint_is_not_that_of_an_earlier_run(tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": None}
+    build(tmp_path, **options, save_steps=1, max_steps=3).train()
+    trainer = build(tmp_path, **options, save_steps=3, max_steps=6)
+    losses = iter([3.0, 1.0, 2.0, 2.0, 2.0, 2.0])  # the best step is the second, which is not saved
+
+    def evaluate(*args, **kwargs):
+        metrics = {"eval_loss": next(losses)}
+        trainer.control = trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, metrics)
+        return metrics
+
+    trainer.evaluate = evaluate
+    trainer.train()
+    assert trainer.state.best_global_step == 2 and trainer.state.best_model_checkpoint is None
 
 
 def test_a_run_that_saves_nothing_may_begin_beside_the_checkpoints_of_another(folder):
