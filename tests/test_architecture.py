@@ -132,6 +132,17 @@ def test_one_file_deletes_and_moves_folders_of_a_run():
     assert sorted(owners) == ["hf_hybrid.cli.trials", "hf_hybrid.export.exporter", "hf_hybrid.saving.manifest"]
 
 
+def test_one_file_makes_locks():
+    """They are the operating system's: a file in the place of a lock would outlive a process that is killed."""
+    makers = [
+        module_name(path)
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("FileLock", "SoftFileLock", "flock")
+    ]
+    assert makers == ["hf_hybrid.saving.lock"]
+
+
 def test_lazy_names_are_those_that_type_checkers_see():
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     assigned = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}

@@ -54,6 +54,14 @@ def check_output(folder: str | Path) -> None:
         raise ValueError(f"`output_dir={folder}` is {kind}. Remove it, or set another `output_dir`.")
 
 
+def own_lock(path: Path) -> FileLock:
+    """
+    Return the lock of a file, as this package makes all of its own. `acquire` raises `OSError` or `NotImplementedError`
+    where a file system has no locks.
+    """
+    return FileLock(path, thread_local=False, fallback_to_soft=False)
+
+
 class FolderLock:
     """The lock of an output folder. It is taken and released any number of times. `wait` counts seconds."""
 
@@ -70,7 +78,7 @@ class FolderLock:
         """
         self.release()
         folder = Path(folder)
-        lock = FileLock(folder / LOCK_NAME, thread_local=False, fallback_to_soft=False)
+        lock = own_lock(folder / LOCK_NAME)
         try:
             self._made_folder = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
