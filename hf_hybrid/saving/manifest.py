@@ -357,13 +357,15 @@ def check(folder: Path, *, named: bool = False) -> Manifest | None:
 
 
 def no_access(path: Path) -> str | None:
-    """Return a phrase if a file or folder is there and this user may not read it: whose it is, and what to do."""
+    """Return a phrase if something is there that this user may not read, or that is none of both."""
     try:
         mode = os.stat(path).st_mode
     except PermissionError:
         return f"a folder above `{path}` may not be entered by this user"
     except OSError:  # there is none
         return None
+    if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+        return f"`{path.name}` is neither a file nor a folder, and reading it may never end"
     if os.access(path, os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)):
         return None
     folder = path if stat.S_ISDIR(mode) else path.parent
@@ -382,11 +384,11 @@ def whose(path: Path) -> str:
 
 def read_json(path: Path) -> dict:
     """Read a JSON file of a checkpoint. Raises [`CheckpointError`] with a phrase if it cannot be read."""
+    if not os.path.isfile(path):  # a pipe would wait for somebody who writes
+        raise CheckpointError(f"`{path.name}` is missing")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"`{path.name}` is missing") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
         raise CheckpointError(f"`{path.name}` is damaged")

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from hf_hybrid.files import note_base
@@ -157,6 +158,9 @@ class Saver:
         trainer = self._trainer
         self._identity = identity_of(trainer)
         if self.resumed_from is not None:
+            for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+                if isinstance(callback, ExportableState):  # which Trainer looks up in what the checkpoint had
+                    trainer.state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
             with restoring(self.resumed_from):
                 report = state.restore(trainer, self.resumed_from, self._differences)
             show = trainer.is_world_process_zero() and not trainer.args.disable_tqdm

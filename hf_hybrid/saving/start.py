@@ -19,6 +19,7 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers import TrainerState
 
 from hf_hybrid.saving.manifest import (
@@ -192,13 +193,19 @@ def _newest(output_dir: Path, cut_short: list[Path]) -> tuple[Path | None, list[
 
 
 def _check_trainer_state(folder: Path) -> None:
-    """Raise [`CheckpointError`] if Trainer's state is of another version of transformers."""
+    """Raise [`CheckpointError`] if Trainer's state is of another version of transformers, or of another step."""
     values = read_json(folder / TRAINER_STATE_NAME)
     if wrong := values.keys() - {field.name for field in dataclasses.fields(TrainerState)}:
         names = ", ".join(f"`{name}={str(values.get(name))[:40]}`" for name in sorted(wrong))
         raise CheckpointError(
             f"The run cannot go on from `{folder}`: `{TRAINER_STATE_NAME}` holds what this version of transformers "
             f"does not write ({names}). Set `resume_from_checkpoint` to another checkpoint."
+        )
+    with restoring(folder):
+        step = TrainerState(**values).global_step
+    if not isinstance(step, int) or step < 0 or step_of(folder) not in (-1, step):
+        raise CheckpointError(
+            f"The run cannot go on from `{folder}`: `{TRAINER_STATE_NAME}` says that it is of step {step}."
         )
 
 
@@ -207,8 +214,8 @@ def restoring(folder: str | Path | None) -> Generator[None]:
     """Context in which a part of a checkpoint is restored. It raises [`CheckpointError`] if that is of another kind."""
     try:
         yield
-    except (TypeError, KeyError, IndexError, AttributeError) as error:
-        if folder is None:
+    except (TypeError, LookupError, AttributeError, ValueError, RecursionError, SafetensorError) as error:
+        if folder is None or isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
             f"The run cannot go on from `{folder}`: its files are of another kind than those of this run "

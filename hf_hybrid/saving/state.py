@@ -70,7 +70,7 @@ class OtherVersionError(ValueError):
 
 
 def load_state(folder: str | Path, *, process: int = 0) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Read what [`save_state`] wrote, if it is there. Raise [`OtherVersionError`], or `ValueError` if it is damaged."""
+    """Read what [`save_state`] wrote, if there is any. [`OtherVersionError`], or `CheckpointError` if it is damaged."""
     folder, path = Path(folder), Path(folder, VALUES_NAME)
     if not path.is_file() or not (folder / TENSORS_NAME).is_file():
         return None
@@ -78,8 +78,8 @@ def load_state(folder: str | Path, *, process: int = 0) -> tuple[dict[str, Any],
         about = json.loads(path.read_text(encoding="utf-8"))
         path = folder / TENSORS_NAME
         tensors = load_file(path)
-    except (ValueError, SafetensorError) as error:
-        raise ValueError(
+    except (ValueError, RecursionError, SafetensorError) as error:
+        raise CheckpointError(
             f"`{path}` is damaged: {error}. Delete `{MANIFEST_NAME}`, `{VALUES_NAME}` and `{TENSORS_NAME}` in this "
             f"folder and set `resume_from_checkpoint={folder}`: weights and optimizer are restored then, and phases "
             "start anew."

@@ -17,7 +17,7 @@ from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, w
 from rig import trainers
 from rig.processes import together
 from rig.run_folders import reseal
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.records.log import LOG_NAME
@@ -505,6 +505,54 @@ def test_files_of_another_kind_are_told_in_one_sentence(folder, tmp_path):
         (checkpoint / MANIFEST_NAME).unlink()
         with pytest.raises(CheckpointError, match="cannot go on from `.*checkpoint-6`: its files are of another"):
             build(checkpoint.parent, max_steps=8).train(resume_from_checkpoint=str(checkpoint))
+
+
+DEEP = '{"a": ' + "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        (MANIFEST_NAME, DEEP, f"`{MANIFEST_NAME}` is damaged"),
+        ("trainer_state.json", DEEP, "`trainer_state.json` is damaged"),
+        ("hybrid_state.json", DEEP, "hybrid_state.json` is damaged"),
+        ("config.json", DEEP, "its files are of another kind"),
+        ("model.safetensors", "no header, but long enough for one", r"this run \(SafetensorError"),
+        ("hybrid_state.safetensors", "no header, but long enough for one", "hybrid_state.safetensors` is damaged"),
+        ("trainer_state.json", None, "`trainer_state.json` is neither a file nor a folder"),
+        ("optimizer.pt", None, "`optimizer.pt` is neither a file nor a folder"),
+        ("global_step", 10**30, "`trainer_state.json` says that it is of step 1000000000000000000000000000000"),
+        ("global_step", 1e30, "says that it is of step 1e.30"),
+        ("global_step", -5, "says that it is of step -5"),
+        ("stateful_callbacks", "text", "its files are of another kind"),
+    ],
+)
+def test_files_that_no_trainer_wrote_are_told_in_one_sentence(folder, name, content, said):
+    """Deep JSON, a pipe that nobody writes to, headers that are none, steps that do not exist."""
+    checkpoint = folder / "checkpoint-6"
+    if (checkpoint / name).exists():
+        (checkpoint / name).unlink()
+        os.mkfifo(checkpoint / name) if content is None else (checkpoint / name).write_text(content)
+    else:
+        path = checkpoint / "trainer_state.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), name: content}))
+    if name != MANIFEST_NAME:
+        (checkpoint / MANIFEST_NAME).unlink()
+    with pytest.raises(CheckpointError, match=said):
+        build(folder, max_steps=8).train(resume_from_checkpoint=str(checkpoint))
+
+
+@pytest.mark.parametrize("saved", [{}, None])
+def test_a_resumed_run_saves_callbacks_that_the_checkpoint_does_not_have(folder, saved):
+    """Trainer looks each of them up in what the checkpoint has of callbacks."""
+    path = folder / "checkpoint-6" / "trainer_state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "stateful_callbacks": saved}))
+    reseal(folder / "checkpoint-6")
+    evaluates = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    trainer = build(folder, callbacks=[EarlyStoppingCallback(3)], max_steps=8, **evaluates)
+    trainer.train(resume_from_checkpoint="auto")
+    kept = json.loads((folder / "checkpoint-8" / "trainer_state.json").read_text())["stateful_callbacks"]
+    assert kept.keys() >= {"TrainerControl", "EarlyStoppingCallback"}
 
 
 # Disks that are full.
