@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 from hf_hybrid.cli.console import print_line
 from hf_hybrid.cli.options import COMMAND, PRIVATE, OptionError
 from hf_hybrid.cli.yaml_file import ENVIRONMENT, as_yaml, read_options, split_private
-from hf_hybrid.files import open_to_append, write_json, write_text
+from hf_hybrid.files import delete_temporaries, open_to_append, write_json, write_text
 from hf_hybrid.integrations.optuna import MAX_STEPS, ForecastPruner, FrozenTrial, TrialState, optuna
 from hf_hybrid.records.log import LOG_NAME, load_log
 from hf_hybrid.records.readings import as_dict, count_of, number, numbered, read_json
@@ -280,6 +280,7 @@ class Trials:
         """Choose a trial that was interrupted, or else a new one. Returns its number and its lock, which is held."""
         choosing = self._take("sweep.lock")
         try:
+            delete_temporaries(self.folder)
             study = self.study()
             for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
                 try:
@@ -320,6 +321,7 @@ class Trials:
         """Write the options of a trial, with which it begins."""
         folder = self.trial(number)
         folder.mkdir(exist_ok=True)
+        delete_temporaries(folder)
         values = {"logging_steps": 0.01, **self.options, **parameters, "output_dir": str(folder)}
         write_text(folder / TRIAL_NAME, as_yaml(values))
 

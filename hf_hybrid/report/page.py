@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from hf_hybrid.files import own_folder, plain, write_text
+from hf_hybrid.files import delete_temporaries, own_folder, plain, write_text
 from hf_hybrid.records.readings import as_dict
 from hf_hybrid.records.redaction import shareable
 from hf_hybrid.records.summary import format_bytes, format_number, format_seconds, html_table
@@ -57,8 +57,9 @@ def _output_folder(named: str | Path | None, folder: Path, *names: str) -> Path:
     if output.exists() and not output.is_dir():
         raise ValueError(f"`output` is `{output}`, which is a file. Name a folder.")
     if not named:
-        return own_folder(folder, *names)
+        own_folder(folder, *names)
     output.mkdir(parents=True, exist_ok=True)
+    delete_temporaries(output)
     return output
 
 

@@ -23,22 +23,19 @@ import errno
 import json
 import logging
 import os
-import re
 import socket
 import tempfile
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from hf_hybrid.files import write_note
+from hf_hybrid.files import delete_temporaries, write_note
 from hf_hybrid.saving.manifest import CheckpointError, whose
 
 logger = logging.getLogger(__name__)
 
 LOCK_NAME, HOLDER_NAME = "_hybrid_lock", "_hybrid_lock.json"
 """Uploads leave out what begins with `_`."""
-_TEMPORARY = re.compile(r"__?hybrid_\w+\.json\.[0-9a-f]{16}")
-"""Files of this package while they are written (files.py). A kill leaves them."""
 WAIT = 60.0
 """Seconds that a training waits for another one to leave the folder."""
 
@@ -100,10 +97,7 @@ class FolderLock:
             )
             return
         self._held = folder, lock
-        for path in folder.glob("_*hybrid_*.json.*"):
-            if _TEMPORARY.fullmatch(path.name):
-                with contextlib.suppress(OSError):  # of another user
-                    path.unlink()
+        delete_temporaries(folder)
         self.note(0)
 
     def note(self, step: int) -> None:
