@@ -30,7 +30,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from hf_hybrid.files import delete_temporaries, write_note
-from hf_hybrid.saving.manifest import CheckpointError, whose
+from hf_hybrid.saving.manifest import CheckpointError, no_access, whose
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,8 @@ def check_output(folder: str | Path) -> None:
     if os.path.lexists(folder) and not os.path.isdir(folder):
         kind = "a file" if os.path.exists(folder) else f"a link to `{os.readlink(folder)}`, which is not there"
         raise ValueError(f"`output_dir={folder}` is {kind}. Remove it, or set another `output_dir`.")
+    if not os.path.lexists(folder) and (reason := no_access(Path(folder))):
+        raise ValueError(f"`output_dir={folder}` cannot be used: {reason}. Set another `output_dir`.")
 
 
 def own_lock(path: Path) -> FileLock:

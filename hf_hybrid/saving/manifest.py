@@ -335,9 +335,8 @@ def check(folder: Path, *, named: bool = False) -> Manifest | None:
     Return the manifest of a checkpoint. Raise [`CheckpointError`] with the reason, if no run can resume from it. In one
     that the user named, weights that were saved again in other files are taken as they are.
     """
-    for path in (folder, *sorted(folder.rglob("*"))):
-        if reason := no_access(path):
-            raise CheckpointError(reason)
+    if reason := no_access(folder) or next(filter(None, map(no_access, sorted(folder.rglob("*")))), None):
+        raise CheckpointError(reason)
     manifest = read_manifest(folder)
     if manifest is None:
         read_json(folder / TRAINER_STATE_NAME)

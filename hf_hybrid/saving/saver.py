@@ -320,6 +320,7 @@ class Saver:
         else:
             write(output_dir)
         about = {**self._identity, "evaluation_is_due": self._evaluation_follows()}
+        about["tokens_of_trl"] = getattr(trainer, "_total_train_tokens", None)  # which Trainer's state does not have
         staged, process = self.writer.staged("parts", trainer.run.state_dict()), trainer.args.process_index
         self.writer.write(functools.partial(state.save_state, output_dir, staged, about, process=process))
 

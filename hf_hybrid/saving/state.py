@@ -182,6 +182,8 @@ def restore(trainer: TrainerView, checkpoint: str, differences: Differences) -> 
         state.pop("order", None)
     tensors_of_leaps = state.get("leaps", {}).get("tensors", {})
     run.load_state_dict(state)
+    if (tokens := about.get("tokens_of_trl")) is not None:
+        vars(trainer)["_total_train_tokens"] = tokens
     report["changed_options"].update(differences.changed)
     warnings += differences.notes
     if run.part(Leaps) is None and any(name.startswith("snapshot.") for name in tensors_of_leaps):

@@ -22,6 +22,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 from hf_hybrid import HybridTrainer
 from hf_hybrid.records.log import LOG_NAME
 from hf_hybrid.saving import manifest
+from hf_hybrid.saving.lock import check_output
 from hf_hybrid.saving.manifest import MANIFEST_NAME, SAVING_NAME, CheckpointError, is_committed, last_checkpoint
 from hf_hybrid.saving.start import find
 from hf_hybrid.trainer import HybridTrainerMixin
@@ -479,6 +480,17 @@ def test_a_checkpoint_that_may_not_be_read_is_told_with_owner_and_mode(reachable
         assert re.match(rf"CheckpointError: No valid checkpoint.*{said}", outcome(resume))
     reachable.chmod(0)
     assert re.match(r"CheckpointError: `output_dir=.* may not be read", outcome("auto"))
+
+
+@pytest.mark.processes
+def test_what_lies_in_a_closed_folder_is_told_in_one_sentence(reachable):
+    checkpoint = reachable / "checkpoint-6"
+    reachable.chmod(0o700 if os.getuid() == 0 else 0)
+    outcome = as_another_user(find, str(checkpoint), reachable.parent / "anew")
+    above = f"a folder above `{checkpoint}` may not be entered by this user"
+    assert outcome.startswith(f"CheckpointError: Can't find a valid checkpoint at `{checkpoint}`: {above}")
+    outcome = as_another_user(check_output, reachable / "anew")
+    assert re.match(r"ValueError: `output_dir=.*anew` cannot be used: a folder above .* another `output_dir`", outcome)
 
 
 def test_values_that_trainer_cannot_go_on_from_are_named(folder):
