@@ -21,6 +21,8 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.records.log import LOG_NAME
+from hf_hybrid.report.findings import findings
+from hf_hybrid.report.run_folder import load_run
 from hf_hybrid.saving import manifest
 from hf_hybrid.saving.lock import check_output
 from hf_hybrid.saving.manifest import MANIFEST_NAME, SAVING_NAME, CheckpointError, is_committed, last_checkpoint
@@ -721,6 +723,7 @@ def test_a_shorter_run_in_the_folder_of_its_process_goes_on_with_its_own_checkpo
     trainer.train()
     assert "holds checkpoints of an earlier training of this process, up to step 6. This training" in caplog.text
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+    assert findings(load_run(tmp_path))["status"] == "Finished at step 4 of 4."
     caplog.clear()
     resumed = build(tmp_path, max_steps=5, save_steps=5, learning_rate=1e-2)
     resumed.train(resume_from_checkpoint=resume)
