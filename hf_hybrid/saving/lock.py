@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import socket
@@ -30,7 +29,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from hf_hybrid.files import delete_temporaries, write_note
-from hf_hybrid.saving.manifest import CheckpointError, no_access, whose
+from hf_hybrid.saving.manifest import CheckpointError, no_access, read_json, whose
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +139,7 @@ def _check_writable(folder: Path) -> None:
 def _in_use(folder: Path) -> str:
     """Return the beginning of a sentence about who has the lock."""
     try:
-        note = json.loads((folder / HOLDER_NAME).read_text(encoding="utf-8"))
+        note = read_json(folder / HOLDER_NAME)
         who = f"process {note['process']} on `{note['host']}`, which was at step {note['step']} when it saved last"
     except (OSError, ValueError, KeyError):
         who = "another process"

@@ -70,6 +70,16 @@ def test_the_second_is_told_who_is_there(tmp_path, held):
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("kind", ["pipe", "deep"])
+def test_a_note_that_says_nothing_leaves_out_who_is_there(tmp_path, held, kind):
+    held(60)
+    (tmp_path / HOLDER_NAME).unlink()
+    os.mkfifo(tmp_path / HOLDER_NAME) if kind == "pipe" else (tmp_path / HOLDER_NAME).write_text("[" * 100_000)
+    with pytest.raises(FolderInUseError, match="another process, and it has not ended"):
+        FolderLock(wait=0).take(tmp_path)
+
+
+@pytest.mark.processes
 def test_a_requeued_job_waits_for_the_dying_one(tmp_path, held, caplog):
     held(1.0)
     trainer = build(tmp_path)
