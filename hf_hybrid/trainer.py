@@ -73,7 +73,7 @@ from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, device_probe
 from hf_hybrid.run.epochs import Epochs
 from hf_hybrid.run.monitor import numbers_of, overflowed
 from hf_hybrid.run.run import DataOrder, RandomStates, Run
-from hf_hybrid.run.trainer_view import acts_between
+from hf_hybrid.run.trainer_view import PER_MICRO_BATCH, acts_between
 from hf_hybrid.saving.lock import check_output
 from hf_hybrid.saving.manifest import last_checkpoint
 from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
@@ -218,6 +218,9 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self._ignored_in_evaluations = None
         self._scheduled_rates: list[float] = []
         self.epochs, self._around_forward = Epochs(self), False
+        self._seams: list[Any] = []
+        """What [`_who_acts`] was found out of."""
+        self._acts: str | None = None
         super().__init__(*args, **kwargs)
         check_kernels(self.args)
         self.hybrid_args = (
@@ -383,7 +386,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.saver.evaluation_is_due = self.epochs.is_at_start = False
         in_step, feed, there = self.saver.in_step, self.run.feed, device
         in_step.is_changing = True
-        acts = acts_between(self)
+        acts = self._who_acts()
         if acts is None and self.rows is not None and self.accelerator.num_processes == 1 and self.args.n_gpu <= 1:
             device = torch.device("cpu")  # where the loader has labels; Trainer would wait for a copy of their count
         with self.order.reading():
@@ -404,7 +407,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
                 batches = send_to_device(batches, self.args.device, non_blocking=True)
             self._loss_before = getattr(self, "_tr_loss", torch.zeros(())).clone() if acts is not None else 0.0
             self.run.accumulations.add(self.args.gradient_accumulation_steps)
-            step = self.run.begin_step(self.state.global_step, batches, items, rate, on_host)
+            step = self.run.begin_step(self.state.global_step, batches, items, rate, on_host, acts)
             if step.phase is Phase.PREDICT:  # trains on none of them: they stay the next
                 batches = batches + batches[-1:] * (num_batches - len(batches))
             elif feed is not None:
@@ -438,16 +441,27 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.run.count(inputs, loss)
         return loss
 
+    def _who_acts(self) -> str | None:
+        """Return what code of a user acts on micro-batches, see [`acts_between`]: found out again where any is new."""
+        steps = {*self.run.accumulations, self.args.gradient_accumulation_steps}
+        seams: list[Any] = [vars(self.accelerator).get("backward"), steps, *self.callback_handler.callbacks]
+        for place in (self, *type(self).__mro__):
+            seams += map(vars(place).get, PER_MICRO_BATCH)
+        if seams != self._seams:
+            self._seams, self._acts = seams, acts_between(self)
+        return self._acts
+
     def _arrange(self, step: Step) -> None:
         """Decide how the micro-batches of a step are computed, now that `on_step_begin` has been called."""
         step.is_arranged, self.saver.in_step.is_changing = True, True
+        step.acts = self._who_acts()
         if self.rows is not None:
             self.rows.arrange(step)
             if step.window is None and step.batches:  # else what is computed was moved
                 step.batches = send_to_device(step.batches, self.args.device, non_blocking=True)
         window = self.memory.window
-        if window is not None and window.order != "micro_batch" and (because := acts_between(self)) is not None:
-            logger.warning("Windows are walked micro-batch by micro-batch from here on: %s.", because)
+        if window is not None and window.order != "micro_batch" and step.acts is not None:
+            logger.warning("Windows are walked micro-batch by micro-batch from here on: %s.", step.acts)
             self.memory.walk_by_micro_batch()
         self.recovery.arrange(step)
         self.saver.in_step.is_changing = False
