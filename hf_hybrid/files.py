@@ -2,11 +2,12 @@
 How files are written.
 
 Every small file of the package is written here, whole or not at all, and never through a link: a link in a folder that
-others write to would lead to a file that the user did not name.
+others write to would lead to a file that the user did not name. The same holds for the folders of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 logger = logging.getLogger(__name__)
+
+TEMPORARY = "_hybrid_tmp-"
+"""How the names of files begin that are being written. A kill leaves them. Uploads leave out what begins with `_`."""
 
 
 def write_json(path: Path, values: dict) -> None:
@@ -37,7 +41,14 @@ def write_bytes(path: Path, content: bytes) -> None:
     The temporary file has a name that nobody can predict and must not exist. If the path is a link, the file takes the
     place of the link, and what the link leads to stays as it is.
     """
-    temporary = path.with_name(f"_{path.name}.{secrets.token_hex(8)}")
+    try:
+        _replace(path, content)
+    except FileNotFoundError:  # another process took the temporary file for one that a kill left
+        _replace(path, content)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}-{path.name}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
         with os.fdopen(os.open(temporary, flags, 0o666), "wb") as file:
@@ -47,6 +58,27 @@ def write_bytes(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def delete_temporaries(folder: Path) -> None:
+    """Delete what killed processes left of files that they were writing into a folder."""
+    for path in folder.glob(f"{TEMPORARY}*"):
+        with contextlib.suppress(OSError):  # of another user
+            path.unlink()
+
+
+def own_folder(path: Path, *names: str) -> Path:
+    """
+    Make a folder of this package's own, by the `names` that lead to it from the user's folder. A link in its place is
+    deleted, and what it leads to stays: it would be written into, or deleted from.
+    """
+    for name in names:
+        path = path / name
+        if path.is_symlink():
+            logger.warning("`%s` was a link to `%s`. It is deleted; what it led to stays.", path, os.readlink(path))
+            path.unlink()
+        path.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def open_to_append(path: Path, *, private: bool = False) -> BinaryIO:

@@ -125,6 +125,31 @@ def test_commands_write_through_one_file():
     assert [path.name for path, text in rest.items() if direct.search(text)] == []
 
 
+def test_one_file_deletes_and_moves_folders_of_a_run():
+    """It looks for links first. An export has a folder of its own, and a sweep its trials."""
+    calls = {"rmtree", "copytree", "move", "iterdir", "mkdir", "makedirs", "rename", "rmdir", "unlink", "remove"}
+    # saver.py makes folders where nothing is, lock.py the one that the user named.
+    known = {"manifest.py": calls - {"mkdir"}, "saver.py": {"mkdir"}, "lock.py": {"mkdir", "rmdir", "unlink"}}
+    for path in (PACKAGE / "saving").glob("*.py"):
+        called = [node.func for node in ast.walk(TREES[path]) if isinstance(node, ast.Call)]
+        found = {name.attr for name in called if isinstance(name, ast.Attribute)} & calls
+        assert found <= known.get(path.name, set()), path.name
+        assert path.name == "manifest.py" or "os.replace" not in map(ast.unparse, called), path.name
+    owners = [module_name(path) for path, tree in TREES.items() if "rmtree" in ast.unparse(tree)]
+    assert sorted(owners) == ["hf_hybrid.cli.trials", "hf_hybrid.export.exporter", "hf_hybrid.saving.manifest"]
+
+
+def test_one_file_makes_locks():
+    """They are the operating system's: a file in the place of a lock would outlive a process that is killed."""
+    makers = [
+        module_name(path)
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("FileLock", "SoftFileLock", "flock")
+    ]
+    assert makers == ["hf_hybrid.saving.lock"]
+
+
 def test_lazy_names_are_those_that_type_checkers_see():
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     assigned = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}

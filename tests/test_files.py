@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_hybrid.files import open_to_append, plain, write_json, write_note, write_text
+from hf_hybrid.files import delete_temporaries, open_to_append, own_folder, plain, write_json, write_note, write_text
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -35,7 +35,7 @@ def test_what_lies_in_the_way_of_a_temporary_file_is_not_touched(tmp_path, monke
     monkeypatch.setattr("secrets.token_hex", lambda size: "guessed")
     precious = tmp_path / "precious"
     precious.write_text("of another user")
-    (tmp_path / "_README.md.guessed").symlink_to(precious)
+    (tmp_path / "_hybrid_tmp-guessed-README.md").symlink_to(precious)
     with pytest.raises(FileExistsError):
         write_text(tmp_path / "README.md", "mine")
     assert precious.read_text() == "of another user" and "README.md" not in os.listdir(tmp_path)
@@ -64,6 +64,35 @@ def test_links_are_replaced_or_refused_and_what_they_lead_to_is_left_alone(tmp_p
     with open_to_append(link) as file:
         file.write(b", and more")
     assert link.read_text() == "mine, and more"
+
+
+def test_a_file_is_written_though_another_process_deletes_its_temporary_file(tmp_path, monkeypatch):
+    """A training that begins cannot tell it from what a kill left."""
+    fsync, calls = os.fsync, []
+
+    def flushed(handle):
+        fsync(handle)
+        calls.append(len(calls))
+        if calls == [0]:
+            delete_temporaries(tmp_path)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    write_text(tmp_path / "README.md", "mine")
+    assert (tmp_path / "README.md").read_text() == "mine" and calls == [0, 1] and os.listdir(tmp_path) == ["README.md"]
+
+
+@pytest.mark.parametrize("leads_to", ["home", "nowhere", "notes"])
+def test_a_folder_of_its_own_takes_the_place_of_a_link(tmp_path, caplog, leads_to):
+    (tmp_path / "home" / "comparison").mkdir(parents=True)
+    (tmp_path / "notes").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "report").symlink_to(f"../{leads_to}")
+    made = own_folder(tmp_path / "run", "report", "comparison")
+    assert made == tmp_path / "run" / "report" / "comparison" and made.is_dir() and not made.parent.is_symlink()
+    assert f"was a link to `../{leads_to}`" in caplog.text
+    (tmp_path / "linked").symlink_to(tmp_path / "run")  # what the user named may be a link
+    assert own_folder(tmp_path / "linked", "report").is_dir() and (tmp_path / "linked").is_symlink()
+    assert (tmp_path / "home" / "comparison").is_dir() and (tmp_path / "notes").read_text() == "mine"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")

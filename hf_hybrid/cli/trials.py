@@ -40,19 +40,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock, Timeout
-
 from hf_hybrid.cli.console import print_line
 from hf_hybrid.cli.options import COMMAND, PRIVATE, OptionError
 from hf_hybrid.cli.yaml_file import ENVIRONMENT, as_yaml, read_options, split_private
-from hf_hybrid.files import open_to_append, write_json, write_text
+from hf_hybrid.files import delete_temporaries, open_to_append, write_json, write_text
 from hf_hybrid.integrations.optuna import MAX_STEPS, ForecastPruner, FrozenTrial, TrialState, optuna
 from hf_hybrid.records.log import LOG_NAME, load_log
 from hf_hybrid.records.readings import as_dict, count_of, number, numbered, read_json
 from hf_hybrid.records.redaction import redact
+from hf_hybrid.saving.lock import own_lock
 from hf_hybrid.saving.manifest import digest_of, last_checkpoint
 
 if TYPE_CHECKING:
+    from filelock import FileLock
+
     from hf_hybrid.cli.sweep import Choices, Range
 
 TRIAL_NAME = "trial.yaml"
@@ -187,6 +188,7 @@ class Trials:
         self.folder, self.options, self.parameters = folder, options, parameters
         self.distributions = {parameter.name: distribution(parameter) for parameter in parameters}
         self.pruner, self.count, self.hopeless = pruner, count, False
+        self._has_no_locks = False
         self._kills: dict[tuple[int, str | None], int] = {}  # by trial, and the checkpoint that it had
         _, self._private = split_private(options)
         secrets = (*self._private.values(), *as_dict(options.get(ENVIRONMENT)).values())
@@ -276,13 +278,14 @@ class Trials:
 
     def _choose(self) -> tuple[int, FileLock] | None:
         """Choose a trial that was interrupted, or else a new one. Returns its number and its lock, which is held."""
-        with FileLock(self.folder / "sweep.lock"):
+        choosing = self._take("sweep.lock")
+        try:
+            delete_temporaries(self.folder)
             study = self.study()
             for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-                lock = self._lock(trial.number)
                 try:
-                    lock.acquire(timeout=0)
-                except Timeout:
+                    lock = self._take(f"{self.trial(trial.number).name}.lock", wait=0)
+                except TimeoutError:
                     continue
                 if read_outcome(self.trial(trial.number)) is not None:  # it ended a moment ago
                     lock.release()
@@ -294,19 +297,31 @@ class Trials:
             parameters = self._propose(study) if number < self.count else None
             if parameters is None:
                 return None
-            lock = self._lock(number)
-            lock.acquire()
+            lock = self._take(f"{self.trial(number).name}.lock")
             make_way(self.trial(number))
             self._write_options(number, parameters)
             return number, lock
+        finally:
+            choosing.release()
 
-    def _lock(self, number: int) -> FileLock:
-        return FileLock(f"{self.trial(number)}.lock", thread_local=False)
+    def _take(self, name: str, wait: float = -1) -> FileLock:
+        """Take a lock. Raises `TimeoutError` if another process has it. Without any, a sweep goes on as a training."""
+        lock = own_lock(self.folder / name)
+        try:
+            lock.acquire(timeout=wait)
+        except TimeoutError:
+            raise
+        except (OSError, NotImplementedError) as error:
+            if not self._has_no_locks:
+                tell(f"`{self.folder}` cannot be locked ({error}): run one sweep at a time in it")
+            self._has_no_locks = True
+        return lock
 
     def _write_options(self, number: int, parameters: dict[str, Any]) -> None:
         """Write the options of a trial, with which it begins."""
         folder = self.trial(number)
         folder.mkdir(exist_ok=True)
+        delete_temporaries(folder)
         values = {"logging_steps": 0.01, **self.options, **parameters, "output_dir": str(folder)}
         write_text(folder / TRIAL_NAME, as_yaml(values))
 

@@ -33,6 +33,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from hf_hybrid import machine
+from hf_hybrid.files import own_folder
 from hf_hybrid.machine import DeviceMemory, Driver
 from hf_hybrid.optimizers import inner_optimizer
 from hf_hybrid.plan.accounting import ByteTable, measure_held, storage_address
@@ -201,7 +202,7 @@ class MemoryProfilerCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, model: Any = None, optimizer: Any = None, **kwargs):
         folder = getattr(self.trainer, "run_folder", args.output_dir)  # of the trial in a hyperparameter search
         rank = f"-rank{args.process_index}" if args.process_index else ""
-        self._log = LogFile(Path(folder) / PROFILE, writes=True, name=f"steps{rank}.jsonl")
+        self._log = LogFile(own_folder(Path(folder), PROFILE), writes=True, name=f"steps{rank}.jsonl")
         self._probes = MemoryProbes(args.device)
         self._last: dict | None = None
         self._steps, self._step, self._phase = 0, state.global_step, self._current_phase()

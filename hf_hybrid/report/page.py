@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from hf_hybrid.files import plain, write_text
+from hf_hybrid.files import delete_temporaries, own_folder, plain, write_text
 from hf_hybrid.records.readings import as_dict
 from hf_hybrid.records.redaction import shareable
 from hf_hybrid.records.summary import format_bytes, format_number, format_seconds, html_table
@@ -45,18 +45,21 @@ def write_report(folder: str | Path, output: str | Path | None = None, *, refres
     """
     run = load_run(folder)
     values = shareable(findings(run))
-    output = _output_folder(output or run.folder / "report")
+    output = _output_folder(output, run.folder, "report")
     plots = run_plots(run, output) if plots_available() else []
     refresh = None if run.finished else refresh
     return _write_files(output, "report", _body(values, plots), f"{values['name']}: run report", values, plots, refresh)
 
 
-def _output_folder(path: str | Path) -> Path:
-    """Make the folder of a report. Raises `ValueError` if it is a file."""
-    output = Path(path)
+def _output_folder(named: str | Path | None, folder: Path, *names: str) -> Path:
+    """Make the folder of a report: the one that was named, or `names` below `folder`. `ValueError` if it is a file."""
+    output = Path(named or folder.joinpath(*names))
     if output.exists() and not output.is_dir():
         raise ValueError(f"`output` is `{output}`, which is a file. Name a folder.")
+    if not named:
+        own_folder(folder, *names)
     output.mkdir(parents=True, exist_ok=True)
+    delete_temporaries(output)
     return output
 
 
@@ -261,7 +264,7 @@ def write_comparison(*folders: str | Path, output: str | Path | None = None, ref
     if len(folders) < 2:
         raise ValueError(f"A comparison needs two runs at least, got {len(folders)}. Name their folders.")
     runs = [load_run(folder) for folder in folders]
-    values, output = compare(*runs), _output_folder(output or runs[-1].folder / "report" / "comparison")
+    values, output = compare(*runs), _output_folder(output, runs[-1].folder, "report", "comparison")
     about = [
         f"<p>{number}: {escape(run['name'])}. {escape(run['status'])} "
         f'<span class="muted"><code>{escape(run["folder"])}</code></span></p>'

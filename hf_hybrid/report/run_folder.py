@@ -22,10 +22,10 @@ from hf_hybrid.records.readings import (
     count_of,
     dicts_of,
     number,
-    numbered,
     read_json,
     with_steps,
 )
+from hf_hybrid.saving.manifest import runs_of
 
 Points = list[tuple[int, float]]
 """Values by step."""
@@ -193,9 +193,12 @@ def _nothing_to_report(folder: Path, started: bool, notes: list[str]) -> ValueEr
 
 
 def _farthest_checkpoint(folder: Path, notes: list[str]) -> tuple[str, dict]:
-    """The name and the `trainer_state.json` of the farthest checkpoint that is not half-written, or of the folder."""
+    """
+    The name and the `trainer_state.json` of the newest run's farthest checkpoint that is not half-written, or of the
+    folder.
+    """
     own = _read(folder / _STATE, notes)  # `Trainer.save_state` leaves the whole history in the output folder
-    for _, path in reversed(numbered(folder, CHECKPOINT)):
+    for path in reversed(runs_of(folder)):
         state = _read(path / _STATE, notes)
         step = count_of(state.get("global_step"))
         if isinstance(state.get("log_history"), list) and step is not None:

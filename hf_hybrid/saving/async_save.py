@@ -8,10 +8,11 @@ So the state is copied into host memory (*staged*), and a thread does the rest:
     step    | copy | step | step | step | step ...
     thread         | write | hash, flush | commit, rename | rotate |
 
-What is copied. Weights that train, buffers, the optimizer's states and the tensors of the run's parts. Frozen weights
-do not change and are written from where they are. Memory that was never touched is slow to write to, so the copies are
-kept from save to save: the first one of a run costs more. Small files (the scheduler, random generators, the state of
-Trainer) are written at once.
+What is copied. All that is written: weights, buffers, the optimizer's states and the tensors of the run's parts. Frozen
+weights too, because they may change all the same: layers are frozen in turn, and a moving average follows the weights.
+Only the base of adapters, which is not written, is left out. Memory that was never touched is slow to write to, so the
+copies are kept from save to save: the first one of a run costs more. Small files (the scheduler, random generators, the
+state of Trainer) are written at once.
 
 What stays true. A checkpoint gets its name when it is whole (manifest.py), so a kill loses the save in flight and
 nothing else, as a kill inside of a save always did. One save is in flight at most: the next one, a load of the best
@@ -58,22 +59,22 @@ class Staging:
         self.free = free
         self.copies: dict[tuple[str, KeyPath], Tensor] = {}
 
-    def copy(self, name: str, value: Any, frozen: Iterable[Tensor] = ()) -> Any:
+    def copy(self, name: str, value: Any, unwritten: Iterable[Tensor] = ()) -> Any:
         """
-        Return a value (dictionaries, lists and tuples, nested) whose tensors are copies, but for those that are frozen
-        and do not change. Tensors that share their memory share it in the copy too. Copies of the same name are
+        Return a value (dictionaries, lists and tuples, nested) whose tensors are copies, but for those that are not
+        written. Tensors that share their memory share it in the copy too. Copies of the same name are
         overwritten. Raise [`CannotStageError`] if a tensor is not a plain one, or the copies do not fit into the memory
         that is free.
         """
         paths_and_leaves, spec = tree_flatten_with_path(value)
-        leaves, unchanged = [leaf for _, leaf in paths_and_leaves], {tensor.data_ptr() for tensor in frozen}
+        leaves, left_out = [leaf for _, leaf in paths_and_leaves], {tensor.data_ptr() for tensor in unwritten}
         to_copy, needed = [], 0
         for index, (path, leaf) in enumerate(paths_and_leaves):
             if not isinstance(leaf, Tensor):
                 continue
             if type(leaf) not in (Tensor, nn.Parameter) or leaf.layout is not torch.strided or leaf.is_quantized:
                 raise CannotStageError(f"a tensor is a `{type(leaf).__name__}` that is not plain")
-            if leaf.numel() and leaf.data_ptr() in unchanged:
+            if leaf.numel() and leaf.data_ptr() in left_out:
                 continue
             to_copy.append((index, (name, path)))
             copy = self.copies.get((name, path))
@@ -126,12 +127,12 @@ class AsyncSaver:
             self._logged_reasons.add(reason_sync)
             logger.info("Checkpoints are written before training goes on: %s.", reason_sync)
 
-    def staged(self, name: str, value: Any, frozen: Iterable[Tensor] = ()) -> Any:
+    def staged(self, name: str, value: Any, unwritten: Iterable[Tensor] = ()) -> Any:
         """Return a value as it is now, also after training has gone on. In a save that is written at once, itself."""
         if not self.is_async:
             return value
         try:
-            return self._staging.copy(name, value, frozen)
+            return self._staging.copy(name, value, unwritten)
         except CannotStageError as error:
             logger.info("A checkpoint is written before training goes on: %s.", error)
             self.is_async = False

@@ -58,7 +58,7 @@ def compare_processes(trainer: TrainerView, *, agreed_before: bool) -> bool:
         return False
     tensors, states = {}, trainer.optimizer.state
     for name, parameter in trainer.accelerator.unwrap_model(trainer.model).named_parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad or parameter in states:  # or is frozen in this step alone
             name = canonical(name)
             tensors[f"`{name}`"] = parameter
             tensors |= {f"state `{key}` of `{name}`": value for key, value in states.get(parameter, {}).items()}

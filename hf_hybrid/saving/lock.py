@@ -20,25 +20,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
-import re
 import socket
 import tempfile
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from hf_hybrid.files import write_note
-from hf_hybrid.saving.manifest import CheckpointError, whose
+from hf_hybrid.files import delete_temporaries, write_note
+from hf_hybrid.saving.manifest import CheckpointError, no_access, read_json, whose
 
 logger = logging.getLogger(__name__)
 
 LOCK_NAME, HOLDER_NAME = "_hybrid_lock", "_hybrid_lock.json"
 """Uploads leave out what begins with `_`."""
-_TEMPORARY = re.compile(r"__?hybrid_\w+\.json\.[0-9a-f]{16}")
-"""Files of this package while they are written (files.py). A kill leaves them."""
 WAIT = 60.0
 """Seconds that a training waits for another one to leave the folder."""
 
@@ -52,6 +48,16 @@ def check_output(folder: str | Path) -> None:
     if os.path.lexists(folder) and not os.path.isdir(folder):
         kind = "a file" if os.path.exists(folder) else f"a link to `{os.readlink(folder)}`, which is not there"
         raise ValueError(f"`output_dir={folder}` is {kind}. Remove it, or set another `output_dir`.")
+    if not os.path.lexists(folder) and (reason := no_access(Path(folder))):
+        raise ValueError(f"`output_dir={folder}` cannot be used: {reason}. Set another `output_dir`.")
+
+
+def own_lock(path: Path) -> FileLock:
+    """
+    Return the lock of a file, as this package makes all of its own. `acquire` raises `OSError` or `NotImplementedError`
+    where a file system has no locks.
+    """
+    return FileLock(path, thread_local=False, fallback_to_soft=False)
 
 
 class FolderLock:
@@ -70,7 +76,7 @@ class FolderLock:
         """
         self.release()
         folder = Path(folder)
-        lock = FileLock(folder / LOCK_NAME, thread_local=False, fallback_to_soft=False)
+        lock = own_lock(folder / LOCK_NAME)
         try:
             self._made_folder = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
@@ -92,10 +98,7 @@ class FolderLock:
             )
             return
         self._held = folder, lock
-        for path in folder.glob("_*hybrid_*.json.*"):
-            if _TEMPORARY.fullmatch(path.name):
-                with contextlib.suppress(OSError):  # of another user
-                    path.unlink()
+        delete_temporaries(folder)
         self.note(0)
 
     def note(self, step: int) -> None:
@@ -136,7 +139,7 @@ def _check_writable(folder: Path) -> None:
 def _in_use(folder: Path) -> str:
     """Return the beginning of a sentence about who has the lock."""
     try:
-        note = json.loads((folder / HOLDER_NAME).read_text(encoding="utf-8"))
+        note = read_json(folder / HOLDER_NAME)
         who = f"process {note['process']} on `{note['host']}`, which was at step {note['step']} when it saved last"
     except (OSError, ValueError, KeyError):
         who = "another process"

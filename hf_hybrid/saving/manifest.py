@@ -16,6 +16,9 @@ the successor replaces the empty folder. So at any moment a whole checkpoint exi
 checkpoint that `save_total_limit` gives up is moved into `_hybrid_saving` by a rename, and is deleted there: the next
 save or start ends a deletion that was killed.
 
+A run. A folder may have the checkpoints of several trainings: a notebook trains anew, or a run goes on from an earlier
+step. So manifests number the runs, and a resume takes the last checkpoint of the newest run, whatever its step.
+
 A check. Every file must be there with its size and checksum. A file that would be loaded by its name, and that the
 manifest does not list, is damage too. start.py says which checkpoint a training takes.
 """
@@ -37,7 +40,7 @@ from typing import Any
 
 import xxhash
 
-from hf_hybrid.files import is_disk_full, write_json
+from hf_hybrid.files import is_disk_full, own_folder, write_json
 
 MANIFEST_NAME = "hybrid_manifest.json"
 SAVING_NAME = "_hybrid_saving"
@@ -72,6 +75,8 @@ class Manifest:
     step: int
     in_step: bool
     files: dict[str, dict]
+    run: int = 0
+    """Counts the trainings whose checkpoints this folder had before."""
 
 
 # Saving.
@@ -81,7 +86,7 @@ class Manifest:
 def saving(folder: Path) -> Generator[None]:
     """Context in which the checkpoint `folder` is written, into [`SAVING_NAME`] beside it, and [`commit`] is called."""
     try:
-        temporary(folder).mkdir(parents=True, exist_ok=True)
+        own_folder(folder.parent, SAVING_NAME, folder.name)
         yield
     except Exception as error:
         clean_up_failed_save(folder, error)
@@ -104,7 +109,7 @@ def clean_up_failed_save(folder: Path, error: Exception, *, delete: bool = True)
         ) from error
 
 
-def commit(folder: Path, step: int, *, in_step: bool) -> None:
+def commit(folder: Path, step: int, *, in_step: bool, run: int = 0) -> None:
     """Flush a checkpoint, write its manifest, and give it its name. `in_step`: batches of the next step are fetched."""
     written = temporary(folder)
     (written / MANIFEST_NAME).unlink(missing_ok=True)  # of a trainer that copied another checkpoint into it
@@ -114,7 +119,7 @@ def commit(folder: Path, step: int, *, in_step: bool) -> None:
         files = sizes_and_checksums(written, [path for path in paths if path.is_file()])
         for flush in flushes:
             flush.result()
-    values = {"schema_version": SCHEMA_VERSION, "step": step, "in_step": in_step, "files": files}
+    values = {"schema_version": SCHEMA_VERSION, "step": step, "in_step": in_step, "run": run, "files": files}
     _write_manifest(written, values)
     finish_interrupted_saves(folder.parent)
 
@@ -134,7 +139,9 @@ def add_what_callbacks_saved(folder: Path) -> None:
 def finish_interrupted_saves(output_dir: Path) -> list[Path]:
     """End the saves and deletions of a folder, also of killed processes. Return the saves that were cut short."""
     folder, cut_short = output_dir / SAVING_NAME, []
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+    if not os.path.lexists(folder):
+        return []
+    for path in sorted(own_folder(output_dir, SAVING_NAME).iterdir()):
         if path.name.startswith(DELETED):
             _delete(path)
         elif is_committed(path):
@@ -142,7 +149,7 @@ def finish_interrupted_saves(output_dir: Path) -> list[Path]:
         else:
             _delete(path)
             cut_short.append(path)
-    with contextlib.suppress(OSError):  # there is none
+    with contextlib.suppress(OSError):  # something of somebody else's cannot be deleted
         folder.rmdir()
     return cut_short
 
@@ -216,7 +223,7 @@ def _give_up(folder: Path) -> None:
     """Delete a checkpoint. Where folders cannot be renamed its manifest goes last, so that a rotation finds it."""
     moved = folder.parent / SAVING_NAME / f"{DELETED}{step_of(folder)}"
     try:
-        moved.parent.mkdir(exist_ok=True)
+        own_folder(folder.parent, SAVING_NAME)
         os.replace(folder, moved)
     except OSError:  # some mounted buckets rename no folders, and a full disk may have no room for a new one
         for path in folder.iterdir():
@@ -279,7 +286,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise CheckpointError(f"`{MANIFEST_NAME}` was written by another version of hf_hybrid")
     if digest != digest_of(values):
         raise CheckpointError(f"`{MANIFEST_NAME}` is damaged")
-    return Manifest(**{name: values[name] for name in ("step", "in_step", "files")})
+    return Manifest(values["step"], values["in_step"], values["files"], values.get("run", 0))
 
 
 def is_committed(folder: str | Path) -> bool:
@@ -328,9 +335,8 @@ def check(folder: Path, *, named: bool = False) -> Manifest | None:
     Return the manifest of a checkpoint. Raise [`CheckpointError`] with the reason, if no run can resume from it. In one
     that the user named, weights that were saved again in other files are taken as they are.
     """
-    for path in (folder, *sorted(folder.rglob("*"))):
-        if reason := no_access(path):
-            raise CheckpointError(reason)
+    if reason := no_access(folder) or next(filter(None, map(no_access, sorted(folder.rglob("*")))), None):
+        raise CheckpointError(reason)
     manifest = read_manifest(folder)
     if manifest is None:
         read_json(folder / TRAINER_STATE_NAME)
@@ -350,13 +356,15 @@ def check(folder: Path, *, named: bool = False) -> Manifest | None:
 
 
 def no_access(path: Path) -> str | None:
-    """Return a phrase if a file or folder is there and this user may not read it: whose it is, and what to do."""
+    """Return a phrase if something is there that this user may not read, or that is none of both."""
     try:
         mode = os.stat(path).st_mode
     except PermissionError:
         return f"a folder above `{path}` may not be entered by this user"
     except OSError:  # there is none
         return None
+    if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+        return f"`{path.name}` is neither a file nor a folder, and reading it may never end"
     if os.access(path, os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)):
         return None
     folder = path if stat.S_ISDIR(mode) else path.parent
@@ -375,11 +383,11 @@ def whose(path: Path) -> str:
 
 def read_json(path: Path) -> dict:
     """Read a JSON file of a checkpoint. Raises [`CheckpointError`] with a phrase if it cannot be read."""
+    if not os.path.isfile(path):  # a pipe would wait for somebody who writes
+        raise CheckpointError(f"`{path.name}` is missing")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"`{path.name}` is missing") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
         raise CheckpointError(f"`{path.name}` is damaged")
@@ -391,8 +399,25 @@ def read_json(path: Path) -> dict:
 
 def last_checkpoint(output_dir: str | Path) -> str | None:
     """Return the last checkpoint of a folder whose save came to its end, for messages."""
-    committed = [folder for folder in checkpoints_of(Path(output_dir)) if is_committed(folder)]
+    committed = [folder for folder in runs_of(Path(output_dir)) if is_committed(folder)]
     return str(committed[-1]) if committed else None
+
+
+def runs_of(output_dir: Path) -> dict[Path, int]:
+    """
+    Return the run of each checkpoint in a folder: the newest run and its last checkpoint come last. A checkpoint that
+    does not say its run, because it is damaged or of another trainer, counts to the newest.
+    """
+    known = {}
+    for folder in checkpoints_of(output_dir):
+        try:
+            manifest = read_manifest(folder)
+        except (CheckpointError, OSError):
+            manifest = None
+        known[folder] = None if manifest is None else manifest.run
+    newest = max((run for run in known.values() if run is not None), default=0)
+    runs = {folder: newest if run is None else run for folder, run in known.items()}
+    return dict(sorted(runs.items(), key=lambda item: item[1]))  # stable: by step otherwise
 
 
 def checkpoints_of(output_dir: Path) -> list[Path]:

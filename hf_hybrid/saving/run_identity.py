@@ -45,7 +45,7 @@ from hf_hybrid.optimizers import inner_optimizer
 from hf_hybrid.records.redaction import is_secret_name, shareable
 from hf_hybrid.run.trainer_view import TrainerView
 from hf_hybrid.run.weights import canonical
-from hf_hybrid.saving.manifest import CheckpointError, digest_of
+from hf_hybrid.saving.manifest import CheckpointError, digest_of, read_json
 from hf_hybrid.saving.state import SCHEMA_VERSION, VALUES_NAME
 
 ROWS, LONGEST = 16, 1 << 16
@@ -71,8 +71,8 @@ _OLD_HOLD = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_
 def check_identity(trainer: TrainerView, folder: str) -> Differences:
     """Compare a trainer with the run of a checkpoint. Raise [`CheckpointError`] on all processes if it cannot go on."""
     epoch, saved = trainer.state.epoch or 0.0, {}
-    with contextlib.suppress(OSError, ValueError):  # none, or damaged, which comes out when it is restored
-        saved = json.loads(Path(folder, VALUES_NAME).read_text(encoding="utf-8"))
+    with contextlib.suppress(OSError, CheckpointError):  # none, or damaged, which comes out when it is restored
+        saved = read_json(Path(folder, VALUES_NAME))
     differences = compare(
         saved if saved.get("schema_version") == SCHEMA_VERSION else {},
         identity_of(trainer),

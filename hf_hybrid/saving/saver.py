@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from hf_hybrid.files import note_base
@@ -86,6 +87,8 @@ class Saver:
         self._folder: Path | None = None
         """The checkpoint that is being written, as it will be called."""
         self._hides_checkpoints = False
+        self._run = self._from = 0
+        """The number of the run, among those that saved in its folder, and the step at which it starts."""
         self.in_step = InStep()
 
     # A training begins and ends.
@@ -124,24 +127,30 @@ class Saver:
             return Start()
         is_again = self.saves_checkpoints and folder.resolve() in _SAVED_IN and not resume
         start = find(resume, folder, saves=self.saves_checkpoints and not is_again)
-        if is_again and manifest.last_checkpoint(folder) is not None:
+        if is_again and (last := max(map(manifest.step_of, manifest.checkpoints_of(folder)), default=0)):
             start.warnings.append(
-                f"`{folder}` holds checkpoints of an earlier training of this process. This training replaces each "
-                "when it reaches its step."
+                f"`{folder}` holds checkpoints of an earlier training of this process, up to step {last:,}. This "
+                "training replaces each when it reaches its step. Those of later steps stay unless `save_total_limit` "
+                'deletes them. Once this training has saved, `resume_from_checkpoint="auto"` goes on with it.'
             )
         if self.saves_checkpoints:
             _SAVED_IN.add(folder.resolve())
         return start
 
     def make_room(self) -> None:
-        """Delete surplus checkpoints of a run that goes on from the last one: a full disk gets room for the next."""
+        """
+        Number the run, and delete surplus checkpoints if it goes on from the last one: a full disk gets room for the
+        next. A run that begins anew or goes on from an earlier checkpoint is another than those before.
+        """
         trainer, folder = self._trainer, self._trainer.run_folder
         if trainer.trial is not None and self.start.folder is None and folder.resolve() not in _SAVED_IN:
             check_no_other_run(folder)
             _SAVED_IN.add(folder.resolve())  # a search may draw the values of a trial, and so its folder, twice
-        if trainer.args.should_save and self.saves_checkpoints and self.resumed_from is not None:
-            last = manifest.last_checkpoint(folder)
-            if last is not None and os.path.samefile(last, self.resumed_from):
+        if self.saves_checkpoints:
+            runs, last, start = manifest.runs_of(folder), manifest.last_checkpoint(folder), self.resumed_from
+            goes_on = last is not None and start is not None and os.path.samefile(last, start)
+            self._run, self._from = max(runs.values(), default=-1) + (not goes_on), trainer.state.global_step
+            if goes_on and trainer.args.should_save:
                 self._rotate(Path(last))
 
     def restore(self) -> None:
@@ -149,6 +158,9 @@ class Saver:
         trainer = self._trainer
         self._identity = identity_of(trainer)
         if self.resumed_from is not None:
+            for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+                if isinstance(callback, ExportableState):  # which Trainer looks up in what the checkpoint had
+                    trainer.state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
             with restoring(self.resumed_from):
                 report = state.restore(trainer, self.resumed_from, self._differences)
             show = trainer.is_world_process_zero() and not trainer.args.disable_tqdm
@@ -190,7 +202,7 @@ class Saver:
         try:
             if trainer.args.should_save:
                 temporary = folder.parent / manifest.SAVING_NAME
-                if temporary.exists():  # an interrupt by the user left it
+                if os.path.lexists(temporary):  # an interrupt by the user left it, or it is a link
                     manifest.finish_interrupted_saves(folder.parent)
                 (temporary / folder.name).mkdir(parents=True, exist_ok=True)
             trainer.accelerator.wait_for_everyone()
@@ -223,7 +235,7 @@ class Saver:
 
             def commit() -> None:
                 self.lock.note(step)
-                manifest.commit(folder, step, in_step=in_step)
+                manifest.commit(folder, step, in_step=in_step, run=self._run)
                 manifest.rotate(folder.parent, trainer.args.save_total_limit, newest=folder, best=best)
 
             self.writer.finish(commit, functools.partial(manifest.saving, folder))
@@ -240,6 +252,8 @@ class Saver:
         current = self._trainer.state
         best = folder.parent / f"checkpoint-{current.best_global_step}"
         is_there = bool(current.best_global_step) and (best == folder or manifest.is_committed(best))
+        if is_there and best != folder and current.best_global_step > self._from:  # it may be another run's
+            is_there = manifest.runs_of(folder.parent)[best] == self._run
         if is_there and current.best_model_checkpoint != str(best):
             current.best_model_checkpoint = str(best)
             if self._trainer.args.should_save:
@@ -280,8 +294,12 @@ class Saver:
         trainer = self._trainer
         model = trainer.accelerator.unwrap_model(trainer.model)
         if self.writer.is_async and state_dict is None:
-            frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-            staged = self.writer.staged("weights", model.state_dict(), frozen)
+            base = []
+            if adapters := getattr(model, "peft_config", {}).keys():  # which alone are written, and name what is theirs
+                trained = {weight for group in trainer.optimizer.param_groups for weight in group["params"]}
+                named = model.named_parameters()
+                base = [value for name, value in named if value not in trained and adapters.isdisjoint(name.split("."))]
+            staged = self.writer.staged("weights", model.state_dict(), base)
             state_dict = staged if self.writer.is_async else None
 
         def save() -> None:
@@ -302,6 +320,7 @@ class Saver:
         else:
             write(output_dir)
         about = {**self._identity, "evaluation_is_due": self._evaluation_follows()}
+        about["tokens_of_trl"] = getattr(trainer, "_total_train_tokens", None)  # which Trainer's state does not have
         staged, process = self.writer.staged("parts", trainer.run.state_dict()), trainer.args.process_index
         self.writer.write(functools.partial(state.save_state, output_dir, staged, about, process=process))
 

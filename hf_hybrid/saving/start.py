@@ -1,9 +1,10 @@
 """
 Where a training starts: anew, from the newest checkpoint of its folder, or from one that the user named.
 
-A folder has the checkpoints of one run. So a run that begins anew where others are is refused, and so is one that goes
-on from a checkpoint while later ones are there: it would overwrite them. `resume_from_checkpoint=True` takes the newest
-checkpoint that agrees with its manifest (manifest.py), and says why newer ones are passed over. `"auto"` does the same
+A folder has the checkpoints of one run. So a run that begins anew where another process has saved is refused. In one
+that has checkpoints of several (a notebook trained anew, a run went on from an earlier step), those of the newest run
+count. `resume_from_checkpoint=True` takes its last checkpoint that agrees with its manifest (manifest.py), and says why
+newer ones, and later steps of other runs, are passed over. `"auto"` does the same
 where a checkpoint was saved, and begins anew where none was. A checkpoint that is named is taken or refused.
 Checkpoints without a manifest (of another trainer) resume if no checkpoint beside them has one, or if they are named; a
 warning says that nothing could be checked. A run that was interrupted in its first save starts again, with a warning.
@@ -14,10 +15,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers import TrainerState
 
 from hf_hybrid.saving.manifest import (
@@ -34,6 +36,7 @@ from hf_hybrid.saving.manifest import (
     put_in_place,
     read_json,
     read_manifest,
+    runs_of,
     step_of,
     temporary,
     weights_saved_again,
@@ -77,7 +80,7 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, *, sav
     else:
         folder = _named(Path(resume))
         if folder.resolve().parent == output_dir.resolve():
-            start.warnings += _later(folder, output_dir)
+            start.warnings += _later(folder, _saved_checkpoints(output_dir))
         elif saves:
             check_no_other_run(output_dir)
     if folder is None:
@@ -112,15 +115,15 @@ def check_no_other_run(output_dir: Path) -> None:
         )
 
 
-def _later(named: Path, output_dir: Path) -> list[str]:
-    """Say what a run replaces that goes on from an earlier step of its folder, as the user asked."""
-    last = max(map(step_of, _saved_checkpoints(output_dir)), default=-1)
-    if last <= step_of(named):
+def _later(taken: Path, others: Iterable[Path]) -> list[str]:
+    """Say what a run replaces that goes on from an earlier step than that of other checkpoints in its folder."""
+    last = max(map(step_of, others), default=-1)
+    if last <= step_of(taken):
         return []
     return [
-        f"`{output_dir}` holds checkpoints of later steps than `{named.name}`, up to step {last:,}. This run replaces "
-        "each when it reaches its step. Move those elsewhere that you want to keep. Until then "
-        '`resume_from_checkpoint="auto"` goes on from the latest of them.'
+        f"`{taken.parent}` holds checkpoints of later steps than `{taken.name}`, up to step {last:,}, of another run. "
+        "This run replaces each when it reaches its step. Move those elsewhere that you want to keep. To go on from "
+        "one of them, name it."
     ]
 
 
@@ -135,8 +138,9 @@ def _saved_checkpoints(output_dir: Path) -> list[Path]:
 
 def _named(folder: Path) -> Path:
     """Return a checkpoint that the user named, if a run can go on from it."""
-    if is_committed(temporary(folder)):  # the save was killed right before the rename
-        put_in_place(temporary(folder), folder)
+    saved = temporary(folder)
+    if is_committed(saved) and not saved.parent.is_symlink():  # the save was killed right before the rename
+        put_in_place(saved, folder)
     if not os.path.isdir(folder) and not no_access(folder):
         raise CheckpointError(f"Can't find a valid checkpoint at `{folder}`: there is no such folder.")
     try:
@@ -156,7 +160,7 @@ def _newest(output_dir: Path, cut_short: list[Path]) -> tuple[Path | None, list[
     interrupted in its first save (`cut_short` is what [`finish_interrupted_saves`] deleted): it has saved nothing that
     could be lost, and a job that is restarted may always resume.
     """
-    folders, passed_over = checkpoints_of(output_dir)[::-1], {}
+    folders, passed_over = list(runs_of(output_dir))[::-1], {}
     ours = any(is_committed(folder) for folder in folders)
     for folder in folders:
         try:
@@ -169,7 +173,8 @@ def _newest(output_dir: Path, cut_short: list[Path]) -> tuple[Path | None, list[
                 f"`{folder}` has no `{MANIFEST_NAME}`, so another trainer wrote it, and a run that goes on from an "
                 "earlier one would overwrite it. Name it to go on from it, or move it elsewhere."
             )
-        return folder, [f"`{path}` is passed over: {reason}." for path, reason in passed_over.items()]
+        said = [f"`{path}` is passed over: {reason}." for path, reason in passed_over.items()]
+        return folder, said + _later(folder, [path for path in folders if path not in passed_over])
     # Trainer writes its own state last, and its just-in-time checkpoints begin with a folder of their own.
     begun = [folder for folder in folders if folder not in _saved_checkpoints(output_dir)]
     if folders == begun and len(folders) <= 1 and (begun or cut_short):
@@ -188,13 +193,19 @@ def _newest(output_dir: Path, cut_short: list[Path]) -> tuple[Path | None, list[
 
 
 def _check_trainer_state(folder: Path) -> None:
-    """Raise [`CheckpointError`] if Trainer's state is of another version of transformers."""
+    """Raise [`CheckpointError`] if Trainer's state is of another version of transformers, or of another step."""
     values = read_json(folder / TRAINER_STATE_NAME)
     if wrong := values.keys() - {field.name for field in dataclasses.fields(TrainerState)}:
         names = ", ".join(f"`{name}={str(values.get(name))[:40]}`" for name in sorted(wrong))
         raise CheckpointError(
             f"The run cannot go on from `{folder}`: `{TRAINER_STATE_NAME}` holds what this version of transformers "
             f"does not write ({names}). Set `resume_from_checkpoint` to another checkpoint."
+        )
+    with restoring(folder):
+        step = TrainerState(**values).global_step
+    if not isinstance(step, int) or step < 0 or step_of(folder) not in (-1, step):
+        raise CheckpointError(
+            f"The run cannot go on from `{folder}`: `{TRAINER_STATE_NAME}` says that it is of step {step}."
         )
 
 
@@ -203,8 +214,8 @@ def restoring(folder: str | Path | None) -> Generator[None]:
     """Context in which a part of a checkpoint is restored. It raises [`CheckpointError`] if that is of another kind."""
     try:
         yield
-    except (TypeError, KeyError, IndexError, AttributeError) as error:
-        if folder is None:
+    except (TypeError, LookupError, AttributeError, ValueError, RecursionError, SafetensorError) as error:
+        if folder is None or isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
             f"The run cannot go on from `{folder}`: its files are of another kind than those of this run "

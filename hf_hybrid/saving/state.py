@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_unflatten
 from tqdm.auto import tqdm
 from transformers.trainer_utils import IntervalStrategy
 
-from hf_hybrid.files import write_json
+from hf_hybrid.files import own_folder, write_json
 from hf_hybrid.leaps.leap import Leaps
 from hf_hybrid.run.trainer_view import TrainerView
 from hf_hybrid.saving.manifest import DELETABLE, MANIFEST_NAME, CheckpointError
@@ -56,7 +56,7 @@ def save_state(folder: str | Path, state: dict[str, Any], about: dict[str, Any],
         state = {name: {OWN: values[OWN]} for name, values in state.items() if OWN in values}
         if not state:
             return
-    folder.mkdir(parents=True, exist_ok=True)  # another process writes the weights and may not be there yet
+    own_folder(folder.parent, folder.name)  # another process writes the weights and may not be there yet
     tensors, values = _split(state)
     if process:
         save_file(tensors, folder / OWN_NAME.format(process), metadata={"values": json.dumps(values)})
@@ -70,7 +70,7 @@ class OtherVersionError(ValueError):
 
 
 def load_state(folder: str | Path, *, process: int = 0) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Read what [`save_state`] wrote, if it is there. Raise [`OtherVersionError`], or `ValueError` if it is damaged."""
+    """Read what [`save_state`] wrote, if there is any. [`OtherVersionError`], or `CheckpointError` if it is damaged."""
     folder, path = Path(folder), Path(folder, VALUES_NAME)
     if not path.is_file() or not (folder / TENSORS_NAME).is_file():
         return None
@@ -78,8 +78,8 @@ def load_state(folder: str | Path, *, process: int = 0) -> tuple[dict[str, Any],
         about = json.loads(path.read_text(encoding="utf-8"))
         path = folder / TENSORS_NAME
         tensors = load_file(path)
-    except (ValueError, SafetensorError) as error:
-        raise ValueError(
+    except (ValueError, RecursionError, SafetensorError) as error:
+        raise CheckpointError(
             f"`{path}` is damaged: {error}. Delete `{MANIFEST_NAME}`, `{VALUES_NAME}` and `{TENSORS_NAME}` in this "
             f"folder and set `resume_from_checkpoint={folder}`: weights and optimizer are restored then, and phases "
             "start anew."
@@ -182,6 +182,8 @@ def restore(trainer: TrainerView, checkpoint: str, differences: Differences) -> 
         state.pop("order", None)
     tensors_of_leaps = state.get("leaps", {}).get("tensors", {})
     run.load_state_dict(state)
+    if (tokens := about.get("tokens_of_trl")) is not None:
+        vars(trainer)["_total_train_tokens"] = tokens
     report["changed_options"].update(differences.changed)
     warnings += differences.notes
     if run.part(Leaps) is None and any(name.startswith("snapshot.") for name in tensors_of_leaps):

@@ -95,6 +95,15 @@ class SavesInsideSteps(TrainerCallback):
         self._save(state)
 
 
+class FrozenInTurn(TrainerCallback):
+    """One layer trains in each step, and the others are frozen meanwhile."""
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        layers = self.trainer.accelerator.unwrap_model(model).model.layers
+        for number, layer in enumerate(layers):
+            layer.requires_grad_(number == state.global_step % len(layers))
+
+
 class Steps(TrainerCallback):
     """Counts the steps of this process; ends it without a word after a step, if asked."""
 
@@ -209,9 +218,12 @@ MODES: dict[str, Mode] = {
     "streamed, plain": Mode({**STREAMED, "enable_predict": False}),
     "streamed, accumulation": Mode({**STREAMED, "gradient_accumulation_steps": 2,
                                     "plan_values": {"stream_embeddings": True}}),
+    "streamed, updated in the backward pass": Mode({**STREAMED, **EVERY, "enable_predict": False, "max_grad_norm": 0.0,
+                                                    "out_of_memory": "raise"}),
     "streamed, 8 bit": Mode({**STREAMED, "optimizer_states": "8bit"}, needs=("bitsandbytes",)),
     "streamed, LoRA over int8": Mode({**STREAMED, "base_precision": "int8"}, model=adapted, needs=("peft",)),
     "LoRA": Mode({"save_total_limit": 2}, model=adapted, needs=("peft",)),
+    "layers frozen in turn": Mode({**EVERY, "enable_predict": False}, callbacks=(FrozenInTurn,)),
     "saves inside steps": Mode(callbacks=(SavesInsideSteps,)),
     "saves inside steps, accumulation": Mode({"gradient_accumulation_steps": 2}, callbacks=(SavesInsideSteps,)),
     "SFT": Mode(build=supervised, needs=("trl",)),

@@ -6,6 +6,7 @@ rate of this made-up training is 1.5e-3.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -32,6 +33,7 @@ from hf_hybrid.cli.options import TRAINING as TRAINING_COMMANDS
 from hf_hybrid.cli.options import CommandLine
 from hf_hybrid.cli.sweep import Choices, Range, read_parameter
 from hf_hybrid.integrations import optuna as pruner
+from hf_hybrid.saving.lock import own_lock
 from hf_hybrid.world_model.final_loss import FinalLoss
 
 STEPS = 20
@@ -296,9 +298,27 @@ def test_a_trial_that_somebody_works_on_is_left_alone(config, made_up):
     folder = config.parent / "out-sweep"
     assert start(config, *words) == 0
     interrupt(folder)
-    with trials.FileLock(folder / "trial-002.lock"):
+    with own_lock(folder / "trial-002.lock"):
         assert start(config, *words) == 0
     assert trials_in(folder)[2].state == TrialState.RUNNING
+
+
+@pytest.mark.processes
+def test_a_file_system_without_locks_is_said_and_stops_no_sweep(config, made_up, monkeypatch, capsys):
+    """Not either where a sweep that was killed left the file."""
+    import fcntl
+
+    def refuses(*args):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    folder = config.parent / "out-sweep"
+    folder.mkdir()
+    for name in ("sweep.lock", "trial-000.lock"):
+        (folder / name).write_text("4711\nanother\n")
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    assert start(config, "--learning_rate", "1e-3,1.5e-3", "--trials", "2") == 0
+    assert capsys.readouterr().out.count("cannot be locked") == 1
+    assert [trial.state for trial in trials_in(folder)] == [TrialState.COMPLETE] * 2
 
 
 @pytest.mark.processes

@@ -58,9 +58,13 @@ def test_an_option_profiles_the_run(tmp_path):
     silent = HybridTrainer(tiny_model(), hybrid_config(tmp_path / "a", **options), train_dataset=ByteText(64))
     asked = hybrid_config(tmp_path / "b", **options, profile_memory=True)
     profiled = HybridTrainer(tiny_model(), asked, train_dataset=ByteText(64))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "b").mkdir(exist_ok=True)
+    (tmp_path / "b" / "profile").symlink_to(tmp_path / "home")
     silent.train()
     profiled.train()
     assert losses(silent) == losses(profiled)
+    assert not any((tmp_path / "home").iterdir())  # nothing is written through a link
     profiled.train()  # a second run has one profiler too
     assert not (tmp_path / "a" / "profile").exists()
     assert [record["step"] for record in lines(tmp_path / "b")] == [1, 2, 3, 4]

@@ -120,7 +120,10 @@ def test_plain_trainer(tmp_path):
     found = findings(load_run(tmp_path))
     assert found["headline"]["steps"]["real"] == 100 and found["headline"]["backward_passes"]["done"] is None
     assert found["leaps"] is None and found["phases"] == {}
+    (tmp_path / "home").mkdir()
+    (tmp_path / "report").symlink_to(tmp_path / "home")
     files = {path.name for path in write_report(tmp_path)}
+    assert not any((tmp_path / "home").iterdir())  # nothing is written through a link
     assert files == {"loss.png", "rate.png", "report.html", "report.json"}
 
 

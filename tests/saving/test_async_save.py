@@ -82,6 +82,71 @@ def test_a_checkpoint_holds_the_step_it_is_of_although_training_goes_on(tmp_path
     assert_same_weights(weights(resumed.model), weights(at_once.model))
 
 
+class InTurn(TrainerCallback):
+    """One layer trains in each step, and the others are frozen meanwhile."""
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        for number, layer in enumerate(model.model.layers):
+            layer.requires_grad_(number == state.global_step % len(model.model.layers))
+
+
+class Follows(TrainerCallback):
+    """Frozen weights that follow others after each step: a moving average, or an adapter of a reference."""
+
+    def __init__(self, name: str, of: str):
+        self.name, self.of = name, of
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        model.get_parameter(self.name).data.lerp_(model.get_parameter(self.of).data, 0.5)
+
+
+def frozen_in_turn():
+    torch.manual_seed(0)
+    return tiny_model(), InTurn()
+
+
+def with_average():
+    torch.manual_seed(0)
+    made = tiny_model()
+    made.average = torch.nn.Linear(32, 256, bias=False).requires_grad_(False)
+    return made, Follows("average.weight", of="model.embed_tokens.weight")
+
+
+def with_reference_adapter():
+    torch.manual_seed(0)
+    made = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    made.add_adapter("ref", made.peft_config["default"])
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.{}.weight"
+    return made, Follows(name.format("ref"), of=name.format("default"))
+
+
+@pytest.mark.parametrize("make", [frozen_in_turn, with_average, with_reference_adapter])
+def test_weights_that_are_frozen_and_change_all_the_same_are_those_of_the_step(tmp_path, monkeypatch, make):
+    def train(folder, **options):
+        model, changes = make()
+        build(folder, model=model, callbacks=[changes, slow], save_steps=2, enable_predict=False, **options).train()
+
+    slow, finish = Slow(monkeypatch, until=0), AsyncSaver.finish
+
+    def finish_late(saver, commit, context):
+        if saver.is_async:
+            slow.until = 4
+            slow.go_on.clear()
+            saver._writes.insert(0, lambda: slow.go_on.wait(60))
+        finish(saver, commit, context)
+
+    monkeypatch.setattr(AsyncSaver, "finish", finish_late)
+    train(tmp_path / "async")
+    assert slow.there[2] == []  # step 3 ran before the save of step 2 was over
+    train(tmp_path / "at_once", async_save=False)
+    for step in (2, 4, 6):
+        folders = [tmp_path / way / f"checkpoint-{step}" for way in ("async", "at_once")]
+        for file in folders[1].rglob("*model.safetensors"):
+            theirs, ours = load_file(file), load_file(folders[0] / file.relative_to(folders[1]))
+            assert ours.keys() == theirs.keys()
+            assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
 def test_a_save_that_fails_is_raised_by_the_next_step_and_leaves_nothing(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -157,10 +222,26 @@ def test_copies_are_kept_and_share_what_is_shared():
     assert second["a"].data_ptr() == first["a"].data_ptr() and torch.equal(second["a"], tied)
 
 
-def test_what_is_frozen_is_not_copied():
-    frozen, trained = torch.ones(3), torch.ones(3)
-    copy = Staging(free=lambda: 100).copy("weights", {"frozen": frozen, "trained": trained}, frozen=[frozen])
-    assert copy["frozen"] is frozen and copy["trained"] is not trained
+def test_what_is_not_written_is_not_copied():
+    base, trained = torch.ones(3), torch.ones(3)
+    copy = Staging(free=lambda: 100).copy("weights", {"base": base, "trained": trained}, unwritten=[base])
+    assert copy["base"] is base and copy["trained"] is not trained
+
+
+def test_the_base_of_adapters_is_not_copied(tmp_path):
+    model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
+    trainer = build(tmp_path, model=model, save_steps=2, enable_predict=False)
+    copied, copy = set(), trainer.saver.writer._staging.copy
+
+    def noted(name, value, *args):
+        made = copy(name, value, *args)
+        if name == "weights":
+            copied.update(key for key in made if made[key].data_ptr() != value[key].data_ptr())
+        return made
+
+    trainer.saver.writer._staging.copy = noted
+    trainer.train()
+    assert copied == {name for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def test_copies_that_do_not_fit_are_refused():

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from conftest import ByteText, hybrid_config, tiny_model
+from conftest import ByteText, hybrid_config, mostly_slow, tiny_model
 from rig.bit_flips import flip
 from rig.processes import together
 from transformers import TrainerCallback
@@ -34,8 +34,15 @@ class Fault(TrainerCallback):
         if state.global_step != self.step or args.process_index != self.process:
             return
         parameter = next(parameter for name, parameter in model.named_parameters() if "up_proj" in name)
-        tensor = parameter if self.kind == "weights" else inner_optimizer(optimizer).state[parameter]["exp_avg"]
+        tensor = inner_optimizer(optimizer).state[parameter]["exp_avg"] if self.kind == "optimizer" else parameter
         flip(tensor, 4 * 9 + self.bit // 8, self.bit % 8)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if self.kind == "frozen at the save" and control.should_save:
+            model.requires_grad_(False)
+
+    def on_save(self, args, state, control, model=None, **kwargs):
+        model.requires_grad_(True)
 
 
 def train(folder, fault=None, resume=None, name="first", data=None, **options):
@@ -70,7 +77,7 @@ def of(folder, name, process=0):
     return json.loads((folder / f"{name}-{process}.json").read_text())
 
 
-@pytest.mark.parametrize("kind", ["weights", pytest.param("optimizer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", mostly_slow(["weights", "optimizer", "frozen at the save"], ["weights"]))
 def test_a_flipped_bit_ends_the_run_and_the_same_command_goes_on(tmp_path, kind):
     """Of two processes both are named, because nothing tells which of them is right."""
 

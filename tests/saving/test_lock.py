@@ -7,12 +7,17 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 
 import pytest
 from rig import trainers
+from rig.run_folders import plain_run
 from transformers import TrainerCallback
 
+from hf_hybrid import files
+from hf_hybrid.files import write_text
+from hf_hybrid.report.page import write_report
 from hf_hybrid.saving.lock import HOLDER_NAME, LOCK_NAME, FolderInUseError, FolderLock
 from hf_hybrid.saving.manifest import CheckpointError
 
@@ -62,6 +67,16 @@ def test_the_second_is_told_who_is_there(tmp_path, held):
         trainer.train()
     assert issubclass(FolderInUseError, CheckpointError)
     assert json.loads((tmp_path / HOLDER_NAME).read_text())["process"] == other.pid
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["pipe", "deep"])
+def test_a_note_that_says_nothing_leaves_out_who_is_there(tmp_path, held, kind):
+    held(60)
+    (tmp_path / HOLDER_NAME).unlink()
+    os.mkfifo(tmp_path / HOLDER_NAME) if kind == "pipe" else (tmp_path / HOLDER_NAME).write_text("[" * 100_000)
+    with pytest.raises(FolderInUseError, match="another process, and it has not ended"):
+        FolderLock(wait=0).take(tmp_path)
 
 
 @pytest.mark.processes
@@ -196,12 +211,23 @@ def test_an_output_that_is_no_folder_is_refused_before_anything_is_made(tmp_path
         build(place)
 
 
-def test_files_that_a_kill_left_half_written_are_deleted(tmp_path):
-    ours = [f"_{name}.{'0f' * 8}" for name in (HOLDER_NAME, "hybrid_config.json", "hybrid_summary.json")]
-    others = ["_notes.json.0f0f0f0f0f0f0f0f", "hybrid_config.json", "_hybrid_config.json.0f", "_hybrid_command.json"]
-    for name in ours + others:
-        (tmp_path / name).write_text("{")
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["README.md", HOLDER_NAME, "hybrid_config.json", "report/report.html"])
+def test_files_that_a_kill_left_half_written_are_deleted(tmp_path, monkeypatch, name):
+    def killed():
+        files.os.replace = lambda *paths: os._exit(9)
+        write_text(tmp_path / name, "{")
+
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    process = multiprocessing.get_context("fork").Process(target=killed)
+    process.start()
+    process.join()
+    (tmp_path / "_README.md.0f0f0f0f0f0f0f0f").touch()  # a file of the user's
+    plain_run(tmp_path)
+    assert len([path for path in tmp_path.rglob("_hybrid_tmp-*") if path.is_file()]) == 1
     lock = FolderLock()
     lock.take(tmp_path)
     lock.release()
-    assert sorted(os.listdir(tmp_path)) == sorted(others)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # plots take most of the time
+    write_report(tmp_path)
+    assert not list(tmp_path.rglob("_hybrid_tmp-*")) and (tmp_path / "_README.md.0f0f0f0f0f0f0f0f").exists()

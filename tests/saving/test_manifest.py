@@ -17,11 +17,14 @@ from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, w
 from rig import trainers
 from rig.processes import together
 from rig.run_folders import reseal
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.records.log import LOG_NAME
+from hf_hybrid.report.findings import findings
+from hf_hybrid.report.run_folder import load_run
 from hf_hybrid.saving import manifest
+from hf_hybrid.saving.lock import check_output
 from hf_hybrid.saving.manifest import MANIFEST_NAME, SAVING_NAME, CheckpointError, is_committed, last_checkpoint
 from hf_hybrid.saving.start import find
 from hf_hybrid.trainer import HybridTrainerMixin
@@ -304,6 +307,14 @@ def test_a_named_checkpoint_whose_save_was_killed_before_the_rename_is_taken(fol
     assert start.folder == str(checkpoint) and is_committed(checkpoint) and not start.warnings and other.is_dir()
 
 
+def test_a_link_beside_a_checkpoint_that_is_named_is_not_taken_for_its_save(folder, tmp_path):
+    home = Path(shutil.copytree(folder, tmp_path / "home"))
+    before = files_in(home)
+    (folder / SAVING_NAME).symlink_to(home)
+    assert Path(find(str(folder / "checkpoint-2"), tmp_path / "anew").folder) == folder / "checkpoint-2"
+    assert files_in(home) == before
+
+
 def test_the_best_checkpoint_has_its_name_in_every_checkpoint(tmp_path):
     """Trainer notes where it writes. Where the folder of a run was moved, the best one is found there."""
 
@@ -473,6 +484,17 @@ def test_a_checkpoint_that_may_not_be_read_is_told_with_owner_and_mode(reachable
     assert re.match(r"CheckpointError: `output_dir=.* may not be read", outcome("auto"))
 
 
+@pytest.mark.processes
+def test_what_lies_in_a_closed_folder_is_told_in_one_sentence(reachable):
+    checkpoint = reachable / "checkpoint-6"
+    reachable.chmod(0o700 if os.getuid() == 0 else 0)
+    outcome = as_another_user(find, str(checkpoint), reachable.parent / "anew")
+    above = f"a folder above `{checkpoint}` may not be entered by this user"
+    assert outcome.startswith(f"CheckpointError: Can't find a valid checkpoint at `{checkpoint}`: {above}")
+    outcome = as_another_user(check_output, reachable / "anew")
+    assert re.match(r"ValueError: `output_dir=.*anew` cannot be used: a folder above .* another `output_dir`", outcome)
+
+
 def test_values_that_trainer_cannot_go_on_from_are_named(folder):
     """Of another version of transformers."""
     checkpoint = folder / "checkpoint-6"
@@ -497,6 +519,54 @@ def test_files_of_another_kind_are_told_in_one_sentence(folder, tmp_path):
         (checkpoint / MANIFEST_NAME).unlink()
         with pytest.raises(CheckpointError, match="cannot go on from `.*checkpoint-6`: its files are of another"):
             build(checkpoint.parent, max_steps=8).train(resume_from_checkpoint=str(checkpoint))
+
+
+DEEP = '{"a": ' + "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        (MANIFEST_NAME, DEEP, f"`{MANIFEST_NAME}` is damaged"),
+        ("trainer_state.json", DEEP, "`trainer_state.json` is damaged"),
+        ("hybrid_state.json", DEEP, "hybrid_state.json` is damaged"),
+        ("config.json", DEEP, "its files are of another kind"),
+        ("model.safetensors", "no header, but long enough for one", r"this run \(SafetensorError"),
+        ("hybrid_state.safetensors", "no header, but long enough for one", "hybrid_state.safetensors` is damaged"),
+        ("trainer_state.json", None, "`trainer_state.json` is neither a file nor a folder"),
+        ("optimizer.pt", None, "`optimizer.pt` is neither a file nor a folder"),
+        ("global_step", 10**30, "`trainer_state.json` says that it is of step 1000000000000000000000000000000"),
+        ("global_step", 1e30, "says that it is of step 1e.30"),
+        ("global_step", -5, "says that it is of step -5"),
+        ("stateful_callbacks", "text", "its files are of another kind"),
+    ],
+)
+def test_files_that_no_trainer_wrote_are_told_in_one_sentence(folder, name, content, said):
+    """Deep JSON, a pipe that nobody writes to, headers that are none, steps that do not exist."""
+    checkpoint = folder / "checkpoint-6"
+    if (checkpoint / name).exists():
+        (checkpoint / name).unlink()
+        os.mkfifo(checkpoint / name) if content is None else (checkpoint / name).write_text(content)
+    else:
+        path = checkpoint / "trainer_state.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), name: content}))
+    if name != MANIFEST_NAME:
+        (checkpoint / MANIFEST_NAME).unlink()
+    with pytest.raises(CheckpointError, match=said):
+        build(folder, max_steps=8).train(resume_from_checkpoint=str(checkpoint))
+
+
+@pytest.mark.parametrize("saved", [{}, None])
+def test_a_resumed_run_saves_callbacks_that_the_checkpoint_does_not_have(folder, saved):
+    """Trainer looks each of them up in what the checkpoint has of callbacks."""
+    path = folder / "checkpoint-6" / "trainer_state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "stateful_callbacks": saved}))
+    reseal(folder / "checkpoint-6")
+    evaluates = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    trainer = build(folder, callbacks=[EarlyStoppingCallback(3)], max_steps=8, **evaluates)
+    trainer.train(resume_from_checkpoint="auto")
+    kept = json.loads((folder / "checkpoint-8" / "trainer_state.json").read_text())["stateful_callbacks"]
+    assert kept.keys() >= {"TrainerControl", "EarlyStoppingCallback"}
 
 
 # Disks that are full.
@@ -637,20 +707,64 @@ def test_so_is_one_where_plain_trainer_has_saved(tmp_path):
 def test_a_run_that_goes_on_from_an_earlier_step_says_that_it_replaces_later_ones(folder, caplog):
     before = files_in(folder / "checkpoint-6")
     build(folder, max_steps=4).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    assert "holds checkpoints of later steps than `checkpoint-2`, up to step 6. This run replaces each" in caplog.text
+    assert "holds checkpoints of later steps than `checkpoint-2`, up to step 6, of another run. This" in caplog.text
     assert files_in(folder / "checkpoint-6") == before and is_committed(folder / "checkpoint-4")
-    assert found(folder)[0] == "checkpoint-6"
+    taken, said = found(folder, "auto")  # what the user went on with, not what was left behind
+    assert taken == "checkpoint-4" and "holds checkpoints of later steps than `checkpoint-4`, up to step 6" in said
 
 
-def test_a_process_may_train_anew_in_its_own_folder(tmp_path, caplog):
-    """As notebooks do, with the same trainer and with another."""
-    trainer = build(tmp_path, max_steps=4)
-    trainer.train()
+@pytest.mark.parametrize("resume", [True, "auto"])
+def test_a_shorter_run_in_the_folder_of_its_process_goes_on_with_its_own_checkpoints(tmp_path, caplog, resume):
+    """As notebooks do, with the same trainer and with another. What the first run saved at later steps stays."""
+    build(tmp_path, max_steps=6).train()
     assert "earlier training of this process" not in caplog.text
+    first = files_in(tmp_path / "checkpoint-6")
+    trainer = build(tmp_path, max_steps=4, learning_rate=1e-2)
     trainer.train()
-    assert "holds checkpoints of an earlier training of this process. This training replaces each" in caplog.text
-    build(tmp_path, max_steps=4).train()
+    assert "holds checkpoints of an earlier training of this process, up to step 6. This training" in caplog.text
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+    assert findings(load_run(tmp_path))["status"] == "Finished at step 4 of 4."
+    caplog.clear()
+    resumed = build(tmp_path, max_steps=5, save_steps=5, learning_rate=1e-2)
+    resumed.train(resume_from_checkpoint=resume)
+    assert "later steps than `checkpoint-4`, up to step 6, of another run" in caplog.text
+    assert Path(resumed.saver.start.folder).name == "checkpoint-4"
+    assert found(tmp_path)[0] == "checkpoint-5" and files_in(tmp_path / "checkpoint-6") == first
+    trainer.train()  # a third one
     assert found(tmp_path)[0] == "checkpoint-4"
+
+
+def test_a_damaged_checkpoint_of_the_newest_run_is_passed_over_by_name(tmp_path):
+    for steps in (6, 4):
+        build(tmp_path, max_steps=steps).train()
+    (tmp_path / "checkpoint-4" / MANIFEST_NAME).write_text("{")
+    taken, said = found(tmp_path)
+    assert (
+        taken == "checkpoint-2" and f"`{MANIFEST_NAME}` is damaged" in said and "up to step 6, of another run" in said
+    )
+
+
+@pytest.mark.parametrize("limit, left", [(1, [4]), (2, [2, 4]), (None, [2, 4, 6])])
+def test_the_limit_counts_the_checkpoints_of_both_runs(tmp_path, limit, left):
+    for steps in (6, 4):
+        build(tmp_path, max_steps=steps, save_total_limit=limit).train()
+    assert list(map(manifest.step_of, manifest.checkpoints_of(tmp_path))) == left
+
+
+def test_the_best_checkpoint_is_not_that_of_an_earlier_run(tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": None}
+    build(tmp_path, **options, save_steps=1, max_steps=3).train()
+    trainer = build(tmp_path, **options, save_steps=3, max_steps=6)
+    losses = iter([3.0, 1.0, 2.0, 2.0, 2.0, 2.0])  # the best step is the second, which is not saved
+
+    def evaluate(*args, **kwargs):
+        metrics = {"eval_loss": next(losses)}
+        trainer.control = trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, metrics)
+        return metrics
+
+    trainer.evaluate = evaluate
+    trainer.train()
+    assert trainer.state.best_global_step == 2 and trainer.state.best_model_checkpoint is None
 
 
 def test_a_run_that_saves_nothing_may_begin_beside_the_checkpoints_of_another(folder):
@@ -695,6 +809,35 @@ def test_a_link_in_the_place_of_a_checkpoint_makes_way_and_what_it_leads_to_stay
     build(folder).train(resume_from_checkpoint=True)
     assert is_committed(folder / "checkpoint-6") and not (folder / "checkpoint-6").is_symlink()
     assert files_in(archive) == before
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+@pytest.mark.parametrize("moment", ["before the start", "before a save", "before a rotation"])
+def test_a_link_in_the_place_of_the_folder_of_saves_makes_way_and_what_it_leads_to_stays(
+    folder, tmp_path, monkeypatch, caplog, moment, resume
+):
+    home = Path(shutil.copytree(folder, tmp_path / "home"))
+    (home / "thesis.txt").write_text("five years of work")
+    (home / "checkpoint-4" / MANIFEST_NAME).unlink()
+    before, out = files_in(home), folder if resume else tmp_path / "anew"
+    trainer = build(out, save_total_limit=1, max_steps=10, async_save=moment == "before the start")
+
+    def link(*args, **kwargs):
+        if not os.path.lexists(out / SAVING_NAME):
+            (out / SAVING_NAME).symlink_to("../home")
+
+    if moment == "before the start":
+        out.mkdir(exist_ok=True)
+        link()
+    elif moment == "before a save":
+        trainer.add_callback(type("Links", (TrainerCallback,), {"on_step_begin": link})())
+    else:
+        rotate = manifest.rotate
+        monkeypatch.setattr(manifest, "rotate", lambda *args, **kwargs: (link(), rotate(*args, **kwargs)))
+    trainer.train(resume_from_checkpoint=resume)
+    assert files_in(home) == before and not os.path.lexists(out / SAVING_NAME)
+    assert [path.name for path in manifest.checkpoints_of(out)] == ["checkpoint-10"]
+    assert "was a link to `../home`" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["file", "dangling link"])

@@ -520,6 +520,8 @@ def test_resume_ends_at_the_same_weights(case, tmp_path):
         resumed = build(tmp_path / f"{step}", save_strategy="no")
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert_same_weights(weights(resumed.model), weights(trainer.model))
+        ends = [[e["num_tokens"] for e in t.state.log_history if "num_tokens" in e][-1] for t in (resumed, trainer)]
+        assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize("options", [{}, {"peft_config": lora}], ids=["full", "lora"])
