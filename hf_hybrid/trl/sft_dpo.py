@@ -408,6 +408,9 @@ class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):  # ty: ignore[incompatible-
             because = f"`{loss}` may read more than the rows of one"
         if because is None and marks is not None and marks.hooks:
             because = f"a hook of yours (`{marks.hooks[0]!r:.60}`) sees each by itself"
+        trained = (weight for group in self.optimizer.param_groups for weight in group["params"])
+        if because is None and not all(weight.requires_grad for weight in trained):
+            because = "a weight is frozen, and a pass of the reference may change that"  # as PEFT does
         if because is not None:
             self.rows.apart.cannot_be_exact(because)
         offloads = args.activation_offloading or options.offload_activations
