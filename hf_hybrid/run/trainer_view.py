@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hf_hybrid.optimizers import has_adapters, is_adam, optimizer_name, text_config, users_optimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -146,3 +146,25 @@ def unknown_loss(trainer: TrainerView) -> str | None:
 def vocabulary_size(model: torch.nn.Module) -> int | None:
     """Return the length of a model's vocabulary, if its config has it."""
     return getattr(text_config(model), "vocab_size", None)
+
+
+# What users put in place of a method.
+
+
+def outermost(trainer: Any, name: str, known: Collection[type]) -> str | None:
+    """
+    Return where a trainer's method `name` is not that of its `known` classes, the outermost place; `None` if nowhere.
+
+    That is the trainer itself (`trainer.method = function`), a class above or below the mixin, or a known class into
+    which somebody put a function of another package. `functools.wraps` copies the module of a function, but not its
+    globals.
+    """
+    packages = {owner.__module__.partition(".")[0] for owner in known}
+    for place in (trainer, *type(trainer).__mro__):
+        if name not in vars(place):
+            continue
+        method = vars(place)[name]
+        home = getattr(getattr(method, "__func__", method), "__globals__", {}).get("__name__", "")
+        if place not in known or home.partition(".")[0] not in packages:
+            return f"{place.__name__ if isinstance(place, type) else 'trainer'}.{name}"
+    return None

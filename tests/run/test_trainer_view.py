@@ -1,0 +1,55 @@
+"""Where users put methods of their own: on an object, in a class above or below, or into a class that is known."""
+
+import functools
+
+import pytest
+from transformers import Trainer
+
+from hf_hybrid import HybridTrainer
+from hf_hybrid.run.trainer_view import outermost
+
+KNOWN = HybridTrainer.__mro__
+
+
+def loss(self, *args, **kwargs):
+    raise NotImplementedError
+
+
+class Below(Trainer):
+    compute_loss = loss
+
+
+class Above(HybridTrainer):
+    compute_loss = loss
+
+
+class Around(Above):
+    @functools.wraps(Trainer.compute_loss)
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("kind", "place"), [(HybridTrainer, None), (Above, "Above"), (Around, "Around")])
+def test_a_class(kind, place):
+    trainer = kind.__new__(kind)
+    assert outermost(trainer, "compute_loss", KNOWN) == (place and f"{place}.compute_loss")
+    assert outermost(trainer, "training_step", KNOWN) is None
+
+
+def test_a_class_below_the_mixin():
+    kind = type("Mixed", (*HybridTrainer.__mro__[1:-2], Below), {})
+    assert outermost(kind.__new__(kind), "compute_loss", KNOWN) == "Below.compute_loss"
+
+
+@pytest.mark.parametrize("patch", [loss, functools.partial(loss, 1), loss.__get__(1), lambda *_: None])
+def test_an_object(patch):
+    trainer = Above.__new__(Above)
+    trainer.training_step = patch
+    assert outermost(trainer, "training_step", KNOWN) == "trainer.training_step"
+
+
+@pytest.mark.parametrize("patch", [loss, functools.wraps(Trainer.training_step)(loss), staticmethod(loss)])
+def test_a_known_class(patch, monkeypatch):
+    monkeypatch.setattr(Trainer, "training_step", patch)
+    trainer = HybridTrainer.__new__(HybridTrainer)
+    assert outermost(trainer, "training_step", KNOWN) == "Trainer.training_step"
