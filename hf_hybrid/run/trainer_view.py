@@ -156,15 +156,17 @@ def outermost(trainer: Any, name: str, known: Collection[type]) -> str | None:
     Return where a trainer's method `name` is not that of its `known` classes, the outermost place; `None` if nowhere.
 
     That is the trainer itself (`trainer.method = function`), a class above or below the mixin, or a known class into
-    which somebody put a function of another package. `functools.wraps` copies the module of a function, but not its
-    globals.
+    which somebody put a function of another package. Its globals tell of which it is: `functools.wraps` copies the rest.
     """
-    packages = {owner.__module__.partition(".")[0] for owner in known}
+    packages = {"torch", *(owner.__module__.partition(".")[0] for owner in known)}
     for place in (trainer, *type(trainer).__mro__):
         if name not in vars(place):
             continue
         method = vars(place)[name]
-        home = getattr(getattr(method, "__func__", method), "__globals__", {}).get("__name__", "")
-        if place not in known or home.partition(".")[0] not in packages:
+        wrapped = [getattr(method, "__func__", method)]
+        while hasattr(wrapped[-1], "__wrapped__"):
+            wrapped.append(wrapped[-1].__wrapped__)
+        homes = {getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0] for function in wrapped}
+        if place not in known or not homes <= packages:
             return f"{place.__name__ if isinstance(place, type) else 'trainer'}.{name}"
     return None

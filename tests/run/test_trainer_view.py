@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+import torch
 from transformers import Trainer
 
 from hf_hybrid import HybridTrainer
@@ -36,6 +37,12 @@ def test_a_class(kind, place):
     assert outermost(trainer, "training_step", KNOWN) is None
 
 
+def test_what_a_known_package_decorates(monkeypatch):
+    monkeypatch.setattr(Trainer, "training_step", staticmethod(torch.no_grad()(Trainer.training_step)))
+    trainer = HybridTrainer.__new__(HybridTrainer)
+    assert outermost(trainer, "training_step", KNOWN) is None
+
+
 def test_a_class_below_the_mixin():
     kind = type("Mixed", (*HybridTrainer.__mro__[1:-2], Below), {})
     assert outermost(kind.__new__(kind), "compute_loss", KNOWN) == "Below.compute_loss"
@@ -48,7 +55,12 @@ def test_an_object(patch):
     assert outermost(trainer, "training_step", KNOWN) == "trainer.training_step"
 
 
-@pytest.mark.parametrize("patch", [loss, functools.wraps(Trainer.training_step)(loss), staticmethod(loss)])
+@functools.wraps(Trainer.training_step)
+def around(self, *args, **kwargs):
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("patch", [loss, around, staticmethod(loss), torch.no_grad()(loss)])
 def test_a_known_class(patch, monkeypatch):
     monkeypatch.setattr(Trainer, "training_step", patch)
     trainer = HybridTrainer.__new__(HybridTrainer)
