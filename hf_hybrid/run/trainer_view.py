@@ -156,7 +156,7 @@ def outermost(trainer: Any, name: str, known: Collection[type]) -> str | None:
     Return where a trainer's method `name` is not that of its `known` classes, the outermost place; `None` if nowhere.
 
     That is the trainer itself (`trainer.method = function`), a class above or below the mixin, or a known class into
-    which somebody put a function of another package. Its globals tell of which it is: `functools.wraps` copies the rest.
+    which somebody put a function of another package: that of its globals, as `functools.wraps` copies the rest.
     """
     packages = {"torch", *(owner.__module__.partition(".")[0] for owner in known)}
     for place in (trainer, *type(trainer).__mro__):
