@@ -222,19 +222,17 @@ class ExactSkips:
         counts = self.counts(here) if leave_out else torch.ones(len(here["advantages"]), dtype=torch.bool)
         total, size = len(counts), len(counts) // len(batches)
         needed = max(self.agree(int(counts.sum())), int(ends_window and needs_one))
-        planned: list[Batch | None] = list(batches)
-        rows, count = torch.arange(total), len(batches)
+        computed, rows, count = list(batches), torch.arange(total), len(batches)
         if needed < total or by_prompt:
             rows = torch.argsort(counts.logical_not().int(), stable=True)[:needed].sort().values
             if by_prompt:
                 _, prompt_of_row = here["prompt_ids"].unique(dim=0, return_inverse=True)
                 rows = rows[prompt_of_row[rows].argsort(stable=True)]
             count, places = -(-needed // size), rows.to(batches[0]["advantages"].device, non_blocking=True)
-            planned = [None] * (len(batches) - count) + (rebin(batches, places, count, self.mean) if count else [])
-        parts = rows.tensor_split(count) if count else ()
-        self.planned, self.computed = deque(planned), planned[len(planned) - count :]
+            computed = rebin(batches, places, count, self.mean) if count else []
+        parts, avoided = rows.tensor_split(count) if count else (), len(batches) - count
+        self.computed, self.planned = computed, deque([*[None] * avoided, *computed])
         self.on_host = [{name: here[name][part] for name in here} for part in parts]
-        avoided = planned.count(None)
         return {"rows": total, "rows_skipped": total - needed, "backward_passes_avoided_exactly": avoided}
 
     def next(self) -> Batch | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -78,12 +79,12 @@ class RowsStay(NamedTuple):
 # A part of the run.
 
 
-def rates_of(model: torch.nn.Module) -> list[bool]:
+def settings_of(model: torch.nn.Module) -> list[bool]:
     """
-    Return which numbers of modules and configs are not zero: while these stay, a pass draws what it drew. A callback
-    may set a rate of dropout in a run, or put a module there that has one.
+    Return which numbers of modules and configs are not zero, and where weights have hooks. While these stay, a pass
+    draws what it drew. A callback may set a rate of dropout in a run, or put a module there that has one.
     """
-    places, rates = {}, []
+    places, settings = {}, []
     for module in model.modules():
         places[id(module)] = vars(module)
         if (config := vars(module).get("config")) is not None:
@@ -91,8 +92,10 @@ def rates_of(model: torch.nn.Module) -> list[bool]:
     for values in places.values():
         for value in values.values():
             if isinstance(value, float):
-                rates.append(value != 0)
-    return rates
+                settings.append(value != 0)
+    for weight in model.parameters():
+        settings.append(bool(weight._backward_hooks or weight._post_accumulate_grad_hooks))
+    return settings
 
 
 COUNTS = (
@@ -166,7 +169,7 @@ class Rollouts(Part):
     def choose_rows(self) -> None:
         """Decide which rows are left out: in the first step, and where a callback has changed what decides."""
         trainer = self.trainer
-        settings = [*map(vars(trainer).get, SETTINGS), *rates_of(trainer.model)]
+        settings = [*map(vars(trainer).get, SETTINGS), *settings_of(trainer.model)]
         changed = settings != self._settings
         if not (changed if trainer.accelerator.num_processes == 1 else trainer._agree(int(changed))):
             return
@@ -598,20 +601,26 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         Add to the distance between the log-probabilities with which the completions were drawn and those of the
         training pass, shape [rows, tokens].
         """
-        if (of_sampler := inputs.get(OF_SAMPLER)) is None or not self.model.training:
+        of_sampler, several = inputs.get(OF_SAMPLER), self.accelerator.num_processes > 1
+        if not self.model.training or (of_sampler is None and (not several or self.use_vllm)):
             return
-        mask = tokens_in_loss(inputs).bool()
-        if (old := inputs.get("old_per_token_logps")) is not None:  # the policy has moved since
-            log_probs, mask = old, mask & old.ne(0)  # zero: a row without advantage, for which it was not computed
-        distance = (log_probs - of_sampler).abs().masked_fill(~mask, 0.0)
-        mean, largest = distance.sum() / mask.sum().clamp(min=1), distance.max()
+        found = log_probs.new_full((2,), float("nan"))  # where TRL completes, and another process may not
+        if of_sampler is not None:
+            mask = tokens_in_loss(inputs).bool()
+            if (old := inputs.get("old_per_token_logps")) is not None:  # the policy has moved since
+                log_probs, mask = old, mask & old.ne(0)  # zero: a row without advantage, for which it was not computed
+            distance = (log_probs - of_sampler).abs().masked_fill(~mask, 0.0)
+            found = torch.stack([distance.sum() / mask.sum().clamp(min=1), distance.max()])
         self._read_distance()  # TRL has waited for metrics that were computed after it
-        self._distance = Look(torch.stack([mean, largest]))
+        self._distance = Look(self.accelerator.gather(found) if several else found)
 
     def _read_distance(self) -> None:
         if self._distance is not None:
-            (means, count, most), (mean, largest) = self._distances, self._distance.read()
-            self._distance, self._distances = None, (means + mean, count + 1, max(most, largest))
+            for mean, largest in torch.tensor(self._distance.read()).view(-1, 2).tolist():
+                if not math.isnan(mean):
+                    means, count, most = self._distances
+                    self._distances = means + mean, count + 1, max(most, largest)
+            self._distance = None
 
     def _agree(self, count: int) -> int:
         if self.accelerator.num_processes == 1:
@@ -684,11 +693,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     def log(self, logs, *args, **kwargs):
         self._read_distance()
         if "loss" in logs and self._distances[1]:
-            ours = torch.tensor([self._distances])
-            if self.accelerator.num_processes > 1:
-                ours = self.accelerator.gather(ours.to(self.args.device))
-            means, count, largest = ours.T.tolist()
-            logs |= {SAMPLER + "mean": sum(means) / sum(count), SAMPLER + "max": max(largest)}
+            means, count, largest = self._distances  # of all processes
+            logs |= {SAMPLER + "mean": means / count, SAMPLER + "max": largest}
             self._distances = type(self)._distances
         left_out = self.rollouts.leaves_out and self._buffered_inputs and not self._metrics["train"].get("entropy")
         if left_out and "loss" in logs and self.model.training:

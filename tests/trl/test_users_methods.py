@@ -13,8 +13,10 @@ from conftest import mostly_slow, weights
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+from peft import LoraConfig  # noqa: E402
 from rig import rollouts  # noqa: E402
 from rig.rollouts import build  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
@@ -172,3 +174,108 @@ def test_it_is_called_and_counts(name, way, kind, options, known, tmp_path, monk
     elif name not in OF_GENERATION:
         assert summary["rows_skipped"] > 0 and (summary["log_probs_skipped"] > 0 or options == "plain")
     assert summary["rows_decoded_saved"] > 0
+
+
+# Callbacks that change what decides which rows are left out.
+
+
+class Changes(TrainerCallback):
+    """Calls `change` with the model (without its wrapper), the trainer and the step before each step."""
+
+    def __init__(self, change):
+        self.change, self.trainer = change, None
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        self.change(model, self.trainer, state.global_step)
+
+
+def freezes_in_turn(model, trainer, step):
+    for name, parameter in model.named_parameters():
+        if "lora" in name or not hasattr(model, "peft_config"):
+            parameter.requires_grad_(("layers.0" in name or "lm_head" in name) == step % 2)
+
+
+def unfreezes_late(model, trainer, step):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1" in name or step >= 2)
+
+
+def sets_epsilon(model, trainer, step):
+    trainer.epsilon_low = trainer.epsilon_high = 0.01 * step
+
+
+def sets_beta(model, trainer, step):
+    trainer.beta = 0.5 * (step >= 2)
+
+
+def sets_loss(model, trainer, step):
+    trainer.loss_type = ("dapo", "grpo", "bnpo", "dapo")[step]
+
+
+def sets_quantile(model, trainer, step):
+    trainer.top_entropy_quantile = 1.0 if step % 2 else 0.5
+
+
+def sets_group(model, trainer, step):
+    trainer.mask_truncated_completions = step % 2 == 1
+
+
+def sets_hooks(model, trainer, step):
+    if step == 1:
+        model.get_input_embeddings().weight.register_hook(lambda gradient: gradient * 0.5 + 0.01)
+
+
+def sets_temperature(model, trainer, step):
+    trainer.generation_config.temperature, trainer.generation_config.top_k = 0.5 + step, 3 + step
+
+
+def sets_dropout(model, trainer, step):
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.3 * (step in (1, 3))
+
+
+def puts_dropout(model, trainer, step):
+    for module in model.modules():
+        if "lora_dropout" in vars(module).get("_modules", {}) and step == 2:
+            module.lora_dropout["default"] = torch.nn.Dropout(0.3)
+
+
+LORA = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")}
+CALLBACKS = {
+    "freezes in turn": (freezes_in_turn, {"share": 1.0}),
+    "freezes adapters": (freezes_in_turn, {"share": 0.9, **LORA, "learning_rate": 1.0}),
+    "unfreezes late": (unfreezes_late, {"share": 1.0}),
+    "epsilon": (sets_epsilon, {"num_iterations": 2}),
+    "beta": (sets_beta, {**LORA, "learning_rate": 1.0}),
+    "loss": (sets_loss, {}),
+    "quantile": (sets_quantile, {}),
+    "truncated": (sets_group, {}),
+    "hooks": (sets_hooks, {}),
+    "temperature": (sets_temperature, {}),
+    "dropout": (sets_dropout, {"exact_skips": "off", "share_rows": "off"}),
+    "dropout of adapters": (puts_dropout, {"exact_skips": "off", "share_rows": "off", **LORA, "learning_rate": 1.0}),
+}
+
+
+def run_with(kind, change, folder, share=0.5, **options):
+    callback = Changes(change)
+    options = {"share_rows": "auto", **options}
+    if kind in (GRPOTrainer, RLOOTrainer):
+        options = {name: value for name, value in options.items() if name not in ("exact_skips", "share_rows")}
+    torch.manual_seed(0)  # adapters begin at random
+    trainer = build(kind, folder, share, callbacks=[callback], max_steps=4, **options)
+    callback.trainer = trainer
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, ["grpo"]))
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_what_a_callback_changes_counts(name, kind, tmp_path):
+    change, options = CALLBACKS[name]
+    theirs, ours = (run_with(base, change, tmp_path / base.__name__, **options) for base in KINDS[kind])
+    found = weights(ours.model)
+    for key, weight in weights(theirs.model).items():
+        assert (weight - found[key]).abs().max().item() <= 1e-6
+    assert ours.hybrid_summary()["failed_savings"] == []
