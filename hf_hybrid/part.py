@@ -14,7 +14,7 @@ The hooks, each with the parts that implement it:
 | `begin` | before the first step | nearly all |
 | `resume` | before states are restored, with those of all parts | the choice of leaps, rollouts |
 | `load_state_dict` | a checkpoint is restored | all that keep a state |
-| `begin_step` | the batches are there | leaps, shared rows, rollouts, recovery |
+| `begin_step` | the batches are there | leaps, shared rows, rollouts |
 | `on_phase_change` | a step begins another phase | phase memory, the guard |
 | `before_forward`, `after_backward` | around each micro-batch | shared rows, phase memory, adapters |
 | `before_update` | gradients are clipped; the monitor may withhold the update | monitor, rate, leaps, planner |
@@ -82,6 +82,7 @@ class Step:
         window (`list`, *optional*): The micro-batches as a part laid them out anew, one in place of each that is not
             computed yet; `None` computes nothing.
         parts_add_up (`bool`): Whether losses of parts of a micro-batch in `window` add up to its loss, without `items`.
+        is_arranged (`bool`): Whether it is known how they are computed: once the first one is.
         items (`Any`): `num_items_in_batch`: the label count that divides the loss; `None` if the loss is a mean.
         losses (`list[torch.Tensor]`): Of the micro-batches computed so far, as shares of the loss of the step.
         tokens (`int`): Of these micro-batches, on this process.
@@ -104,6 +105,7 @@ class Step:
     on_host: Sequence[Any] = ()
     window: list[Any] | None = None
     parts_add_up: bool = False
+    is_arranged: bool = False
     items: Any = None
     losses: list[torch.Tensor] = field(default_factory=list)
     tokens: int = 0

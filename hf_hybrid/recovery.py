@@ -603,12 +603,12 @@ class OutOfMemoryRecovery(Part):
 
     # As a part of the run.
 
-    def begin_step(self, step: Step) -> None:
-        if step.phase is not Phase.PREDICT:
-            computed = step.batches if step.window is None else [batch for batch in step.window if batch is not None]
-            self.begin_window(list(computed), step.items)
-            self._laid_out = step.window is not None
-            self._divisor = len(step.batches) if step.parts_add_up else None
+    def arrange(self, step: Step) -> None:
+        """Note what will be computed in a step."""
+        computed = step.batches if step.window is None else [batch for batch in step.window if batch is not None]
+        self.begin_window(list(computed), step.items)
+        self._laid_out = step.window is not None
+        self._divisor = len(step.batches) if step.parts_add_up else None
 
     def end_step(self, step: Step) -> None:
         self.begin_window([])

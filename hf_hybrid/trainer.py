@@ -62,7 +62,7 @@ from hf_hybrid.machine import (
     warn_of_lone_process,
 )
 from hf_hybrid.optimizers import check_hidden_matrices
-from hf_hybrid.part import Part, Phase, check_parts
+from hf_hybrid.part import Part, Phase, Step, check_parts
 from hf_hybrid.plan.accounting import ByteTable
 from hf_hybrid.plan.of_trainer import check_streamable
 from hf_hybrid.records.log import LogFile
@@ -73,6 +73,7 @@ from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, device_probe
 from hf_hybrid.run.epochs import Epochs
 from hf_hybrid.run.monitor import numbers_of, overflowed
 from hf_hybrid.run.run import DataOrder, RandomStates, Run
+from hf_hybrid.run.trainer_view import acts_between, overridden
 from hf_hybrid.saving.lock import check_output
 from hf_hybrid.saving.manifest import last_checkpoint
 from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
@@ -382,8 +383,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.saver.evaluation_is_due = self.epochs.is_at_start = False
         in_step, feed, there = self.saver.in_step, self.run.feed, device
         in_step.is_changing = True
-        is_trainers = getattr(super().get_batch_samples, "__func__", None) is Trainer.get_batch_samples
-        if is_trainers and self.rows is not None and self.accelerator.num_processes == 1 and self.args.n_gpu <= 1:
+        acts = overridden(self, "get_batch_samples", "training_step", "_prepare_inputs", "_prepare_input")
+        if acts is None and self.rows is not None and self.accelerator.num_processes == 1 and self.args.n_gpu <= 1:
             device = torch.device("cpu")  # where the loader has labels; Trainer would wait for a copy of their count
         with self.order.reading():
             if feed is None:
@@ -399,11 +400,10 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             items = copy_to_device_(torch.empty_like(items, device=there), items)
         if batches:
             rate, on_host, rows = 0.0 if feed is None else self._get_learning_rate(), batches, self.rows
-            if rows is not None and rows.in_every_pass:
+            if rows is not None and (rows.in_every_pass or acts is not None):  # else those that are computed are moved
                 batches = send_to_device(batches, self.args.device, non_blocking=True)
+            self.run.accumulations.add(self.args.gradient_accumulation_steps)
             step = self.run.begin_step(self.state.global_step, batches, items, rate, on_host)
-            if rows is not None and step.window is None:  # else what is computed was moved
-                batches = send_to_device(batches, self.args.device, non_blocking=True)
             if step.phase is Phase.PREDICT:  # trains on none of them: they stay the next
                 batches = batches + batches[-1:] * (num_batches - len(batches))
             elif feed is not None:
@@ -415,21 +415,41 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             self.saver.start.in_step = False
         return batches, items
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
+    def training_step(self, model, inputs, *args, **kwargs):
         """Compute one micro-batch, or nothing in a skipped step."""
         if self.run.phase is Phase.PREDICT:
             return self._skip_step(model)
-        if self.run.step.window is not None:  # a part laid it out anew
-            inputs = self.run.step.window.pop(0)
+        step, items = self.run.step, args[0] if args else kwargs.get("num_items_in_batch")
+        if not step.is_arranged:
+            self._arrange(step)
+        if step.window is not None:  # a part laid it out anew
+            inputs = step.window.pop(0)
+        elif self.rows is not None:
+            inputs = next((there for here, there in zip(step.on_host, step.batches) if here is inputs), inputs)
         if inputs is None:
             model.train()  # as in a skipped step
             return torch.zeros((), device=self.args.device)
-        step = functools.partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
+        compute = functools.partial(super().training_step, model)
+        run: Callable[[Any], torch.Tensor] = lambda inputs: compute(inputs, *args, **kwargs)  # noqa: E731
         if self.memory.window is not None:  # layer by layer, the first call computes all of the window
-            step = functools.partial(self.memory.window.next, step)
-        loss = self.recovery.compute(inputs, functools.partial(self._compute, step), num_items_in_batch)
+            run = functools.partial(self.memory.window.next, run)
+        loss = self.recovery.compute(inputs, functools.partial(self._compute, run), items)
         self.run.count(inputs, loss)
         return loss
+
+    def _arrange(self, step: Step) -> None:
+        """Decide how the micro-batches of a step are computed, now that `on_step_begin` has been called."""
+        step.is_arranged, self.saver.in_step.is_changing = True, True
+        if self.rows is not None:
+            self.rows.arrange(step)
+            if step.window is None and step.batches:  # else what is computed was moved
+                step.batches = send_to_device(step.batches, self.args.device, non_blocking=True)
+        window = self.memory.window
+        if window is not None and window.order != "micro_batch" and (because := acts_between(self)) is not None:
+            logger.warning("Windows are walked micro-batch by micro-batch from here on: %s.", because)
+            self.memory.walk_by_micro_batch()
+        self.recovery.arrange(step)
+        self.saver.in_step.is_changing = False
 
     def _compute(self, step: Callable[[Any], torch.Tensor], inputs: Any) -> torch.Tensor:
         """Run forward and backward of a micro-batch, or of a part of one after memory ran out."""
@@ -531,10 +551,11 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
 
     # The loss.
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        compute = functools.partial(super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
-        chunked = self._chunked_loss
-        if chunked.loss is None or return_outputs or not chunked.applies(model, inputs, num_items_in_batch):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        chunked, compute = self._chunked_loss, functools.partial(super().compute_loss, model, inputs, *args, **kwargs)
+        given = dict(zip(("return_outputs", "num_items_in_batch"), args)) | kwargs
+        items = given.get("num_items_in_batch")
+        if chunked.loss is None or given.get("return_outputs") or not chunked.applies(model, inputs, items):
             return compute()
         with chunked.loss.active(inputs):
             return compute()

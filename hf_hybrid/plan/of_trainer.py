@@ -132,7 +132,8 @@ def _reason_all_are_recomputed(trainer: TrainerView) -> str | None:
         return "`DataParallel` divides each batch"
     if not decoder_layers(trainer.model):
         return f"`{type(trainer.model).__name__}` has no list of decoder layers"
-    return None if trainer.trains_preferences and own_losses(trainer) == ["DPOTrainer"] else unknown_loss(trainer)
+    is_known = trainer.trains_preferences and own_losses(trainer) == [("trl", "DPOTrainer")]
+    return None if is_known else unknown_loss(trainer)
 
 
 def updates_in_backward(trainer: TrainerView) -> bool:

@@ -34,7 +34,7 @@ from hf_hybrid.rows.states import by_row
 from hf_hybrid.rows.tree import IGNORED, Batch, Rows, Tree, divide, on_host
 from hf_hybrid.run.trainer_view import TrainerView
 
-KNOWN = frozenset({"RewardTrainer", "KTOTrainer", "DistillationTrainer", "CPOTrainer", "ORPOTrainer"})
+KNOWN = {("trl", f"{kind}Trainer") for kind in ("Reward", "KTO", "Distillation", "CPO", "ORPO")}
 """Trainers of TRL whose losses read no padding."""
 MODELS = ("model", "ref_model", "teacher_model")
 """Attributes of a trainer with the models that its loss computes."""

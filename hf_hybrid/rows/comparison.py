@@ -6,6 +6,12 @@ Where the model draws random numbers in training, one more pass shows that it ta
 
 A kernel that works forward may fail backward. So before a model is trained on trees, two rows of few tokens are
 computed, and the gradient of their embeddings. That runs every attention backward, and gives no weight a gradient.
+
+**A `forward` that is not one of transformers** may compute any loss, for example one that shifts labels which are
+shifted already. Where all targets are as likely, as before a training from scratch, the loss does not show it. So
+[`not_a_sum`] compares more: the gradients of the hidden states, which tell targets apart; two micro-batches with one;
+and a count with twice the count. The outermost module is in training mode meanwhile, those inside of it are not: they
+may drop.
 """
 
 from __future__ import annotations
@@ -21,6 +27,8 @@ from hf_hybrid.rows.tree import WORD, Batch, Row, Targets, Tree, padded
 
 TOLERANCES = {False: 1e-3, True: 0.1}
 """Most difference of the first batch, see [`apart`], in fp32 and in half precision."""
+EXACT = {False: 1e-5, True: 0.02}
+"""Most difference of two sums of the same losses."""
 FEW = 16
 """Tokens of a row whose gradient shows that a backward pass runs."""
 
@@ -94,3 +102,44 @@ def difference(observe: Observe, rows: Tree, batches: Sequence[Batch], most: flo
         if not (of_shared - of_plain).abs() <= most * of_plain.abs():
             return f"the {name} of the first batch is {of_shared:.6g}, and {of_plain:.6g} in padded rows"
     return None
+
+
+def not_a_sum(
+    compute: Callable[[str, Batch, Tree, int | None], tuple[Tensor, Tensor]],
+    rows: Tree,
+    batches: Sequence[Batch],
+    counted: bool,
+    half_precision: bool,
+) -> str | None:
+    """
+    Return why a loss is not the sum of what is lost at each label, divided by a count (if `counted`, else a mean).
+
+    `compute` takes `padded` or `tree`, a batch with its tree, and the count. It returns the loss and its gradient of
+    the hidden states, `[batch, length, width]` or `[1, slots, width]`.
+    """
+    most, exact = TOLERANCES[half_precision], EXACT[half_precision]
+    batch, tree = padded(rows, batches)
+    batch, targets = batch._replace(micro_batches=None, divisors=None), Targets.of(tree, [batch])
+    count = len(targets.readers) if counted else None
+    (plain, of_plain), (flat, of_flat) = (compute(way, batch, tree, count) for way in ("padded", "tree"))
+    of_plain, of_flat, places = of_plain.double(), of_flat[0].double(), tuple(targets.places[:, 1:].t())
+    slots = targets.slots[targets.readers].to(of_flat.device)
+    summed = torch.zeros_like(of_flat).index_add_(0, slots, of_plain[places].to(of_flat.device))
+    of_plain[places] = 0
+    if of_plain.any():
+        return "reads tokens that predict no label"
+    if not (summed - of_flat).norm() <= most * summed.norm() or not _alike(plain, flat, most):
+        return "has another gradient for a flat row than for padded rows"
+    if count is not None:
+        halves = [tree.rows[: len(tree.rows) // 2], tree.rows[len(tree.rows) // 2 :]]
+        alone = [padded(Tree.of(half), [batch]) for half in halves if half]
+        parts = sum(compute("padded", part._replace(micro_batches=None), of_part, count)[0] for part, of_part in alone)
+        if not _alike(parts, flat, exact):
+            return "is no sum over micro-batches"
+        if not _alike(2 * compute("tree", batch, tree, 2 * count)[0], flat, exact):
+            return "is not divided by `num_items_in_batch`"
+    return None
+
+
+def _alike(one: Any, other: Tensor, most: float) -> bool:
+    return bool((one - other).abs() <= most * other.abs())

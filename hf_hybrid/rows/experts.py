@@ -34,20 +34,27 @@ OPTION = "output_router_logits"
 
 
 class Router(NamedTuple):
-    """What a model does with router logits."""
+    """What a model does with router logits, as its config and attributes say now."""
 
+    base: Any
     config: Any
-    chosen: int | None  # experts per token
-    weight: float | None  # of the loss in that of the model; `None` if it has none, and only others add it
 
     @classmethod
     def of(cls, base: Any) -> Router | None:
         """Return that of a causal model, or `None` if its config knows of none."""
         config = base.config.get_text_config()
-        if not hasattr(config, OPTION):
-            return None
-        chosen = getattr(base, "num_experts_per_tok", None) or getattr(config, "num_experts_per_tok", None)
-        return cls(config, chosen, getattr(base, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", None)))
+        return cls(base, config) if hasattr(config, OPTION) else None
+
+    @property
+    def chosen(self) -> int | None:
+        """Experts per token."""
+        return getattr(self.base, "num_experts_per_tok", None) or getattr(self.config, "num_experts_per_tok", None)
+
+    @property
+    def weight(self) -> float | None:
+        """That of the loss in the loss of the model; `None` if it has none, and only others add it."""
+        name = "router_aux_loss_coef"
+        return getattr(self.base, name, getattr(self.config, name, None))
 
     def has_loss(self, inputs: Mapping[str, Any]) -> bool:
         """Whether a model adds a router's loss for these inputs."""

@@ -16,7 +16,7 @@ host launches the layers once, and prefixes are shared among all of these rows:
   If a user's code puts another loss in its place, what the leaves hold is taken through the model behind it.
 - **What was laid out.** A micro-batch that the trainer, or a user's code, has changed is computed by itself. So is a
   second pass of a micro-batch, and one with other adapters or with gradients where the first had none.
-- **Hooks** of a user get what modules compute, and gradients, of one micro-batch at a time: see [`has_hooks`].
+- **Hooks** of a user get what modules compute, and gradients, of one micro-batch at a time.
 - **Is it worth it?** On a GPU always, unless each micro-batch keeps it busy by itself. On a CPU there is no launch to
   save, so only for prefixes that micro-batches share.
 - **Memory.** Which micro-batches are merged is decided once per window, see [`MergedRows.held`]. If memory runs out,
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from hf_hybrid.part import Step
 from hf_hybrid.rows.costs import WORTH
-from hf_hybrid.rows.sharing import FlatRow, SharedRows, UnderWay
+from hf_hybrid.rows.sharing import FlatRow, SharedRows, UnderWay, are_still, versions_of
 from hf_hybrid.rows.tree import Batch, Row, Tree, by_batch, join
 from hf_hybrid.rows.windows import WITHOUT_LAUNCHES
 
@@ -46,16 +46,8 @@ if TYPE_CHECKING:
 class LaidOut(NamedTuple):
     """A micro-batch as it was when its window began: its tensors, and on the host what a model gets of them."""
 
-    tensors: dict[str, Tensor]
-    versions: dict[str, int]
+    tensors: dict[str, tuple[Tensor, int]]
     batch: Batch
-
-    def is_still(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether inputs hold these tensors, and nobody has written into them."""
-        return all(
-            inputs.get(name) is tensor and tensor._version == self.versions[name]
-            for name, tensor in self.tensors.items()
-        )
 
 
 class _Joined(torch.autograd.Function):
@@ -153,8 +145,7 @@ class MergedRows(SharedRows):
         """Note the micro-batches of a window, which were copied ahead under their `input_ids`."""
         self._forget()
         for tensors in window if self.may_share else ():
-            versions = {name: tensor._version for name, tensor in tensors.items()}
-            self._window.append(LaidOut(dict(tensors), versions, self._copied[tensors["input_ids"]].batch))
+            self._window.append(LaidOut(versions_of(tensors), self._copied[tensors["input_ids"]].batch))
 
     def end_step(self, step: Step) -> None:
         self._forget()
@@ -192,9 +183,10 @@ class MergedRows(SharedRows):
                     torch.autograd.backward([values for values, _ in left], [grad for _, grad in left])
 
     @contextlib.contextmanager
-    def micro_batch(self, inputs: Mapping[str, Any]) -> Generator[None]:
-        """Inside, a trainer computes the loss of these inputs."""
-        number = next((number for number, laid_out in enumerate(self._window) if laid_out.is_still(inputs)), None)
+    def micro_batch(self, inputs: Mapping[str, Any], may_change: bool = False) -> Generator[None]:
+        """Inside, a trainer computes the loss of these inputs. `may_change`: of others that it makes of them."""
+        window = () if may_change else enumerate(self._window)
+        number = next((number for number, laid_out in window if are_still(laid_out.tensors, inputs)), None)
         if number is None and torch.is_tensor(ids := inputs.get("input_ids")):
             self._copied.pop(ids, None)  # other parts of the batch are new
         self._number = number if self._backward_follows and torch.is_grad_enabled() else None
@@ -273,7 +265,7 @@ class MergedRows(SharedRows):
     def _pass_of(self, model: nn.Module, number: int, inputs: dict[str, Any]) -> Pass | None:
         """Return the pass that a micro-batch takes part in, if there is one, or if it is the first of several."""
         laid_out = self._window[number].tensors
-        if any(inputs.get(name) is not laid_out[name] for name in ("input_ids", "attention_mask")):
+        if any(inputs.get(name) is not laid_out[name][0] for name in ("input_ids", "attention_mask")):
             return None
         if not inputs.get("fused_lm_head") or self._obstacle(model, inputs) or self.facts_of(model).balances(inputs):
             return None
@@ -332,20 +324,3 @@ def _adapters(model: nn.Module) -> tuple:
     modules = model.modules() if hasattr(model, "peft_config") else ()
     layer: Any = next((module for module in modules if hasattr(module, "_disable_adapters")), None)
     return () if layer is None else (layer._disable_adapters, tuple(layer.active_adapters))
-
-
-LIBRARIES = ("hf_hybrid", "transformers", "trl", "peft", "accelerate", "torch")
-"""Packages whose hooks do not care how many micro-batches a pass computes."""
-
-
-def has_hooks(model: nn.Module) -> bool:
-    """
-    Whether others than [`LIBRARIES`] have hooks on modules or weights of a model. They may keep what a module returned
-    for a loss of their own, or change the gradient of a micro-batch.
-    """
-    of_modules = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    tables = [getattr(module, name) for module in model.modules() for name in of_modules]
-    of_weights = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    tables += [getattr(weight, name, None) for weight in model.parameters() for name in of_weights]
-    hooks = [getattr(hook, "func", hook) for table in tables if table for hook in table.values()]
-    return any((getattr(hook, "__module__", None) or "").partition(".")[0] not in LIBRARIES for hook in hooks)

@@ -42,13 +42,12 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accelerate.utils import is_compiled_module
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -64,10 +63,11 @@ from hf_hybrid.rows.attention import (
     tree_attention,
 )
 from hf_hybrid.rows.comparison import TOLERANCES, Observed, difference, loss_of, sample, two_rows
-from hf_hybrid.rows.costs import WORTH, Costs, share_saved
-from hf_hybrid.rows.experts import OPTION, Router, router_losses
+from hf_hybrid.rows.costs import WORTH, share_saved
+from hf_hybrid.rows.experts import OPTION, router_losses
+from hf_hybrid.rows.facts import ModelFacts, dropout_of, of_user
 from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_numbers
-from hf_hybrid.rows.states import again, by_row, layers_with_state
+from hf_hybrid.rows.states import by_row
 from hf_hybrid.rows.tree import (
     IGNORED,
     Batch,
@@ -84,111 +84,15 @@ from hf_hybrid.rows.tree import (
 )
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import Run, as_before
-from hf_hybrid.streaming.layers import base_model
 
-Model = Any
-"""A model of transformers, or a wrapper such as peft's that has its attributes."""
 COUNTS = ("tokens", "tokens_padding", "tokens_shared", "micro_batches_saved")
 HOLE = "a row has a hole in its mask, or predicts a token from padding"
+INSIDE = "a hook of yours is on the model inside of adapters, and would see a flat row"
 MICRO_BATCHES, DIVISORS = "hybrid_micro_batches", "hybrid_divisors"
 """Names of [`Batch.micro_batches`] and [`Batch.divisors`] in a batch that windows.py laid out. No model gets them."""
 _BATCH = ("input_ids", "attention_mask", "labels")
-_COUNTS_MASK = ("opt", "biogpt")
-"""Models whose positions count the tokens in the mask, not the columns."""
-
-# What is known of a model.
-
-
-def obstacle_in_model(model: Model) -> str | None:
-    """Return why a model cannot compute trees, if that is known without running it."""
-    base: Model = base_model(model)
-    adapter = getattr(model, "active_peft_config", None)
-    if adapter is not None and (adapter.is_prompt_learning or getattr(adapter, "alora_invocation_tokens", None)):
-        return f"adapters of the kind {adapter.peft_type.value} act on places of a row"
-    config = base.config.get_text_config()
-    if config.is_encoder_decoder:
-        return "the model has an encoder"
-    kinds = {kind for kind in getattr(config, "layer_types", None) or () if "attention" not in kind or "linear" in kind}
-    if (getattr(base, "_is_stateful", False) or kinds) and not layers_with_state(base):
-        kinds = ", ".join(sorted(kinds)) or config.model_type
-        return f"it has layers with a state that runs along the row, and no convolution ({kinds})"
-    if is_compiled_module(model):
-        return "it is compiled as a whole"
-    if base.get_decoder() is base:
-        return f"`{type(base).__name__}` has no backbone that is called by itself"
-    return None
-
-
-def dropout_of(model: Model) -> float:
-    """Return the largest rate of dropout that modules and config name, for messages; [`Drawn`] decides."""
-    base: Model = base_model(model)
-    rates = [m.p if isinstance(m, nn.Dropout) else getattr(m, "attention_dropout", 0.0) for m in model.modules()]
-    rates += [value for name, value in base.config.to_dict().items() if "drop" in name]
-    return max((rate for rate in rates if isinstance(rate, float)), default=0.0)
-
-
-def window_of(config: Any) -> float:
-    """Return how many tokens of a row the layers look back at least."""
-    kinds = getattr(config, "layer_types", None) or ["window"]
-    if not getattr(config, "use_sliding_window", True) or set(kinds) == {"full_attention"}:
-        return float("inf")
-    names = ("sliding_window", "attention_chunk_size", "window_size")
-    return min((size for name in names if isinstance(size := getattr(config, name, None), int)), default=float("inf"))
-
-
-@dataclass
-class ModelFacts:
-    """What is known of a model: the `reason` for padded rows, or what it costs and what was compared."""
-
-    reason: str | None = None
-    base: Any = None
-    """The model without the wrapper of adapters."""
-    backbone: Any = None
-    """The module that computes the hidden states which the head gets."""
-    costs: Costs = Costs(0.0, 0.0, 0.0)
-    window: float = float("inf")
-    counts_mask: bool = False
-    """Whether positions count tokens in the mask, not columns."""
-    router: Router | None = None
-    with_state: list[nn.Module] = field(default_factory=list)
-    """Layers with a state along the row."""
-    again: float = 0.0
-    """That of [`Tree`]."""
-    compared: int = 0
-    """Tokens of the longest row that was compared."""
-    ran_backward: bool = False
-    """Whether the backward pass of a tree has run."""
-    drawn: dict[bool, Drawn] = field(default_factory=dict)
-    """Random numbers of a forward pass, in training and out of it, once they are known."""
-
-    @classmethod
-    def of(cls, model: nn.Module, *, compiles: bool) -> ModelFacts:
-        try:
-            base: Model = base_model(model)
-            if (reason := obstacle_in_model(model)) is not None:
-                return cls(reason)
-            counts_mask, window = base.config.model_type in _COUNTS_MASK, window_of(base.config.get_text_config())
-            costs, backbone = Costs.of(model), base.get_decoder()
-            with_state = layers_with_state(backbone)
-            if with_state and compiles:
-                return cls("layers with a state that runs along the row are not compiled")
-            facts = cls(None, base, backbone, costs, window, counts_mask, Router.of(base), with_state)
-            facts.again = again(base)
-            return facts
-        except (AttributeError, TypeError) as error:  # of a model with a config of its own
-            return cls(f"its config does not tell what it costs ({error})")
-
-    def balances(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether the model adds a router's loss for these inputs."""
-        return self.router is not None and self.router.has_loss(inputs)
-
-    def has_compared(self, longest: int) -> bool:
-        """Whether rows of this length have been compared, as far as windows of attention go."""
-        return self.compared > 0 and (self.compared > self.window or longest <= self.window)
-
-    def note_compared(self, longest: int) -> None:
-        self.compared = max(self.compared, longest)
-
+_OPTIONS = {"num_items_in_batch", "fused_lm_head", "use_cache", "return_dict", OPTION}
+"""Arguments that trainers of the libraries give a model beside a batch."""
 
 # A batch as a flat row.
 
@@ -308,6 +212,14 @@ class FlatRow(NamedTuple):
         return read
 
 
+def with_states(output: Any, states: Tensor) -> Any:
+    """Return what a backbone returned, with other hidden states."""
+    if isinstance(output, tuple):
+        return (states, *output[1:])
+    output.last_hidden_state = states
+    return output
+
+
 def mean_losses(logits: Tensor, tokens: Tensor, divisors: Tensor) -> Tensor:
     """Return the cross-entropy of targets, `[targets, vocabulary]` and `[targets]`, each divided by its divisor."""
     tokens, divisors = tokens.to(logits.device), divisors.to(logits.device)
@@ -321,17 +233,21 @@ def rows_of(inputs: Mapping[str, Any]) -> Rows:
     return ids, torch.ones_like(ids) if mask is None else mask != 0, inputs["labels"]
 
 
-def obstacle_in_batch(inputs: Any) -> str | None:
-    """Return why a batch is not rows of tokens with labels and nothing else, as far as its form tells."""
+def obstacle_in_batch(inputs: Any, beside: Container[str] = ()) -> str | None:
+    """
+    Return why a batch is not rows of tokens with labels and nothing else, as far as its form tells. `beside` are
+    arguments of a forward pass that say nothing of the rows.
+    """
     if not isinstance(inputs, Mapping):
         return "a batch is no mapping of names to tensors"
     for name in ("input_ids", "labels"):
         if not torch.is_tensor(inputs.get(name)):
             return f"a batch holds no `{name}`"
-    tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value) and value.dim()}
-    if others := tensors.keys() - set(_BATCH):
+    given = {name: value for name, value in inputs.items() if value is not None and name not in beside}
+    if others := given.keys() - set(_BATCH):
         return f"a batch holds `{min(others)}` beside tokens"
-    if inputs["input_ids"].dim() != 2 or len({tensor.shape for tensor in tensors.values()}) > 1:
+    shape = inputs["input_ids"].shape
+    if len(shape) != 2 or any(getattr(value, "shape", None) != shape for value in given.values()):
         return "tokens, mask and labels of a batch have different shapes"
     return "labels of a batch are not tokens" if inputs["labels"].is_floating_point() else None
 
@@ -355,6 +271,18 @@ class Copied:
     batch: Batch
     tree: Tree | None = None
     row: FlatRow | None = None
+    seen: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+    """The tensors that it was copied from, and their versions, where these tell whether a user's code changed it."""
+
+
+def versions_of(inputs: Mapping[str, Any]) -> dict[str, tuple[Tensor, int]]:
+    """Return the tensors of inputs, with their versions."""
+    return {name: (tensor, tensor._version) for name, tensor in inputs.items() if torch.is_tensor(tensor)}
+
+
+def are_still(seen: Mapping[str, tuple[Tensor, int]], inputs: Mapping[str, Any]) -> bool:
+    """Whether inputs hold these tensors, and nobody has written into them."""
+    return all(inputs.get(name) is tensor and tensor._version == version for name, (tensor, version) in seen.items())
 
 
 class UnderWay(threading.local):
@@ -364,6 +292,7 @@ class UnderWay(threading.local):
     router: Tensor | None = None  # sum of the router's losses
     comparing: str | None = None  # `padded` or `tree` in a comparison
     hidden: Tensor | None = None  # what the backbone returned in a comparison
+    cuts: bool = False  # whether that is cut off from the layers, and its gradient read
 
 
 class SharedRows(Part):
@@ -398,9 +327,12 @@ class SharedRows(Part):
         """Rows are exchanged for trees that cost less than this share of them; compiled layers get no other shape."""
         self.fallbacks = Fallbacks("Rows are computed padded, each for itself (`share_rows`)")
         self.shares_nothing = Fallbacks("Padding is left out, but no shared prefix (`share_rows`)")
+        self.apart = Fallbacks("Each micro-batch is computed by itself (`share_rows`)")
         self.counts: Counter[str] = Counter()
         """Those of the run, once it begins."""
         self._facts: weakref.WeakKeyDictionary[nn.Module, ModelFacts] = weakref.WeakKeyDictionary()
+        self._looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Models whose facts are those of the step under way."""
         self._copied: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """[`Copied`] of batches, by the tensor that they are known by."""
         self._computed: Tensor | None = None
@@ -458,8 +390,13 @@ class SharedRows(Part):
             return
         self._opened[model] = stack = contextlib.ExitStack()
         stack.callback(model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True).remove)
+        # Hooks of a user see the batch before it is exchanged, and may change it.
+        hooks: Any = model._forward_pre_hooks
+        of_users = of_user(hooks)
+        for number in reversed([number for number, hook in hooks.items() if hook in of_users]):
+            hooks.move_to_end(number, last=False)
         if self.may_share and (facts := self.facts_of(model)).reason is None:
-            stack.callback(model.register_forward_hook(self._after).remove)
+            stack.callback(model.register_forward_hook(self._after, prepend=True).remove)
             if facts.with_state:
                 stack.enter_context(by_row(facts.with_state, lambda: self._under_way.row is not None))
             hooks: Any = facts.backbone
@@ -493,11 +430,16 @@ class SharedRows(Part):
 
     def begin_step(self, step: Step) -> None:
         self._copied.clear()
+        self._looked_at.clear()
+
+    def arrange(self, step: Step) -> None:
+        """Lay out the micro-batches of a step anew, if this part does, once `on_step_begin` has been called."""
 
     @contextlib.contextmanager
     def evaluating(self, *models: nn.Module) -> Generator[None]:
         """As [`on`], for passes whose tokens are not those of the training."""
         self._copied.clear()
+        self._looked_at.clear()
         before, self._is_counting = self._is_counting, False
         try:
             with self.on(*models):
@@ -538,8 +480,8 @@ class SharedRows(Part):
     def _on_host(self, inputs: Mapping[str, Any]) -> Copied:
         """Return a batch on the host: as it was copied ahead, or else copied now."""
         known_by = inputs["input_ids"] if self._computed is None else self._computed
-        if known_by in self._copied:
-            return self._copied[known_by]
+        if (copied := self._copied.get(known_by)) is not None and are_still(copied.seen, inputs):
+            return copied
         copied = Copied(on_host([rows_of(inputs)])[0])
         if known_by.device.type != "cpu":  # else it is no copy, and would keep the key alive
             self._copied[known_by] = copied
@@ -595,18 +537,16 @@ class SharedRows(Part):
         """Take out the hidden states of the slots that predict, and the router logits."""
         way = self._under_way
         if way.comparing is not None:
+            if way.cuts:
+                output = with_states(output, output[0].detach().requires_grad_())
             way.hidden = output[0]
         if way.row is None:
-            return None
+            return output
         if way.row.reads is not None and (logits := getattr(output, "router_logits", None)):
             router: Any = facts.router
             way.router = router_losses(logits, router.chosen, way.row.reads).sum()
             output.router_logits = None
-        hidden = output[0][:, way.row.slots.to(output[0].device)]
-        if isinstance(output, tuple):
-            return (hidden, *output[1:])
-        output.last_hidden_state = hidden
-        return output
+        return with_states(output, output[0][:, way.row.slots.to(output[0].device)])
 
     def _after(self, model: nn.Module, args: tuple, output: Any):
         """Exchange the values of targets for those of the batch, where the caller reads any; add the router's loss."""
@@ -638,17 +578,25 @@ class SharedRows(Part):
     # Whether.
 
     def facts_of(self, model: nn.Module) -> ModelFacts:
-        if model not in self._facts:
-            self._facts[model] = ModelFacts.of(model, compiles=self.compiles)
-        return self._facts[model]
+        """Return what is known of a model. What a user has changed since the last step is found out again."""
+        facts = self._facts.get(model)
+        if facts is None or model not in self._looked_at:
+            if facts is None or not (facts.reason is not None or facts.is_still(model)):
+                facts = self._facts[model] = ModelFacts.of(model, compiles=self.compiles)
+                if facts.reason is None:
+                    facts.is_still(model)
+            self._looked_at.add(model)
+        return facts
 
     def _obstacle(self, model: nn.Module, inputs: Mapping[str, Any]) -> str | None:
         """Return why a batch is computed as it is, if that is known before anything is copied to the host."""
         if self.reason_plain is not None:
             return self.reason_plain
-        if (reason := obstacle_in_batch(inputs)) is not None:
+        if (reason := obstacle_in_batch(inputs, _OPTIONS)) is not None:
             return reason
         facts = self.facts_of(model)
+        if facts.marks is not None and facts.marks.inside:
+            return INSIDE
         if facts.reason is None and facts.balances(inputs):
             return self.obstacle_in_router(facts, fused="fused_lm_head" in inputs)
         return facts.reason
@@ -665,8 +613,9 @@ class SharedRows(Part):
         return None
 
     def _exchanged(self, model: nn.Module) -> nn.Module:
-        """Return the module that gets other batches than the trainer gives it."""
-        return model
+        """Return the module whose random numbers are looked for: no `forward` of a user, which may want labels."""
+        facts = self.facts_of(model)
+        return model if facts.own_forward is None else facts.backbone
 
     def _drawn(self, model: nn.Module, device: torch.device) -> Drawn | None:
         """
@@ -805,6 +754,10 @@ class SharedRows(Part):
         except Exception as error:
             if is_out_of_memory(error):
                 raise
+            if facts.own_forward is not None:
+                reason = f"{facts.own_forward} does not take a flat row ({type(error).__name__}: {error})"
+                self.fallbacks.cannot_be_exact(reason)
+                return reason
             if getattr(facts.base, "_supports_attention_backend", False) or "backward" in doing:
                 cost = f"About {saved:.0%} of the tokens of the first batch, and its padding, are not saved."
                 return self.fallbacks.did_not_work(error, doing, cost=cost)

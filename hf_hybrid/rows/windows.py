@@ -12,6 +12,10 @@ micro-batch of `Trainer` has the mean of its own losses, and the window has the 
 number of labels of its micro-batch along, and the losses of its targets are divided by that. Where there is more than
 their cross-entropy, each micro-batch is a tree of its own, whose loss is a mean as before.
 
+**Code of a user between micro-batches** (`training_step`, `_prepare_inputs`, hooks of gradients, `on_substep_end`) gets
+each micro-batch as `Trainer` gives it, and finds the gradients that `Trainer` would have by then. So there each is a
+tree of its own, and it is used if the model gets what was laid out: the same tensors, into which nobody has written.
+
 How many are needed? As few as hold no more tokens than the largest padded one. But where the micro-batches of `Trainer`
 keep a GPU busy even without padding (costs.py), launching fewer saves no time. There each stays as it is, without its
 padding. Or rows of several stand together, if they share so much that this costs clearly less, in micro-batches that
@@ -33,28 +37,33 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 
 from hf_hybrid.machine import mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.part import Phase, Step
+from hf_hybrid.recovery import is_out_of_memory
+from hf_hybrid.rows.comparison import not_a_sum, sample, two_rows
 from hf_hybrid.rows.costs import WORTH, share_saved
+from hf_hybrid.rows.facts import dropout_of
 from hf_hybrid.rows.sharing import (
     COUNTS,
     DIVISORS,
     HOLE,
+    INSIDE,
     MICRO_BATCHES,
     Copied,
     FlatRow,
     Plan,
     SharedRows,
-    dropout_of,
     obstacle_in_batch,
     rows_of,
+    versions_of,
 )
 from hf_hybrid.rows.states import layers_with_state
 from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, by_batch, divide, join, on_host, padded
-from hf_hybrid.run.run import Run
-from hf_hybrid.run.trainer_view import LossView, TrainerView, own_losses, unknown_loss
+from hf_hybrid.run.run import Run, as_before
+from hf_hybrid.run.trainer_view import IN_PLACE, LossView, TrainerView, acts_between, own_losses, unknown_loss
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +115,6 @@ class SharedWindows(SharedRows):
     tokens of the first windows that would be shared if all rows that begin alike stood in one window.
     """
 
-    in_every_pass = False
-
     def __init__(self, trainer: LossView, reason_plain: str | None = None):
         half_precision = mixed_precision_of(trainer.args) != "no"
         super().__init__(reason_plain=reason_plain, half_precision=half_precision, compiles=trainer.args.torch_compile)
@@ -116,6 +123,7 @@ class SharedWindows(SharedRows):
         self._laid_out = self._is_counting = False  # what is counted here is windows
         self._first_rows: list[Row] = []
         self._balances = self._stays_apart = False
+        self.in_every_pass = False
 
     @property
     def model(self) -> torch.nn.Module:
@@ -206,8 +214,13 @@ class SharedWindows(SharedRows):
     # A step.
 
     def begin_step(self, step: Step) -> None:
-        self._copied.clear()
-        self._laid_out, alone = False, self.trainer.accelerator.num_processes == 1
+        super().begin_step(step)
+        self._laid_out = self.in_every_pass = False
+
+    def arrange(self, step: Step) -> None:
+        """Lay out the micro-batches of a step, once `on_step_begin` has been called: together, or each by itself."""
+        self._looked_at.clear()
+        trainer, alone = self.trainer, self.trainer.accelerator.num_processes == 1
         if step.phase is Phase.PREDICT or not step.batches:
             return
         looks = self.reason_plain is None and alone and not self.compiles
@@ -215,24 +228,38 @@ class SharedWindows(SharedRows):
             self.fallbacks.because = self.fallbacks.because or LITTLE
             self.counts["tokens"] += sum(batch["input_ids"].numel() for batch in step.batches)
             return
-        reason = self.reason_plain or next(filter(None, map(obstacle_in_batch, step.batches)), None)
+        before = self.reason_plain  # all processes know this one
+        reason = before or reason_in_loss(trainer) or next(filter(None, map(obstacle_in_batch, step.batches)), None)
         if (reason := reason or self._obstacle_in_model()) is not None:
             self.fallbacks.cannot_be_exact(reason)
         reason = self._find_drawn() or reason
         batches = [] if reason is not None else on_host([rows_of(inputs) for inputs in step.on_host])
-        self._stays_apart = step.items is None and self._has_other_means()
+        apart = reason is None and self._find_apart(len(batches))
+        self._stays_apart = apart or (step.items is None and self._has_other_means())
         if step.items is None and not self._stays_apart:
             batches = [batch.as_mean() for batch in batches]
-        plan = self._plan_window(batches) if reason is None and self.reason_plain is None else Plan(reason)
-        count = 0 if self.reason_plain is not None else self._agreed(plan)
-        if count and (reason := self._compare_window(plan, batches)) is not None:
+        plan = self._plan_window(batches) if reason is None and self.reason_plain is None else Plan(reason or "")
+        count = 0 if before is not None else self._agreed(plan)
+        if count and (reason := self._compare_window(plan, batches, step.items is not None)) is not None:
             count, plan = 0, plan._replace(reason=reason)
         if plan.reason is None and not count:
             self.fallbacks.because = self.plain_because or (LITTLE if plan.cost else NO_LABEL)
-        if count:
+        self.in_every_pass = apart and count > 0
+        if self.in_every_pass:
+            self._lay_out_each(plan.trees, batches, step)
+        elif count:
             step.window = self._lay_out(plan.trees, batches, len(step.batches), count)
             step.parts_add_up = batches[0].divisors is not None
         self._count_window(step, batches, plan.trees)
+
+    def _find_apart(self, number: int) -> bool:
+        """Find out whether code of a user acts on each of several micro-batches, and say so."""
+        marks, because = self.facts_of(self.model).marks, acts_between(self.trainer)
+        if because is None and marks is not None and marks.of_gradients:
+            because = f"a hook of yours (`{marks.hooks[0]!r:.60}`) sees each by itself"
+        if because is not None and number > 1:
+            self.apart.cannot_be_exact(because)
+        return because is not None
 
     def _has_other_means(self) -> bool:
         """Whether a mean loss is one that [`Batch.divisors`] do not give: it must be of one micro-batch as a whole."""
@@ -243,8 +270,17 @@ class SharedWindows(SharedRows):
         facts = self.facts_of(self.model)
         self._balances = facts.router is not None and getattr(self.trainer, "aux_loss_enabled", facts.balances({}))
         if facts.reason is None and self._balances:
-            return self.obstacle_in_router(facts, fused="fused_lm_head" in self.trainer.more_inputs)
+            return self.obstacle_in_router(facts, fused=self._is_fused)
+        if not self._is_fused and (facts.own_forward or "").startswith(IN_PLACE):
+            return f"{facts.own_forward} may compute any loss"
+        if facts.marks is not None and facts.marks.inside:
+            return INSIDE
         return facts.reason
+
+    @property
+    def _is_fused(self) -> bool:
+        """Whether TRL computes head and loss, and the model only what comes before."""
+        return "fused_lm_head" in self.trainer.more_inputs
 
     def _find_drawn(self) -> str | None:
         """
@@ -294,38 +330,81 @@ class SharedWindows(SharedRows):
         """Return the number of micro-batches that every process computes, 0 for Trainer's own."""
         trainer, longest = self.trainer, max((tree.longest for tree in plan.trees), default=0)
         mine = [float(plan.reason is not None), plan.cost, plan.padded, float(len(plan.trees)), float(longest)]
+        mine.append(float(self.reason_plain is not None))
         if trainer.accelerator.num_processes > 1:
             of_all = trainer.accelerator.gather(torch.tensor([mine], device=trainer.args.device))
             mine = of_all.amax(0).tolist()
-        unable, cost, price, count, self._longest = mine
+        unable, cost, price, count, self._longest, never = mine
+        if never and self.reason_plain is None:
+            self.reason_plain = "another process cannot compute its rows as a tree"
+            self.fallbacks.cannot_be_exact(self.reason_plain)
         return 0 if unable or not count or cost > self.worth * price else int(count)
 
     # The comparison. All processes make it in the same window, because forward passes may join them.
 
-    def _compare_window(self, plan: Plan, batches: list[Batch]) -> str | None:
+    def _compare_window(self, plan: Plan, batches: list[Batch], counted: bool) -> str | None:
         """Compare some rows of the first window with padded ones, and return why they are not the same."""
-        facts = self.facts_of(self.model)
-        if self._has_compared(self.model, int(self._longest)):
+        facts, gather = self.facts_of(self.model), self.trainer.accelerator.gather
+        if self._has_compared(self.model, int(self._longest)) and (facts.adds_up or self._is_fused):
             return None
         tree = plan.trees[-1] if plan.trees else _nothing(batches)[1]
         reason = self._compare(self.model, tree, batches, self._quiet_loss, self.trainer.args.device)
+        if reason is None and not (facts.adds_up or self._is_fused):
+            reason = self._compare_sums(tree, batches, counted)
         facts.note_compared(int(self._longest))
         if self.trainer.accelerator.num_processes > 1:
             failed = torch.tensor([float(reason is not None)], device=self.trainer.args.device)
-            if self.trainer.accelerator.gather(failed).max() and reason is None:
+            if gather(failed).max() and reason is None:
                 reason = "another process found that they are not the same"
                 self.fallbacks.cannot_be_exact(reason)
         self.reason_plain = reason
         return reason
 
-    def _quiet_loss(self, inputs: dict[str, Tensor]) -> Tensor:
+    def _compare_sums(self, tree: Tree, batches: list[Batch], counted: bool) -> str | None:
+        """Return why the loss of a model's own `forward` is not one that windows may be laid out anew for."""
+        model, device, way = self.model, self.trainer.args.device, self._under_way
+        facts, rows = self.facts_of(model), Tree.of(sample(tree))
+        half_precision = self.half_precision or model.dtype in (torch.float16, torch.bfloat16)
+        if not self._trains(model):
+            reason = "is not compared where layers are fetched in the order of a training"
+        else:
+            if len(rows.rows) < 2:
+                batch, rows = two_rows(rows.rows[0], means=False)
+                batches = [batch]
+
+            def compute(how: str, batch: Batch, tree: Tree, count: int | None) -> tuple[Tensor, Tensor]:
+                items = None if count is None else torch.tensor(count, device=device)
+                quiet = functools.partial(self._quiet_loss, items=items)
+                with torch.enable_grad():
+                    observed = self._observe(model, quiet, device, how, batch, tree)
+                    return observed.result.detach(), torch.autograd.grad(observed.result, observed.hidden)[0]
+
+            way.cuts = True
+            try:
+                with as_before(model, device):
+                    model.eval()
+                    facts.base.training = True
+                    reason = not_a_sum(compute, rows, batches, counted, half_precision)
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
+                reason = f"does not take a flat row in training ({type(error).__name__}: {error})"
+            finally:
+                way.cuts = False
+        facts.adds_up = reason is None
+        if reason is not None:
+            reason = f"the loss of {facts.own_forward} {reason}"
+            self.fallbacks.cannot_be_exact(reason)
+        return reason
+
+    def _quiet_loss(self, inputs: dict[str, Tensor], items: Tensor | None = None) -> Tensor:
         """Return the trainer's loss of a batch without leaving a trace in TRL's metrics."""
         trainer = self.trainer
         # DDP waits for gradients of weights after a pass that has any.
         model = self.model if torch.is_grad_enabled() else trainer.model
         with quiet_metrics(trainer), self.on(self.model), trainer.memory.running():
             with trainer.compute_loss_context_manager():
-                return trainer.compute_loss(model, dict(inputs))
+                return trainer.compute_loss(model, dict(inputs), num_items_in_batch=items)
 
     def _trains(self, model: torch.nn.Module) -> bool:
         # Streamed and sharded layers are fetched in the order of a training.
@@ -334,7 +413,9 @@ class SharedWindows(SharedRows):
 
     def _tree_if_worth(self, model: torch.nn.Module, inputs: dict[str, Any], batch: Batch) -> Tree | None:
         # In a step: parts of a micro-batch after an out-of-memory, but no passes that other parts make to look.
-        return None if self._laid_out and not model.training else super()._tree_if_worth(model, inputs, batch)
+        looks = self._laid_out and not model.training
+        unknown = not (self._is_fused or self.facts_of(model).adds_up)
+        return None if looks or unknown else super()._tree_if_worth(model, inputs, batch)
 
     # The layout.
 
@@ -362,6 +443,22 @@ class SharedWindows(SharedRows):
         self._laid_out = True
         return window
 
+    def _lay_out_each(self, trees: Sequence[Tree], batches: list[Batch], step: Step) -> None:
+        """Lay out each micro-batch by itself: it is known by the tensors that the model gets."""
+        device, repeats = self.trainer.args.device, not self._is_fused
+        step.batches = send_to_device(step.batches, device, non_blocking=True)
+        by_number = {tree.rows[0].batch: tree for tree in trees}
+        for tree in trees:
+            tree.rows = [row._replace(batch=0) for row in tree.rows]  # there is no other batch in it
+        of_trees = [(batch, by_number.get(number)) for number, batch in enumerate(batches)]
+        given = [(batch, tree) for batch, tree in of_trees if tree is not None]
+        moved = iter(FlatRow.of_window(given, device, repeats=repeats, balances=self._balances))
+        for inputs, (batch, tree) in zip(step.batches, of_trees):
+            if tree is not None:
+                seen = versions_of({name: inputs.get(name) for name in ("input_ids", "attention_mask", "labels")})
+                self._copied[inputs["input_ids"]] = Copied(batch, tree, next(moved)[1], seen)
+        self._laid_out = True
+
     def _count_window(self, step: Step, batches: list[Batch], trees: Sequence[Tree]) -> None:
         if self.trainer.state.epoch < 1:  # later ones hold the same rows again
             for row in [row for tree in trees if tree.shares for row in tree.rows]:
@@ -370,10 +467,10 @@ class SharedWindows(SharedRows):
                     self._first_tokens += row.length
         tokens = sum(batch.tokens for batch in batches)
         self.counts["tokens"] += tokens
-        if step.window is not None:
+        if step.window is not None or self.in_every_pass:
             self.counts["tokens_padding"] += sum(batch.ids.numel() for batch in batches) - tokens
             self.counts["tokens_shared"] += tokens - sum(tree.size for tree in trees)
-            self.counts["micro_batches_saved"] += step.window.count(None)
+            self.counts["micro_batches_saved"] += (step.window or []).count(None)
 
 
 class BalancedWindows(SharedWindows):
@@ -384,8 +481,8 @@ class BalancedWindows(SharedWindows):
 
     trainer: Any
 
-    def begin_step(self, step: Step) -> None:
-        super().begin_step(step)
+    def arrange(self, step: Step) -> None:
+        super().arrange(step)
         self._logged_before = len(self._logged)
 
     def end_step(self, step: Step) -> None:
@@ -421,15 +518,22 @@ def _nothing(batches: list[Batch]) -> tuple[Batch, Tree]:
     return batch, Tree.of([Row(0, ids[0].numpy().astype(WORD).tobytes(), 1, 0, 0, 0, 0)])
 
 
+def reason_in_loss(trainer: TrainerView) -> str | None:
+    """Return why a trainer's loss may read more than the model's. People set it in a run too."""
+    if trainer.compute_loss_func is not None:
+        return "`compute_loss_func` reads logits of padded rows"
+    if trainer.args.label_smoothing_factor:
+        return f"`label_smoothing_factor={trainer.args.label_smoothing_factor}` reads logits of padded rows"
+    if own := own_losses(trainer):
+        return f"`{own[0][1]}.compute_loss` may read more than the loss"
+    return None
+
+
 def reason_not_shared(trainer: TrainerView) -> str | None:
     """Return why windows stay as Trainer makes them, as far as that is known of the trainer and its options."""
     args = trainer.args
-    if trainer.compute_loss_func is not None:
-        return "`compute_loss_func` reads logits of padded rows"
-    if args.label_smoothing_factor:
-        return f"`label_smoothing_factor={args.label_smoothing_factor}` reads logits of padded rows"
-    if own := own_losses(trainer):
-        return f"`{own[0]}.compute_loss` may read more than the loss"
+    if (reason := reason_in_loss(trainer)) is not None:
+        return reason
     if (sharding := sharding_of(args)) is not None and not shards_by_fsdp2(args):
         return f"`{sharding}` is not known to take windows in which processes agree on micro-batches"
     if sharding is not None and args.torch_compile:

@@ -120,6 +120,8 @@ class Run:
         """A step that is put off until its numbers are on the host: with its accuracy, and with them."""
         self.has_phases = self.warmup is not None
         """Whether training goes in phases, with leaps or without."""
+        self.accumulations: set[int] = set()
+        """Values of `gradient_accumulation_steps` so far: callbacks may change it."""
         self.phase: Phase | None = None
         """Of the step under way, or of the last one; `None` without phases and before the first."""
         self.last_loss: float | None = None
@@ -689,19 +691,28 @@ class RandomStates:
 
 @contextlib.contextmanager
 def as_before(model: torch.nn.Module, device: torch.device) -> Generator[None]:
-    """Context without gradients after which modes, buffers (running means) and random generators are as they were."""
-    modes = [(module, module.training) for module in model.modules()]
+    """
+    Context without gradients after which modes, buffers (running means), random generators and the numbers that a
+    module keeps (a counter of its calls) are as they were.
+    """
     buffers = [
         (m._buffers, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
     ]
+    numbers = [(module, _numbers(module)) for module in model.modules()]
     with RandomStates.now(device).again(), torch.no_grad():
         try:
             yield
         finally:
-            for module, mode in modes:
-                module.training = mode
+            for module, values in numbers:
+                for name in _numbers(module).keys() - values.keys():
+                    del vars(module)[name]
+                vars(module).update(values)
             for of_module, name, buffer, value in buffers:
                 of_module[name] = buffer.copy_(value)  # a forward pass may have put another tensor there
+
+
+def _numbers(module: torch.nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float))}
 
 
 def _which(place: torch.device) -> tuple[torch.device, ...]:

@@ -77,7 +77,7 @@ class LossView(TrainerView, Protocol):
     @property
     def loss_in_chunks(self) -> bool: ...
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any: ...
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None): ...
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]: ...
 
@@ -96,6 +96,64 @@ def optimizer_unlike_adam(trainer: TrainerView) -> str | None:
     return None if is_adam(kind) else kind if isinstance(kind, str) else kind.__name__
 
 
+# What users put in place of a method.
+
+LIBRARIES = ("hf_hybrid", "transformers", "trl", "peft", "accelerate", "torch")
+"""Packages whose functions are no code of a user."""
+
+
+def package_of(function: Any, known: Collection[str] = LIBRARIES) -> str:
+    """
+    Return the package in which a function was written. Of one that others wrap it is the outermost that is not `known`.
+    """
+    while True:
+        while (inside := getattr(function, "func", None) or getattr(function, "__func__", None)) is not None:
+            function = inside  # of a partial, a method
+        # `functools.wraps` copies `__module__`, but no globals.
+        home = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
+        package, function = home.partition(".")[0], getattr(function, "__wrapped__", None)
+        if function is None or package not in known:
+            return package
+
+
+def overridden(trainer: Any, *names: str) -> str | None:
+    """
+    Return where one of these methods of a trainer is not that of [`LIBRARIES`], the outermost place; `None` if nowhere.
+
+    That is the trainer itself (`trainer.method = function`), a class above or below the mixin, or a class of a library
+    into which somebody put a function.
+    """
+    places = (trainer, *type(trainer).__mro__)
+    for name in names:
+        for place in places:
+            if name not in vars(place):
+                continue
+            home = place.__module__.partition(".")[0] if isinstance(place, type) else ""
+            if home not in LIBRARIES or package_of(vars(place)[name]) not in LIBRARIES:
+                return f"{place.__name__ if isinstance(place, type) else 'trainer'}.{name}"
+    return None
+
+
+_PER_MICRO_BATCH = (
+    "training_step", "_prepare_inputs", "_prepare_input", "get_batch_samples", "compute_loss_context_manager",
+    "_inner_training_loop", "_run_epoch",
+)  # fmt: skip
+
+
+def acts_between(trainer: Any) -> str | None:
+    """Return what code of a user acts on micro-batches, or between them, as a clause; `None` if none does."""
+    if (method := overridden(trainer, *_PER_MICRO_BATCH)) is not None:
+        return f"`{method}` may change each"
+    for callback in trainer.callback_handler.callbacks:
+        if package_of(type(callback).on_substep_end) not in LIBRARIES:
+            return f"`{type(callback).__name__}.on_substep_end` may change what they add up"
+    if "backward" in vars(trainer.accelerator):
+        return "`accelerator.backward` is another"
+    if trainer.run.accumulations - {trainer.args.gradient_accumulation_steps}:  # Trainer may step inside a window
+        return "`gradient_accumulation_steps` has changed"
+    return None
+
+
 # The model and its loss.
 
 
@@ -106,14 +164,28 @@ def trains_adapters(trainer: TrainerView) -> bool:
 
 _PLAIN_LOSSES = {("transformers", "Trainer"), ("trl", "SFTTrainer"), ("axolotl", "AxolotlTrainer")}
 """Classes whose `compute_loss` is the model's own loss, unless an option says otherwise: package and name."""
+FORWARDS = (*LIBRARIES, "liger_kernel")
+"""Packages whose forward passes compute the cross-entropy as transformers does."""
+KERNELS = ("cut_cross_entropy", "axolotl", "unsloth_zoo")
+"""Packages that put other forward passes into classes of transformers. They may lose more, but keep no state."""
+IN_PLACE = "the function in place of"
+"""Begins what [`own_forward`] returns where somebody put a function on the model, or into a class of a library."""
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 
 
-def own_losses(trainer: TrainerView) -> list[str]:
-    """Return the classes of a trainer that compute a loss of their own, not the model's."""
-    owners = [owner for owner in type(trainer).__mro__ if "compute_loss" in vars(owner)]
-    named = [(owner.__module__.partition(".")[0], owner.__name__) for owner in owners]
-    return [name for package, name in named if package != "hf_hybrid" and (package, name) not in _PLAIN_LOSSES]
+def own_losses(trainer: TrainerView) -> list[tuple[str, str]]:
+    """
+    Return package and name of the classes of a trainer that compute a loss of their own, not the model's, the outermost
+    first. A function that somebody put on the trainer, or into a class, is one of the package that it was written in.
+    """
+    found = []
+    for place in (trainer, *type(trainer).__mro__):
+        if (method := vars(place).get("compute_loss")) is not None:
+            name = place.__name__ if isinstance(place, type) else "trainer"
+            owner, package = (place if isinstance(place, type) else type(place)).__module__, package_of(method)
+            if package != owner.partition(".")[0] or (package, name) not in _PLAIN_LOSSES:
+                found.append((package, name))
+    return [loss for loss in found if loss[0] != "hf_hybrid"]
 
 
 def unknown_loss(trainer: TrainerView) -> str | None:
@@ -121,9 +193,6 @@ def unknown_loss(trainer: TrainerView) -> str | None:
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside PEFT's
     unknown = own_losses(trainer)
-    computes = next(owner.__name__ for owner in type(model).__mro__ if "forward" in vars(owner))
-    by_model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    known = {name for names in by_model for name in ([names] if isinstance(names, str) else names)}
     if trainer.compute_loss_func is not None:
         what = "`compute_loss_func`"
     elif args.label_smoothing_factor > 0:
@@ -131,11 +200,11 @@ def unknown_loss(trainer: TrainerView) -> str | None:
     elif (kind := getattr(args, "loss_type", None)) not in (None, "nll", "chunked_nll"):
         what = f"`loss_type={kind}`"
     elif unknown:
-        what = f"`{unknown[0]}.compute_loss`"
+        what = f"`{unknown[0][1]}.compute_loss`"
     elif "_loss_function" in vars(model):
         what = "the model's `loss_function`"
-    elif computes not in known and not computes.endswith(_LANGUAGE_MODELS):
-        what = f"`{computes}`"
+    elif (own := own_forward(model)) is not None:
+        what = own
     elif vocabulary_size(model) is None:
         what = "a model whose vocabulary has no known size"
     else:
@@ -143,30 +212,29 @@ def unknown_loss(trainer: TrainerView) -> str | None:
     return f"the loss of {what} is not known to be the plain cross-entropy"
 
 
+def own_forward(model: Any) -> str | None:
+    """
+    Return the forward pass of a causal model if it is not one of transformers: that of a class of a user or of the Hub,
+    or a function that was put on the model or into its class ([`IN_PLACE`]).
+    """
+    if hasattr(model, "get_base_model"):  # PEFT's has no loss of its own
+        return _foreign(model) or own_forward(model.get_base_model())
+    by_model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    known = {name for names in by_model for name in ([names] if isinstance(names, str) else names)}
+    name = next(owner.__name__ for owner in type(model).__mro__ if "forward" in vars(owner))
+    return _foreign(model) or (None if name in known or name.endswith(_LANGUAGE_MODELS) else f"`{name}`")
+
+
+def _foreign(model: Any) -> str | None:
+    """Return the outermost `forward` of a model, or one inside of it, that is not of [`FORWARDS`]."""
+    owner = next(owner for owner in type(model).__mro__ if "forward" in vars(owner))
+    if "forward" in vars(model) and package_of(vars(model)["forward"], FORWARDS) not in FORWARDS:
+        return f"{IN_PLACE} `model.forward`"
+    package, name = package_of(vars(owner)["forward"], FORWARDS), f"`{owner.__name__}.forward`"
+    is_put_in = owner.__module__.partition(".")[0] in LIBRARIES and package not in KERNELS
+    return None if package in FORWARDS else f"{IN_PLACE} {name}" if is_put_in else name
+
+
 def vocabulary_size(model: torch.nn.Module) -> int | None:
     """Return the length of a model's vocabulary, if its config has it."""
     return getattr(text_config(model), "vocab_size", None)
-
-
-# What users put in place of a method.
-
-
-def outermost(trainer: Any, name: str, known: Collection[type]) -> str | None:
-    """
-    Return where a trainer's method `name` is not that of its `known` classes, the outermost place; `None` if nowhere.
-
-    That is the trainer itself (`trainer.method = function`), a class above or below the mixin, or a known class into
-    which somebody put a function of another package: that of its globals, as `functools.wraps` copies the rest.
-    """
-    packages = {"torch", *(owner.__module__.partition(".")[0] for owner in known)}
-    for place in (trainer, *type(trainer).__mro__):
-        if name not in vars(place):
-            continue
-        method = vars(place)[name]
-        wrapped = [getattr(method, "__func__", method)]
-        while hasattr(wrapped[-1], "__wrapped__"):
-            wrapped.append(wrapped[-1].__wrapped__)
-        homes = {getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0] for function in wrapped}
-        if place not in known or not homes <= packages:
-            return f"{place.__name__ if isinstance(place, type) else 'trainer'}.{name}"
-    return None

@@ -30,7 +30,7 @@ from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_in_training
 from hf_hybrid.rows.sharing import SharedRows
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import RandomStates
-from hf_hybrid.run.trainer_view import outermost
+from hf_hybrid.run.trainer_view import overridden
 from hf_hybrid.saving.state import OWN
 from hf_hybrid.trl.decoding import Decoding, indices, why_plain_model
 from hf_hybrid.trl.groups import (
@@ -158,13 +158,14 @@ class Rollouts(Part):
 
     @functools.cached_property
     def users(self) -> dict[tuple[str, ...], str | None]:
-        """By the names of methods: the first that a user has put in place of TRL's, as `Class.method`."""
-        known = HybridGRPOTrainer.__mro__ + HybridRLOOTrainer.__mro__
-        places = {
-            names: [outermost(self.trainer, name, known) for name in names]
+        """By the names of methods: one that is not TRL's for GRPO and RLOO, as `Class.method`."""
+        known = HybridGRPOTrainer.__mro__ + HybridRLOOTrainer.__mro__  # TRL itself has subclasses
+        others = [kind for kind in type(self.trainer).__mro__ if kind not in known]
+        return {
+            names: overridden(self.trainer, *names)
+            or next((f"{kind.__name__}.{name}" for kind in others for name in names if name in vars(kind)), None)
             for names in (OF_MICRO_BATCHES, OF_GENERATION, OF_TURN)
         }
-        return {names: next(filter(None, of_names), None) for names, of_names in places.items()}
 
     def choose_rows(self) -> None:
         """Decide which rows are left out: in the first step, and where a callback has changed what decides."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback, TrainingArguments
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from hf_hybrid.arguments import HybridArguments
@@ -21,10 +21,11 @@ from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Step
 from hf_hybrid.plan.of_trainer import checkpointing
 from hf_hybrid.recovery import sequences_in, split_batch
-from hf_hybrid.rows.merging import MergedRows, has_hooks
+from hf_hybrid.rows.merging import MergedRows
 from hf_hybrid.rows.tree import IGNORED, Rows
 from hf_hybrid.rows.windows import quiet_metrics
 from hf_hybrid.run.fallbacks import Fallbacks
+from hf_hybrid.run.trainer_view import acts_between, overridden
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 from hf_hybrid.trainer import HybridTrainerMixin
 
@@ -245,6 +246,7 @@ class PairRows(MergedRows):
     """Shares the rows of preference pairs, whose micro-batches are copied to the host together, and merged."""
 
     def begin_step(self, step: Step) -> None:
+        super().begin_step(step)
         pairs = [
             (batch, on_host)
             for batch, on_host in zip(step.batches, step.on_host)
@@ -391,25 +393,25 @@ class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):  # ty: ignore[incompatible-
         self.rows.held, self.rows.ends_window = self._merged_memory, lambda: self.accelerator.sync_gradients
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        with self.rows.on(self.model, self.ref_model), self.rows.micro_batch(inputs):
+        own = overridden(self, "compute_loss", "_compute_loss") is not None
+        with self.rows.on(self.model, self.ref_model), self.rows.micro_batch(inputs, may_change=own):
             loss = super().compute_loss(model, inputs, *args, **kwargs)
         takes_all = torch.is_grad_enabled() and self.rows.ends_window() and torch.is_tensor(loss)
         return self.rows.with_what_waits(loss) if takes_all else loss
 
     def _merged_memory(self) -> float:
         """Return what merged micro-batches may hold, as a multiple of the largest padded one; 0: they stay apart."""
-        args, options, kind = self.args, self.hybrid_args, type(self)
-        ours = {  # a loss may ask for gradients of weights by itself
-            "training_step": HybridTrainerMixin, "compute_loss": HybridDPOTrainer, "_compute_loss": DPOTrainer,
-        }  # fmt: skip
-        own = any(n in vars(self) or getattr(kind, n, None) is not getattr(c, n, None) for n, c in ours.items())
-        own |= any(  # which finds gradients of the micro-batches so far
-            type(callback).on_substep_end is not TrainerCallback.on_substep_end
-            for callback in self.callback_handler.callbacks
-        )
-        own |= has_hooks(self.model)
+        args, options = self.args, self.hybrid_args
+        # A loss may ask for gradients of weights by itself, and a hook keep what a module returned.
+        because, marks = acts_between(self), self.rows.facts_of(self.model).marks
+        if (loss := overridden(self, "compute_loss", "_compute_loss")) is not None:
+            because = f"`{loss}` may read more than the rows of one"
+        if because is None and marks is not None and marks.hooks:
+            because = f"a hook of yours (`{marks.hooks[0]!r:.60}`) sees each by itself"
+        if because is not None:
+            self.rows.apart.cannot_be_exact(because)
         offloads = args.activation_offloading or options.offload_activations
-        if own or offloads or options.weight_precision or steps_in_backward(optimizer_name(args)):
+        if because or offloads or options.weight_precision or steps_in_backward(optimizer_name(args)):
             return 0.0
         repeats = self.recovery.retries and self.accelerator.num_processes == 1
         planned = checkpointing(args) == "auto" or options.vram_budget_gib is not None

@@ -1,0 +1,197 @@
+"""
+What is known of a model whose rows are computed as trees, and what of it may change in a run.
+
+Much of this takes a forward pass to find out, so it is known until something changes. Callbacks, hooks and schedules
+change models between two steps. So [`Marks`] are taken once per step, after `on_step_begin`, and compared with those of
+the step before. They are read on the host, without a look at a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from accelerate.utils import is_compiled_module
+from torch import nn
+
+from hf_hybrid.rows.costs import Costs
+from hf_hybrid.rows.experts import OPTION, Router
+from hf_hybrid.rows.randomness import Drawn
+from hf_hybrid.rows.states import again, layers_with_state
+from hf_hybrid.run.trainer_view import LIBRARIES, own_forward, package_of
+from hf_hybrid.streaming.layers import base_model
+
+Model = Any
+"""A model of transformers, or a wrapper such as peft's that has its attributes."""
+_COUNTS_MASK = ("opt", "biogpt")
+"""Models whose positions count the tokens in the mask, not the columns."""
+
+
+def obstacle_in_model(model: Model) -> str | None:
+    """Return why a model cannot compute trees, if that is known without running it."""
+    base: Model = base_model(model)
+    adapter = getattr(model, "active_peft_config", None)
+    if adapter is not None and (adapter.is_prompt_learning or getattr(adapter, "alora_invocation_tokens", None)):
+        return f"adapters of the kind {adapter.peft_type.value} act on places of a row"
+    config = base.config.get_text_config()
+    if config.is_encoder_decoder:
+        return "the model has an encoder"
+    kinds = {kind for kind in getattr(config, "layer_types", None) or () if "attention" not in kind or "linear" in kind}
+    if (getattr(base, "_is_stateful", False) or kinds) and not layers_with_state(base):
+        kinds = ", ".join(sorted(kinds)) or config.model_type
+        return f"it has layers with a state that runs along the row, and no convolution ({kinds})"
+    if is_compiled_module(model):
+        return "it is compiled as a whole"
+    if base.get_decoder() is base:
+        return f"`{type(base).__name__}` has no backbone that is called by itself"
+    return None
+
+
+def dropout_of(model: Model) -> float:
+    """Return the largest rate of dropout that modules and config name, for messages; [`Drawn`] decides."""
+    base: Model = base_model(model)
+    rates = [m.p if isinstance(m, nn.Dropout) else getattr(m, "attention_dropout", 0.0) for m in model.modules()]
+    rates += [value for name, value in base.config.to_dict().items() if "drop" in name]
+    return max((rate for rate in rates if isinstance(rate, float)), default=0.0)
+
+
+def window_of(config: Any) -> float:
+    """Return how many tokens of a row the layers look back at least."""
+    kinds = getattr(config, "layer_types", None) or ["window"]
+    if not getattr(config, "use_sliding_window", True) or set(kinds) == {"full_attention"}:
+        return float("inf")
+    names = ("sliding_window", "attention_chunk_size", "window_size")
+    return min((size for name in names if isinstance(size := getattr(config, name, None), int)), default=float("inf"))
+
+
+_RATES: dict[type, list[str]] = {}
+"""Attributes of a kind of module that are rates of dropout, as its first one has them."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class Marks(NamedTuple):
+    """What may change of a model between two steps."""
+
+    draws: list[bool]
+    """Of every rate of dropout, of modules and config: whether it is above 0."""
+    parts: list[Any]
+    """Modules, `forward` where it was set on one, hooks of a user, and whether a router's loss is asked for."""
+    hooks: list[Any]
+    """Hooks of a user, on modules and weights."""
+    of_gradients: bool
+    """Whether such a hook sees gradients, or what goes into or out of the whole model: each micro-batch by itself."""
+    inside: bool
+    """Whether one sees what adapters give to the whole model inside of them."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Marks:
+        draws, parts, hooks, of_gradients, inside, stack = [], [], [], False, False, [model]
+        whole = {id(model), id(base := base_model(model))}
+        while stack:  # `modules()` takes four times as long
+            module = stack.pop()
+            own, kind = module.__dict__, type(module)
+            parts.append(module)
+            if (rates := _RATES.get(kind)) is None:
+                numbers = [name for name, value in own.items() if isinstance(value, (int, float))]
+                rates = _RATES[kind] = [name for name in numbers if "drop" in name or name == "p"]
+            for name in rates:
+                draws.append(bool(own.get(name)))
+            if "forward" in own:
+                parts.append(own["forward"])
+            if (
+                own["_forward_pre_hooks"]
+                or own["_forward_hooks"]
+                or own["_backward_pre_hooks"]
+                or own["_backward_hooks"]
+            ):
+                for name in _HOOKS:
+                    hooks += (found := of_user(own[name]))
+                    of_gradients |= bool(found) and ("backward" in name or id(module) in whole)
+                    inside |= bool(found) and module is base is not model
+            for weight in own["_parameters"].values():
+                if weight is not None and (weight._backward_hooks or weight._post_accumulate_grad_hooks):
+                    tables = weight._backward_hooks, weight._post_accumulate_grad_hooks
+                    hooks += (found := [hook for table in tables for hook in of_user(table or {})])
+                    of_gradients |= bool(found)
+            for child in own["_modules"].values():
+                if child is not None:
+                    stack.append(child)
+        config: Any = base.config
+        for of_part in {id(config): config, id(text := config.get_text_config()): text}.values():
+            draws += [bool(value) for name, value in vars(of_part).items() if "drop" in name]
+            parts.append(getattr(of_part, OPTION, None))
+        return cls(draws, parts + hooks, hooks, of_gradients, inside)
+
+
+def of_user(hooks: Mapping[int, Any]) -> list[Any]:
+    """Return those hooks that no library has registered."""
+    return [hook for hook in hooks.values() if package_of(hook) not in LIBRARIES]
+
+
+@dataclass
+class ModelFacts:
+    """What is known of a model: the `reason` for padded rows, or what it costs and what was compared."""
+
+    reason: str | None = None
+    base: Any = None
+    """The model without the wrapper of adapters."""
+    backbone: Any = None
+    """The module that computes the hidden states which the head gets."""
+    costs: Costs = Costs(0.0, 0.0, 0.0)
+    window: float = float("inf")
+    counts_mask: bool = False
+    """Whether positions count tokens in the mask, not columns."""
+    router: Router | None = None
+    with_state: list[nn.Module] = field(default_factory=list)
+    """Layers with a state along the row."""
+    again: float = 0.0
+    """That of [`Tree`]."""
+    compared: int = 0
+    """Tokens of the longest row that was compared."""
+    ran_backward: bool = False
+    """Whether the backward pass of a tree has run."""
+    own_forward: str | None = None
+    """That of the model if it is not one of transformers, see [`own_forward`]."""
+    adds_up: bool = True
+    """Whether its loss is known to be a sum over labels, divided by a count; of its own forward once it is compared."""
+    marks: Marks | None = None
+    """Those of the last step."""
+    drawn: dict[bool, Drawn] = field(default_factory=dict)
+    """Random numbers of a forward pass, in training and out of it, once they are known."""
+
+    @classmethod
+    def of(cls, model: nn.Module, *, compiles: bool) -> ModelFacts:
+        try:
+            base: Model = base_model(model)
+            if (reason := obstacle_in_model(model)) is not None:
+                return cls(reason)
+            counts_mask, window = base.config.model_type in _COUNTS_MASK, window_of(base.config.get_text_config())
+            costs, backbone = Costs.of(model), base.get_decoder()
+            with_state = layers_with_state(backbone)
+            if with_state and compiles:
+                return cls("layers with a state that runs along the row are not compiled")
+            facts = cls(None, base, backbone, costs, window, counts_mask, Router.of(base), with_state)
+            facts.again, facts.own_forward = again(base), own_forward(model)
+            facts.adds_up = facts.own_forward is None
+            return facts
+        except (AttributeError, TypeError) as error:  # of a model with a config of its own
+            return cls(f"its config does not tell what it costs ({error})")
+
+    def is_still(self, model: nn.Module) -> bool:
+        """Whether the model is as it was when this was last asked, except for rates of dropout, which are noted."""
+        before, self.marks = self.marks, Marks.of(model)
+        if before is not None and before.draws != self.marks.draws:
+            self.drawn.clear()
+        return before is None or before.parts == self.marks.parts
+
+    def balances(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether the model adds a router's loss for these inputs."""
+        return self.router is not None and self.router.has_loss(inputs)
+
+    def has_compared(self, longest: int) -> bool:
+        """Whether rows of this length have been compared, as far as windows of attention go."""
+        return self.compared > 0 and (self.compared > self.window or longest <= self.window)
+
+    def note_compared(self, longest: int) -> None:
+        self.compared = max(self.compared, longest)
