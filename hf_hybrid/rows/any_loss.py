@@ -29,11 +29,11 @@ from torch import Tensor, nn
 
 from hf_hybrid.compat import cache_name
 from hf_hybrid.machine import mixed_precision_of, sharding_of
+from hf_hybrid.part import Step
 from hf_hybrid.rows.attention import ARGUMENT
 from hf_hybrid.rows.sharing import FlatRow, ModelFacts, SharedRows
 from hf_hybrid.rows.states import by_row
 from hf_hybrid.rows.tree import IGNORED, Batch, Rows, Tree, divide, on_host
-from hf_hybrid.run.run import Run
 from hf_hybrid.run.trainer_view import TrainerView, overridden
 
 KNOWN = {("trl", f"{kind}Trainer") for kind in ("Reward", "KTO", "Distillation", "CPO", "ORPO")}
@@ -107,11 +107,16 @@ class RowsForAnyLoss(SharedRows):
 
     @contextlib.contextmanager
     def evaluating(self, *models: nn.Module) -> Generator[None]:
+        self._look_at_loss()
         with super().evaluating(*models, *self.models):
             yield
 
-    def begin(self, run: Run) -> None:
-        super().begin(run)
+    def begin_step(self, step: Step) -> None:
+        super().begin_step(step)
+        self._look_at_loss()
+
+    def _look_at_loss(self) -> None:
+        """Keep rows padded from here on if a user has put in a part of the loss."""
         of_trl = [vars(kind) for kind in type(self.trainer).__mro__ if kind.__module__.startswith("trl.")]
         methods = sorted({name for methods in of_trl for name, method in methods.items() if callable(method)})
         place = overridden(self.trainer, *[name for name in methods if any([part in name for part in OF_LOSSES])])

@@ -117,7 +117,7 @@ OF_GENERATION = ("_generate_and_score_completions", "_generate", "_calculate_rew
 OF_TURN = ("_generate_single_turn",)
 """That which sees prompts: where a user has one, it may complete others than TRL gives."""
 SETTINGS = ("beta", "loss_type", "top_entropy_quantile", "_entropy_bonus_enabled", "aux_loss_enabled")
-"""Attributes of a trainer that decide whether rows may be left out. A callback may change them."""
+"""Attributes of a trainer that decide whether rows may be left out. A callback may change them, and put methods in."""
 SAMPLER = "sampling/sampling_logp_difference/"
 """TRL's names for distances of vLLM's log-probabilities from those of training: their mean, and the largest."""
 
@@ -140,7 +140,7 @@ class Rollouts(Part):
         tells = trainer.is_world_process_zero
         self.every_row = Fallbacks("Every row is computed, also those without advantage (`exact_skips`)", tells)
         self.own_prompts = Fallbacks("No prompt is computed once for several completions", tells)
-        self.users_rewards = Fallbacks("Rewards are asked for after log-probabilities, and none is made equal", tells)
+        self.users_rewards = Fallbacks("Rewards are asked for where TRL asks, and all advantages are TRL's", tells)
         self.window_begins_at = 0  # TRL's number of the first micro-batch of the window
         self.counts: Counter[str] = Counter()
         """Those of the run, once it begins."""
@@ -170,7 +170,8 @@ class Rollouts(Part):
     def choose_rows(self) -> None:
         """Decide which rows are left out: in the first step, and where a callback has changed what decides."""
         trainer = self.trainer
-        settings = [*map(vars(trainer).get, SETTINGS), *settings_of(trainer.model)]
+        names = SETTINGS + OF_MICRO_BATCHES + OF_GENERATION + OF_TURN
+        settings = [*map(vars(trainer).get, names), *settings_of(trainer.model)]
         changed = settings != self._settings
         if not (changed if trainer.accelerator.num_processes == 1 else trainer._agree(int(changed))):
             return

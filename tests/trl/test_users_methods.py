@@ -71,6 +71,10 @@ def larger_step(trainer, method, *args, **kwargs):
     return loss
 
 
+def step_twice(trainer, method, *args, **kwargs):
+    return method(*args, **kwargs) + method(*args, **kwargs)
+
+
 def loss_with_penalty(trainer, method, *args, **kwargs):
     norms = sum(parameter.square().sum() for parameter in trainer.model.parameters())
     return method(*args, **kwargs) + 0.01 * norms
@@ -100,6 +104,7 @@ CHANGES = {
     "_generate_and_score_completions": other_batch,
     "_prepare_inputs": other_inputs,
     "training_step": larger_step,
+    "training_step twice": step_twice,
     "compute_loss": loss_with_penalty,
     "_compute_loss": masked_loss,
     "_get_per_token_logps_and_entropies": other_log_probs,
@@ -121,7 +126,7 @@ def as_method(change, calls, below):
 
 def run(kind, hybrid, way, name, options, folder, monkeypatch):
     theirs, ours = KINDS[kind]
-    change, calls = CHANGES[name], Counter()
+    change, calls, name = CHANGES[name], Counter(), name.split()[0]
     base = made = ours if hybrid else theirs
     if way in ("above", "below"):
         below = theirs if way == "below" else base
@@ -166,6 +171,7 @@ def test_it_is_called_and_counts(name, way, kind, options, known, tmp_path, monk
     assert max((weight - found[key]).abs().max().item() for key, weight in theirs.items()) <= 1e-6
     assert called == calls > 0
     assert [entry.get("mine") for entry in logged] == [entry.get("mine") for entry in history]
+    name = name.split()[0]
     summary, places = trainer.hybrid_summary(), trainer.rollouts.users
     assert (places[OF_MICRO_BATCHES] is not None) is (name in OF_MICRO_BATCHES)
     assert (places[OF_GENERATION] is not None) is (name in OF_GENERATION)
@@ -241,6 +247,18 @@ def puts_dropout(model, trainer, step):
             module.lora_dropout["default"] = torch.nn.Dropout(0.3)
 
 
+def puts_a_loss(model, trainer, step):
+    if step == 2:
+        before = trainer._compute_loss
+        trainer._compute_loss = lambda model, inputs: before(model, inputs) * (1 + inputs["advantages"][0].abs())
+
+
+def puts_rewards(model, trainer, step):
+    if step == 1:
+        before = trainer._calculate_rewards
+        trainer._calculate_rewards = lambda *args: before(*args) * torch.arange(8)[:, None] % 3
+
+
 LORA = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")}
 CALLBACKS = {
     "freezes in turn": (freezes_in_turn, {"share": 1.0}),
@@ -252,6 +270,8 @@ CALLBACKS = {
     "quantile": (sets_quantile, {}),
     "truncated": (sets_group, {}),
     "hooks": (sets_hooks, {}),
+    "a loss": (puts_a_loss, {}),
+    "rewards": (puts_rewards, {"num_iterations": 2}),
     "temperature": (sets_temperature, {}),
     "dropout": (sets_dropout, {"exact_skips": "off", "share_rows": "off"}),
     "dropout of adapters": (puts_dropout, {"exact_skips": "off", "share_rows": "off", **LORA, "learning_rate": 1.0}),
@@ -271,7 +291,7 @@ def run_with(kind, change, folder, share=0.5, **options):
 
 
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, ["grpo"]))
-@pytest.mark.parametrize("name", CALLBACKS)
+@pytest.mark.parametrize("name", mostly_slow(CALLBACKS, ["freezes adapters", "unfreezes late", "beta", "dropout"]))
 def test_what_a_callback_changes_counts(name, kind, tmp_path):
     change, options = CALLBACKS[name]
     theirs, ours = (run_with(base, change, tmp_path / base.__name__, **options) for base in KINDS[kind])
