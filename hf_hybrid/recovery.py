@@ -40,7 +40,7 @@ from hf_hybrid.leaps.probe import Losses
 from hf_hybrid.optimizers import inner_optimizer, optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.run.run import RandomStates, Run
-from hf_hybrid.run.trainer_view import LossView
+from hf_hybrid.run.trainer_view import LossView, acts_between
 from hf_hybrid.saving.manifest import last_checkpoint
 from hf_hybrid.streaming.walk import Window
 
@@ -327,11 +327,13 @@ class OutOfMemoryRecovery(Part):
         `run` computes a batch, or a part of one, accumulates its gradients and returns its loss, which is divided by
         `num_items` (the labels of the window; `None` where losses are means).
         """
-        if len(self._returned) >= len(self._batches):
+        position = len(self._returned)
+        if position >= len(self._batches) and not self.trainer.run.step.batches:
             self.begin_window([inputs], num_items)  # called outside of a training loop
+            position = 0
+        self._batches[position:] = [inputs, *self._batches[position + 1 :]]  # code of a user may have changed it
         if self._random is None and self.retries:
             self._random = RandomStates.now(self.trainer.args.device)
-        position = len(self._returned)
         loss = self._compute([inputs], run)
         while loss is None:
             self._escalate()
@@ -580,6 +582,8 @@ class OutOfMemoryRecovery(Part):
             return "DeepSpeed and FSDP keep gradients of their own. Lower `per_device_train_batch_size`."
         if steps_in_backward(optim):
             return f"`optim={optim}` changes weights inside the backward pass, so that a step cannot be computed twice."
+        if self._returned and not self.stepping and (because := acts_between(trainer)) is not None:
+            return f"{because}, and those before this one would be computed again. Lower `per_device_train_batch_size`."
         if trainer.cannot_repeat is not None:
             return trainer.cannot_repeat
         if trainer.memory.torn is not None:

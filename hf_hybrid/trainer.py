@@ -73,7 +73,7 @@ from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, device_probe
 from hf_hybrid.run.epochs import Epochs
 from hf_hybrid.run.monitor import numbers_of, overflowed
 from hf_hybrid.run.run import DataOrder, RandomStates, Run
-from hf_hybrid.run.trainer_view import acts_between, overridden
+from hf_hybrid.run.trainer_view import acts_between
 from hf_hybrid.saving.lock import check_output
 from hf_hybrid.saving.manifest import last_checkpoint
 from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
@@ -383,7 +383,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.saver.evaluation_is_due = self.epochs.is_at_start = False
         in_step, feed, there = self.saver.in_step, self.run.feed, device
         in_step.is_changing = True
-        acts = overridden(self, "get_batch_samples", "training_step", "_prepare_inputs", "_prepare_input")
+        acts = acts_between(self)
         if acts is None and self.rows is not None and self.accelerator.num_processes == 1 and self.args.n_gpu <= 1:
             device = torch.device("cpu")  # where the loader has labels; Trainer would wait for a copy of their count
         with self.order.reading():
@@ -402,6 +402,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             rate, on_host, rows = 0.0 if feed is None else self._get_learning_rate(), batches, self.rows
             if rows is not None and (rows.in_every_pass or acts is not None):  # else those that are computed are moved
                 batches = send_to_device(batches, self.args.device, non_blocking=True)
+            self._loss_before = getattr(self, "_tr_loss", torch.zeros(())).clone() if acts is not None else 0.0
             self.run.accumulations.add(self.args.gradient_accumulation_steps)
             step = self.run.begin_step(self.state.global_step, batches, items, rate, on_host)
             if step.phase is Phase.PREDICT:  # trains on none of them: they stay the next
@@ -505,6 +506,10 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         if run.phase is Phase.PREDICT:
             return
         self.recovery.stepping = True
+        if not run.step.is_arranged:
+            run.step.losses = [self._tr_loss - self._loss_before]
+            if self.rows is not None:
+                self.rows.fallbacks.cannot_be_exact("a `training_step` of yours does not call that of this package")
         if not run.has_phases:
             return
         run.settle()

@@ -8,6 +8,7 @@ the step before. They are read on the host, without a look at a tensor.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -129,6 +130,15 @@ def of_user(hooks: Mapping[int, Any]) -> list[Any]:
     return [hook for hook in hooks.values() if package_of(hook) not in LIBRARIES]
 
 
+def module_of_user(model: nn.Module) -> str | None:
+    """Return the class of a module that is in no installed package, if there is one: a user's, or one of the Hub."""
+    for kind in {type(module) for module in model.modules()}:
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+        if "-packages" not in file and kind.__module__.partition(".")[0] not in LIBRARIES:
+            return f"`{kind.__name__}`"
+    return None
+
+
 @dataclass
 class ModelFacts:
     """What is known of a model: the `reason` for padded rows, or what it costs and what was compared."""
@@ -155,6 +165,8 @@ class ModelFacts:
     """That of the model if it is not one of transformers, see [`own_forward`]."""
     adds_up: bool = True
     """Whether its loss is known to be a sum over labels, divided by a count; of its own forward once it is compared."""
+    configs: list[Any] = field(default_factory=list)
+    """Those that its layers ask for their attention: PEFT copies one for each layer that it repeats."""
     marks: Marks | None = None
     """Those of the last step."""
     drawn: dict[bool, Drawn] = field(default_factory=dict)
@@ -173,6 +185,9 @@ class ModelFacts:
                 return cls("layers with a state that runs along the row are not compiled")
             facts = cls(None, base, backbone, costs, window, counts_mask, Router.of(base), with_state)
             facts.again, facts.own_forward = again(base), own_forward(model)
+            text = type(base.config.get_text_config())
+            own = [module.config for module in backbone.modules() if type(getattr(module, "config", None)) is text]
+            facts.configs = [base.config, *{id(config): config for config in own}.values()]
             facts.adds_up = facts.own_forward is None
             return facts
         except (AttributeError, TypeError) as error:  # of a model with a config of its own

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from hf_hybrid.part import Step
 from hf_hybrid.rows.costs import WORTH
-from hf_hybrid.rows.sharing import FlatRow, SharedRows, UnderWay, are_still, versions_of
+from hf_hybrid.rows.sharing import FlatRow, Seen, SharedRows, UnderWay, are_still, seen_now
 from hf_hybrid.rows.tree import Batch, Row, Tree, by_batch, join
 from hf_hybrid.rows.windows import WITHOUT_LAUNCHES
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 class LaidOut(NamedTuple):
     """A micro-batch as it was when its window began: its tensors, and on the host what a model gets of them."""
 
-    tensors: dict[str, tuple[Tensor, int]]
+    tensors: Seen
     batch: Batch
 
 
@@ -145,7 +145,7 @@ class MergedRows(SharedRows):
         """Note the micro-batches of a window, which were copied ahead under their `input_ids`."""
         self._forget()
         for tensors in window if self.may_share else ():
-            self._window.append(LaidOut(versions_of(tensors), self._copied[tensors["input_ids"]].batch))
+            self._window.append(LaidOut(seen_now(tensors), self._copied[tensors["input_ids"]].batch))
 
     def end_step(self, step: Step) -> None:
         self._forget()

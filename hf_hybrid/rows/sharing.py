@@ -65,7 +65,7 @@ from hf_hybrid.rows.attention import (
 from hf_hybrid.rows.comparison import TOLERANCES, Observed, difference, loss_of, sample, two_rows
 from hf_hybrid.rows.costs import WORTH, share_saved
 from hf_hybrid.rows.experts import OPTION, router_losses
-from hf_hybrid.rows.facts import ModelFacts, dropout_of, of_user
+from hf_hybrid.rows.facts import ModelFacts, dropout_of, module_of_user, of_user
 from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_numbers
 from hf_hybrid.rows.states import by_row
 from hf_hybrid.rows.tree import (
@@ -264,6 +264,10 @@ class Plan(NamedTuple):
     padded: float = 0.0  # operations of the padded rows
 
 
+Seen = dict[str, tuple[Tensor, int, "Tensor | None"]]
+"""Tensors by their names, their versions, and copies of those on the host."""
+
+
 @dataclass
 class Copied:
     """A batch on the host, its tree if it was laid out, and the row of that tree if it is on the device already."""
@@ -271,18 +275,25 @@ class Copied:
     batch: Batch
     tree: Tree | None = None
     row: FlatRow | None = None
-    seen: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
-    """The tensors that it was copied from, and their versions, where these tell whether a user's code changed it."""
+    seen: Seen = field(default_factory=dict)
+    """What it was copied from, where that tells whether a user's code changed it."""
 
 
-def versions_of(inputs: Mapping[str, Any]) -> dict[str, tuple[Tensor, int]]:
-    """Return the tensors of inputs, with their versions."""
-    return {name: (tensor, tensor._version) for name, tensor in inputs.items() if torch.is_tensor(tensor)}
+def seen_now(inputs: Mapping[str, Any]) -> Seen:
+    """Return the tensors of inputs as they are now, to ask later if they still are ([`are_still`])."""
+    tensors = {name: tensor for name, tensor in inputs.items() if torch.is_tensor(tensor)}
+    copies = {name: tensor.clone() for name, tensor in tensors.items() if tensor.device.type == "cpu"}
+    return {name: (tensor, tensor._version, copies.get(name)) for name, tensor in tensors.items()}
 
 
-def are_still(seen: Mapping[str, tuple[Tensor, int]], inputs: Mapping[str, Any]) -> bool:
+def are_still(seen: Seen, inputs: Mapping[str, Any]) -> bool:
     """Whether inputs hold these tensors, and nobody has written into them."""
-    return all(inputs.get(name) is tensor and tensor._version == version for name, (tensor, version) in seen.items())
+    for name, (tensor, version, copy) in seen.items():
+        if inputs.get(name) is not tensor or tensor._version != version:
+            return False
+        if copy is not None and not torch.equal(tensor, copy):  # torch does not count what numpy writes
+            return False
+    return True
 
 
 class UnderWay(threading.local):
@@ -411,10 +422,13 @@ class SharedRows(Part):
                 Layout.known.pop(layout.number, None)
             self._layouts.clear()
 
-    def _in_trees(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    def _in_trees(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Context in which a model attends along paths where it gets a tree, and as it is elsewhere."""
-        config = self.facts_of(model).base.config
-        return attention(config, tree_attention(config._attn_implementation or "eager"))
+        configs, stack = self.facts_of(model).configs, contextlib.ExitStack()
+        name = tree_attention(configs[0]._attn_implementation or "eager")
+        for config in configs:
+            stack.enter_context(attention(config, name))
+        return stack
 
     def _eager(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which compiled layers run as they are: what runs once does not pay for a compilation."""
@@ -637,7 +651,12 @@ class SharedRows(Part):
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
-                self.reason_plain = self.fallbacks.did_not_work(error, "the model does not take ten tokens")
+                doing, own = "the model does not take ten tokens", module_of_user(model)
+                if own is None:
+                    self.reason_plain = self.fallbacks.did_not_work(error, doing)
+                else:
+                    self.reason_plain = f"{doing}, and holds {own} ({type(error).__name__}: {error})"
+                    self.fallbacks.cannot_be_exact(self.reason_plain)
                 return None
             finally:
                 way.comparing = before
@@ -754,8 +773,8 @@ class SharedRows(Part):
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            if facts.own_forward is not None:
-                reason = f"{facts.own_forward} does not take a flat row ({type(error).__name__}: {error})"
+            if (own := facts.own_forward or module_of_user(model)) is not None:  # nobody else can mend it
+                reason = f"{own} does not take a flat row ({type(error).__name__}: {error})"
                 self.fallbacks.cannot_be_exact(reason)
                 return reason
             if getattr(facts.base, "_supports_attention_backend", False) or "backward" in doing:

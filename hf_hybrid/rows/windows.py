@@ -55,10 +55,11 @@ from hf_hybrid.rows.sharing import (
     Copied,
     FlatRow,
     Plan,
+    Seen,
     SharedRows,
     obstacle_in_batch,
     rows_of,
-    versions_of,
+    seen_now,
 )
 from hf_hybrid.rows.states import layers_with_state
 from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, by_batch, divide, join, on_host, padded
@@ -123,6 +124,8 @@ class SharedWindows(SharedRows):
         self._laid_out = self._is_counting = False  # what is counted here is windows
         self._first_rows: list[Row] = []
         self._balances = self._stays_apart = False
+        self._seen: list[Seen] = []
+        """The batches of the step as they were when it began, where code of a user may change them."""
         self.in_every_pass = False
 
     @property
@@ -216,6 +219,9 @@ class SharedWindows(SharedRows):
     def begin_step(self, step: Step) -> None:
         super().begin_step(step)
         self._laid_out = self.in_every_pass = False
+        # Code of a user that acts on the first one does so before they are arranged.
+        acts = acts_between(self.trainer) is not None and all(isinstance(batch, Mapping) for batch in step.batches)
+        self._seen = [seen_now(batch) for batch in step.batches] if acts else []
 
     def arrange(self, step: Step) -> None:
         """Lay out the micro-batches of a step, once `on_step_begin` has been called: together, or each by itself."""
@@ -452,11 +458,12 @@ class SharedWindows(SharedRows):
             tree.rows = [row._replace(batch=0) for row in tree.rows]  # there is no other batch in it
         of_trees = [(batch, by_number.get(number)) for number, batch in enumerate(batches)]
         given = [(batch, tree) for batch, tree in of_trees if tree is not None]
+        if not self._seen and acts_between(self.trainer) is not None:  # since `on_step_begin`
+            return
         moved = iter(FlatRow.of_window(given, device, repeats=repeats, balances=self._balances))
-        for inputs, (batch, tree) in zip(step.batches, of_trees):
+        for seen, (batch, tree) in zip(self._seen or map(seen_now, step.batches), of_trees):
             if tree is not None:
-                seen = versions_of({name: inputs.get(name) for name in ("input_ids", "attention_mask", "labels")})
-                self._copied[inputs["input_ids"]] = Copied(batch, tree, next(moved)[1], seen)
+                self._copied[seen["input_ids"][0]] = Copied(batch, tree, next(moved)[1], seen)
         self._laid_out = True
 
     def _count_window(self, step: Step, batches: list[Batch], trees: Sequence[Tree]) -> None:

@@ -6,10 +6,12 @@ import logging
 import pytest
 import torch
 from conftest import weights
+from peft import LoraConfig, get_peft_model
 from rig import trainers
 from rig.sft_rows import KINDS, pad
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hf_hybrid import HybridConfig, HybridTrainer
 
@@ -171,3 +173,34 @@ def test_a_function_on_the_model(tmp_path):
 
     assert "model.forward" in pair(tmp_path, make)["plain_rows_because"]
     assert len(calls) == 9
+
+
+class TakesNoLayout(LlamaDecoderLayer):
+    """A layer of the user's, which wants the mask that padded rows have."""
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        assert attention_mask is None or attention_mask.numel(), "there is no mask"
+        return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
+
+
+def test_a_layer_of_the_user_that_takes_no_tree(tmp_path, caplog):
+    def make():
+        model = build(LlamaForCausalLM)
+        model.model.layers[1].__class__ = TakesNoLayout
+        return model
+
+    summary = pair(tmp_path, make)
+    assert "`TakesNoLayout` does not take a flat row" in summary["plain_rows_because"]
+    assert not summary["failed_savings"] and "eport this" not in caplog.text
+
+
+def test_layers_that_peft_repeats_share(tmp_path):
+    """Each of them has a config of its own."""
+    lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", layer_replication=[(0, 2), (1, 2)])
+
+    def make():
+        model = build(LlamaForCausalLM)
+        torch.manual_seed(1)
+        return get_peft_model(model, lora)
+
+    assert pair(tmp_path, make)["tokens_shared"] > 0

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.rows import states
+from hf_hybrid.rows import sharing, states
 
 pytestmark = pytest.mark.processes
 SIZES = {
@@ -158,3 +158,39 @@ def test_two_processes_end_where_those_of_plain_trainer_do(launched, name):
     for rank in (0, 1):
         summary = json.loads((launched / f"{name}{rank}.json").read_text())
         assert summary["plain_rows_because"] is None and summary["micro_batches_saved"] > 0
+
+
+@pytest.mark.parametrize("where", mostly_slow(["ten tokens", "tree", "key"], ["ten tokens"]))
+def test_a_process_that_cannot_share_does_not_leave_the_other_waiting(where, tmp_path, monkeypatch):
+    """The model of one rank takes no ten tokens, or no tree, or its batches hold a key: both train as with Trainer."""
+    monkeypatch.undo()  # what does not work is no error here
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("not on this rank")
+
+    def with_key(rows):
+        return {**pad(rows), "task": "a"}
+
+    class Tasks(LlamaForCausalLM):
+        def forward(self, *args, task=None, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    def run():
+        rank = int(os.environ["RANK"])
+        if rank == 1 and where != "key":
+            setattr(sharing, {"ten tokens": "drawn_numbers", "tree": "difference"}[where], broken)
+        for kind, config in ((Trainer, TrainingArguments), (HybridTrainer, HybridConfig)):
+            torch.manual_seed(0)
+            collator = with_key if where == "key" and rank else pad
+            options = {"model": Tasks(LlamaConfig(**SIZES)), "data_collator": collator}
+            options |= {"optim": "sgd", "learning_rate": 0.1, "gradient_accumulation_steps": 3, "max_steps": 2}
+            options |= {"remove_unused_columns": False, "train_dataset": KINDS["agent"]()}
+            trainer = trainers.train(tmp_path / kind.__name__, kind, config, per_device_train_batch_size=2, **options)
+            if rank == 0:
+                torch.save(dict(trainer.model.state_dict()), tmp_path / f"{kind.__name__}.pt")
+        summary = trainer.hybrid_summary()
+        assert summary["plain_rows_because"] and not summary["tokens_shared"]
+
+    assert together(2, run, timeout=60) == [0, 0]
+    theirs, ours = (torch.load(tmp_path / f"{kind.__name__}.pt") for kind in (Trainer, HybridTrainer))
+    assert all(torch.equal(weight, ours[name]) for name, weight in theirs.items())
