@@ -685,9 +685,9 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     def _compute_loss(self, model, inputs):
         if inputs is None:
             return torch.zeros((), device=self.args.device, requires_grad=True)
-        self._in_loss = inputs
+        self._in_loss, planned = inputs, self.rollouts.leaves_out or self.rollouts.by_prompt
         try:
-            with self.rows.computing(inputs["completion_ids"]):
+            with self.rows.computing(inputs["completion_ids"]) if planned else contextlib.nullcontext():
                 return super()._compute_loss(model, inputs)
         finally:
             self._in_loss = None
@@ -699,7 +699,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             logs |= {SAMPLER + "mean": means / count, SAMPLER + "max": largest}
             self._distances = type(self)._distances
         left_out = self.rollouts.leaves_out and self._buffered_inputs and not self._metrics["train"].get("entropy")
-        if left_out and "loss" in logs and self.model.training:
+        # Of several processes each computes a row in every window, and a callback may log on one alone.
+        if left_out and "loss" in logs and self.model.training and self.accelerator.num_processes == 1:
             # Every row since the last entry was left out, and callbacks count on TRL's metrics of tokens. Its loss
             # measures them. One forward pass of the last micro-batch is little beside the steps that were left out, and
             # the values are those of real rows. Under dropout it draws random numbers, which training draws again.
