@@ -354,6 +354,15 @@ def as_declared(name: str, value: Any, hint: Any) -> Any:
     raise ValueError(f"`{name}` must be {_WANTED[kind]}, got `{value!r}`.")
 
 
+def options_of(*groups: str) -> list[str]:
+    """Return the names of the options that stand in these groups."""
+    names, group = [], None
+    for known in fields(HybridArguments):
+        group = known.metadata["help"].group or group
+        names += [known.name] * (group in groups)
+    return names
+
+
 def hybrid_values(arguments: HybridArguments) -> dict[str, Any]:
     """Return only the options of this module, by name."""
     return {option.name: getattr(arguments, option.name) for option in fields(HybridArguments)}

@@ -93,8 +93,7 @@ class HybridConfigBase(_Arguments):
             _NUMBERS | {name: _OF_TRL[name] for name in _OF_TRL if not isinstance(getattr(self, name, []), list)}
         ).items():
             setattr(self, name, as_declared(name, getattr(self, name), kind))
-            infinite = name == "learning_rate" and not self.enable_predict  # plain Trainer trains on with such weights
-            check_range(name, getattr(self, name), {"at_least": 0} if infinite else limits)
+            check_range(name, getattr(self, name), limits)
         if self.max_steps <= 0:
             check_range("num_train_epochs", self.num_train_epochs, {"at_least": 0})
         words = {"true": True, "false": False, "auto": "auto", "none": None}
@@ -215,15 +214,15 @@ _NUMBERS = {
     "per_device_train_batch_size": (int, {"at_least": 1}),
     "per_device_eval_batch_size": (int | None, {"at_least": 1}),
     "gradient_accumulation_steps": (int, {"at_least": 1}),
-    "learning_rate": (float, {"at_least": 0, "at_most": 1000}),
-    "weight_decay": (float, {"at_least": 0, "at_most": 1000}),
+    "learning_rate": (float, {"at_least": 0}),
+    "weight_decay": (float, {"at_least": 0}),
     "adam_beta1": (float, {"at_least": 0, "below": 1}),
     "adam_beta2": (float, {"at_least": 0, "below": 1}),
     "adam_epsilon": (float, {"at_least": 0}),
     "label_smoothing_factor": (float, {"at_least": 0, "at_most": 1}),
     "neftune_noise_alpha": (float | None, {"at_least": 0}),
 }
-"""Options of TrainingArguments that are looked at only when training has begun, or that make every weight infinite."""
+"""Options of TrainingArguments that are looked at only when training has begun."""
 _OF_TRL = {
     "max_length": (int | None, {"at_least": 1}),
     "max_completion_length": (int | None, {"at_least": 1}),

@@ -27,7 +27,7 @@ def write_json(path: Path, values: dict) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replace a text file as [`write_bytes`] does."""
-    write_bytes(path, text.encode("utf-8"))
+    write_bytes(path, text.encode("utf-8", "replace"))  # half of an emoji is no text
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -83,6 +83,7 @@ class Step:
             computed yet; `None` computes nothing.
         parts_add_up (`bool`): Whether losses of parts of a micro-batch in `window` add up to its loss, without `items`.
         is_arranged (`bool`): Whether it is known how they are computed: once the first one is.
+        acts (`str`, *optional*): What code of a user acts on micro-batches or between them, as a clause.
         items (`Any`): `num_items_in_batch`: the label count that divides the loss; `None` if the loss is a mean.
         losses (`list[torch.Tensor]`): Of the micro-batches computed so far, as shares of the loss of the step.
         tokens (`int`): Of these micro-batches, on this process.
@@ -106,6 +107,7 @@ class Step:
     window: list[Any] | None = None
     parts_add_up: bool = False
     is_arranged: bool = False
+    acts: str | None = None
     items: Any = None
     losses: list[torch.Tensor] = field(default_factory=list)
     tokens: int = 0

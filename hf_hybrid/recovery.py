@@ -40,7 +40,7 @@ from hf_hybrid.leaps.probe import Losses
 from hf_hybrid.optimizers import inner_optimizer, optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.run.run import RandomStates, Run
-from hf_hybrid.run.trainer_view import LossView, acts_between
+from hf_hybrid.run.trainer_view import LossView
 from hf_hybrid.saving.manifest import last_checkpoint
 from hf_hybrid.streaming.walk import Window
 
@@ -435,7 +435,12 @@ class OutOfMemoryRecovery(Part):
         drop_tensors_of(error)
 
     def explain(self, error: Exception) -> Exception:
-        """Return the exception to raise for one that ended the run; in the optimizer's step its message says so."""
+        """Return the exception to raise for one that ended the run; it says what the user cannot see in it."""
+        if self.trainer.memory.streams and "more than one element of the written-to tensor" in str(error):
+            return RuntimeError(
+                "Weights of a streamed layer were written between passes, where its parameters are placeholders "
+                "(`memory=stream`). Train with `memory=off`, or leave these layers to it by `device_map`."
+            )
         if not self.stepping or not self.retries or not is_out_of_memory(error):
             return error
         self.reason, optimizer = _first_line(error), type(inner_optimizer(self.trainer.optimizer)).__name__
@@ -582,7 +587,7 @@ class OutOfMemoryRecovery(Part):
             return "DeepSpeed and FSDP keep gradients of their own. Lower `per_device_train_batch_size`."
         if steps_in_backward(optim):
             return f"`optim={optim}` changes weights inside the backward pass, so that a step cannot be computed twice."
-        if self._returned and not self.stepping and (because := acts_between(trainer)) is not None:
+        if self._returned and not self.stepping and (because := trainer.run.step.acts) is not None:
             return f"{because}, and those before this one would be computed again. Lower `per_device_train_batch_size`."
         if trainer.cannot_repeat is not None:
             return trainer.cannot_repeat

@@ -73,7 +73,7 @@ from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, device_probe
 from hf_hybrid.run.epochs import Epochs
 from hf_hybrid.run.monitor import numbers_of, overflowed
 from hf_hybrid.run.run import DataOrder, RandomStates, Run
-from hf_hybrid.run.trainer_view import acts_between
+from hf_hybrid.run.trainer_view import PER_MICRO_BATCH, acts_between, reads_gradients
 from hf_hybrid.saving.lock import check_output
 from hf_hybrid.saving.manifest import last_checkpoint
 from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
@@ -218,6 +218,11 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self._ignored_in_evaluations = None
         self._scheduled_rates: list[float] = []
         self.epochs, self._around_forward = Epochs(self), False
+        self._shows_gradients = False
+        """Whether gradients of streamed layers are put on the parameters, for code of a user."""
+        self._seams: list[Any] = []
+        """What [`_who_acts`] was found out of."""
+        self._acts: str | None = None
         super().__init__(*args, **kwargs)
         check_kernels(self.args)
         self.hybrid_args = (
@@ -383,7 +388,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.saver.evaluation_is_due = self.epochs.is_at_start = False
         in_step, feed, there = self.saver.in_step, self.run.feed, device
         in_step.is_changing = True
-        acts = acts_between(self)
+        acts = self._who_acts()
         if acts is None and self.rows is not None and self.accelerator.num_processes == 1 and self.args.n_gpu <= 1:
             device = torch.device("cpu")  # where the loader has labels; Trainer would wait for a copy of their count
         with self.order.reading():
@@ -404,7 +409,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
                 batches = send_to_device(batches, self.args.device, non_blocking=True)
             self._loss_before = getattr(self, "_tr_loss", torch.zeros(())).clone() if acts is not None else 0.0
             self.run.accumulations.add(self.args.gradient_accumulation_steps)
-            step = self.run.begin_step(self.state.global_step, batches, items, rate, on_host)
+            step = self.run.begin_step(self.state.global_step, batches, items, rate, on_host, acts)
             if step.phase is Phase.PREDICT:  # trains on none of them: they stay the next
                 batches = batches + batches[-1:] * (num_batches - len(batches))
             elif feed is not None:
@@ -421,6 +426,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         if self.run.phase is Phase.PREDICT:
             return self._skip_step(model)
         step, items = self.run.step, args[0] if args else kwargs.get("num_items_in_batch")
+        if self._shows_gradients:
+            self.memory.optimizer.take_gradients()
         if not step.is_arranged:
             self._arrange(step)
         if step.window is not None:  # a part laid it out anew
@@ -436,18 +443,33 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             run = functools.partial(self.memory.window.next, run)
         loss = self.recovery.compute(inputs, functools.partial(self._compute, run), items)
         self.run.count(inputs, loss)
+        if self._shows_gradients:
+            self.memory.optimizer.show_gradients()
         return loss
+
+    def _who_acts(self) -> str | None:
+        """Return what code of a user acts on micro-batches, see [`acts_between`]: found out again where any is new."""
+        steps = {*self.run.accumulations, self.args.gradient_accumulation_steps}
+        seams: list[Any] = [vars(self.accelerator).get("backward"), steps, *self.callback_handler.callbacks]
+        for place in (self, *type(self).__mro__):
+            seams += map(vars(place).get, PER_MICRO_BATCH)
+        if seams != self._seams:
+            self._seams, self._acts = seams, acts_between(self)
+        return self._acts
 
     def _arrange(self, step: Step) -> None:
         """Decide how the micro-batches of a step are computed, now that `on_step_begin` has been called."""
         step.is_arranged, self.saver.in_step.is_changing = True, True
+        step.acts = self._who_acts()
         if self.rows is not None:
             self.rows.arrange(step)
             if step.window is None and step.batches:  # else what is computed was moved
                 step.batches = send_to_device(step.batches, self.args.device, non_blocking=True)
         window = self.memory.window
-        if window is not None and window.order != "micro_batch" and (because := acts_between(self)) is not None:
-            logger.warning("Windows are walked micro-batch by micro-batch from here on: %s.", because)
+        if window is not None:
+            window.shows_gradients = self._shows_gradients = reads_gradients(self)
+        if window is not None and window.order != "micro_batch" and step.acts is not None:
+            logger.warning("Windows are walked micro-batch by micro-batch from here on: %s.", step.acts)
             self.memory.walk_by_micro_batch()
         self.recovery.arrange(step)
         self.saver.in_step.is_changing = False
@@ -491,11 +513,19 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         if (streamed := self.memory.optimizer) is None:
             return super()._clip_grad_norm(model)
         # With leaps the direction reads clipped gradients before the optimizer does.
-        return streamed.clip(model.parameters(), self.args.max_grad_norm, now=self.has_phases)
+        now = self.has_phases or self._shows_gradients
+        streamed.take_gradients()
+        norm = streamed.clip(model.parameters(), self.args.max_grad_norm, now=now)
+        if self._shows_gradients:
+            streamed.show_gradients()
+        return norm
 
     def _get_grad_norm(self, model, grad_norm=None):
-        if grad_norm is None and self.memory.optimizer is not None:
-            grad_norm = self.memory.optimizer.total_norm(model.parameters(), now=self.has_phases)
+        if grad_norm is None and (streamed := self.memory.optimizer) is not None:
+            streamed.take_gradients()
+            grad_norm = streamed.total_norm(model.parameters(), now=self.has_phases or self._shows_gradients)
+            if self._shows_gradients:
+                streamed.show_gradients()
         self._gradient_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         return self._gradient_norm
 
@@ -506,6 +536,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         if run.phase is Phase.PREDICT:
             return
         self.recovery.stepping = True
+        if self._shows_gradients:
+            self.memory.optimizer.take_gradients()
         if not run.step.is_arranged:
             run.step.losses = [self._tr_loss - self._loss_before]
             if self.rows is not None:

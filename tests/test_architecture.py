@@ -118,6 +118,13 @@ def test_whoever_loads_a_model_says_whether_its_code_may_run():
     assert not silent
 
 
+def test_commands_write_through_one_file():
+    """It makes names and texts of strangers visible, which could be commands to the terminal."""
+    rest = {path: path.read_text() for path in (PACKAGE / "cli").glob("*.py") if path.name != "console.py"}
+    direct = re.compile(r"\bprint\(|\bstd(out|err)\.write\(|tqdm\.write\(")
+    assert [path.name for path, text in rest.items() if direct.search(text)] == []
+
+
 def test_lazy_names_are_those_that_type_checkers_see():
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     assigned = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}

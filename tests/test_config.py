@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ByteText, config_values, hybrid_config, tiny_model
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import HfArgumentParser, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from trl import DPOConfig, GRPOConfig, RLOOConfig, SFTConfig, TrlParser
 
@@ -203,7 +203,9 @@ def test_commands_know_their_words_and_the_keys_of_their_file(command, tmp_path)
         ("auto_lr", "yes", "`auto_lr` must be one of auto, on, off, got `yes`"),
         ("max_predict_steps", 0, "`max_predict_steps` must be at least 1, got 0. To train without leaps set"),
         ("full_phase_steps", -1, "`full_phase_steps` must be at least 1, got -1"),
-        ("learning_rate", float("nan"), "`learning_rate` must be between 0 and 1000, got nan"),
+        ("learning_rate", float("nan"), "`learning_rate` must be at least 0, got nan"),
+        ("learning_rate", -1e-3, "`learning_rate` must be at least 0, got -0.001"),
+        ("weight_decay", -0.1, "`weight_decay` must be at least 0, got -0.1"),
         ("gradient_accumulation_steps", 0, "`gradient_accumulation_steps` must be at least 1, got 0"),
         ("per_device_train_batch_size", None, "`per_device_train_batch_size` must be an integer, got `None`"),
         ("adam_beta2", 1.0, "`adam_beta2` must be at least 0 and less than 1, got 1.0"),
@@ -246,10 +248,16 @@ def test_optimizers_that_leaps_cannot_work_with_are_refused_only_where_a_directi
         assert HybridConfig(**config_values(tmp_path, optim=optim, **more)).optim == optim
 
 
-def test_without_leaps_any_learning_rate_is_taken(tmp_path):
-    assert hybrid_config(tmp_path, learning_rate=1e9, enable_predict=False).learning_rate == 1e9
-    with pytest.raises(ValueError, match="`learning_rate` must be between 0 and 1000, got 1000000000.0"):
-        hybrid_config(tmp_path, learning_rate=1e9)
+@pytest.mark.parametrize("enable_predict", [True, False])
+def test_any_learning_rate_is_taken_as_by_trainer(tmp_path, enable_predict):
+    values = {"learning_rate": 1e9, "weight_decay": 2e3, "max_steps": 1}
+    ours = hybrid_config(tmp_path, **values, enable_predict=enable_predict, share_rows="off")
+    weights = []
+    for trainer, config in ((HybridTrainer, ours), (Trainer, TrainingArguments(**config_values(tmp_path, **values)))):
+        model = tiny_model()
+        trainer(model, config, train_dataset=ByteText(64)).train()
+        weights.append(next(model.parameters()).detach())
+    assert torch.equal(*weights) and weights[0].abs().max() > 1e3
 
 
 PLAIN = {"optim": "adamw_torch", "fp16": False, "bf16": False, "use_cpu": False, "deepspeed": None, "fsdp": None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
             console.print_line(f"{args.model}. {HELP}")
             _talk(model, tokenizer, args)
     except (EOFError, KeyboardInterrupt) as end:
-        sys.stdout.write("\n")
+        console.write_out("\n")
         return 0 if isinstance(end, EOFError) else 130
     return 0
 
@@ -132,7 +131,12 @@ def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], args: ar
     limit = min(args.max_new_tokens, positions - length) if positions else args.max_new_tokens
     if limit < 1:
         raise OptionError(f"The conversation fills the {positions:,} positions of the model.")
-    stream = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+    class Visible(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            super().on_finalized_text(console.visible(text), stream_end)
+
+    stream = Visible(tokenizer, skip_prompt=True, skip_special_tokens=True)
     # The tokenizer's end of text ends an answer too: templates end it so.
     own_end, ends = tokenizer.eos_token_id, model.generation_config.eos_token_id
     known = {own_end, *(ends if isinstance(ends, list) else [ends])} - {None}

@@ -1,7 +1,8 @@
 """
 What a command says on the terminal: lines, facts before a training, a summary after it.
 
-Only the first process speaks. Facts and lines go to stdout, the bar (`cli/progress.py`) and errors to stderr.
+Only the first process speaks. Facts and lines go to stdout, the bar (`cli/progress.py`) and errors to stderr. Names and
+texts come from models and data of strangers, so every command writes through this file, which makes them [`visible`].
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 import logging
 import math
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -92,12 +94,31 @@ class Said(logging.Handler):
             print_line(record.getMessage())
 
 
+# Control characters but line feeds and tabs, what turns the direction of text, and halves of characters.
+_INVISIBLE = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """Return a text in which nothing is a command to the terminal or hides: an escape is `\\u001b`."""
+    return _INVISIBLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def write_out(text: str) -> None:
+    """Write a text to stdout as it can be shown."""
+    sys.stdout.write(visible(text))
+
+
+def write_error(text: str) -> None:
+    """Write a text to stderr as it can be shown."""
+    sys.stderr.write(visible(text))
+
+
 def print_line(text: str = "", indent: int = 0, *, unwrapped: bool = False) -> None:
     """Write a line, past a bar and wrapped to the terminal; of several processes the first one speaks."""
     if int(os.environ.get("RANK", 0)) == 0:
         from tqdm import tqdm
 
-        lines = [text]
+        lines = [text := visible(text)]
         if not unwrapped:
             further = " " * max(indent, 2)
             lines = textwrap.wrap(

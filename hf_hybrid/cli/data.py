@@ -300,6 +300,8 @@ class Reader:
             source = convert_rows(f"`--{option} {name}`", rows, self.command, *how)
             number = "" if data.streaming else f", {len(source.rows):,} rows"
             report("data" if trains else "eval", f"{name}: {source.format.title}{number}")
+            if source.unread:
+                report("not read", ", ".join(f"`{column}`" for column in source.unread))
             yield source
 
     def _tokenised(self, source: Source, tokenizer: Any, processes: int | None) -> Any:

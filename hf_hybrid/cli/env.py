@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import sys
 from importlib import metadata
 
 import hf_hybrid
+from hf_hybrid.cli.console import write_out
 
 PACKAGES = (
     "torch", "transformers", "accelerate", "datasets", "safetensors", "tokenizers", "huggingface_hub", "trl", "peft",
@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; returns 0."""
-    sys.stdout.write(report())
+    write_out(report())
     return 0
 
 

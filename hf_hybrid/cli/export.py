@@ -57,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
     batches: list[dict[str, Any]] = []
 
     def say_written() -> None:
-        sys.stderr.write(f"Written: {shown}\n")
+        console.write_error(f"Written: {shown}\n")
         if batches:
-            sys.stderr.write("Measuring the loss of the original and of the export. Ctrl-C is safe now.\n")
+            console.write_error("Measuring the loss of the original and of the export. Ctrl-C is safe now.\n")
 
     def bar(name: str, batches: list) -> Any:
         return tqdm(batches, name, leave=False, disable=not sys.stderr.isatty(), ncols=console.terminal_width())
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
             source.read_config(folder)
             if args.measure or args.eval_dataset is not None:
                 batches = held_out_batches(args, folder)
-            sys.stderr.write(f"Writing {args.format} ...\n")
+            console.write_error(f"Writing {args.format} ...\n")
             result = exporter.export(
                 folder, output, args.format, batches=batches, dtype=args.dtype, max_shard_size=args.max_shard_size,
                 when_written=say_written, progress=bar,
@@ -79,12 +79,12 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         if not (output / exporter.RESULT_NAME).is_file():
             raise
-        sys.stderr.write(f"\nStopped: `{shown}` is whole, and its loss was not measured.\n")
+        console.write_error(f"\nStopped: `{shown}` is whole, and its loss was not measured.\n")
         return 0
     width = console.terminal_width()
-    sys.stdout.write(json.dumps(result, indent=1) + "\n" if args.json else exporter.as_text(result, width))
+    console.write_out(json.dumps(result, indent=1) + "\n" if args.json else exporter.as_text(result, width))
     if (output / "chat_template.jinja").is_file():
-        sys.stderr.write(f"To try it: hf-hybrid chat {shlex.quote(str(shown))}\n")
+        console.write_error(f"To try it: hf-hybrid chat {shlex.quote(str(shown))}\n")
     return 0
 
 

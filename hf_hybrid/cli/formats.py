@@ -39,6 +39,8 @@ _ROLES = {
 SHAREGPT_ROLES = {name: role for role, names in _ROLES.items() for name in names.split()}
 QUESTIONS = ("question", "problem", "query", "instruction")
 """Columns that are taken for the user's question where there is no `prompt`."""
+PROMPTS = ("prompt", *QUESTIONS, "input", "conversations", "conversation", "messages")
+"""Columns that hold the prompt of a pair, the first that is there; none if `chosen` begins with the prompt."""
 ANSWERS = ("answer", "solution", "ground_truth", "target", "final_answer")
 """Columns that are taken for the reference answer of a prompt, the first that is there."""
 
@@ -74,6 +76,19 @@ class Source(NamedTuple):
     format: Format
     columns: list[str]
     rows: Any
+    unread: Sequence[str] = ()  # columns whose values are left out
+
+
+class _Watched(dict):
+    """A row of these columns that knows which of them nobody has read yet."""
+
+    def __init__(self, row: Row, columns: Sequence[str]):
+        super().__init__(row)
+        self.unread = dict.fromkeys(columns)
+
+    def get(self, key: Any, default: Any = None, /) -> Any:
+        self.unread.pop(key, None)
+        return super().get(key, default)
 
 
 # Parts of rows.
@@ -94,9 +109,14 @@ def read_row(row: Any) -> dict[str, Any]:
 
 
 def is_chat(value: Any) -> bool:
-    """Whether a value is a list of messages, whose roles stand under `role`, or in ShareGPT's form under `from`."""
-    messages = value if isinstance(value, list) else []
+    """Whether a value is messages, or one, whose roles stand under `role`, or in ShareGPT's form under `from`."""
+    messages = _listed(value)
     return bool(messages) and all(isinstance(m, Mapping) and {"role", "from"} & m.keys() for m in messages)
+
+
+def _listed(value: Any) -> list[Any]:
+    """Messages as a list: LLaMA-Factory's pairs have one alone."""
+    return value if isinstance(value, list) else [value] if isinstance(value, Mapping) else []
 
 
 def messages_of(row: Row, column: str) -> list[dict[str, Any]]:
@@ -104,7 +124,7 @@ def messages_of(row: Row, column: str) -> list[dict[str, Any]]:
     value: Any = row.get(column)
     if not is_chat(value):
         raise FormatError(f"`{column}` is `{value!r:.80}`, not a list of messages with `role` and `content`")
-    return [_message(message, column) for message in value]
+    return [_message(message, column) for message in _listed(value)]
 
 
 def _message(message: Mapping[str, Any], column: str) -> dict[str, Any]:
@@ -159,11 +179,23 @@ def _text_if_any(row: Row, column: str) -> str:
 
 def _sides(row: Row, *columns: str) -> dict[str, Any]:
     """A prompt, completion, chosen or rejected: texts, or messages."""
-    sides = {c: messages_of(row, c) if isinstance(row.get(c), list) else _text(row, c) for c in columns}
+    sides = {c: messages_of(row, c) if _listed(row.get(c)) else _text(row, c) for c in columns}
     chats = {name for name, side in sides.items() if isinstance(side, list)}
     if chats and len(chats) < len(sides):
         raise FormatError(f"`{min(chats)}` holds messages and `{min(sides.keys() - chats)}` holds text")
     return sides
+
+
+def _question(row: Row, column: str, chats: bool) -> list[dict[str, Any]] | str:
+    """What the user asks, as messages or as text. Alpaca's `input` belongs to its `instruction`."""
+    text, more = _text(row, column), _text_if_any(row, "input") if column == "instruction" else ""
+    if chats:
+        return [{"role": "user", "content": f"{text}\n\n{more}" if more else text}]
+    if column != "instruction":
+        return text
+    start = ALPACA.format(", paired with an input that provides further context" if more else "")
+    middle = f"### Input:\n{more}\n\n" if more else ""
+    return f"{start}### Instruction:\n{text}\n\n{middle}### Response:\n"
 
 
 # The formats.
@@ -176,7 +208,7 @@ def _chats(column: str, columns: set[str], first: Row, template: bool, *, answer
     value: Any = first.get(column)
     if not is_chat(value) and column != "messages":
         return None
-    sharegpt = is_chat(value) and "from" in value[0]
+    sharegpt = is_chat(value) and "from" in _listed(value)[0]
     title = f"ShareGPT (`{column}` with `from` and `value`)" if sharegpt else f"chats (`{column}`)"
 
     def convert(row: Row) -> dict[str, Any]:
@@ -187,7 +219,7 @@ def _chats(column: str, columns: set[str], first: Row, template: bool, *, answer
             raise FormatError(
                 f"`{column}` has no message of `assistant`, only of {others}, so there is no answer to learn"
             )
-        return with_system({"messages": messages}, _text_if_any(row, "system"))
+        return {"messages": messages}
 
     return Format(title, convert, True, _OF_TEMPLATES)
 
@@ -205,33 +237,39 @@ def _completions(column: str, columns: set[str], first: Row, template: bool) -> 
 
 def _alpaca(column: str, columns: set[str], first: Row, template: bool) -> Format:
     def convert(row: Row) -> dict[str, Any]:
-        instruction, more, answer = _text(row, "instruction"), _text_if_any(row, "input"), _text(row, "output")
-        if template:
-            question = f"{instruction}\n\n{more}" if more else instruction
-            chat = with_system({"prompt": [{"role": "user", "content": question}]}, _text_if_any(row, "system"))
-            return {**chat, "completion": [{"role": "assistant", "content": answer}]}
-        start = ALPACA.format(", paired with an input that provides further context" if more else "")
-        middle = f"### Input:\n{more}\n\n" if more else ""
-        return {"prompt": f"{start}### Instruction:\n{instruction}\n\n{middle}### Response:\n", "completion": answer}
+        question, answer = _question(row, "instruction", template), _text(row, "output")
+        return {"prompt": question, "completion": [{"role": "assistant", "content": answer}] if template else answer}
 
     how = "through the chat template" if template else "with Alpaca's prompt, as there is no chat template"
     return Format(f"Alpaca (instruction, output; {how})", convert, template)
 
 
 def _pairs(column: str, columns: set[str], first: Row, template: bool) -> Format:
-    chats = is_chat(first.get("chosen"))
-    # As in UltraFeedback, chosen and rejected may begin with the prompt, which also stands alone as a text.
-    apart = "prompt" in columns and not (chats and isinstance(first.get("prompt"), str))
-    names = ("prompt", "chosen", "rejected") if apart else ("chosen", "rejected")
+    asked, chosen = next((name for name in PROMPTS if name in columns), None), _listed(first.get("chosen"))
+    answers_are_chats = is_chat(chosen)
+    if answers_are_chats and not is_chat(first.get("prompt")):
+        role = str(chosen[0].get("role", chosen[0].get("from"))).lower()
+        # As in UltraFeedback, chosen and rejected may begin with the prompt, which also stands alone.
+        asked = asked if SHAREGPT_ROLES.get(role) == "assistant" else None
+    prompt_is_chat = asked is not None and is_chat(first.get(asked))
+    chats = answers_are_chats or prompt_is_chat or (template and asked not in (None, "prompt"))
 
     def convert(row: Row) -> dict[str, Any]:
-        sides = _sides(row, *names)
+        read = messages_of if answers_are_chats else _text
+        sides: dict[str, Any] = {name: read(row, name) for name in ("chosen", "rejected")}
         if sides["chosen"] == sides["rejected"]:
             raise FormatError("`chosen` and `rejected` are the same")
+        if chats and not answers_are_chats:
+            sides = {name: [{"role": "assistant", "content": text}] for name, text in sides.items()}
+        if asked is not None:
+            prompt: Any = messages_of(row, asked) if prompt_is_chat else _question(row, asked, chats)
+            sides["prompt"] = prompt
+            if prompt_is_chat and asked != "prompt" and prompt[-1]["role"] == "assistant":
+                raise FormatError(f"`{asked}` ends with an answer, so that it is no prompt of `chosen` and `rejected`")
         return sides
 
-    title = f"preference pairs{' with prompt' if apart else ', prompt inside'} ({'messages' if chats else 'text'})"
-    return Format(title, convert, chats, _OF_TEMPLATES)
+    where = {None: ", prompt inside", "prompt": " with prompt"}.get(asked, f" with `{asked}`")
+    return Format(f"preference pairs{where} ({'messages' if chats else 'text'})", convert, chats, _OF_TEMPLATES)
 
 
 def _prompts(column: str, columns: set[str], first: Row, template: bool) -> Format:
@@ -248,8 +286,7 @@ def _prompts(column: str, columns: set[str], first: Row, template: bool) -> Form
         if column == "prompt":
             return _sides(row, "prompt")
         if column != "messages":
-            text = _text(row, column)
-            return {"prompt": [{"role": "user", "content": text}] if template else text}
+            return {"prompt": _question(row, column, template)}
         *before, last = messages_of(row, "messages")
         if last["role"] != "assistant":
             return {"prompt": [*before, last]}
@@ -335,8 +372,10 @@ def convert_rows(
         return {renamed.get(name, name): value for name, value in read_row(row).items()}
 
     def convert(row: Any) -> dict[str, Any]:
-        row = rename(row)
-        return {**{name: row.get(name) for name in kept}, **with_system(row_format.convert(row), system)}
+        values = {**{name: row.get(name) for name in kept}, **row_format.convert(row)}
+        if row_format.chats:
+            values = with_system(values, _text_if_any(row, "system"))
+        return with_system(values, system)
 
     stored = rows.column_names or list(next(iter(rows), {}))  # of a stream that does not know them
     # A row of JSON need not have the columns of the first.
@@ -347,6 +386,11 @@ def convert_rows(
     columns = list(dict.fromkeys(itertools.chain.from_iterable(heads)))
     _check_names(where, columns, renamed)
     columns = [renamed.get(name, name) for name in columns]
+    if command != "train" and (pictures := {"image", "images"}.intersection(columns)):
+        raise OptionError(
+            f"{where} has pictures in `{min(pictures)}`, and `hf-hybrid {command}` trains models of text. To train on "
+            "the text alone, remove the column."
+        )
     row_format = recognise(command, columns, rename(heads[0]), template, where)
     if row_format.chats and not template:
         more = ", or set `--chat_template_path` to a .jinja file or `plain` (`User: ... Assistant: ...`)"
@@ -355,11 +399,13 @@ def convert_rows(
             f"an instruct model, or save a `chat_template.jinja` beside it{more if command == 'sft' else ''}."
         )
     kept = [name for name in row_format.kept if name in columns]
-    columns = list(with_number(convert, heads[0], 0))
+    first = _Watched(rename(heads[0]), columns)
+    columns = list(with_number(convert, first, 0))
     options: dict[str, Any] = {"desc": "Reading rows"} if hasattr(rows, "__len__") else {}
-    each = functools.partial(with_number, convert)
+    each = functools.partial(with_number, lambda row: convert(rename(row)))
     try:
-        return Source(where, row_format, columns, rows.map(each, with_indices=True, remove_columns=stored, **options))
+        converted = rows.map(each, with_indices=True, remove_columns=stored, **options)
+        return Source(where, row_format, columns, converted, tuple(first.unread))
     except OptionError:
         raise
     except Exception as error:  # whatever Arrow makes of rows of several kinds

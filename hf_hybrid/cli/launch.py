@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 from collections.abc import Generator
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from hf_hybrid.cli.console import write_error
 from hf_hybrid.cli.options import CommandLine, OptionError
 from hf_hybrid.cli.yaml_file import read_options
 
@@ -52,7 +52,7 @@ def launch(line: CommandLine, processes: int) -> int:
             launch_command(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        sys.stderr.write(f"{line.command.program}: process {rank} ended with exit status {failure.exitcode}.\n")
+        write_error(f"{line.command.program}: process {rank} ended with exit status {failure.exitcode}.\n")
         return _as_shell(failure.exitcode)
     except CalledProcessError as error:
         return _as_shell(error.returncode)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from hf_hybrid import __version__
+from hf_hybrid.cli.console import write_error
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args, unknown = build_parser(command).parse_known_args(arguments)
     if unknown:
         program = f"hf-hybrid {args.command}"
-        sys.stderr.write(f"{program}: error: `{unknown[0]}` is no option. `{program} --help` lists all.\n")
+        write_error(f"{program}: error: `{unknown[0]}` is no option. `{program} --help` lists all.\n")
         return 2
     try:
         return args.run(args)
     except (ValueError, ImportError, OSError) as error:
         logger.debug("The error in full:", exc_info=True)
-        sys.stderr.write(f"hf-hybrid {args.command}: error: {error}\n")
+        write_error(f"hf-hybrid {args.command}: error: {error}\n")
         return 2

@@ -14,13 +14,13 @@ import functools
 import importlib
 import json
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_origin, get_type_hints
 
 from hf_hybrid.arguments import HybridArguments, check_ranges, option
+from hf_hybrid.cli.console import write_error
 from hf_hybrid.cli.yaml_file import ENVIRONMENT, holds_secret, read_options
 
 COMMAND = "command"
@@ -445,7 +445,7 @@ def _refuse(message: str) -> NoReturn:
 def complain(error: Exception, program: str) -> int:
     """Print the error once for all processes, and return the exit status of a wrong use."""
     if int(os.environ.get("RANK", 0)) == 0:
-        sys.stderr.write(f"{program}: error: {error}\n")
+        write_error(f"{program}: error: {error}\n")
     return 2
 
 

@@ -8,13 +8,12 @@ import importlib.util
 import json
 import math
 import shlex
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_hybrid.cli.console import quiet_imports, terminal_width
+from hf_hybrid.cli.console import quiet_imports, terminal_width, write_error, write_out
 from hf_hybrid.files import write_text
 
 if TYPE_CHECKING:
@@ -75,19 +74,19 @@ def run(args: argparse.Namespace) -> int:
         report = _Report(args)
         if args.measure:
             report.measure()
-    sys.stdout.write(report.as_json() if args.json else report.as_text())
+    write_out(report.as_json() if args.json else report.as_text())
     if args.output is None:
         return 0
     best = report.written()
     if best is None:
-        sys.stderr.write(f"hf-hybrid plan: nothing fits, so `{args.output}` is not written.\n")
+        write_error(f"hf-hybrid plan: nothing fits, so `{args.output}` is not written.\n")
         return 1
     try:
         write_text(Path(args.output), report.as_yaml(best))
     except (OSError, ValueError) as error:  # a ValueError: of a NUL in the name
         reason = getattr(error, "strerror", error)
         raise ValueError(f"`--output {args.output}` cannot be written: {reason}.") from None
-    sys.stderr.write(f"Written: {args.output} ({best.title})\n")
+    write_error(f"Written: {args.output} ({best.title})\n")
     return 0
 
 
@@ -150,7 +149,7 @@ class _Report:
         import torch
 
         if not torch.cuda.is_available():
-            sys.stderr.write("hf-hybrid plan: no GPU here, so `--measure` measured nothing: this is memory alone.\n")
+            write_error("hf-hybrid plan: no GPU here, so `--measure` measured nothing: this is memory alone.\n")
             return
         from hf_hybrid.cli.measure import measure
         from hf_hybrid.cli.step_times import StepTimes
@@ -158,7 +157,7 @@ class _Report:
         for kind, plan in self.best.items():
             if plan is None:
                 continue
-            sys.stderr.write(f"hf-hybrid plan: measuring {plan.title} ...\n")
+            write_error(f"hf-hybrid plan: measuring {plan.title} ...\n")
             try:
                 measured = measure(self.planner, plan, functools.partial(self._prepared, kind=kind))
                 self.measured[kind] = measured

@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from hf_hybrid.cli.console import is_number, outcome, plural, print_line, print_time, terminal_width
+from hf_hybrid.cli.console import is_number, outcome, plural, print_line, print_time, terminal_width, write_error
 from hf_hybrid.cli.step_times import LEAST_SECONDS, StepTime, StepTimes
 from hf_hybrid.machine import copies_beside, wait_for
 from hf_hybrid.records.progress import HybridProgressCallback, PositionBar
@@ -47,7 +47,7 @@ def interrupts(alone: bool) -> Generator[threading.Event]:
     def first(number: int, frame: Any) -> None:
         asked.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.stderr.write("\nCtrl-C: the step ends, then a checkpoint is saved. Ctrl-C again stops at once.\n")
+        write_error("\nCtrl-C: the step ends, then a checkpoint is saved. Ctrl-C again stops at once.\n")
 
     if not alone or threading.current_thread() is not threading.main_thread():
         yield asked

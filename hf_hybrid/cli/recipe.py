@@ -23,7 +23,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,10 +76,10 @@ def run(name: str, arguments: Sequence[str]) -> int:
     command = TRAINING[name]
     if {"--help_all", "--help-all"} & set(arguments) or "--help all" in " ".join(arguments):
         with console.quiet_imports():
-            sys.stdout.write(help_all(command))
+            console.write_out(help_all(command))
         return 0
     if not arguments or {"-h", "--help"} & set(arguments):
-        sys.stdout.write(help_text(command))
+        console.write_out(help_text(command))
         return 0
     try:
         line = CommandLine(arguments, command)
@@ -114,7 +113,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
             raise
         logger.debug("The error in full:", exc_info=True)
         reason = getattr(error, "strerror", None) or error
-        sys.stderr.write(f"{command.program}: error: {reason}\n")  # of any process
+        console.write_error(f"{command.program}: error: {reason}\n")  # of any process
         return 1
 
 
@@ -202,7 +201,7 @@ def train(line: CommandLine) -> int:
     except rewards.RewardError as error:
         if progress is None or not progress.stepped:
             return complain(error, program)
-        sys.stderr.write(f"{program}: error: {error}\n")  # of any process
+        console.write_error(f"{program}: error: {error}\n")  # of any process
         console.print_interruption(trainer)
         return 1
     except (ValueError, TypeError, ImportError) as error:

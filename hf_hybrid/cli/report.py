@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from hf_hybrid.cli.console import write_out
+
 USUAL_SECONDS = 30
 
 
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_files(files: list[Path]) -> None:
     others = ", ".join(file.name for file in files[1:])
-    sys.stdout.write(f"{files[0]}\nand in the same folder: {others}\n")
+    write_out(f"{files[0]}\nand in the same folder: {others}\n")
 
 
 def _follow(write: Callable[..., list[Path]], every: int) -> None:
@@ -71,12 +73,12 @@ def _follow(write: Callable[..., list[Path]], every: int) -> None:
             except NothingYetError as error:
                 previous, message = message, f"`{error.folder}` holds nothing to report on yet."
                 if message != previous:
-                    sys.stdout.write(f"{message} It is read again every {every} s. Ctrl-C ends that.\n")
+                    write_out(f"{message} It is read again every {every} s. Ctrl-C ends that.\n")
             else:
                 values = files[1].read_text(encoding="utf-8")
                 if not before:
                     _print_files(files)
-                    sys.stdout.write(f"Written again every {every} s, until the run has finished. Ctrl-C ends that.\n")
+                    write_out(f"Written again every {every} s, until the run has finished. Ctrl-C ends that.\n")
                 report = json.loads(values)
                 if values == before and all(run["finished"] for run in report.get("runs", {"": report}).values()):
                     return
@@ -84,6 +86,6 @@ def _follow(write: Callable[..., list[Path]], every: int) -> None:
             sys.stdout.flush()
             time.sleep(every)
     except KeyboardInterrupt:
-        sys.stdout.write("\n")
+        write_out("\n")
         if before:
             write()

@@ -13,13 +13,12 @@ import argparse
 import enum
 import math
 import signal
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_hybrid.cli.console import quiet_imports
+from hf_hybrid.cli.console import quiet_imports, write_error, write_out
 from hf_hybrid.cli.options import COMMAND, TRAIN, TRAINING, Command, CommandLine, OptionError
 from hf_hybrid.cli.yaml_file import as_yaml
 from hf_hybrid.files import write_text
@@ -180,10 +179,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         return _work(trials)
     except KeyboardInterrupt:
-        sys.stdout.write("Interrupted. The same command goes on.\n")
+        write_out("Interrupted. The same command goes on.\n")
         return 128 + signal.SIGINT
     except (OSError, OptionError) as error:
-        sys.stderr.write(f"{PROGRAM}: error: {error} The same command goes on when that is put right.\n")
+        write_error(f"{PROGRAM}: error: {error} The same command goes on when that is put right.\n")
         return 1
 
 
@@ -240,10 +239,10 @@ def _work(trials: Trials) -> int:
 
     trials.work()
     study, folder = trials.study(), trials.folder
-    sys.stdout.write(f"{table(study, trials.pruner, trials.count)}\n")
+    write_out(f"{table(study, trials.pruner, trials.count)}\n")
     best = best_trial(study)
     if best is None:
-        sys.stderr.write(f"{PROGRAM}: no trial finished. `output.txt` in `{folder}/trial-*` says why.\n")
+        write_error(f"{PROGRAM}: no trial finished. `output.txt` in `{folder}/trial-*` says why.\n")
         return 1
     for name, value in best.params.items():
         tried = {trial.params[name] for trial in study.get_trials(deepcopy=False) if name in trial.params}

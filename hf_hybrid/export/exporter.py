@@ -33,15 +33,15 @@ from hf_hybrid.export.rounding import HALVES
 from hf_hybrid.export.source import check_source, plain_folder, read_config, read_tokenizer
 from hf_hybrid.files import is_disk_full, write_json, write_text
 from hf_hybrid.hub import provenance
-from hf_hybrid.records.redaction import shareable
+from hf_hybrid.records.redaction import redact, shareable
 from hf_hybrid.records.summary import format_bytes, format_number
 
 logger = logging.getLogger(__name__)
 
 RESULT_NAME = "export.json"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_WRITTEN_BY = "*Written by `hf_hybrid`"
-"""In every card of this package, and in no other."""
+_WRITTEN_BY = re.compile(r"^\*Written by `hf_hybrid` \d", re.MULTILINE)
+"""Begins a line in every card of this package. Others may speak of it."""
 
 
 def export(
@@ -232,10 +232,10 @@ def export_card(card: ModelCard | None, name: str, result: Mapping[str, Any], to
 
 
 def _card_of_run(path: Path) -> ModelCard | None:
-    """The card of the run, if this package wrote it and nobody broke it since."""
+    """The card of the run without secrets, which people add too, if this package wrote it and nobody broke it since."""
     try:
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        return ModelCard(text) if _WRITTEN_BY in text else None
+        return ModelCard(redact(text)) if _WRITTEN_BY.search(text) else None
     except Exception as error:  # whatever broken metadata lead to
         logger.warning("`%s` cannot be read, and the export gets a short card: %s", path, " ".join(str(error).split()))
         return None

@@ -38,7 +38,7 @@ from hf_hybrid.leaps.directions import DIRECTIONS, Direction, Orthogonal, direct
 from hf_hybrid.optimizers import optimizer_name
 from hf_hybrid.records.log import load_log
 from hf_hybrid.records.profiler import MemoryProfilerCallback
-from hf_hybrid.records.redaction import clean
+from hf_hybrid.records.redaction import clean, shareable
 from hf_hybrid.records.summary import format_bytes, format_number, format_seconds
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def card_facts(trainer: PublishedTrainer, arguments: dict[str, Any]) -> dict[str
     known = logged is not None or not summary.get("resumed")  # `train_runtime` covers one start of a resumed run
     seconds = None if finished is None or not known else logged or finished
     secrets, hybrid, probes = [args.hub_token], hybrid_values(trainer.hybrid_args), trainer.probe_dataset
-    settings = {name: clean(value, secrets) for name, value in settings_of(args).items()}
+    settings = {name: clean(value, secrets) for name, value in shareable(settings_of(args)).items()}
     summary["failed_savings"] = [clean(why, secrets) for why in summary["failed_savings"]]
     method = dict.fromkeys(("title", "id", "citation")) | getattr(trainer, "_paper", {})  # of TRL's trainers
     name = arguments["model_name"] or Path(str(args.output_dir)).absolute().name or model["base"] or model["class_name"]

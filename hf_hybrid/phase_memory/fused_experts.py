@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from hf_hybrid.compat import norm_of_experts, shards_experts, tells_factors
 from hf_hybrid.optimizers import wraps_parameter
 from hf_hybrid.part import Part
+from hf_hybrid.phase_memory.adapters import is_looked_into
+from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import Run
 
 GROUPED = ("grouped_mm", "batched_mm")
@@ -44,10 +46,11 @@ class FusedExperts(Part):
 
     def __init__(self, layers: list[Any]):
         self.layers = layers
+        self.fallbacks = Fallbacks("Some adapters of experts are computed as PEFT does it")
 
     def begin(self, run: Run | None) -> None:
         for layer in self.layers:
-            layer.forward = functools.partial(_forward, layer)
+            layer.forward = functools.partial(_forward, layer, self.fallbacks)
 
     @contextlib.contextmanager
     def computing(self) -> Generator[None]:
@@ -67,13 +70,15 @@ def adapted_experts(model: nn.Module) -> list[Any]:
     """Return the outermost wrapper of each module of fused experts whose adapters can be multiplied in groups."""
     wrappers = [module for module in model.modules() if wraps_parameter(module)]
     inner = {module.base_layer for module in wrappers}
-    return [module for module in wrappers if module not in inner and _is_plain(module)]
+    own = [module for module in wrappers if module not in inner and "forward" not in vars(module)]
+    return [module for module in own if _is_plain(module)]
 
 
 def _is_plain(layer: Any) -> bool:
     experts, wrappers = layer.get_base_layer(), _wrappers(layer)
     known = all(hasattr(experts, name) for name in ("has_gate", "has_bias", "is_transposed"))
-    if not known or shards_experts(experts) or "forward" in vars(layer) or experts._forward_hooks:
+    inside = {experts, *wrappers.values()} - {layer}
+    if not known or shards_experts(experts) or any(map(is_looked_into, inside)):
         return False
     names = {"gate_up_proj" if experts.has_gate else "up_proj", "down_proj"}
     return wrappers.keys() <= names and all(_is_thin(wrapper) for wrapper in wrappers.values())
@@ -94,7 +99,9 @@ def _wrappers(layer: Any) -> dict[str, Any]:
     return wrappers
 
 
-def _forward(layer: Any, hidden: Tensor, chosen: Tensor, shares: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _forward(
+    layer: Any, fallbacks: Fallbacks, hidden: Tensor, chosen: Tensor, shares: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
     """
     Return what experts compute of `hidden` `[tokens, width]`: for each token the sum over the experts that it has
     `chosen`, `[tokens, k]`, weighted by their `shares`, `[tokens, k]`.
@@ -103,6 +110,9 @@ def _forward(layer: Any, hidden: Tensor, chosen: Tensor, shares: Tensor, *args: 
     active = layer.active_adapters
     adapts = len(active) == 1 and all(active[0] in wrapper.lora_A for wrapper in wrappers.values())
     stays = any(wrapper.disable_adapters or wrapper.merged for wrapper in wrappers.values()) or not adapts
+    if not _is_plain(layer):
+        fallbacks.cannot_be_exact("hooks look into them, or they are others than when the run began")
+        stays = True
     if args or kwargs or stays or experts.config._experts_implementation not in GROUPED:
         return type(layer).forward(layer, hidden, chosen, shares, *args, **kwargs)
     of_expert, order = chosen.reshape(-1).sort()

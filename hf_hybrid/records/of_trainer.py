@@ -60,8 +60,8 @@ class ReportingMixin(Trainer):
     def write_log(self, entry: dict[str, Any]) -> None:
         """Append an entry of Trainer's log to ours; the last of a run that writes no summary file has the summary."""
         if "train_runtime" in entry and not self.run.has_phases:
-            entry = {**entry, "summary": shareable(self.hybrid_summary())}
-        self.log_file.add(entry)
+            entry = {**entry, "summary": self.hybrid_summary()}
+        self.log_file.add(shareable(entry))
 
     def memory_summary(self) -> dict:
         """

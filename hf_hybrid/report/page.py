@@ -48,7 +48,7 @@ def write_report(folder: str | Path, output: str | Path | None = None, *, refres
     output = _output_folder(output or run.folder / "report")
     plots = run_plots(run, output) if plots_available() else []
     refresh = None if run.finished else refresh
-    return _write_files(output, "report", _body(values, plots), f"{run.name}: run report", values, plots, refresh)
+    return _write_files(output, "report", _body(values, plots), f"{values['name']}: run report", values, plots, refresh)
 
 
 def _output_folder(path: str | Path) -> Path:

@@ -40,6 +40,8 @@ class CompiledLayers(Part):
         models = [self.trainer.accelerator.unwrap_model(model, keep_torch_compile=False) for model in wrapped]
         if any(self.rows.facts_of(model).reason for model in models):
             return  # padded rows, compiled as accelerate does it
+        # Layers share code, and by default it holds for others without a look at their hooks.
+        self._undo.enter_context(torch._dynamo.config.patch(skip_nnmodule_hook_guards=False))
         wrappers: list[Any] = [model for model in wrapped if is_compiled_module(model)]
         for wrapper in wrappers:  # nothing has been compiled yet
             self._undo.callback(setattr, wrapper, "forward", wrapper.forward)

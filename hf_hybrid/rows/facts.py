@@ -86,9 +86,10 @@ class Marks(NamedTuple):
     """Whether one sees what adapters give to the whole model inside of them."""
 
     @classmethod
-    def of(cls, model: nn.Module) -> Marks:
+    def of(cls, model: nn.Module, base: nn.Module) -> Marks:
+        """Look at a model. `base` is the one inside of adapters."""
         draws, parts, hooks, of_gradients, inside, stack = [], [], [], False, False, [model]
-        whole = {id(model), id(base := base_model(model))}
+        whole = {id(model), id(base)}
         while stack:  # `modules()` takes four times as long
             module = stack.pop()
             own, kind = module.__dict__, type(module)
@@ -106,7 +107,7 @@ class Marks(NamedTuple):
                 or own["_backward_pre_hooks"]
                 or own["_backward_hooks"]
             ):
-                for name in _HOOKS:
+                for name in filter(own.get, _HOOKS):
                     hooks += (found := of_user(own[name]))
                     of_gradients |= bool(found) and ("backward" in name or id(module) in whole)
                     inside |= bool(found) and module is base is not model
@@ -195,7 +196,7 @@ class ModelFacts:
 
     def is_still(self, model: nn.Module) -> bool:
         """Whether the model is as it was when this was last asked, except for rates of dropout, which are noted."""
-        before, self.marks = self.marks, Marks.of(model)
+        before, self.marks = self.marks, Marks.of(model, self.base)
         if before is not None and before.draws != self.marks.draws:
             self.drawn.clear()
         return before is None or before.parts == self.marks.parts

@@ -65,7 +65,7 @@ from hf_hybrid.rows.attention import (
 from hf_hybrid.rows.comparison import TOLERANCES, Observed, difference, loss_of, sample, two_rows
 from hf_hybrid.rows.costs import WORTH, share_saved
 from hf_hybrid.rows.experts import OPTION, router_losses
-from hf_hybrid.rows.facts import ModelFacts, dropout_of, module_of_user, of_user
+from hf_hybrid.rows.facts import ModelFacts, dropout_of, module_of_user
 from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_numbers
 from hf_hybrid.rows.states import by_row
 from hf_hybrid.rows.tree import (
@@ -246,8 +246,7 @@ def obstacle_in_batch(inputs: Any, beside: Container[str] = ()) -> str | None:
     given = {name: value for name, value in inputs.items() if value is not None and name not in beside}
     if others := given.keys() - set(_BATCH):
         return f"a batch holds `{min(others)}` beside tokens"
-    shape = inputs["input_ids"].shape
-    if len(shape) != 2 or any(getattr(value, "shape", None) != shape for value in given.values()):
+    if inputs["input_ids"].dim() != 2 or len({getattr(value, "shape", None) for value in given.values()}) > 1:
         return "tokens, mask and labels of a batch have different shapes"
     return "labels of a batch are not tokens" if inputs["labels"].is_floating_point() else None
 
@@ -401,12 +400,11 @@ class SharedRows(Part):
             return
         self._opened[model] = stack = contextlib.ExitStack()
         stack.callback(model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True).remove)
-        # Hooks of a user see the batch before it is exchanged, and may change it.
-        hooks: Any = model._forward_pre_hooks
-        of_users = of_user(hooks)
-        for number in reversed([number for number, hook in hooks.items() if hook in of_users]):
-            hooks.move_to_end(number, last=False)
         if self.may_share and (facts := self.facts_of(model)).reason is None:
+            hooks: Any = model._forward_pre_hooks
+            of_users = [number for number, hook in hooks.items() if facts.marks and hook in facts.marks.hooks]
+            for number in reversed(of_users):  # they see the batch before it is exchanged, and may change it
+                hooks.move_to_end(number, last=False)
             stack.callback(model.register_forward_hook(self._after, prepend=True).remove)
             if facts.with_state:
                 stack.enter_context(by_row(facts.with_state, lambda: self._under_way.row is not None))

@@ -64,7 +64,7 @@ from hf_hybrid.rows.sharing import (
 from hf_hybrid.rows.states import layers_with_state
 from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, by_batch, divide, join, on_host, padded
 from hf_hybrid.run.run import Run, as_before
-from hf_hybrid.run.trainer_view import IN_PLACE, LossView, TrainerView, acts_between, own_losses, unknown_loss
+from hf_hybrid.run.trainer_view import IN_PLACE, LossView, TrainerView, own_losses, unknown_loss
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +124,9 @@ class SharedWindows(SharedRows):
         self._laid_out = self._is_counting = False  # what is counted here is windows
         self._first_rows: list[Row] = []
         self._balances = self._stays_apart = False
+        self._loss: Any = None
+        self._in_loss: str | None = None
+        """What [`reason_in_loss`] returned of it."""
         self._seen: list[Seen] = []
         """The batches of the step as they were when it began, where code of a user may change them."""
         self.in_every_pass = False
@@ -150,6 +153,7 @@ class SharedWindows(SharedRows):
 
     def begin(self, run: Run) -> None:
         super().begin(run)
+        self._loss = None
         self._first_rows, self._first_tokens = [], 0
 
     def end(self) -> None:
@@ -217,10 +221,11 @@ class SharedWindows(SharedRows):
     # A step.
 
     def begin_step(self, step: Step) -> None:
-        super().begin_step(step)
+        self._copied.clear()
+        self._looked_at.clear()
         self._laid_out = self.in_every_pass = False
         # Code of a user that acts on the first one does so before they are arranged.
-        acts = acts_between(self.trainer) is not None and all(isinstance(batch, Mapping) for batch in step.batches)
+        acts = step.acts is not None and all(isinstance(batch, Mapping) for batch in step.batches)
         self._seen = [seen_now(batch) for batch in step.batches] if acts else []
 
     def arrange(self, step: Step) -> None:
@@ -235,12 +240,15 @@ class SharedWindows(SharedRows):
             self.counts["tokens"] += sum(batch["input_ids"].numel() for batch in step.batches)
             return
         before = self.reason_plain  # all processes know this one
-        reason = before or reason_in_loss(trainer) or next(filter(None, map(obstacle_in_batch, step.batches)), None)
+        loss = vars(trainer).get("compute_loss"), trainer.compute_loss_func, trainer.args.label_smoothing_factor
+        if loss != self._loss:  # people set it in a run too
+            self._loss, self._in_loss = loss, reason_in_loss(trainer)
+        reason = before or self._in_loss or next(filter(None, map(obstacle_in_batch, step.batches)), None)
         if (reason := reason or self._obstacle_in_model()) is not None:
             self.fallbacks.cannot_be_exact(reason)
         reason = self._find_drawn() or reason
         batches = [] if reason is not None else on_host([rows_of(inputs) for inputs in step.on_host])
-        apart = reason is None and self._find_apart(len(batches))
+        apart = reason is None and self._find_apart(step)
         self._stays_apart = apart or (step.items is None and self._has_other_means())
         if step.items is None and not self._stays_apart:
             batches = [batch.as_mean() for batch in batches]
@@ -258,12 +266,12 @@ class SharedWindows(SharedRows):
             step.parts_add_up = batches[0].divisors is not None
         self._count_window(step, batches, plan.trees)
 
-    def _find_apart(self, number: int) -> bool:
+    def _find_apart(self, step: Step) -> bool:
         """Find out whether code of a user acts on each of several micro-batches, and say so."""
-        marks, because = self.facts_of(self.model).marks, acts_between(self.trainer)
+        marks, because = self.facts_of(self.model).marks, step.acts
         if because is None and marks is not None and marks.of_gradients:
             because = f"a hook of yours (`{marks.hooks[0]!r:.60}`) sees each by itself"
-        if because is not None and number > 1:
+        if because is not None and len(step.batches) > 1:
             self.apart.cannot_be_exact(because)
         return because is not None
 
@@ -458,7 +466,7 @@ class SharedWindows(SharedRows):
             tree.rows = [row._replace(batch=0) for row in tree.rows]  # there is no other batch in it
         of_trees = [(batch, by_number.get(number)) for number, batch in enumerate(batches)]
         given = [(batch, tree) for batch, tree in of_trees if tree is not None]
-        if not self._seen and acts_between(self.trainer) is not None:  # since `on_step_begin`
+        if not self._seen and step.acts is not None:  # since `on_step_begin`
             return
         moved = iter(FlatRow.of_window(given, device, repeats=repeats, balances=self._balances))
         for seen, (batch, tree) in zip(self._seen or map(seen_now, step.batches), of_trees):
@@ -526,7 +534,7 @@ def _nothing(batches: list[Batch]) -> tuple[Batch, Tree]:
 
 
 def reason_in_loss(trainer: TrainerView) -> str | None:
-    """Return why a trainer's loss may read more than the model's. People set it in a run too."""
+    """Return why a trainer's loss may read more than the model's."""
     if trainer.compute_loss_func is not None:
         return "`compute_loss_func` reads logits of padded rows"
     if trainer.args.label_smoothing_factor:

@@ -198,6 +198,7 @@ class Run:
         items: Any = None,
         learning_rate: float = 0.0,
         on_host: Sequence[Any] | None = None,
+        acts: str | None = None,
     ) -> Step:
         """Begin step `index` (0-based), with its batches and its scheduled learning rate, and return it."""
         self._began_at, self._counts_before = time.perf_counter(), self.counts.copy()
@@ -206,7 +207,7 @@ class Run:
             speed.clock = self._began_at
             if speed.driver is not None:
                 speed.read(keep=False)
-        self.step = step = Step(index, learning_rate=learning_rate, batches=batches, items=items)
+        self.step = step = Step(index, learning_rate=learning_rate, batches=batches, items=items, acts=acts)
         step.on_host = batches if on_host is None else on_host
         self.learning_rate = learning_rate
         self.phase = step.phase = self.phase_of(index)

@@ -116,14 +116,16 @@ def package_of(function: Any, known: Collection[str] = LIBRARIES) -> str:
             return package
 
 
-def overridden(trainer: Any, *names: str) -> str | None:
+def overridden(trainer: Any, *names: str, below: type | None = None) -> str | None:
     """
     Return where one of these methods of a trainer is not that of [`LIBRARIES`], the outermost place; `None` if nowhere.
+    `below` a class, only those count that its own method calls.
 
     That is the trainer itself (`trainer.method = function`), a class above or below the mixin, or a class of a library
     into which somebody put a function.
     """
-    places = (trainer, *type(trainer).__mro__)
+    kinds = type(trainer).__mro__
+    places = (trainer, *kinds) if below is None else kinds[kinds.index(below) + 1 :]
     for name in names:
         for place in places:
             if name not in vars(place):
@@ -134,7 +136,7 @@ def overridden(trainer: Any, *names: str) -> str | None:
     return None
 
 
-_PER_MICRO_BATCH = (
+PER_MICRO_BATCH = (
     "training_step", "_prepare_inputs", "_prepare_input", "get_batch_samples", "compute_loss_context_manager",
     "_inner_training_loop", "_run_epoch",
 )  # fmt: skip
@@ -142,7 +144,7 @@ _PER_MICRO_BATCH = (
 
 def acts_between(trainer: Any) -> str | None:
     """Return what code of a user acts on micro-batches, or between them, as a clause; `None` if none does."""
-    if (method := overridden(trainer, *_PER_MICRO_BATCH)) is not None:
+    if (method := overridden(trainer, *PER_MICRO_BATCH)) is not None:
         return f"`{method}` may change each"
     for callback in trainer.callback_handler.callbacks:
         if package_of(type(callback).on_substep_end) not in LIBRARIES:
@@ -152,6 +154,15 @@ def acts_between(trainer: Any) -> str | None:
     if trainer.run.accumulations - {trainer.args.gradient_accumulation_steps}:  # Trainer may step inside a window
         return "`gradient_accumulation_steps` has changed"
     return None
+
+
+def reads_gradients(trainer: Any) -> bool:
+    """Whether code of a user may read or change the gradients of a window, or those of its micro-batches so far."""
+    if trainer.run.step.acts is not None or overridden(trainer, "_clip_grad_norm", "_get_grad_norm") is not None:
+        return True
+    if trainer.memory.optimizer._optimizer_step_pre_hooks:
+        return True
+    return any(package_of(type(c).on_pre_optimizer_step) not in LIBRARIES for c in trainer.callback_handler.callbacks)
 
 
 # The model and its loss.

@@ -51,7 +51,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.machine import host_buffer
+from hf_hybrid.machine import host_buffer, host_tensor
 from hf_hybrid.streaming.streamer import LayerStreamer, Updates
 from hf_hybrid.streaming.transfers import Event, Ring, Slot
 from hf_hybrid.streaming.units import Packing, StreamedParameter, Unit
@@ -205,7 +205,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         self.pending: dict[Unit, tuple[list[dict], Tensor | None]] = {}
         """The inputs of a unit's step: its groups, and the scale of its gradients."""
         self._scale: Tensor | None = None
-        self._checked = False
+        self._checked = self._shown = False
         self._beside: dict[Unit, _Beside] = {}
         self._ring: Ring | None = None
         self._ring_size = 0
@@ -292,6 +292,36 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
 
     # A window ends.
 
+    def show_gradients(self) -> None:
+        """
+        Put the gradients of the window so far on the model's parameters, for code of a user that reads or changes them
+        there. They lie on the host, so the placeholders do meanwhile.
+        """
+        self.streamer.gradients_arrived()
+        for param in self.streamer.masters.values():
+            master = param.host_weights
+            if self._shown or master is None or master.grad is None:
+                continue
+            if self._scale is not None:
+                master.grad.mul_(self._scale.to(master.grad.device))
+            param.parameter.data = torch.full((), float("nan"), dtype=master.grad.dtype).expand(master.shape)
+            param.parameter.grad = master.grad
+        self._shown, self._scale = True, None
+
+    def take_gradients(self) -> None:
+        """Take the gradients back as they are now. One that is `None` is dropped."""
+        for param in self.streamer.masters.values() if self._shown else ():
+            if (master := param.host_weights) is None:
+                continue
+            gradient, param.parameter.grad = param.parameter.grad, None
+            self.streamer.hide(param)
+            if gradient is not None and gradient is not master.grad:
+                if param.gradient is None:
+                    param.gradient = host_tensor(master.shape, master.dtype, pin=self.streamer.transfers.beside)
+                gradient = param.gradient.copy_(gradient)
+            master.grad, param.norm = gradient, None
+        self._shown = False
+
     def total_norm(self, parameters: Iterable[nn.Parameter], *, now: bool) -> Tensor:
         """
         Return the norm of all gradients of the window, as `torch.nn.utils.clip_grad_norm_` computes it, on the device.
@@ -350,6 +380,11 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
     @torch.no_grad()
     def step(self, closure=None):
         """Step the resident parameters, and put off the units' steps, with the current learning rates."""
+        if hooks := self._optimizer_step_pre_hooks:
+            self.show_gradients()
+            for hook in hooks.values():
+                hook(self, (), {})
+        self.take_gradients()
         self.streamer.end_backward()
         resident: list[dict] = []
         groups: dict[Unit, list[dict]] = {}
@@ -518,7 +553,9 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         self._gradients.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of resident parameters. Those of units are dropped with their step."""
+        """Clear the gradients of resident parameters, and of units if they are shown: else their step drops them."""
+        for param in self.streamer.masters.values() if self._shown else ():
+            param.parameter.grad = None
         for group in self.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in self._unit_of:

@@ -472,6 +472,11 @@ class LayerStreamer:
         master.grad = param.gradient
         unit.storage.gradients_sent = self.transfers.send(gradient, param.gradient)
 
+    def hide(self, param: StreamedParameter) -> None:
+        """Make a parameter a placeholder, unless its unit computes now."""
+        if not any(unit.bound and param in unit.storage.params for unit in self.units):
+            param.parameter.data = self._placeholder(param)
+
     def gradients_arrived(self) -> None:
         """Wait until the gradients of everything computed so far are on the host."""
         self.end_backward()

@@ -397,6 +397,8 @@ class Window:
             self._cannot_walk(obstacle)
         self._inputs: list = []
         self._results: list = []
+        self.shows_gradients = False
+        """Whether code of a user sees gradients before they are used: then no layer is updated in the backward pass."""
         self._left = 0
         """Micro-batches that are yet to be computed."""
 
@@ -414,7 +416,7 @@ class Window:
             window = [inputs]
         if self.by_layer and (len(window) > 1 or (window and self.parking is not None)):
             try:
-                self.streamer.last_pass = True
+                self.streamer.last_pass = not self.shows_gradients
                 walk = LayerWalk(self.streamer, self.parking)
                 self._results = walk.run([functools.partial(step, inputs) for inputs in window])
             except CannotWalkError as error:
@@ -426,7 +428,7 @@ class Window:
         if self._results:
             return self._results.pop(0)
         self._left -= 1
-        self.streamer.last_pass = self._left == 0
+        self.streamer.last_pass = self._left == 0 and not self.shows_gradients
         result = step(inputs)
         self.streamer.end_backward()
         return result

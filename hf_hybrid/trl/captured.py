@@ -54,6 +54,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.module import _has_any_global_hook as has_any_global_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from transformers import (
@@ -69,8 +71,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_hybrid.compat import cache_name, packs_heads
 from hf_hybrid.machine import Look, device_memory
+from hf_hybrid.phase_memory.adapters import users_forward
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.attention import attention
+from hf_hybrid.rows.facts import of_user
 
 if TYPE_CHECKING:
     from hf_hybrid.phase_memory.adapters import AdapterProducts
@@ -120,6 +124,9 @@ def why_not_captured(model: Any) -> str | None:
     """Return why a pass of this model, without adapters around it, cannot be captured; `None` if it may be."""
     if not model._can_compile_fullgraph:
         return f"`{type(model).__name__}` does not say that it takes keys and values of a fixed size"
+    of_modules = (hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks))
+    if has_any_global_hook() or any(map(of_user, of_modules)):
+        return "a hook looks into its modules, and a graph would not call it"
     if (attention := model.config._attn_implementation) not in ATTENTION:
         return f"`attn_implementation={attention!r}` looks at the mask on the host, which cannot be captured"
     places = {str(tensor.device) for tensor in itertools.chain(model.parameters(), model.buffers())}
@@ -675,7 +682,10 @@ class Captured:
 
     def _prepared(self, model: Any, prefilled: Prefilled, most: int, inputs: dict[str, Any]) -> Buffers:
         """Return buffers with all prompts, which are those of the last generation if they are of use."""
-        identity, rows, device = _identity(model, inputs), len(prefilled.logits), prefilled.logits.device
+        if self.adapters is not None:
+            self.adapters.refresh()
+        used = None if self.adapters is None else self.adapters.used
+        identity, rows, device = (_identity(model, inputs), used), len(prefilled.logits), prefilled.logits.device
         first, longest = (room_for(prefilled.width + more) for more in (min(most, BLOCK), most))
         buffers, self._buffers = self._buffers, None  # until it is known that all went well
         if buffers is None or identity != self._identity or buffers.rows < rows or buffers.length < longest:
@@ -693,8 +703,6 @@ class Captured:
             self._identity, buffers.stays = identity, stays
         buffers.columns = first
         buffers.fill(prefilled, inputs)
-        if self.adapters is not None:
-            self.adapters.refresh()
         return buffers
 
 
@@ -722,7 +730,7 @@ def ends_of(criteria: StoppingCriteriaList, vocabulary: int, device: torch.devic
 def _identity(model: Any, inputs: dict[str, Any]) -> Any:
     """
     What a graph depends on beside the values of its buffers and of the weights, compared by `==`: where the weights
-    are, which adapters are active and how strong, how products are computed, and what else the model is given.
+    are, which adapters are active and how strong, how modules compute, and what else the model is given.
     """
     device = model.device.type
     adapters = [
@@ -734,6 +742,8 @@ def _identity(model: Any, inputs: dict[str, Any]) -> Any:
         id(model),
         [tensor.data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())],
         adapters,
+        [(type(module), users_forward(module)) for module in model.modules()],
+        [module.p for module in model.modules() if isinstance(module, _DropoutNd)],
         model.training,
         model.config._attn_implementation,
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),

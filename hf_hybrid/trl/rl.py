@@ -12,7 +12,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_type_hints
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers import ProcessorMixin
 
-from hf_hybrid.arguments import HybridArguments, as_declared, check_range, option
+from hf_hybrid.arguments import HybridArguments, as_declared, check_range, hybrid_values, option, options_of
 from hf_hybrid.compat import trl_error
 from hf_hybrid.machine import Look, sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
@@ -280,10 +280,9 @@ class Rollouts(Part):
 
 # Configs.
 
-_NEED_NO_LEAPS = {
-    "enable_predict", "preset", "muon_momentum", "optimizer_states", "out_of_memory", "guard_warn_at", "share_rows",
-    "sample_prompts",
-}  # fmt: skip
+_OF_LEAPS = {
+    *options_of("Phases", "Leaps", "Verification", "Learning rate and optimizer", "Memory", "Divergence"),
+}.difference(("enable_predict", "preset", "muon_momentum", "optimizer_states"))
 _NO_LEAPS = "a leap is verified on batches that training has not reached, and here these are not generated yet"
 
 
@@ -326,13 +325,12 @@ class RolloutConfigBase(ExactSkipArguments, TRLConfigBase, _Arguments):
             check_range("top_k", vars(self)["top_k"], {"at_least": 0})
         if self.enable_predict:
             raise ValueError(f"`enable_predict=True` does not work here: {_NO_LEAPS}. Leave it out.")
-        for name, default in ((known.name, known.default) for known in fields(HybridArguments)):
-            value = getattr(self, name)
-            works = name in _NEED_NO_LEAPS and value not in ("conservative", "aggressive")
-            if value != default and value != "off" and not works:
+        for name, value in hybrid_values(self).items():
+            is_changed = value not in (getattr(HybridArguments, name), "off")
+            if (is_changed and name in _OF_LEAPS) or value in ("conservative", "aggressive"):
                 raise ValueError(
                     f"`{name}={value}` does not work with completions that are generated in training: it belongs to "
-                    "leaps or to streamed layers. Leave it out."
+                    "phases with leaps or to streamed layers. Leave it out."
                 )
 
 
@@ -340,8 +338,8 @@ class RolloutConfigBase(ExactSkipArguments, TRLConfigBase, _Arguments):
 class HybridGRPOConfig(RolloutConfigBase, GRPOConfig):
     """
     [`~trl.GRPOConfig`] with `exact_skips` and those options of [`HybridArguments`] that need no leaps: `optim="muon"`
-    and its options, `preset="fast"`, `optimizer_states`, `out_of_memory`, the guard and samples. One default of the
-    former differs, `bf16`, as in [`HybridSFTConfig`].
+    and its options, `preset="fast"`, `optimizer_states`, and those of memory that runs out, checkpoints, samples and
+    the memory profile. One default of the former differs, `bf16`, as in [`HybridSFTConfig`].
 
     Raises:
         ValueError: As [`HybridConfig`], and for options of leaps and of streamed layers.

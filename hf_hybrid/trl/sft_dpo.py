@@ -25,7 +25,7 @@ from hf_hybrid.rows.merging import MergedRows
 from hf_hybrid.rows.tree import IGNORED, Rows
 from hf_hybrid.rows.windows import quiet_metrics
 from hf_hybrid.run.fallbacks import Fallbacks
-from hf_hybrid.run.trainer_view import acts_between, overridden
+from hf_hybrid.run.trainer_view import overridden
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 from hf_hybrid.trainer import HybridTrainerMixin
 
@@ -393,8 +393,8 @@ class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):  # ty: ignore[incompatible-
         self.rows.held, self.rows.ends_window = self._merged_memory, lambda: self.accelerator.sync_gradients
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        own = overridden(self, "compute_loss", "_compute_loss") is not None
-        with self.rows.on(self.model, self.ref_model), self.rows.micro_batch(inputs, may_change=own):
+        own = overridden(self, "_compute_loss") or overridden(self, "compute_loss", below=HybridDPOTrainer)
+        with self.rows.on(self.model, self.ref_model), self.rows.micro_batch(inputs, may_change=own is not None):
             loss = super().compute_loss(model, inputs, *args, **kwargs)
         takes_all = torch.is_grad_enabled() and self.rows.ends_window() and torch.is_tensor(loss)
         return self.rows.with_what_waits(loss) if takes_all else loss
@@ -403,7 +403,7 @@ class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):  # ty: ignore[incompatible-
         """Return what merged micro-batches may hold, as a multiple of the largest padded one; 0: they stay apart."""
         args, options = self.args, self.hybrid_args
         # A loss may ask for gradients of weights by itself, and a hook keep what a module returned.
-        because, marks = acts_between(self), self.rows.facts_of(self.model).marks
+        because, marks = self.run.step.acts, self.rows.facts_of(self.model).marks
         if (loss := overridden(self, "compute_loss", "_compute_loss")) is not None:
             because = f"`{loss}` may read more than the rows of one"
         if because is None and marks is not None and marks.hooks:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import unicodedata
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from conftest import config_values, mostly_slow, tiny_model
 from transformers import AutoModelForCausalLM, BertConfig, LlavaConfig, MixtralConfig, T5Config
 
 from benchmarks.equality.families import build as build_family
-from hf_hybrid.cli import chat, formats, progress
+from hf_hybrid.cli import chat, console, formats, progress
 from hf_hybrid.cli.data import Reader, mixed, shares
 from hf_hybrid.cli.export import held_out_rows, read_note
 from hf_hybrid.cli.formats import FormatError, recognise
@@ -157,6 +158,86 @@ def test_alpaca_without_a_chat_template_has_alpacas_prompt():
     assert made["completion"] == "2"
 
 
+def converted(command, row, template=True):
+    """A row as a command takes it from a data set."""
+    rows = pytest.importorskip("datasets").Dataset.from_list([row])
+    return formats.convert_rows("`--dataset x`", rows, command, {}, None, template).rows[0]
+
+
+BRIEF = {"role": "system", "content": "Be brief"}
+ANSWERS = {"chosen": "yes", "rejected": "no"}
+TURNS = {"chosen": [assistant("yes")], "rejected": [assistant("no")]}
+
+
+@pytest.mark.parametrize(
+    "row, prompt",
+    [
+        ({"system": "Be brief", "question": "Say", **ANSWERS}, [BRIEF, user("Say")]),
+        ({"system": "", "question": "Say", **ANSWERS}, [user("Say")]),
+        ({"instruction": "Add", "input": "1 and 2", **ANSWERS}, [user("Add\n\n1 and 2")]),
+        ({"input": "Say", **ANSWERS}, [user("Say")]),
+        ({"prompt": "Say", **TURNS}, [user("Say")]),
+        ({"prompt": [user("Say")], **ANSWERS}, [user("Say")]),
+        ({"system": "Be brief", "prompt": [user("Say")], **TURNS}, [BRIEF, user("Say")]),
+        ({"messages": [user("Say")], "chosen": assistant("yes"), "rejected": assistant("no")}, [user("Say")]),
+        ({"conversations": [{"from": "human", "value": "Say"}], "chosen": {"from": "gpt", "value": "yes"},
+          "rejected": {"from": "gpt", "value": "no"}}, [user("Say")]),
+    ],
+)  # fmt: skip
+def test_a_pair_keeps_its_question(row, prompt):
+    assert converted("dpo", row) == {"prompt": prompt, **TURNS}
+
+
+def test_without_a_chat_template_questions_of_pairs_are_text():
+    assert converted("dpo", {"question": "Say", **ANSWERS}, template=False) == {"prompt": "Say", **ANSWERS}
+    made = converted("dpo", {"instruction": "Add", "input": "1", **ANSWERS}, template=False)
+    assert made["prompt"].endswith("### Instruction:\nAdd\n\n### Input:\n1\n\n### Response:\n")
+
+
+@pytest.mark.parametrize(
+    "command, row",
+    [
+        ("sft", {"prompt": [user("a")], "completion": [assistant("b")]}),
+        ("grpo", {"question": "a", "answer": "b"}),
+        ("grpo", {"messages": [user("a"), assistant("b")]}),
+        ("dpo", {"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}),
+    ],
+)
+def test_a_system_message_in_a_column_is_put_in_front(command, row):
+    made = converted(command, {**row, "system": "Be brief."})
+    assert all(
+        made[name][0] == {"role": "system", "content": "Be brief."} for name in ("prompt", "chosen") if name in made
+    )
+
+
+def test_the_input_of_an_instruction_is_part_of_the_prompt_of_grpo():
+    row = {"instruction": "Add", "input": "1 and 2", "answer": "3"}
+    assert converted("grpo", row)["prompt"] == [user("Add\n\n1 and 2")]
+
+
+@pytest.mark.parametrize(
+    "command, row, unread",
+    [
+        ("sft", {"prompt": "a", "completion": "b", "label": False, "id": 1}, "`label`, `id`"),
+        ("sft", {"messages": ROWS["chats"][0]["messages"], "system_prompt": "c", "tools": []}, "`system_prompt`"),
+        ("dpo", {"prompt": "a", "system": "c", "input": "d", **ANSWERS}, "`system`, `input`"),
+        ("train", {"text": "a", "images": ["b.png"]}, "`images`"),
+        ("sft", ROWS["alpaca"][0], None),
+        ("dpo", {"question": "a", "system": "c", **ANSWERS}, None),
+        ("grpo", {**ROWS["questions"][0], "level": 1}, None),  # the reward functions get it
+    ],
+)
+def test_columns_that_are_not_read_are_named(tmp_path, command, row, unread):
+    told, file = {}, tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row))
+    list(
+        Reader(command, DataOptions(dataset=[str(file)]), 0).sources(
+            "dataset", tokenizer_of(TEMPLATE), told.__setitem__
+        )
+    )
+    assert told.get("not read") == unread
+
+
 def test_numbers_of_a_table_are_text():
     row = {"prompt": 2, "completion": 2.5}
     assert recognise("sft", list(row), row).convert(row) == {"prompt": "2", "completion": "2.5"}
@@ -164,7 +245,7 @@ def test_numbers_of_a_table_are_text():
 
 def test_roles_of_sharegpt_and_a_system_message():
     row = {"system": "Be brief.", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
-    made = recognise("sft", list(row), row).convert(row)
+    made = converted("sft", row)
     assert [message["role"] for message in made["messages"]] == ["system", "user", "assistant"]
     assert formats.with_system({"messages": [user("a")]}, "Be kind.")["messages"][0]["content"] == "Be kind."
     assert formats.with_system(made, "Be kind.") == made  # it has one
@@ -653,6 +734,52 @@ def test_chat_answers_each_line(folder, monkeypatch, capsys):
     assert status == 2 and "has no chat template" in written.err
 
 
+EVIL = "\x1b]52;c;aGk=\x07\x1b]0;owned\x07\x1b[2J\x1b[8mhidden\x9b31m\r\x7f\u202edesrever\u2066"
+"""Sets the clipboard and the title, clears the screen, hides text, turns it around."""
+
+
+def is_visible(text):
+    return all(letter in "\n\t" or unicodedata.category(letter) not in ("Cc", "Cf", "Cs") for letter in text)
+
+
+def test_what_a_model_writes_is_no_command_to_the_terminal(tmp_path, monkeypatch, capsys):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel({"<end>": 0, EVIL: 1, "a": 2}, unk_token="a"))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.Whitespace(), decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<end>", eos_token="<end>")
+    tokenizer.chat_template = "{% for m in messages %}a {% endfor %}"
+    sizes = {"vocab_size": 3, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 32}
+    ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ends))
+    for parameter in model.parameters():
+        parameter.data.fill_(0.1)
+    model.lm_head.weight.data[[0, 2]] = 0  # always says the same
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path)
+    status, written = talk(
+        monkeypatch, capsys, str(tmp_path), "--temperature", "0", "--max_new_tokens", "2", lines="hi\n"
+    )
+    assert status == 0 and "\\u001b]52;c;aGk=\\u0007" in written.out and "\\u202edesrever" in written.out
+    assert is_visible(written.out)
+
+
+def test_names_of_strangers_are_no_commands_to_the_terminal(run, tmp_path, monkeypatch, capsys):
+    evil = EVIL + "\ud83d"  # half of an emoji, which no terminal can write
+    console.print_line(evil)
+    console.print_line(evil, unwrapped=True)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({evil: "a"}))
+    status, out, err = run("sft", "--dataset", str(tmp_path / "rows.jsonl"))
+    assert status == 2 and "it has `\\u001b]52" in err
+    assert main(["chat", "./" + evil]) == 2 and main(["env", f"--{evil}"]) == 2
+    trainer = SimpleNamespace(_logs={"prompt": ["a"], "completion": [evil], "rewards": {"b": [1.0]}})
+    console.print_line(progress.last_completion(trainer))
+    later = capsys.readouterr()
+    assert is_visible(out + err + later.out + later.err) and later.out.count("owned") == 1
+
+
 def test_chat_greets_once_the_model_is_there(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     status, written = talk(monkeypatch, capsys, "no/model", lines="hi\n")
@@ -705,6 +832,8 @@ WRONG = [
     ("sft", ["--dataset", "wide.csv"], "cannot be read as csv: its first row has more fields than the 2 names above"),
     ("sft", ["--dataset", "images.jsonl"], "row 1: `messages` has a message with a part of `image_url`, and only text"),
     ("sft", ["--dataset", "weights.jsonl"], "row 1: `messages` has a message whose `weight` is `0.5`, not 0 or 1"),
+    *((command, ["--dataset", "pictures.jsonl", *more], f"has pictures in `images`, and `hf-hybrid {command}` trains")
+      for command, more in (("sft", []), ("dpo", []), ("grpo", ["--reward", "exact_match"]))),
     ("dpo", ["--dataset", "half.jsonl"], "it has `prompt`, `chosen`, and no `rejected`"),
     ("sft", ["--dataset", "header.csv"], "`--dataset header.csv` holds no rows"),
     ("sft", ["--dataset", "latin.csv"], "`--dataset latin.csv` cannot be read as csv"),
@@ -718,6 +847,7 @@ WRONG = [
     ("sft", ["--dataset", "late.jsonl"],
      "`--dataset late.jsonl`, row 2: `messages` has no message of `assistant`, only of `user`"),
     ("sft", ["--dataset", "nulls.jsonl"], "row 2: `completion` is `None`, not a text. Correct or remove the row"),
+    ("dpo", ["--dataset", "answered.jsonl"], "row 1: `messages` ends with an answer, so that it is no prompt"),
     ("dpo", ["--dataset", "same.jsonl"], "row 1: `chosen` and `rejected` are the same"),
     ("sft", ["--dataset", "chats.jsonl", "--eval_dataset", "nowhere.jsonl"], "`--eval_dataset nowhere.jsonl`:"),
     ("sft", ["--dataset", "nobody/nothing"], "`--dataset nobody/nothing` cannot be loaded"),
@@ -745,7 +875,7 @@ WRONG = [
     ("sft", ["--dataset", "chats.jsonl", "--lora_r", "0"], "`lora_r` must be at least 1, got 0"),
     ("sft", ["--dataset", "chats.jsonl", "--lora_r", "many"], "invalid int value: 'many'"),
     ("sft", ["--dataset", "chats.jsonl", "--limit", "0"], "`limit` must be at least 1, got 0"),
-    ("sft", ["--dataset", "chats.jsonl", "--learning_rate", "-1"], "`learning_rate` must be between 0 and 1000"),
+    ("sft", ["--dataset", "chats.jsonl", "--learning_rate", "-1"], "`learning_rate` must be at least 0, got -1"),
     ("sft", ["--dataset", "chats.jsonl", "--dataset_weights", "1", "2"], "has 2 numbers, and `--dataset` names 1"),
     ("sft", ["--dataset", "chats.jsonl", "--dataset_weights", "0"], "must be at least 0, and one greater"),
     ("sft", ["--dataset", "chats.jsonl", "--streaming", "true", "--max_steps", "-1"], "so it needs `--max_steps`"),
@@ -850,6 +980,9 @@ def wrong_files(folder):
     (folder / "late_broken.jsonl").write_text(json.dumps(ROWS["chats"][0]) + "\n\n{")
     (folder / "wide.csv").write_text("prompt,completion\na,b,c\n")
     rows("images.jsonl", {"messages": [user([{"type": "image_url", "image_url": "x"}]), assistant("a")]})
+    rows(
+        "pictures.jsonl", {"messages": [user("<image> What?"), assistant("a")], "images": ["a.png"], **ROWS["pairs"][0]}
+    )
     rows("weights.jsonl", {"messages": [user("a"), {**assistant("a"), "weight": 0.5}]})
     rows("half.jsonl", {"prompt": "a", "chosen": "b"})
     rows("numbers.jsonl", 1, 2)
@@ -857,6 +990,7 @@ def wrong_files(folder):
     rows("roles.jsonl", {"conversations": [{"from": "robot", "value": "beep"}]})
     rows("late.jsonl", ROWS["chats"][0], {"messages": [user("hello")]})
     rows("nulls.jsonl", {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None})
+    rows("answered.jsonl", {**ROWS["chats"][0], "chosen": "a", "rejected": "b"})
     rows("same.jsonl", {"chosen": "a", "rejected": "a"})
     rows("bare.jsonl", {"prompt": "a"})
     rows("words.jsonl", {"prompt": "a", "answer": "yes"})

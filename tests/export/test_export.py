@@ -551,11 +551,23 @@ def test_a_link_in_the_place_of_an_export_is_refused(run, tmp_path, capsys):
 )
 def test_a_card_that_was_broken_gives_way_to_a_short_one(run, tmp_path, caplog, head):
     shutil.copytree(run, tmp_path / "out")
-    (tmp_path / "out" / "README.md").write_text(f"---\n{head}\n---\n*Written by `hf_hybrid`*\n")
+    (tmp_path / "out" / "README.md").write_text(f"---\n{head}\n---\n*Written by `hf_hybrid` 1.0 on a day*\n")
     exporter.export(tmp_path / "out", tmp_path / "export", "merged")
     card = ModelCard.load(tmp_path / "export" / "README.md")
     assert "hf-hybrid" in card.data.tags and "## Merged export" in card.text
     assert ("the export gets a short card" in caplog.text) == (head in ("x: [", "- a", "tags: 5", "\x00"))
+
+
+def test_a_card_is_of_the_run_if_this_package_wrote_it(run, tmp_path):
+    shutil.copytree(run, tmp_path / "out")
+    card, exported = tmp_path / "out" / "README.md", tmp_path / "export" / "README.md"
+    card.write_text(card.read_text() + "\nMine, trained with `--hub_token s3cr3tValue9`\n")
+    exporter.export(tmp_path / "out", tmp_path / "export", "merged")
+    assert "Mine, trained with `--hub_token REMOVED`" in exported.read_text()
+    shutil.rmtree(tmp_path / "export")
+    card.write_text("---\n---\n# Of another model\n\nNot *Written by `hf_hybrid`, but by hand.\n")
+    exporter.export(tmp_path / "out", tmp_path / "export", "merged")
+    assert "Of another model" not in exported.read_text()
 
 
 class Full(Exception):

@@ -139,7 +139,7 @@ def test_no_metadata_field_of_transformers_and_trl_is_missing(trained, tmp_path)
 
 def test_strings_of_others_cannot_break_the_card(tmp_path, monkeypatch):
     nasty = 'a|b: `c` <script>x</script> [l](http://e) {{ 7*7 }}\n---\n# "q" #no *s* ${HOME}'
-    monkeypatch.setattr(sys, "argv", ["train.py", "--note", "```\n# heading\n```", "--x", nasty])
+    monkeypatch.setattr(sys, "argv", ["train.py", "--note", "```\n# heading\n```\ud83d", "--x", nasty])
     trainer = new_trainer(
         tmp_path / "out", eval_dataset={"a|b": ByteText(8, offset=500), "ok": ByteText(8, offset=600)}
     )

@@ -187,6 +187,30 @@ def test_merging_during_a_run_is_that_of_fp32(copied, tmp_path):
     assert_same_weights(*(weights(trainer.model) for trainer in trainers))
 
 
+def of_base(model):
+    return model.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight
+
+
+class Unfreezes(TrainerCallback):
+    """Trains a weight of the base, which the optimizer knows, from the third step on."""
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        of_base(model).requires_grad_(state.global_step >= 2)
+
+
+def test_frozen_weights_that_are_trained_later_are_trained_in_fp32(tmp_path):
+    trained = []
+    for kind, config, more in ((Trainer, TrainingArguments, {}), (HybridTrainer, HybridConfig, {"share_rows": "off"})):
+        model = saved_in_bf16()
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad or p is of_base(model)], lr=0.1)
+        more |= {"optimizers": (optimizer, None), "auto_lr": "off"} if more else {"optimizers": (optimizer, None)}
+        trained.append(build(kind, config, tmp_path / kind.__name__, model, [Unfreezes()], **more))
+        trained[-1].train()
+    plain, ours = (trainer.model for trainer in trained)
+    assert holder(trained[1]).layers and not torch.equal(of_base(plain), of_base(saved_in_bf16()))
+    assert_same_weights(weights(plain), weights(ours))
+
+
 def test_weights_are_in_fp32_again_after_an_error(tmp_path):
     trainer = build(HybridTrainer, HybridConfig, tmp_path, saved_in_bf16(), callbacks=[Fails()])
     with pytest.raises(KeyboardInterrupt):

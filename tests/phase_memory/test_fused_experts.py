@@ -144,6 +144,53 @@ def test_what_cannot_be_grouped_keeps_the_bits_of_peft(other):
     assert model(**batch).loss == wanted
 
 
+def halves(module, inputs, output):
+    return output * 0.5
+
+
+def hook_experts(layer):
+    return layer.get_base_layer().register_forward_hook(halves).remove
+
+
+def hook_wrapper(layer):
+    return layer.base_layer.register_forward_hook(halves).remove
+
+
+def replace(layer):
+    experts = layer.get_base_layer()
+    forward = experts.forward
+    experts.forward = lambda *args: forward(*args) * 0.5
+    return lambda: vars(experts).pop("forward")
+
+
+@pytest.mark.parametrize("change", [hook_experts, hook_wrapper, replace])
+def test_what_looks_into_experts_sees_pefts_forward(change, caplog):
+    """Also where it comes after the run began; when it is gone, experts compute in groups again."""
+    caplog.set_level("INFO", logger="hf_hybrid")
+    model, batch = adapted("qwen3_moe").eval(), pad(rows(2))
+    part, found = part_of(model), [model(**batch).loss]
+    undo = [change(layer) for layer in part.layers]
+    found += [model(**batch).loss, model(**batch).loss]
+    part.clean_up()
+    wanted = model(**batch).loss
+    for one in undo:
+        one()
+    assert found[1] == found[2] == wanted and abs(found[0] - wanted) > 1e-4
+    part.begin(Run([]))
+    assert model(**batch).loss == found[0]
+    assert sum("of experts are computed as PEFT does it" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_another_adapter_of_experts_whose_rows_are_not_aligned():
+    model, batch = adapted("qwen3_moe").eval(), pad(rows(2))
+    part = part_of(model)
+    model.add_adapter("odd", LoraConfig(r=3, target_modules=["q_proj"], target_parameters=TARGETS["qwen3_moe"]))
+    model.set_adapter("odd")
+    found = model(**batch).loss
+    part.clean_up()
+    assert found == model(**batch).loss
+
+
 def trained(folder, kind=HybridTrainer, config=HybridConfig, *, model=None, resume=None, **options):
     values = {
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 4, "optim": "sgd",

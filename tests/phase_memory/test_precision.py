@@ -291,6 +291,21 @@ def test_failure_half_way_restores(monkeypatch):
     assert len(calls) == 4 and not any("forward" in vars(module) for module in model.modules())
 
 
+def test_a_forward_that_a_user_put_there_stays():
+    model = tiny_model()
+    plugin, ids = PhaseMemory("bf16", autocast="bf16"), ByteText(8)[0]["input_ids"][None]
+    plugin.begin(Run(model=model, optimizer=None, max_steps=1))
+    changed, *others = layer_linears(model)
+    changed.forward = lambda rows: rows.new_zeros(*rows.shape[:-1], changed.out_features)
+    plugin.before_forward(Phase.FULL)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(input_ids=ids).logits
+    plugin.after_backward(Phase.FULL)
+    assert "forward" in vars(changed) and not any("forward" in vars(module) for module in others)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(found, model(input_ids=ids).logits)
+
+
 def test_several_processes_are_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)

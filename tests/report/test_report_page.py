@@ -159,6 +159,22 @@ def scored_run(folder):
     (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
 
 
+def test_half_of_an_emoji_does_not_end_a_report(tmp_path):
+    half, folder = "a\ud83db", tmp_path / "run"  # as JSON has it where a text was cut
+    hybrid_run(folder)
+    lines = [{"step": 0, "begun": True}, {"step": 5, "prompt": half, "completion": half, "tokens": 3, "ended": True}]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "hybrid_log.jsonl").write_text(json.dumps({"step": 5, "loss": 1.0, f"rewards/{half}": 1.0}) + "\n")
+    for file, values in (
+        ("hybrid_config.json", {"run_name": half, half: half}),
+        ("hybrid_summary.json", {"divergence_events": [{"step": 3, "phase": "full", "level": half, "reason": half}]}),
+    ):
+        write(folder / file, {**json.loads((folder / file).read_text()), **values})
+    page, *_ = write_report(folder)
+    assert page.read_text().count("a?b") >= 5
+    write_comparison(folder, folder)
+
+
 def test_reward_speed_gradient_norm_and_samples(tmp_path):
     scored_run(tmp_path / "run")
     files = {path.name: path for path in write_report(tmp_path / "run")}

@@ -1,4 +1,4 @@
-"""What a run leaves for others (options, summary, log, profile, report, card) says nothing of the machine's folders."""
+"""What a run leaves for others (options, summary, log, profile, report, card) names no folder, and holds no secret."""
 
 import json
 import shutil
@@ -39,3 +39,18 @@ def test_no_shared_file_names_a_folder_of_the_machine(tmp_path, monkeypatch):
     found = {path.name for path in files if b"-of-ada" in path.read_bytes() or bytes(tmp_path) in path.read_bytes()}
     assert found <= OF_TRAINER
     assert json.loads((folder / "hybrid_config.json").read_text())["output_dir"] == "out"
+
+
+def test_no_shared_file_holds_a_secret(monkeypatch, tmp_path):
+    address = "https://a.blob.core.windows.net/c/rows?sv=1&sig=s3cr3tValue9"
+    monkeypatch.setattr(sys, "argv", ["train.py", "--data", address, "--header", "Authorization: Bearer s3cr3tValue9"])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    config = hybrid_config(tmp_path, max_steps=8, run_name=address, fsdp_config={"api_key": "s3cr3tValue9"})
+    trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(64))
+    trainer.train()
+    trainer.log({"loss": 1.0, "said": "password=s3cr3tValue9", "token": "s3cr3tValue9"})
+    trainer.create_model_card()
+    write_report(tmp_path)
+    texts = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert [name for name, text in texts.items() if b"s3cr3tValue9" in text and name not in OF_TRAINER] == []
+    assert [name for name in texts if b"REMOVED" not in texts[name]] == ["hybrid_summary.json"]

@@ -5,9 +5,11 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 
 | file | what it gives |
 |---|---|
+| `adapter_changes.py` | what a callback may change about adapters |
 | `bit_flips.py` | bits that change in memory, behind torch's back |
 | `circles.py` | which files of the package import each other |
 | `completions.py` | tiny models that complete prompts, and `generate` beside this package |
+| `crossings.py` | a user's code in its places, in trainings of Trainer, of TRL and of this package |
 | `fails_backward.py` | a kernel that works forward and fails backward |
 | `fake_device.py` | a device with a limit of bytes, or of sequences, that raises what a GPU's allocator raises |
 | `fresh_process.py` | a process that imports every module, trains, and looks what that did |
@@ -30,6 +32,7 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 | `tiny_architectures.py` | a tiny model of every causal language model architecture |
 | `traces.py` | traced steps that are remembered, within a process or between several |
 | `trainers.py` | a trainer of the tiny model, made and trained |
+| `user_code.py` | what people change around a trainer: batches, losses, steps, models |
 | `varlen.py` | twins of the attention that takes all segments in one call |
 | `vllm_stand_in.py` | the names that TRL takes from vLLM, answered by a transformers model |
 | `with_eyes.py` | tiny models of images and text |

@@ -583,6 +583,37 @@ def test_compiled_layers_with_dropout_in_attention(tmp_path):
     assert summary["tokens_padding"] > 0 and "would be drawn once" in summary["plain_rows_because"]
 
 
+class Halves(TrainerCallback):
+    """A hook on a module of one layer, from this step on until two steps later."""
+
+    def __init__(self, module, step):
+        self.module, self.step = module, step
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        if state.global_step == self.step:
+            module = model.get_submodule(self.module)
+            self.handle = module.register_forward_hook(lambda module, inputs, output: output * 0.5)
+        elif state.global_step == self.step + 2:
+            self.handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("module", "step"),
+    mostly_slow([(f"model.layers.{n}.mlp", step) for n in (0, 1) for step in (0, 1)], [("model.layers.1.mlp", 1)]),
+)
+def test_a_hook_in_one_of_the_compiled_layers_is_heard(module, step, tmp_path):
+    """Layers share code, also with one that was compiled before there was a hook."""
+    torch._dynamo.reset()
+    rows, backend = KINDS["unrolled"](), {"torch_compile_backend": "eager"}
+    without = weights(plain(tmp_path / "without", rows).model)
+    expected = weights(plain(tmp_path / "plain", rows, callbacks=[Halves(module, step)]).model)
+    found = shared(tmp_path / "compiled", rows, callbacks=[Halves(module, step)], **backend)
+    assert apart(expected, weights(found.model)) < 1e-5 < 1e-3 < apart(expected, without)
+    summary = found.hybrid_summary()
+    assert summary["plain_rows_because"] is None and summary["tokens_shared"] > 0
+    assert torch._dynamo.config.skip_nnmodule_hook_guards
+
+
 def test_a_model_that_is_compiled_as_a_whole_has_padded_rows(tmp_path):
     model = torch.compile(build(), backend="eager")
     with torch.compiler.set_stance("force_eager"):

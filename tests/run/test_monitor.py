@@ -496,3 +496,28 @@ def test_a_lasting_rise_of_the_loss_keeps_leaps_away(tmp_path, train_set, monkey
     made = [leap["step"] for leap in summary["leaps"]]
     assert any(step < events[0]["step"] for step in made)
     assert not any(step > events[-1]["step"] for step in made), "with no budget for a look there is none after that"
+
+
+class OwnStep:
+    """Computes the micro-batch itself, as some scripts do."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+@pytest.mark.parametrize("memory", ["off", "stream"])
+def test_a_training_step_of_its_own_trains_as_with_trainer(memory, tmp_path):
+    options = {"direction": "auto", "memory": memory, "max_steps": 8}
+    own = type("Own", (OwnStep, HybridTrainer), {})(
+        tiny_model(), hybrid_config(tmp_path, **options), train_dataset=ByteText(64)
+    )
+    arguments = TrainingArguments(**config_values(tmp_path, max_steps=8))
+    plain = type("Plain", (OwnStep, Trainer), {})(tiny_model(), arguments, train_dataset=ByteText(64))
+    for trainer in (plain, own):
+        trainer.train()
+    assert losses(own) == losses(plain)
+    for first, second in zip(plain.model.parameters(), own.model.parameters()):
+        assert torch.equal(first, second)

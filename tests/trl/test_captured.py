@@ -19,6 +19,7 @@ pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 from peft import LoraConfig, get_peft_model  # noqa: E402
+from peft.tuners.lora import LoraLayer  # noqa: E402
 from rig import with_eyes  # noqa: E402
 from rig.completions import (  # noqa: E402
     ARCHITECTURES,
@@ -483,6 +484,78 @@ def test_adapters_compute_with_fewer_kernels(dtype):
     # PEFT: four kernels for each adapted layer, and three casts where its weights are in fp32 alone.
     saved = 4 * adapted_layers - (adapted_layers + 4 * layers)
     assert launches["peft"] - launches["ours"] >= saved
+
+
+def layers_of(adapted):
+    return [module for module in adapted.modules() if isinstance(module, LoraLayer)]
+
+
+def scaled(adapted):
+    for layer in layers_of(adapted):
+        layer.set_scale("default", 7.0)
+
+
+def replaced(adapted):
+    for layer in layers_of(adapted):
+        torch.manual_seed(2)
+        layer.lora_B["default"].weight = torch.nn.Parameter(torch.randn_like(layer.lora_B["default"].weight))
+
+
+def switched(adapted):
+    adapted.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    adapted.set_adapter("other")
+
+
+def patched(adapted):
+    for layer in layers_of(adapted):
+        product = layer.lora_B["default"]
+        product.forward = functools.partial(lambda forward, x: forward(x) * 9, product.forward)
+
+
+class Times9(torch.nn.Module):
+    def forward(self, x):
+        return x * 9
+
+
+def dropping(adapted):
+    """As dropout would be put in place, but no number is drawn."""
+    for layer in layers_of(adapted):
+        layer.lora_dropout["default"] = Times9()
+
+
+@pytest.mark.parametrize("products", [False, True], ids=["peft", "products"])
+@pytest.mark.parametrize("change", [scaled, replaced, switched, patched, dropping])
+def test_an_adapter_that_changes_between_generations(change, products):
+    """What a kept graph would not know."""
+    every = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    adapted = get_peft_model(model.__wrapped__("llama"), every).eval()
+    rows, inputs = batch([5, 9])
+    decoding, found = Decoding(off=False), []
+    decoding.captured.adapters = adapters_of(adapted) if products else None
+    for step in (lambda _: None, change):
+        step(adapted)
+        theirs, ours = (completed(adapted, rows, inputs, config(), how) for how in (None, decoding))
+        assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
+        found.append(ours[0])
+    assert decoding.plain_because is None and not torch.equal(*found)
+    if products:
+        assert bool(decoding.captured.adapters.used) == (change is scaled)
+
+
+def test_a_hook_is_not_captured():
+    """A graph would not call it. Hooks of libraries, and those on gradients, do not matter."""
+    every = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = get_peft_model(model.__wrapped__("llama"), every)
+    adapted.enable_input_require_grads()
+    layers_of(adapted)[0].lora_A["default"].weight.register_hook(lambda gradient: gradient)
+    assert why_plain_model(adapted) is None
+    handle = layers_of(adapted)[3].lora_B["default"].register_forward_hook(lambda *_: None)
+    assert "hook" in why_plain_model(adapted)
+    handle.remove()
+    with contextlib.closing(contextlib.ExitStack()) as stack:
+        stack.callback(torch.nn.modules.module.register_module_forward_hook(lambda *_: None).remove)
+        assert "hook" in why_plain_model(adapted)
+    assert why_plain_model(adapted) is None
 
 
 LAUNCH_NOTHING = {"empty", "empty_like", "new_empty", "_unsafe_view", "lift_fresh"}

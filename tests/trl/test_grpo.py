@@ -1,5 +1,6 @@
 """GRPO and RLOO without rows that teach nothing: the weights of TRL's trainers, with fewer backward passes."""
 
+import dataclasses
 import inspect
 import itertools
 import json
@@ -30,12 +31,15 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig, Tr
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import (  # noqa: E402
+    HybridArguments,
     HybridConfig,
     HybridGRPOConfig,
     HybridGRPOTrainer,
+    HybridRLOOConfig,
     HybridRLOOTrainer,
     UnrecoveredMemoryError,
 )
+from hf_hybrid.arguments import options_of  # noqa: E402
 from hf_hybrid.run.run import RandomStates  # noqa: E402
 from hf_hybrid.trl.groups import (  # noqa: E402
     MEAN_OF_LOSS,
@@ -47,7 +51,7 @@ from hf_hybrid.trl.groups import (  # noqa: E402
     rows_that_count,
     total_rewards,
 )
-from hf_hybrid.trl.rl import SAMPLER  # noqa: E402
+from hf_hybrid.trl.rl import _OF_LEAPS, SAMPLER  # noqa: E402
 
 LOSSES = sorted(MEAN_OF_LOSS)
 SHARES = (0.0, 0.3, 0.7, 1.0)
@@ -863,6 +867,7 @@ REFUSED = {
     "a preset": ({"preset": "aggressive"}, "`preset=aggressive` does not work"),
     "rescue": ({"auto_lr": "on"}, "`auto_lr=on` does not work"),
     "streaming": ({"memory": "stream"}, "`memory=stream` does not work"),
+    "divergence": ({"divergence_threshold": 3.0}, "`divergence_threshold=3.0` does not work"),
     "chunks": ({"chunked_loss": "on"}, "`chunked_loss=on` changes the head of the model"),
     "a word": ({"exact_skips": "on"}, "`exact_skips` must be one of auto, off"),
 }
@@ -873,6 +878,29 @@ def test_config_refuses(name, tmp_path):
     options, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         HybridGRPOConfig(str(tmp_path), use_cpu=True, **options)
+
+
+def test_what_needs_no_leaps_is_taken(tmp_path):
+    options = {"async_save": False, "profile_memory": True, "forecast": False, "guard_warn_at": 0.5, "auto_lr": "off"}
+    for config in (HybridGRPOConfig, HybridRLOOConfig):
+        made = config(str(tmp_path), use_cpu=True, **options)
+        assert {name: getattr(made, name) for name in options} == options
+
+
+@pytest.mark.parametrize("trainer", [HybridGRPOTrainer, HybridRLOOTrainer])
+def test_saves_wait_and_memory_is_profiled_if_asked(trainer, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "hf_hybrid")
+    train(trainer, tmp_path, 0.7, async_save=False, profile_memory=True, save_strategy="steps", save_steps=1)
+    assert "Checkpoints are written before training goes on: `async_save=False`" in caplog.text
+    assert (tmp_path / "profile" / "steps.jsonl").stat().st_size > 0
+
+
+def test_every_group_of_options_is_taken_or_refused():
+    """A new group has to be looked at: whether its options work where completions are generated."""
+    works = ("Exact skips", "Running out of memory", "Checkpoints", "Forecast", "Samples", "Memory profile")
+    beside = {"enable_predict", "preset", "muon_momentum", "optimizer_states"}
+    known = {option.name for option in dataclasses.fields(HybridArguments)}
+    assert known == {*options_of(*works), *_OF_LEAPS, *beside}
 
 
 @pytest.mark.parametrize("name", ["probe_dataset", "direction"])
