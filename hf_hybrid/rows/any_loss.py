@@ -9,8 +9,9 @@ here hooks of torch exchange less, around the backbone alone:
 
 Every token of a row is computed, padding is not, and what rows share is computed once. States are copied to where the
 padded batch has them. So head and loss are the trainer's own, and find nothing changed but the states of padding, which
-are zero. A loss that reads these would be another one; that of the trainers in [`KNOWN`] does not, and for others
-`share_rows="on"` says so. The states of the first batch are compared with those of padded rows.
+are zero. A loss that reads these would be another one; that of the trainers in [`KNOWN`] does not, and for others, and
+where a user has put in a part of it, `share_rows="on"` says so. The states of the first batch are compared with those
+of padded rows.
 
 The head scores padding as before. For a reward model that is nothing; where the vocabulary is large beside the layers,
 less is saved than in SFT.
@@ -28,11 +29,12 @@ from torch import Tensor, nn
 
 from hf_hybrid.compat import cache_name
 from hf_hybrid.machine import mixed_precision_of, sharding_of
+from hf_hybrid.part import Step
 from hf_hybrid.rows.attention import ARGUMENT
 from hf_hybrid.rows.sharing import FlatRow, ModelFacts, SharedRows
 from hf_hybrid.rows.states import by_row
 from hf_hybrid.rows.tree import IGNORED, Batch, Rows, Tree, divide, on_host
-from hf_hybrid.run.trainer_view import TrainerView
+from hf_hybrid.run.trainer_view import TrainerView, overridden
 
 KNOWN = {("trl", f"{kind}Trainer") for kind in ("Reward", "KTO", "Distillation", "CPO", "ORPO")}
 """Trainers of TRL whose losses read no padding."""
@@ -40,6 +42,8 @@ MODELS = ("model", "ref_model", "teacher_model")
 """Attributes of a trainer with the models that its loss computes."""
 TAKEN = {"input_ids", "attention_mask"}
 """Tensors that a backbone may be given."""
+OF_LOSSES = ("loss", "logp", "log_prob", "forward")
+"""In names of methods of TRL's trainers: those that read what a model returns."""
 
 
 def rows_of_states(ids: Tensor, mask: Tensor) -> Rows:
@@ -55,6 +59,17 @@ def rows_of_states(ids: Tensor, mask: Tensor) -> Rows:
         torch.cat([mask.to(ids.dtype), more], dim=1),
         torch.cat([more + IGNORED, labels], dim=1),
     )
+
+
+def scores_hidden(model: Any, ids: Tensor, mask: Tensor) -> bool:
+    """
+    Whether a model scores a token that the mask hides. One that classifies rows scores the last token of each that is
+    not the padding token, whatever the mask says.
+    """
+    if not type(model).__name__.endswith("ForSequenceClassification"):
+        return False
+    last = ((ids != model.config.get_text_config().pad_token_id) * torch.arange(ids.shape[1])).argmax(dim=1)
+    return bool((mask.gather(1, last[:, None]) == 0).any())
 
 
 def in_padded_rows(states: Tensor, row: FlatRow) -> Tensor:
@@ -92,8 +107,21 @@ class RowsForAnyLoss(SharedRows):
 
     @contextlib.contextmanager
     def evaluating(self, *models: nn.Module) -> Generator[None]:
+        self._look_at_loss()
         with super().evaluating(*models, *self.models):
             yield
+
+    def begin_step(self, step: Step) -> None:
+        super().begin_step(step)
+        self._look_at_loss()
+
+    def _look_at_loss(self) -> None:
+        """Keep rows padded from here on if a user has put in a part of the loss."""
+        of_trl = [vars(kind) for kind in type(self.trainer).__mro__ if kind.__module__.startswith("trl.")]
+        methods = sorted({name for methods in of_trl for name, method in methods.items() if callable(method)})
+        place = overridden(self.trainer, *[name for name in methods if any([part in name for part in OF_LOSSES])])
+        if place is not None and self.reason_plain is None and self.trainer.hybrid_args.share_rows != "on":
+            self.reason_plain = f"`{place}` may read states of padding"
 
     # The exchange.
 
@@ -159,6 +187,9 @@ class RowsForAnyLoss(SharedRows):
         if (copied := self._copied.get(ids)) is not None:  # in the comparison
             return copied.tree, copied.batch
         (batch,) = on_host([rows_of_states(ids, torch.ones_like(ids) if mask is None else mask)])
+        if scores_hidden(facts.base, batch.ids[:, :-1], batch.mask[:, :-1]):
+            self.fallbacks.cannot_be_exact("the model scores a token that the mask hides")
+            return None, batch
         tree = self._tree_if_it_pays(model, facts, batch, ids.device)
         if self._is_counting:
             self.counts["tokens"] += batch.tokens

@@ -680,12 +680,13 @@ class Decoding(Part):
     # Completions.
 
     @contextlib.contextmanager
-    def completing(self, model: Any, prompts: Sequence[Sequence[int]], counts: bool) -> Generator[None]:
+    def completing(self, model: Any, prompts: Sequence[Sequence[int]] | None, counts: bool) -> Generator[None]:
         """
-        Inside, `model.generate` completes these prompts, one per row; `model` is unwrapped. Only completions of the
-        training are counted.
+        Inside, `model.generate` completes these prompts, one per row, or `None` where only it knows them; `model` is
+        unwrapped. Only completions of the training are counted.
         """
-        plain, loop = model.generate, functools.partial(self._decode, Prompts.of(prompts), counts)
+        known = None if prompts is None else Prompts.of(prompts)
+        plain, loop = model.generate, functools.partial(self._decode, known, counts)
 
         def generate(*args, **kwargs):
             others = sorted(kwargs.keys() - {"input_ids", "attention_mask", "generation_config"})
@@ -726,6 +727,12 @@ class Decoding(Part):
         `PlainRolloutsError`. The model gets `model_inputs` beside tokens.
         """
         processors, criteria, config = logits_processor, stopping_criteria, generation_config
+        if prompts is None:
+            mask = model_inputs.get("attention_mask")
+            kept = torch.ones_like(input_ids, device="cpu") if mask is None else mask.cpu()
+            if (kept.diff(dim=1) < 0).any():
+                raise PlainRolloutsError("a prompt is not padded at the left")
+            prompts = Prompts.of([ids[of_row != 0].tolist() for ids, of_row in zip(input_ids.cpu(), kept)])
         positions = model_inputs.get("position_ids")
         if positions is not None and positions.dim() == 3 and (positions == positions[:1]).all():
             model_inputs["position_ids"] = positions[0]  # in text the parts of a position are equal

@@ -194,67 +194,70 @@ class ExactSkips:
 
     def __init__(self, mean: Mean, counts: Callable[[Batch], Tensor], agree: Callable[[int], int]):
         self.mean, self.counts, self.agree = mean, counts, agree
-        self._planned: deque[Batch | None] = deque()
+        self.planned: deque[Batch | None] = deque()
+        """The next micro-batches; `None` where nothing is computed."""
+        self.computed: list[Batch] = []
+        """Of those that were planned last, the ones that are computed."""
         self.on_host: list[Batch] = []
-        """On the host, what was read of the micro-batches that were [`planned`] last."""
-        self._reached: set[torch.nn.Parameter] = set()
+        """On the host, what was read of these."""
+        self._reached: dict[torch.nn.Parameter, bool] = {}
+        """Whether a parameter got a gradient, for those that were trained when something was computed."""
 
     def begin_window(self) -> None:
         """Forget what an exception left of the window before."""
-        self._planned.clear()
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether the next micro-batch is planned."""
-        return bool(self._planned)
+        self.planned.clear()
 
     def plan(
-        self, batches: list[Batch], *, ends_window: bool, processes: int, leave_out: bool, by_prompt: bool
+        self, batches: list[Batch], *, ends_window: bool, needs_one: bool, leave_out: bool, by_prompt: bool
     ) -> dict[str, int]:
         """
         Plan the next micro-batches in place of TRL's `batches`, which are of one generation batch and one window.
         Return what the run counts: rows, those not computed, and micro-batches without any.
 
-        The computed ones come last: processes exchange gradients in the last backward pass of a window, so with
-        several of them that one is always made. One process makes it once if nothing else shows which parameters
-        get gradients. With `leave_out` rows that do not count are left out, with `by_prompt` rows of the same prompt
-        are put together.
+        The computed ones come last: processes exchange gradients in the last backward pass of a window. `needs_one`
+        asks for that one. With `leave_out` rows that do not count are left out, with `by_prompt` rows of the same
+        prompt are put together.
         """
         here = on_host(batches)
         counts = self.counts(here) if leave_out else torch.ones(len(here["advantages"]), dtype=torch.bool)
         total, size = len(counts), len(counts) // len(batches)
-        at_least = 1 if ends_window and (processes > 1 or not self._reached) else 0
-        needed = max(self.agree(int(counts.sum())), at_least)
-        planned: list[Batch | None] = list(batches)
-        rows, count = torch.arange(total), len(batches)
+        needed = max(self.agree(int(counts.sum())), int(ends_window and needs_one))
+        computed, rows, count = list(batches), torch.arange(total), len(batches)
         if needed < total or by_prompt:
             rows = torch.argsort(counts.logical_not().int(), stable=True)[:needed].sort().values
             if by_prompt:
                 _, prompt_of_row = here["prompt_ids"].unique(dim=0, return_inverse=True)
                 rows = rows[prompt_of_row[rows].argsort(stable=True)]
             count, places = -(-needed // size), rows.to(batches[0]["advantages"].device, non_blocking=True)
-            planned = [None] * (len(batches) - count) + (rebin(batches, places, count, self.mean) if count else [])
-        parts = rows.tensor_split(count) if count else ()
-        self._planned, self.on_host = deque(planned), [{name: here[name][part] for name in here} for part in parts]
-        avoided = planned.count(None)
+            computed = rebin(batches, places, count, self.mean) if count else []
+        parts, avoided = rows.tensor_split(count) if count else (), len(batches) - count
+        self.computed, self.planned = computed, deque([*[None] * avoided, *computed])
+        self.on_host = [{name: here[name][part] for name in here} for part in parts]
         return {"rows": total, "rows_skipped": total - needed, "backward_passes_avoided_exactly": avoided}
-
-    @property
-    def planned(self) -> list[Batch]:
-        """The micro-batches that are planned and not computed yet."""
-        return [batch for batch in self._planned if batch is not None]
 
     def next(self) -> Batch | None:
         """Return the next micro-batch, or `None` where nothing is computed."""
-        return self._planned.popleft()
+        return self.planned.popleft()
+
+    def knows(self, model: torch.nn.Module) -> bool:
+        """Whether a pass has shown which of the parameters that are trained now get gradients."""
+        for weight in model.parameters():
+            if weight.requires_grad and weight not in self._reached:
+                return False
+        return True
 
     def fill_gradients(self, model: torch.nn.Module) -> None:
-        """Give a zero gradient to the parameters that computing the other rows would have given one."""
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                self._reached.add(parameter)
-            elif parameter in self._reached:
-                parameter.grad = torch.zeros_like(parameter)
+        """Give a zero gradient to trained parameters that computing the other rows would have given one."""
+        trained, computed = [], False
+        for weight in model.parameters():
+            if weight.requires_grad:
+                trained.append(weight)
+                computed = computed or weight.grad is not None
+        for weight in trained:
+            if computed:
+                self._reached[weight] = weight.grad is not None or self._reached.get(weight, False)
+            if weight.grad is None and self._reached.get(weight):
+                weight.grad = torch.zeros_like(weight)
 
 
 @dataclass

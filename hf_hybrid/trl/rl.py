@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_in_training
 from hf_hybrid.rows.sharing import SharedRows
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import RandomStates
+from hf_hybrid.run.trainer_view import overridden
 from hf_hybrid.saving.state import OWN
 from hf_hybrid.trl.decoding import Decoding, indices, why_plain_model
 from hf_hybrid.trl.groups import (
@@ -76,6 +78,26 @@ class RowsStay(NamedTuple):
 
 # A part of the run.
 
+
+def settings_of(model: torch.nn.Module) -> list[bool]:
+    """
+    Return which numbers of modules and configs are not zero, and where weights have hooks. While these stay, a pass
+    draws what it drew. A callback may set a rate of dropout in a run, or put a module there that has one.
+    """
+    places, settings = {}, []
+    for module in model.modules():
+        places[id(module)] = vars(module)
+        if (config := vars(module).get("config")) is not None:
+            places[id(config)] = getattr(config, "__dict__", {})
+    for values in places.values():
+        for value in values.values():
+            if isinstance(value, float):
+                settings.append(value != 0)
+    for weight in model.parameters():
+        settings.append(bool(weight._backward_hooks or weight._post_accumulate_grad_hooks))
+    return settings
+
+
 COUNTS = (
     "rows", "rows_skipped", "backward_passes_avoided_exactly", "rows_of_rounding", "log_probs_skipped",
 )  # fmt: skip
@@ -85,6 +107,17 @@ rounding, and is zero here; and rows whose log-probabilities before the update w
 """
 OF_SAMPLER = "log_probs_of_sampler"
 """Key of a micro-batch for the log-probabilities with which its completions were drawn, shape [rows, tokens]."""
+OF_MICRO_BATCHES = (
+    "training_step", "_prepare_inputs", "compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies",
+    "get_high_entropy_mask", "get_off_policy_mask", "get_gamma_weights",
+)  # fmt: skip
+"""Methods of TRL's trainers that see a micro-batch: where a user has one, micro-batches are TRL's."""
+OF_GENERATION = ("_generate_and_score_completions", "_generate", "_calculate_rewards")
+"""Those that see a generation batch: where a user has one, its rewards are asked for where TRL asks, and stay."""
+OF_TURN = ("_generate_single_turn",)
+"""That which sees prompts: where a user has one, it may complete others than TRL gives."""
+SETTINGS = ("beta", "loss_type", "top_entropy_quantile", "_entropy_bonus_enabled", "aux_loss_enabled")
+"""Attributes of a trainer that decide whether rows may be left out. A callback may change them, and put methods in."""
 SAMPLER = "sampling/sampling_logp_difference/"
 """TRL's names for distances of vLLM's log-probabilities from those of training: their mean, and the largest."""
 
@@ -107,17 +140,43 @@ class Rollouts(Part):
         tells = trainer.is_world_process_zero
         self.every_row = Fallbacks("Every row is computed, also those without advantage (`exact_skips`)", tells)
         self.own_prompts = Fallbacks("No prompt is computed once for several completions", tells)
+        self.users_rewards = Fallbacks("Rewards are asked for where TRL asks, and all advantages are TRL's", tells)
         self.window_begins_at = 0  # TRL's number of the first micro-batch of the window
         self.counts: Counter[str] = Counter()
         """Those of the run, once it begins."""
         self._before: dict[str, Any] | None = None
         """The place before the step under way."""
+        self._settings: Any = None
+        """What was decided depends on them."""
 
     def begin(self, run: Run) -> None:
         trainer = self.trainer
         self.skips, self._before = ExactSkips(trainer._mean, trainer._rows_that_count, trainer._agree), None
-        self.every_row.because = self.own_prompts.because = trainer._drawn = None
+        self.every_row.because = self.own_prompts.because = self._settings = None
         self.counts = run.counts
+        vars(self).pop("users", None)
+
+    @functools.cached_property
+    def users(self) -> dict[tuple[str, ...], str | None]:
+        """By the names of methods: one that is not TRL's for GRPO and RLOO, as `Class.method`."""
+        known = HybridGRPOTrainer.__mro__ + HybridRLOOTrainer.__mro__  # TRL itself has subclasses
+        others = [kind for kind in type(self.trainer).__mro__ if kind not in known]
+        return {
+            names: overridden(self.trainer, *names)
+            or next((f"{kind.__name__}.{name}" for kind in others for name in names if name in vars(kind)), None)
+            for names in (OF_MICRO_BATCHES, OF_GENERATION, OF_TURN)
+        }
+
+    def choose_rows(self) -> None:
+        """Decide which rows are left out: in the first step, and where a callback has changed what decides."""
+        trainer = self.trainer
+        names = SETTINGS + OF_MICRO_BATCHES + OF_GENERATION + OF_TURN
+        settings = [*map(vars(trainer).get, names), *settings_of(trainer.model)]
+        changed = settings != self._settings
+        if not (changed if trainer.accelerator.num_processes == 1 else trainer._agree(int(changed))):
+            return
+        self._settings, self.skips.mean, trainer._drawn = settings, trainer._mean, None
+        vars(self).pop("users", None)
         self.leaves_out = getattr(trainer.args, "exact_skips", "auto") == "auto"
         if self.leaves_out and (reason := trainer._why_every_row()) is not None:
             self.leaves_out = False
@@ -135,6 +194,11 @@ class Rollouts(Part):
                 "numbers. To share prompts and to have TRL's numbers, set `lora_dropout=0`, `disable_dropout=True`, or "
                 "the rates in the model's config.",
             )
+        # What a process finds out about itself, another may not: all of them plan, or none.
+        every_row, own_prompts = trainer._agree(int(not self.leaves_out)), trainer._agree(int(not self.by_prompt))
+        if self.leaves_out and every_row:
+            self.every_row.cannot_be_exact("another process computes every row")
+        self.leaves_out, self.by_prompt = not every_row, not own_prompts
 
     @property
     def failed(self) -> Sequence[str]:
@@ -151,7 +215,8 @@ class Rollouts(Part):
         """
         Plan the micro-batches up to the end of the window or of the generation batch. Return those that are computed.
         """
-        trainer, per_generation, generated = self.trainer, self.trainer.per_generation, self.trainer.generated
+        trainer, per_generation = self.trainer, self.trainer.per_generation
+        generated: Any = trainer._buffered_inputs
         window_ends_at = self.window_begins_at + int(trainer.current_gradient_accumulation_steps)
         generates_at = trainer._step - trainer._step % (per_generation * trainer.num_iterations)
         generates_at += per_generation * trainer.num_iterations
@@ -159,12 +224,12 @@ class Rollouts(Part):
         counts = self.skips.plan(
             [generated[step % per_generation] for step in coming],
             ends_window=coming.stop == window_ends_at,
-            processes=trainer.accelerator.num_processes,
+            needs_one=trainer.accelerator.num_processes > 1 or not self.skips.knows(trainer.model),
             leave_out=self.leaves_out,
             by_prompt=self.by_prompt,
         )
         self.counts.update(counts)
-        return self.skips.planned
+        return self.skips.computed
 
     def summary(self) -> dict[str, Any]:
         return {**{name: self.counts[name] for name in COUNTS}, "every_row_because": self.every_row.because}
@@ -351,7 +416,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         if not decoding.off:
             model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
             if (why := self._why_plain_rollouts(model)) is None:
-                completing = decoding.completing(model, prompt_ids, counts=self.model.training)
+                prompts = None if self.rollouts.users[OF_TURN] else prompt_ids
+                completing = decoding.completing(model, prompts, counts=self.model.training)
             else:
                 decoding.fallbacks.cannot_be_exact(why)
         with completing:
@@ -402,18 +468,12 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         """Return the rewards that are compared within a group, shape [rows]; `None` if others take part."""
         raise NotImplementedError
 
-    @functools.cached_property
-    def _overridden(self) -> set[str]:
-        """Names in this class of what a subclass has of its own."""
-        own = RolloutTrainerMixin
-        return {name for name in vars(own) if getattr(type(self), name) is not getattr(own, name)}
-
     def _rewarded_alike(self) -> Tensor | None:
         """
         Return which rows of all processes are in a group of equal rewards, on the host; `None` if their advantage is
-        not zero, or if a subclass makes other rewards of them.
+        not zero.
         """
-        zero = getattr(self.args, "equal_rewards", "zero") == "zero" and "_calculate_rewards" not in self._overridden
+        zero = getattr(self.args, "equal_rewards", "zero") == "zero"
         rewards = self._total_rewards() if zero else None
         group: Any = self.num_generations if self.model.training else self.num_generations_eval
         return None if rewards is None else rewarded_alike(rewards, group)
@@ -440,11 +500,13 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         return output
 
     def _generate_and_score_completions(self, inputs):
-        own = self._overridden.isdisjoint({"_generate_and_score_completions", "_generate", "_calculate_rewards"})
-        # Then log-probabilities of rows without advantage are read by nobody: rewards are asked for first.
-        rewards_first = own and self.rollouts.leaves_out and self.model.training
-        self._scoring = scoring = Scoring(inputs, torch.is_grad_enabled()) if rewards_first else None
         self.decoding.chosen, self._turns = None, 0
+        if (place := self.rollouts.users[OF_GENERATION]) is not None:
+            self.rollouts.users_rewards.cannot_be_exact(f"`{place}` is not TRL's")
+            return super()._generate_and_score_completions(inputs)
+        # Log-probabilities of rows without advantage are read by nobody: rewards are asked for first.
+        rewards_first = self.rollouts.leaves_out and self.model.training
+        self._scoring = scoring = Scoring(inputs, torch.is_grad_enabled()) if rewards_first else None
         try:
             batch: Batch = super()._generate_and_score_completions(inputs)
         finally:
@@ -458,7 +520,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         if (alike := self._rewarded_alike()) is not None:
             self._zero_advantages(batch, alike)
         sampled, advantages = self._sampled_last, batch["advantages"]
-        plans = own and self.model.training and (self.rollouts.leaves_out or self.rollouts.by_prompt)
+        plans = self.model.training and (self.rollouts.leaves_out or self.rollouts.by_prompt)
         if plans and sampled.is_whole and not self.mask_truncated_completions and advantages.dim() == 1:
             # As TRL had it on the host. It is shuffled and divided with the rest.
             logged: Any = self._logs["advantages"]
@@ -539,20 +601,26 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         Add to the distance between the log-probabilities with which the completions were drawn and those of the
         training pass, shape [rows, tokens].
         """
-        if (of_sampler := inputs.get(OF_SAMPLER)) is None or not self.model.training:
+        of_sampler, several = inputs.get(OF_SAMPLER), self.accelerator.num_processes > 1
+        if not self.model.training or (of_sampler is None and (not several or self.use_vllm)):
             return
-        mask = tokens_in_loss(inputs).bool()
-        if (old := inputs.get("old_per_token_logps")) is not None:  # the policy has moved since
-            log_probs, mask = old, mask & old.ne(0)  # zero: a row without advantage, for which it was not computed
-        distance = (log_probs - of_sampler).abs().masked_fill(~mask, 0.0)
-        mean, largest = distance.sum() / mask.sum().clamp(min=1), distance.max()
+        found = log_probs.new_full((2,), float("nan"))  # where TRL completes, and another process may not
+        if of_sampler is not None:
+            mask = tokens_in_loss(inputs).bool()
+            if (old := inputs.get("old_per_token_logps")) is not None:  # the policy has moved since
+                log_probs, mask = old, mask & old.ne(0)  # zero: a row without advantage, for which it was not computed
+            distance = (log_probs - of_sampler).abs().masked_fill(~mask, 0.0)
+            found = torch.stack([distance.sum() / mask.sum().clamp(min=1), distance.max()])
         self._read_distance()  # TRL has waited for metrics that were computed after it
-        self._distance = Look(torch.stack([mean, largest]))
+        self._distance = Look(self.accelerator.gather(found) if several else found)
 
     def _read_distance(self) -> None:
         if self._distance is not None:
-            (means, count, most), (mean, largest) = self._distances, self._distance.read()
-            self._distance, self._distances = None, (means + mean, count + 1, max(most, largest))
+            for mean, largest in torch.tensor(self._distance.read()).view(-1, 2).tolist():
+                if not math.isnan(mean):
+                    means, count, most = self._distances
+                    self._distances = means + mean, count + 1, max(most, largest)
+            self._distance = None
 
     def _agree(self, count: int) -> int:
         if self.accelerator.num_processes == 1:
@@ -565,10 +633,10 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
 
     def _why_rows_stay(self) -> RowsStay | None:
         """Return why other rows in a micro-batch would change the update, or `None` if they would not."""
-        own = "_compute_loss" not in self._overridden
-        if not own or type(self).compute_loss is not RolloutTrainerMixin.compute_loss:
-            change = f"train with `Hybrid{self.method}Trainer` itself"
-            return RowsStay(f"`{type(self).__name__}` has a loss of its own", change)
+        if (place := self.rollouts.users[OF_MICRO_BATCHES]) is not None:
+            return RowsStay(f"`{place}` is not TRL's, and sees each micro-batch", f"train without `{place}`")
+        if any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in self.model.parameters()):
+            return RowsStay("a hook on a weight sees the gradient of each micro-batch")
         if self._sharding is not None:
             return RowsStay(f"`{self._sharding}` counts the backward passes of a step")
         if isinstance(self.processing_class, ProcessorMixin):
@@ -600,10 +668,13 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         return loss
 
     def _prepare_inputs(self, inputs):
-        inputs, rollouts = super()._prepare_inputs(inputs), self.rollouts  # generates if it is time to
+        rollouts = self.rollouts
+        if self.model.training and self._step == rollouts.window_begins_at:
+            rollouts.choose_rows()
+        inputs = super()._prepare_inputs(inputs)  # generates if it is time to
         if not (rollouts.leaves_out or rollouts.by_prompt) or not self.model.training:
             return inputs
-        if not rollouts.skips.is_planned:
+        if not rollouts.skips.planned:
             planned = rollouts.plan()
             here = rollouts.skips.on_host
             self.rows.copy_ahead([batch["completion_ids"] for batch in planned], map(rows_of_completions, here))
@@ -612,9 +683,9 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     def _compute_loss(self, model, inputs):
         if inputs is None:
             return torch.zeros((), device=self.args.device, requires_grad=True)
-        self._in_loss = inputs
+        self._in_loss, planned = inputs, self.rollouts.leaves_out or self.rollouts.by_prompt
         try:
-            with self.rows.computing(inputs["completion_ids"]):
+            with self.rows.computing(inputs["completion_ids"]) if planned else contextlib.nullcontext():
                 return super()._compute_loss(model, inputs)
         finally:
             self._in_loss = None
@@ -622,14 +693,12 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     def log(self, logs, *args, **kwargs):
         self._read_distance()
         if "loss" in logs and self._distances[1]:
-            ours = torch.tensor([self._distances])
-            if self.accelerator.num_processes > 1:
-                ours = self.accelerator.gather(ours.to(self.args.device))
-            means, count, largest = ours.T.tolist()
-            logs |= {SAMPLER + "mean": sum(means) / sum(count), SAMPLER + "max": max(largest)}
+            means, count, largest = self._distances  # of all processes
+            logs |= {SAMPLER + "mean": means / count, SAMPLER + "max": largest}
             self._distances = type(self)._distances
         left_out = self.rollouts.leaves_out and self._buffered_inputs and not self._metrics["train"].get("entropy")
-        if left_out and "loss" in logs and self.model.training:
+        # Of several processes each computes a row in every window, and a callback may log on one alone.
+        if left_out and "loss" in logs and self.model.training and self.accelerator.num_processes == 1:
             # Every row since the last entry was left out, and callbacks count on TRL's metrics of tokens. Its loss
             # measures them. One forward pass of the last micro-batch is little beside the steps that were left out, and
             # the values are those of real rows. Under dropout it draws random numbers, which training draws again.

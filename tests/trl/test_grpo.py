@@ -358,7 +358,7 @@ def test_a_plan_reads_on_the_host_what_the_device_has(ours, options, tmp_path, m
             used = there["prompt_mask" if "prompt" in name else "completion_mask"] if "ids" in name else 1
             assert torch.equal(value * used, there[name] * used) and value.dtype == there[name].dtype
         counts = plan(skips, batches, **how)
-        for planned, read in zip(skips.planned, skips.on_host, strict=True):
+        for planned, read in zip(skips.computed, skips.on_host, strict=True):
             assert torch.equal(planned["completion_mask"], read["completion_mask"])
             assert torch.equal(planned["prompt_mask"], read["prompt_mask"])
         seen.append(ON_HOST in batches[0])
@@ -581,7 +581,7 @@ EVERY_ROW = {
     "adaptive entropy": ({"use_adaptive_entropy": True}, "entropy bonus", "leave out"),
     "quantile": ({"top_entropy_quantile": 0.5}, "`top_entropy_quantile=0.5`", "set `top_entropy_quantile=1.0`"),
     "router": ({"model": experts}, "router", "set `router_aux_loss_coef=0.0`"),
-    "own loss": ({"trainer": OwnLoss}, "`OwnLoss` has a loss of its own", "train with `HybridGRPOTrainer` itself"),
+    "own loss": ({"trainer": OwnLoss}, "`OwnLoss._compute_loss` is not TRL's", "train without `OwnLoss._compute_loss`"),
     "a number for all rows": (
         {"model": lambda: drawing(of_all_rows)},
         "several rows",

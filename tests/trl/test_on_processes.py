@@ -147,3 +147,28 @@ def test_rows_without_advantage(launched, name):
     for process in of(folder, name):
         assert (process["rows_skipped"] > 0) is (sharding == "ddp")
         assert ("fsdp" in (process["every_row_because"] or "")) is (sharding == "fsdp2")
+
+
+@pytest.mark.parametrize("what", ["completions", "rows"])
+def test_a_process_that_cannot_save_does_not_leave_the_other_waiting(what, tmp_path):
+    """One leaves completions to TRL, or computes every row. Both end at the weights of TRL's trainer."""
+
+    def run():
+        for kind in (GRPOTrainer, HybridGRPOTrainer):
+            model = rollouts.policy()
+            if os.environ["RANK"] == "1" and what == "completions":
+                model.generate = functools.partial(type(model).generate, model)
+            options = {"share": 0.7, "model": model, "max_steps": 3, "logging_steps": 1, "use_cpu": True}
+            trainer = rollouts.build(kind, tmp_path / kind.__name__, **options)
+            if os.environ["RANK"] == "1" and what == "rows" and kind is HybridGRPOTrainer:
+                trainer._drawn_in_training = lambda: "by batch"  # as after an error
+            trainer.train()
+            if trainer.is_world_process_zero():
+                torch.save(rollouts.weights(trainer.model), tmp_path / f"{kind.__name__}.pt")
+        if os.environ["RANK"] == "0":
+            because = trainer.hybrid_summary()["every_row_because"]
+            assert because == (None if what == "completions" else "another process computes every row")
+
+    assert together(2, run, timeout=60) == [0, 0]
+    theirs, ours = (torch.load(tmp_path / f"{kind.__name__}.pt") for kind in (GRPOTrainer, HybridGRPOTrainer))
+    assert max((weight - ours[name]).abs().max().item() for name, weight in theirs.items()) <= 1e-6

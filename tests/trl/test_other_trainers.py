@@ -15,7 +15,14 @@ from datasets import Dataset  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from rig.processes import together  # noqa: E402
 from rig.rollouts import TOKENIZER  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Trainer, TrainingArguments  # noqa: E402
+from transformers import (  # noqa: E402
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from trl import (  # noqa: E402
     DistillationConfig,
     DistillationTrainer,
@@ -258,3 +265,82 @@ def test_a_number_for_each_epoch_is_left_to_trl(tmp_path):
         pass
 
     assert Config(str(tmp_path), beta=[0.1, 0.2], use_cpu=True).beta == [0.1, 0.2]
+
+
+# What a user's code changes on the way to the loss.
+
+
+def hides_a_token(method, model, inputs, *args, **kwargs):
+    mask = inputs["attention_mask"].clone()
+    mask[:, 2] = 0
+    return method(model, {**inputs, "attention_mask": mask}, *args, **kwargs)
+
+
+def reads_padding(method, model, inputs, *args, **kwargs):
+    names = "input_ids", "attention_mask"
+    return method(model, inputs, *args, **kwargs) + 0.1 * model(**{n: inputs[n] for n in names}).logits.square().mean()
+
+
+def other_tokens(method, inputs):
+    """Padding is another token then."""
+    return {name: 2 + 7 * value % 90 if "input_ids" in name else value for name, value in method(inputs).items()}
+
+
+def twice(method, *args):
+    return method(*args) + method(*args)
+
+
+CHANGES = {
+    "mask": ("reward", "compute_loss", hides_a_token, "`trainer.compute_loss` may read"),
+    "padding": ("reward", "compute_loss", reads_padding, "`trainer.compute_loss` may read"),
+    "part of a loss": ("kto", "_compute_loss", reads_padding, "`trainer._compute_loss` may read"),
+    "scored tokens": ("reward", "_prepare_inputs", other_tokens, "a token that the mask hides"),
+    "tokens": ("kto", "_prepare_inputs", other_tokens, None),
+    "step": ("reward", "training_step", twice, None),
+}
+
+
+@pytest.mark.parametrize("change", mostly_slow(CHANGES, ["padding", "part of a loss", "scored tokens", "tokens"]))
+def test_what_is_put_on_a_trainer_counts(change, tmp_path, monkeypatch):
+    name, method, changed, reason = CHANGES[change]
+    trainer_class, calls = TRAINERS[name][0], []
+
+    class Patched(trainer_class):
+        def train(self, *args, **kwargs):
+            before = getattr(self, method)
+            setattr(self, method, lambda *args, **kwargs: calls.append(0) or changed(before, *args, **kwargs))
+            return super().train(*args, **kwargs)
+
+    Patched.__name__, Patched.__module__ = trainer_class.__name__, trainer_class.__module__  # no class of the user
+    monkeypatch.setitem(TRAINERS, name, (Patched, *TRAINERS[name][1:]))
+    theirs, ours = (train(name, tmp_path / str(hybrid), hybrid) for hybrid in (False, True))
+    pairs = zip(weights(theirs.model).values(), weights(ours.model).values(), strict=True)
+    assert max((weight - other).abs().max().item() for weight, other in pairs) <= 1e-6
+    assert len(calls) == 2 * 8
+    because = ours.hybrid_summary()["plain_rows_because"]
+    assert reason in because if reason else because is None
+
+
+@pytest.mark.parametrize("name", mostly_slow(["reward", "kto", "orpo"], ["reward"]))
+def test_autocast_is_off_wherever_a_user_looks(name, tmp_path, monkeypatch):
+    """Also after an interruption in a forward pass."""
+    seen, trainer_class = [], TRAINERS[name][0]
+
+    class Looks(TrainerCallback):
+        def look(self, args, state, control, **kwargs):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            if state.global_step == 2:
+                layers = kwargs["model"].base_model.layers
+                layers[1].register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+
+        on_step_begin = on_pre_optimizer_step = on_optimizer_step = on_step_end = look
+
+    class Watched(trainer_class):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, callbacks=[Looks()], **kwargs)
+
+    Watched.__name__, Watched.__module__ = trainer_class.__name__, trainer_class.__module__
+    monkeypatch.setitem(TRAINERS, name, (Watched, *TRAINERS[name][1:]))
+    with pytest.raises(KeyboardInterrupt):
+        train(name, tmp_path, True, bf16=True)
+    assert seen == [False] * 9 and not torch.is_autocast_enabled("cpu")
