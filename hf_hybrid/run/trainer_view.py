@@ -145,10 +145,10 @@ PER_MICRO_BATCH = (
 def acts_between(trainer: Any) -> str | None:
     """Return what code of a user acts on micro-batches, or between them, as a clause; `None` if none does."""
     if (method := overridden(trainer, *PER_MICRO_BATCH)) is not None:
-        return f"`{method}` may change each"
+        return f"`{method}` may change each micro-batch"
     for callback in trainer.callback_handler.callbacks:
         if package_of(type(callback).on_substep_end) not in LIBRARIES:
-            return f"`{type(callback).__name__}.on_substep_end` may change what they add up"
+            return f"`{type(callback).__name__}.on_substep_end` may change what micro-batches add up"
     if "backward" in vars(trainer.accelerator):
         return "`accelerator.backward` is another"
     if trainer.run.accumulations - {trainer.args.gradient_accumulation_steps}:  # Trainer may step inside a window

@@ -26,12 +26,14 @@ from hf_hybrid.machine import Look, sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
 from hf_hybrid.recovery import is_out_of_memory
+from hf_hybrid.rows.facts import Marks
 from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_in_training
 from hf_hybrid.rows.sharing import SharedRows
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import RandomStates
 from hf_hybrid.run.trainer_view import overridden
 from hf_hybrid.saving.state import OWN
+from hf_hybrid.streaming.layers import base_model
 from hf_hybrid.trl.decoding import Decoding, indices, why_plain_model
 from hf_hybrid.trl.groups import (
     MEAN_OF_LOSS,
@@ -77,25 +79,6 @@ class RowsStay(NamedTuple):
 
 
 # A part of the run.
-
-
-def settings_of(model: torch.nn.Module) -> list[bool]:
-    """
-    Return which numbers of modules and configs are not zero, and where weights have hooks. While these stay, a pass
-    draws what it drew. A callback may set a rate of dropout in a run, or put a module there that has one.
-    """
-    places, settings = {}, []
-    for module in model.modules():
-        places[id(module)] = vars(module)
-        if (config := vars(module).get("config")) is not None:
-            places[id(config)] = getattr(config, "__dict__", {})
-    for values in places.values():
-        for value in values.values():
-            if isinstance(value, float):
-                settings.append(value != 0)
-    for weight in model.parameters():
-        settings.append(bool(weight._backward_hooks or weight._post_accumulate_grad_hooks))
-    return settings
 
 
 COUNTS = (
@@ -171,7 +154,8 @@ class Rollouts(Part):
         """Decide which rows are left out: in the first step, and where a callback has changed what decides."""
         trainer = self.trainer
         names = SETTINGS + OF_MICRO_BATCHES + OF_GENERATION + OF_TURN
-        settings = [*map(vars(trainer).get, names), *settings_of(trainer.model)]
+        marks = Marks.of(trainer.model, base_model(trainer.model))
+        settings = [trainer.run.step.acts, *map(vars(trainer).get, names), *marks.draws, *marks.parts]
         changed = settings != self._settings
         if not (changed if trainer.accelerator.num_processes == 1 else trainer._agree(int(changed))):
             return
@@ -635,6 +619,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         """Return why other rows in a micro-batch would change the update, or `None` if they would not."""
         if (place := self.rollouts.users[OF_MICRO_BATCHES]) is not None:
             return RowsStay(f"`{place}` is not TRL's, and sees each micro-batch", f"train without `{place}`")
+        if self.run.step.acts is not None:
+            return RowsStay(self.run.step.acts)
         if any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in self.model.parameters()):
             return RowsStay("a hook on a weight sees the gradient of each micro-batch")
         if self._sharding is not None:

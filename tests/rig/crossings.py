@@ -145,7 +145,7 @@ MORE = {
     "reward": lambda: {"train_dataset": Dataset.from_list(PAIRS), "processing_class": TOKENIZER},
     "kto": lambda: {"train_dataset": Dataset.from_list(JUDGED), "processing_class": TOKENIZER},
 }
-LORA_RATES = {"trainer": 0.005, "sft": 0.005, "dpo": 0.03, "grpo": 0.05, "reward": 0.015, "kto": 0.05}
+LORA_RATES = {"trainer": 0.005, "sft": 0.005, "dpo": 0.03, "grpo": 0.05, "reward": 0.01, "kto": 0.05}
 """At which bf16 rounds less than 1e-4 of a weight away."""
 SIZES = {
     "vocab_size": len(TOKENIZER), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
