@@ -73,7 +73,7 @@ from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, device_probe
 from hf_hybrid.run.epochs import Epochs
 from hf_hybrid.run.monitor import numbers_of, overflowed
 from hf_hybrid.run.run import DataOrder, RandomStates, Run
-from hf_hybrid.run.trainer_view import PER_MICRO_BATCH, acts_between, reads_gradients
+from hf_hybrid.run.trainer_view import SEAMS, acts_between, reads_gradients
 from hf_hybrid.saving.lock import check_output
 from hf_hybrid.saving.manifest import last_checkpoint
 from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
@@ -451,10 +451,13 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         """Return what code of a user acts on micro-batches, see [`acts_between`]: found out again where any is new."""
         steps = {*self.run.accumulations, self.args.gradient_accumulation_steps}
         seams: list[Any] = [vars(self.accelerator).get("backward"), steps, *self.callback_handler.callbacks]
+        if (streamed := self.memory.optimizer) is not None:
+            seams += streamed._optimizer_step_pre_hooks.values()
         for place in (self, *type(self).__mro__):
-            seams += map(vars(place).get, PER_MICRO_BATCH)
+            seams += map(vars(place).get, SEAMS)
         if seams != self._seams:
             self._seams, self._acts = seams, acts_between(self)
+            self._shows_gradients = streamed is not None and (self._acts is not None or reads_gradients(self))
         return self._acts
 
     def _arrange(self, step: Step) -> None:
@@ -467,7 +470,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
                 step.batches = send_to_device(step.batches, self.args.device, non_blocking=True)
         window = self.memory.window
         if window is not None:
-            window.shows_gradients = self._shows_gradients = reads_gradients(self)
+            window.shows_gradients = self._shows_gradients
         if window is not None and window.order != "micro_batch" and step.acts is not None:
             logger.warning("Windows are walked micro-batch by micro-batch from here on: %s.", step.acts)
             self.memory.walk_by_micro_batch()

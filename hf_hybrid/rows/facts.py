@@ -9,7 +9,7 @@ the step before. They are read on the host, without a look at a tensor.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -68,7 +68,6 @@ def window_of(config: Any) -> float:
 
 _RATES: dict[type, list[str]] = {}
 """Attributes of a kind of module that are rates of dropout, as its first one has them."""
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Marks(NamedTuple):
@@ -88,8 +87,11 @@ class Marks(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module, base: nn.Module) -> Marks:
         """Look at a model. `base` is the one inside of adapters."""
-        draws, parts, hooks, of_gradients, inside, stack = [], [], [], False, False, [model]
-        whole = {id(model), id(base)}
+        draws, parts, stack = [], [], [model]
+        on_modules: list[Any] = []
+        on_whole: list[Any] = []
+        on_base: list[Any] = []
+        of_gradients: list[Any] = []
         while stack:  # `modules()` takes four times as long
             module = stack.pop()
             own, kind = module.__dict__, type(module)
@@ -101,21 +103,18 @@ class Marks(NamedTuple):
                 draws.append(bool(own.get(name)))
             if "forward" in own:
                 parts.append(own["forward"])
-            if (
-                own["_forward_pre_hooks"]
-                or own["_forward_hooks"]
-                or own["_backward_pre_hooks"]
-                or own["_backward_hooks"]
-            ):
-                for name in filter(own.get, _HOOKS):
-                    hooks += (found := of_user(own[name]))
-                    of_gradients |= bool(found) and ("backward" in name or id(module) in whole)
-                    inside |= bool(found) and module is base is not model
+            before, behind = own["_forward_pre_hooks"], own["_forward_hooks"]
+            if before or behind:
+                place = on_whole if module is model else on_base if module is base else on_modules
+                place += (*before.values(), *behind.values())
+            if own["_backward_pre_hooks"] or own["_backward_hooks"]:
+                of_gradients += (*own["_backward_pre_hooks"].values(), *own["_backward_hooks"].values())
             for weight in own["_parameters"].values():
-                if weight is not None and (weight._backward_hooks or weight._post_accumulate_grad_hooks):
-                    tables = weight._backward_hooks, weight._post_accumulate_grad_hooks
-                    hooks += (found := [hook for table in tables for hook in of_user(table or {})])
-                    of_gradients |= bool(found)
+                if weight is not None:
+                    if weight._backward_hooks:
+                        of_gradients += weight._backward_hooks.values()
+                    if weight._post_accumulate_grad_hooks:
+                        of_gradients += weight._post_accumulate_grad_hooks.values()
             for child in own["_modules"].values():
                 if child is not None:
                     stack.append(child)
@@ -123,12 +122,22 @@ class Marks(NamedTuple):
         for of_part in {id(config): config, id(text := config.get_text_config()): text}.values():
             draws += [bool(value) for name, value in vars(of_part).items() if "drop" in name]
             parts.append(getattr(of_part, OPTION, None))
-        return cls(draws, parts + hooks, hooks, of_gradients, inside)
+        users = [of_user(hooks) if hooks else hooks for hooks in (of_gradients, on_whole, on_base, on_modules)]
+        hooks = [hook for of_kind in users for hook in of_kind]
+        return cls(draws, parts + hooks, hooks, bool(users[0] or users[1]), bool(users[2]))
 
 
-def of_user(hooks: Mapping[int, Any]) -> list[Any]:
+def of_user(hooks: Sequence[Any]) -> list[Any]:
     """Return those hooks that no library has registered."""
-    return [hook for hook in hooks.values() if package_of(hook) not in LIBRARIES]
+    known: dict[Any, bool] = {}
+    found = []
+    for hook in hooks:
+        code = getattr(hook, "__code__", hook)
+        if code not in known:
+            known[code] = package_of(hook) in LIBRARIES
+        if not known[code]:
+            found.append(hook)
+    return found
 
 
 def module_of_user(model: nn.Module) -> str | None:

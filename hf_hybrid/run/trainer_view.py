@@ -140,6 +140,8 @@ PER_MICRO_BATCH = (
     "training_step", "_prepare_inputs", "_prepare_input", "get_batch_samples", "compute_loss_context_manager",
     "_inner_training_loop", "_run_epoch",
 )  # fmt: skip
+SEAMS = (*PER_MICRO_BATCH, "_clip_grad_norm", "_get_grad_norm")
+"""Methods that decide what [`acts_between`] and [`reads_gradients`] return."""
 
 
 def acts_between(trainer: Any) -> str | None:
@@ -157,10 +159,8 @@ def acts_between(trainer: Any) -> str | None:
 
 
 def reads_gradients(trainer: Any) -> bool:
-    """Whether code of a user may read or change the gradients of a window, or those of its micro-batches so far."""
-    if trainer.run.step.acts is not None or overridden(trainer, "_clip_grad_norm", "_get_grad_norm") is not None:
-        return True
-    if trainer.memory.optimizer._optimizer_step_pre_hooks:
+    """Whether code of a user may read or change the gradients of a window of streamed layers."""
+    if overridden(trainer, "_clip_grad_norm", "_get_grad_norm") or trainer.memory.optimizer._optimizer_step_pre_hooks:
         return True
     return any(package_of(type(c).on_pre_optimizer_step) not in LIBRARIES for c in trainer.callback_handler.callbacks)
 

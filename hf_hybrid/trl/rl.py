@@ -154,7 +154,7 @@ class Rollouts(Part):
         """Decide which rows are left out: in the first step, and where a callback has changed what decides."""
         trainer = self.trainer
         names = SETTINGS + OF_MICRO_BATCHES + OF_GENERATION + OF_TURN
-        marks = Marks.of(trainer.model, base_model(trainer.model))
+        marks = trainer.rows.facts_of(trainer.model).marks or Marks.of(trainer.model, base_model(trainer.model))
         settings = [trainer.run.step.acts, *map(vars(trainer).get, names), *marks.draws, *marks.parts]
         changed = settings != self._settings
         if not (changed if trainer.accelerator.num_processes == 1 else trainer._agree(int(changed))):

@@ -423,7 +423,7 @@ def test_training_is_that_of_trainer(crossing, plain, tmp_path, caplog):
     ours = left_by(crossings.train(crossing, True, tmp_path))
     assert ours.weights.keys() == theirs.weights.keys() and apart(theirs, ours) < of_weights
     assert ours.losses == pytest.approx(theirs.losses, abs=of_losses)
-    assert ours.notes == pytest.approx(theirs.notes, rel=5 * of_losses, abs=3 * of_losses)
+    assert ours.notes == pytest.approx(theirs.notes, rel=5 * of_losses, abs=5 * of_losses)
     assert saves(ours.summary) or ours.summary.get("plain_rows_because", "no rows are laid out")
 
 

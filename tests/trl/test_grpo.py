@@ -747,17 +747,20 @@ def test_resume_in_a_later_epoch(tmp_path):
 
 def test_save_inside_a_step(tmp_path):
     class Save(TrainerCallback):
+        trainer = None
+
         def on_substep_end(self, args, state, control, **kwargs):
-            if state.global_step == 2:
+            if state.global_step == 2 and self.trainer is not None:
                 self.trainer._save_checkpoint(self.trainer.model, trial=None)
                 control.should_training_stop = True
 
-    whole = train(HybridGRPOTrainer, tmp_path / "whole", 0.5, **{**MIDDLE, "save_strategy": "no"})
+    # Where a callback sees micro-batches they stay as TRL makes them, in all three.
+    whole = train(HybridGRPOTrainer, tmp_path / "whole", 0.5, callbacks=[Save()], **{**MIDDLE, "save_strategy": "no"})
     save = Save()
     cut = build(HybridGRPOTrainer, tmp_path / "cut", 0.5, callbacks=[save], **{**MIDDLE, "save_strategy": "no"})
     save.trainer = cut
     cut.train()
-    resumed = build(HybridGRPOTrainer, tmp_path / "cut", 0.5, **{**MIDDLE, "save_strategy": "no"})
+    resumed = build(HybridGRPOTrainer, tmp_path / "cut", 0.5, callbacks=[Save()], **{**MIDDLE, "save_strategy": "no"})
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 8
     assert_same_weights(weights(whole.model), weights(resumed.model))
