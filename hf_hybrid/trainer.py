@@ -537,6 +537,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.saver.in_step.is_changing = True  # until the step ends
         run = self.run
         if run.phase is Phase.PREDICT:
+            if not run.step.skipped:  # a `training_step` of the user's that does not call ours has trained
+                self._withhold_update()
             return
         self.recovery.stepping = True
         if self._shows_gradients:

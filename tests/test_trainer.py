@@ -5,7 +5,15 @@ import json
 
 import pytest
 import torch
-from conftest import ByteText, config_values, finite, hybrid_config, tiny_model, weights
+from conftest import (
+    ByteText,
+    assert_same_weights,
+    config_values,
+    finite,
+    hybrid_config,
+    tiny_model,
+    weights,
+)
 from rig.trainers import build, train
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -213,3 +221,24 @@ def test_plain_training_arguments_are_accepted(tmp_path):
     trainer = HybridTrainer(tiny_model(), args, train_dataset=ByteText(400))
     trainer.train()
     assert trainer.hybrid_summary()["steps"] == 6
+
+
+def test_a_step_of_the_users_own_that_does_not_call_the_packages(tmp_path):
+    """It would train in skipped steps. So there are none, and phases are told of its loss."""
+
+    class OwnStep(HybridTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            model.train()
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    def config(folder, **values):
+        return HybridConfig(**config_values(folder, **values))
+
+    own = train(tmp_path / "own", OwnStep, config, max_steps=40, share_rows="off")
+    plain = train(tmp_path / "plain", HybridTrainer, config, max_steps=40, share_rows="off", leap_gain=0)
+    assert "OwnStep.training_step` does not call" in own.hybrid_summary()["no_leaps"]
+    assert own.hybrid_summary()["predicted_steps"] == 0
+    assert_same_weights(weights(plain.model), weights(own.model))

@@ -248,8 +248,8 @@ def results_() -> str:
         [
             "[your own code](exact_skips.md#your-own-code)",
             "what a subclass, patch, callback, collator or hook changes is what is computed",
-            "the training of `Trainer` or TRL, or a refusal that says why, in 697 crossings of place, change, trainer and "
-            "weights",
+            "the training of `Trainer` or TRL, or a refusal that says why, in 697 crossings of place, change, trainer "
+            "and weights",
             "0.14 ms a step with SmolLM2-135M, 0.80 ms with LoRA; where it acts on micro-batches, these stay apart",
             "tiny models, 3 steps each (`tests/run/test_crossings.py`), CPU; milliseconds on one thread",
         ],

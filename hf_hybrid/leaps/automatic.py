@@ -22,8 +22,10 @@ from hf_hybrid.leaps.leap import Leaps
 from hf_hybrid.part import Part, RealStep
 from hf_hybrid.run.run import NO_LEAPS, Run
 from hf_hybrid.run.trainer_view import (
+    LIBRARIES,
     TrainerView,
     optimizer_unlike_adam,
+    package_of,
     trains_adapters,
     unknown_loss,
     vocabulary_size,
@@ -67,6 +69,9 @@ def reason_no_leaps(trainer: LeapView) -> str | None:
         return "adapters are trained"
     if trainer.no_leaps_because is not None:
         return trainer.no_leaps_because
+    step: Any = getattr(type(trainer), "training_step")  # noqa: B009
+    if package_of(step) not in LIBRARIES and step.__name__ not in step.__code__.co_names:  # it trains in every step
+        return f"`{step.__qualname__}` does not call that of the package"
     if (name := optimizer_unlike_adam(trainer)) is not None:
         return f"the optimizer is `{name}`, and leaps were measured to pay with AdamW alone"
     reason = unknown_loss(trainer)
