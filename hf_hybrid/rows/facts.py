@@ -76,7 +76,7 @@ class Marks(NamedTuple):
     draws: list[bool]
     """Of every rate of dropout, of modules and config: whether it is above 0."""
     parts: list[Any]
-    """Modules, `forward` where it was set on one, hooks of a user, and whether a router's loss is asked for."""
+    """Modules, what a user set as `forward` of one, hooks of a user, and whether a router's loss is asked for."""
     hooks: list[Any]
     """Hooks of a user, on modules and weights."""
     of_gradients: bool
@@ -87,7 +87,7 @@ class Marks(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module, base: nn.Module) -> Marks:
         """Look at a model. `base` is the one inside of adapters."""
-        draws, parts, stack = [], [], [model]
+        draws, parts, forwards, stack = [], [], [], [model]
         on_modules: list[Any] = []
         on_whole: list[Any] = []
         on_base: list[Any] = []
@@ -102,7 +102,7 @@ class Marks(NamedTuple):
             for name in rates:
                 draws.append(bool(own.get(name)))
             if "forward" in own:
-                parts.append(own["forward"])
+                forwards.append(own["forward"])
             before, behind = own["_forward_pre_hooks"], own["_forward_hooks"]
             if before or behind:
                 place = on_whole if module is model else on_base if module is base else on_modules
@@ -124,15 +124,16 @@ class Marks(NamedTuple):
             parts.append(getattr(of_part, OPTION, None))
         users = [of_user(hooks) if hooks else hooks for hooks in (of_gradients, on_whole, on_base, on_modules)]
         hooks = [hook for of_kind in users for hook in of_kind]
-        return cls(draws, parts + hooks, hooks, bool(users[0] or users[1]), bool(users[2]))
+        return cls(draws, parts + of_user(forwards) + hooks, hooks, bool(users[0] or users[1]), bool(users[2]))
 
 
 def of_user(hooks: Sequence[Any]) -> list[Any]:
-    """Return those hooks that no library has registered."""
+    """Return those hooks, or other functions, that are of no library."""
     known: dict[Any, bool] = {}
     found = []
-    for hook in hooks:
-        code = getattr(hook, "__code__", hook)
+    for hook in hooks:  # one for each weight may be the same
+        wrapped = getattr(hook, "__wrapped__", None)
+        code = getattr(hook, "__code__", hook), getattr(wrapped, "__code__", wrapped)
         if code not in known:
             known[code] = package_of(hook) in LIBRARIES
         if not known[code]:
