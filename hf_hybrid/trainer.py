@@ -405,7 +405,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             items = copy_to_device_(torch.empty_like(items, device=there), items)
         if batches:
             rate, on_host, rows = 0.0 if feed is None else self._get_learning_rate(), batches, self.rows
-            if rows is not None and (rows.in_every_pass or acts is not None):  # else those that are computed are moved
+            if acts is not None or (rows is not None and rows.in_every_pass):  # else those that are computed are moved
                 batches = send_to_device(batches, self.args.device, non_blocking=True)
             self._loss_before = getattr(self, "_tr_loss", torch.zeros(())).clone() if acts is not None else 0.0
             self.run.accumulations.add(self.args.gradient_accumulation_steps)

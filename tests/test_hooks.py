@@ -73,7 +73,7 @@ CALLED = {
     "_prepare_inputs": "inputs",
 }
 # What Trainer has of its own making, as attributes of an instance.
-ATTRIBUTES = {"_train_batch_size"}
+ATTRIBUTES = {"_train_batch_size", "_tr_loss"}
 # Of our callbacks: what they take by name from an event, beside `args`, `state` and `control`.
 EVENTS = {
     "on_init_end": "model processing_class",

@@ -114,7 +114,7 @@ class DivergenceMonitor(Part):
     """Steps between two warnings of a lasting rise: about as long as one keeps leaps away."""
     BAD_BEFORE_RESET = 3
     """Non-finite steps in a row after which the last leap and the direction's averages are suspected."""
-    MAX_BAD_STEPS = 10
+    MAX_BAD_STEPS = 30
     """Non-finite steps in a row that end the training: a damaged row makes one or two."""
     _STATE = ("bad_steps", "warnings_in_a_row", "best", "steps_since_rise")
 

@@ -465,14 +465,14 @@ class LoggedSteps:
 
     def correct_mean(self, logs: dict, key: str) -> None:
         """
-        Turn the mean over all steps into the mean over the real ones. Drop it if no step had a finite loss: `Trainer`
-        logs zero then, unless `logging_nan_inf_filter=False`.
+        Turn the mean over all steps into the mean over the real ones. Drop it if there was none. If none of them had a
+        finite loss it stays what `Trainer` logs: zero, unless `logging_nan_inf_filter=False`.
         """
         if key not in logs:
             return
         if self.finite:
             logs[key] *= self.total / self.real
-        elif self.total and math.isfinite(logs[key]):
+        elif self.total and not self.real and math.isfinite(logs[key]):
             del logs[key]
 
 

@@ -51,7 +51,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.machine import host_buffer, host_tensor
+from hf_hybrid.machine import host_buffer
 from hf_hybrid.streaming.streamer import LayerStreamer, Updates
 from hf_hybrid.streaming.transfers import Event, Ring, Slot
 from hf_hybrid.streaming.units import Packing, StreamedParameter, Unit
@@ -205,7 +205,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         self.pending: dict[Unit, tuple[list[dict], Tensor | None]] = {}
         """The inputs of a unit's step: its groups, and the scale of its gradients."""
         self._scale: Tensor | None = None
-        self._checked = self._shown = False
+        self._checked = self._shown = self._taken = False
         self._beside: dict[Unit, _Beside] = {}
         self._ring: Ring | None = None
         self._ring_size = 0
@@ -316,11 +316,9 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             gradient, param.parameter.grad = param.parameter.grad, None
             self.streamer.hide(param)
             if gradient is not None and gradient is not master.grad:
-                if param.gradient is None:
-                    param.gradient = host_tensor(master.shape, master.dtype, pin=self.streamer.transfers.beside)
-                gradient = param.gradient.copy_(gradient)
+                gradient = param.place_of_gradient(pin=self.streamer.transfers.beside).copy_(gradient)
             master.grad, param.norm = gradient, None
-        self._shown = False
+        self._taken, self._shown = self._taken or self._shown, False
 
     def total_norm(self, parameters: Iterable[nn.Parameter], *, now: bool) -> Tensor:
         """
@@ -341,6 +339,12 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
                 param.norm = None
             elif parameter.grad is not None:
                 parts.append(parameter.grad)
+        if self._taken:  # gradients on the host, whose norms a user may have changed: these move at once
+            on_host = [place for place, part in enumerate(parts) if part.device != self.streamer.device]
+            norms = [torch.linalg.vector_norm(parts[place]) for place in on_host]
+            moved = torch.stack(norms).to(self.streamer.device) if norms else ()
+            for place, of_part in zip(on_host, moved):
+                parts[place] = of_part
         norm = torch.nn.utils.get_total_norm(parts)
         if now:
             # It travels behind the gradients, so that the host waits once for all of them.

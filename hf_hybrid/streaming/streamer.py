@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_hybrid.compat import CACHES
-from hf_hybrid.machine import copy_to_device_, host_tensor
+from hf_hybrid.machine import copy_to_device_
 from hf_hybrid.streaming.experts import Experts
 from hf_hybrid.streaming.graphs import KeptGraph
 from hf_hybrid.streaming.layers import save_packed_weights
@@ -241,6 +241,29 @@ class LayerStreamer:
             value = float("nan") if param.dtype.is_floating_point else 0
             self._nothing[param.dtype] = torch.full((), value, dtype=param.dtype, device=self.device)
         return self._nothing[param.dtype].expand(param.parameter.shape)
+
+    def take_assigned(self) -> None:
+        """
+        Take over weights that a user has assigned in a run (`p.data = new`): parameters that hold no placeholder, while
+        their unit does not compute. Raise `RuntimeError` for what was computed from placeholders.
+        """
+        places = {nothing.data_ptr() for nothing in self._nothing.values()}
+        idle = [unit for unit in self.units if not unit.bound]
+        assigned = [
+            (u, p, p.parameter.data) for u in idle for p in u.storage.params if p.parameter.data_ptr() not in places
+        ]
+        for unit, param, weights in assigned:
+            param.parameter.data = self._placeholder(param)
+            if weights.isnan().any() or param.host_weights is None or weights.shape != param.parameter.shape:
+                raise RuntimeError(
+                    f"`{param.name}` was assigned a tensor of shape {tuple(weights.shape)} without weights for it. "
+                    "Between passes the parameters of streamed layers are placeholders, from which nothing can be "
+                    "computed (`memory=stream`). Assign new weights, or train with `memory=off`."
+                )
+            self.updates.flush()
+            param.master.data.copy_(weights)
+            unit.storage.refresh()
+            self.forget(unit)
 
     def _move_rest(self, device: torch.device) -> None:
         for parameter in self.model.parameters():
@@ -467,10 +490,8 @@ class LayerStreamer:
             master.grad = None
             self.updates.keep(param, gradient)
             return
-        if param.gradient is None:
-            param.gradient = host_tensor(master.shape, master.dtype, pin=self.transfers.beside)
-        master.grad = param.gradient
-        unit.storage.gradients_sent = self.transfers.send(gradient, param.gradient)
+        master.grad = place = param.place_of_gradient(pin=self.transfers.beside)
+        unit.storage.gradients_sent = self.transfers.send(gradient, place)
 
     def hide(self, param: StreamedParameter) -> None:
         """Make a parameter a placeholder, unless its unit computes now."""

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.machine import host_buffer
+from hf_hybrid.machine import host_buffer, host_tensor
 from hf_hybrid.streaming.experts import Experts, frozen_experts
 from hf_hybrid.streaming.low_bit import dequantize_rows, quantize_rows
 from hf_hybrid.streaming.transfers import Event, Slot
@@ -106,6 +106,12 @@ class StreamedParameter:
     @property
     def nbytes(self) -> int:
         return self.parameter.numel() * self.dtype.itemsize
+
+    def place_of_gradient(self, *, pin: bool) -> Tensor:
+        """Return host memory for the master's gradient, which is made once."""
+        if self.gradient is None:
+            self.gradient = host_tensor(self.master.shape, self.master.dtype, pin=pin)
+        return self.gradient
 
     @property
     def rows(self) -> int:
@@ -195,6 +201,7 @@ class UnitStorage:
     def pack(self) -> None:
         """Copy the model's weights into the packed buffer, unless they are there, and refresh its rounded copies."""
         if self.packed is not None:
+            self._take_assigned()
             self.refresh()
             return
         self.packed = packed = host_buffer(self.packed_bytes, pin=self.pin)
@@ -212,6 +219,20 @@ class UnitStorage:
             if id(param.parameter) in wide:
                 master = wide[id(param.parameter)].copy_(weights)
             param.host_weights = nn.Parameter(master, requires_grad=param.parameter.requires_grad)
+
+    def _take_assigned(self) -> None:
+        """Take over weights that a user has assigned (`p.data = new`) since the model was detached."""
+        for param in [param for param in self.params if not param.is_int8]:
+            weights, master = param.parameter.data, param.master.data
+            if weights.data_ptr() == master.data_ptr():
+                continue
+            if weights.dtype != master.dtype or weights.shape != master.shape:
+                raise ValueError(
+                    f"`{param.name}` has become `{weights.dtype}` of shape {tuple(weights.shape)} since the trainer "
+                    f"was made. With `memory=stream` it stays `{master.dtype}` of shape {tuple(master.shape)}. Change "
+                    "the model before the trainer is made."
+                )
+            master.copy_(weights)
 
     @torch.no_grad()
     def refresh(self) -> None:

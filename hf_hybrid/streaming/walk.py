@@ -405,6 +405,8 @@ class Window:
     def begin(self, inputs: list) -> None:
         """Begin a window, whose micro-batches are `inputs`."""
         self.streamer.checkpoint_alone()  # a callback may have switched it on since the last
+        if self.streamer.attached:
+            self.streamer.take_assigned()
         for unit in self.streamer.layers:
             unit.open_graphs = 0  # of passes that had no part in the last loss, or ended in an error
         self._inputs, self._results, self._left = list(inputs), [], len(inputs)

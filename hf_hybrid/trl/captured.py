@@ -124,8 +124,10 @@ def why_not_captured(model: Any) -> str | None:
     """Return why a pass of this model, without adapters around it, cannot be captured; `None` if it may be."""
     if not model._can_compile_fullgraph:
         return f"`{type(model).__name__}` does not say that it takes keys and values of a fixed size"
-    of_modules = (hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks))
-    if has_any_global_hook() or any(map(of_user, of_modules)):
+    of_modules = [
+        hook for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks) for hook in hooks.values()
+    ]
+    if has_any_global_hook() or of_user(of_modules):
         return "a hook looks into its modules, and a graph would not call it"
     if (attention := model.config._attn_implementation) not in ATTENTION:
         return f"`attn_implementation={attention!r}` looks at the mask on the host, which cannot be captured"

@@ -839,6 +839,38 @@ def gradients_looked_at(place: Place) -> dict[str, Tensor]:
     return {**seen, "norms": torch.tensor(norms)}
 
 
+class OfAUser(HybridTrainer):
+    """Masks labels in its step, and halves gradients behind it. What it reads lies where Trainer has it."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        assert {tensor.device.type for tensor in inputs.values()} == {self.args.device.type}
+        inputs["labels"].masked_fill_(inputs["input_ids"] % 3 == 0, -100)
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad * 0.5
+        return loss
+
+
+def of_a_user(place: Place, **options) -> dict[str, Tensor]:
+    data = rows(lengths=(12, 9), distinct=8)
+    config = place.config(**options, gradient_accumulation_steps=2)
+    trainer = OfAUser(model(), config, train_dataset=data, data_collator=padded)
+    with place.counted(trainer):
+        trainer.train()
+    return weights_of(trainer)
+
+
+@scenario(stops=99, keeps_model=True)
+def a_step_of_the_user(place: Place) -> dict[str, Tensor]:
+    """Each of its micro-batches is what it made of it, and its gradients are there behind each."""
+    return of_a_user(place)
+
+
+@scenario(stops=99)
+def a_step_of_the_user_streamed(place: Place) -> dict[str, Tensor]:
+    return of_a_user(place, **({} if place.name == "cpu" else STREAM))
+
+
 @scenario()
 def failed_evaluation(place: Place) -> dict[str, Tensor]:
     """A layer fails in an evaluation, while the next ones are under way; then the trainer trains."""

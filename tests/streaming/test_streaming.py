@@ -253,12 +253,7 @@ def test_a_layer_whose_calls_do_not_all_count_is_updated_before_its_next_forward
 def test_weights_of_no_step_are_not_saved(tmp_path, train_set, caplog):
     """After a layer was updated in the backward pass: a save waits for the step, and after an error it is said."""
 
-    class Saves(TrainerCallback):
-        def on_substep_end(self, args, state, control, model=None, **kwargs):
-            if state.global_step == 2:
-                trainer._save_checkpoint(model, trial=None)
-                assert not list(tmp_path.glob("checkpoint-*"))
-
+    class Fails(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
             if state.global_step == 4:
                 model.model.layers[0].register_full_backward_hook(fail)
@@ -266,10 +261,16 @@ def test_weights_of_no_step_are_not_saved(tmp_path, train_set, caplog):
     def fail(*_):
         raise RuntimeError("planted")
 
+    def save(*_):
+        if trainer.state.global_step == 2:
+            trainer._save_checkpoint(trainer.model, trial=None)
+            assert not list(tmp_path.glob("checkpoint-*"))
+
     def model():
         return tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=False)
 
-    trainer = make_streamed(tmp_path, train_set, model(), [Saves()], **IN_BACKWARD, max_steps=5)
+    trainer = make_streamed(tmp_path, train_set, model(), [Fails()], **IN_BACKWARD, max_steps=5)
+    trainer.model.model.layers[0].register_full_backward_hook(save)
     with pytest.raises(RuntimeError, match="planted"), caplog.at_level("WARNING"):
         trainer.train()
     assert "of no step. Load the last checkpoint" in caplog.text
@@ -1014,3 +1015,67 @@ def test_models_without_layers_are_refused(tmp_path, train_set):
     model.transformer.h = torch.nn.Sequential(*model.transformer.h)
     with pytest.raises(NoLayerListError, match="looked for an `nn.ModuleList`"):
         make_streamed(tmp_path, train_set, model)
+
+
+# Code of a user.
+
+
+class Reverses(TrainerCallback):
+    """Turns the gradients of a layer round before the update, and drops all of step 3."""
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        for name, parameter in model.named_parameters():
+            if "layers.1." in name:
+                parameter.grad.neg_()
+        if state.global_step == 2:
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("own", [{}, {"out_of_memory": "raise"}], ids=["clipped", "in backward"])
+def test_gradients_are_where_a_callback_looks_for_them(own, tmp_path, train_set):
+    same = {**OPTIONS, "max_steps": 4, "gradient_accumulation_steps": 1, **({"max_grad_norm": 0.0} if own else {})}
+    plain = Trainer(
+        tiny_model(num_hidden_layers=LAYERS),
+        TrainingArguments(**config_values(tmp_path / "plain", **same)),
+        train_dataset=train_set,
+        callbacks=[Reverses()],
+    )
+    plain.train()
+    streamed = make_streamed(tmp_path / "streamed", train_set, callbacks=[Reverses()], **{**same, **own})
+    streamed.train()
+    assert_same_weights(weights(plain.model), weights(streamed.model))
+
+
+def test_weights_that_were_assigned_are_trained(tmp_path, train_set):
+    def halve(model):
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 0.5
+
+    found = []
+    for memory in ({}, STREAMED):
+        kind, config = (HybridTrainer, HybridConfig) if memory else (Trainer, TrainingArguments)
+        values = config_values(tmp_path / str(len(found)), **{**OPTIONS, "gradient_accumulation_steps": 1}, **memory)
+        trainer = kind(tiny_model(num_hidden_layers=LAYERS), config(**values), train_dataset=train_set)
+        for _ in range(2):
+            halve(trainer.model)
+            trainer.train()
+        found.append(weights(trainer.model))
+    assert_same_weights(*found)
+
+
+def test_what_is_computed_from_placeholders_is_refused(tmp_path, train_set):
+    class Assigns(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            parameter = model.model.layers[1].mlp.up_proj.weight
+            parameter.data = parameter.data * 0.5
+
+    trainer = make_streamed(tmp_path, train_set, callbacks=[Assigns()])
+    with pytest.raises(RuntimeError, match="layers.1.mlp.up_proj.weight.*placeholders"):
+        trainer.train()
+
+
+def test_a_model_that_was_converted_is_refused(tmp_path, train_set):
+    trainer = make_streamed(tmp_path, train_set)
+    trainer.model.to(torch.bfloat16)
+    with pytest.raises(ValueError, match="torch.bfloat16.*before the trainer is made"):
+        trainer.train()
