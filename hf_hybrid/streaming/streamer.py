@@ -490,7 +490,8 @@ class LayerStreamer:
             master.grad = None
             self.updates.keep(param, gradient)
             return
-        master.grad = place = param.place_of_gradient(pin=self.transfers.beside)
+        place = param.gradient
+        master.grad = place = param.place_of_gradient(pin=self.transfers.beside) if place is None else place
         unit.storage.gradients_sent = self.transfers.send(gradient, place)
 
     def hide(self, param: StreamedParameter) -> None:
