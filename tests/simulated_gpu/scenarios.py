@@ -853,7 +853,7 @@ class OfAUser(HybridTrainer):
 
 def of_a_user(place: Place, **options) -> dict[str, Tensor]:
     data = rows(lengths=(12, 9), distinct=8)
-    config = place.config(**options, gradient_accumulation_steps=2)
+    config = place.config(**options, gradient_accumulation_steps=2, share_rows="on")
     trainer = OfAUser(model(), config, train_dataset=data, data_collator=padded)
     with place.counted(trainer):
         trainer.train()

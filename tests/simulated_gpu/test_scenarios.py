@@ -332,6 +332,7 @@ ONLY_ELSEWHERE = {
         "devices without graphs"
     ),
     "machine.py: if torch.cuda.device_count() > 1": "the command line, before it trains",
+    "cli/console.py: where = 'host' if trainer.args.device.type == 'cpu' else 'device'": "the command line",
     "machine.py: visible = os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',')[0]": "several devices",
     "machine.py: return None": "devices that do not tell their free memory",
     "machine.py: return asked or not torch.accelerator.is_available()": "FSDP, which tests/test_machine.py asks for",
