@@ -173,6 +173,10 @@ class SharedWindows(SharedRows):
             sentence += f" If rows that begin alike stood together in the data, {together:.0%} would be shared."
         logger.info("%s", sentence)
 
+    def clean_up(self) -> None:
+        self._seen = []
+        self._copied.clear()
+
     def summary(self) -> dict[str, Any]:
         return {**super().summary(), "shared_if_together": self._shared_if_together()}
 
