@@ -144,7 +144,7 @@ def test_every_parameter_is_passed_on(tmp_path, monkeypatch):
         HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=ByteText(100), eval_datasets=ByteText(8))
 
 
-def test_metrics_of_a_run_say_what_was_saved_and_what_it_took(tmp_path):
+def test_metrics_of_a_run_say_what_was_saved(tmp_path):
     trainer = HybridTrainer(
         tiny_model(), hybrid_config(tmp_path, gradient_accumulation_steps=2, probe_budget=1.0),
         train_dataset=ByteText(400),
@@ -153,8 +153,6 @@ def test_metrics_of_a_run_say_what_was_saved_and_what_it_took(tmp_path):
     for key in ("backward_passes", "backward_passes_avoided"):
         assert metrics[f"hybrid_{key}"] == summary[key] > 0
     assert metrics["hybrid_leaps"] == len(summary["leaps"]) > 0
-    leaps, probes = metrics["hybrid_leap_runtime"], metrics["hybrid_probe_runtime"]
-    assert leaps > 0 and probes > 0 and leaps + probes < metrics["train_runtime"]
     logged = trainer.state.log_history[-1]
     assert {key: logged[key] for key in metrics} == metrics
     assert sum("hybrid_leaps" in entry for entry in trainer.state.log_history) == 1

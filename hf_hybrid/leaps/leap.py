@@ -41,7 +41,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -198,8 +197,6 @@ class Leaps(Part):
     credit: float = 0.0
     leap_cost: float | None = None
     """Cost of a leap in real steps: operations or bytes, whichever is more; `None` before the first step."""
-    leap_seconds: float = 0.0
-    probe_seconds: float = 0.0
 
     name = "leaps"
     MARGIN, Z = 1.0, 2.0
@@ -216,16 +213,13 @@ class Leaps(Part):
         """Make the leap that is due, and say which phase the step belongs to."""
         self.run.phase = step.phase = self.controller.phase
         if self.controller.leap_due:
-            # A leap reads numbers back from the device as it ends, so the host's time is the leap's.
-            started, probed, formed = time.perf_counter(), self.probe_seconds, self.trajectory.formed
-            leap = Leap(step.index, real_steps=self.trajectory.clock.steps_in_block)
+            formed, leap = self.trajectory.formed, Leap(step.index, real_steps=self.trajectory.clock.steps_in_block)
             try:
                 self._leap(leap)
             except Exception as error:
                 self.run.survive(error, "leap undone")  # the trial has put the weights back
                 self._reject(leap)
             self.record.leap_cost_steps += (self.trajectory.formed - formed) * (self.leap_cost or 0.0)
-            self.leap_seconds += time.perf_counter() - started - (self.probe_seconds - probed)
         step.phase, step.leap = self.controller.phase, self.trajectory.open
 
     def _leap(self, leap: Leap) -> None:
@@ -288,7 +282,7 @@ class Leaps(Part):
         Leap, and compare losses before and after. If hardly any sequence has a label, this is a leap without a probe,
         and is not made where there has to be one.
         """
-        spent, passes, before = probe.cost_steps, probe.forward_passes, self._evaluate(probe)
+        spent, passes, before = probe.cost_steps, probe.forward_passes, probe.losses()
         if sum(loss != 0.0 for loss in before.values) >= MIN_SEQUENCES:
             accepted = self._compare(probe, leap, gain, before)
         elif self.must_probe:
@@ -331,16 +325,10 @@ class Leaps(Part):
     def _look(self, probe: Probe, leap: Leap, gain: float, before: Losses) -> float:
         """Leap and evaluate, and return the standard error of the fall of the loss."""
         self.trajectory.leap(gain)
-        after = self._evaluate(probe)
+        after = probe.losses()
         leap.loss_after, leap.accuracy_after = after.mean, after.accuracy
         leap.decrease, leap.standard_error = paired_decrease(before.values, after.values)
         return leap.standard_error
-
-    def _evaluate(self, probe: Probe) -> Losses:
-        started = time.perf_counter()
-        losses = probe.losses()
-        self.probe_seconds += time.perf_counter() - started
-        return losses
 
     def _keep(self, leap: Leap) -> None:
         """Inside the trial, write the leap for good, and remember the values that Correct compares with."""
@@ -499,12 +487,10 @@ class Leaps(Part):
             logs["hybrid/credit"] = self.credit
             logs["hybrid/learning_rate_scale"] = self.run.rate_scale
         if "train_runtime" in logs:
-            # The metrics of the whole run; seconds are of this start, as `train_runtime` is.
+            # Of the whole run, so that they are the same after a resume.
             logs["hybrid_backward_passes"] = record.backward_passes
             logs["hybrid_backward_passes_avoided"] = record.backward_passes_avoided
             logs["hybrid_leaps"] = record.leaps_made
-            logs["hybrid_leap_runtime"] = round(self.leap_seconds, 4)
-            logs["hybrid_probe_runtime"] = round(self.probe_seconds, 4)
 
     def tensors_held(self) -> Sequence[Tensor]:
         return self.trajectory.tensors_held()

@@ -375,7 +375,7 @@ def of_short_run(folder, callback=None, late=False, **options):
 
 def counted(trainer):
     summary = comparable(trainer.hybrid_summary())
-    return {key: value for key, value in summary.items() if key not in ("memory", "buffer_bytes", "leap_seconds")}
+    return {key: value for key, value in summary.items() if key not in ("memory", "buffer_bytes")}
 
 
 @pytest.mark.parametrize(
