@@ -21,6 +21,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -450,7 +451,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
     def _who_acts(self) -> str | None:
         """Return what code of a user acts on micro-batches, see [`acts_between`]: found out again where any is new."""
         steps = {*self.run.accumulations, self.args.gradient_accumulation_steps}
-        seams: list[Any] = [vars(self.accelerator).get("backward"), steps, *self.callback_handler.callbacks]
+        events = map(attrgetter("on_substep_end", "on_pre_optimizer_step"), self.callback_handler.callbacks)
+        seams: list[Any] = [vars(self.accelerator).get("backward"), steps, *events]
         if (streamed := self.memory.optimizer) is not None:
             seams += streamed._optimizer_step_pre_hooks.values()
         for place in (self, *type(self).__mro__):

@@ -12,6 +12,7 @@ A direction that is named is asked for. It makes leaps everywhere but under othe
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -69,9 +70,10 @@ def reason_no_leaps(trainer: LeapView) -> str | None:
         return "adapters are trained"
     if trainer.no_leaps_because is not None:
         return trainer.no_leaps_because
-    step: Any = getattr(type(trainer), "training_step")  # noqa: B009
-    if package_of(step) not in LIBRARIES and step.__name__ not in step.__code__.co_names:  # it trains in every step
-        return f"`{step.__qualname__}` does not call that of the package"
+    step: Any = inspect.unwrap(getattr(type(trainer), "training_step"))  # noqa: B009
+    names = getattr(getattr(step, "__code__", None), "co_names", ("training_step",))
+    if package_of(step) not in LIBRARIES and "training_step" not in names:  # it trains in every step
+        return f"`{step.__qualname__}` does not name `training_step`, so that it may train in skipped steps"
     if (name := optimizer_unlike_adam(trainer)) is not None:
         return f"the optimizer is `{name}`, and leaps were measured to pay with AdamW alone"
     reason = unknown_loss(trainer)

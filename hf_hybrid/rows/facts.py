@@ -70,6 +70,10 @@ _RATES: dict[type, list[str]] = {}
 """Attributes of a kind of module that are rates of dropout, as its first one has them."""
 
 
+_OF_LIBRARIES: dict[tuple, bool] = {}
+"""Whether functions of this code, and what they wrap, are of libraries: each weight may have a hook of the same."""
+
+
 class Marks(NamedTuple):
     """What may change of a model between two steps."""
 
@@ -129,14 +133,16 @@ class Marks(NamedTuple):
 
 def of_user(hooks: Sequence[Any]) -> list[Any]:
     """Return those hooks, or other functions, that are of no library."""
-    known: dict[Any, bool] = {}
     found = []
-    for hook in hooks:  # one for each weight may be the same
+    for hook in hooks:
         wrapped = getattr(hook, "__wrapped__", None)
-        code = getattr(hook, "__code__", hook), getattr(wrapped, "__code__", wrapped)
-        if code not in known:
-            known[code] = package_of(hook) in LIBRARIES
-        if not known[code]:
+        code = getattr(hook, "__code__", None), getattr(wrapped, "__code__", None)
+        of_library = _OF_LIBRARIES.get(code)
+        if of_library is None:
+            of_library = package_of(hook) in LIBRARIES
+            if code[0] is not None:  # no object, which this would keep alive
+                _OF_LIBRARIES[code] = of_library
+        if not of_library:
             found.append(hook)
     return found
 

@@ -149,7 +149,7 @@ def acts_between(trainer: Any) -> str | None:
     if (method := overridden(trainer, *PER_MICRO_BATCH)) is not None:
         return f"`{method}` may change each micro-batch"
     for callback in trainer.callback_handler.callbacks:
-        if package_of(type(callback).on_substep_end) not in LIBRARIES:
+        if package_of(callback.on_substep_end) not in LIBRARIES:
             return f"`{type(callback).__name__}.on_substep_end` may change what micro-batches add up"
     if "backward" in vars(trainer.accelerator):
         return "`accelerator.backward` is another"
@@ -162,7 +162,7 @@ def reads_gradients(trainer: Any) -> bool:
     """Whether code of a user may read or change the gradients of a window of streamed layers."""
     if overridden(trainer, "_clip_grad_norm", "_get_grad_norm") or trainer.memory.optimizer._optimizer_step_pre_hooks:
         return True
-    return any(package_of(type(c).on_pre_optimizer_step) not in LIBRARIES for c in trainer.callback_handler.callbacks)
+    return any(package_of(c.on_pre_optimizer_step) not in LIBRARIES for c in trainer.callback_handler.callbacks)
 
 
 # The model and its loss.

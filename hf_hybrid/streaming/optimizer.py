@@ -205,7 +205,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         self.pending: dict[Unit, tuple[list[dict], Tensor | None]] = {}
         """The inputs of a unit's step: its groups, and the scale of its gradients."""
         self._scale: Tensor | None = None
-        self._checked = self._shown = self._taken = False
+        self._checked = self._shown = False
         self._beside: dict[Unit, _Beside] = {}
         self._ring: Ring | None = None
         self._ring_size = 0
@@ -298,9 +298,9 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         there. They lie on the host, so the placeholders do meanwhile.
         """
         self.streamer.gradients_arrived()
-        for param in self.streamer.masters.values():
-            master = param.host_weights
-            if self._shown or master is None or master.grad is None:
+        for _, param in () if self._shown else self._updated():
+            master = param.master
+            if master.grad is None:
                 continue
             if self._scale is not None:
                 master.grad.mul_(self._scale.to(master.grad.device))
@@ -310,15 +310,19 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
 
     def take_gradients(self) -> None:
         """Take the gradients back as they are now. One that is `None` is dropped."""
-        for param in self.streamer.masters.values() if self._shown else ():
-            if (master := param.host_weights) is None:
-                continue
+        for unit, param in self._updated() if self._shown else ():
+            master = param.master
             gradient, param.parameter.grad = param.parameter.grad, None
-            self.streamer.hide(param)
+            self.streamer.hide(unit, param)
             if gradient is not None and gradient is not master.grad:
                 gradient = param.place_of_gradient(pin=self.streamer.transfers.beside).copy_(gradient)
             master.grad, param.norm = gradient, None
-        self._taken, self._shown = self._taken or self._shown, False
+        self._shown = False
+
+    def _updated(self) -> list[tuple[Unit, StreamedParameter]]:
+        """Return the streamed parameters that have a master, with their units."""
+        of_units = ((unit, param) for unit in self.streamer.units for param in unit.storage.params)
+        return [(unit, param) for unit, param in of_units if param.host_weights is not None]
 
     def total_norm(self, parameters: Iterable[nn.Parameter], *, now: bool) -> Tensor:
         """
@@ -339,11 +343,12 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
                 param.norm = None
             elif parameter.grad is not None:
                 parts.append(parameter.grad)
-        if self._taken:  # gradients on the host, whose norms a user may have changed: these move at once
-            on_host = [place for place, part in enumerate(parts) if part.device != self.streamer.device]
-            norms = [torch.linalg.vector_norm(parts[place]) for place in on_host]
-            moved = torch.stack(norms).to(self.streamer.device) if norms else ()
-            for place, of_part in zip(on_host, moved):
+        on_host: list[int] = []
+        if self.streamer.device.type != "cpu":
+            on_host = [place for place, part in enumerate(parts) if part.device.type == "cpu"]
+        if on_host:  # code of a user may have changed them: their norms are computed there, and move at once
+            norms = torch.stack([torch.linalg.vector_norm(parts[place]) for place in on_host])
+            for place, of_part in zip(on_host, norms.to(self.streamer.device)):
                 parts[place] = of_part
         norm = torch.nn.utils.get_total_norm(parts)
         if now:
@@ -558,7 +563,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of resident parameters, and of units if they are shown: else their step drops them."""
-        for param in self.streamer.masters.values() if self._shown else ():
+        for _, param in self._updated() if self._shown else ():
             param.parameter.grad = None
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -494,9 +494,9 @@ class LayerStreamer:
         master.grad = place = param.place_of_gradient(pin=self.transfers.beside) if place is None else place
         unit.storage.gradients_sent = self.transfers.send(gradient, place)
 
-    def hide(self, param: StreamedParameter) -> None:
+    def hide(self, unit: Unit, param: StreamedParameter) -> None:
         """Make a parameter a placeholder, unless its unit computes now."""
-        if not any(unit.bound and param in unit.storage.params for unit in self.units):
+        if not unit.bound:
             param.parameter.data = self._placeholder(param)
 
     def gradients_arrived(self) -> None:

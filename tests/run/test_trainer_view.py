@@ -4,10 +4,11 @@ import functools
 
 import pytest
 import torch
-from transformers import Trainer
+from conftest import ByteText, hybrid_config, tiny_model
+from transformers import Trainer, TrainerCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.run.trainer_view import overridden
+from hf_hybrid.run.trainer_view import acts_between, overridden
 
 
 def loss(self, *args, **kwargs):
@@ -62,3 +63,12 @@ def test_a_known_class(patch, monkeypatch):
     monkeypatch.setattr(Trainer, "training_step", patch)
     trainer = HybridTrainer.__new__(HybridTrainer)
     assert overridden(trainer, "training_step") == "Trainer.training_step"
+
+
+def test_a_method_on_a_callback_object(tmp_path):
+    """Trainer calls what the object has, whatever its class."""
+    callback = TrainerCallback()
+    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=ByteText(8), callbacks=[callback])
+    assert acts_between(trainer) is None
+    callback.on_substep_end = lambda *args, **kwargs: None
+    assert "TrainerCallback.on_substep_end" in acts_between(trainer)
