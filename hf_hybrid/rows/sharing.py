@@ -649,12 +649,8 @@ class SharedRows(Part):
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
-                doing, own = "the model does not take ten tokens", module_of_user(model)
-                if own is None:
-                    self.reason_plain = self.fallbacks.did_not_work(error, doing)
-                else:
-                    self.reason_plain = f"{doing}, and holds {own} ({type(error).__name__}: {error})"
-                    self.fallbacks.cannot_be_exact(self.reason_plain)
+                own, doing = module_of_user(model), "the model does not take ten tokens"
+                self.reason_plain = self.fallbacks.did_not_work_with(own, error, doing)
                 return None
             finally:
                 way.comparing = before

@@ -55,6 +55,14 @@ class Fallbacks:
         self._log(reason, sentence, logging.WARNING)
         return reason
 
+    def did_not_work_with(self, own: str | None, error: BaseException, doing: str) -> str:
+        """As [`did_not_work`]. `own` is a module of the user's, if the model has one: nobody else can mend that."""
+        if own is None:
+            return self.did_not_work(error, doing)
+        reason = f"{doing} with {own} ({type(error).__name__}: {error})"
+        self.cannot_be_exact(reason)
+        return reason
+
     def _log(self, reason: str, sentence: str, level: int) -> None:
         self.because = reason
         if reason not in self._logged and self.tells():

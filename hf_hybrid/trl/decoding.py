@@ -102,6 +102,7 @@ from hf_hybrid.optimizers import has_adapters
 from hf_hybrid.part import Part
 from hf_hybrid.recovery import drop_tensors_of, is_out_of_memory
 from hf_hybrid.rows.costs import Costs, busy
+from hf_hybrid.rows.facts import module_of_user
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import RandomStates, Run
 from hf_hybrid.trl.captured import (
@@ -709,7 +710,7 @@ class Decoding(Part):
                 self.fallbacks.cannot_be_exact(str(error), advice=error.advice)
                 return plain(**kwargs)
             completions = plain(**kwargs)  # raises the error again if it is the model's own
-            self.fallbacks.did_not_work(error, "this package's loop does not run")
+            self.fallbacks.did_not_work_with(module_of_user(model), error, "this package's loop does not run")
             return completions
 
         model.generate = generate

@@ -26,7 +26,7 @@ from hf_hybrid.machine import Look, sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
 from hf_hybrid.recovery import is_out_of_memory
-from hf_hybrid.rows.facts import Marks
+from hf_hybrid.rows.facts import Marks, module_of_user
 from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_in_training
 from hf_hybrid.rows.sharing import SharedRows
 from hf_hybrid.run.fallbacks import Fallbacks
@@ -357,6 +357,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     _buffered_inputs: list[Batch] | None
     _drawn: Drawn | None = None
     """Which random numbers the model draws in training, once a run has asked."""
+    _cannot_draw: str | None = None
+    """Why that could not be found out."""
 
     def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
         args = config_for(args, model, self.config_class, self.method)
@@ -428,13 +430,15 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         """Return which random numbers the model draws in training. Where that is not found out, it may be any."""
         if self._drawn is None:
             bare = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+            self._cannot_draw = None
             try:
                 self._drawn = drawn_in_training(bare, self.args.device)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
                 self._drawn = "by batch"
-                self.rollouts.every_row.did_not_work(error, "the model does not take ten tokens")
+                own, doing = module_of_user(bare), "the model does not take ten tokens"
+                self._cannot_draw = self.rollouts.every_row.did_not_work_with(own, error, doing)
         return self._drawn
 
     # Rewards and advantages.
@@ -636,8 +640,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in self.model.modules()):
             return RowsStay("batch normalisation mixes rows")
         if self._drawn_in_training() == "by batch":
-            if failed := self.rollouts.failed:
-                return RowsStay(failed[-1])
+            if self._cannot_draw is not None:
+                return RowsStay(self._cannot_draw)
             why = "the model draws a random number for several rows (LayerDrop, for example)"
             return RowsStay(why, "set that rate to 0 in its config")
         bare = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)

@@ -46,3 +46,12 @@ def test_one_process_speaks(caplog):
     fallbacks = Fallbacks("Rows are computed padded", tells=lambda: False)
     fallbacks.cannot_be_exact("the model has an encoder")
     assert not said(caplog) and fallbacks.because
+
+
+def test_a_module_of_the_users_is_no_fault_of_the_package(caplog):
+    """Nobody is asked to report it, and it is no failed saving."""
+    caplog.set_level(logging.INFO)
+    told = Fallbacks("Rows are computed padded")
+    reason = told.did_not_work_with("`Mine`", ValueError("no"), "the model does not take ten tokens")
+    assert reason == told.because == "the model does not take ten tokens with `Mine` (ValueError: no)"
+    assert not told.failed and "eport this" not in caplog.text
