@@ -436,11 +436,6 @@ class OutOfMemoryRecovery(Part):
 
     def explain(self, error: Exception) -> Exception:
         """Return the exception to raise for one that ended the run; it says what the user cannot see in it."""
-        if self.trainer.memory.streams and "more than one element of the written-to tensor" in str(error):
-            return RuntimeError(
-                "Weights of a streamed layer were written between passes, where its parameters are placeholders "
-                "(`memory=stream`). Train with `memory=off`, or leave these layers to it by `device_map`."
-            )
         if not self.stepping or not self.retries or not is_out_of_memory(error):
             return error
         self.reason, optimizer = _first_line(error), type(inner_optimizer(self.trainer.optimizer)).__name__

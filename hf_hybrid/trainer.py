@@ -125,7 +125,8 @@ class HookRouter(CallbackHandler):
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         self.trainer._after_update()
-        return super().on_optimizer_step(args, state, control, **kwargs)
+        with self.trainer.memory.showing_used_gradients():
+            return super().on_optimizer_step(args, state, control, **kwargs)
 
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer._end_step()
@@ -427,8 +428,6 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         if self.run.phase is Phase.PREDICT:
             return self._skip_step(model)
         step, items = self.run.step, args[0] if args else kwargs.get("num_items_in_batch")
-        if self._shows_gradients:
-            self.memory.optimizer.take_gradients()
         if not step.is_arranged:
             self._arrange(step)
         if step.window is not None:  # a part laid it out anew
@@ -444,14 +443,13 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             run = functools.partial(self.memory.window.next, run)
         loss = self.recovery.compute(inputs, functools.partial(self._compute, run), items)
         self.run.count(inputs, loss)
-        if self._shows_gradients:
-            self.memory.optimizer.show_gradients()
         return loss
 
     def _who_acts(self) -> str | None:
         """Return what code of a user acts on micro-batches, see [`acts_between`]: found out again where any is new."""
         steps = {*self.run.accumulations, self.args.gradient_accumulation_steps}
-        events = map(attrgetter("on_substep_end", "on_pre_optimizer_step"), self.callback_handler.callbacks)
+        names = attrgetter("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
+        events = map(names, self.callback_handler.callbacks)
         seams: list[Any] = [vars(self.accelerator).get("backward"), steps, *events]
         if (streamed := self.memory.optimizer) is not None:
             seams += streamed._optimizer_step_pre_hooks.values()
@@ -518,19 +516,11 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         if (streamed := self.memory.optimizer) is None:
             return super()._clip_grad_norm(model)
         # With leaps the direction reads clipped gradients before the optimizer does.
-        now = self.has_phases or self._shows_gradients
-        streamed.take_gradients()
-        norm = streamed.clip(model.parameters(), self.args.max_grad_norm, now=now)
-        if self._shows_gradients:
-            streamed.show_gradients()
-        return norm
+        return streamed.clip(model.parameters(), self.args.max_grad_norm, now=self.has_phases)
 
     def _get_grad_norm(self, model, grad_norm=None):
         if grad_norm is None and (streamed := self.memory.optimizer) is not None:
-            streamed.take_gradients()
-            grad_norm = streamed.total_norm(model.parameters(), now=self.has_phases or self._shows_gradients)
-            if self._shows_gradients:
-                streamed.show_gradients()
+            grad_norm = streamed.total_norm(model.parameters(), now=self.has_phases)
         self._gradient_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         return self._gradient_norm
 
@@ -543,8 +533,6 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
                 self._withhold_update()
             return
         self.recovery.stepping = True
-        if self._shows_gradients:
-            self.memory.optimizer.take_gradients()
         if not run.step.is_arranged:
             run.step.losses = [self._tr_loss - self._loss_before]
             if self.rows is not None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.optimizers import ask, elements_at_once, text_config
+from hf_hybrid.optimizers import ask, elements_at_once, inner_optimizer, text_config
 from hf_hybrid.streaming.layers import rounded_by_autocast
 
 Storage = tuple[torch.device, int]  # and its address there
@@ -97,7 +97,7 @@ def measure_held(
     by_category: list[tuple[str, Iterable[Tensor]]] = [
         ("weights", model.parameters()),
         ("gradients", [p.grad for p in model.parameters() if p.grad is not None]),
-        ("states", () if optimizer is None else _tensors_in(optimizer.state)),
+        ("states", () if optimizer is None else _tensors_in(inner_optimizer(optimizer).state)),
         ("buffers", model.buffers()),
         *(extra or {}).items(),
     ]

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from hf_hybrid.optimizers import optimizer_layers
 from hf_hybrid.run.weights import InPlace
 from hf_hybrid.streaming.optimizer import LazyOptimizer
+from hf_hybrid.streaming.placeholders import Placeholder
 from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.walk import Window
 
@@ -84,6 +85,10 @@ class Resident(InPlace):
 
     def discard_gradients(self) -> None:
         """Drop gradients that the optimizer has not used."""
+
+    def showing_used_gradients(self) -> contextlib.AbstractContextManager:
+        """Context in which parameters still have the gradients that the last step has used."""
+        return contextlib.nullcontext()
 
     # Access to the weights.
 
@@ -184,7 +189,8 @@ class Streamed(Resident):
 
     def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         self.streamer.gradients_arrived()  # whoever asks may read them
-        return self.streamer.counterpart(parameter)
+        found = self.streamer.counterpart(parameter)
+        return nn.Parameter(torch.empty(0)) if isinstance(found, Placeholder) else found  # there is an int8 base alone
 
     def walk_by_micro_batch(self) -> bool:
         changes = self.window.order != "micro_batch"
@@ -200,6 +206,14 @@ class Streamed(Resident):
         self.streamer.gradients_arrived()
         if self.optimizer is not None:
             self.optimizer.drop_gradients()
+
+    @contextlib.contextmanager
+    def showing_used_gradients(self) -> Generator[None]:
+        self.streamer.updates.shows_used = True
+        try:
+            yield
+        finally:
+            self.streamer.updates.shows_used = False
 
     def holds(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self.streamer.masters
@@ -258,7 +272,7 @@ class Streamed(Resident):
         if self.optimizer is None:
             return None
         held, masters = self.streamer.tensors_held(), [param.master for param in self.streamer.masters.values()]
-        states = [value for master in masters for value in self.optimizer.state.get(master, {}).values()]
+        states = [value for master in masters for value in self.optimizer.base.state.get(master, {}).values()]
         states = [value for value in states if torch.is_tensor(value)]
         return held["host_weights"] + held["host_gradients"] + list(buffers) + self._parking() + states
 

@@ -405,8 +405,6 @@ class Window:
     def begin(self, inputs: list) -> None:
         """Begin a window, whose micro-batches are `inputs`."""
         self.streamer.checkpoint_alone()  # a callback may have switched it on since the last
-        if self.streamer.attached:
-            self.streamer.take_assigned()
         for unit in self.streamer.layers:
             unit.open_graphs = 0  # of passes that had no part in the last loss, or ended in an error
         self._inputs, self._results, self._left = list(inputs), [], len(inputs)
@@ -414,6 +412,7 @@ class Window:
     def next(self, step: Callable[[Any], Any], inputs: Any) -> Any:
         """Compute a micro-batch with `step`, or the whole window at its first, and return this micro-batch's result."""
         window, self._inputs = self._inputs, []
+        self.streamer.take_written()
         if self.order == "micro_batch":
             window = [inputs]
         if self.by_layer and (len(window) > 1 or (window and self.parking is not None)):
