@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_hybrid.optimizers import ask, elements_at_once, inner_optimizer, text_config
 from hf_hybrid.streaming.layers import rounded_by_autocast
+from hf_hybrid.streaming.placeholders import as_plain
 
 Storage = tuple[torch.device, int]  # and its address there
 
@@ -94,9 +95,11 @@ def measure_held(
     [`storage_address`] of each tensor that counts as host; left out, tensors on the CPU are host.
     """
     model = nn.Module() if model is None else model
+    with as_plain():  # those of streamed layers are in `extra`
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
     by_category: list[tuple[str, Iterable[Tensor]]] = [
         ("weights", model.parameters()),
-        ("gradients", [p.grad for p in model.parameters() if p.grad is not None]),
+        ("gradients", gradients),
         ("states", () if optimizer is None else _tensors_in(inner_optimizer(optimizer).state)),
         ("buffers", model.buffers()),
         *(extra or {}).items(),

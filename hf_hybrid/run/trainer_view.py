@@ -162,7 +162,9 @@ def reads_gradients(trainer: Any) -> bool:
     """Whether code of a user may read or change the gradients of a window of streamed layers."""
     if overridden(trainer, "_clip_grad_norm", "_get_grad_norm") or trainer.memory.optimizer._optimizer_step_pre_hooks:
         return True
-    events = (event for c in trainer.callback_handler.callbacks for event in (c.on_pre_optimizer_step, c.on_optimizer_step))
+    events = (
+        event for c in trainer.callback_handler.callbacks for event in (c.on_pre_optimizer_step, c.on_optimizer_step)
+    )
     return any(package_of(event) not in LIBRARIES for event in events)
 
 

@@ -90,8 +90,8 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
     step = vars(optimizer).get("step")
     if step is not None and (package := package_of(step)) not in LIBRARIES:  # schedulers put theirs there
         raise UnsupportedOptimizerError(
-            f"A function of `{package}` is in place of `optimizer.step`. With `memory=stream` layers are updated one by "
-            "one, and nobody calls it. Use a hook (`optimizer.register_step_post_hook`), a callback, or `memory=off`."
+            f"A function of `{package}` is in place of `optimizer.step`, which nobody calls with `memory=stream`. Use "
+            "a hook (`optimizer.register_step_post_hook`), a callback, or `memory=off`."
         )
     name = type(optimizer).__name__
     known = type(optimizer).__module__.partition(".")[0] in ("torch", "transformers", "hf_hybrid")
@@ -250,11 +250,11 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
     # Code of a user asks for weights or states.
 
     @property
-    def param_groups(self) -> list[dict]:  # ty: ignore[invalid-method-override]
+    def param_groups(self) -> list[dict]:  # ty: ignore[incompatible-property-override]
         return self.base.param_groups
 
     @property
-    def state(self) -> Any:  # ty: ignore[invalid-method-override]
+    def state(self) -> Any:  # ty: ignore[incompatible-property-override]
         """States as they are after every step. What is changed in them counts from the next on."""
         self._give_out()
         self._states_given = True
@@ -350,10 +350,12 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
     def settle_gradients(self) -> None:
         """Let the gradients be on the host as the step will use them, because code of a user reads or changes them."""
         self.streamer.gradients_arrived()
-        scale, self._scale = self._scale, None
-        for _, param in () if scale is None else self._updated():
+        if self._scale is None:
+            return
+        scale, self._scale = self._scale.cpu(), None
+        for _, param in self._updated():
             if param.master.grad is not None:
-                param.master.grad.mul_(scale.to(param.master.device))
+                param.master.grad.mul_(scale)
 
     def used_gradient(self, unit: Unit, param: StreamedParameter) -> Tensor | None:
         groups, scale = self.pending.get(unit, ((), None))

@@ -50,13 +50,13 @@ _SHARED = ("data", "detach")
 _NO_OPERATORS = {"__index__", "__int__", "__invert__", "__iter__"}
 
 
-class Placeholder:
+class Placeholder(nn.Parameter):
     """Mixed into the class of a streamed parameter while its layer does not compute."""
 
     holder: tuple[LayerStreamer, Unit, StreamedParameter]
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(cls, func, types, args: tuple[Any, ...] = (), kwargs=None):
         name, kwargs = func.__name__, kwargs or {}
         if name in ("__get__", "__set__", "__delete__"):
             asked = getattr(func.__self__, "__name__", "__cuda_array_interface__")
@@ -79,8 +79,8 @@ class Placeholder:
     def __deepcopy__(self, memo):
         return memo.setdefault(id(self), plain_class(self)(self.data.clone(), self.requires_grad))
 
-    def __reduce_ex__(self, protocol):
-        return plain_class(self)(self.data, self.requires_grad).__reduce_ex__(protocol)
+    def __reduce_ex__(self, proto):
+        return plain_class(self)(self.data, self.requires_grad).__reduce_ex__(proto)
 
 
 @functools.cache
@@ -101,7 +101,7 @@ def become_placeholders(streamer: LayerStreamer, unit: Unit, nothing: dict[torch
             parameter.data = nothing[param.dtype].expand(param.shape)
             if type(parameter) is param.kind:
                 parameter.__class__ = _placeholder_class(param.kind)
-                parameter.holder = streamer, unit, param  # ty: ignore[unresolved-attribute]
+                parameter.holder = streamer, unit, param  # ty: ignore[missing-attribute]
 
 
 def _assign(parameter: Any, new: Tensor) -> None:
@@ -150,8 +150,8 @@ def _computed(func: Any, asked: str, args: tuple, kwargs: dict) -> Any:
 
 def _shared(streamer: LayerStreamer, unit: Unit, param: StreamedParameter) -> Tensor:
     """
-    Return the weights themselves. All who ask get the same tensor, as long as one of them holds it. Those that are packed
-    as int8 stay NaN: a state dict names them too.
+    Return the weights themselves. All who ask get the same tensor, as long as one of them holds it. Those that are
+    packed as int8 stay NaN: a state dict names them too.
     """
     if param.host_weights is None:
         return param.parameter.data
@@ -182,14 +182,13 @@ class HostWeights(Tensor):
     """
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(cls, func, types, args: tuple[Any, ...] = (), kwargs=None):
         name, kwargs = func.__name__, kwargs or {}
         if name in ("__get__", "__set__", "__delete__") or name in _OF_PLACEHOLDER:
             with as_plain():
                 return func(*args, **kwargs)
         result = _computed(func, name, args, kwargs)
-        copies = name in ("cpu", "to") and result.data_ptr() == args[0].data_ptr()
-        return result.clone() if copies else result
+        return result.clone() if name in ("cpu", "to") and result.device.type == "cpu" else result
 
 
 HELD = (Placeholder, HostWeights)

@@ -24,6 +24,7 @@ Passes without gradients (evaluation, probes, generation) need only the first pa
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import math
@@ -155,7 +156,9 @@ class LayerStreamer:
         self._in_backward: Unit | None = None
         self._undo: list[Callable[[], None]] = []
         dtypes = {param.dtype for param in self.streamed.values()}
-        self._nothing = {d: torch.full((), math.nan if d.is_floating_point else 0, dtype=d, device=device) for d in dtypes}
+        self._nothing = {
+            d: torch.full((), math.nan if d.is_floating_point else 0, dtype=d, device=device) for d in dtypes
+        }
         self._pools: list[SlotPool] = []
         self._expanded = torch.empty(0)
 
@@ -226,11 +229,7 @@ class LayerStreamer:
         self.updates.detach(for_good=for_good)
 
     def _wrap(self, unit: Unit, module: nn.Module) -> None:
-        own, original = module.__dict__.get("forward"), module.forward
-
-        @functools.wraps(original)
-        def forward(*args, **kwargs):
-            return self._call(unit, module, original, args, kwargs)
+        own = module.__dict__.get("forward")
 
         def restore():
             if own is None:
@@ -238,7 +237,7 @@ class LayerStreamer:
             else:
                 module.forward = own
 
-        module.forward = forward
+        module.forward = _Forward(self, unit, module)
         self._undo.append(restore)
 
     # Code of a user reads and writes between passes, see placeholders.py.
@@ -284,11 +283,13 @@ class LayerStreamer:
         with as_plain():
             param.parameter.grad = None
         param.norm = param.total = None
-        if (master := param.host_weights) is not None and gradient is not master.grad:
+        if (master := param.host_weights) is None or gradient is master.grad:
+            return
+        if gradient is not None:
             if unit in self.updates.pending:  # which reads the place of the last one
                 self.updates.flush()
-            place = None if gradient is None else param.place_of_gradient(pin=self.transfers.beside)
-            master.grad = None if place is None else place.copy_(gradient)
+            gradient = param.place_of_gradient(pin=self.transfers.beside).copy_(gradient)
+        master.grad = gradient
 
     def __reduce_ex__(self, protocol):
         raise RuntimeError(
@@ -563,6 +564,22 @@ class LayerStreamer:
             "host_weights": [storage.packed for storage in storages if storage.packed is not None] + masters,
             "host_gradients": [param.gradient for param in self.masters.values() if param.gradient is not None],
         }
+
+
+class _Forward:
+    """The `forward` of a module while a streamer computes it. A copy of the module has its own one again."""
+
+    def __init__(self, streamer: LayerStreamer, unit: Unit, module: nn.Module):
+        self.streamer, self.unit, self.module, self.original = streamer, unit, module, module.forward
+        functools.update_wrapper(self, self.original)
+
+    def __call__(self, *args, **kwargs):
+        return self.streamer._call(self.unit, self.module, self.original, args, kwargs)
+
+    def __deepcopy__(self, memo):
+        if (function := getattr(self.original, "__func__", None)) is None:  # a user set it
+            return copy.deepcopy(self.original, memo)
+        return function.__get__(memo[id(self.module)])
 
 
 def autocast_now(device: torch.device) -> dict:

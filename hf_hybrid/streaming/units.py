@@ -132,7 +132,7 @@ class StreamedParameter:
 
     def places(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Yield where the entries `first` to `last` of the first dimension lie in the packed buffer."""
-        share = self.shape[1:].numel() * (1 if self.is_int8 else self.dtype.itemsize)
+        share = self.shape.numel() // self.shape[0] * (1 if self.is_int8 else self.dtype.itemsize)
         yield self.start + first * share, self.start + last * share
         if self.is_int8:
             share = 4 * self.rows // self.shape[0]
