@@ -305,5 +305,13 @@ def fallbacks_are_errors(request, monkeypatch):
 
 
 @pytest.fixture
+def of_a_library(request, monkeypatch) -> None:
+    """What the file of the test puts into a model or trainer counts as a library's, not as code of a user."""
+    from hf_hybrid.run import trainer_view
+
+    monkeypatch.setattr(trainer_view, "LIBRARIES", (*trainer_view.LIBRARIES, request.module.__name__))
+
+
+@pytest.fixture
 def train_set() -> ByteText:
     return ByteText(400)

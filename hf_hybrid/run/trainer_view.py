@@ -327,6 +327,7 @@ def acts_beside_layers(trainer: TrainerView, code: Code, layers: Iterable[torch.
 
 
 def _name_of(function: Any) -> str:
+    function = getattr(function, "func", function)  # of a partial
     return getattr(function, "__qualname__", type(function).__name__)
 
 

@@ -36,6 +36,11 @@ TOLERANCES = {False: 1e-3, True: 0.1}
 FLOOR = 1e-2
 """Gradients below this share of the largest count as large as that: some are zero but for rounding (biases of keys)."""
 
+
+class CannotWalkError(RuntimeError):
+    """This model's layers cannot be walked for several micro-batches at once."""
+
+
 Walk = Callable[[Any], list[Any]]
 
 
@@ -76,6 +81,8 @@ def difference(streamer: LayerStreamer, walk: Walk, batches: list[Any]) -> str |
             doing = "A window cannot be walked by layer"
             by_layer = streamer.updates = _Numbers(streamer)
             return _apart(streamer, (losses, numbers), (walk(functions), _with_resident(streamer, by_layer)))
+    except CannotWalkError as error:
+        return str(error)
     except Exception as error:
         if is_out_of_memory(error):
             raise

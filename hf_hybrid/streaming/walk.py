@@ -52,16 +52,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_hybrid.machine import copies_beside
 from hf_hybrid.run.run import RandomStates
-from hf_hybrid.streaming.comparison import difference
+from hf_hybrid.streaming.comparison import CannotWalkError, difference
 from hf_hybrid.streaming.streamer import LayerStreamer, autocast_now
 from hf_hybrid.streaming.transfers import Event, HostBuffers, Transfers
 from hf_hybrid.streaming.units import Unit
 
 logger = logging.getLogger(__name__)
-
-
-class CannotWalkError(RuntimeError):
-    """This model's layers cannot be walked for several micro-batches at once."""
 
 
 class _Abandoned(BaseException):
