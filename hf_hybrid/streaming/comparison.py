@@ -80,7 +80,7 @@ def difference(streamer: LayerStreamer, walk: Walk, batches: list[Any]) -> str |
             losses, numbers = _one_by_one(streamer, functions)
             doing = "A window cannot be walked by layer"
             by_layer = streamer.updates = _Numbers(streamer)
-            return _apart(streamer, (losses, numbers), (walk(functions), _with_resident(streamer, by_layer)))
+            return _apart(streamer, (losses, numbers), (walk(functions), _with_rest(streamer, by_layer)))
     except CannotWalkError as error:
         return str(error)
     except Exception as error:
@@ -106,7 +106,7 @@ def _few(batch: Any, tokens: int) -> dict[str, Any]:
         if name == "labels" and torch.is_tensor(value) and value.dim() > 1:  # tokens without one get any that exists
             value = value.where(value >= 0, value.max().clamp(min=0))
         if torch.is_tensor(value) and value.dim() > 1:
-            return value[:ROWS, start : start + tokens]
+            return value[:ROWS, start : start + tokens].contiguous()
         has_rows = isinstance(value, (Tensor, list, tuple)) and not (torch.is_tensor(value) and not value.dim())
         return value[:ROWS] if has_rows and len(value) == rows else value
 
@@ -134,7 +134,7 @@ def _one_by_one(streamer: LayerStreamer, functions: Sequence[Callable[[], Tensor
         for function in functions:
             losses.append(function())
             streamer.end_backward()
-            _with_resident(streamer, numbers)
+            _with_rest(streamer, numbers)
             if mode and not before.same_as(RandomStates.now(streamer.device)):
                 break
         else:
@@ -142,12 +142,15 @@ def _one_by_one(streamer: LayerStreamer, functions: Sequence[Callable[[], Tensor
     return losses, numbers
 
 
-def _with_resident(streamer: LayerStreamer, numbers: _Numbers) -> _Numbers:
-    """Take the gradients of parameters that are not streamed."""
-    for parameter in streamer.model.parameters():
-        if parameter.grad is not None:
-            numbers.add(parameter, parameter.grad)
-            parameter.grad = None
+def _with_rest(streamer: LayerStreamer, numbers: _Numbers) -> _Numbers:
+    """Take the gradients of parameters that are not streamed, and those that were complete before a recomputation."""
+    sent = [param for param in streamer.masters.values() if param.master.grad is not None]
+    if sent:
+        streamer.gradients_arrived()
+    for of_what, holder in [*((p.parameter, p.master) for p in sent), *((p, p) for p in streamer.model.parameters())]:
+        if holder.grad is not None:
+            numbers.add(of_what, holder.grad.to(streamer.device))
+            holder.grad = None
     return numbers
 
 
@@ -183,11 +186,11 @@ def _nothing_left(streamer: LayerStreamer) -> Generator[None]:
     updates, last_pass = streamer.updates, streamer.last_pass
     units = [(unit, unit.calls, unit.open_calls, unit.open_graphs) for unit in streamer.units]
     gradients = [(parameter, parameter.grad) for parameter in streamer.model.parameters()]
-    masters = [(param, param.master.grad, param.norm) for param in streamer.masters.values()]
+    masters = [(param, param.master.grad, param.gradient, param.norm) for param in streamer.masters.values()]
     for parameter, _ in gradients:
         parameter.grad = None
-    for param, _, _ in masters:
-        param.master.grad = None
+    for param, *_ in masters:
+        param.master.grad = param.gradient = None
     streamer.last_pass = True  # all gradients are complete at once
     try:
         yield
@@ -198,5 +201,5 @@ def _nothing_left(streamer: LayerStreamer) -> Generator[None]:
             unit.calls, unit.open_calls, unit.open_graphs = calls, open_calls, open_graphs
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for param, gradient, norm in masters:
-            param.master.grad, param.norm, param.total = gradient, norm, None
+        for param, gradient, place, norm in masters:
+            param.master.grad, param.gradient, param.norm, param.total = gradient, place, norm, None
