@@ -502,8 +502,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         try:
             if self._around_forward:
                 self.run.call("before_forward", self.run.phase)
-            if self.memory.window is not None:
-                self.memory.window.look(inputs)  # it computes some rows as they are
+            if (window := self.memory.window) is not None and window.asks:
+                window.look(inputs)  # it computes some rows as they are
             with rows.around() if around else contextlib.nullcontext():
                 return step(inputs)
         finally:

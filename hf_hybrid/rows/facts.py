@@ -8,7 +8,7 @@ the step before. They are read on the host, without a look at a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from hf_hybrid.rows.costs import Costs
 from hf_hybrid.rows.experts import OPTION, Router
 from hf_hybrid.rows.randomness import Drawn
 from hf_hybrid.rows.states import again, layers_with_state
-from hf_hybrid.run.trainer_view import of_user, own_forward
+from hf_hybrid.run.trainer_view import LIBRARIES, own_forward, package_of
 from hf_hybrid.streaming.layers import base_model
 
 Model = Any
@@ -67,6 +67,10 @@ def window_of(config: Any) -> float:
 
 _RATES: dict[type, list[str]] = {}
 """Attributes of a kind of module that are rates of dropout, as its first one has them."""
+
+
+_OF_LIBRARIES: dict[tuple, bool] = {}
+"""Whether functions of this code, and what they wrap, are of libraries: each weight may have a hook of the same."""
 
 
 class Marks(NamedTuple):
@@ -124,6 +128,22 @@ class Marks(NamedTuple):
         users = [of_user(hooks) if hooks else hooks for hooks in (of_gradients, on_whole, on_base, on_modules)]
         hooks = [hook for of_kind in users for hook in of_kind]
         return cls(draws, parts + of_user(forwards) + hooks, hooks, bool(users[0] or users[1]), bool(users[2]))
+
+
+def of_user(hooks: Sequence[Any]) -> list[Any]:
+    """Return those hooks, or other functions, that are of no library."""
+    found = []
+    for hook in hooks:
+        wrapped = getattr(hook, "__wrapped__", None)
+        code = getattr(hook, "__code__", None), getattr(wrapped, "__code__", None)
+        of_library = _OF_LIBRARIES.get(code)
+        if of_library is None:
+            of_library = package_of(hook) in LIBRARIES
+            if code[0] is not None:  # no object, which this would keep alive
+                _OF_LIBRARIES[code] = of_library
+        if not of_library:
+            found.append(hook)
+    return found
 
 
 @dataclass

@@ -168,8 +168,6 @@ def reads_gradients(trainer: Any) -> bool:
 
 # What users put into a model.
 
-_OF_LIBRARIES: dict[tuple, bool] = {}
-"""Whether functions of this code, and what they wrap, are of libraries: each weight may have a hook of the same."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -198,22 +196,6 @@ class Code(NamedTuple):
                     code.hooks.extend(own[name].values())
             stack += [child for child in own["_modules"].values() if child is not None]
         return code
-
-
-def of_user(hooks: Iterable[Any]) -> list[Any]:
-    """Return those hooks, or other functions, that are of no library."""
-    found = []
-    for hook in hooks:
-        wrapped = getattr(hook, "__wrapped__", None)
-        code = getattr(hook, "__code__", None), getattr(wrapped, "__code__", None)
-        of_library = _OF_LIBRARIES.get(code)
-        if of_library is None:
-            of_library = package_of(hook) in LIBRARIES
-            if code[0] is not None:  # no object, which this would keep alive
-                _OF_LIBRARIES[code] = of_library
-        if not of_library:
-            found.append(hook)
-    return found
 
 
 def module_of_user(model: torch.nn.Module) -> str | None:
@@ -314,8 +296,9 @@ def acts_beside_layers(trainer: TrainerView, code: Code, layers: Iterable[torch.
     own = [name for package, name in own_losses(trainer) if package not in LIBRARIES]
     if own:
         return f"`{own[0]}.compute_loss` may note something of a micro-batch, or read what layers leave"
-    if hooks := of_user(code.hooks):
-        return f"the hook `{_name_of(hooks[0])}` may note something of a micro-batch"
+    for hook in code.hooks:
+        if package_of(hook) not in LIBRARIES:
+            return f"the hook `{_name_of(hook)}` may note something of a micro-batch"
     model = trainer.accelerator.unwrap_model(trainer.model)
     models = {type(model), type(model.get_base_model() if hasattr(model, "get_base_model") else model)}
     known = models | {kind for kind in code.kinds if kind.__module__.partition(".")[0] in FORWARDS}

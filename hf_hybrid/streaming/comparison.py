@@ -181,12 +181,20 @@ def _apart(
 
 @contextlib.contextmanager
 def _nothing_left(streamer: LayerStreamer) -> Generator[None]:
-    """Context after which gradients, units and updates are as before. Inside there are no gradients."""
+    """
+    Context after which gradients, units and updates are as before. Inside there are no gradients, and no hooks on
+    weights but the streamer's: a user's may count, or change a sum.
+    """
     streamer.updates.flush()
     updates, last_pass = streamer.updates, streamer.last_pass
     units = [(unit, unit.calls, unit.open_calls, unit.open_graphs) for unit in streamer.units]
     gradients = [(parameter, parameter.grad) for parameter in streamer.model.parameters()]
     masters = [(param, param.master.grad, param.gradient, param.norm) for param in streamer.masters.values()]
+    hooks = [(of, dict(of)) for p, _ in gradients for of in (p._backward_hooks, p._post_accumulate_grad_hooks) if of]
+    for of_weight, all_of_them in hooks:
+        for number, hook in all_of_them.items():
+            if getattr(hook, "func", None) != streamer._on_gradient:
+                del of_weight[number]
     for parameter, _ in gradients:
         parameter.grad = None
     for param, *_ in masters:
@@ -199,6 +207,9 @@ def _nothing_left(streamer: LayerStreamer) -> Generator[None]:
         streamer.updates, streamer.last_pass = updates, last_pass
         for unit, calls, open_calls, open_graphs in units:
             unit.calls, unit.open_calls, unit.open_graphs = calls, open_calls, open_graphs
+        for of_weight, all_of_them in hooks:
+            of_weight.clear()
+            of_weight.update(all_of_them)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for param, gradient, place, norm in masters:

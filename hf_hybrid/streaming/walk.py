@@ -394,6 +394,8 @@ class Window:
         if obstacle is not None and (order != "micro_batch" or park):
             self._cannot_walk(obstacle)
         self.obstacle_now: Callable[[], str | None] = lambda: None
+        self.asks = False
+        """Whether [`look`] is to be called before the first micro-batch of the window."""
         self.is_compared = False
         """Whether the walks were compared in this run."""
         self._inputs: list = []
@@ -411,29 +413,26 @@ class Window:
         for unit in self.streamer.layers:
             unit.open_graphs = 0  # of passes that had no part in the last loss, or ended in an error
         self._inputs, self._results, self._left = list(inputs), [], len(inputs)
-
-    def walks(self, window: list) -> bool:
-        """Whether micro-batches are walked by layer together, as far as is known."""
-        return self.by_layer and (len(window) > 1 or (len(window) == 1 and self.parking is not None))
+        self.asks = len(inputs) > 1 or self.parking is not None
 
     def look(self, inputs: Any) -> None:
         """Find out whether the walk that begins may be one by layer. An out-of-memory error leaves that open."""
         window = [inputs] if self.order == "micro_batch" else self._inputs
-        if not self.walks(window):
-            return
-        why = self.obstacle_now()
-        if why is None and not self.is_compared:
-            why = difference(self.streamer, LayerWalk(self.streamer, self.parking).run, window)
-            self.is_compared = True
-        if why is not None:
-            self._cannot_walk(why)
+        if self.by_layer and (len(window) > 1 or (window and self.parking is not None)):
+            why = self.obstacle_now()
+            if why is None and not self.is_compared:
+                why = difference(self.streamer, LayerWalk(self.streamer, self.parking).run, window)
+                self.is_compared = True
+            if why is not None:
+                self._cannot_walk(why)
+        self.asks = False
 
     def next(self, step: Callable[[Any], Any], inputs: Any) -> Any:
         """Compute a micro-batch with `step`, or the whole window at its first, and return this micro-batch's result."""
         window, self._inputs = self._inputs, []
         if self.order == "micro_batch":
             window = [inputs]
-        if self.walks(window):
+        if self.by_layer and (len(window) > 1 or (window and self.parking is not None)):
             try:
                 self.streamer.last_pass = not self.shows_gradients
                 walk = LayerWalk(self.streamer, self.parking)

@@ -74,7 +74,7 @@ from hf_hybrid.machine import Look, device_memory
 from hf_hybrid.phase_memory.adapters import users_forward
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.attention import attention
-from hf_hybrid.run.trainer_view import of_user
+from hf_hybrid.rows.facts import of_user
 
 if TYPE_CHECKING:
     from hf_hybrid.phase_memory.adapters import AdapterProducts

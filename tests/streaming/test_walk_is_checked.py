@@ -324,6 +324,25 @@ def test_without_code_of_a_user_the_walk_is_that_of_before(tmp_path, monkeypatch
     assert compared == [None, None]
 
 
+def test_hooks_on_weights_do_not_see_it(tmp_path):
+    seen = []
+
+    def halve(weight):
+        weight.grad.mul_(0.5)
+
+    def watched():
+        model, calls = model_of(), []
+        model.lm_head.weight.register_hook(lambda gradient: calls.append(gradient.norm().item()))
+        model.model.layers[1].mlp.up_proj.weight.register_post_accumulate_grad_hook(halve)
+        seen.append(calls)
+        return model
+
+    plain, streamed = (trained(base, tmp_path, watched()) for base in (Trainer, HybridTrainer))
+    assert streamed.memory.window.by_layer and len(seen[0]) == 6
+    assert_close(streamed, plain)
+    assert seen[0] == pytest.approx(seen[1])
+
+
 @pytest.mark.usefixtures("of_a_library")
 @pytest.mark.parametrize("call", [2, 3, 5, 7])
 def test_memory_that_runs_out_in_the_comparison(call, tmp_path, monkeypatch):
