@@ -74,7 +74,7 @@ from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, device_probe
 from hf_hybrid.run.epochs import Epochs
 from hf_hybrid.run.monitor import numbers_of, overflowed
 from hf_hybrid.run.run import DataOrder, RandomStates, Run
-from hf_hybrid.run.trainer_view import SEAMS, acts_between, reads_gradients
+from hf_hybrid.run.trainer_view import SEAMS, Code, acts_beside_layers, acts_between, reads_gradients
 from hf_hybrid.saving.lock import check_output
 from hf_hybrid.saving.manifest import last_checkpoint
 from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
@@ -82,6 +82,7 @@ from hf_hybrid.saving.saver import InStep, Saver
 from hf_hybrid.saving.sharded import load_converted, load_optimizer, load_weights
 from hf_hybrid.saving.start import restoring
 from hf_hybrid.streaming.engine import Resident
+from hf_hybrid.streaming.layers import obstacle_to_walking
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 
 logger = logging.getLogger(__name__)
@@ -225,6 +226,9 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self._seams: list[Any] = []
         """What [`_who_acts`] was found out of."""
         self._acts: str | None = None
+        self._code: tuple[Any, ...] = ()
+        """What [`_obstacle_to_walking`] was found out of."""
+        self._beside: str | None = None
         super().__init__(*args, **kwargs)
         check_kernels(self.args)
         self.hybrid_args = (
@@ -460,6 +464,17 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             self._shows_gradients = streamed is not None and (self._acts is not None or reads_gradients(self))
         return self._acts
 
+    def _obstacle_to_walking(self) -> str | None:
+        """Return why windows are not walked by layer, see [`acts_beside_layers`]: found out again where any is new."""
+        model = self.accelerator.unwrap_model(self.model)
+        losses = [vars(place).get("compute_loss") for place in (self, *type(self).__mro__)]
+        seams = Code.of(model), losses
+        if seams != self._code:
+            layers = [module for unit in self.memory.streamer.layers for module in unit.modules]
+            self._code, self._beside = seams, acts_beside_layers(self, seams[0], layers)
+        clause = self._beside
+        return obstacle_to_walking(model) if clause is None else f"{clause[0].upper()}{clause[1:]}."
+
     def _arrange(self, step: Step) -> None:
         """Decide how the micro-batches of a step are computed, now that `on_step_begin` has been called."""
         step.is_arranged, self.saver.in_step.is_changing = True, True
@@ -470,7 +485,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
                 step.batches = send_to_device(step.batches, self.args.device, non_blocking=True)
         window = self.memory.window
         if window is not None:
-            window.shows_gradients = self._shows_gradients
+            window.shows_gradients, window.obstacle_now = self._shows_gradients, self._obstacle_to_walking
         if window is not None and window.order != "micro_batch" and step.acts is not None:
             logger.warning("Windows are walked micro-batch by micro-batch from here on: %s.", step.acts)
             self.memory.walk_by_micro_batch()
@@ -485,6 +500,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         try:
             if self._around_forward:
                 self.run.call("before_forward", self.run.phase)
+            if (window := self.memory.window) is not None and window.asks:
+                window.look(inputs)  # it computes some rows as they are
             with rows.around() if around else contextlib.nullcontext():
                 return step(inputs)
         finally:

@@ -158,6 +158,7 @@ class Streamed(Resident):
         return self.optimizer
 
     def begin(self) -> None:
+        self.window.is_compared = False
         self.streamer.attach()
 
     def end(self) -> None:
