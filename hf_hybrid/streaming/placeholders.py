@@ -38,9 +38,9 @@ as_plain = torch._C.DisableTorchFunctionSubclass
 _OF_WEIGHTS = {"data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__"}
 """Properties that are read of the weights. All others are the placeholder's."""
 _OF_PLACEHOLDER = frozenset(
-    "__hash__ __len__ _has_compatible_shallow_copy_type can_cast data_ptr dim element_size empty_like full_like "
-    "get_device is_complex is_conj is_contiguous is_floating_point is_inference is_neg is_same_size is_shared "
-    "is_signed ndimension nelement new_empty new_full new_ones new_tensor new_zeros numel ones_like rand_like "
+    "__hash__ __len__ _has_compatible_shallow_copy_type backward can_cast data_ptr dim element_size empty_like "
+    "full_like get_device grad is_complex is_conj is_contiguous is_floating_point is_inference is_neg is_same_size "
+    "is_shared is_signed ndimension nelement new_empty new_full new_ones new_tensor new_zeros numel ones_like rand_like "
     "randint_like randn_like register_hook register_post_accumulate_grad_hook requires_grad_ result_type retain_grad "
     "size storage_offset stride untyped_storage zeros_like".split()
 )
@@ -150,11 +150,11 @@ def _computed(func: Any, asked: str, args: tuple, kwargs: dict) -> Any:
 
 def _shared(streamer: LayerStreamer, unit: Unit, param: StreamedParameter) -> Tensor:
     """
-    Return the weights themselves. All who ask get the same tensor, as long as one of them holds it. Those that are
-    packed as int8 stay NaN: a state dict names them too.
+    Return the weights themselves. All who ask get the same tensor, as long as one of them holds it. Of those that are
+    packed as int8 it has no values: state dicts name them too.
     """
     if param.host_weights is None:
-        return param.parameter.data
+        return torch.empty_like(param.parameter, device="meta")
     streamer.weights_of(unit, param)
     weights = None if param.shared is None else param.shared()
     if weights is None:

@@ -462,8 +462,10 @@ def test_int8_base_stays_packed_where_it_does_not_fit(tmp_path, train_set, monke
     assert "stays packed" in caplog.text
     adapters = {name: w for name, w in trainer.model.named_parameters() if "lora" in name}
     assert adapters and all(torch.isfinite(w).all() for w in adapters.values())
+    base = next(w for name, w in trainer.model.named_parameters() if "base_layer" in name)
     with pytest.raises(RuntimeError, match="q_proj.*packed as int8 .`memory=stream`"):
-        weights(trainer.model)
+        base.norm()
+    assert base.detach().is_meta
     trainer.save_model(tmp_path / "adapters")
     assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
     monkeypatch.undo()
