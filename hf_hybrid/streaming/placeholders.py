@@ -10,7 +10,8 @@ other function of torch is called with the weights on the host, after updates th
 plain `Trainer` would have, and what is written is trained:
 
 - without gradients, functions get the weights themselves, or copies on the device where other arguments lie there. What
-  they write in place is noted, so that the layer is copied to the device anew;
+  they return lies on the device, unless it shares the weights' memory ([`HostWeights`]). The layer is copied to the
+  device anew, since they may have written to its weights;
 - with gradients, the parameter gets the gradient of what was computed, as if it had been there;
 - `parameter.data = new` is copied into the weights at once, or refused at that line;
 - `parameter.grad` is the sum of the window so far, and `None` drops it.
@@ -40,9 +41,9 @@ _OF_WEIGHTS = {"data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_inter
 _OF_PLACEHOLDER = frozenset(
     "__hash__ __len__ _has_compatible_shallow_copy_type backward can_cast data_ptr dim element_size empty_like "
     "full_like get_device grad is_complex is_conj is_contiguous is_floating_point is_inference is_neg is_same_size "
-    "is_shared is_signed ndimension nelement new_empty new_full new_ones new_tensor new_zeros numel ones_like rand_like "
-    "randint_like randn_like register_hook register_post_accumulate_grad_hook requires_grad_ result_type retain_grad "
-    "size storage_offset stride untyped_storage zeros_like".split()
+    "is_shared is_signed ndimension nelement new_empty new_full new_ones new_tensor new_zeros numel ones_like "
+    "rand_like randint_like randn_like register_hook register_post_accumulate_grad_hook requires_grad_ result_type "
+    "retain_grad size storage_offset stride untyped_storage zeros_like".split()
 )
 """Functions that ask for no weights."""
 _SHARED = ("data", "detach")
@@ -122,9 +123,10 @@ def _assign(parameter: Any, new: Tensor) -> None:
 
 
 def _computed(func: Any, asked: str, args: tuple, kwargs: dict) -> Any:
-    """Call a function with weights in place of placeholders."""
-    in_place = asked == "__setitem__" or (asked[-1] == "_" and asked[:2] != "__")
-    in_place = in_place or (asked[:3] == "__i" and asked not in _NO_OPERATORS)
+    """Call a function with weights in place of placeholders. With a device its other tensors say where."""
+    writes = asked == "__setitem__" or (asked[-1] == "_" and asked[:2] != "__")
+    writes = writes or (asked[:3] == "__i" and asked not in _NO_OPERATORS)
+    in_place = writes and isinstance(tree_leaves(args[:1])[0], HELD)
     others = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not isinstance(leaf, HELD)]
     beside = next((other.device for other in others if other.device.type != "cpu"), None)
 
@@ -138,6 +140,10 @@ def _computed(func: Any, asked: str, args: tuple, kwargs: dict) -> Any:
                 return _OfParameter.apply(held, found.to(held.device))
         return found if in_place or beside is None else found.to(beside)
 
+    def placed(result: Tensor) -> Tensor:
+        shares = result.untyped_storage().data_ptr() == args_[0].untyped_storage().data_ptr()
+        return result.as_subclass(HostWeights) if shares else result.to(args[0].device)
+
     with as_plain():
         if asked in _SHARED and isinstance(args[0], Placeholder):
             return _shared(*args[0].holder)
@@ -145,7 +151,10 @@ def _computed(func: Any, asked: str, args: tuple, kwargs: dict) -> Any:
         if in_place and beside is not None:
             args_, kwargs_ = tree_map_only(Tensor, Tensor.cpu, (args_, kwargs_))
         result = func(*args_, **kwargs_)
-    return args[0] if in_place and result is not None else result
+        if in_place and result is not None:
+            return args[0]
+        alone = not others and isinstance(args[0], Placeholder) and args[0].device != args_[0].device
+        return tree_map_only(Tensor, placed, result) if alone else result
 
 
 def _shared(streamer: LayerStreamer, unit: Unit, param: StreamedParameter) -> Tensor:
@@ -177,8 +186,8 @@ class _OfParameter(torch.autograd.Function):
 
 class HostWeights(Tensor):
     """
-    Weights on the host that stand for some on a device, as `parameter.data` gives them there: a copy of them on the
-    host is a copy.
+    Weights on the host that stand for some on a device, as `parameter.data` gives them: a copy of them on the host is a
+    copy, and they can be computed with, and written from, tensors of the device.
     """
 
     @classmethod

@@ -885,6 +885,7 @@ class OnWeights(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model, **kwargs):
         self.start = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+        self.mean = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
 
     def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
         torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
@@ -892,12 +893,19 @@ class OnWeights(TrainerCallback):
     def on_step_end(self, args, state, control, model, **kwargs):
         for name, parameter in model.named_parameters():
             half = torch.full((), 0.5, device=args.device)
+            assert self.mean[name].lerp_(parameter.detach(), 0.5).device == half.device
+            with torch.no_grad():
+                assert {parameter.norm().device, (parameter * 2).device} == {half.device}
+                parameter.view(-1)[:1] = half
             if args.device.type != "cpu" and state.global_step > 1:  # there a copy on the host stays what it was
                 assert (parameter.detach().cpu() - self.start[name]).any()
             parameter.data.mul_(0.99)
             with torch.no_grad():
-                parameter.add_(parameter * half, alpha=0.01)
+                parameter.add_(parameter * half, alpha=0.01).sub_(self.mean[name], alpha=0.01)
                 parameter.data = parameter.data - 0.001
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.mean.clear()
 
 
 @scenario(stops=999)
