@@ -126,7 +126,9 @@ class HookRouter(CallbackHandler):
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         self.trainer._after_update()
-        with self.trainer.memory.showing_used_gradients():
+        if (streamed := self.trainer.memory.optimizer) is None:
+            return super().on_optimizer_step(args, state, control, **kwargs)
+        with streamed.showing_used_gradients():
             return super().on_optimizer_step(args, state, control, **kwargs)
 
     def on_step_end(self, args, state, control, **kwargs):

@@ -86,10 +86,6 @@ class Resident(InPlace):
     def discard_gradients(self) -> None:
         """Drop gradients that the optimizer has not used."""
 
-    def showing_used_gradients(self) -> contextlib.AbstractContextManager:
-        """Context in which parameters still have the gradients that the last step has used."""
-        return contextlib.nullcontext()
-
     # Access to the weights.
 
     def overlay(self, displaced: Callable[[nn.Parameter], Tensor | None]) -> None:
@@ -207,14 +203,6 @@ class Streamed(Resident):
         self.streamer.gradients_arrived()
         if self.optimizer is not None:
             self.optimizer.drop_gradients()
-
-    @contextlib.contextmanager
-    def showing_used_gradients(self) -> Generator[None]:
-        self.streamer.updates.shows_used = True
-        try:
-            yield
-        finally:
-            self.streamer.updates.shows_used = False
 
     def holds(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self.streamer.masters

@@ -43,9 +43,10 @@ Readers of masters or states (saving, a leap, the end of training) call `flush` 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import torch
@@ -356,6 +357,15 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         for _, param in self._updated():
             if param.master.grad is not None:
                 param.master.grad.mul_(scale)
+
+    @contextlib.contextmanager
+    def showing_used_gradients(self) -> Generator[None]:
+        """Context in which parameters still have the gradients that the last step has used."""
+        self.shows_used = True
+        try:
+            yield
+        finally:
+            self.shows_used = False
 
     def used_gradient(self, unit: Unit, param: StreamedParameter) -> Tensor | None:
         groups, scale = self.pending.get(unit, ((), None))
