@@ -499,11 +499,15 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         rows, in_step = self.rows, self.saver.in_step
         around = rows is not None and (rows.in_every_pass or self.run.step.window is not None)
         in_step.is_changing = True
+        if (window := self.memory.window) is not None and window.asks:
+            try:
+                window.look(inputs)  # before parts exchange forward passes, whose gradients may be anywhere
+            except BaseException:
+                in_step.is_changing = False
+                raise
         try:
             if self._around_forward:
                 self.run.call("before_forward", self.run.phase)
-            if (window := self.memory.window) is not None and window.asks:
-                window.look(inputs)  # it computes some rows as they are
             with rows.around() if around else contextlib.nullcontext():
                 return step(inputs)
         finally:

@@ -30,7 +30,8 @@ until the end and are differentiated once, since several layers may have used th
 **What cannot be walked.** Layers that pass tensors through an object (a cache, a dictionary) would go around the cuts.
 So does a model that uses what it computed before its layers (embeddings) after them once more: the loss's backward call
 frees the graph of it. Micro-batches may also call different layers. [`Window`] then drops the gradients of the window,
-and walks micro-batch by micro-batch.
+and walks micro-batch by micro-batch. What layers share beside their inputs and outputs shows in no cut: see
+[`hf_hybrid.streaming.comparison`].
 """
 
 from __future__ import annotations

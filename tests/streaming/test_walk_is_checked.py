@@ -219,11 +219,11 @@ def test_a_window_of_one_whose_activations_leave_is_compared_too(tmp_path, caplo
 # And nothing else changes.
 
 
-def lora(**options):
+def lora(dropout=0.1):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
-    config = LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False, lora_dropout=0.1)
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False, lora_dropout=dropout)
     return get_peft_model(model_of(hidden_size=64), config)
 
 
@@ -243,6 +243,10 @@ SITUATIONS = {
     "tied": (lambda: tiny_model(num_hidden_layers=3), {"plan_values": {"stream_embeddings": True}}),
     "dropout": (lambda: model_of(attention_dropout=0.2), {}),
     "adapters": (lora, {}),
+    "adapters multiplied here": (
+        lambda: lora(0.0),
+        {"bf16": True, "enable_predict": True, "direction": "none", "optim": "adamw_torch"},
+    ),
     "adapters of int8": (lora, {"base_precision": "int8"}),
     "bf16": (model_of, {"bf16": True}),
     "model in bf16": (lambda: model_of().to(torch.bfloat16), {}),
