@@ -74,7 +74,7 @@ from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, device_probe
 from hf_hybrid.run.epochs import Epochs
 from hf_hybrid.run.monitor import numbers_of, overflowed
 from hf_hybrid.run.run import DataOrder, RandomStates, Run
-from hf_hybrid.run.trainer_view import SEAMS, acts_between, reads_gradients
+from hf_hybrid.run.trainer_view import SEAMS, acts_between, has_own_loss, reads_gradients
 from hf_hybrid.saving.lock import check_output
 from hf_hybrid.saving.manifest import last_checkpoint
 from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
@@ -82,6 +82,7 @@ from hf_hybrid.saving.saver import InStep, Saver
 from hf_hybrid.saving.sharded import load_converted, load_optimizer, load_weights
 from hf_hybrid.saving.start import restoring
 from hf_hybrid.streaming.engine import Resident
+from hf_hybrid.streaming.layers import has_code_of_user
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 
 logger = logging.getLogger(__name__)
@@ -224,6 +225,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self._seams: list[Any] = []
         """What [`_who_acts`] was found out of."""
         self._acts: str | None = None
+        self._own_loss = False
+        """Whether code of a user computes the loss."""
         super().__init__(*args, **kwargs)
         check_kernels(self.args)
         self.hybrid_args = (
@@ -452,13 +455,14 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         """Return what code of a user acts on micro-batches, see [`acts_between`]: found out again where any is new."""
         steps = {*self.run.accumulations, self.args.gradient_accumulation_steps}
         events = map(attrgetter("on_substep_end", "on_pre_optimizer_step"), self.callback_handler.callbacks)
-        seams: list[Any] = [vars(self.accelerator).get("backward"), steps, *events]
+        seams: list[Any] = [vars(self.accelerator).get("backward"), steps, *events, self.compute_loss_func]
         if (streamed := self.memory.optimizer) is not None:
             seams += streamed._optimizer_step_pre_hooks.values()
         for place in (self, *type(self).__mro__):
             seams += map(vars(place).get, SEAMS)
         if seams != self._seams:
             self._seams, self._acts = seams, acts_between(self)
+            self._own_loss = streamed is not None and has_own_loss(self)
             self._shows_gradients = streamed is not None and (self._acts is not None or reads_gradients(self))
         return self._acts
 
@@ -473,6 +477,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         window = self.memory.window
         if window is not None:
             window.shows_gradients = self._shows_gradients
+            own = step.acts is not None or self._own_loss
+            window.streamer.compares = own or has_code_of_user(unit.modules[0] for unit in window.streamer.layers)
         if window is not None and window.order != "micro_batch" and step.acts is not None:
             logger.warning("Windows are walked micro-batch by micro-batch from here on: %s.", step.acts)
             self.memory.walk_by_micro_batch()

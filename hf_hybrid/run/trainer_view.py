@@ -140,8 +140,8 @@ PER_MICRO_BATCH = (
     "training_step", "_prepare_inputs", "_prepare_input", "get_batch_samples", "compute_loss_context_manager",
     "_inner_training_loop", "_run_epoch",
 )  # fmt: skip
-SEAMS = (*PER_MICRO_BATCH, "_clip_grad_norm", "_get_grad_norm")
-"""Methods that decide what [`acts_between`] and [`reads_gradients`] return."""
+SEAMS = (*PER_MICRO_BATCH, "_clip_grad_norm", "_get_grad_norm", "compute_loss")
+"""Methods that decide what [`acts_between`], [`reads_gradients`] and [`has_own_loss`] return."""
 
 
 def acts_between(trainer: Any) -> str | None:
@@ -197,6 +197,14 @@ def own_losses(trainer: TrainerView) -> list[tuple[str, str]]:
             if package != owner.partition(".")[0] or (package, name) not in _PLAIN_LOSSES:
                 found.append((package, name))
     return [loss for loss in found if loss[0] != "hf_hybrid"]
+
+
+def has_own_loss(trainer: TrainerView) -> bool:
+    """Whether code of a user computes the loss: it may pass through the model more than once, or differentiate it."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    models = [model, model.get_base_model()] if hasattr(model, "get_base_model") else [model]
+    own = trainer.compute_loss_func is not None or any(package not in LIBRARIES for package, _ in own_losses(trainer))
+    return own or any(_foreign(model) for model in models)
 
 
 def unknown_loss(trainer: TrainerView) -> str | None:

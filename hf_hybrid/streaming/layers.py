@@ -9,13 +9,15 @@ parameters is the list of its layers. Embeddings and head are what the model its
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_hybrid.optimizers import ask, text_config
+from hf_hybrid.run.trainer_view import FORWARDS, KERNELS, package_of
 
 
 class NoLayerListError(ValueError):
@@ -129,6 +131,28 @@ def obstacle_to_walking(model: nn.Module) -> str | None:
         # They are read by hooks inside the layers, past the layers' outputs, and have to carry gradients.
         return "`output_router_logits=True` takes router logits out of the layers for the loss."
     return None
+
+
+_KINDS_OF_USER: dict[tuple, bool] = {}
+"""Whether a class of modules with this `forward` has code of a user."""
+
+
+def has_code_of_user(layers: Iterable[nn.Module]) -> bool:
+    """Whether layers compute code of a user: hooks, functions in place of `forward`, or modules of no library."""
+    for module in [module for layer in layers for module in layer.modules()]:
+        own, kind = module.__dict__, type(module)
+        if (is_of_user := _KINDS_OF_USER.get((kind, kind.forward))) is None:
+            file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+            known, package = (*FORWARDS, *KERNELS), kind.__module__.partition(".")[0]
+            is_of_user = package_of(kind.forward, known) not in (*known, package)
+            is_of_user |= "-packages" not in file and package not in known
+            _KINDS_OF_USER[kind, kind.forward] = is_of_user
+        functions = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
+        if "forward" in own:
+            functions.append(own["forward"])
+        if is_of_user or any(package_of(function) not in (*FORWARDS, *KERNELS) for function in functions):
+            return True
+    return False
 
 
 def working_dtypes(model: nn.Module, bf16: bool) -> Callable[[nn.Parameter], torch.dtype]:

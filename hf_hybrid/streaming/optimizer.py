@@ -395,6 +395,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
                 hook(self, (), {})
         self.take_gradients()
         self.streamer.end_backward()
+        self.streamer.check_recomputed()
         resident: list[dict] = []
         groups: dict[Unit, list[dict]] = {}
         for group in self.param_groups:
@@ -487,6 +488,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             self._coming.clear()
             self.begin_load(unit)
         self._updating, slot = unit, self._coming.pop(unit)
+        unit.updates += 1
         transfers.wait(slot.ready)
         masters, gradients, states = beside.views(slot.buffer)
         for group in groups:

@@ -19,6 +19,10 @@ gives NaN instead of a plausible wrong number. The streamer uses three mechanism
 saves. [`LayerStreamer.detach`] removes all of them.
 
 Passes without gradients (evaluation, probes, generation) need only the first part, and no checkpointing.
+
+Code of a user in a layer may compute something else the second time: from a random generator of its own, or because the
+user has changed the layer in between. Its gradient would be that of another function. Where there is such code, a
+sample of what a layer computes is compared, and a step with a difference is refused ([`LayerStreamer.compares`]).
 """
 
 from __future__ import annotations
@@ -31,12 +35,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from hf_hybrid.compat import CACHES
 from hf_hybrid.machine import copy_to_device_
 from hf_hybrid.streaming.experts import Experts
-from hf_hybrid.streaming.graphs import KeptGraph
+from hf_hybrid.streaming.graphs import KeptGraph, computed_otherwise, refuse_second_derivative, updated_since
 from hf_hybrid.streaming.layers import save_packed_weights
 from hf_hybrid.streaming.transfers import Transfers
 from hf_hybrid.streaming.units import SlotPool, StreamedParameter, Unit, make_units
@@ -122,6 +127,10 @@ class LayerStreamer:
         """Of experts that were not copied, because no token reached them."""
         self.last_pass = False
         """Whether the pass under way completes the gradients of its step."""
+        self.compares = True
+        """Whether code of a user may let a layer compute something else when it is recomputed."""
+        self._compared: list[tuple[Unit, Tensor]] = []
+        """Units that were recomputed, and whether they computed something else, on the device."""
         self.overlay: Callable[[nn.Parameter], Tensor | None] | None = None
         """The weights of a master with a leap under test that is not in it yet; asked for as a unit is brought in."""
         pin = self.transfers.beside
@@ -196,6 +205,7 @@ class LayerStreamer:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+        self._compared.clear()
         self._in_backward = None
         for unit in self.units:
             # Without its pool too: a unit would keep every slot alive while the next attach makes new ones.
@@ -302,11 +312,59 @@ class LayerStreamer:
         if unit.open_graphs < unit.graphs:
             with self._for_forward(unit), self.keeping_graph(unit, begin=self._begin_backward):
                 return original(*args, **kwargs)
+        return self._checkpoint(unit, original, args, kwargs)
 
-        def contexts():
-            return self._for_forward(unit), self._for_backward(unit)
+    def _checkpoint(self, unit: Unit, function: Callable, args: tuple, kwargs: dict):
+        """Compute a unit now, and again each time that a backward pass comes to it."""
+        compares, again = self.compares, False
+        before: tuple[int, list[str], list[Tensor]] | None = None
 
-        return checkpoint(original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        def compute(*args, **kwargs):
+            nonlocal before, again
+            choices = _adapter_choices(unit) if compares else []
+            if before is None:
+                with self._for_forward(unit):
+                    updates, outputs = unit.updates, function(*args, **kwargs)
+                before = updates, choices, _sample(outputs) if compares else []
+                return outputs
+            updates, choices_before, values = before
+            if updates != unit.updates:
+                raise updated_since(unit)
+            if choices != choices_before:
+                raise computed_otherwise(f"`{unit.name}`")
+            with self._for_backward(unit, again):
+                again = True
+                outputs = function(*args, **kwargs)
+                if compares:
+                    self._compare(unit, values, _sample(outputs))
+                return outputs
+
+        outputs = checkpoint(compute, *args, use_reentrant=False, early_stop=not compares, **kwargs)
+        if compares:
+            for tensor in tree_leaves(outputs):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(functools.partial(refuse_second_derivative, unit))
+        return outputs
+
+    def _compare(self, unit: Unit, before: list[Tensor], now: list[Tensor]) -> None:
+        """Compare samples of what a unit has computed. [`check_recomputed`] waits for what comes of it."""
+        if [values.shape for values in before] != [values.shape for values in now]:
+            raise computed_otherwise(f"`{unit.name}`")
+        for values, again in zip(before, now):
+            # Half of the last place is left to kernels that add up in any order.
+            autocast = autocast_now(self.device)
+            dtype = autocast["dtype"] if autocast["enabled"] else values.dtype
+            most = max(torch.finfo(dtype).eps / 2, 1e-5)
+            difference = torch.linalg.vector_norm((again - values).float())
+            self._compared.append((unit, difference > most * torch.linalg.vector_norm(values.float())))
+
+    def check_recomputed(self) -> None:
+        """Raise `RuntimeError` if a unit that was recomputed has computed something else."""
+        compared, self._compared = self._compared, []
+        if compared:
+            differs = torch.stack([differs for _, differs in compared]).tolist()
+            for unit in [unit for (unit, _), different in zip(compared, differs) if different][:1]:
+                raise computed_otherwise(f"`{unit.name}`")
 
     @contextlib.contextmanager
     def _for_forward(self, unit: Unit) -> Generator[None]:
@@ -318,25 +376,31 @@ class LayerStreamer:
             self.release(unit)
 
     def keeping_graph(
-        self, unit: Unit, *, begin: Callable[[Unit], object] = lambda unit: None
+        self, unit: Unit, *, begin: Callable[[Unit, bool], object] = lambda unit, again: None
     ) -> contextlib.AbstractContextManager:
-        """Context of a forward pass that is not recomputed; `begin` is called when the backward pass comes to it."""
+        """
+        Context of a forward pass that is not recomputed; `begin` is called when a backward pass comes to it, and told
+        whether one has before.
+        """
         return KeptGraph(unit, self._expanded, begin).saving()
 
     @contextlib.contextmanager
-    def _for_backward(self, unit: Unit) -> Generator[None]:
-        """Context of a unit's recomputation. Its weights stay until the backward pass has left the unit."""
+    def _for_backward(self, unit: Unit, again: bool) -> Generator[None]:
+        """
+        Context of a unit's recomputation, of one call the first time or `again`. Its weights stay until the backward
+        pass has left the unit.
+        """
         if self._in_backward is not unit:
             self.end_backward()
             self.bring_in(unit, backward=True)
             self._in_backward = unit
-        unit.open_calls -= 1
+        unit.open_calls -= not again
         with torch.autocast(**autocast_now(self.device)):
             yield
 
-    def _begin_backward(self, unit: Unit) -> None:
+    def _begin_backward(self, unit: Unit, again: bool) -> None:
         """The backward pass comes to a unit that is not recomputed."""
-        with self._for_backward(unit):
+        with self._for_backward(unit, again):
             pass
 
     def end_backward(self) -> None:
@@ -367,7 +431,9 @@ class LayerStreamer:
 
     def _bind(self, unit: Unit, *, backward: bool) -> None:
         if unit.slot is None and not self._take_slot(unit):
-            # Everything is in use: by units fetched ahead for a turn that was not taken.
+            # Everything is in use: by units fetched ahead for a turn that was not taken, or by a backward pass before.
+            if not backward:
+                self.end_backward()
             for other in self.layers:
                 if other.slot is not None and other is not self._in_backward and other.pool is unit.pool:
                     self.release(other)
@@ -535,6 +601,19 @@ class LayerStreamer:
             "host_weights": [storage.packed for storage in storages if storage.packed is not None] + masters,
             "host_gradients": [param.gradient for param in self.masters.values() if param.gradient is not None],
         }
+
+
+def _sample(outputs: Any) -> list[Tensor]:
+    """Return some hundred values of what a unit has computed."""
+    flat = [t.detach().flatten() for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()]
+    return [values[:: len(values) // 256 | 1].clone() for values in flat]  # an odd step reaches all columns
+
+
+def _adapter_choices(unit: Unit) -> list[str]:
+    """Return which adapters compute, with which scales: with new ones only gradients tell."""
+    names = ("scaling", "_active_adapter", "_disable_adapters")
+    modules = [vars(module) for layer in unit.modules for module in layer.modules()]
+    return [str([own.get(name) for name in names]) for own in modules if "scaling" in own]
 
 
 def autocast_now(device: torch.device) -> dict:

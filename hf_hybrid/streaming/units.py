@@ -322,6 +322,7 @@ class Unit:
     """The slot holds something else than the masters: do not keep it."""
     loads: int = 0
     calls: int = 0
+    updates: int = 0
     open_calls: int = 0
     """Its calls that the backward pass has yet to come to."""
     graphs: int = 0
