@@ -82,7 +82,6 @@ from hf_hybrid.saving.saver import InStep, Saver
 from hf_hybrid.saving.sharded import load_converted, load_optimizer, load_weights
 from hf_hybrid.saving.start import restoring
 from hf_hybrid.streaming.engine import Resident
-from hf_hybrid.streaming.layers import has_code_of_user
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 
 logger = logging.getLogger(__name__)
@@ -476,9 +475,9 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
                 step.batches = send_to_device(step.batches, self.args.device, non_blocking=True)
         window = self.memory.window
         if window is not None:
-            window.shows_gradients = self._shows_gradients
-            own = step.acts is not None or self._own_loss
-            window.streamer.compares = own or has_code_of_user(unit.modules[0] for unit in window.streamer.layers)
+            clips = (self.args.max_grad_norm or 0) > 0  # a callback may have set it since layers were planned
+            window.updates_late = self._shows_gradients or (clips and self.memory.plan.setup.update_in_backward)
+            window.has_code_around = step.acts is not None or self._own_loss
         if window is not None and window.order != "micro_batch" and step.acts is not None:
             logger.warning("Windows are walked micro-batch by micro-batch from here on: %s.", step.acts)
             self.memory.walk_by_micro_batch()
@@ -646,8 +645,10 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
 
     def create_optimizer(self, model=None):
         self._chunked_loss.install(self)  # before anything else wraps the head
-        if not self.memory.is_for(self.model):  # `model_init` made a new one
+        if not self.memory.is_for(self.model):  # `model_init` made a new one, or more of it is trained
+            self.memory = Resident()  # the last one gives its memory back first
             self._plan_memory()
+            self._move_model_to_device(self.model, self.args.device)
         build_optimizer(self, self.model if model is None else model)
         self.optimizer = self.memory.wrap(super().create_optimizer(model))
         self.memory.begin()

@@ -133,26 +133,15 @@ def obstacle_to_walking(model: nn.Module) -> str | None:
     return None
 
 
-_KINDS_OF_USER: dict[tuple, bool] = {}
-"""Whether a class of modules with this `forward` has code of a user."""
-
-
-def has_code_of_user(layers: Iterable[nn.Module]) -> bool:
-    """Whether layers compute code of a user: hooks, functions in place of `forward`, or modules of no library."""
-    for module in [module for layer in layers for module in layer.modules()]:
-        own, kind = module.__dict__, type(module)
-        if (is_of_user := _KINDS_OF_USER.get((kind, kind.forward))) is None:
-            file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-            known, package = (*FORWARDS, *KERNELS), kind.__module__.partition(".")[0]
-            is_of_user = package_of(kind.forward, known) not in (*known, package)
-            is_of_user |= "-packages" not in file and package not in known
-            _KINDS_OF_USER[kind, kind.forward] = is_of_user
-        functions = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
-        if "forward" in own:
-            functions.append(own["forward"])
-        if is_of_user or any(package_of(function) not in (*FORWARDS, *KERNELS) for function in functions):
+def are_of_user(kinds: Iterable[Any], functions: Iterable[Any]) -> bool:
+    """Whether a class of modules is of no installed package or got another `forward`, or a function of no library."""
+    known = (*FORWARDS, *KERNELS)
+    for kind in kinds:
+        package = kind.__module__.partition(".")[0]
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+        if package_of(kind.forward, known) not in (*known, package) or not ("-packages" in file or package in known):
             return True
-    return False
+    return any(package_of(function) not in known for function in functions)
 
 
 def working_dtypes(model: nn.Module, bf16: bool) -> Callable[[nn.Parameter], torch.dtype]:

@@ -42,9 +42,9 @@ from hf_hybrid.compat import CACHES
 from hf_hybrid.machine import copy_to_device_
 from hf_hybrid.streaming.experts import Experts
 from hf_hybrid.streaming.graphs import KeptGraph, computed_otherwise, refuse_second_derivative, updated_since
-from hf_hybrid.streaming.layers import save_packed_weights
+from hf_hybrid.streaming.layers import are_of_user, save_packed_weights
 from hf_hybrid.streaming.transfers import Transfers
-from hf_hybrid.streaming.units import SlotPool, StreamedParameter, Unit, make_units
+from hf_hybrid.streaming.units import SlotPool, StreamedParameter, Unit, cannot_train, make_units
 
 if TYPE_CHECKING:
     from hf_hybrid.streaming.walk import LayerWalk
@@ -129,6 +129,9 @@ class LayerStreamer:
         """Whether the pass under way completes the gradients of its step."""
         self.compares = True
         """Whether code of a user may let a layer compute something else when it is recomputed."""
+        self._code: list[Any] = []
+        """Of layers, when [`has_code_of_user`] looked last, and what it found."""
+        self._is_of_user = False
         self._compared: list[tuple[Unit, Tensor]] = []
         """Units that were recomputed, and whether they computed something else, on the device."""
         self.overlay: Callable[[nn.Parameter], Tensor | None] | None = None
@@ -141,7 +144,7 @@ class LayerStreamer:
         """In the order in which a forward pass needs them: embeddings, layers, head."""
         self.kept = resident - sum(unit.resident for unit in self.layers)
         self.streamed = {id(param.parameter): param for unit in self.units for param in unit.storage.params}
-        self.masters = {id(param.master): param for unit in self.units for param in unit.trainable}
+        self.masters = {id(param.master): param for unit in self.units for param in unit.planned}
         # One unit's gradients leave while the next are computed. Without any, activations may leave in their place.
         trained = max((sum(param.master.nbytes for param in unit.trainable) for unit in self.units), default=0)
         self.transfers.most_leaving = trained or max((unit.storage.packed_bytes for unit in self.units), default=0)
@@ -191,9 +194,13 @@ class LayerStreamer:
                 self._undo.append(module.register_state_dict_post_hook(functools.partial(self._show, unit)).remove)
             for param in unit.storage.params:
                 param.parameter.data = self._placeholder(param)
-                if param.parameter.requires_grad:
-                    hook = functools.partial(self._on_gradient, unit, param)
-                    self._undo.append(param.parameter.register_post_accumulate_grad_hook(hook).remove)
+                if param.planned:
+                    hook, trains = functools.partial(self._on_gradient, unit, param), param.parameter.requires_grad
+                    param.parameter.requires_grad_()  # torch takes no hook on one that is frozen meanwhile
+                    handle = param.parameter.register_post_accumulate_grad_hook(hook)
+                    param.hooks = [handle.id]
+                    self._undo.append(handle.remove)
+                    param.parameter.requires_grad_(trains)
         self._move_rest(self.device)
         self.updates.attach()
 
@@ -275,6 +282,43 @@ class LayerStreamer:
             unit.storage.refresh()
             self.forget(unit)
 
+    def look_at_parameters(self) -> None:
+        """
+        Look at what a user may have changed of the parameters since the last step. Raise `RuntimeError` if one is to be
+        trained for which nothing is planned. Hooks of a user on gradients see the sum so far, as in `Trainer`; ours
+        comes last and takes what they leave.
+        """
+        for unit in self.units:
+            for param in unit.storage.params:
+                hooks = param.parameter._post_accumulate_grad_hooks
+                if param.parameter.requires_grad and not param.planned:
+                    raise cannot_train(param)
+                if hooks is None or len(hooks) < 2 or not param.hooks:
+                    continue
+                if len(param.hooks) < 2:
+                    hook = functools.partial(self._add_sum_so_far, unit, param)
+                    handle = param.parameter.register_post_accumulate_grad_hook(hook)
+                    param.hooks.append(handle.id)
+                    self._undo.append(handle.remove)
+                taking, adding = param.hooks
+                of_user = {key: hook for key, hook in hooks.items() if key not in param.hooks}
+                ordered = {adding: hooks[adding], **of_user, taking: hooks[taking]}
+                hooks.clear()  # `move_to_end` would not change the order in which autograd reads them
+                hooks.update(ordered)
+
+    def has_code_of_user(self) -> bool:
+        """Whether layers compute code of a user: modules of its own, functions in place of `forward`, or hooks."""
+        kinds, functions, stack = set(), [], [module for unit in self.units for module in unit.modules]
+        while stack:  # `modules()` takes four times as long
+            own = vars(module := stack.pop())
+            kinds.add(type(module))
+            functions += (*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values())
+            functions += [own["forward"]] if "forward" in own else []
+            stack += own["_modules"].values()
+        if (code := [kinds, functions]) != self._code:
+            self._code, self._is_of_user = code, are_of_user(kinds, functions)
+        return self._is_of_user
+
     def _move_rest(self, device: torch.device) -> None:
         for parameter in self.model.parameters():
             if id(parameter) not in self.streamed:
@@ -310,41 +354,35 @@ class LayerStreamer:
 
         unit.open_calls += 1
         if unit.open_graphs < unit.graphs:
-            with self._for_forward(unit), self.keeping_graph(unit, begin=self._begin_backward):
+            with self._for_forward(unit), self.keeping_graph(unit, begin=self.begin_backward):
                 return original(*args, **kwargs)
-        return self._checkpoint(unit, original, args, kwargs)
+        contexts = self._for_forward(unit), _Recomputation(self, unit)
+        compute = functools.partial(checkpoint, use_reentrant=False, context_fn=functools.partial(tuple, contexts))
+        if not self.compares:
+            return compute(original, *args, **kwargs)
+        outputs: Any = compute(self._comparing(unit, original), *args, early_stop=False, **kwargs)
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(functools.partial(refuse_second_derivative, unit))
+        return outputs
 
-    def _checkpoint(self, unit: Unit, function: Callable, args: tuple, kwargs: dict):
-        """Compute a unit now, and again each time that a backward pass comes to it."""
-        compares, again = self.compares, False
-        before: tuple[int, list[str], list[Tensor]] | None = None
+    def _comparing(self, unit: Unit, function: Callable) -> Callable:
+        """Return a unit's function which compares what it computes the first time and again."""
+        before: tuple[list[str], list[Tensor]] | None = None
 
         def compute(*args, **kwargs):
-            nonlocal before, again
-            choices = _adapter_choices(unit) if compares else []
-            if before is None:
-                with self._for_forward(unit):
-                    updates, outputs = unit.updates, function(*args, **kwargs)
-                before = updates, choices, _sample(outputs) if compares else []
-                return outputs
-            updates, choices_before, values = before
-            if updates != unit.updates:
-                raise updated_since(unit)
-            if choices != choices_before:
+            nonlocal before
+            choices = _adapter_choices(unit)
+            if before is not None and before[0] != choices:
                 raise computed_otherwise(f"`{unit.name}`")
-            with self._for_backward(unit, again):
-                again = True
-                outputs = function(*args, **kwargs)
-                if compares:
-                    self._compare(unit, values, _sample(outputs))
-                return outputs
+            outputs = function(*args, **kwargs)
+            if before is None:
+                before = choices, _sample(outputs)
+            else:
+                self._compare(unit, before[1], _sample(outputs))
+            return outputs
 
-        outputs = checkpoint(compute, *args, use_reentrant=False, early_stop=not compares, **kwargs)
-        if compares:
-            for tensor in tree_leaves(outputs):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(functools.partial(refuse_second_derivative, unit))
-        return outputs
+        return compute
 
     def _compare(self, unit: Unit, before: list[Tensor], now: list[Tensor]) -> None:
         """Compare samples of what a unit has computed. [`check_recomputed`] waits for what comes of it."""
@@ -384,24 +422,16 @@ class LayerStreamer:
         """
         return KeptGraph(unit, self._expanded, begin).saving()
 
-    @contextlib.contextmanager
-    def _for_backward(self, unit: Unit, again: bool) -> Generator[None]:
+    def begin_backward(self, unit: Unit, again: bool) -> None:
         """
-        Context of a unit's recomputation, of one call the first time or `again`. Its weights stay until the backward
-        pass has left the unit.
+        A backward pass comes to a call of a unit, the first time or `again`. Its weights stay until the backward pass
+        has left the unit.
         """
         if self._in_backward is not unit:
             self.end_backward()
             self.bring_in(unit, backward=True)
             self._in_backward = unit
         unit.open_calls -= not again
-        with torch.autocast(**autocast_now(self.device)):
-            yield
-
-    def _begin_backward(self, unit: Unit, again: bool) -> None:
-        """The backward pass comes to a unit that is not recomputed."""
-        with self._for_backward(unit, again):
-            pass
 
     def end_backward(self) -> None:
         """Release the unit that the backward pass came to last, after the backward pass has left it."""
@@ -452,7 +482,7 @@ class LayerStreamer:
             if unit in self.updates.pending:
                 self.updates.update(unit)
             if (overlay := self.overlay) is not None:
-                for param in unit.trainable:
+                for param in unit.planned:
                     if (weights := overlay(param.master)) is not None:
                         copy_to_device_(param.parameter.data, weights)
                         unit.altered = True
@@ -538,6 +568,21 @@ class LayerStreamer:
             gradient, parameter.grad = parameter.grad.to(param.master.dtype), None
             param.total = gradient if param.total is None else param.total.add_(gradient)
 
+    def _add_sum_so_far(self, unit: Unit, param: StreamedParameter, parameter: nn.Parameter) -> None:
+        """Add the sum of the window so far to a gradient that hooks of a user are about to see."""
+        gradient, master = parameter.grad, param.master
+        if gradient is None:
+            return
+        if gradient.dtype != master.dtype:
+            parameter.grad_dtype = parameter.grad = None  # it may have any type
+            gradient = gradient.to(master.dtype)
+        if param.total is not None:
+            gradient, param.total = gradient.add_(param.total), None
+        if master.grad is not None and param.gradient is not None:
+            before = self.transfers.fetch(param.gradient, after=unit.storage.gradients_sent)
+            gradient, master.grad = gradient.add_(before.take()), None
+        parameter.grad = gradient
+
     def collect(self, unit: Unit, param: StreamedParameter) -> None:
         """Move the gradient of a parameter of the unit into, or add it to, its master's."""
         gradient, param.parameter.grad = param.parameter.grad, None
@@ -601,6 +646,26 @@ class LayerStreamer:
             "host_weights": [storage.packed for storage in storages if storage.packed is not None] + masters,
             "host_gradients": [param.gradient for param in self.masters.values() if param.gradient is not None],
         }
+
+
+class _Recomputation:
+    """Context of the recomputations of one call of a unit: each backward pass that comes to it enters it once."""
+
+    def __init__(self, streamer: LayerStreamer, unit: Unit):
+        self.streamer, self.unit = streamer, unit
+        self._updates = unit.updates + (unit in streamer.updates.pending)  # which its forward pass makes
+        self._again = False
+        self._autocast = contextlib.nullcontext()
+
+    def __enter__(self) -> None:
+        if self._updates != self.unit.updates:
+            raise updated_since(self.unit)
+        self.streamer.begin_backward(self.unit, self._again)
+        self._again, self._autocast = True, torch.autocast(**autocast_now(self.streamer.device))
+        self._autocast.__enter__()
+
+    def __exit__(self, *error) -> None:
+        self._autocast.__exit__(*error)
 
 
 def _sample(outputs: Any) -> list[Tensor]:

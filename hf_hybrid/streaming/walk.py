@@ -397,8 +397,10 @@ class Window:
             self._cannot_walk(obstacle)
         self._inputs: list = []
         self._results: list = []
-        self.shows_gradients = False
-        """Whether code of a user sees gradients before they are used: then no layer is updated in the backward pass."""
+        self.updates_late = False
+        """No layer is updated in the backward pass: gradients are clipped, or code of a user sees them first."""
+        self.has_code_around = False
+        """Whether code of a user computes the loss, or acts on micro-batches."""
         self._left = 0
         """Micro-batches that are yet to be computed."""
 
@@ -407,6 +409,8 @@ class Window:
         self.streamer.checkpoint_alone()  # a callback may have switched it on since the last
         if self.streamer.attached:
             self.streamer.take_assigned()
+            self.streamer.look_at_parameters()
+        self.streamer.compares = self.has_code_around or self.streamer.has_code_of_user()
         for unit in self.streamer.layers:
             unit.open_graphs = 0  # of passes that had no part in the last loss, or ended in an error
         self._inputs, self._results, self._left = list(inputs), [], len(inputs)
@@ -418,7 +422,7 @@ class Window:
             window = [inputs]
         if self.by_layer and (len(window) > 1 or (window and self.parking is not None)):
             try:
-                self.streamer.last_pass = not self.shows_gradients
+                self.streamer.last_pass = not self.updates_late
                 walk = LayerWalk(self.streamer, self.parking)
                 self._results = walk.run([functools.partial(step, inputs) for inputs in window])
             except CannotWalkError as error:
@@ -430,7 +434,7 @@ class Window:
         if self._results:
             return self._results.pop(0)
         self._left -= 1
-        self.streamer.last_pass = self._left == 0 and not self.shows_gradients
+        self.streamer.last_pass = self._left == 0 and not self.updates_late
         result = step(inputs)
         self.streamer.end_backward()
         return result

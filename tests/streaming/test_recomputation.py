@@ -1,9 +1,11 @@
 """A user's code in and around layers that are recomputed: what it makes is what Trainer makes of it, or is refused."""
 
+from functools import partial
+
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, config_values, tiny_model, weights
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
 
@@ -15,6 +17,10 @@ OURS, PLANNED = ("out_of_memory", "accumulation_walk"), ("kept_graphs", "prefetc
 
 def small(**overrides):
     return tiny_model(num_hidden_layers=LAYERS, **overrides)
+
+
+def untied():
+    return small(tie_word_embeddings=False)
 
 
 def made(ours, folder, model, *, loss=None, callbacks=(), optimizers=(None, None), **options):
@@ -208,3 +214,189 @@ def test_a_graph_is_differentiated_twice(options, tmp_path):
 
 def test_a_layer_that_was_updated_in_the_backward_pass_is_not_differentiated_again(tmp_path):
     refused(tmp_path, "weights were updated.*max_grad_norm", loss=twice, **SINGLE, **IN_BACKWARD)
+
+
+# Which parameters are trained.
+
+
+class Rotates(TrainerCallback):
+    """Trains one layer after the other (LISA)."""
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        for index, layer in enumerate(model.model.layers):
+            layer.requires_grad_(index == state.global_step % LAYERS)
+
+
+def rotated(ours, folder, *, trainings=2, **options):
+    trainer = trained(ours, folder, callbacks=[Rotates()], max_steps=5, **options)
+    for _ in range(trainings - 1):
+        trainer.train()
+    return weights(trainer.model)
+
+
+@pytest.mark.parametrize("options", [SINGLE, MICRO, {**SINGLE, **IN_BACKWARD}, {**MICRO, **IN_BACKWARD}], ids=str)
+def test_layers_that_are_trained_in_turn(options, tmp_path):
+    """Over saves, after which the model is taken over anew, and in a second training."""
+    options = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "save_only_model": True, **options}
+    assert_same_weights(*(rotated(ours, tmp_path / str(ours), **options) for ours in (False, True)))
+
+
+def freeze(index, model=small):
+    """Makes the model with one layer frozen."""
+
+    def make():
+        made = model()
+        made.model.layers[index].requires_grad_(False)
+        return made
+
+    return make
+
+
+def unfreeze(trainer):
+    for layer in trainer.model.model.layers:
+        layer.requires_grad_()
+
+
+def all_of(kind):
+    return lambda model: kind(model.parameters(), lr=0.01)
+
+
+FROZEN_FIRST = [SINGLE, {**SINGLE, "optimizers": all_of(torch.optim.AdamW)}, {**MICRO, **IN_BACKWARD}]
+
+
+@pytest.mark.parametrize("options", FROZEN_FIRST, ids=["single", "own optimizer", "in backward"])
+def test_a_layer_that_is_unfrozen_before_the_training_is_planned_for(options, tmp_path):
+    """With weights that were assigned meanwhile; and in a second training, which has an optimizer."""
+
+    def prepare(trainer):
+        for parameter in trainer.model.model.layers[0].parameters():
+            parameter.data = parameter.data * 1.5
+        unfreeze(trainer)
+
+    def train(ours):
+        trainer = trained(ours, tmp_path / str(ours), prepare, model=freeze(1), **options)
+        trainer.train()
+        return weights(trainer.model)
+
+    assert_same_weights(train(False), train(True))
+
+
+class Unfreezes(TrainerCallback):
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        if state.global_step == 1:
+            model.model.layers[1].requires_grad_()
+
+
+class FreezesFirst(Unfreezes):
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        model.model.layers[1].requires_grad_(False)
+
+
+@pytest.mark.parametrize("optim", [None, all_of(torch.optim.SGD)], ids=["trainer's", "own"])
+def test_a_layer_that_is_unfrozen_in_a_run_is_refused(optim, tmp_path):
+    given = {**SINGLE, "model": freeze(1), "callbacks": [Unfreezes()], "optimizers": optim}
+    refused(tmp_path, "layers.1.*to be trained.*on_train_begin", **given)
+
+
+@pytest.mark.parametrize("options", FROZEN_FIRST, ids=["single", "own optimizer", "in backward"])
+def test_a_layer_that_is_frozen_in_on_train_begin_is_unfrozen_in_a_run(options, tmp_path):
+    assert_as_trainer(tmp_path, callbacks=[FreezesFirst()], **options)
+
+
+def test_a_layer_that_is_frozen_before_the_training_is_unfrozen_in_a_run(tmp_path):
+    """Where an optimizer of the user's holds it."""
+    prepare = lambda trainer: trainer.model.model.layers[1].requires_grad_(False)  # noqa: E731
+    options = {**SINGLE, "callbacks": [Unfreezes()], "optimizers": all_of(torch.optim.AdamW)}
+    assert_as_trainer(tmp_path, prepare, **options)
+
+
+class AddsGroup(TrainerCallback):
+    def on_step_end(self, args, state, control, model, optimizer, **kwargs):
+        if state.global_step == 1:
+            optimizer.add_param_group({"params": list(model.model.layers[1].parameters())})
+
+
+def test_a_group_of_streamed_parameters_is_not_added_in_a_run(tmp_path):
+    last = lambda model: torch.optim.SGD(model.model.layers[3].parameters(), lr=0.01)  # noqa: E731
+    refused(tmp_path, "layers.1.*to be trained", callbacks=[AddsGroup()], optimizers=last, **SINGLE)
+
+
+# Hooks on gradients, and a limit that changes.
+
+
+class Hooks(TrainerCallback):
+    """Changes gradients in place, replaces them, and notes what it sees."""
+
+    def __init__(self, early):
+        self.seen, self.early = {}, early
+
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        if not self.early:
+            self.register(model)
+
+    def register(self, model):
+        for index, layer in enumerate(model.model.layers):
+            for name, parameter in layer.named_parameters():
+                hook = partial(self.replace if index == 2 else self.clamp, self.seen.setdefault((index, name), []))
+                parameter.register_post_accumulate_grad_hook(hook)
+
+    @staticmethod
+    def clamp(seen, parameter):
+        seen.append(parameter.grad.clone())
+        parameter.grad.clamp_(-1e-3, 1e-3)
+
+    @staticmethod
+    def replace(seen, parameter):
+        seen.append(parameter.grad.clone())
+        parameter.grad = None if parameter.dim() == 1 else parameter.grad * 0.5
+
+
+LAYER = {"accumulation_walk": "layer", "model": untied}
+BF16 = {"bf16": True}
+HOOKED = [SINGLE, MICRO, LAYER, {**LAYER, **BF16}, {**MICRO, **IN_BACKWARD}, {**MICRO, **BF16}]
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before", "in on_train_begin"])
+@pytest.mark.parametrize("options", [*HOOKED, {**SINGLE, **IN_BACKWARD, "bf16": True}], ids=str)
+def test_hooks_on_gradients_see_the_sum_and_change_it(options, early, tmp_path):
+    seen = []
+
+    def prepare(trainer):
+        hooks = Hooks(early)
+        seen.append(hooks.seen)
+        trainer.add_callback(hooks)
+        if early:
+            hooks.register(trainer.model)
+
+    assert_as_trainer(tmp_path, prepare, optim="sgd", learning_rate=0.5, **options)
+    plain, streamed = ({key: torch.stack(gradients) for key, gradients in found.items()} for found in seen)
+    assert_same_weights(plain, streamed)
+
+
+class Limits(TrainerCallback):
+    """Clips from step 2 on, and no more from step 4 on."""
+
+    def __init__(self, event):
+        setattr(self, event, self.limit)
+
+    @staticmethod
+    def limit(args, state, control, **kwargs):
+        args.max_grad_norm = 0.05 if state.global_step in (1, 2) else 0.0
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end"])
+@pytest.mark.parametrize("options", [SINGLE, MICRO, {"accumulation_walk": "layer"}], ids=str)
+def test_a_limit_of_gradients_that_is_set_in_a_run_counts(event, options, tmp_path):
+    options = {"callbacks": lambda: [Limits(event)], "max_steps": 5, "optim": "sgd", "learning_rate": 0.5, **options}
+    assert_as_trainer(tmp_path, model=untied, **options, **IN_BACKWARD)
+
+
+def test_a_limit_that_is_set_at_the_beginning_of_an_epoch_counts(tmp_path):
+    options = {"callbacks": lambda: [Limits("on_epoch_begin")], "max_steps": 5, "dataloader_drop_last": True}
+    assert_as_trainer(tmp_path, **options, per_device_train_batch_size=32, **SINGLE, **IN_BACKWARD)
+
+
+def test_an_optimizer_that_holds_few_parameters_is_clipped_by_the_norm_of_all(tmp_path):
+    """As in Trainer, where each step begins without gradients."""
+    last = lambda model: torch.optim.SGD(model.model.layers[3].parameters(), lr=0.5)  # noqa: E731
+    assert_as_trainer(tmp_path, optimizers=last, max_grad_norm=0.05, **SINGLE)
