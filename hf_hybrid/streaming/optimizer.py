@@ -214,7 +214,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             params = [p for p in unit.planned if p.parameter.requires_grad or id(p.master) in held]
             if params:
                 self._params[unit] = params
-        self._without_group = [p for params in self._params.values() for p in params if id(p.master) not in held]
+        self._without_group = [param for param in streamer.masters.values() if id(param.master) not in held]
         """They have gradients, whose norm counts, and are not stepped."""
         self._unit_of = {id(param.master): unit for unit, params in self._params.items() for param in params}
         self.in_backward = self._params.keys() & streamer.travelling if in_backward else set()

@@ -356,7 +356,7 @@ class LayerStreamer:
         if unit.open_graphs < unit.graphs:
             with self._for_forward(unit), self.keeping_graph(unit, begin=self.begin_backward):
                 return original(*args, **kwargs)
-        contexts = self._for_forward(unit), _Recomputation(self, unit)
+        contexts: Any = self._for_forward(unit), _Recomputation(self, unit)
         compute = functools.partial(checkpoint, use_reentrant=False, context_fn=functools.partial(tuple, contexts))
         if not self.compares:
             return compute(original, *args, **kwargs)
@@ -399,7 +399,7 @@ class LayerStreamer:
     def check_recomputed(self) -> None:
         """Raise `RuntimeError` if a unit that was recomputed has computed something else."""
         compared, self._compared = self._compared, []
-        if compared:
+        if compared and self.compares:
             differs = torch.stack([differs for _, differs in compared]).tolist()
             for unit in [unit for (unit, _), different in zip(compared, differs) if different][:1]:
                 raise computed_otherwise(f"`{unit.name}`")

@@ -303,10 +303,11 @@ def test_a_layer_that_is_frozen_in_on_train_begin_is_unfrozen_in_a_run(options, 
     assert_as_trainer(tmp_path, callbacks=[FreezesFirst()], **options)
 
 
-def test_a_layer_that_is_frozen_before_the_training_is_unfrozen_in_a_run(tmp_path):
-    """Where an optimizer of the user's holds it."""
+@pytest.mark.parametrize("optim", [None, all_of(torch.optim.AdamW)], ids=["trainer's", "own"])
+def test_a_layer_that_is_frozen_before_the_training_is_unfrozen_in_a_run(optim, tmp_path):
+    """A user's optimizer holds it and trains it. That of Trainer does not, and its gradients count in the norm."""
     prepare = lambda trainer: trainer.model.model.layers[1].requires_grad_(False)  # noqa: E731
-    options = {**SINGLE, "callbacks": [Unfreezes()], "optimizers": all_of(torch.optim.AdamW)}
+    options = {**SINGLE, "callbacks": [Unfreezes()], "max_steps": 4, "max_grad_norm": 0.05, "optimizers": optim}
     assert_as_trainer(tmp_path, prepare, **options)
 
 
