@@ -352,13 +352,17 @@ class Hooks(TrainerCallback):
         parameter.grad = None if parameter.dim() == 1 else parameter.grad * 0.5
 
 
+def named(options):
+    return " ".join(f"{name}={value}" for name, value in options.items() if name != "model")
+
+
 LAYER = {"accumulation_walk": "layer", "model": untied}
 BF16 = {"bf16": True}
 HOOKED = [SINGLE, MICRO, LAYER, {**LAYER, **BF16}, {**MICRO, **IN_BACKWARD}, {**MICRO, **BF16}]
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before", "in on_train_begin"])
-@pytest.mark.parametrize("options", [*HOOKED, {**SINGLE, **IN_BACKWARD, "bf16": True}], ids=str)
+@pytest.mark.parametrize("options", [*HOOKED, {**SINGLE, **IN_BACKWARD, "bf16": True}], ids=named)
 def test_hooks_on_gradients_see_the_sum_and_change_it(options, early, tmp_path):
     seen = []
 
