@@ -33,6 +33,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointError
 
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.config import was_given
@@ -43,6 +44,7 @@ from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.run.run import RandomStates, Run
 from hf_hybrid.run.trainer_view import LossView
 from hf_hybrid.saving.manifest import last_checkpoint
+from hf_hybrid.streaming.graphs import computed_otherwise
 from hf_hybrid.streaming.walk import Window
 
 logger = logging.getLogger(__name__)
@@ -415,6 +417,8 @@ class OutOfMemoryRecovery(Part):
 
     def explain(self, error: Exception) -> Exception:
         """Return the exception to raise for one that ended the run; it says what the user cannot see in it."""
+        if self.trainer.memory.streams and isinstance(error, CheckpointError):
+            return computed_otherwise()
         if not self.stepping or not self.retries or not is_out_of_memory(error):
             return error
         self.reason, optimizer = _first_line(error), type(inner_optimizer(self.trainer.optimizer)).__name__

@@ -487,7 +487,11 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
                 step.batches = send_to_device(step.batches, self.args.device, non_blocking=True)
         window = self.memory.window
         if window is not None:
-            window.shows_gradients, window.obstacle_now = self._shows_gradients, self._obstacle_to_walking
+            window.obstacle = self._obstacle_to_walking()
+            clips = (self.args.max_grad_norm or 0) > 0  # a callback may have set it since layers were planned
+            window.updates_late = self._shows_gradients or (clips and self.memory.plan.setup.update_in_backward)
+            users = self._beside is not None or step.acts is not None or self.compute_loss_func is not None
+            self.memory.streamer.compares = users
         if window is not None and window.order != "micro_batch" and step.acts is not None:
             logger.warning("Windows are walked micro-batch by micro-batch from here on: %s.", step.acts)
             self.memory.walk_by_micro_batch()
@@ -651,8 +655,10 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
 
     def create_optimizer(self, model=None):
         self._chunked_loss.install(self)  # before anything else wraps the head
-        if not self.memory.is_for(self.model):  # `model_init` made a new one
+        if not self.memory.is_for(self.model):  # `model_init` made a new one, or more of it is trained
+            self.memory = Resident()  # the last one gives its memory back first
             self._plan_memory()
+            self._move_model_to_device(self.model, self.args.device)
         build_optimizer(self, self.model if model is None else model)
         self.optimizer = self.memory.wrap(super().create_optimizer(model))
         self.memory.begin()

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from hf_hybrid.machine import is_out_of_memory
 from hf_hybrid.run.run import RandomStates, as_before
+from hf_hybrid.streaming.placeholders import as_plain
 from hf_hybrid.streaming.streamer import LayerStreamer, Updates
 from hf_hybrid.streaming.units import StreamedParameter
 
@@ -147,10 +148,11 @@ def _with_rest(streamer: LayerStreamer, numbers: _Numbers) -> _Numbers:
     sent = [param for param in streamer.masters.values() if param.master.grad is not None]
     if sent:
         streamer.gradients_arrived()
-    for of_what, holder in [*((p.parameter, p.master) for p in sent), *((p, p) for p in streamer.model.parameters())]:
-        if holder.grad is not None:
-            numbers.add(of_what, holder.grad.to(streamer.device))
-            holder.grad = None
+    with as_plain():
+        for of, holder in [*((p.parameter, p.master) for p in sent), *((p, p) for p in streamer.model.parameters())]:
+            if holder.grad is not None:
+                numbers.add(of, holder.grad.to(streamer.device))
+                holder.grad = None
     return numbers
 
 
@@ -188,15 +190,17 @@ def _nothing_left(streamer: LayerStreamer) -> Generator[None]:
     streamer.updates.flush()
     updates, last_pass = streamer.updates, streamer.last_pass
     units = [(unit, unit.calls, unit.open_calls, unit.open_graphs) for unit in streamer.units]
-    gradients = [(parameter, parameter.grad) for parameter in streamer.model.parameters()]
+    with as_plain():
+        gradients = [(parameter, parameter.grad) for parameter in streamer.model.parameters()]
+        of_weights = [of for p, _ in gradients for of in (p._backward_hooks, p._post_accumulate_grad_hooks) if of]
+        for parameter, _ in gradients:
+            parameter.grad = None
+    hooks = [(of_weight, dict(of_weight)) for of_weight in of_weights]
     masters = [(param, param.master.grad, param.gradient, param.norm) for param in streamer.masters.values()]
-    hooks = [(of, dict(of)) for p, _ in gradients for of in (p._backward_hooks, p._post_accumulate_grad_hooks) if of]
     for of_weight, all_of_them in hooks:
         for number, hook in all_of_them.items():
             if getattr(hook, "func", None) != streamer._on_gradient:
                 del of_weight[number]
-    for parameter, _ in gradients:
-        parameter.grad = None
     for param, *_ in masters:
         param.master.grad = param.gradient = None
     streamer.last_pass = True  # all gradients are complete at once
@@ -210,7 +214,8 @@ def _nothing_left(streamer: LayerStreamer) -> Generator[None]:
         for of_weight, all_of_them in hooks:
             of_weight.clear()
             of_weight.update(all_of_them)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        with as_plain():
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
         for param, gradient, place, norm in masters:
             param.master.grad, param.gradient, param.norm, param.total = gradient, place, norm, None

@@ -54,7 +54,7 @@ class Resident(InPlace):
         return None
 
     def is_for(self, model: nn.Module) -> bool:
-        """Whether this object was made for `model`."""
+        """Whether this object was made for `model`, and for what of it is trained."""
         return True
 
     # A run.
@@ -138,7 +138,9 @@ class Streamed(Resident):
         self.host_memory = host_memory
 
     def is_for(self, model: nn.Module) -> bool:
-        return self.model is model
+        params = [param for unit in self.streamer.units for param in unit.storage.params]
+        more = any(param.parameter.requires_grad and not param.planned for param in params)
+        return self.model is model and not (more and self.optimizer is None)  # with an optimizer it is too late
 
     @property
     def torn(self) -> str | None:

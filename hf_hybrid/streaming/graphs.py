@@ -14,7 +14,7 @@ is recomputed. Nothing changes in the numbers: the recomputation would have comp
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,12 +38,13 @@ class KeptGraph:
     """
     The graph of one pass through a unit, built inside [`saving`], with places instead of weights.
 
-    `begin` is called before the first tensor of it is read: the unit must lie on the device from then on.
+    `begin` is called before a tensor of it is read while the unit does not lie on the device, and is told whether the
+    graph was read before.
     """
 
-    def __init__(self, unit: Unit, expanded: Tensor, begin: Callable[[Unit], object]):
+    def __init__(self, unit: Unit, expanded: Tensor, begin: Callable[[Unit, bool], object]):
         self.unit, self.expanded, self.begin = unit, expanded, begin
-        self._begun = False
+        self._begun, self._updates = False, unit.updates
         unit.open_graphs += 1
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
@@ -63,13 +64,52 @@ class KeptGraph:
         return tensor.detach()
 
     def _read(self, saved: Tensor | _Place) -> Tensor:
-        if not self._begun:
+        if not (self._begun and self.unit.bound):
+            if self._updates != self.unit.updates:
+                raise updated_since(self.unit)
+            self.unit.open_graphs -= not self._begun
+            self.begin(self.unit, self._begun)
             self._begun = True
-            self.unit.open_graphs -= 1
-            self.begin(self.unit)
+        if torch.is_grad_enabled():
+            refuse_second_derivative(self.unit)
         if isinstance(saved, Tensor):
             return saved
         buffer = self._buffers()[saved.expanded]
-        if buffer is None:
-            raise RuntimeError(f"`{self.unit.name}` is not on the device in its backward pass.")
+        if buffer is None or not self.unit.bound:
+            raise RuntimeError(
+                f"`{self.unit.name}` is differentiated when it does not lie on the device (`memory=stream`): code of "
+                "yours computes gradients of it at another time than its layers do. Set "
+                "`accumulation_walk=micro_batch`, or train with `memory=off`."
+            )
         return buffer.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+
+
+# What streamed layers cannot differentiate.
+
+
+def computed_otherwise(name: str = "A streamed layer") -> RuntimeError:
+    """Return the error for a layer that computes something else when it is recomputed."""
+    return RuntimeError(
+        f"{name} computed something else in the backward pass than in the forward pass. With `memory=stream` "
+        "layers are computed again there, so all that code of yours does in them must be the same both times. Draw "
+        "random numbers from torch's global generator, keep modes, scales and adapters of layers as they are for all "
+        "passes of a step, or train with `memory=off`."
+    )
+
+
+def updated_since(unit: Unit) -> RuntimeError:
+    """Return the error for a graph that outlives an update of its weights."""
+    return RuntimeError(
+        f"`{unit.name}` is differentiated after its weights were updated. With `memory=stream` and `max_grad_norm=0` a "
+        "layer is updated in the first backward pass that reaches it in the last micro-batch of a step. Call "
+        "`backward` once there, set `max_grad_norm`, or train with `memory=off`."
+    )
+
+
+def refuse_second_derivative(unit: Unit, _: Any = None) -> None:
+    """Raise `RuntimeError` while a backward pass makes a graph: its tensors would be places in a slot."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"`create_graph=True` differentiates through `{unit.name}`, whose weights are on the device only while it "
+            "computes (`memory=stream`), so its gradient cannot be differentiated again. Train with `memory=off`."
+        )

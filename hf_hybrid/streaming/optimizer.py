@@ -56,7 +56,7 @@ from hf_hybrid.machine import host_buffer
 from hf_hybrid.run.trainer_view import LIBRARIES, package_of
 from hf_hybrid.streaming.streamer import LayerStreamer, Updates
 from hf_hybrid.streaming.transfers import Event, Ring, Slot
-from hf_hybrid.streaming.units import Packing, StreamedParameter, Unit
+from hf_hybrid.streaming.units import Packing, StreamedParameter, Unit, cannot_train
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +114,16 @@ class _Beside:
     A unit that is updated `in_backward` has its gradients on the device already.
     """
 
-    def __init__(self, unit: Unit, states: list[tuple[tuple[int, str], torch.Size, torch.dtype]], *, in_backward: bool):
-        self.unit, pairs = unit, [(param.parameter, param.master) for param in unit.trainable if not in_backward]
+    def __init__(
+        self,
+        unit: Unit,
+        params: list[StreamedParameter],
+        states: list[tuple[tuple[int, str], torch.Size, torch.dtype]],
+        *,
+        in_backward: bool,
+    ):
+        self.unit, self.params = unit, params
+        pairs = [(param.parameter, param.master) for param in params if not in_backward]
         types = dict.fromkeys(dtype for _, _, dtype in states)
         gradients = Packing((id(parameter), master.shape, master.dtype) for parameter, master in pairs)
         of_states = [Packing(state for state in states if state[2] == dtype) for dtype in types]
@@ -136,7 +144,7 @@ class _Beside:
         if self._gradients is None and gradients.size:
             self._gradients = host_buffer(gradients.size, pin=pin)
             views = gradients.views(self._gradients)
-            for param in self.unit.trainable:
+            for param in self.params:
                 param.gradient = views[id(param.parameter)]
         if not self._states:
             self._states = [host_buffer(packing.size, pin=pin) for packing in of_states]
@@ -211,8 +219,6 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
     def __init__(self, base: torch.optim.Optimizer, streamer: LayerStreamer, *, in_backward: bool = False):
         check_separable(base)
         self.base, self.streamer = base, streamer
-        self.in_backward = {unit for unit in streamer.travelling if unit.trainable} if in_backward else set()
-        """The units that are stepped inside the backward pass."""
         self._gradients: dict[int, Tensor] = {}
         """On the device, of the unit that the backward pass is in, by the identity of the model's parameter."""
         self._step_begun = False
@@ -228,7 +234,18 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         self.defaults = base.defaults
         self._watch_groups()
         vars(self).update({name: hooks for name, hooks in vars(base).items() if name.endswith("_hooks")})
-        self._unit_of = {id(param.master): unit for unit in streamer.units for param in unit.trainable}
+        held = {id(parameter) for group in base.param_groups for parameter in group["params"]}
+        self._params: dict[Unit, list[StreamedParameter]] = {}
+        """What may be trained, also what is frozen now and waits for its turn."""
+        for unit in streamer.units:
+            params = [p for p in unit.planned if p.parameter.requires_grad or id(p.master) in held]
+            if params:
+                self._params[unit] = params
+        self._without_group = [param for param in streamer.masters.values() if id(param.master) not in held]
+        """They have gradients, whose norm counts, and are not stepped."""
+        self._unit_of = {id(param.master): unit for unit, params in self._params.items() for param in params}
+        self.in_backward = self._params.keys() & streamer.travelling if in_backward else set()
+        """The units that are stepped inside the backward pass."""
         self.pending: dict[Unit, tuple[list[dict], Tensor | None]] = {}
         """The inputs of a unit's step: its groups, and the scale of its gradients."""
         self._scale: Tensor | None = None
@@ -284,10 +301,9 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         if not self._beside:
             group_of = {id(parameter): group for group in self.param_groups for parameter in _members(group)}
             kinds: dict[tuple, dict[str, Tensor]] = {}
-            for unit in self.streamer.units:
-                if unit.trainable:
-                    states = self._states_of(unit, group_of, kinds)
-                    self._beside[unit] = _Beside(unit, states, in_backward=unit in self.in_backward)
+            for unit, params in self._params.items():
+                states = self._states_of(params, group_of, kinds)
+                self._beside[unit] = _Beside(unit, params, states, in_backward=unit in self.in_backward)
             of_layers, of_ends = (
                 max((self._beside[unit].size for unit in units if unit in self._beside), default=0)
                 for units in (self.streamer.travelling, self.streamer.ends)
@@ -299,10 +315,10 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         self._lock()
         self._place_states()
 
-    def _states_of(self, unit: Unit, group_of: dict[int, dict], kinds: dict) -> list[tuple]:
-        """Return names, shapes and types of a unit's states. The optimizer makes some like them of each kind once."""
+    def _states_of(self, params: list[StreamedParameter], group_of: dict[int, dict], kinds: dict) -> list[tuple]:
+        """Return names, shapes and types of states. The optimizer makes some like them of each kind once."""
         states: list[tuple] = []
-        for param in unit.trainable:
+        for param in params:
             master, group = param.master, group_of.get(id(param.master))
             if group is None:
                 continue
@@ -329,7 +345,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
     def _place_states(self) -> None:
         """Let the states that are there lie where they travel from."""
         for beside in self._beside.values():
-            for param in beside.unit.trainable:
+            for param in beside.params:
                 state, key = self.base.state.get(param.master, {}), id(param.parameter)
                 for name in [name for name in state if (key, name) in beside.states]:
                     state[name], beside.has_states = beside.states[key, name].copy_(state[name]), True
@@ -451,6 +467,8 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
                 hook(self, (), {})
         self.streamer.take_written()
         self.streamer.end_backward()
+        self.streamer.check_recomputed()
+        self.streamer.look_at_parameters()
         resident: list[dict] = []
         groups: dict[Unit, list[dict]] = {}
         for group in self.param_groups:
@@ -472,6 +490,8 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             self.pending[unit] = groups[unit], scale
             for master in [master for group in groups[unit] for master in group["params"]]:
                 master.grad = None  # its gradient lies where it landed; a step before the update must not see it
+        for param in self._without_group:
+            param.master.grad = param.norm = None
         self._step_begun = self.streamer.last_pass = False
         for unit in self.in_backward:
             unit.open_calls = 0  # of calls that had no part in the loss
@@ -547,6 +567,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             self._coming.clear()
             self.begin_load(unit)
         self._updating, slot = unit, self._coming.pop(unit)
+        unit.updates += 1
         transfers.wait(slot.ready)
         masters, gradients, states = beside.views(slot.buffer)
         for group in groups:
@@ -564,14 +585,14 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
 
     def _groups_of(self, unit: Unit, gradients: dict[int, Tensor]) -> list[dict]:
         """Return the groups with the parameters of a unit alone, of which there are gradients."""
-        masters = {id(param.master) for param in unit.trainable if id(param.parameter) in gradients}
+        masters = {id(param.master) for param in unit.planned if id(param.parameter) in gradients}
         chosen = [(group, [p for p in _members(group) if id(p) in masters]) for group in self.param_groups]
         return [{**group, "params": parameters} for group, parameters in chosen if parameters]
 
     def _gradients_from_host(self, unit: Unit) -> dict[int, Tensor]:
         """Return the gradients of a unit that has no place for them beside its states."""
         transfers, after = self.streamer.transfers, unit.storage.gradients_sent
-        arrived = [(param, param.gradient) for param in unit.trainable if param.gradient is not None]
+        arrived = [(param, param.gradient) for param in unit.planned if param.gradient is not None]
         return {id(param.parameter): transfers.fetch(sent, after=after).take() for param, sent in arrived}
 
     def _step(
@@ -616,10 +637,18 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
     def drop_gradients(self) -> None:
         """Drop gradients that no step used, because the step was withheld or an error cut the window short."""
         for unit in self.streamer.units:
-            for param in unit.trainable:
+            for param in unit.planned:
                 self.streamer.use_gradient(unit, param, None)
         self._scale = None
         self._gradients.clear()
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add a group of parameters that are not streamed: there is no place for the states of others."""
+        parameters = param_group["params"]
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for param in [self.streamer.streamed[id(p)] for p in parameters if id(p) in self.streamer.streamed]:
+            raise cannot_train(param)
+        self.base.add_param_group({**param_group, "params": parameters})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. Those that a step has put off lie elsewhere."""

@@ -65,8 +65,10 @@ class Placeholder(nn.Parameter):
                 streamer, unit, param = args[0].holder
                 if name != "__get__":
                     return streamer.use_gradient(unit, param, args[1] if name == "__set__" else None)
-                if streamer.updates.shows_used or getattr(param.host_weights, "grad", None) is not None:
-                    return streamer.gradient_of(unit, param)
+                with as_plain():
+                    own = args[0].grad  # of a pass under way
+                is_there = streamer.updates.shows_used or getattr(param.host_weights, "grad", None) is not None
+                return streamer.gradient_of(unit, param) if own is None and is_there else own
             if asked == "data" and name == "__set__":
                 return _assign(*args)
             of_weights = asked in _OF_WEIGHTS

@@ -19,6 +19,10 @@ gives NaN instead of a plausible wrong number. The streamer uses three mechanism
 user ([`hf_hybrid.streaming.placeholders`]). [`LayerStreamer.detach`] removes all of them.
 
 Passes without gradients (evaluation, probes, generation) need only the first part, and no checkpointing.
+
+Code of a user in a layer may compute something else the second time: from a random generator of its own, or because the
+user has changed the layer in between. Its gradient would be that of another function. Where there is such code, a
+sample of what a layer computes is compared, and a step with a difference is refused ([`LayerStreamer.compares`]).
 """
 
 from __future__ import annotations
@@ -33,16 +37,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from hf_hybrid.compat import CACHES
 from hf_hybrid.machine import copy_to_device_
 from hf_hybrid.streaming.experts import Experts
-from hf_hybrid.streaming.graphs import KeptGraph
+from hf_hybrid.streaming.graphs import KeptGraph, computed_otherwise, refuse_second_derivative, updated_since
 from hf_hybrid.streaming.layers import save_packed_weights
 from hf_hybrid.streaming.placeholders import as_plain, become_placeholders
 from hf_hybrid.streaming.transfers import Transfers
-from hf_hybrid.streaming.units import SlotPool, StreamedParameter, Unit, make_units
+from hf_hybrid.streaming.units import SlotPool, StreamedParameter, Unit, cannot_train, make_units
 
 if TYPE_CHECKING:
     from hf_hybrid.streaming.walk import LayerWalk
@@ -137,6 +142,10 @@ class LayerStreamer:
         """Of experts that were not copied, because no token reached them."""
         self.last_pass = False
         """Whether the pass under way completes the gradients of its step."""
+        self.compares = True
+        """Whether code of a user may let a layer compute something else when it is recomputed."""
+        self._compared: list[tuple[Unit, Tensor]] = []
+        """Units that were recomputed, and whether they computed something else, on the device."""
         self.overlay: Callable[[nn.Parameter], Tensor | None] | None = None
         """The weights of a master with a leap under test that is not in it yet; asked for as a unit is brought in."""
         pin = self.transfers.beside
@@ -147,7 +156,7 @@ class LayerStreamer:
         """In the order in which a forward pass needs them: embeddings, layers, head."""
         self.kept = resident - sum(unit.resident for unit in self.layers)
         self.streamed = {id(param.parameter): param for unit in self.units for param in unit.storage.params}
-        self.masters = {id(param.master): param for unit in self.units for param in unit.trainable}
+        self.masters = {id(param.master): param for unit in self.units for param in unit.planned}
         # One unit's gradients leave while the next are computed. Without any, activations may leave in their place.
         trained = max((sum(param.master.nbytes for param in unit.trainable) for unit in self.units), default=0)
         self.transfers.most_leaving = trained or max((unit.storage.packed_bytes for unit in self.units), default=0)
@@ -197,9 +206,13 @@ class LayerStreamer:
             for module in unit.modules:
                 self._wrap(unit, module)
                 self._undo += save_packed_weights(module)
-            for param in unit.trainable:
-                hook = functools.partial(self._on_gradient, unit, param)
-                self._undo.append(param.parameter.register_post_accumulate_grad_hook(hook).remove)
+            for param in unit.planned:
+                hook, trains = functools.partial(self._on_gradient, unit, param), param.parameter.requires_grad
+                param.parameter.requires_grad_()  # torch takes no hook on one that is frozen meanwhile
+                handle = param.parameter.register_post_accumulate_grad_hook(hook)
+                param.hooks = [handle.id]
+                self._undo.append(handle.remove)
+                param.parameter.requires_grad_(trains)
             become_placeholders(self, unit, self._nothing)
         self._move_rest(self.device)
         self.updates.attach()
@@ -212,6 +225,7 @@ class LayerStreamer:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+        self._compared.clear()
         self._in_backward = None
         for unit in self.units:
             # Without its pool too: a unit would keep every slot alive while the next attach makes new ones.
@@ -297,6 +311,31 @@ class LayerStreamer:
             "compute for this trainer. Copy it before the trainer is made, or take its `state_dict()`."
         )
 
+    def look_at_parameters(self) -> None:
+        """
+        Look at what a user may have changed of the parameters since the last step. Raise `RuntimeError` if one is to be
+        trained for which nothing is planned. Hooks of a user on gradients see the sum so far, as in `Trainer`; ours
+        comes last and takes what they leave.
+        """
+        for unit in self.units:
+            for param in unit.storage.params:
+                with as_plain():
+                    hooks, trains = param.parameter._post_accumulate_grad_hooks, param.parameter.requires_grad
+                if trains and not param.planned:
+                    raise cannot_train(param)
+                if hooks is None or len(hooks) < 2 or not param.hooks:
+                    continue
+                if len(param.hooks) < 2:
+                    hook = functools.partial(self._add_sum_so_far, unit, param)
+                    handle = param.parameter.register_post_accumulate_grad_hook(hook)
+                    param.hooks.append(handle.id)
+                    self._undo.append(handle.remove)
+                taking, adding = param.hooks
+                of_user = {key: hook for key, hook in hooks.items() if key not in param.hooks}
+                ordered = {adding: hooks[adding], **of_user, taking: hooks[taking]}
+                hooks.clear()  # `move_to_end` would not change the order in which autograd reads them
+                hooks.update(ordered)
+
     def _move_rest(self, device: torch.device) -> None:
         for parameter in self.model.parameters():
             if id(parameter) not in self.streamed:
@@ -332,13 +371,55 @@ class LayerStreamer:
 
         unit.open_calls += 1
         if unit.open_graphs < unit.graphs:
-            with self._for_forward(unit), self.keeping_graph(unit, begin=self._begin_backward):
+            with self._for_forward(unit), self.keeping_graph(unit, begin=self.begin_backward):
                 return original(*args, **kwargs)
+        contexts: Any = self._for_forward(unit), _Recomputation(self, unit)
+        compute = functools.partial(checkpoint, use_reentrant=False, context_fn=functools.partial(tuple, contexts))
+        if not self.compares:
+            return compute(original, *args, **kwargs)
+        outputs: Any = compute(self._comparing(unit, original), *args, early_stop=False, **kwargs)
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(functools.partial(refuse_second_derivative, unit))
+        return outputs
 
-        def contexts():
-            return self._for_forward(unit), self._for_backward(unit)
+    def _comparing(self, unit: Unit, function: Callable) -> Callable:
+        """Return a unit's function which compares what it computes the first time and again."""
+        before: tuple[list[str], list[Tensor]] | None = None
 
-        return checkpoint(original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        def compute(*args, **kwargs):
+            nonlocal before
+            choices = _adapter_choices(unit)
+            if before is not None and before[0] != choices:
+                raise computed_otherwise(f"`{unit.name}`")
+            outputs = function(*args, **kwargs)
+            if before is None:
+                before = choices, _sample(outputs)
+            else:
+                self._compare(unit, before[1], _sample(outputs))
+            return outputs
+
+        return compute
+
+    def _compare(self, unit: Unit, before: list[Tensor], now: list[Tensor]) -> None:
+        """Compare samples of what a unit has computed. [`check_recomputed`] waits for what comes of it."""
+        if [values.shape for values in before] != [values.shape for values in now]:
+            raise computed_otherwise(f"`{unit.name}`")
+        for values, again in zip(before, now):
+            # Half of the last place is left to kernels that add up in any order.
+            autocast = autocast_now(self.device)
+            dtype = autocast["dtype"] if autocast["enabled"] else values.dtype
+            most = max(torch.finfo(dtype).eps / 2, 1e-5)
+            difference = torch.linalg.vector_norm((again - values).float())
+            self._compared.append((unit, difference > most * torch.linalg.vector_norm(values.float())))
+
+    def check_recomputed(self) -> None:
+        """Raise `RuntimeError` if a unit that was recomputed has computed something else."""
+        compared, self._compared = self._compared, []
+        if compared and self.compares:
+            differs = torch.stack([differs for _, differs in compared]).tolist()
+            for unit in [unit for (unit, _), different in zip(compared, differs) if different][:1]:
+                raise computed_otherwise(f"`{unit.name}`")
 
     @contextlib.contextmanager
     def _for_forward(self, unit: Unit) -> Generator[None]:
@@ -350,28 +431,26 @@ class LayerStreamer:
             self.release(unit)
 
     def keeping_graph(
-        self, unit: Unit, *, begin: Callable[[Unit], object] = lambda unit: None
+        self, unit: Unit, *, begin: Callable[[Unit, bool], object] = lambda unit, again: None
     ) -> contextlib.AbstractContextManager:
-        """Context of a forward pass that is not recomputed; `begin` is called when the backward pass comes to it."""
+        """
+        Context of a forward pass that is not recomputed; `begin` is called when a backward pass comes to it, and told
+        whether one has before.
+        """
         return KeptGraph(unit, self._expanded, begin).saving()
 
-    @contextlib.contextmanager
-    def _for_backward(self, unit: Unit) -> Generator[None]:
-        """Context of a unit's recomputation. Its weights stay until the backward pass has left the unit."""
+    def begin_backward(self, unit: Unit, again: bool) -> None:
+        """
+        A backward pass comes to a call of a unit, the first time or `again`. Its weights stay until the backward pass
+        has left the unit.
+        """
         if self._in_backward is not unit:
             if self._in_backward is None:  # a backward pass begins
                 torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
             self.end_backward()
             self.bring_in(unit, backward=True)
             self._in_backward = unit
-        unit.open_calls -= 1
-        with torch.autocast(**autocast_now(self.device)):
-            yield
-
-    def _begin_backward(self, unit: Unit) -> None:
-        """The backward pass comes to a unit that is not recomputed."""
-        with self._for_backward(unit):
-            pass
+        unit.open_calls -= not again
 
     def end_backward(self) -> None:
         """Release the unit that the backward pass came to last, after the backward pass has left it."""
@@ -401,7 +480,9 @@ class LayerStreamer:
 
     def _bind(self, unit: Unit, *, backward: bool) -> None:
         if unit.slot is None and not self._take_slot(unit):
-            # Everything is in use: by units fetched ahead for a turn that was not taken.
+            # Everything is in use: by units fetched ahead for a turn that was not taken, or by a backward pass before.
+            if not backward:
+                self.end_backward()
             for other in self.layers:
                 if other.slot is not None and other is not self._in_backward and other.pool is unit.pool:
                     self.release(other)
@@ -420,7 +501,7 @@ class LayerStreamer:
             if unit in self.updates.pending:
                 self.updates.update(unit)
             if (overlay := self.overlay) is not None:
-                for param in unit.trainable:
+                for param in unit.planned:
                     if (weights := overlay(param.master)) is not None:
                         copy_to_device_(param.parameter.data, weights)
                         unit.altered = True
@@ -500,14 +581,32 @@ class LayerStreamer:
     def _on_gradient(self, unit: Unit, param: StreamedParameter, parameter: nn.Parameter) -> None:
         if self.walk is None:
             self.collect(unit, param)
-        elif self.walk.several and parameter.grad is not None and parameter.grad.dtype != param.master.dtype:
-            # A sum in bf16 would lose what later micro-batches add to it.
-            gradient, parameter.grad = parameter.grad.to(param.master.dtype), None
-            param.total = gradient if param.total is None else param.total.add_(gradient)
+            return
+        with as_plain():  # embeddings and head are placeholders again
+            if self.walk.several and parameter.grad is not None and parameter.grad.dtype != param.master.dtype:
+                # A sum in bf16 would lose what later micro-batches add to it.
+                gradient, parameter.grad = parameter.grad.to(param.master.dtype), None
+                param.total = gradient if param.total is None else param.total.add_(gradient)
+
+    def _add_sum_so_far(self, unit: Unit, param: StreamedParameter, parameter: nn.Parameter) -> None:
+        """Add the sum of the window so far to a gradient that hooks of a user are about to see."""
+        with as_plain():
+            gradient, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = None  # it may have any type
+        if gradient is None:
+            return
+        gradient, master = gradient.to(param.master.dtype), param.master
+        if param.total is not None:
+            gradient, param.total = gradient.add_(param.total), None
+        if master.grad is not None and param.gradient is not None:
+            before = self.transfers.fetch(param.gradient, after=unit.storage.gradients_sent)
+            gradient, master.grad = gradient.add_(before.take()), None
+        with as_plain():
+            parameter.grad = gradient
 
     def collect(self, unit: Unit, param: StreamedParameter) -> None:
         """Move the gradient of a parameter of the unit into, or add it to, its master's."""
-        with as_plain():  # embeddings and head are placeholders again
+        with as_plain():
             gradient, param.parameter.grad = param.parameter.grad, None
         if param.total is not None:
             gradient, param.total = param.total, None
@@ -580,6 +679,39 @@ class _Forward:
         if (function := getattr(self.original, "__func__", None)) is None:  # a user set it
             return copy.deepcopy(self.original, memo)
         return function.__get__(memo[id(self.module)])
+
+
+class _Recomputation:
+    """Context of the recomputations of one call of a unit: each backward pass that comes to it enters it once."""
+
+    def __init__(self, streamer: LayerStreamer, unit: Unit):
+        self.streamer, self.unit = streamer, unit
+        self._updates = unit.updates + (unit in streamer.updates.pending)  # which its forward pass makes
+        self._again = False
+        self._autocast = contextlib.nullcontext()
+
+    def __enter__(self) -> None:
+        if self._updates != self.unit.updates:
+            raise updated_since(self.unit)
+        self.streamer.begin_backward(self.unit, self._again)
+        self._again, self._autocast = True, torch.autocast(**autocast_now(self.streamer.device))
+        self._autocast.__enter__()
+
+    def __exit__(self, *error) -> None:
+        self._autocast.__exit__(*error)
+
+
+def _sample(outputs: Any) -> list[Tensor]:
+    """Return some hundred values of what a unit has computed."""
+    flat = [t.detach().flatten() for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()]
+    return [values[:: len(values) // 256 | 1].clone() for values in flat]  # an odd step reaches all columns
+
+
+def _adapter_choices(unit: Unit) -> list[str]:
+    """Return which adapters compute, with which scales: with new ones only gradients tell."""
+    names = ("scaling", "_active_adapter", "_disable_adapters")
+    modules = [vars(module) for layer in unit.modules for module in layer.modules()]
+    return [str([own.get(name) for name in names]) for own in modules if "scaling" in own]
 
 
 def autocast_now(device: torch.device) -> dict:

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -94,10 +94,14 @@ class StreamedParameter:
     """Of the gradient that was sent last, on the device that it left."""
     shared: Any = None
     """A weak reference to the weights that code of a user was given last."""
+    hooks: list[int] = field(default_factory=list)
+    """Ours on its gradient: the one that takes it, and one that comes before those of a user."""
 
     def __post_init__(self):
         self.kind, self.shape = plain_class(self.parameter), self.parameter.shape
         self.nbytes = self.shape.numel() * self.dtype.itemsize
+        self.planned = self.parameter.requires_grad
+        """Whether it was trained when the units were made: if not, there is no place to train it."""
 
     @property
     def is_int8(self) -> bool:
@@ -146,6 +150,15 @@ class StreamedParameter:
         out = self.view(out, start=start)
         dequantize_rows(self.view(buffer, torch.int8)[rows], self.scales(buffer)[rows], out[rows])
         return out
+
+
+def cannot_train(param: StreamedParameter) -> RuntimeError:
+    """Return the error for a parameter that is to be trained now and was not when the units were made."""
+    return RuntimeError(
+        f"`{param.name}` is to be trained now, and was not when the trainer was made. With `memory=stream` memory is "
+        "planned then for what is trained. Make the trainer and its optimizer with all that is trained at some time, "
+        "and freeze it in `on_train_begin`; or train with `memory=off`."
+    )
 
 
 class UnitStorage:
@@ -330,6 +343,7 @@ class Unit:
     """The slot holds something else than the masters: do not keep it."""
     loads: int = 0
     calls: int = 0
+    updates: int = 0
     open_calls: int = 0
     """Its calls that the backward pass has yet to come to."""
     graphs: int = 0
@@ -344,9 +358,14 @@ class Unit:
 
     @property
     def trainable(self) -> list[StreamedParameter]:
-        """Its params that are trained."""
+        """Its params that are trained now."""
         with as_plain():
             return [param for param in self.storage.params if param.parameter.requires_grad]
+
+    @property
+    def planned(self) -> list[StreamedParameter]:
+        """Its params that can be trained, and may be frozen meanwhile."""
+        return [param for param in self.storage.params if param.planned]
 
 
 def make_units(

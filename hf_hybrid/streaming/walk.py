@@ -380,8 +380,8 @@ class Window:
 
     `order` is `"layer"`, `"micro_batch"`, or `"auto"`: by layer unless the model cannot be walked so. `park` keeps the
     activations between layers on the host meanwhile. `obstacle` says why this model cannot be walked by layer, if that
-    is known before. Whether code of a user stands in the way is asked before each walk (`obstacle_now`), and the first
-    window of a run is compared ([`hf_hybrid.streaming.comparison`]).
+    is known before. Whether code of a user stands in the way is asked at each step, and the first window of a run is
+    compared ([`hf_hybrid.streaming.comparison`]).
 
     Raises:
         CannotWalkError: If there is an obstacle, and `order` is `"layer"`.
@@ -394,21 +394,24 @@ class Window:
         """Windows of several micro-batches are walked by layer, if the order admits it."""
         if obstacle is not None and (order != "micro_batch" or park):
             self._cannot_walk(obstacle)
-        self.obstacle_now: Callable[[], str | None] = lambda: None
+        self.obstacle: str | None = None
+        """What stands in the way now."""
         self.asks = False
         """Whether [`look`] is to be called before the first micro-batch of the window."""
         self.is_compared = False
         """Whether the walks were compared in this run."""
         self._inputs: list = []
         self._results: list = []
-        self.shows_gradients = False
-        """Whether code of a user sees gradients before they are used: then no layer is updated in the backward pass."""
+        self.updates_late = False
+        """No layer is updated in the backward pass: gradients are clipped, or code of a user sees them first."""
         self._left = 0
         """Micro-batches that are yet to be computed."""
 
     def begin(self, inputs: list) -> None:
         """Begin a window, whose micro-batches are `inputs`."""
         self.streamer.checkpoint_alone()  # a callback may have switched it on since the last
+        if self.streamer.attached:
+            self.streamer.look_at_parameters()
         for unit in self.streamer.layers:
             unit.open_graphs = 0  # of passes that had no part in the last loss, or ended in an error
         self._inputs, self._results, self._left = list(inputs), [], len(inputs)
@@ -418,7 +421,7 @@ class Window:
         """Find out whether the walk that begins may be one by layer. An out-of-memory error leaves that open."""
         window = [inputs] if self.order == "micro_batch" else self._inputs
         if self.by_layer and (len(window) > 1 or (window and self.parking is not None)):
-            why = self.obstacle_now()
+            why = self.obstacle
             if why is None and not self.is_compared:
                 why = difference(self.streamer, LayerWalk(self.streamer, self.parking).run, window)
                 self.is_compared = True
@@ -434,7 +437,7 @@ class Window:
             window = [inputs]
         if self.by_layer and (len(window) > 1 or (window and self.parking is not None)):
             try:
-                self.streamer.last_pass = not self.shows_gradients
+                self.streamer.last_pass = not self.updates_late
                 walk = LayerWalk(self.streamer, self.parking)
                 self._results = walk.run([functools.partial(step, inputs) for inputs in window])
             except CannotWalkError as error:
@@ -446,7 +449,7 @@ class Window:
         if self._results:
             return self._results.pop(0)
         self._left -= 1
-        self.streamer.last_pass = self._left == 0 and not self.shows_gradients
+        self.streamer.last_pass = self._left == 0 and not self.updates_late
         result = step(inputs)
         self.streamer.end_backward()
         return result
