@@ -82,7 +82,6 @@ from hf_hybrid.saving.saver import InStep, Saver
 from hf_hybrid.saving.sharded import load_converted, load_optimizer, load_weights
 from hf_hybrid.saving.start import restoring
 from hf_hybrid.streaming.engine import Resident
-from hf_hybrid.streaming.layers import obstacle_to_walking
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 
 logger = logging.getLogger(__name__)
@@ -229,7 +228,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         """What [`_who_acts`] was found out of."""
         self._acts: str | None = None
         self._code: tuple[Any, ...] = ()
-        """What [`_obstacle_to_walking`] was found out of."""
+        """What [`_who_acts_beside_layers`] was found out of."""
         self._beside: str | None = None
         super().__init__(*args, **kwargs)
         check_kernels(self.args)
@@ -466,16 +465,14 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             self._shows_gradients = streamed is not None and (self._acts is not None or reads_gradients(self))
         return self._acts
 
-    def _obstacle_to_walking(self) -> str | None:
-        """Return why windows are not walked by layer, see [`acts_beside_layers`]: found out again where any is new."""
-        model = self.accelerator.unwrap_model(self.model)
+    def _who_acts_beside_layers(self) -> str | None:
+        """Return what code of a user acts there, see [`acts_beside_layers`]: found out again where any is new."""
         losses = [vars(place).get("compute_loss") for place in (self, *type(self).__mro__)]
-        seams = Code.of(model), losses
+        seams = Code.of(self.accelerator.unwrap_model(self.model)), losses
         if seams != self._code:
             layers = [module for unit in self.memory.streamer.layers for module in unit.modules]
             self._code, self._beside = seams, acts_beside_layers(self, seams[0], layers)
-        clause = self._beside
-        return obstacle_to_walking(model) if clause is None else f"{clause[0].upper()}{clause[1:]}."
+        return self._beside
 
     def _arrange(self, step: Step) -> None:
         """Decide how the micro-batches of a step are computed, now that `on_step_begin` has been called."""
@@ -487,11 +484,11 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
                 step.batches = send_to_device(step.batches, self.args.device, non_blocking=True)
         window = self.memory.window
         if window is not None:
-            window.obstacle = self._obstacle_to_walking()
+            window.users = self._who_acts_beside_layers()
             clips = (self.args.max_grad_norm or 0) > 0  # a callback may have set it since layers were planned
             window.updates_late = self._shows_gradients or (clips and self.memory.plan.setup.update_in_backward)
-            users = self._beside is not None or step.acts is not None or self.compute_loss_func is not None
-            self.memory.streamer.compares = users
+            users = (window.users, step.acts, self.compute_loss_func)
+            self.memory.streamer.compares = any(code is not None for code in users)
         if window is not None and window.order != "micro_batch" and step.acts is not None:
             logger.warning("Windows are walked micro-batch by micro-batch from here on: %s.", step.acts)
             self.memory.walk_by_micro_batch()

@@ -185,10 +185,8 @@ class Code(NamedTuple):
     def of(cls, model: torch.nn.Module) -> Code:
         """Look at a model, and at hooks of all modules."""
         everywhere = vars(torch.nn.modules.module)
-        code, stack = (
-            cls([hook for name in _HOOKS for hook in everywhere[f"_global{name}"].values()], [], set()),
-            [model],
-        )
+        hooks, stack = [hook for name in _HOOKS for hook in everywhere[f"_global{name}"].values()], [model]
+        code = cls(hooks, [], set())
         while stack:  # `modules()` takes four times as long
             own = vars(module := stack.pop())
             code.kinds.add(type(module))
@@ -197,7 +195,9 @@ class Code(NamedTuple):
             for name in _HOOKS:
                 if own[name]:
                     code.hooks.extend(own[name].values())
-            stack += [child for child in own["_modules"].values() if child is not None]
+            for child in own["_modules"].values():
+                if child is not None:
+                    stack.append(child)
         return code
 
 

@@ -54,6 +54,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_hybrid.machine import copies_beside
 from hf_hybrid.run.run import RandomStates
 from hf_hybrid.streaming.comparison import CannotWalkError, difference
+from hf_hybrid.streaming.layers import obstacle_to_walking
 from hf_hybrid.streaming.streamer import LayerStreamer, autocast_now
 from hf_hybrid.streaming.transfers import Event, HostBuffers, Transfers
 from hf_hybrid.streaming.units import Unit
@@ -394,8 +395,8 @@ class Window:
         """Windows of several micro-batches are walked by layer, if the order admits it."""
         if obstacle is not None and (order != "micro_batch" or park):
             self._cannot_walk(obstacle)
-        self.obstacle: str | None = None
-        """What stands in the way now."""
+        self.users: str | None = None
+        """What code of a user stands in the way now, as a clause."""
         self.asks = False
         """Whether [`look`] is to be called before the first micro-batch of the window."""
         self.is_compared = False
@@ -421,7 +422,7 @@ class Window:
         """Find out whether the walk that begins may be one by layer. An out-of-memory error leaves that open."""
         window = [inputs] if self.order == "micro_batch" else self._inputs
         if self.by_layer and (len(window) > 1 or (window and self.parking is not None)):
-            why = self.obstacle
+            why = obstacle_to_walking(self.streamer.model) if self.users is None else f"Code of a user: {self.users}."
             if why is None and not self.is_compared:
                 why = difference(self.streamer, LayerWalk(self.streamer, self.parking).run, window)
                 self.is_compared = True
