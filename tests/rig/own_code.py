@@ -400,9 +400,10 @@ def two_passes(first, second):
         first(base)
         loss = model(**inputs).loss
         second(base)
-        loss = loss + model(**inputs).loss
+        outputs = model(**inputs)
+        loss = loss + outputs.loss
         model.train()
-        return loss
+        return (loss, outputs) if return_outputs else loss
 
     return lambda: Code(model=scaled, methods={"compute_loss": compute_loss})
 
@@ -412,14 +413,15 @@ def scale_of(value):
 
 
 def scales_adapters():
-    def compute_loss(trainer, own, model, inputs, *args, **kwargs):
-        total = 0.0
+    def compute_loss(trainer, own, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = 0.0
         for scaling in (1.0, 3.0):
             for module in model.modules():
                 if isinstance(getattr(module, "scaling", None), dict):
                     module.scaling["default"] = scaling
-            total = total + model(**inputs).loss
-        return total
+            outputs = model(**inputs)
+            loss = loss + outputs.loss
+        return (loss, outputs) if return_outputs else loss
 
     return Code(methods={"compute_loss": compute_loss})
 
