@@ -203,6 +203,27 @@ def replaces_activation(args, state, model, optimizer):
         layer.mlp.act_fn = nn.GELU()
 
 
+def replaces_parameter(args, state, model, optimizer):
+    projection = up_projections(model)[1]
+    torch.manual_seed(3)
+    projection.weight = nn.Parameter(torch.randn_like(projection.weight) * 0.1)
+
+
+def begins_anew(args, state, model, optimizer):
+    torch.manual_seed(3)
+    up_projections(model)[1].reset_parameters()
+
+
+def copies_layer(args, state, model, optimizer):
+    layers = decoder_layers(model)
+    layers[2].load_state_dict(layers[1].state_dict())
+
+
+def copies_afterwards(trainer):
+    trainer.train()
+    notes_of(trainer).extend(parameter.detach() for parameter in copy.deepcopy(trainer.model).parameters())
+
+
 class Rounds(nn.Module):
     """As quantisation-aware training does."""
 
@@ -351,6 +372,30 @@ def loss_in_a_list():
         return total
 
     return loss_of(collect, model=leave)
+
+
+def passes_by_other_weights(trainer, own, model, inputs, return_outputs=False, num_items_in_batch=None):
+    """As fast weights are."""
+    other = {name: parameter * 0.9 for name, parameter in model.named_parameters()}
+    outputs = torch.func.functional_call(model, other, kwargs=dict(inputs))
+    return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def against_adversary(trainer, own, model, inputs, return_outputs=False, num_items_in_batch=None):
+    """The loss at inputs that are moved along its slope, as in virtual adversarial training."""
+    rest = {name: value for name, value in inputs.items() if name != "input_ids"}
+    embedded = model.get_input_embeddings()(inputs["input_ids"])
+    moved = embedded.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(inputs_embeds=moved, **rest).loss, [moved])
+    outputs = model(inputs_embeds=embedded + 0.1 * gradient / gradient.norm(), **rest)
+    return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def notes_saliency(args, state, model, optimizer):
+    ids = torch.arange(5, 15)[None]
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(inputs_embeds=embedded, labels=ids).loss, [embedded])
+    notes_of(model).append(gradient)
 
 
 def notes_batch():
@@ -756,6 +801,11 @@ def notes_state(args, state, model, optimizer):
     notes_of(model).extend(value.float().norm() for _, value in sorted(model.state_dict().items()))
 
 
+def notes_state_of_layers(args, state, model, optimizer):
+    for layer in decoder_layers(model):
+        notes_of(model).extend(value.float().norm() for _, value in sorted(layer.state_dict().items()))
+
+
 def generates(args, state, model, optimizer):
     ids = torch.tensor([[5, 6, 7]])
     notes_of(model).append(model.generate(ids, max_new_tokens=4, do_sample=False))
@@ -827,6 +877,7 @@ def user_callback(name, **more):
 
 
 KINDS = {
+    "nothing": Code,
     # Weights.
     "assigned before": lambda: Code(made=lambda trainer: assigns(trainer.model)),
     "assigned between trainings": lambda: Code(drive=assigns_start),
@@ -849,9 +900,13 @@ KINDS = {
     "shrunk after a step": user_step("shrinks after"),
     "by a vector": at("on_step_end", by_vector),
     "Lookahead": looks_ahead,
-    "shared by two layers": before(ties_two_layers),
+    "shared by two layers": before(ties_two_layers, options=SGD),
     "layers swapped": at("on_step_end", in_step(1, swaps_layers)),
     "activation replaced": at("on_step_end", in_step(1, replaces_activation)),
+    "parameter replaced": at("on_step_end", in_step(1, replaces_parameter)),
+    "begun anew": at("on_step_end", in_step(1, begins_anew)),
+    "layer copied": at("on_step_end", in_step(1, copies_layer)),
+    "model copied afterwards": lambda: Code(drive=copies_afterwards),
     "weight norm": before(on_projections(parametrizations.weight_norm)),
     "weight norm of the trainer's model": lambda: Code(
         made=lambda trainer: on_projections(parametrizations.weight_norm)(trainer.model)
@@ -859,6 +914,7 @@ KINDS = {
     "weight norm by a hook": before(on_projections(weight_norm)),
     "spectral norm": before(on_projections(parametrizations.spectral_norm)),
     "rounded in the pass": before(on_projections(rounds)),
+    "rounded from the second step": at("on_step_end", in_step(1, lambda *given: on_projections(rounds)(given[2]))),
     # Gradients.
     "flipped before the update": at("on_pre_optimizer_step", flips, options=SGD),
     "flipped after a step": step(flips_after, options=SGD),
@@ -868,6 +924,7 @@ KINDS = {
     "clipped between": user_callback("clips between", options=SGD),
     "noted between": user_callback("notes gradients between"),
     "noted before the update": at("on_pre_optimizer_step", notes_gradients),
+    "noted after the update": at("on_optimizer_step", notes_gradients),
     "signs": at("on_pre_optimizer_step", with_gradients(lambda gradient: gradient.sign() * 0.001), options=SGD),
     "centralised": at("on_pre_optimizer_step", with_gradients(centralises), options=SGD),
     "noise": adds_noise,
@@ -878,6 +935,10 @@ KINDS = {
     "accumulated hook in a run": at(
         "on_train_begin", lambda *given: user_code.after_accumulation(given[2]), options=SGD
     ),
+    "backward hook of a layer": before(user_code.HOOKS["gradient of a layer"], options=SGD),
+    "detached": before(user_code.HOOKS["detaches"]),
+    "updated at once": user_step("updates at once"),
+    "updated between": user_callback("updates between"),
     "zeroed by the optimizer": at("on_pre_optimizer_step", in_step(1, lambda *given: given[3].zero_grad())),
     "zeroed by the model": at("on_pre_optimizer_step", in_step(1, lambda *given: given[2].zero_grad())),
     "zeroed after a step": step(leaves_out),
@@ -889,7 +950,7 @@ KINDS = {
     "one matrix": lambda: loss_of(one_matrix),
     "distance to the start": stays_near_start,
     "attentions": lambda: loss_of(of_attentions, config=EAGER),
-    "hidden states": lambda: loss_of(of_hidden_states),
+    "hidden states": lambda: loss_of(of_hidden_states, options=SGD),
     "loss in attributes": lambda: loss_of(of_attributes, model=leaves_loss),
     "loss in a list": loss_in_a_list,
     "note of the batch": notes_batch,
@@ -898,6 +959,10 @@ KINDS = {
     "two passes": lambda: Code(methods={"compute_loss": user_code.twice_loss}, options=SGD),
     "two scales": two_passes(scale_of(1.0), scale_of(3.0)),
     "two modes": two_passes(lambda model: model.train(), lambda model: model.eval()),
+    "other weights": lambda: Code(methods={"compute_loss": passes_by_other_weights}),
+    "adversary": lambda: Code(methods={"compute_loss": against_adversary}, options=SGD),
+    "saliency": at("on_step_end", notes_saliency),
+    "pass without gradients first": user_step("looks first"),
     "teacher before": lambda: has_teacher(None),
     "teacher in a run": lambda: has_teacher("on_train_begin"),
     "layer of the step dropped": drops_layer_of_step,
@@ -932,6 +997,7 @@ KINDS = {
     "frozen in a run": at("on_step_end", in_step(1, freezes_for_good)),
     "frozen in turn": user_callback("freezes in turn"),
     "LISA": lisa,
+    "accumulates longer from the next step": at("on_step_begin", user_code.sets_accumulation(4)),
     "accumulates longer": user_callback("accumulates longer"),
     "accumulates not": user_callback("accumulates not"),
     # What is read.
@@ -959,6 +1025,7 @@ KINDS = {
     "read in a hook of a layer": lambda: reads_in_hook(lambda layer: layer),
     "read in a hook inside a layer": lambda: reads_in_hook(lambda layer: layer.mlp),
     "read in another layer's hook": reads_other_layer,
+    "state_dict of layers": at("on_step_end", notes_state_of_layers),
     "state_dict": at("on_step_end", notes_state),
     "save_pretrained": at("on_step_end", notes_saved),
     "generate": at("on_step_end", generates),
@@ -969,6 +1036,9 @@ KINDS = {
     "read while merged": at("on_step_end", merges),
     "generates while merged": at("on_step_end", generates_merged),
     "set_scale": user_callback("set_scale"),
+    "scaling": user_callback("scaling"),
+    "adapter of a layer disabled": user_callback("disables a layer"),
+    "new matrices": user_callback("new matrices"),
     "weighted adapter added": at("on_step_end", in_step(1, adds_weighted)),
     "adapter switched": user_callback("switches adapter"),
     "adapters noted": at("on_step_end", notes_adapters),
@@ -976,5 +1046,5 @@ KINDS = {
     "near the base": stays_near_base,
 }
 """What makes a user's code anew for a training."""
-HARMLESS = {"probed", "unfrozen before", "merged and unmerged"}
+HARMLESS = {"nothing", "pass without gradients first", "probed", "unfrozen before", "merged and unmerged"}
 """What leaves weights and losses as they are without it, and records nothing."""

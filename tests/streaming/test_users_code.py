@@ -69,135 +69,155 @@ ADAPTERS = ("lora", "lora_micro")
 MANY = (*CORE, "lora", "bf16", "resident", "ends")
 ALL = (*MANY, "inback_single", "8bit", "offload", "leaps")
 TABLE = """
-assigned before                    | all walk*
-assigned between trainings         | core lora
-assigned at step end               | all walk* lora*
-assigned at step begin             | core
-halved in place                    | all
-data halved in place               | core lora
-clamped in place                   | core
-pruned                             | many
-loaded at step end                 | core lora ends
-best loaded at train end           | many single*
-halved at train end                | core
-converted to bf16                  | all
-converted to fp64                  | walk single micro inback
-converted to fp16                  | walk single
-shifted around a step              | all
-shifted in place around a step     | core lora
-SAM                                | many
-FGM                                | walk single ends
-shrunk after a step                | walk single ends lora
-by a vector                        | many
-Lookahead                          | many
-shared by two layers               | many
-layers swapped                     | core lora
-activation replaced                | core
-weight norm                        | many
-weight norm of the trainer's model | core
-weight norm by a hook              | core
-spectral norm                      | many
-rounded in the pass                | many
-flipped before the update          | all walk* inback*
-flipped after a step               | all
-clipped by layer                   | walk single micro graphs lora bf16 resident ends
-clipped by value                   | core lora
-clipped after a step               | core
-clipped between                    | walk micro graphs inback lora
-noted between                      | walk micro graphs inback lora
-noted before the update            | many
-signs                              | many
-centralised                        | core
-noise                              | core
-dropped                            | core lora
-hook before                        | many
-hook in a run                      | core
-accumulated hook before            | many micro*
-accumulated hook in a run          | core lora
-zeroed by the optimizer            | many walk*
-zeroed by the model                | many
-zeroed after a step                | core
-probed                             | all walk*
-probed and noted                   | core lora
-own backward counts                | many
-square of all weights              | all walk*
-one matrix                         | core bf16
-distance to the start              | core
-attentions                         | many walk*
-hidden states                      | many
-loss in attributes                 | all walk*
-loss in a list                     | core
-note of the batch                  | all walk*
-gradient in the loss               | core
-noise of an own generator          | many
-two passes                         | core lora
-two scales                         | all
-two modes                          | core
-teacher before                     | core lora
-teacher in a run                   | core lora
-layer of the step dropped          | core
-layers dropped by chance           | core
-running mean                       | core resident
-hook before its step               | many
-hook after its step                | many
-hook of the run's optimizer        | core
-step wrapped                       | many
-states reset                       | many walk*
-states damped                      | core lora ends
-states cleared                     | core
-states of the model's parameters   | core lora
-states noted                       | core lora
-states saved                       | core
-states loaded                      | core
-rate set before the update         | many
-rate set between                   | walk micro graphs inback
-rate set at step end               | core
-decay set                          | core
-clipping set                       | core
-unfrozen in a run                  | core bf16 resident ends walk*
-unfrozen before                    | core bf16 resident ends
-unfrozen, in no group              | walk single micro graphs
-frozen in a run                    | core
-frozen in turn                     | core lora
-LISA                               | core bf16 resident ends
-accumulates longer                 | walk single micro graphs inback lora
-accumulates not                    | walk micro graphs inback
-read at step end                   | all walk*
-read at step begin                 | core
-read between                       | walk micro graphs inback
-read before the update             | core
-read after the update              | core
-read when logged                   | core
-read when evaluated                | core ends
-read when saved                    | core
-read at train end                  | many
-read after save_model              | core
-read in the loss                   | core
-arrays                             | core
-spectra                            | core
-distance read                      | core
-average                            | many
-average swapped when evaluated     | core
-average evaluated                  | core
-averaged by torch                  | core lora
-averaged by torch and loaded       | core
-read in a hook of a layer          | core
-read in a hook inside a layer      | core
-read in another layer's hook       | core
-state_dict                         | many
-save_pretrained                    | core 8bit ends
-generate                           | many
-evaluate                           | many
-two scales of adapters             | adapters
-merged and unmerged                | adapters
-read while merged                  | adapters
-generates while merged             | adapters
-set_scale                          | adapters
-weighted adapter added             | adapters
-adapter switched                   | adapters
-adapters noted                     | adapters
-ReLoRA                             | adapters
-near the base                      | adapters
+nothing                               | all
+assigned before                       | all walk*
+assigned between trainings            | core lora
+assigned at step end                  | all walk* lora*
+assigned at step begin                | core
+halved in place                       | all
+data halved in place                  | core lora
+clamped in place                      | core
+pruned                                | many
+loaded at step end                    | core lora ends
+best loaded at train end              | many single*
+halved at train end                   | core
+converted to bf16                     | all
+converted to fp64                     | walk single micro inback
+converted to fp16                     | walk single
+shifted around a step                 | all
+shifted in place around a step        | core lora
+SAM                                   | many
+FGM                                   | walk single ends
+shrunk after a step                   | walk single ends lora
+by a vector                           | many
+Lookahead                             | many
+shared by two layers                  | many
+layers swapped                        | core lora
+activation replaced                   | core
+parameter replaced                    | core
+begun anew                            | core lora
+layer copied                          | core lora
+model copied afterwards               | core lora ends
+weight norm                           | many
+weight norm of the trainer's model    | core
+weight norm by a hook                 | core
+spectral norm                         | many
+rounded in the pass                   | many
+rounded from the second step          | core
+flipped before the update             | all walk* inback*
+flipped after a step                  | all
+clipped by layer                      | walk single micro graphs lora bf16 resident ends
+clipped by value                      | core lora
+clipped after a step                  | core
+clipped between                       | walk micro graphs inback lora
+noted between                         | walk micro graphs inback lora
+noted before the update               | many
+noted after the update                | core
+signs                                 | many
+centralised                           | core
+noise                                 | core
+dropped                               | core lora
+hook before                           | many
+hook in a run                         | core
+accumulated hook before               | many micro*
+accumulated hook in a run             | core lora
+backward hook of a layer              | core
+detached                              | core
+updated at once                       | walk single micro graphs inback
+updated between                       | walk micro graphs inback
+zeroed by the optimizer               | many walk*
+zeroed by the model                   | many
+zeroed after a step                   | core
+probed                                | all walk*
+probed and noted                      | core lora
+own backward counts                   | many
+square of all weights                 | all walk*
+one matrix                            | core bf16
+distance to the start                 | core
+attentions                            | many walk*
+hidden states                         | many
+loss in attributes                    | all walk*
+loss in a list                        | core
+note of the batch                     | all walk*
+gradient in the loss                  | core
+noise of an own generator             | many
+two passes                            | core lora
+two scales                            | all
+two modes                             | core
+other weights                         | core
+adversary                             | core lora ends
+saliency                              | core lora
+pass without gradients first          | core
+teacher before                        | core lora
+teacher in a run                      | core lora
+layer of the step dropped             | core
+layers dropped by chance              | core
+running mean                          | core resident
+hook before its step                  | many
+hook after its step                   | many
+hook of the run's optimizer           | core
+step wrapped                          | many
+states reset                          | many walk*
+states damped                         | core lora ends
+states cleared                        | core
+states of the model's parameters      | core lora
+states noted                          | core lora
+states saved                          | core
+states loaded                         | core
+rate set before the update            | many
+rate set between                      | walk micro graphs inback
+rate set at step end                  | core
+decay set                             | core
+clipping set                          | core
+unfrozen in a run                     | core bf16 resident ends walk*
+unfrozen before                       | core bf16 resident ends
+unfrozen, in no group                 | walk single micro graphs
+frozen in a run                       | core
+frozen in turn                        | core lora
+LISA                                  | core bf16 resident ends
+accumulates longer                    | walk single micro graphs inback lora
+accumulates longer from the next step | walk single micro graphs inback
+accumulates not                       | walk micro graphs inback
+read at step end                      | all walk*
+read at step begin                    | core
+read between                          | walk micro graphs inback
+read before the update                | core
+read after the update                 | core
+read when logged                      | core
+read when evaluated                   | core ends
+read when saved                       | core
+read at train end                     | many
+read after save_model                 | core
+read in the loss                      | core
+arrays                                | core
+spectra                               | core
+distance read                         | core
+state_dict of layers                  | core lora
+average                               | many
+average swapped when evaluated        | core
+average evaluated                     | core
+averaged by torch                     | core lora
+averaged by torch and loaded          | core
+read in a hook of a layer             | core
+read in a hook inside a layer         | core
+read in another layer's hook          | core
+state_dict                            | many
+save_pretrained                       | core 8bit ends
+generate                              | many
+evaluate                              | many
+two scales of adapters                | adapters
+merged and unmerged                   | adapters
+read while merged                     | adapters
+generates while merged                | adapters
+set_scale                             | adapters
+scaling                               | adapters
+adapter of a layer disabled           | adapters
+new matrices                          | adapters
+weighted adapter added                | adapters
+adapter switched                      | adapters
+adapters noted                        | adapters
+ReLoRA                                | adapters
+near the base                         | adapters
 """
 """A user's code, and the modes beside which it stands: `*` is in the default suite."""
 GROUPS = {"core": CORE, "many": MANY, "all": ALL, "adapters": ADAPTERS}
@@ -311,10 +331,9 @@ def beside(tmp_path_factory):
     @functools.cache
     def train(kind, options, lora, resident):
         code = Code() if kind is None else KINDS[kind]()
-        mode = Mode(dict(options), lora=lora)
-        trainer = make_trainer(
-            code, mode, tmp_path_factory.mktemp("beside"), None if resident is None else dict(resident)
-        )
+        ours = None if resident is None else dict(resident)
+        mode = Mode(dict(options), lora=lora, resident=ours)
+        trainer = make_trainer(code, mode, tmp_path_factory.mktemp("beside"), ours)
         code.drive(trainer)
         return left_by(trainer)
 
@@ -336,17 +355,21 @@ def shapes(trained):
     return {name: (weight.shape, weight.dtype) for name, weight in trained.weights.items()}
 
 
+ROUNDED = {("shared by two layers", "bf16"), ("hidden states", "bf16"), ("hook before", "bf16")}
+"""Where autocast adds up the gradients of several uses of a weight in bf16, or a hook gets one in bf16."""
 REFUSAL = re.compile(r"`?(memory=stream|memory=off|memory=\"?(stream|off)|accumulation_walk=)|streamed|streaming")
 
 
 @pytest.mark.parametrize(("kind", "mode"), CROSSINGS)
 def test_it_does_what_it_does_under_trainer(kind, mode, beside, tmp_path):
+    most = 1e-3 if (kind, mode) in ROUNDED else 1e-6
     code, mode = KINDS[kind](), MODES[mode]
     theirs, without = beside(kind, mode), beside(None, mode)
     assert kind in HARMLESS or changes(theirs, without), "the user's code does nothing here"
     trainer = None
     try:
         trainer = make_trainer(code, mode, tmp_path, {**STREAM, **mode.ours})
+        assert trainer.memory.streams
         code.drive(trainer)
     except Exception as error:
         if not REFUSAL.search(str(error)):
@@ -357,5 +380,5 @@ def test_it_does_what_it_does_under_trainer(kind, mode, beside, tmp_path):
     ours = left_by(trainer)
     assert shapes(ours) == shapes(theirs)
     found = {name: apart(getattr(theirs, name), getattr(ours, name)) for name in Trained._fields}
-    wrong = {name: difference for name, difference in found.items() if not difference <= 1e-6}
+    wrong = {name: difference for name, difference in found.items() if not difference <= most}
     assert not wrong, wrong
