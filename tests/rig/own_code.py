@@ -427,34 +427,28 @@ def noise_of_own():
     )
 
 
-def two_passes(first, second):
-    """The same batch in two states of the model."""
+def two_passes(*scales):
+    """The same batch in two states of the model; `None` is that of an evaluation."""
+    now = [1.0]
 
-    def scaled(model):
-        model.scale = 1.0
-
-        def scale(module, args, output):
-            return output * model.scale if module.training else output * 0.5
-
+    def put(model):
         for layer in decoder_layers(model):
-            layer.mlp.register_forward_hook(scale)
+            layer.self_attn.register_forward_hook(scale)
+
+    def scale(module, args, output):
+        return (output[0] * (now[0] if module.training else 0.5), *output[1:])
 
     def compute_loss(trainer, own, model, inputs, return_outputs=False, num_items_in_batch=None):
-        base = getattr(model, "base_model", model) if hasattr(model, "peft_config") else model
-        base = getattr(base, "model", base) if hasattr(model, "peft_config") else base
-        first(base)
-        loss = model(**inputs).loss
-        second(base)
-        outputs = model(**inputs)
-        loss = loss + outputs.loss
-        model.train()
+        loss, training = 0.0, model.training
+        for wanted in scales:
+            model.train(wanted is not None)
+            now[0] = now[0] if wanted is None else wanted
+            outputs = model(**inputs)
+            loss = loss + outputs.loss
+        model.train(training)
         return (loss, outputs) if return_outputs else loss
 
-    return lambda: Code(model=scaled, methods={"compute_loss": compute_loss})
-
-
-def scale_of(value):
-    return lambda model: setattr(model, "scale", value)
+    return Code(model=put, methods={"compute_loss": compute_loss}, options=SGD)
 
 
 def scales_adapters():
@@ -949,7 +943,7 @@ KINDS = {
     "square of all weights": lambda: loss_of(square_of_all),
     "one matrix": lambda: loss_of(one_matrix),
     "distance to the start": stays_near_start,
-    "attentions": lambda: loss_of(of_attentions, config=EAGER),
+    "attentions": lambda: loss_of(of_attentions, config=EAGER, options=SGD),
     "hidden states": lambda: loss_of(of_hidden_states, options=SGD),
     "loss in attributes": lambda: loss_of(of_attributes, model=leaves_loss),
     "loss in a list": loss_in_a_list,
@@ -957,8 +951,8 @@ KINDS = {
     "gradient in the loss": lambda: loss_of(slope, config=EAGER),
     "noise of an own generator": noise_of_own,
     "two passes": lambda: Code(methods={"compute_loss": user_code.twice_loss}, options=SGD),
-    "two scales": two_passes(scale_of(1.0), scale_of(3.0)),
-    "two modes": two_passes(lambda model: model.train(), lambda model: model.eval()),
+    "two scales": lambda: two_passes(1.0, 3.0),
+    "two modes": lambda: two_passes(1.0, None),
     "other weights": lambda: Code(methods={"compute_loss": passes_by_other_weights}),
     "adversary": lambda: Code(methods={"compute_loss": against_adversary}, options=SGD),
     "saliency": at("on_step_end", notes_saliency),

@@ -355,7 +355,9 @@ def shapes(trained):
     return {name: (weight.shape, weight.dtype) for name, weight in trained.weights.items()}
 
 
-ROUNDED = {("shared by two layers", "bf16"), ("hidden states", "bf16"), ("hook before", "bf16")}
+ROUNDED = {
+    (kind, "bf16") for kind in ("shared by two layers", "hidden states", "attentions", "two scales", "hook before")
+}
 """Where autocast adds up the gradients of several uses of a weight in bf16, or a hook gets one in bf16."""
 REFUSAL = re.compile(r"`?(memory=stream|memory=off|memory=\"?(stream|off)|accumulation_walk=)|streamed|streaming")
 
