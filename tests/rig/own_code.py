@@ -754,7 +754,7 @@ def averaged_by_torch(loads):
         if loads:
             model.load_state_dict(found[0].module.state_dict())
 
-    return lambda: Code(at={"on_train_begin": begin, "on_step_end": step_end, "on_train_end": end})
+    return Code(at={"on_train_begin": begin, "on_step_end": step_end, "on_train_end": end})
 
 
 def reads_in_hook(of):
@@ -1014,8 +1014,8 @@ KINDS = {
     "average": lambda: Code(at=averages()[1]),
     "average swapped when evaluated": swaps_average_when_evaluated,
     "average evaluated": evaluates_average,
-    "averaged by torch": averaged_by_torch(loads=False),
-    "averaged by torch and loaded": averaged_by_torch(loads=True),
+    "averaged by torch": lambda: averaged_by_torch(loads=False),
+    "averaged by torch and loaded": lambda: averaged_by_torch(loads=True),
     "read in a hook of a layer": lambda: reads_in_hook(lambda layer: layer),
     "read in a hook inside a layer": lambda: reads_in_hook(lambda layer: layer.mlp),
     "read in another layer's hook": reads_other_layer,
