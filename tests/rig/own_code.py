@@ -168,6 +168,14 @@ def by_vector(args, state, model, optimizer):
     vector_to_parameters(parameters_to_vector(model.parameters()) * 0.9, model.parameters())
 
 
+def looks_at_doubled(args, state, model, optimizer):
+    for change in (2.0, 0.5):
+        for parameter in model.parameters():
+            parameter.data.mul_(change)
+        with torch.no_grad():
+            notes_of(model).append(model(input_ids=torch.tensor([[5, 6, 7]])).logits)
+
+
 def looks_ahead():
     slow = {}
 
@@ -893,6 +901,7 @@ KINDS = {
     "FGM": user_step("twice"),
     "shrunk after a step": user_step("shrinks after"),
     "by a vector": at("on_step_end", by_vector),
+    "doubled for a look": at("on_step_end", looks_at_doubled),
     "Lookahead": looks_ahead,
     "shared by two layers": before(ties_two_layers, options=SGD),
     "layers swapped": at("on_step_end", in_step(1, swaps_layers)),

@@ -90,6 +90,7 @@ SAM                                   | many
 FGM                                   | walk single ends
 shrunk after a step                   | walk single ends lora
 by a vector                           | many
+doubled for a look                    | many
 Lookahead                             | many
 shared by two layers                  | many
 layers swapped                        | core lora
