@@ -217,6 +217,12 @@ def replaces_parameter(args, state, model, optimizer):
     projection.weight = nn.Parameter(torch.randn_like(projection.weight) * 0.1)
 
 
+def makes_parameters(args, state, model, optimizer):
+    """As whoever wraps a linear layer does."""
+    for projection in up_projections(model):
+        projection.weight = nn.Parameter(projection.weight.data)
+
+
 def begins_anew(args, state, model, optimizer):
     torch.manual_seed(3)
     up_projections(model)[1].reset_parameters()
@@ -907,6 +913,8 @@ KINDS = {
     "layers swapped": at("on_step_end", in_step(1, swaps_layers)),
     "activation replaced": at("on_step_end", in_step(1, replaces_activation)),
     "parameter replaced": at("on_step_end", in_step(1, replaces_parameter)),
+    "parameters made before": lambda: Code(made=lambda trainer: makes_parameters(None, None, trainer.model, None)),
+    "parameters made at train begin": at("on_train_begin", makes_parameters),
     "begun anew": at("on_step_end", in_step(1, begins_anew)),
     "layer copied": at("on_step_end", in_step(1, copies_layer)),
     "model copied afterwards": lambda: Code(drive=copies_afterwards),
@@ -1049,5 +1057,12 @@ KINDS = {
     "near the base": stays_near_base,
 }
 """What makes a user's code anew for a training."""
-HARMLESS = {"nothing", "pass without gradients first", "probed", "unfrozen before", "merged and unmerged"}
+HARMLESS = {
+    "nothing",
+    "parameters made before",
+    "pass without gradients first",
+    "probed",
+    "unfrozen before",
+    "merged and unmerged",
+}
 """What leaves weights and losses as they are without it, and records nothing."""

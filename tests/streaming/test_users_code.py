@@ -96,6 +96,8 @@ shared by two layers                  | many
 layers swapped                        | core lora
 activation replaced                   | core
 parameter replaced                    | core
+parameters made before                | many
+parameters made at train begin        | core
 begun anew                            | core lora
 layer copied                          | core lora
 model copied afterwards               | core lora ends
