@@ -367,8 +367,8 @@ class LayerStreamer:
 
     def _bind(self, unit: Unit, *, backward: bool) -> None:
         if unit.slot is None and not self._take_slot(unit):
-            # Everything is in use: by units fetched ahead for a turn that was not taken.
-            for other in self.layers:
+            # Everything is in use: by units fetched ahead for a turn that was not taken, or by the end of another pass.
+            for other in self.units:
                 if other.slot is not None and other is not self._in_backward and other.pool is unit.pool:
                     self.release(other)
         self.fetch(unit)

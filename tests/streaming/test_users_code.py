@@ -144,7 +144,7 @@ loss in a list                        | core
 note of the batch                     | all walk*
 gradient in the loss                  | core
 noise of an own generator             | many
-two passes                            | core lora
+two passes                            | core lora ends*
 two scales                            | all
 two modes                             | core
 other weights                         | core
