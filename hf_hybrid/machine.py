@@ -316,6 +316,29 @@ class Look:
         return self._numbers
 
 
+_OUT_OF_MEMORY = (
+    *(f"{device} out of memory" for device in ("cuda", "hip", "xpu", "npu", "mps backend")),
+    "error: out of memory",  # of the CUDA runtime
+    "out of memory (2)",  # of `torch.cuda.check_error`
+    "defaultcpuallocator: not enough memory",
+    "defaultcpuallocator: can't allocate memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "previous error during capture",  # of a graph, where the allocator gave blocks back to the device
+)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an exception, or its cause, says that memory could not be allocated, on device or host."""
+    while error is not None:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        if isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _OUT_OF_MEMORY):
+            return True
+        error = error.__cause__
+    return False
+
+
 def wait_for(device: torch.device) -> None:
     """Stop the host until the device has computed all that it was given."""
     torch.get_device_module(device).current_stream(device).synchronize()

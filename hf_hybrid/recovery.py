@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.config import was_given
 from hf_hybrid.leaps.probe import Losses
+from hf_hybrid.machine import is_out_of_memory
 from hf_hybrid.optimizers import inner_optimizer, optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.run.run import RandomStates, Run
@@ -49,29 +50,7 @@ logger = logging.getLogger(__name__)
 MAX_EVENTS = 1000
 GIB = 2**30
 
-# Recognising an out-of-memory error, and cleaning up.
-
-_MESSAGES = (
-    *(f"{device} out of memory" for device in ("cuda", "hip", "xpu", "npu", "mps backend")),
-    "error: out of memory",  # of the CUDA runtime
-    "out of memory (2)",  # of `torch.cuda.check_error`
-    "defaultcpuallocator: not enough memory",
-    "defaultcpuallocator: can't allocate memory",
-    "cublas_status_alloc_failed",
-    "cudnn_status_alloc_failed",
-    "previous error during capture",  # of a graph, where the allocator gave blocks back to the device
-)
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an exception, or its cause, says that memory could not be allocated, on device or host."""
-    while error is not None:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            return True
-        if isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _MESSAGES):
-            return True
-        error = error.__cause__
-    return False
+# Cleaning up.
 
 
 def drop_tensors_of(error: BaseException | None) -> None:
@@ -436,11 +415,6 @@ class OutOfMemoryRecovery(Part):
 
     def explain(self, error: Exception) -> Exception:
         """Return the exception to raise for one that ended the run; it says what the user cannot see in it."""
-        if self.trainer.memory.streams and "more than one element of the written-to tensor" in str(error):
-            return RuntimeError(
-                "Weights of a streamed layer were written between passes, where its parameters are placeholders "
-                "(`memory=stream`). Train with `memory=off`, or leave these layers to it by `device_map`."
-            )
         if not self.stepping or not self.retries or not is_out_of_memory(error):
             return error
         self.reason, optimizer = _first_line(error), type(inner_optimizer(self.trainer.optimizer)).__name__

@@ -74,7 +74,7 @@ from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, device_probe
 from hf_hybrid.run.epochs import Epochs
 from hf_hybrid.run.monitor import numbers_of, overflowed
 from hf_hybrid.run.run import DataOrder, RandomStates, Run
-from hf_hybrid.run.trainer_view import SEAMS, acts_between, reads_gradients
+from hf_hybrid.run.trainer_view import SEAMS, Code, acts_beside_layers, acts_between, reads_gradients
 from hf_hybrid.saving.lock import check_output
 from hf_hybrid.saving.manifest import last_checkpoint
 from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
@@ -82,6 +82,7 @@ from hf_hybrid.saving.saver import InStep, Saver
 from hf_hybrid.saving.sharded import load_converted, load_optimizer, load_weights
 from hf_hybrid.saving.start import restoring
 from hf_hybrid.streaming.engine import Resident
+from hf_hybrid.streaming.layers import obstacle_to_walking
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 
 logger = logging.getLogger(__name__)
@@ -125,7 +126,10 @@ class HookRouter(CallbackHandler):
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         self.trainer._after_update()
-        return super().on_optimizer_step(args, state, control, **kwargs)
+        if (streamed := self.trainer.memory.optimizer) is None:
+            return super().on_optimizer_step(args, state, control, **kwargs)
+        with streamed.showing_used_gradients():
+            return super().on_optimizer_step(args, state, control, **kwargs)
 
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer._end_step()
@@ -224,6 +228,9 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self._seams: list[Any] = []
         """What [`_who_acts`] was found out of."""
         self._acts: str | None = None
+        self._code: tuple[Any, ...] = ()
+        """What [`_obstacle_to_walking`] was found out of."""
+        self._beside: str | None = None
         super().__init__(*args, **kwargs)
         check_kernels(self.args)
         self.hybrid_args = (
@@ -427,8 +434,6 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         if self.run.phase is Phase.PREDICT:
             return self._skip_step(model)
         step, items = self.run.step, args[0] if args else kwargs.get("num_items_in_batch")
-        if self._shows_gradients:
-            self.memory.optimizer.take_gradients()
         if not step.is_arranged:
             self._arrange(step)
         if step.window is not None:  # a part laid it out anew
@@ -444,14 +449,13 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             run = functools.partial(self.memory.window.next, run)
         loss = self.recovery.compute(inputs, functools.partial(self._compute, run), items)
         self.run.count(inputs, loss)
-        if self._shows_gradients:
-            self.memory.optimizer.show_gradients()
         return loss
 
     def _who_acts(self) -> str | None:
         """Return what code of a user acts on micro-batches, see [`acts_between`]: found out again where any is new."""
         steps = {*self.run.accumulations, self.args.gradient_accumulation_steps}
-        events = map(attrgetter("on_substep_end", "on_pre_optimizer_step"), self.callback_handler.callbacks)
+        names = attrgetter("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
+        events = map(names, self.callback_handler.callbacks)
         seams: list[Any] = [vars(self.accelerator).get("backward"), steps, *events]
         if (streamed := self.memory.optimizer) is not None:
             seams += streamed._optimizer_step_pre_hooks.values()
@@ -461,6 +465,17 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             self._seams, self._acts = seams, acts_between(self)
             self._shows_gradients = streamed is not None and (self._acts is not None or reads_gradients(self))
         return self._acts
+
+    def _obstacle_to_walking(self) -> str | None:
+        """Return why windows are not walked by layer, see [`acts_beside_layers`]: found out again where any is new."""
+        model = self.accelerator.unwrap_model(self.model)
+        losses = [vars(place).get("compute_loss") for place in (self, *type(self).__mro__)]
+        seams = Code.of(model), losses
+        if seams != self._code:
+            layers = [module for unit in self.memory.streamer.layers for module in unit.modules]
+            self._code, self._beside = seams, acts_beside_layers(self, seams[0], layers)
+        clause = self._beside
+        return obstacle_to_walking(model) if clause is None else f"{clause[0].upper()}{clause[1:]}."
 
     def _arrange(self, step: Step) -> None:
         """Decide how the micro-batches of a step are computed, now that `on_step_begin` has been called."""
@@ -472,7 +487,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
                 step.batches = send_to_device(step.batches, self.args.device, non_blocking=True)
         window = self.memory.window
         if window is not None:
-            window.shows_gradients = self._shows_gradients
+            window.shows_gradients, window.obstacle_now = self._shows_gradients, self._obstacle_to_walking
         if window is not None and window.order != "micro_batch" and step.acts is not None:
             logger.warning("Windows are walked micro-batch by micro-batch from here on: %s.", step.acts)
             self.memory.walk_by_micro_batch()
@@ -484,6 +499,12 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         rows, in_step = self.rows, self.saver.in_step
         around = rows is not None and (rows.in_every_pass or self.run.step.window is not None)
         in_step.is_changing = True
+        if (window := self.memory.window) is not None and window.asks:
+            try:
+                window.look(inputs)  # before parts exchange forward passes, whose gradients may be anywhere
+            except BaseException:
+                in_step.is_changing = False
+                raise
         try:
             if self._around_forward:
                 self.run.call("before_forward", self.run.phase)
@@ -518,19 +539,11 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         if (streamed := self.memory.optimizer) is None:
             return super()._clip_grad_norm(model)
         # With leaps the direction reads clipped gradients before the optimizer does.
-        now = self.has_phases or self._shows_gradients
-        streamed.take_gradients()
-        norm = streamed.clip(model.parameters(), self.args.max_grad_norm, now=now)
-        if self._shows_gradients:
-            streamed.show_gradients()
-        return norm
+        return streamed.clip(model.parameters(), self.args.max_grad_norm, now=self.has_phases)
 
     def _get_grad_norm(self, model, grad_norm=None):
         if grad_norm is None and (streamed := self.memory.optimizer) is not None:
-            streamed.take_gradients()
-            grad_norm = streamed.total_norm(model.parameters(), now=self.has_phases or self._shows_gradients)
-            if self._shows_gradients:
-                streamed.show_gradients()
+            grad_norm = streamed.total_norm(model.parameters(), now=self.has_phases)
         self._gradient_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         return self._gradient_norm
 
@@ -543,8 +556,6 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
                 self._withhold_update()
             return
         self.recovery.stepping = True
-        if self._shows_gradients:
-            self.memory.optimizer.take_gradients()
         if not run.step.is_arranged:
             run.step.losses = [self._tr_loss - self._loss_before]
             if self.rows is not None:

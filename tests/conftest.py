@@ -305,5 +305,13 @@ def fallbacks_are_errors(request, monkeypatch):
 
 
 @pytest.fixture
+def of_a_library(request, monkeypatch) -> None:
+    """What the file of a test, or the rig, puts into a model or trainer counts as a library's, not as a user's."""
+    from hf_hybrid.run import trainer_view
+
+    monkeypatch.setattr(trainer_view, "LIBRARIES", (*trainer_view.LIBRARIES, "rig", request.module.__name__))
+
+
+@pytest.fixture
 def train_set() -> ByteText:
     return ByteText(400)

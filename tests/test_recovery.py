@@ -530,6 +530,7 @@ def stream(folder, size, steps, **options):
     return build(folder, size, steps, model=tiny_model(num_hidden_layers=3), **options)
 
 
+@pytest.mark.usefixtures("of_a_library")
 @pytest.mark.parametrize(
     "walk, predict", mostly_slow([("layer", False), ("micro_batch", False), ("layer", True)], [("layer", True)])
 )
@@ -543,6 +544,7 @@ def test_streamed_windows_are_split(tmp_path, walk, predict):
     assert_same_weights(weights(trainer.model), weights(smaller.model))
 
 
+@pytest.mark.usefixtures("of_a_library")
 def test_a_walk_that_does_not_fit_goes_by_micro_batch(tmp_path):
     """All micro-batches of a walk are there at once: when one sequence each is too much, they go one by one."""
     trainer = stream(tmp_path / "big", 2, 2, accumulation_walk="layer")

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.optimizers import ask, elements_at_once, text_config
+from hf_hybrid.optimizers import ask, elements_at_once, inner_optimizer, text_config
 from hf_hybrid.streaming.layers import rounded_by_autocast
+from hf_hybrid.streaming.placeholders import as_plain
 
 Storage = tuple[torch.device, int]  # and its address there
 
@@ -94,10 +95,12 @@ def measure_held(
     [`storage_address`] of each tensor that counts as host; left out, tensors on the CPU are host.
     """
     model = nn.Module() if model is None else model
+    with as_plain():  # those of streamed layers are in `extra`
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
     by_category: list[tuple[str, Iterable[Tensor]]] = [
         ("weights", model.parameters()),
-        ("gradients", [p.grad for p in model.parameters() if p.grad is not None]),
-        ("states", () if optimizer is None else _tensors_in(optimizer.state)),
+        ("gradients", gradients),
+        ("states", () if optimizer is None else _tensors_in(inner_optimizer(optimizer).state)),
         ("buffers", model.buffers()),
         *(extra or {}).items(),
     ]

@@ -8,7 +8,6 @@ the step before. They are read on the host, without a look at a tensor.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -145,15 +144,6 @@ def of_user(hooks: Sequence[Any]) -> list[Any]:
         if not of_library:
             found.append(hook)
     return found
-
-
-def module_of_user(model: nn.Module) -> str | None:
-    """Return the class of a module that is in no installed package, if there is one: a user's, or one of the Hub."""
-    for kind in {type(module) for module in model.modules()}:
-        file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-        if "-packages" not in file and kind.__module__.partition(".")[0] not in LIBRARIES:
-            return f"`{kind.__name__}`"
-    return None
 
 
 @dataclass

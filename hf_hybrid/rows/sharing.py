@@ -65,7 +65,7 @@ from hf_hybrid.rows.attention import (
 from hf_hybrid.rows.comparison import TOLERANCES, Observed, difference, loss_of, sample, two_rows
 from hf_hybrid.rows.costs import WORTH, share_saved
 from hf_hybrid.rows.experts import OPTION, router_losses
-from hf_hybrid.rows.facts import ModelFacts, dropout_of, module_of_user
+from hf_hybrid.rows.facts import ModelFacts, dropout_of
 from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_numbers
 from hf_hybrid.rows.states import by_row
 from hf_hybrid.rows.tree import (
@@ -84,6 +84,7 @@ from hf_hybrid.rows.tree import (
 )
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import Run, as_before
+from hf_hybrid.run.trainer_view import module_of_user
 
 COUNTS = ("tokens", "tokens_padding", "tokens_shared", "micro_batches_saved")
 HOLE = "a row has a hole in its mask, or predicts a token from padding"

@@ -8,7 +8,8 @@ imports them. A function that reads one or two things takes these.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -16,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hf_hybrid.optimizers import has_adapters, is_adam, optimizer_name, text_config, users_optimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -162,7 +163,51 @@ def reads_gradients(trainer: Any) -> bool:
     """Whether code of a user may read or change the gradients of a window of streamed layers."""
     if overridden(trainer, "_clip_grad_norm", "_get_grad_norm") or trainer.memory.optimizer._optimizer_step_pre_hooks:
         return True
-    return any(package_of(c.on_pre_optimizer_step) not in LIBRARIES for c in trainer.callback_handler.callbacks)
+    events = (
+        event for c in trainer.callback_handler.callbacks for event in (c.on_pre_optimizer_step, c.on_optimizer_step)
+    )
+    return any(package_of(event) not in LIBRARIES for event in events)
+
+
+# What users put into a model.
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class Code(NamedTuple):
+    """What code of a user may be in a model: hooks of modules, functions in place of a `forward`, and classes."""
+
+    hooks: list[Any]
+    forwards: list[Any]
+    kinds: set[Any]
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> Code:
+        """Look at a model, and at hooks of all modules."""
+        everywhere = vars(torch.nn.modules.module)
+        code, stack = (
+            cls([hook for name in _HOOKS for hook in everywhere[f"_global{name}"].values()], [], set()),
+            [model],
+        )
+        while stack:  # `modules()` takes four times as long
+            own = vars(module := stack.pop())
+            code.kinds.add(type(module))
+            if "forward" in own:
+                code.forwards.append(own["forward"])
+            for name in _HOOKS:
+                if own[name]:
+                    code.hooks.extend(own[name].values())
+            stack += [child for child in own["_modules"].values() if child is not None]
+        return code
+
+
+def module_of_user(model: torch.nn.Module) -> str | None:
+    """Return the class of a module that is in no installed package, if there is one: a user's, or one of the Hub."""
+    for kind in {type(module) for module in model.modules()}:
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+        if "-packages" not in file and kind.__module__.partition(".")[0] not in LIBRARIES:
+            return f"`{kind.__name__}`"
+    return None
 
 
 # The model and its loss.
@@ -244,6 +289,32 @@ def _foreign(model: Any) -> str | None:
     package, name = package_of(vars(owner)["forward"], FORWARDS), f"`{owner.__name__}.forward`"
     is_put_in = owner.__module__.partition(".")[0] in LIBRARIES and package not in KERNELS
     return None if package in FORWARDS else f"{IN_PLACE} {name}" if is_put_in else name
+
+
+def acts_beside_layers(trainer: TrainerView, code: Code, layers: Iterable[torch.nn.Module]) -> str | None:
+    """
+    Return what code of a user may leave something of a micro-batch, or find it, beside the inputs and outputs of
+    layers, as a clause; `None` if none does.
+    """
+    own = [name for package, name in own_losses(trainer) if package not in LIBRARIES]
+    if own:
+        return f"`{own[0]}.compute_loss` may note something of a micro-batch, or read what layers leave"
+    for hook in code.hooks:
+        if package_of(hook) not in LIBRARIES:
+            return f"the hook `{_name_of(hook)}` may note something of a micro-batch"
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    models = {type(model), type(model.get_base_model() if hasattr(model, "get_base_model") else model)}
+    known = models | {kind for kind in code.kinds if kind.__module__.partition(".")[0] in FORWARDS}
+    for forward in (*code.forwards, *(kind.forward for kind in known)):
+        if package_of(forward, FORWARDS) not in (*FORWARDS, *KERNELS):
+            return f"the forward pass `{_name_of(forward)}` may note something of a micro-batch"
+    kind = next(filter(None, map(module_of_user, layers)), None)
+    return None if kind is None else f"{kind} in a layer may note something of a micro-batch"
+
+
+def _name_of(function: Any) -> str:
+    function = getattr(function, "func", function)  # of a partial
+    return getattr(function, "__qualname__", type(function).__name__)
 
 
 def vocabulary_size(model: torch.nn.Module) -> int | None:

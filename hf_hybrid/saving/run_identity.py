@@ -292,11 +292,11 @@ def _frozen(trainer: TrainerView, model: nn.Module) -> dict[str, Any]:
         if getattr(tensor, "device_mesh", None) is not None:
             is_shared, tensor = True, tensor.to_local()
         if tensor.device.type == "meta" or not tensor.numel():
-            continue  # it is on the disk, or on other processes
+            continue  # it is on the disk, on other processes, or packed as int8
         values = tensor.flatten()[torch.tensor(_places(tensor.numel(), VALUES), device=tensor.device)].cpu()
         if not tensor.is_floating_point():
             kept[name] = {"packed": values.tolist()}
-        elif torch.isfinite(values).all():  # not a place that a streamed layer fills when it computes
+        elif torch.isfinite(values).all():
             kept[name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "values": values.double().tolist()}
     return {"parts": [trainer.args.process_index, trainer.args.world_size] if is_shared else [], "values": kept}
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from hf_hybrid.optimizers import optimizer_layers
 from hf_hybrid.run.weights import InPlace
 from hf_hybrid.streaming.optimizer import LazyOptimizer
+from hf_hybrid.streaming.placeholders import Placeholder
 from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.walk import Window
 
@@ -153,6 +154,7 @@ class Streamed(Resident):
         return self.optimizer
 
     def begin(self) -> None:
+        self.window.is_compared = False
         self.streamer.attach()
 
     def end(self) -> None:
@@ -184,7 +186,8 @@ class Streamed(Resident):
 
     def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         self.streamer.gradients_arrived()  # whoever asks may read them
-        return self.streamer.counterpart(parameter)
+        found = self.streamer.counterpart(parameter)
+        return nn.Parameter(torch.empty(0)) if isinstance(found, Placeholder) else found  # there is an int8 base alone
 
     def walk_by_micro_batch(self) -> bool:
         changes = self.window.order != "micro_batch"
@@ -258,7 +261,7 @@ class Streamed(Resident):
         if self.optimizer is None:
             return None
         held, masters = self.streamer.tensors_held(), [param.master for param in self.streamer.masters.values()]
-        states = [value for master in masters for value in self.optimizer.state.get(master, {}).values()]
+        states = [value for master in masters for value in self.optimizer.base.state.get(master, {}).values()]
         states = [value for value in states if torch.is_tensor(value)]
         return held["host_weights"] + held["host_gradients"] + list(buffers) + self._parking() + states
 

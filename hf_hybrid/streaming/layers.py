@@ -125,9 +125,10 @@ def map_with_host_layers(model: nn.Module) -> dict | None:
 
 def obstacle_to_walking(model: nn.Module) -> str | None:
     """Return why the layers of a model cannot be walked one after the other, if so."""
-    if getattr(text_config(model), "output_router_logits", False):
-        # They are read by hooks inside the layers, past the layers' outputs, and have to carry gradients.
-        return "`output_router_logits=True` takes router logits out of the layers for the loss."
+    for name in ("output_router_logits", "output_attentions", "output_hidden_states"):
+        if getattr(text_config(model), name, False):
+            # They are read by hooks inside the layers, past the layers' outputs, and have to carry gradients.
+            return f"`{name}=True` takes {name[7:].replace('_', ' ')} out of the layers for the loss."
     return None
 
 

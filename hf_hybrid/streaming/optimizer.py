@@ -43,15 +43,17 @@ Readers of masters or states (saving, a leap, the end of training) call `flush` 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_hybrid.machine import host_buffer
+from hf_hybrid.run.trainer_view import LIBRARIES, package_of
 from hf_hybrid.streaming.streamer import LayerStreamer, Updates
 from hf_hybrid.streaming.transfers import Event, Ring, Slot
 from hf_hybrid.streaming.units import Packing, StreamedParameter, Unit
@@ -86,6 +88,12 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         UnsupportedOptimizerError: If the optimizer is not known to step each parameter by itself.
     """
+    step = vars(optimizer).get("step")
+    if step is not None and (package := package_of(step)) not in LIBRARIES:  # schedulers put theirs there
+        raise UnsupportedOptimizerError(
+            f"A function of `{package}` is in place of `optimizer.step`, which nobody calls with `memory=stream`. Use "
+            "a hook (`optimizer.register_step_post_hook`), a callback, or `memory=off`."
+        )
     name = type(optimizer).__name__
     known = type(optimizer).__module__.partition(".")[0] in ("torch", "transformers", "hf_hybrid")
     if name not in SEPARABLE or not known:
@@ -168,6 +176,24 @@ def _travels(value: Any) -> bool:
     return torch.is_tensor(value) and (value.dim() > 0 or value.device.type != "cpu")
 
 
+class _Group(dict):
+    """A group of an optimizer that calls `asked` before it gives its parameters to anybody."""
+
+    def __init__(self, group: dict, asked: Callable[[], None]):
+        super().__init__(group)
+        self.asked = asked
+
+    def __getitem__(self, name):
+        if name == "params":
+            self.asked()
+        return super().__getitem__(name)
+
+
+def _members(group: dict) -> list[nn.Parameter]:
+    """Return the parameters of a group, and let nothing be called."""
+    return dict.__getitem__(group, "params")
+
+
 class LazyOptimizer(torch.optim.Optimizer, Updates):
     """
     Replaces an optimizer whose parameters are partly streamed, with the same groups, state and state dict.
@@ -199,13 +225,14 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
                 if master is not parameter and parameter in base.state:
                     base.state[master] = base.state.pop(parameter)
         # Not Optimizer.__init__: groups and state are those of `base`, not copies.
-        self.defaults, self.param_groups, self.state = base.defaults, base.param_groups, base.state
+        self.defaults = base.defaults
+        self._watch_groups()
         vars(self).update({name: hooks for name, hooks in vars(base).items() if name.endswith("_hooks")})
         self._unit_of = {id(param.master): unit for unit in streamer.units for param in unit.trainable}
         self.pending: dict[Unit, tuple[list[dict], Tensor | None]] = {}
         """The inputs of a unit's step: its groups, and the scale of its gradients."""
         self._scale: Tensor | None = None
-        self._checked = self._shown = False
+        self._checked = self._states_given = False
         self._beside: dict[Unit, _Beside] = {}
         self._ring: Ring | None = None
         self._ring_size = 0
@@ -221,12 +248,41 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             return f"The update of `{self._updating.name}` was cut short."
         return "The backward pass has updated some layers, and the step has not ended." if self._step_begun else None
 
+    # Code of a user asks for weights or states.
+
+    @property
+    def param_groups(self) -> list[dict]:  # ty: ignore[incompatible-property-override]
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Any:  # ty: ignore[incompatible-property-override]
+        """States as they are after every step. What is changed in them counts from the next on."""
+        self._give_out()
+        self._states_given = True
+        return self.base.state
+
+    def _watch_groups(self) -> None:
+        self.base.param_groups[:] = [_Group(group, self._give_out) for group in self.base.param_groups]
+
+    def _give_out(self) -> None:
+        """Somebody may read or write masters or states."""
+        if self.streamer.attached:
+            self.flush()
+            for unit in self.streamer.units:
+                unit.written = True
+
+    def take_states(self) -> None:
+        """Let states travel from now on that code of a user may have changed."""
+        if self._states_given:
+            self._states_given = False
+            self._place_states()
+
     # A run begins and ends.
 
     def attach(self) -> None:
         """Make room for what travels, on the host and on the device."""
         if not self._beside:
-            group_of = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
+            group_of = {id(parameter): group for group in self.param_groups for parameter in _members(group)}
             kinds: dict[tuple, dict[str, Tensor]] = {}
             for unit in self.streamer.units:
                 if unit.trainable:
@@ -274,7 +330,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         """Let the states that are there lie where they travel from."""
         for beside in self._beside.values():
             for param in beside.unit.trainable:
-                state, key = self.state.get(param.master, {}), id(param.parameter)
+                state, key = self.base.state.get(param.master, {}), id(param.parameter)
                 for name in [name for name in state if (key, name) in beside.states]:
                     state[name], beside.has_states = beside.states[key, name].copy_(state[name]), True
 
@@ -292,32 +348,32 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
 
     # A window ends.
 
-    def show_gradients(self) -> None:
-        """
-        Put the gradients of the window so far on the model's parameters, for code of a user that reads or changes them
-        there. They lie on the host, so the placeholders do meanwhile.
-        """
+    def settle_gradients(self) -> None:
+        """Let the gradients be on the host as the step will use them, because code of a user reads or changes them."""
         self.streamer.gradients_arrived()
-        for _, param in () if self._shown else self._updated():
-            master = param.master
-            if master.grad is None:
-                continue
-            if self._scale is not None:
-                master.grad.mul_(self._scale.to(master.grad.device))
-            param.parameter.data = torch.full((), float("nan"), dtype=master.grad.dtype).expand(master.shape)
-            param.parameter.grad = master.grad
-        self._shown, self._scale = True, None
+        if self._scale is None:
+            return
+        scale, self._scale = self._scale.cpu(), None
+        for _, param in self._updated():
+            if param.master.grad is not None:
+                param.master.grad.mul_(scale)
 
-    def take_gradients(self) -> None:
-        """Take the gradients back as they are now. One that is `None` is dropped."""
-        for unit, param in self._updated() if self._shown else ():
-            master = param.master
-            gradient, param.parameter.grad = param.parameter.grad, None
-            self.streamer.hide(unit, param)
-            if gradient is not None and gradient is not master.grad:
-                gradient = param.place_of_gradient(pin=self.streamer.transfers.beside).copy_(gradient)
-            master.grad, param.norm = gradient, None
-        self._shown = False
+    @contextlib.contextmanager
+    def showing_used_gradients(self) -> Generator[None]:
+        """Context in which parameters still have the gradients that the last step has used."""
+        self.shows_used = True
+        try:
+            yield
+        finally:
+            self.shows_used = False
+
+    def used_gradient(self, unit: Unit, param: StreamedParameter) -> Tensor | None:
+        groups, scale = self.pending.get(unit, ((), None))
+        if not any(master is param.host_weights for group in groups for master in group["params"]):
+            return None
+        self.streamer.gradients_arrived()
+        gradient = param.place_of_gradient(pin=self.streamer.transfers.beside).clone()
+        return gradient if scale is None else gradient.mul_(scale.to(gradient.device))
 
     def _updated(self) -> list[tuple[Unit, StreamedParameter]]:
         """Return the streamed parameters that have a master, with their units."""
@@ -390,16 +446,16 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
     def step(self, closure=None):
         """Step the resident parameters, and put off the units' steps, with the current learning rates."""
         if hooks := self._optimizer_step_pre_hooks:
-            self.show_gradients()
+            self.settle_gradients()
             for hook in hooks.values():
                 hook(self, (), {})
-        self.take_gradients()
+        self.streamer.take_written()
         self.streamer.end_backward()
         resident: list[dict] = []
         groups: dict[Unit, list[dict]] = {}
         for group in self.param_groups:
             by_unit: dict[Unit | None, list[nn.Parameter]] = {}
-            for parameter in group["params"]:
+            for parameter in _members(group):
                 if parameter.grad is not None:
                     by_unit.setdefault(self._unit_of.get(id(parameter)), []).append(parameter)
             for unit, parameters in by_unit.items():
@@ -410,7 +466,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             self._make_room()  # if there is none, nothing was stepped
         if resident:
             optimizer = self._over(resident)
-            optimizer.state = self.state
+            optimizer.state = self.base.state
             optimizer.step()
         for unit in [unit for unit in self.streamer.units if unit in groups]:
             self.pending[unit] = groups[unit], scale
@@ -423,6 +479,10 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             self._give_room_back()
         for unit in self.streamer.first():
             self.streamer.fetch(unit)
+        if hooks := self._optimizer_step_post_hooks:
+            self._give_out()
+            for hook in hooks.values():
+                hook(self, (), {})
 
     def _over(self, groups: list[dict]) -> torch.optim.Optimizer:
         """Return the same optimizer over other groups."""
@@ -505,7 +565,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
     def _groups_of(self, unit: Unit, gradients: dict[int, Tensor]) -> list[dict]:
         """Return the groups with the parameters of a unit alone, of which there are gradients."""
         masters = {id(param.master) for param in unit.trainable if id(param.parameter) in gradients}
-        chosen = [(group, [p for p in group["params"] if id(p) in masters]) for group in self.param_groups]
+        chosen = [(group, [p for p in _members(group) if id(p) in masters]) for group in self.param_groups]
         return [{**group, "params": parameters} for group, parameters in chosen if parameters]
 
     def _gradients_from_host(self, unit: Unit) -> dict[int, Tensor]:
@@ -527,12 +587,12 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             stepped.append((master, parameter, stand_in))
         optimizer = self._over([{**group, "params": [stand_in for _, _, stand_in in stepped]}])
         for master, parameter, stand_in in stepped:
-            optimizer.state[stand_in] = own = dict(self.state.get(master, {}))
+            optimizer.state[stand_in] = own = dict(self.base.state.get(master, {}))
             for name in own:
                 own[name] = states.get((id(parameter), name), own[name])
         optimizer.step()
         for master, parameter, stand_in in stepped:
-            own = self.state[master]
+            own = self.base.state[master]
             for name, value in optimizer.state[stand_in].items():
                 key = id(parameter), name
                 if key not in places:
@@ -557,18 +617,16 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         """Drop gradients that no step used, because the step was withheld or an error cut the window short."""
         for unit in self.streamer.units:
             for param in unit.trainable:
-                param.master.grad = param.norm = param.total = param.parameter.grad = None
+                self.streamer.use_gradient(unit, param, None)
         self._scale = None
         self._gradients.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of resident parameters, and of units if they are shown: else their step drops them."""
-        for _, param in self._updated() if self._shown else ():
-            param.parameter.grad = None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in self._unit_of:
-                    parameter.grad = None
+        """Drop all gradients. Those that a step has put off lie elsewhere."""
+        for unit, param in self._updated():
+            self.streamer.use_gradient(unit, param, None)
+        for parameter in itertools.chain(*map(_members, self.param_groups)):
+            parameter.grad = None
 
     def state_dict(self) -> dict:
         """Return the plain optimizer's state dict, after every step."""
@@ -579,5 +637,5 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         """Load a state dict of the plain optimizer. States of streamed parameters stay on the host."""
         self.flush()
         self.base.load_state_dict(state_dict)
-        self.param_groups, self.state = self.base.param_groups, self.base.state
+        self._watch_groups()
         self._place_states()

@@ -15,8 +15,8 @@ A streamed layer takes part in a step three times:
 The model stays the user's own: same modules, same parameter objects, same names. A placeholder is one NaN expanded to
 the shape of the weight (`expand`): shape, dtype and device are right, it takes no memory, and a computation with it
 gives NaN instead of a plausible wrong number. The streamer uses three mechanisms that PyTorch offers for instances: a
-`forward` set on the module, hooks on gradients, and hooks on state dicts, which give real weights to a callback that
-saves. [`LayerStreamer.detach`] removes all of them.
+`forward` set on the module, hooks on gradients, and a class of the parameter, which gives real weights to code of a
+user ([`hf_hybrid.streaming.placeholders`]). [`LayerStreamer.detach`] removes all of them.
 
 Passes without gradients (evaluation, probes, generation) need only the first part, and no checkpointing.
 """
@@ -24,8 +24,10 @@ Passes without gradients (evaluation, probes, generation) need only the first pa
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
+import math
 from collections.abc import Callable, Collection, Generator, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,7 @@ from hf_hybrid.machine import copy_to_device_
 from hf_hybrid.streaming.experts import Experts
 from hf_hybrid.streaming.graphs import KeptGraph
 from hf_hybrid.streaming.layers import save_packed_weights
+from hf_hybrid.streaming.placeholders import as_plain, become_placeholders
 from hf_hybrid.streaming.transfers import Transfers
 from hf_hybrid.streaming.units import SlotPool, StreamedParameter, Unit, make_units
 
@@ -69,6 +72,18 @@ class Updates:
 
     def drop_gradients(self) -> None:
         """Drop gradients that no step has used."""
+
+    shows_used = False
+    """Whether gradients that the last step has used are still to be seen."""
+
+    def used_gradient(self, unit: Unit, param: StreamedParameter) -> Tensor | None:
+        """Return a copy of a gradient that the last step has used."""
+
+    def settle_gradients(self) -> None:
+        """Gradients on the host are about to be read or changed."""
+
+    def take_states(self) -> None:
+        """States may have been changed."""
 
     def begin_load(self, unit: Unit) -> None:
         """The weights of a pending unit are about to travel: what its update needs goes before them."""
@@ -140,7 +155,10 @@ class LayerStreamer:
         self._position = {unit: index for index, unit in enumerate(self.layers)}
         self._in_backward: Unit | None = None
         self._undo: list[Callable[[], None]] = []
-        self._nothing: dict[torch.dtype, Tensor] = {}
+        dtypes = {param.dtype for param in self.streamed.values()}
+        self._nothing = {
+            d: torch.full((), math.nan if d.is_floating_point else 0, dtype=d, device=device) for d in dtypes
+        }
         self._pools: list[SlotPool] = []
         self._expanded = torch.empty(0)
 
@@ -179,12 +197,10 @@ class LayerStreamer:
             for module in unit.modules:
                 self._wrap(unit, module)
                 self._undo += save_packed_weights(module)
-                self._undo.append(module.register_state_dict_post_hook(functools.partial(self._show, unit)).remove)
-            for param in unit.storage.params:
-                param.parameter.data = self._placeholder(param)
-                if param.parameter.requires_grad:
-                    hook = functools.partial(self._on_gradient, unit, param)
-                    self._undo.append(param.parameter.register_post_accumulate_grad_hook(hook).remove)
+            for param in unit.trainable:
+                hook = functools.partial(self._on_gradient, unit, param)
+                self._undo.append(param.parameter.register_post_accumulate_grad_hook(hook).remove)
+            become_placeholders(self, unit, self._nothing)
         self._move_rest(self.device)
         self.updates.attach()
 
@@ -213,11 +229,7 @@ class LayerStreamer:
         self.updates.detach(for_good=for_good)
 
     def _wrap(self, unit: Unit, module: nn.Module) -> None:
-        own, original = module.__dict__.get("forward"), module.forward
-
-        @functools.wraps(original)
-        def forward(*args, **kwargs):
-            return self._call(unit, module, original, args, kwargs)
+        own = module.__dict__.get("forward")
 
         def restore():
             if own is None:
@@ -225,45 +237,65 @@ class LayerStreamer:
             else:
                 module.forward = own
 
-        module.forward = forward
+        module.forward = _Forward(self, unit, module)
         self._undo.append(restore)
 
-    def _show(self, unit: Unit, module: nn.Module, state: dict, prefix: str, *_) -> None:
-        """Give weights, not placeholders, to a callback that asks for a state dict during a run."""
+    # Code of a user reads and writes between passes, see placeholders.py.
+
+    def weights_of(self, unit: Unit, param: StreamedParameter) -> Tensor:
+        """Return the weights of a placeholder on the host, which may be written to until the next pass begins."""
+        if param.host_weights is None:
+            raise RuntimeError(
+                f"The weights of `{param.name}` are packed as int8 (`memory=stream`, `base_precision=int8`): nothing "
+                "can be computed from them while they are. Set `base_precision=same`."
+            )
+        if self.updates.pending and any(other.bound for other in self.travelling):
+            raise RuntimeError(
+                f"The weights of `{param.name}` were used while another layer computes. With `memory=stream` they are "
+                "not updated then. Use them in `compute_loss` or in a callback, or train with `memory=off`."
+            )
         self.updates.flush()
-        for name, parameter in module.named_parameters():
-            param = self.streamed.get(id(parameter))
-            if param is not None and param.host_weights is not None and prefix + name in state:
-                state[prefix + name] = param.master.data
+        unit.written = True
+        return param.host_weights.data
 
-    def _placeholder(self, param: StreamedParameter) -> Tensor:
-        if param.dtype not in self._nothing:
-            value = float("nan") if param.dtype.is_floating_point else 0
-            self._nothing[param.dtype] = torch.full((), value, dtype=param.dtype, device=self.device)
-        return self._nothing[param.dtype].expand(param.parameter.shape)
+    def take_written(self) -> None:
+        """Let weights and states travel anew that may have been written to."""
+        self.updates.take_states()
+        for unit in self.units:
+            if unit.written:
+                unit.written = False
+                unit.storage.refresh()
+                self.forget(unit)
 
-    def take_assigned(self) -> None:
+    def gradient_of(self, unit: Unit, param: StreamedParameter) -> Tensor | None:
         """
-        Take over weights that a user has assigned in a run (`p.data = new`): parameters that hold no placeholder, while
-        their unit does not compute. Raise `RuntimeError` for what was computed from placeholders.
+        Return the gradient of a placeholder on the host: the sum of its window so far, as the step will use it, or a
+        copy of what the last step used.
         """
-        places = {nothing.data_ptr() for nothing in self._nothing.values()}
-        idle = [unit for unit in self.units if not unit.bound]
-        assigned = [
-            (u, p, p.parameter.data) for u in idle for p in u.storage.params if p.parameter.data_ptr() not in places
-        ]
-        for unit, param, weights in assigned:
-            param.parameter.data = self._placeholder(param)
-            if weights.isnan().any() or param.host_weights is None or weights.shape != param.parameter.shape:
-                raise RuntimeError(
-                    f"`{param.name}` was assigned a tensor of shape {tuple(weights.shape)} without weights for it. "
-                    "Between passes the parameters of streamed layers are placeholders, from which nothing can be "
-                    "computed (`memory=stream`). Assign new weights, or train with `memory=off`."
-                )
-            self.updates.flush()
-            param.master.data.copy_(weights)
-            unit.storage.refresh()
-            self.forget(unit)
+        if param.host_weights is None or param.host_weights.grad is None:
+            return self.updates.used_gradient(unit, param)
+        self.updates.settle_gradients()
+        param.norm = None  # it may be changed
+        return param.host_weights.grad
+
+    def use_gradient(self, unit: Unit, param: StreamedParameter, gradient: Tensor | None) -> None:
+        """Replace the gradient of a placeholder, or drop it."""
+        with as_plain():
+            param.parameter.grad = None
+        param.norm = param.total = None
+        if (master := param.host_weights) is None or gradient is master.grad:
+            return
+        if gradient is not None:
+            if unit in self.updates.pending:  # which reads the place of the last one
+                self.updates.flush()
+            gradient = param.place_of_gradient(pin=self.transfers.beside).copy_(gradient)
+        master.grad = gradient
+
+    def __reduce_ex__(self, protocol):
+        raise RuntimeError(
+            "A model whose layers are streamed (`memory=stream`) cannot be copied as a whole in a run: its modules "
+            "compute for this trainer. Copy it before the trainer is made, or take its `state_dict()`."
+        )
 
     def _move_rest(self, device: torch.device) -> None:
         for parameter in self.model.parameters():
@@ -327,6 +359,8 @@ class LayerStreamer:
     def _for_backward(self, unit: Unit) -> Generator[None]:
         """Context of a unit's recomputation. Its weights stay until the backward pass has left the unit."""
         if self._in_backward is not unit:
+            if self._in_backward is None:  # a backward pass begins
+                torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
             self.end_backward()
             self.bring_in(unit, backward=True)
             self._in_backward = unit
@@ -445,8 +479,7 @@ class LayerStreamer:
         """Make the unit's parameters placeholders again."""
         if unit is self._in_backward:
             self._in_backward = None
-        for param in unit.storage.params:
-            param.parameter.data = self._placeholder(param)
+        become_placeholders(self, unit, self._nothing)
         unit.bound = False
         slot, unit.slot = unit.slot, None
         if slot is None or unit.pool is None:
@@ -474,7 +507,8 @@ class LayerStreamer:
 
     def collect(self, unit: Unit, param: StreamedParameter) -> None:
         """Move the gradient of a parameter of the unit into, or add it to, its master's."""
-        gradient, param.parameter.grad = param.parameter.grad, None
+        with as_plain():  # embeddings and head are placeholders again
+            gradient, param.parameter.grad = param.parameter.grad, None
         if param.total is not None:
             gradient, param.total = param.total, None
         master = param.host_weights
@@ -493,11 +527,6 @@ class LayerStreamer:
         place = param.gradient
         master.grad = place = param.place_of_gradient(pin=self.transfers.beside) if place is None else place
         unit.storage.gradients_sent = self.transfers.send(gradient, place)
-
-    def hide(self, unit: Unit, param: StreamedParameter) -> None:
-        """Make a parameter a placeholder, unless its unit computes now."""
-        if not unit.bound:
-            param.parameter.data = self._placeholder(param)
 
     def gradients_arrived(self) -> None:
         """Wait until the gradients of everything computed so far are on the host."""
@@ -535,6 +564,22 @@ class LayerStreamer:
             "host_weights": [storage.packed for storage in storages if storage.packed is not None] + masters,
             "host_gradients": [param.gradient for param in self.masters.values() if param.gradient is not None],
         }
+
+
+class _Forward:
+    """The `forward` of a module while a streamer computes it. A copy of the module has its own one again."""
+
+    def __init__(self, streamer: LayerStreamer, unit: Unit, module: nn.Module):
+        self.streamer, self.unit, self.module, self.original = streamer, unit, module, module.forward
+        functools.update_wrapper(self, self.original)
+
+    def __call__(self, *args, **kwargs):
+        return self.streamer._call(self.unit, self.module, self.original, args, kwargs)
+
+    def __deepcopy__(self, memo):
+        if (function := getattr(self.original, "__func__", None)) is None:  # a user set it
+            return copy.deepcopy(self.original, memo)
+        return function.__get__(memo[id(self.module)])
 
 
 def autocast_now(device: torch.device) -> dict:

@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from hf_hybrid.machine import host_buffer, host_tensor
 from hf_hybrid.streaming.experts import Experts, frozen_experts
 from hf_hybrid.streaming.low_bit import dequantize_rows, quantize_rows
+from hf_hybrid.streaming.placeholders import as_plain, plain_class
 from hf_hybrid.streaming.transfers import Event, Slot
 
 ALIGNMENT = 256
@@ -91,6 +92,12 @@ class StreamedParameter:
     """Sum of gradients that arrive in a lower precision than the master's, while a window is walked by layer."""
     norm: Tensor | None = None
     """Of the gradient that was sent last, on the device that it left."""
+    shared: Any = None
+    """A weak reference to the weights that code of a user was given last."""
+
+    def __post_init__(self):
+        self.kind, self.shape = plain_class(self.parameter), self.parameter.shape
+        self.nbytes = self.shape.numel() * self.dtype.itemsize
 
     @property
     def is_int8(self) -> bool:
@@ -103,10 +110,6 @@ class StreamedParameter:
             raise RuntimeError(f"`{self.name}` has no master: its base is kept as int8, or is not packed now.")
         return self.host_weights
 
-    @property
-    def nbytes(self) -> int:
-        return self.parameter.numel() * self.dtype.itemsize
-
     def place_of_gradient(self, *, pin: bool) -> Tensor:
         """Return host memory for the master's gradient, which is made once."""
         if self.gradient is None:
@@ -115,25 +118,24 @@ class StreamedParameter:
 
     @property
     def rows(self) -> int:
-        return self.parameter.numel() // self.parameter.shape[-1]
+        return self.shape.numel() // self.shape[-1]
 
     def view(self, buffer: Tensor, dtype: torch.dtype | None = None, *, start: int | None = None) -> Tensor:
         """Return this parameter's part of a byte buffer. Without `start`, it is at its place in the packed buffer."""
         dtype, start = dtype or self.dtype, self.start if start is None else start
-        size = self.parameter.numel() * dtype.itemsize
-        return buffer[start : start + size].view(dtype).view(self.parameter.shape)
+        return buffer[start : start + self.shape.numel() * dtype.itemsize].view(dtype).view(self.shape)
 
     def scales(self, buffer: Tensor) -> Tensor:
         """Return the fp32 scales of an int8 parameter, one per row: `[..., 1]`."""
         scales = buffer[self.scales_start : self.scales_start + 4 * self.rows]
-        return scales.view(torch.float32).view(*self.parameter.shape[:-1], 1)
+        return scales.view(torch.float32).view(*self.shape[:-1], 1)
 
     def places(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Yield where the entries `first` to `last` of the first dimension lie in the packed buffer."""
-        share = self.parameter.numel() // len(self.parameter) * (1 if self.is_int8 else self.dtype.itemsize)
+        share = self.shape.numel() // self.shape[0] * (1 if self.is_int8 else self.dtype.itemsize)
         yield self.start + first * share, self.start + last * share
         if self.is_int8:
-            share = 4 * self.rows // len(self.parameter)
+            share = 4 * self.rows // self.shape[0]
             yield self.scales_start + first * share, self.scales_start + last * share
 
     def expand(self, buffer: Tensor, out: Tensor, *, start: int, rows: slice = slice(None)) -> Tensor:
@@ -247,12 +249,14 @@ class UnitStorage:
         of experts.
         """
         for param in self.params:
+            parameter, start, size = param.parameter, param.start, param.nbytes
+            parameter.__class__ = param.kind
             if not param.is_int8:
-                param.parameter.data = param.view(buffer)
-            elif param.start < self.whole_bytes:
-                param.parameter.data = param.expand(buffer, expanded, start=param.expanded_start)
+                parameter.data = buffer[start : start + size].view(param.dtype).view(param.shape)
+            elif start < self.whole_bytes:
+                parameter.data = param.expand(buffer, expanded, start=param.expanded_start)
             else:
-                param.parameter.data = param.view(expanded, start=param.expanded_start)
+                parameter.data = param.view(expanded, start=param.expanded_start)
         for experts in self.experts:
             experts.expanded.clear()
 
@@ -263,9 +267,11 @@ class UnitStorage:
         """
         for param in self.params:
             if not param.is_int8:
+                param.parameter.__class__ = param.kind
                 param.parameter.data = param.master.data.clone() if self.packs_for_runs else param.master.data
             elif for_good and self.packed is not None:
                 own = torch.empty(param.nbytes, dtype=torch.uint8)
+                param.parameter.__class__ = param.kind
                 param.parameter.data = param.expand(self.packed, own, start=0)
         if self.packs_for_runs and for_good:
             self.packed = None
@@ -318,6 +324,8 @@ class Unit:
     bound: bool = False
     """Its parameters are its weights, not placeholders."""
     loaded: bool = False
+    written: bool = False
+    """Code of a user may have written to its weights on the host."""
     altered: bool = False
     """The slot holds something else than the masters: do not keep it."""
     loads: int = 0
@@ -337,7 +345,8 @@ class Unit:
     @property
     def trainable(self) -> list[StreamedParameter]:
         """Its params that are trained."""
-        return [param for param in self.storage.params if param.parameter.requires_grad]
+        with as_plain():
+            return [param for param in self.storage.params if param.parameter.requires_grad]
 
 
 def make_units(

@@ -30,7 +30,8 @@ until the end and are differentiated once, since several layers may have used th
 **What cannot be walked.** Layers that pass tensors through an object (a cache, a dictionary) would go around the cuts.
 So does a model that uses what it computed before its layers (embeddings) after them once more: the loss's backward call
 frees the graph of it. Micro-batches may also call different layers. [`Window`] then drops the gradients of the window,
-and walks micro-batch by micro-batch.
+and walks micro-batch by micro-batch. What layers share beside their inputs and outputs shows in no cut: see
+[`hf_hybrid.streaming.comparison`].
 """
 
 from __future__ import annotations
@@ -52,15 +53,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_hybrid.machine import copies_beside
 from hf_hybrid.run.run import RandomStates
+from hf_hybrid.streaming.comparison import CannotWalkError, difference
 from hf_hybrid.streaming.streamer import LayerStreamer, autocast_now
 from hf_hybrid.streaming.transfers import Event, HostBuffers, Transfers
 from hf_hybrid.streaming.units import Unit
 
 logger = logging.getLogger(__name__)
-
-
-class CannotWalkError(RuntimeError):
-    """This model's layers cannot be walked for several micro-batches at once."""
 
 
 class _Abandoned(BaseException):
@@ -382,7 +380,8 @@ class Window:
 
     `order` is `"layer"`, `"micro_batch"`, or `"auto"`: by layer unless the model cannot be walked so. `park` keeps the
     activations between layers on the host meanwhile. `obstacle` says why this model cannot be walked by layer, if that
-    is known before.
+    is known before. Whether code of a user stands in the way is asked before each walk (`obstacle_now`), and the first
+    window of a run is compared ([`hf_hybrid.streaming.comparison`]).
 
     Raises:
         CannotWalkError: If there is an obstacle, and `order` is `"layer"`.
@@ -395,6 +394,11 @@ class Window:
         """Windows of several micro-batches are walked by layer, if the order admits it."""
         if obstacle is not None and (order != "micro_batch" or park):
             self._cannot_walk(obstacle)
+        self.obstacle_now: Callable[[], str | None] = lambda: None
+        self.asks = False
+        """Whether [`look`] is to be called before the first micro-batch of the window."""
+        self.is_compared = False
+        """Whether the walks were compared in this run."""
         self._inputs: list = []
         self._results: list = []
         self.shows_gradients = False
@@ -405,15 +409,27 @@ class Window:
     def begin(self, inputs: list) -> None:
         """Begin a window, whose micro-batches are `inputs`."""
         self.streamer.checkpoint_alone()  # a callback may have switched it on since the last
-        if self.streamer.attached:
-            self.streamer.take_assigned()
         for unit in self.streamer.layers:
             unit.open_graphs = 0  # of passes that had no part in the last loss, or ended in an error
         self._inputs, self._results, self._left = list(inputs), [], len(inputs)
+        self.asks = len(inputs) > 1 or self.parking is not None
+
+    def look(self, inputs: Any) -> None:
+        """Find out whether the walk that begins may be one by layer. An out-of-memory error leaves that open."""
+        window = [inputs] if self.order == "micro_batch" else self._inputs
+        if self.by_layer and (len(window) > 1 or (window and self.parking is not None)):
+            why = self.obstacle_now()
+            if why is None and not self.is_compared:
+                why = difference(self.streamer, LayerWalk(self.streamer, self.parking).run, window)
+                self.is_compared = True
+            if why is not None:
+                self._cannot_walk(why)
+        self.asks = False
 
     def next(self, step: Callable[[Any], Any], inputs: Any) -> Any:
         """Compute a micro-batch with `step`, or the whole window at its first, and return this micro-batch's result."""
         window, self._inputs = self._inputs, []
+        self.streamer.take_written()
         if self.order == "micro_batch":
             window = [inputs]
         if self.by_layer and (len(window) > 1 or (window and self.parking is not None)):

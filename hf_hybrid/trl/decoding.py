@@ -102,9 +102,9 @@ from hf_hybrid.optimizers import has_adapters
 from hf_hybrid.part import Part
 from hf_hybrid.recovery import drop_tensors_of, is_out_of_memory
 from hf_hybrid.rows.costs import Costs, busy
-from hf_hybrid.rows.facts import module_of_user
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import RandomStates, Run
+from hf_hybrid.run.trainer_view import module_of_user
 from hf_hybrid.trl.captured import (
     CACHE,
     CAPTURING,

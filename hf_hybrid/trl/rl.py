@@ -26,12 +26,12 @@ from hf_hybrid.machine import Look, sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
 from hf_hybrid.recovery import is_out_of_memory
-from hf_hybrid.rows.facts import Marks, module_of_user
+from hf_hybrid.rows.facts import Marks
 from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_in_training
 from hf_hybrid.rows.sharing import SharedRows
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import RandomStates
-from hf_hybrid.run.trainer_view import overridden
+from hf_hybrid.run.trainer_view import module_of_user, overridden
 from hf_hybrid.saving.state import OWN
 from hf_hybrid.streaming.layers import base_model
 from hf_hybrid.trl.decoding import Decoding, indices, why_plain_model

@@ -871,6 +871,53 @@ def a_step_of_the_user_streamed(place: Place) -> dict[str, Tensor]:
     return of_a_user(place, **({} if place.name == "cpu" else STREAM))
 
 
+class Penalised(HybridTrainer):
+    """The loss has a penalty of all weights."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        loss = outputs.loss + 0.01 * sum(parameter.pow(2).sum() for parameter in model.parameters())
+        return (loss, outputs) if return_outputs else loss
+
+
+class OnWeights(TrainerCallback):
+    """Reads and writes weights and gradients between steps, with tensors that lie where the model computes."""
+
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        self.start = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+        self.mean = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        for name, parameter in model.named_parameters():
+            half = torch.full((), 0.5, device=args.device)
+            assert self.mean[name].lerp_(parameter.detach(), 0.5).device == half.device
+            with torch.no_grad():
+                assert {parameter.norm().device, (parameter * 2).device} == {half.device}
+                parameter.view(-1)[:1] = half
+            if args.device.type != "cpu" and state.global_step > 1:  # there a copy on the host stays what it was
+                assert (parameter.detach().cpu() - self.start[name]).any()
+            parameter.data.mul_(0.99)
+            with torch.no_grad():
+                parameter.add_(parameter * half, alpha=0.01).sub_(self.mean[name], alpha=0.01)
+                parameter.data = parameter.data - 0.001
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.mean.clear()
+
+
+@scenario(stops=999)
+def weights_of_the_user(place: Place) -> dict[str, Tensor]:
+    """Code of a user reads and writes weights of streamed layers."""
+    config = place.config(**STREAM)
+    trainer = Penalised(model(), config, train_dataset=rows(), data_collator=padded, callbacks=[OnWeights()])
+    with place.counted(trainer):
+        trainer.train()
+    return weights_of(trainer)
+
+
 @scenario()
 def failed_evaluation(place: Place) -> dict[str, Tensor]:
     """A layer fails in an evaluation, while the next ones are under way; then the trainer trains."""

@@ -91,6 +91,7 @@ def test_a_run_is_that_of_trainer_with_fewer_copies(walk, words, tmp_path, spoil
     assert moved["bytes_in"] < (0.6 if words == 3 else 1.0) * before["bytes_in"]
 
 
+@pytest.mark.usefixtures("of_a_library")
 def test_experts_that_were_reached_are_fetched_ahead(tmp_path, monkeypatch):
     """From the second step on nothing has to be waited for: the rows are the same."""
     late = []

@@ -27,13 +27,14 @@ def test_a_thousand_lengths_keep_no_more_than_the_longest_needs():
     assert len(buffers.spare) == 3 and sum(b.nbytes for b in buffers.spare) <= 3 * 2000 * 8 * 4
 
 
+@pytest.mark.usefixtures("of_a_library")
 def test_a_window_that_fails_gives_its_buffers_back(tmp_path):
     trainer = streamed(tmp_path, accumulation_walk="layer", offload_activations=True, max_steps=4)
     calls = []
 
     def fail(*_):
         calls.append(1)
-        if len(calls) == 7:
+        if len(calls) == 4 + 7:  # the walks are compared before
             assert trainer.memory.window.parking._lent
             raise RuntimeError("say")
 
