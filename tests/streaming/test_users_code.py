@@ -96,7 +96,7 @@ shared by two layers                  | many
 layers swapped                        | core lora
 activation replaced                   | core
 parameter replaced                    | core
-parameters made before                | many
+parameters made before                | many walk*
 parameters made at train begin        | core
 begun anew                            | core lora
 layer copied                          | core lora
