@@ -90,7 +90,7 @@ SAM                                   | many
 FGM                                   | walk single ends
 shrunk after a step                   | walk single ends lora
 by a vector                           | many
-doubled for a look                    | many
+doubled for a look                    | many lora*
 Lookahead                             | many
 shared by two layers                  | many
 layers swapped                        | core lora
@@ -98,7 +98,7 @@ activation replaced                   | core
 parameter replaced                    | core
 parameters made before                | many walk*
 parameters made at train begin        | core
-begun anew                            | core lora
+begun anew                            | core lora single*
 layer copied                          | core lora
 model copied afterwards               | core lora ends
 weight norm                           | many
@@ -143,9 +143,9 @@ loss in attributes                    | all walk*
 loss in a list                        | core
 note of the batch                     | all walk*
 gradient in the loss                  | core
-noise of an own generator             | many
+noise of an own generator             | many single*
 two passes                            | core lora ends*
-two scales                            | all
+two scales                            | all single*
 two modes                             | core
 other weights                         | core
 adversary                             | core lora ends
@@ -157,7 +157,7 @@ layer of the step dropped             | core
 layers dropped by chance              | core
 running mean                          | core resident
 hook before its step                  | many
-hook after its step                   | many
+hook after its step                   | many walk*
 hook of the run's optimizer           | core
 step wrapped                          | many
 states reset                          | many walk*
@@ -171,9 +171,9 @@ rate set before the update            | many
 rate set between                      | walk micro graphs inback
 rate set at step end                  | core
 decay set                             | core
-clipping set                          | core
+clipping set                          | core inback*
 unfrozen in a run                     | core bf16 resident ends walk*
-unfrozen before                       | core bf16 resident ends
+unfrozen before                       | core bf16 resident ends walk*
 unfrozen, in no group                 | walk single micro graphs
 frozen in a run                       | core
 frozen in turn                        | core lora
