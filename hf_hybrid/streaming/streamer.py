@@ -337,10 +337,13 @@ class LayerStreamer:
                 hooks.update(ordered)
 
     def _move_rest(self, device: torch.device) -> None:
+        packed = [unit.storage.packed for unit in self.units if unit.storage.packed is not None]
+        places = {buffer.untyped_storage().data_ptr() for buffer in packed}
         for parameter in self.model.parameters():
             if id(parameter) not in self.streamed:
                 gradient, parameter.grad = parameter.grad, None  # it lies where its weights do
-                parameter.data = parameter.data.to(device)
+                made_of_unit = parameter.untyped_storage().data_ptr() in places  # whose copy back would overwrite it
+                parameter.data = parameter.data.to(device, copy=made_of_unit)
                 parameter.grad = None if gradient is None else gradient.to(device)
             elif (state := getattr(parameter, "quant_state", None)) is not None:
                 state.to(device)  # of a 4-bit weight: its bytes travel, their scales stay
@@ -483,7 +486,7 @@ class LayerStreamer:
             # Everything is in use: by units fetched ahead for a turn that was not taken, or by a backward pass before.
             if not backward:
                 self.end_backward()
-            for other in self.layers:
+            for other in self.units:
                 if other.slot is not None and other is not self._in_backward and other.pool is unit.pool:
                     self.release(other)
         self.fetch(unit)

@@ -22,6 +22,7 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 | `launched_fsdp2.py` | the runs that several processes make under FSDP2 |
 | `live_bytes.py` | how many bytes of tensors are alive, and their peak, without an allocator that counts |
 | `llama_cpp.mjs` | a GGUF file in llama.cpp: its loss and its token ids |
+| `own_code.py` | what people do in a run to weights, gradients, an optimizer or a pass |
 | `pages.py` | a page of HTML taken apart |
 | `processes.py` | forked processes that train together |
 | `rollouts.py` | tiny GRPO and RLOO trainings, in which a share of the rows has no advantage |

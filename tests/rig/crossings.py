@@ -56,6 +56,7 @@ from hf_hybrid import (
 )
 from rig import user_code
 from rig.rollouts import TOKENIZER, policy, prompts, reward
+from rig.user_code import subclass
 
 
 class Crossing(NamedTuple):
@@ -210,14 +211,6 @@ def as_method(place, change):
 
         return of_loss
     return {**user_code.STEPS, **user_code.WHOLE_LOSSES, **user_code.OTHERS}[change]()
-
-
-def subclass(kind, name, change):
-    def method(self, *args, **kwargs):
-        return change(self, functools.partial(getattr(super(made, self), name)), *args, **kwargs)
-
-    made = type("OfTheUser", (kind,), {name: method})
-    return made
 
 
 def on_object(thing, name, change):

@@ -5,6 +5,8 @@ They know nothing of this package and hold for Trainer and for TRL's trainers. `
 places. A change with a state is made anew for each training, so all of them are made by calls.
 """
 
+import functools
+
 import torch
 from torch import nn
 from transformers import TrainerCallback
@@ -167,6 +169,17 @@ def focal(loss, model):
 
 
 LOSSES = {"scales": lambda: scales, "penalty": lambda: penalty, "state": counter, "focal": lambda: focal}
+
+# A method: functions of the trainer, the method below, and its arguments.
+
+
+def subclass(kind, name, change):
+    def method(self, *args, **kwargs):
+        return change(self, functools.partial(getattr(super(made, self), name)), *args, **kwargs)
+
+    made = type("OfTheUser", (kind,), {name: method})
+    return made
+
 
 # A step: functions of the trainer, the method below, and its arguments.
 
