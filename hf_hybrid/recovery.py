@@ -417,7 +417,8 @@ class OutOfMemoryRecovery(Part):
 
     def explain(self, error: Exception) -> Exception:
         """Return the exception to raise for one that ended the run; it says what the user cannot see in it."""
-        if self.trainer.memory.streams and isinstance(error, CheckpointError):
+        kept_twice = "backward through the graph a second time" in str(error)
+        if self.trainer.memory.streams and (kept_twice or isinstance(error, CheckpointError)):
             return computed_otherwise()
         if not self.stepping or not self.retries or not is_out_of_memory(error):
             return error

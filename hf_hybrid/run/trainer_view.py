@@ -300,7 +300,7 @@ def acts_beside_layers(trainer: TrainerView, code: Code, layers: Iterable[torch.
     if own:
         return f"`{own[0]}.compute_loss` may note something of a micro-batch, or read what layers leave"
     for hook in code.hooks:
-        if package_of(hook) not in LIBRARIES:
+        if package_of(hook) not in LIBRARIES or type(hook).__module__.startswith("torch.nn.utils"):
             return f"the hook `{_name_of(hook)}` may note something of a micro-batch"
     model = trainer.accelerator.unwrap_model(trainer.model)
     models = {type(model), type(model.get_base_model() if hasattr(model, "get_base_model") else model)}
@@ -308,7 +308,8 @@ def acts_beside_layers(trainer: TrainerView, code: Code, layers: Iterable[torch.
     for forward in (*code.forwards, *(kind.forward for kind in known)):
         if package_of(forward, FORWARDS) not in (*FORWARDS, *KERNELS):
             return f"the forward pass `{_name_of(forward)}` may note something of a micro-batch"
-    kind = next(filter(None, map(module_of_user, layers)), None)
+    parametrized = (f"`{kind.__name__}`" for kind in code.kinds if kind.__module__.startswith("torch.nn.utils"))
+    kind = next(filter(None, (*parametrized, *map(module_of_user, layers))), None)
     return None if kind is None else f"{kind} in a layer may note something of a micro-batch"
 
 

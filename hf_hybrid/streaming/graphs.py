@@ -90,10 +90,10 @@ class KeptGraph:
 def computed_otherwise(name: str = "A streamed layer") -> RuntimeError:
     """Return the error for a layer that computes something else when it is recomputed."""
     return RuntimeError(
-        f"{name} computed something else in the backward pass than in the forward pass. With `memory=stream` "
-        "layers are computed again there, so all that code of yours does in them must be the same both times. Draw "
-        "random numbers from torch's global generator, keep modes, scales and adapters of layers as they are for all "
-        "passes of a step, or train with `memory=off`."
+        f"{name} computed something else in the backward pass than in the forward pass. With `memory=stream` layers "
+        "are computed again there: what code of yours does in them must be the same both times, and what it keeps of "
+        "them is kept twice. Draw random numbers from torch's global generator, keep modes, scales and adapters of "
+        "layers as they are for all passes of a step, or train with `memory=off`."
     )
 
 

@@ -46,6 +46,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+from collections import UserDict
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
@@ -197,6 +198,25 @@ class _Group(dict):
         return super().__getitem__(name)
 
 
+class _States(UserDict):
+    """States of an optimizer by its parameters, and by those of the model."""
+
+    def __init__(self, states: dict, counterpart: Callable[[Any], Any]):
+        self.data, self.counterpart = states, counterpart
+
+    def __getitem__(self, key):
+        return self.data[self.counterpart(key)]
+
+    def __setitem__(self, key, item):
+        self.data[self.counterpart(key)] = item
+
+    def __delitem__(self, key):
+        del self.data[self.counterpart(key)]
+
+    def __contains__(self, key):
+        return self.counterpart(key) in self.data
+
+
 def _members(group: dict) -> list[nn.Parameter]:
     """Return the parameters of a group, and let nothing be called."""
     return dict.__getitem__(group, "params")
@@ -276,7 +296,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         """States as they are after every step. What is changed in them counts from the next on."""
         self._give_out()
         self._states_given = True
-        return self.base.state
+        return _States(self.base.state, self.streamer.counterpart)
 
     def _watch_groups(self) -> None:
         self.base.param_groups[:] = [_Group(group, self._give_out) for group in self.base.param_groups]

@@ -128,7 +128,8 @@ def _computed(func: Any, asked: str, args: tuple, kwargs: dict) -> Any:
     """Call a function with weights in place of placeholders. With a device its other tensors say where."""
     writes = asked == "__setitem__" or (asked[-1] == "_" and asked[:2] != "__")
     writes = writes or (asked[:3] == "__i" and asked not in _NO_OPERATORS)
-    in_place = writes and isinstance(tree_leaves(args[:1])[0], HELD)
+    target = next(iter(tree_leaves(args[:1] or kwargs)), None)
+    in_place = writes and isinstance(target, HELD)
     others = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not isinstance(leaf, HELD)]
     beside = next((other.device for other in others if other.device.type != "cpu"), None)
 
@@ -153,9 +154,9 @@ def _computed(func: Any, asked: str, args: tuple, kwargs: dict) -> Any:
         if in_place and beside is not None:
             args_, kwargs_ = tree_map_only(Tensor, Tensor.cpu, (args_, kwargs_))
         result = func(*args_, **kwargs_)
-        if in_place and result is not None:
-            return args[0]
-        alone = not others and isinstance(args[0], Placeholder) and args[0].device != args_[0].device
+        if in_place:
+            return target if isinstance(result, Tensor) else result
+        alone = not others and args and isinstance(args[0], Placeholder) and args[0].device != args_[0].device
         return tree_map_only(Tensor, placed, result) if alone else result
 
 

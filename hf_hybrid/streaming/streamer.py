@@ -212,6 +212,9 @@ class LayerStreamer:
                 handle = param.parameter.register_post_accumulate_grad_hook(hook)
                 param.hooks = [handle.id]
                 self._undo.append(handle.remove)
+                if param in unit.storage.rounded:
+                    param.parameter.grad_dtype = None  # penalties of weights have that of the master
+                    self._undo.append(functools.partial(setattr, param.parameter, "grad_dtype", param.master.dtype))
                 param.parameter.requires_grad_(trains)
             become_placeholders(self, unit, self._nothing)
         self._move_rest(self.device)
@@ -275,11 +278,13 @@ class LayerStreamer:
     def take_written(self) -> None:
         """Let weights and states travel anew that may have been written to."""
         self.updates.take_states()
-        for unit in self.units:
-            if unit.written:
-                unit.written = False
-                unit.storage.refresh()
-                self.forget(unit)
+        for unit in [unit for unit in self.units if unit.written]:
+            self._take_written(unit)
+
+    def _take_written(self, unit: Unit) -> None:
+        unit.written = False
+        unit.storage.refresh()
+        self.forget(unit)
 
     def gradient_of(self, unit: Unit, param: StreamedParameter) -> Tensor | None:
         """
@@ -515,6 +520,8 @@ class LayerStreamer:
 
     def fetch(self, unit: Unit) -> None:
         """Start to copy a unit to the device. Without a free slot, do nothing."""
+        if unit.written:
+            self._take_written(unit)
         if unit.slot is None and not self._take_slot(unit):
             return
         if unit in self.updates.pending:
