@@ -154,7 +154,7 @@ class RowsForAnyLoss(SharedRows):
             return None
         ((_, row),) = FlatRow.of_window([(batch, tree)], given["input_ids"].device, repeats=False, balances=False)
         self._begin(model, row)
-        flat = row.inputs()
+        flat = row.inputs(self._mask(row))
         names = ("input_ids", "attention_mask", "position_ids", "use_cache")
         return (), {**given, **{name: flat[name] for name in names}, ARGUMENT: row.layout}
 

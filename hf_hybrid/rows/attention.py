@@ -33,7 +33,8 @@ streamed, and on the threads of the backward pass, where a global variable would
 model's own attention computes, with its own mask, so other batches may go through the model meanwhile.
 
 **The mask.** A model that is given a mask of four dimensions makes none. [`no_mask`] is one that nothing can be
-computed with: should a tree ever reach the model's own attention, it raises an error.
+computed with: should a tree ever reach the model's own attention, it raises an error. Its shape has the number of the
+layout, for attentions whose layers do not pass arguments on (StableLM, Nemotron).
 """
 
 from __future__ import annotations
@@ -109,9 +110,29 @@ def attention(config: Any, name: str) -> Generator[None]:
         config._attn_implementation = before
 
 
-def no_mask(device: torch.device) -> Tensor:
-    """Return what a model gets in place of a mask."""
-    return torch.zeros(1, 1, 0, 0, device=device)
+class _NoMask(Tensor):
+    """A mask that only attentions of transformers' interface can get: other readers are named."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        except (RuntimeError, IndexError) as error:
+            frame: Any = sys._getframe()
+            while not isinstance(frame.f_locals.get("self"), nn.Module):
+                frame = frame.f_back
+            reader = f"`{type(frame.f_locals['self']).__name__}`"
+            because = f"{reader} reads the mask, and is no attention of transformers' interface"
+            raise CannotAttendError(because) from error
+
+
+def no_mask(device: torch.device, layout: int = 1, *, named: bool = False) -> Tensor:
+    """
+    Return what a model gets in place of a mask. It holds nothing, and its shape tells the number of the `layout`, to
+    attentions whose layers do not pass arguments on. `named`: an error tells which module computes with it.
+    """
+    mask = torch.zeros(1, layout, 0, 0, device=device)
+    return mask.as_subclass(_NoMask) if named else mask
 
 
 class _Instead:
@@ -148,6 +169,8 @@ def attend(
         CannotAttendError: If the layer asks for more than a tree has.
     """
     layout, window = tree_layout, kwargs.get("sliding_window")
+    if layout is None and attention_mask is not None and not attention_mask.numel():
+        layout = Layout.known.get(attention_mask.shape[1])
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     plain, compiling = softcap is None and sinks is None, torch.compiler.is_compiling()
     flash = "flash" in own and not (layout is not None and plain and compiling)
@@ -157,7 +180,11 @@ def attend(
         if flash:  # it looks for its kernels by the name in the config
             module: Any = _Instead(module, config=_Instead(module.config, _attn_implementation=own))
     if layout is None:
+        if isinstance(attention_mask, _NoMask):
+            raise CannotAttendError(f"`{type(module).__name__}` is not told where rows end")
         return compute(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    if not compiling:
+        layout.attended = True
     if kwargs.get("position_bias") is not None:
         raise CannotAttendError("its attention has a bias by position")
     if dropout and (layout.shares or not plain):
@@ -184,7 +211,7 @@ def attend(
             output = _tree_attention(query, key, value, sinks, layout.number, scaling, window, softcap)
         else:
             output = layout.by_segment(query, key, value, scaling, window, dropout)
-    return output.to(dtype), None
+    return output.to(dtype).contiguous(), None
 
 
 class Layout:
@@ -194,6 +221,8 @@ class Layout:
     `tensors` are those of [`tensors_of`] on the device; without them they are made when they are needed.
     """
 
+    attended = False
+    """Whether attentions have computed with it, as far as they are not compiled."""
     holds_no_activations = True
     """Layers may get it in a walk of micro-batches (streaming/walk.py)."""
     _numbers = itertools.count(2)  # a compiler makes a constant of 0 and 1

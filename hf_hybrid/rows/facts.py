@@ -43,9 +43,28 @@ def obstacle_in_model(model: Model) -> str | None:
         return f"it has layers with a state that runs along the row, and no convolution ({kinds})"
     if is_compiled_module(model):
         return "it is compiled as a whole"
-    if base.get_decoder() is base:
+    if backbone_of(base) is base:
         return f"`{type(base).__name__}` has no backbone that is called by itself"
     return None
+
+
+def backbone_of(base: Model) -> Model:
+    """Return the module that computes the hidden states which the head gets, or the model itself."""
+    # Llama 4 names another attribute as its backbone, and ModernBERT calls its head a decoder.
+    if (backbone := base.get_decoder()) is not base and hasattr(backbone, "get_decoder"):
+        return backbone
+    parts = [part for part in base.children() if hasattr(part, "get_decoder")]
+    return parts[0] if len(parts) == 1 else base
+
+
+def most_slots_of(config: Any) -> float:
+    """
+    Return how many tokens a flat row may have at most. Where attention sees chunks, rows end within the first one; and
+    Llama 4 scales queries by their place in what it is given, from `floor_scale` on.
+    """
+    tuned = getattr(config, "attn_temperature_tuning", False)
+    chunk, scaled = getattr(config, "attention_chunk_size", None), getattr(config, "floor_scale", 0)
+    return min(chunk or float("inf"), scaled - 1 if tuned and scaled else float("inf"))
 
 
 def dropout_of(model: Model) -> float:
@@ -157,6 +176,8 @@ class ModelFacts:
     """The module that computes the hidden states which the head gets."""
     costs: Costs = Costs(0.0, 0.0, 0.0)
     window: float = float("inf")
+    most_slots: float = float("inf")
+    """Tokens of a flat row at most, see [`most_slots_of`]."""
     counts_mask: bool = False
     """Whether positions count tokens in the mask, not columns."""
     router: Router | None = None
@@ -186,11 +207,13 @@ class ModelFacts:
             if (reason := obstacle_in_model(model)) is not None:
                 return cls(reason)
             counts_mask, window = base.config.model_type in _COUNTS_MASK, window_of(base.config.get_text_config())
-            costs, backbone = Costs.of(model), base.get_decoder()
+            costs, backbone = Costs.of(model), backbone_of(base)
             with_state = layers_with_state(backbone)
             if with_state and compiles:
                 return cls("layers with a state that runs along the row are not compiled")
-            facts = cls(None, base, backbone, costs, window, counts_mask, Router.of(base), with_state)
+            facts = cls(None, base, backbone, costs, window)
+            facts.counts_mask, facts.router, facts.with_state = counts_mask, Router.of(base), with_state
+            facts.most_slots = most_slots_of(base.config.get_text_config())
             facts.again, facts.own_forward = again(base), own_forward(model)
             text = type(base.config.get_text_config())
             own = [module.config for module in backbone.modules() if type(getattr(module, "config", None)) is text]

@@ -245,7 +245,7 @@ class MergedRows(SharedRows):
             return super()._before(model, args, inputs)
         row = way.merged.unread.pop(number)
         self._begin(model, row)
-        return None if way.merged.output is not None else (args, {**inputs, **row.inputs()})
+        return None if way.merged.output is not None else (args, {**inputs, **row.inputs(self._mask(row))})
 
     def _after(self, model: nn.Module, args: tuple, output: Any):
         way = self._under_way

@@ -39,6 +39,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import threading
 import weakref
 from collections import Counter
@@ -85,6 +86,8 @@ from hf_hybrid.rows.tree import (
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import Run, as_before
 from hf_hybrid.run.trainer_view import module_of_user
+
+logger = logging.getLogger(__name__)
 
 COUNTS = ("tokens", "tokens_padding", "tokens_shared", "micro_batches_saved")
 HOLE = "a row has a hole in its mask, or predicts a token from padding"
@@ -180,13 +183,13 @@ class FlatRow(NamedTuple):
             for index, (number, shape) in enumerate(shapes.items())
         }
 
-    def inputs(self) -> dict[str, Any]:
-        """Return what a model takes in place of `input_ids`, `attention_mask` and `labels`."""
+    def inputs(self, mask: Tensor) -> dict[str, Any]:
+        """Return what a model takes in place of `input_ids`, `attention_mask` and `labels`; the mask is [`no_mask`]."""
         # Of means the model would compute one: it gets no labels, and `mean_losses` stand in for its loss behind it.
         targets = None if self.repeats and self.divisors is not None else self.tokens[None]
         return {
             "input_ids": self.ids,
-            "attention_mask": no_mask(self.ids.device),
+            "attention_mask": mask,
             "position_ids": self.positions,
             "labels": targets,
             "shift_labels": targets,
@@ -300,6 +303,7 @@ class UnderWay(threading.local):
     """The forward pass of this thread: the micro-batches of a window may go through a model on several."""
 
     row: FlatRow | None = None
+    layout: Layout | None = None  # of the last one
     router: Tensor | None = None  # sum of the router's losses
     comparing: str | None = None  # `padded` or `tree` in a comparison
     hidden: Tensor | None = None  # what the backbone returned in a comparison
@@ -529,12 +533,16 @@ class SharedRows(Part):
             balances, device = self.facts_of(model).balances(inputs), inputs["input_ids"].device
             ((_, row),) = FlatRow.of_window([(batch, tree)], device, repeats=repeats, balances=balances)
         self._begin(model, row)
-        return args, {**inputs, **row.inputs()}
+        return args, {**inputs, **row.inputs(self._mask(row))}
+
+    def _mask(self, row: FlatRow) -> Tensor:
+        number = 1 if self.compiles else row.layout.number  # a compiler would make it a constant
+        return no_mask(row.ids.device, number, named=self._under_way.comparing is not None)
 
     def _begin(self, model: nn.Module, row: FlatRow) -> None:
         """Note that a model computes a flat row now, and its backward pass later."""
         way = self._under_way
-        way.row, Layout.known[row.layout.number] = row, row.layout
+        way.row, way.layout, Layout.known[row.layout.number] = row, row.layout, row.layout
         self._layouts.append(row.layout)
         if way.comparing is None:
             self._opened[model].enter_context(self._in_trees(model))
@@ -700,6 +708,10 @@ class SharedRows(Part):
         if drawn == "by batch":
             return Plan(self.plain_because)
         trees = divide(rows, shares=drawn == "nothing", again=facts.again)
+        if max(tree.size for tree in trees) > facts.most_slots:
+            reason = f"rows of more than {facts.most_slots} tokens would be scaled by place, or attend by chunks"
+            self.fallbacks.cannot_be_exact(reason)
+            return Plan(reason, padded=padded_cost)
         return Plan(None, tuple(trees), sum(map(facts.costs.tree, trees)), padded_cost)
 
     def _tree_if_worth(self, model: nn.Module, inputs: dict[str, Any], batch: Batch) -> Tree | None:
@@ -772,10 +784,12 @@ class SharedRows(Part):
                 reason = f"{own} does not take a flat row ({type(error).__name__}: {error})"
                 self.fallbacks.cannot_be_exact(reason)
                 return reason
-            if getattr(facts.base, "_supports_attention_backend", False) or "backward" in doing:
+            layout = self._under_way.layout
+            if layout is not None and layout.attended:
                 cost = f"About {saved:.0%} of the tokens of the first batch, and its padding, are not saved."
                 return self.fallbacks.did_not_work(error, doing, cost=cost)
             reason = f"the attention of `{type(facts.base).__name__}` is its own, not one of transformers' interface"
+            logger.debug("%s", reason, exc_info=error)
             self.fallbacks.cannot_be_exact(reason)
             return reason
         if reason is not None:

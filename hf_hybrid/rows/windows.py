@@ -323,7 +323,8 @@ class SharedWindows(SharedRows):
         by_size = self._fewest if self.trainer.args.device.type in WITHOUT_LAUNCHES else self._divide
         if self._stays_apart:
             by_size = by_batch
-        return functools.partial(by_size, most=max(batch.ids.numel() for batch in batches))
+        most = min(max(batch.ids.numel() for batch in batches), self.facts_of(self.model).most_slots)
+        return functools.partial(by_size, most=most)
 
     def _plan_window(self, batches: list[Batch]) -> Plan:
         device, divided = self.trainer.args.device, self._divider(batches)

@@ -48,6 +48,7 @@ class Fallbacks:
         model does not take a tree". `cost` is what is lost without the saving, as a sentence.
         """
         reason = f"{doing} ({type(error).__name__}: {error})"
+        logger.debug("%s", reason, exc_info=error)
         if reason not in self.failed:
             self.failed.append(reason)
         sentence = f"{self.what}, because something did not work: {reason}. {cost}".rstrip()
@@ -60,6 +61,7 @@ class Fallbacks:
         if own is None:
             return self.did_not_work(error, doing)
         reason = f"{doing} with {own} ({type(error).__name__}: {error})"
+        logger.debug("%s", reason, exc_info=error)
         self.cannot_be_exact(reason)
         return reason
 

@@ -20,8 +20,10 @@ from rig.tiny_architectures import build_model as tiny
 from rig.varlen import take_varlen_on_cpu
 from torch._dynamo.utils import counters
 from transformers import (
+    AfmoeConfig,
     AutoModelForCausalLM,
     BambaConfig,
+    BloomConfig,
     CohereConfig,
     DeepseekV3Config,
     FalconH1Config,
@@ -33,7 +35,9 @@ from transformers import (
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    JetMoeConfig,
     Lfm2Config,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Mamba2Config,
@@ -41,6 +45,7 @@ from transformers import (
     MiniMaxConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     Olmo2Config,
     OlmoeConfig,
     OPTConfig,
@@ -53,6 +58,7 @@ from transformers import (
     Qwen3NextConfig,
     RecurrentGemmaConfig,
     SmolLM3Config,
+    StableLmConfig,
     Starcoder2Config,
     Trainer,
     TrainerCallback,
@@ -123,13 +129,18 @@ ARCHITECTURES = {
     "bamba": (BambaConfig, {**MAMBA, "attn_layer_indices": [1]}),
     "falcon_h1": (FalconH1Config, {**MAMBA, "mamba_d_ssm": 64, "head_dim": 8}),
     "starcoder2": (Starcoder2Config, {"sliding_window": None, **NO_DROPOUT}),
+    "stablelm": (StableLmConfig, {}),
+    "nemotron": (NemotronConfig, {}),
+    "afmoe": (AfmoeConfig, {"head_dim": 8, "num_experts": 4, "num_shared_experts": 1, "sliding_window": 12, **EXPERTS}),
+    "jetmoe": (JetMoeConfig, {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "llama4": (Llama4TextConfig, {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48}),
 }
 
 
 COMMON = (
     "llama", "qwen3", "qwen3_moe", "mistral with a window", "gemma3 with a window", "phi3", "gpt2", "smollm3", "opt",
     "deepseek_v3", "gemma2", "gpt_oss", "qwen3_moe with its loss", "gpt_oss with its loss", "qwen3_next with its loss",
-    "lfm2", "bamba",
+    "lfm2", "bamba", "stablelm", "afmoe", "jetmoe", "llama4",
 )  # fmt: skip
 """Those of the default suite."""
 
@@ -158,7 +169,9 @@ NO_ADAPTERS = (
 )  # fmt: skip
 """Widths that are not those of the others; experts that bf16 chooses otherwise than fp32, in padded rows too."""
 STATES = ("qwen3_next", "qwen3_next with its loss", "qwen3_5", "lfm2", "mamba2", "bamba", "falcon_h1")
-COMPILE = [name for name in ARCHITECTURES if name not in STATES and "loss" not in name]
+NOT_TOLD = ("stablelm", "nemotron")
+"""Layers that do not give their attention what they are given."""
+COMPILE = [name for name in ARCHITECTURES if name not in (*STATES, *NOT_TOLD) and "loss" not in name]
 OF_ADAPTERS = [name for name in ARCHITECTURES if name not in NO_ADAPTERS]
 LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
@@ -648,9 +661,13 @@ def test_evaluations_of_a_training_compute_trees(tmp_path):
         ("streamed by layer", "bamba"),
         ("chunked loss", BALANCED_MODEL),
         ("bf16", BALANCED_MODEL),
+        ("checkpointing", "stablelm"),
+        ("streamed by layer", "stablelm"),
+        pytest.param("streamed by micro-batch", "nemotron", marks=pytest.mark.slow),
+        pytest.param("checkpointing", "nemotron", marks=pytest.mark.slow),
     ],
 )
-def test_router_losses_and_states_compose(case, architecture, tmp_path):
+def test_kinds_of_layers_compose(case, architecture, tmp_path):
     rows, options = KINDS["agent"](), {"optim": "sgd", **VARIANTS[case], "max_steps": 2}
     off, on = (
         shared(tmp_path / way, rows, model=build(architecture), **{**options, "share_rows": way})
@@ -956,10 +973,15 @@ REFUSED = {
     "label smoothing": (build, {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
     "noise": (build, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
     "first batch": (counted, {}, "hidden states of the first batch are .* away"),
+    "alibi": (lambda: stateful(BloomConfig), {}, "the attention of `BloomForCausalLM` is its own"),
+    "index": (lambda: tiny("deepseek_v32"), {}, "`DeepseekV32Indexer` reads the mask, and is no attention of"),
+    "layers that are not told, compiled": (lambda: build("stablelm"), COMPILED, "`StableLmAttention` is not told"),
+    "rows over a chunk": (lambda: build("llama4", attention_chunk_size=24), {}, "rows of more than 24 tokens"),
+    "queries scaled by place": (lambda: build("llama4", floor_scale=24), {}, "rows of more than 23 tokens"),
 }
 
 
-@pytest.mark.parametrize("case", mostly_slow(REFUSED, [case for case in REFUSED if case != "compiled states"]))
+@pytest.mark.parametrize("case", mostly_slow(REFUSED, [case for case in REFUSED if "compiled" not in case]))
 def test_what_would_not_be_exact_is_trained_in_padded_rows(case, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     build_model, options, why = REFUSED[case]
@@ -1055,6 +1077,7 @@ def test_an_exception_that_nobody_foresaw_is_told_and_padded_rows_are_trained(tm
         raise TypeError("varlen_attn() got an unexpected keyword argument")
 
     monkeypatch.setattr(attention.Layout, "by_segment", broken)
+    caplog.set_level(logging.DEBUG, "hf_hybrid")
     expected = plain(tmp_path / "plain", KINDS["agent"](), max_steps=2)
     found = shared(tmp_path / "shared", KINDS["agent"](), max_steps=2)
     assert_same_weights(weights(expected.model), weights(found.model))
@@ -1062,6 +1085,7 @@ def test_an_exception_that_nobody_foresaw_is_told_and_padded_rows_are_trained(tm
     assert "the model does not take a tree (TypeError: varlen_attn() got an unexpected" in failed
     (told,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and failed in r.getMessage()]
     assert re.search(r"About \d+% of the tokens of the first batch", told)
+    assert any(r.levelno == logging.DEBUG and r.exc_info and failed == r.getMessage() for r in caplog.records)
 
 
 FAIL_BACKWARD = {
