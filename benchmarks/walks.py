@@ -33,6 +33,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
     PrinterCallback,
     Trainer,
@@ -40,10 +41,12 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.utils.logging import disable_progress_bar
+from trl import RewardConfig, RewardTrainer
 
 import hf_hybrid
 from hf_hybrid import HybridConfig, HybridGRPOConfig, HybridGRPOTrainer, HybridTrainer
 from hf_hybrid.cli.main import main as command
+from hf_hybrid.trainer import HybridTrainerMixin
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from rig.circles import circles
@@ -53,7 +56,8 @@ LIMITS = {
     "a step with a probed leap": {"files": 14, "depth": 15, "calls": 1532},
     "a step of LoRA": {"files": 6, "changes": 31, "depth": 9, "calls": 84},
     "a step with `enable_predict=False`": {"files": 3, "changes": 13, "depth": 6, "calls": 35},
-    "a step of shared rows": {"files": 11, "changes": 138, "depth": 11, "calls": 509},
+    "a step of shared rows": {"files": 11, "changes": 117, "depth": 11, "calls": 375},
+    "a step of a reward model": {"files": 13, "changes": 278, "depth": 16, "calls": 1104},
     "a step of GRPO": {"files": 10, "changes": 64, "depth": 15, "calls": 159},
     "a streamed step": {"files": 12, "changes": 278, "depth": 15, "calls": 850},
     "a plain save": {"files": 5, "changes": 42, "depth": 9, "calls": 91},
@@ -239,6 +243,21 @@ def run_grpo() -> Steps:
         return trained(trainer)
 
 
+def run_reward() -> Steps:
+    """Train a reward model: micro-batches of pairs, whose loss reads states."""
+
+    class HybridRewardTrainer(HybridTrainerMixin, RewardTrainer):
+        blocks_of_rows = 2
+
+    pairs = [{"prompt": f"Say {i} please: ", "chosen": "one " * (i % 5 + 1), "rejected": "two"} for i in range(200)]
+    config = llama(128, pad_token_id=0, eos_token_id=1, bos_token_id=None).config
+    config.num_labels = 1
+    with tempfile.TemporaryDirectory() as folder:
+        args = RewardConfig(**arguments(folder, bf16=False, gradient_accumulation_steps=2))
+        model, rows = LlamaForSequenceClassification(config), Dataset.from_list(pairs)
+        return trained(HybridRewardTrainer(model, args, train_dataset=rows, processing_class=tokenizer()))
+
+
 ROWS = {
     "train": {"text": "a text of some words"},
     "sft": {"messages": [{"role": "user", "content": "Say one"}, {"role": "assistant", "content": "one"}]},
@@ -309,6 +328,7 @@ def measure() -> dict[str, dict[str, float]]:
         "a step of LoRA": of_steps(run(lora=True)[1].later()),
         "a step with `enable_predict=False`": of_steps(run(enable_predict=False)[1].later()),
         "a step of shared rows": of_steps(run(shared=20, leap_gain=0)[1].later()),
+        "a step of a reward model": of_steps(run_reward().later()),
         "a step of GRPO": of_steps(run_grpo().later()),
         "a streamed step": of_steps(run(memory="stream", leap_gain=0)[1].later()),
         "a plain save": of_steps([events for step, events in saving.by_step.items() if step in saving.saves]),

@@ -43,8 +43,9 @@ import contextlib
 import functools
 import itertools
 import sys
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -214,6 +215,13 @@ def attend(
     return output.to(dtype).contiguous(), None
 
 
+class Piece(NamedTuple):
+    """What the attention of a segment reads."""
+
+    path: Callable[[Sequence[Any]], tuple] | None  # takes those of its path, and itself, out of all; `None`: itself
+    mask: Tensor | None  # what is added to the scores, `[queries, keys]`; without one it is causal
+
+
 class Layout:
     """
     What the attentions of all layers need of the segments of a flat row, made once.
@@ -231,7 +239,8 @@ class Layout:
 
     def __init__(self, segments: tuple[Segment, ...], device: torch.device, tensors: Sequence[Tensor] | None = None):
         self.segments, self.device = segments, device
-        self.most_queries = max(segment.end - segment.begin for segment in segments)
+        self.sizes = [segment.end - segment.begin for segment in segments]
+        self.most_queries = max(self.sizes)
         self.most_keys = max(segment.keys for segment in segments)
         self.shares = any(segment.path for segment in segments)
         self.on_flash = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -343,9 +352,8 @@ class Layout:
         for segment in self.segments:
             ends[segment.begin] = segment.end
             ends.update((begin, segment.end) for begin, _ in segment.path)
-        lengths = [segment.end - segment.begin for segment in self.segments]
-        depths = [np.arange(segment.keys - length, segment.keys) for segment, length in zip(self.segments, lengths)]
-        return np.repeat([ends[segment.begin] for segment in self.segments], lengths), np.concatenate(depths)
+        depths = [np.arange(segment.keys - length, segment.keys) for segment, length in zip(self.segments, self.sizes)]
+        return np.repeat([ends[segment.begin] for segment in self.segments], self.sizes), np.concatenate(depths)
 
     # Segment by segment.
 
@@ -356,23 +364,32 @@ class Layout:
         """Return the outputs of all segments, `[1, slots, heads, size]`, by torch's function for each."""
         groups, outputs = query.shape[1] // key.shape[1], []
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-        for segment in self.segments:
-            own, length = slice(segment.begin, segment.end), segment.end - segment.begin
-            if not segment.path and (window is None or length <= window):
-                keys, values, mask = key[:, :, own], value[:, :, own], None
-            else:
-                spans = [slice(begin, end) for begin, end in segment.path] + [own]
-                keys, values = (torch.cat([tensor[:, :, span] for span in spans], 2) for tensor in (key, value))
-                mask = self.mask(length, segment.keys, query.dtype, window)
+        queries, of_keys, of_values = query.split(self.sizes, 2), key.split(self.sizes, 2), value.split(self.sizes, 2)
+        for number, (path, mask) in enumerate(self.pieces(query.dtype, window)):
+            keys, values = of_keys[number], of_values[number]
+            if path is not None:
+                keys, values = torch.cat(path(of_keys), 2), torch.cat(path(of_values), 2)
             outputs.append(
                 F.scaled_dot_product_attention(
-                    query[:, :, own], keys, values, mask, dropout, is_causal=mask is None, scale=scaling
+                    queries[number], keys, values, mask, dropout, is_causal=mask is None, scale=scaling
                 )
             )
         return torch.cat(outputs, 2).transpose(1, 2)
 
-    def mask(self, queries: int, keys: int, dtype: torch.dtype, window: int | None) -> Tensor:
-        """Return what is added to the scores, `[queries, keys]`. Layers share it: the backward pass keeps it."""
+    def pieces(self, dtype: torch.dtype, window: int | None, masked: bool = False) -> list[Piece]:
+        """Return what the attention of each segment reads; layers share it. `masked`: each has a mask."""
+        known = dtype, window, masked
+        if known not in self._masks:
+            self._masks[known], numbers = [], {segment.begin: n for n, segment in enumerate(self.segments)}
+            for segment, length in zip(self.segments, self.sizes):
+                path = [numbers[begin] for begin, _ in segment.path] + [numbers[segment.begin]]
+                plain = not (masked or segment.path) and (window is None or length <= window)
+                mask = None if plain else self._mask(length, segment.keys, dtype, window)
+                self._masks[known].append(Piece(itemgetter(*path) if segment.path else None, mask))
+        return self._masks[known]
+
+    def _mask(self, queries: int, keys: int, dtype: torch.dtype, window: int | None) -> Tensor:
+        """Return what is added to the scores, `[queries, keys]`; equal segments share it."""
         window = None if window is None or window >= keys else window
         known = (queries, keys, dtype, window)
         if known not in self._masks:
@@ -447,7 +464,7 @@ def _visible(ends: Tensor, depths: Tensor, window: int | None) -> Any:
 
 
 def _weights(
-    query: Tensor, keys: Tensor, mask: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
+    query: Tensor, keys: Tensor, mask: Any, scaling: float, softcap: float | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """
     Return the weights of the keys of a segment, `[heads, queries, keys]`, the slope of the cap at each score, and the
@@ -466,15 +483,16 @@ def _weights(
     return weights[..., :-1], slope, weights[..., -1:]
 
 
-def _segments(query: Tensor, key: Tensor, value: Tensor, number: int, window: int | None) -> Generator[Any]:
-    """Give each segment's slots, the slots of its keys, its queries, keys and values, `[heads, ...]`, and its mask."""
-    layout, groups = Layout.known[number], query.shape[1] // key.shape[1]
-    exact = torch.promote_types(query.dtype, torch.float32)
-    for segment in layout.segments:
-        own, spans = slice(segment.begin, segment.end), spans_of(segment)
-        keys, values = (torch.cat([t[0, :, span] for span in spans], 1) for t in (key, value))
-        keys, values = (tensor.repeat_interleave(groups, 0) for tensor in (keys, values))
-        yield own, spans, query[0, :, own], keys, values, layout.mask(own.stop - own.start, segment.keys, exact, window)
+def _pieces(number: int, window: int | None, *tensors: Tensor) -> tuple[list[Piece], list[Sequence[Tensor]]]:
+    """Return what the segments of a layout read, and queries, keys and others of each, `[heads, slots, size]`."""
+    layout, exact = Layout.known[number], torch.promote_types(tensors[0].dtype, torch.float32)
+    return layout.pieces(exact, window, masked=True), [tensor[0].split(layout.sizes, 1) for tensor in tensors]
+
+
+def _gathered(parts: Sequence[Tensor], own: int, piece: Piece, heads: int) -> Tensor:
+    """Return the keys or values of a segment, `[heads, keys, size]`."""
+    found = parts[own] if piece.path is None else torch.cat(piece.path(parts), 1)
+    return found.repeat_interleave(heads // len(found), 0)
 
 
 @torch.library.custom_op("hf_hybrid::tree_attention", mutates_args=())
@@ -489,9 +507,11 @@ def _tree_attention(
     softcap: float | None,
 ) -> Tensor:
     """Compute the attention of the layout of a number, segment by segment; see [`attend`]."""
-    outputs = []
-    for _, _, queries, keys, values, mask in _segments(query, key, value, number, window):
-        weights, _, _ = _weights(queries, keys, mask, scaling, softcap, sinks)
+    outputs, heads = [], query.shape[1]
+    pieces, (queries, of_keys, of_values) = _pieces(number, window, query, key, value)
+    for own, piece in enumerate(pieces):
+        keys, values = (_gathered(parts, own, piece, heads) for parts in (of_keys, of_values))
+        weights, _, _ = _weights(queries[own], keys, piece.mask, scaling, softcap, sinks)
         outputs.append((weights.to(values.dtype) @ values).transpose(0, 1))
     return torch.cat(outputs)[None]
 
@@ -511,21 +531,26 @@ def _tree_attention_backward(
     """Return the gradients of queries, keys, values and sinks."""
     exact = torch.promote_types(query.dtype, torch.float32)
     of_query, of_key, of_value = (t.new_zeros(t.shape, dtype=exact) for t in (query, key, value))
-    of_sinks = query.new_zeros(query.shape[1], dtype=exact)
-    for own, spans, queries, keys, values, mask in _segments(query, key, value, number, window):
-        weights, slope, sink = _weights(queries, keys, mask, scaling, softcap, sinks)
-        of_output = grad[0, own].transpose(0, 1)
+    of_sinks, heads = query.new_zeros(query.shape[1], dtype=exact), query.shape[1]
+    pieces, (queries, of_keys, of_values, grads, of_queries, *totals) = _pieces(
+        number, window, query, key, value, grad.transpose(1, 2), of_query, of_key, of_value
+    )
+    for own, piece in enumerate(pieces):
+        keys, values = (_gathered(parts, own, piece, heads) for parts in (of_keys, of_values))
+        weights, slope, sink = _weights(queries[own], keys, piece.mask, scaling, softcap, sinks)
+        of_output = grads[own]
         of_weights = (of_output @ values.transpose(1, 2)).to(exact)
         mean = (of_weights * weights).sum(-1, keepdim=True)
-        of_scores = (weights * (of_weights - mean) * slope * scaling).to(queries.dtype)
+        of_scores = (weights * (of_weights - mean) * slope * scaling).to(query.dtype)
         if sink is not None:
             of_sinks -= (sink * mean).sum((1, 2))
-        of_query[0, :, own] = (of_scores @ keys).to(exact)
-        shares = of_scores.transpose(1, 2) @ queries, weights.to(values.dtype).transpose(1, 2) @ of_output
-        for total, share in zip((of_key, of_value), shares, strict=True):
+        of_queries[own].copy_(of_scores @ keys)
+        shares = of_scores.transpose(1, 2) @ queries[own], weights.to(values.dtype).transpose(1, 2) @ of_output
+        for parts, share in zip(totals, shares, strict=True):
+            read = [parts[own]] if piece.path is None else piece.path(parts)
             share = share.to(exact).unflatten(0, (key.shape[1], -1)).sum(1)  # of the heads that read the same keys
-            for span, part in zip(spans, share.split([span.stop - span.start for span in spans], 1), strict=True):
-                total[0, :, span] += part
+            for part, add in zip(read, share.split([part.shape[1] for part in read], 1), strict=True):
+                part += add
     return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_sinks
 
 
