@@ -31,12 +31,12 @@ from hf_hybrid.compat import cache_name
 from hf_hybrid.machine import mixed_precision_of, sharding_of
 from hf_hybrid.part import Step
 from hf_hybrid.rows.attention import ARGUMENT
-from hf_hybrid.rows.sharing import FlatRow, ModelFacts, SharedRows
+from hf_hybrid.rows.sharing import IF_NO_PADDING, FlatRow, ModelFacts, SharedRows
 from hf_hybrid.rows.states import by_row
 from hf_hybrid.rows.tree import IGNORED, Batch, Rows, Tree, divide, on_host
 from hf_hybrid.run.trainer_view import TrainerView, overridden
 
-KNOWN = {("trl", f"{kind}Trainer") for kind in ("Reward", "KTO", "Distillation", "CPO", "ORPO")}
+KNOWN = {("trl", f"{kind}Trainer") for kind in ("Reward", "KTO", "Distillation", "CPO", "ORPO", "TPO")}
 """Trainers of TRL whose losses read no padding."""
 MODELS = ("model", "ref_model", "teacher_model")
 """Attributes of a trainer with the models that its loss computes."""
@@ -122,6 +122,7 @@ class RowsForAnyLoss(SharedRows):
         place = overridden(self.trainer, *[name for name in methods if any([part in name for part in OF_LOSSES])])
         if place is not None and self.reason_plain is None and self.trainer.hybrid_args.share_rows != "on":
             self.reason_plain = f"`{place}` may read states of padding"
+            self.fallbacks.cannot_be_exact(self.reason_plain, advice=IF_NO_PADDING)
 
     # The exchange.
 

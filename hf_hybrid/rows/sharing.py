@@ -91,6 +91,7 @@ logger = logging.getLogger(__name__)
 
 COUNTS = ("tokens", "tokens_padding", "tokens_shared", "micro_batches_saved")
 HOLE = "a row has a hole in its mask, or predicts a token from padding"
+IF_NO_PADDING = 'If your loss reads nothing of padding, `share_rows="on"` says so, and rows share.'
 INSIDE = "a hook of yours is on the model inside of adapters, and would see a flat row"
 MICRO_BATCHES, DIVISORS = "hybrid_micro_batches", "hybrid_divisors"
 """Names of [`Batch.micro_batches`] and [`Batch.divisors`] in a batch that windows.py laid out. No model gets them."""

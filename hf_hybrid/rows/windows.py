@@ -50,6 +50,7 @@ from hf_hybrid.rows.sharing import (
     COUNTS,
     DIVISORS,
     HOLE,
+    IF_NO_PADDING,
     INSIDE,
     MICRO_BATCHES,
     Copied,
@@ -249,7 +250,8 @@ class SharedWindows(SharedRows):
             self._loss, self._in_loss = loss, reason_in_loss(trainer)
         reason = before or self._in_loss or next(filter(None, map(obstacle_in_batch, step.batches)), None)
         if (reason := reason or self._obstacle_in_model()) is not None:
-            self.fallbacks.cannot_be_exact(reason)
+            may_ask = reason == self._in_loss and trainer.hybrid_args.share_rows != "on"
+            self.fallbacks.cannot_be_exact(reason, advice=IF_NO_PADDING if may_ask else "")
         reason = self._find_drawn() or reason
         batches = [] if reason is not None else on_host([rows_of(inputs) for inputs in step.on_host])
         apart = reason is None and self._find_apart(step)

@@ -33,6 +33,7 @@ from trl import (  # noqa: E402
 )
 from trl.experimental.cpo import CPOConfig, CPOTrainer  # noqa: E402
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # noqa: E402
+from trl.experimental.tpo import TPOConfig, TPOTrainer  # noqa: E402
 
 from hf_hybrid import HybridConfig, HybridTrainer  # noqa: E402
 from hf_hybrid.rows.any_loss import RowsForAnyLoss  # noqa: E402
@@ -54,6 +55,7 @@ JUDGED = [
     for pair in PAIRS
     for side in ("chosen", "rejected")
 ]
+TRIPLES = [{**pair, "reference": words(n + 30, 4 + n % 5)} for n, pair in enumerate(PAIRS)]
 COMPLETED = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS]
 
 
@@ -73,6 +75,7 @@ TRAINERS = {
     "kto": (KTOTrainer, KTOConfig, JUDGED, LlamaForCausalLM, ("ref_model",)),
     "cpo": (CPOTrainer, CPOConfig, PAIRS, LlamaForCausalLM, ()),
     "orpo": (ORPOTrainer, ORPOConfig, PAIRS, LlamaForCausalLM, ()),
+    "tpo": (TPOTrainer, TPOConfig, TRIPLES, LlamaForCausalLM, ()),
     "distillation": (DistillationTrainer, DistillationConfig, COMPLETED, LlamaForCausalLM, ("teacher_model",)),
 }
 
@@ -182,6 +185,8 @@ def test_a_loss_that_nobody_knows_is_computed_padded_unless_asked(tmp_path, capl
     theirs, ours = (train("margin", tmp_path / str(hybrid), hybrid) for hybrid in (False, True))
     assert_same_weights(weights(theirs.model), weights(ours.model))
     assert "Margin.compute_loss" in ours.hybrid_summary()["plain_rows_because"]
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "share_rows" in r.getMessage()]
+    assert len(warnings) == 1 and '`share_rows="on"` says so' in warnings[0]
     config = dataclasses.make_dataclass("MarginConfig", [], bases=(TRLConfigBase, RewardConfig))
     monkeypatch.setitem(TRAINERS, "margin", (Margin, config, *TRAINERS["reward"][2:]))
     check_equal(theirs, train("margin", tmp_path / "on", True, share_rows="on"))
