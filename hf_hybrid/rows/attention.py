@@ -11,16 +11,18 @@ that mask.
                                                       1 1 1 1   1 .
                                                       1 1 1 1   1 1
 
-**Which kernel.** Flash attention takes all segments in one call, as sequences whose queries and keys differ in length:
-the model's own (`flash_attention_2`, ...) if it has one, else torch's `varlen_attn` on a GPU in 16 bits. Elsewhere
-there is one call of `scaled_dot_product_attention` per segment. `varlen_attn` ran on one H200 with torch 2.11; in the
-tests plain references with the signatures of 2.11 and of 2.12 stand in for it. It has no dropout. So attention with
-dropout, where rows share nothing, is computed segment by segment.
+**Which way.** [`way_of`] chooses one of five, and the model's own attention computes what is no tree:
 
-**Caps and sinks.** `scaled_dot_product_attention` can neither cap its scores (Gemma 2) nor add a sink to its sums
-(gpt-oss). On a GPU `flex_attention` computes such layers in one call; a token sees those before it whose subtree it
-stands in. That needs a GPU, and has not run on one. Elsewhere [`_tree_attention`] computes segment by segment, with a
-gradient of its own.
+| way | where | what computes |
+|---|---|---|
+| `by_flash_of_model` | the model's own is flash attention | that, in one call: a segment is a sequence |
+| `in_one_call` | a GPU, 16 bits | torch's `varlen_attn`, in the same way |
+| `by_flex` | caps (Gemma 2) or sinks (gpt-oss), on a GPU | `flex_attention`: who is in whose subtree |
+| `by_operator` | caps or sinks elsewhere; compiled layers | [`_tree_attention`], with a gradient of its own |
+| `by_segment` | elsewhere | `scaled_dot_product_attention`, once per segment |
+
+`varlen_attn` ran on one H200 with torch 2.11, and `by_flex` has not run on a GPU; in the tests plain references stand
+in. `varlen_attn` has no dropout. So attention with dropout, where rows share nothing, is computed segment by segment.
 
 **Compiled layers.** What a compiled layer reads of an object becomes a guard: another value compiles anew. Of a
 [`Layout`] it reads tensors, and numbers that count as dynamic. What would read more is hidden in an operator of torch
@@ -169,22 +171,14 @@ def attend(
     Raises:
         CannotAttendError: If the layer asks for more than a tree has.
     """
-    layout, window = tree_layout, kwargs.get("sliding_window")
+    layout, plain = tree_layout, kwargs.get("softcap") is None and kwargs.get("s_aux") is None
     if layout is None and attention_mask is not None and not attention_mask.numel():
         layout = Layout.known.get(attention_mask.shape[1])
-    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    plain, compiling = softcap is None and sinks is None, torch.compiler.is_compiling()
-    flash = "flash" in own and not (layout is not None and plain and compiling)
-    if layout is None or flash:
-        eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        compute: Any = ALL_ATTENTION_FUNCTIONS.get_interface(own, eager)
-        if flash:  # it looks for its kernels by the name in the config
-            module: Any = _Instead(module, config=_Instead(module.config, _attn_implementation=own))
     if layout is None:
         if isinstance(attention_mask, _NoMask):
             raise CannotAttendError(f"`{type(module).__name__}` is not told where rows end")
-        return compute(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    if not compiling:
+        return _of_model(own, module)(query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    if not (compiling := torch.compiler.is_compiling()):
         layout.attended = True
     if kwargs.get("position_bias") is not None:
         raise CannotAttendError("its attention has a bias by position")
@@ -199,20 +193,47 @@ def attend(
     in_float32 = in_float32 and (compiling or layout.most_keys <= MOST_KEYS_IN_FLOAT32)
     query, key, value = (tensor.to(torch.float32 if in_float32 else dtype) for tensor in (query, key, value))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    way = way_of(own, layout, query, key, value, plain, dropout)
     with torch.autocast(kind, enabled=False):
-        if flash:
+        if way == "by_flash_of_model":
             options = {**kwargs, **layout.lengths(), "scaling": scaling, "dropout": dropout}
             keys, values = layout.gather(key, 2), layout.gather(value, 2)
-            output = compute(module, query, keys, values, None, **options)[0]
-        elif plain and not dropout and layout.flashes(query, key, value):
-            output = layout.in_one_call(query, key, value, scaling, window)
-        elif kind == "cuda" and not plain:
-            output = layout.by_flex(query, key, value, scaling, window, softcap, sinks)
-        elif (compiling and not dropout) or not plain:
-            output = _tree_attention(query, key, value, sinks, layout.number, scaling, window, softcap)
+            output = _of_model(own, module)(query, keys, values, None, **options)[0]
         else:
-            output = layout.by_segment(query, key, value, scaling, window, dropout)
+            asked = Asked(scaling, *map(kwargs.get, ("sliding_window", "softcap", "s_aux")), dropout)
+            output = getattr(layout, way)(query, key, value, asked)
     return output.to(dtype).contiguous(), None
+
+
+def way_of(own: str, layout: Layout, query: Tensor, key: Tensor, value: Tensor, plain: bool, dropout: float) -> str:
+    """Return which way attends, the name of a method of [`Layout`] but for the first. `plain`: no caps, no sinks."""
+    compiling = torch.compiler.is_compiling()
+    if "flash" in own and not (plain and compiling):
+        return "by_flash_of_model"
+    if plain and not dropout and layout.flashes(query, key, value):
+        return "in_one_call"
+    if not plain:
+        return "by_flex" if query.device.type == "cuda" else "by_operator"
+    return "by_operator" if compiling and not dropout else "by_segment"
+
+
+def _of_model(own: str, module: Any) -> Callable[..., Any]:
+    """Return the model's own attention for a layer. Flash attention finds its kernels by the name in the config."""
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    compute: Any = ALL_ATTENTION_FUNCTIONS.get_interface(own, eager)
+    if "flash" in own:
+        module = _Instead(module, config=_Instead(module.config, _attn_implementation=own))
+    return functools.partial(compute, module)
+
+
+class Asked(NamedTuple):
+    """What a layer asks of its attention."""
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    dropout: float = 0.0
 
 
 class Piece(NamedTuple):
@@ -282,7 +303,7 @@ class Layout:
         fits = value.shape[-1] <= query.shape[-1] == key.shape[-1] <= MOST_HEAD_SIZE
         return self.on_flash and query.dtype in FLASH_DTYPES and fits
 
-    def in_one_call(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+    def in_one_call(self, query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor:
         """
         Return the outputs of all segments, `[1, slots, heads, size]`, by one call of `varlen_attn`. It takes heads of
         one size, a multiple of 8: others get zeros at their end, which change no score and are no output.
@@ -294,7 +315,7 @@ class Layout:
         keys, values = self.gather(key, 0), self.gather(value, 0)
         output: Any = varlen.varlen_attn(
             query, keys, values, self.of_queries, self.of_keys, self.most_queries, self.most_keys,
-            scale=scaling, window_size=(-1 if window is None else window - 1, 0),
+            scale=asked.scaling, window_size=(-1 if asked.window is None else asked.window - 1, 0),
             **(self.for_fewer_heads if query.shape[1] != key.shape[1] else {}),
         )  # fmt: skip
         return output[None, ..., :of_values]
@@ -302,19 +323,11 @@ class Layout:
     # By flex attention.
 
     @torch.compiler.disable
-    def by_flex(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def by_flex(self, query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor:
         """Return the outputs of all segments, `[1, slots, heads, size]`, by one call of `flex_attention`."""
         from torch.nn.attention.flex_attention import AuxRequest
 
+        scaling, window, softcap, sinks, _ = asked
         flex, slots = _flex_attention(query.device.type)[0], query.shape[2]
         query, key, value = (F.pad(tensor, (0, 0, 0, _few_lengths(slots) - slots)) for tensor in (query, key, value))
         options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
@@ -357,23 +370,24 @@ class Layout:
 
     # Segment by segment.
 
+    def by_operator(self, query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor:
+        scaling, window, softcap, sinks, _ = asked
+        return _tree_attention(query, key, value, sinks, self.number, scaling, window, softcap)
+
     @torch.compiler.disable
-    def by_segment(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, dropout: float
-    ) -> Tensor:
+    def by_segment(self, query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor:
         """Return the outputs of all segments, `[1, slots, heads, size]`, by torch's function for each."""
         groups, outputs = query.shape[1] // key.shape[1], []
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
         queries, of_keys, of_values = query.split(self.sizes, 2), key.split(self.sizes, 2), value.split(self.sizes, 2)
-        for number, (path, mask) in enumerate(self.pieces(query.dtype, window)):
+        for number, (path, mask) in enumerate(self.pieces(query.dtype, asked.window)):
             keys, values = of_keys[number], of_values[number]
             if path is not None:
                 keys, values = torch.cat(path(of_keys), 2), torch.cat(path(of_values), 2)
-            outputs.append(
-                F.scaled_dot_product_attention(
-                    queries[number], keys, values, mask, dropout, is_causal=mask is None, scale=scaling
-                )
+            attended = F.scaled_dot_product_attention(
+                queries[number], keys, values, mask, asked.dropout, is_causal=mask is None, scale=asked.scaling
             )
+            outputs.append(attended)
         return torch.cat(outputs, 2).transpose(1, 2)
 
     def pieces(self, dtype: torch.dtype, window: int | None, masked: bool = False) -> list[Piece]:

@@ -90,7 +90,7 @@ def test_one_call_gets_the_arguments_of_all_segments(version, kind, window, monk
     tree = tree_of(kind)
     query, key, value = tensors(tree)
     layout = layout_of(tree)
-    found = layout.in_one_call(query, key, value, SIZE**-0.5, window)
+    found = layout.in_one_call(query, key, value, attention.Asked(SIZE**-0.5, window))
     assert torch.allclose(found, by_rows(tree, query, key, value, window), atol=1e-12)
     found.sum().backward()
     assert key.grad is not None and key.grad.abs().sum() > 0
@@ -113,7 +113,7 @@ def test_one_call_with_as_many_heads_of_keys(version, monkeypatch):
     tree = tree_of("system")
     query, key, value = (tensor.detach() for tensor in tensors(tree))
     wide = [tensor.repeat_interleave(HEADS // FEWER, 1) for tensor in (key, value)]
-    found = layout_of(tree).in_one_call(query, *wide, SIZE**-0.5, None)
+    found = layout_of(tree).in_one_call(query, *wide, attention.Asked(SIZE**-0.5))
     assert torch.allclose(found, by_rows(tree, query, key, value, None), atol=1e-12)
 
 
@@ -130,8 +130,8 @@ def test_heads_of_other_sizes_in_one_call(size, of_values, monkeypatch):
     tree = tree_of("agent")
     query, key = (torch.randn(1, HEADS, tree.size, size, dtype=torch.float64) for _ in range(2))
     value, layout = torch.randn(1, HEADS, tree.size, of_values, dtype=torch.float64), layout_of(tree)
-    found = layout.in_one_call(query, key, value, 0.3, None)
-    assert torch.allclose(found, layout.by_segment(query, key, value, 0.3, None, 0.0), atol=1e-12)
+    found = layout.in_one_call(query, key, value, attention.Asked(0.3))
+    assert torch.allclose(found, layout.by_segment(query, key, value, attention.Asked(0.3)), atol=1e-12)
     assert given == 3 * [-(-size // 8) * 8]
     layout.on_flash = True
     half = [tensor.bfloat16() for tensor in (query, key, value)]
@@ -182,7 +182,7 @@ def test_flex_attention_sees_what_rows_see(kind, extras, window):
     tree, options = tree_of(kind), {"softcap": None, "s_aux": None, **EXTRAS.get(extras, {})}
     query, key, value = (tensor.detach() for tensor in tensors(tree, torch.float32))
     softcap, sinks = options["softcap"], options["s_aux"]
-    found = layout_of(tree).by_flex(query, key, value, SIZE**-0.5, window, softcap, sinks)
+    found = layout_of(tree).by_flex(query, key, value, attention.Asked(SIZE**-0.5, window, softcap, sinks))
     expected = by_rows(tree, *(t.double() for t in (query, key, value)), window, softcap, sinks)
     assert torch.allclose(found.double(), expected, atol=1e-5)
 
@@ -194,7 +194,7 @@ def test_flex_attention_takes_a_cap_as_a_constant(monkeypatch):
     tree = tree_of("agent")
     query, key, value = (tensor.detach() for tensor in tensors(tree, torch.float32))
     for softcap in (0.3, 0.7):
-        found = layout_of(tree).by_flex(query, key, value, SIZE**-0.5, None, softcap, None)
+        found = layout_of(tree).by_flex(query, key, value, attention.Asked(SIZE**-0.5, softcap=softcap))
         expected = by_rows(tree, *(t.double() for t in (query, key, value)), None, softcap)
         assert torch.allclose(found.double(), expected, atol=1e-5)
 
