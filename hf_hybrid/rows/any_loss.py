@@ -31,7 +31,7 @@ from hf_hybrid.compat import cache_name
 from hf_hybrid.machine import mixed_precision_of, sharding_of
 from hf_hybrid.part import Step
 from hf_hybrid.rows.attention import ARGUMENT
-from hf_hybrid.rows.sharing import IF_NO_PADDING, FlatRow, ModelFacts, SharedRows
+from hf_hybrid.rows.sharing import IF_NO_PADDING, FlatRow, ModelFacts, SharedRows, with_states
 from hf_hybrid.rows.states import by_row
 from hf_hybrid.rows.tree import IGNORED, Batch, Rows, Tree, divide, on_host
 from hf_hybrid.run.trainer_view import TrainerView, overridden
@@ -167,11 +167,7 @@ class RowsForAnyLoss(SharedRows):
             way.hidden = output[0]
         if row is None:
             return None
-        states = in_padded_rows(output[0], row)
-        if isinstance(output, tuple):
-            return (states, *output[1:])
-        output.last_hidden_state = states
-        return output
+        return with_states(output, in_padded_rows(output[0], row))
 
     # Whether.
 
@@ -185,7 +181,7 @@ class RowsForAnyLoss(SharedRows):
     def _tree_of(self, model: nn.Module, facts: ModelFacts, given: Mapping[str, Any]) -> tuple[Tree | None, Batch]:
         """Return the tree of a batch, or `None` if the batch is computed as it is, and the batch on the host."""
         ids, mask = given["input_ids"], given.get("attention_mask")
-        if (copied := self._copied.get(ids)) is not None:  # in the comparison
+        if (copied := self.host.known.get(ids)) is not None:  # in the comparison
             return copied.tree, copied.batch
         (batch,) = on_host([rows_of_states(ids, torch.ones_like(ids) if mask is None else mask)])
         if scores_hidden(facts.base, batch.ids[:, :-1], batch.mask[:, :-1]):
@@ -193,26 +189,20 @@ class RowsForAnyLoss(SharedRows):
             return None, batch
         tree = self._tree_if_it_pays(model, facts, batch, ids.device)
         if self._is_counting:
-            self.counts["tokens"] += batch.tokens
-            if tree is not None:
-                self.counts["tokens_padding"] += ids.numel() - batch.tokens
-                self.counts["tokens_shared"] += batch.tokens - tree.size
+            self._count(batch, tree, ids.numel())
         return tree, batch
 
     def _tree_if_it_pays(self, model: nn.Module, facts: ModelFacts, batch: Batch, device: torch.device) -> Tree | None:
         def compute(inputs: dict[str, Tensor]) -> None:
             ids, mask = (inputs[name][:, :-1] for name in ("input_ids", "attention_mask"))
-            self._copied[ids] = self._copied[inputs["input_ids"]]
+            self.host.known[ids] = self.host.known[inputs["input_ids"]]
             facts.backbone(input_ids=ids, attention_mask=mask, use_cache=False)
 
         plan = self._plan(model, [batch], functools.partial(divide, most=float("inf")), device, True, False)
         if not plan.trees or plan.cost > self.worth * plan.padded:
             return None
         (tree,) = plan.trees
-        if not self._has_compared(model, tree.longest):
-            self.reason_plain = self._compare(model, tree, [batch], compute, device)
-            facts.note_compared(tree.longest)
-        return tree if self.reason_plain is None else None
+        return tree if self._is_same(model, tree, [batch], compute, device) else None
 
 
 def _obstacle(given: Mapping[str, Any]) -> str | None:

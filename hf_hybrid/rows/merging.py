@@ -145,7 +145,7 @@ class MergedRows(SharedRows):
         """Note the micro-batches of a window, which were copied ahead under their `input_ids`."""
         self._forget()
         for tensors in window if self.may_share else ():
-            self._window.append(LaidOut(seen_now(tensors), self._copied[tensors["input_ids"]].batch))
+            self._window.append(LaidOut(seen_now(tensors), self.host.known[tensors["input_ids"]].batch))
 
     def end_step(self, step: Step) -> None:
         self._forget()
@@ -188,7 +188,7 @@ class MergedRows(SharedRows):
         window = () if may_change else enumerate(self._window)
         number = next((number for number, laid_out in window if are_still(laid_out.tensors, inputs)), None)
         if number is None and torch.is_tensor(ids := inputs.get("input_ids")):
-            self._copied.pop(ids, None)  # other parts of the batch are new
+            self.host.known.pop(ids, None)  # other parts of the batch are new
         self._number = number if self._backward_follows and torch.is_grad_enabled() else None
         try:
             yield
@@ -282,7 +282,7 @@ class MergedRows(SharedRows):
         self._passes[key] = Pass(rows)
         if self._is_counting:
             for batch in (self._window[number].batch for number in rows):
-                self._count(batch, None)
+                self._count(batch, None, 0)
                 self.counts["tokens_padding"] += batch.ids.numel() - batch.tokens
                 self.counts["tokens_shared"] += batch.tokens
             self.counts["tokens_shared"] -= tree.size
@@ -309,11 +309,8 @@ class MergedRows(SharedRows):
             numbers = sorted({row.batch for row in tree.rows})
             if len(numbers) < 2:
                 continue
-            if not self._has_compared(model, tree.longest):
-                compute = lambda part: model(**{**inputs, **part})  # noqa: E731
-                self.reason_plain = self._compare(model, tree, batches, compute, device)
-                facts.note_compared(tree.longest)
-            if self.reason_plain is not None:
+            compute = lambda part: model(**{**inputs, **part})  # noqa: E731
+            if not self._is_same(model, tree, batches, compute, device):
                 return {}
             groups[numbers[0]] = tree, FlatRow.of_several(tree, batches, numbers, device)
         return groups

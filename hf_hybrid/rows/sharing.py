@@ -99,6 +99,7 @@ _BATCH = ("input_ids", "attention_mask", "labels")
 _OPTIONS = {"num_items_in_batch", "fused_lm_head", "use_cache", "return_dict", OPTION}
 """Arguments that trainers of the libraries give a model beside a batch."""
 
+
 # A batch as a flat row.
 
 
@@ -232,40 +233,7 @@ def mean_losses(logits: Tensor, tokens: Tensor, divisors: Tensor) -> Tensor:
     return (losses / divisors).sum()
 
 
-def rows_of(inputs: Mapping[str, Any]) -> Rows:
-    """Return tokens, mask and labels of what a model gets."""
-    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-    return ids, torch.ones_like(ids) if mask is None else mask != 0, inputs["labels"]
-
-
-def obstacle_in_batch(inputs: Any, beside: Container[str] = ()) -> str | None:
-    """
-    Return why a batch is not rows of tokens with labels and nothing else, as far as its form tells. `beside` are
-    arguments of a forward pass that say nothing of the rows.
-    """
-    if not isinstance(inputs, Mapping):
-        return "a batch is no mapping of names to tensors"
-    for name in ("input_ids", "labels"):
-        if not torch.is_tensor(inputs.get(name)):
-            return f"a batch holds no `{name}`"
-    given = {name: value for name, value in inputs.items() if value is not None and name not in beside}
-    if others := given.keys() - set(_BATCH):
-        return f"a batch holds `{min(others)}` beside tokens"
-    if inputs["input_ids"].dim() != 2 or len({getattr(value, "shape", None) for value in given.values()}) > 1:
-        return "tokens, mask and labels of a batch have different shapes"
-    return "labels of a batch are not tokens" if inputs["labels"].is_floating_point() else None
-
-
-# Sharing.
-
-
-class Plan(NamedTuple):
-    """What one process would do with the batches of a window: nothing, if there are no trees."""
-
-    reason: str | None = None  # there are none; it was said already
-    trees: tuple[Tree, ...] = ()
-    cost: float = 0.0  # operations of the trees
-    padded: float = 0.0  # operations of the padded rows
+# Batches on the host.
 
 
 Seen = dict[str, tuple[Tensor, int, "Tensor | None"]]
@@ -298,6 +266,70 @@ def are_still(seen: Seen, inputs: Mapping[str, Any]) -> bool:
         if copy is not None and not torch.equal(tensor, copy):  # torch does not count what numpy writes
             return False
     return True
+
+
+def rows_of(inputs: Mapping[str, Any]) -> Rows:
+    """Return tokens, mask and labels of what a model gets."""
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    return ids, torch.ones_like(ids) if mask is None else mask != 0, inputs["labels"]
+
+
+class HostBatches:
+    """The batches of a step on the host."""
+
+    def __init__(self) -> None:
+        self.known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """[`Copied`] of batches, by the tensor that they are known by."""
+        self.named: Tensor | None = None
+
+    @contextlib.contextmanager
+    def computing(self, tensor: Tensor) -> Generator[None]:
+        """Inside, a model gets tokens that the trainer has just put together. `tensor` is what they are known by."""
+        self.named = tensor
+        try:
+            yield
+        finally:
+            self.named = None
+
+    def copied(self, inputs: Mapping[str, Any]) -> Copied:
+        """Return a batch on the host: as it was copied ahead, or else copied now."""
+        known_by = inputs["input_ids"] if self.named is None else self.named
+        if (copied := self.known.get(known_by)) is not None and are_still(copied.seen, inputs):
+            return copied
+        copied = Copied(on_host([rows_of(inputs)])[0])
+        if known_by.device.type != "cpu":  # else it is no copy, and would keep the key alive
+            self.known[known_by] = copied
+        return copied
+
+
+def obstacle_in_batch(inputs: Any, beside: Container[str] = ()) -> str | None:
+    """
+    Return why a batch is not rows of tokens with labels and nothing else, as far as its form tells. `beside` are
+    arguments of a forward pass that say nothing of the rows.
+    """
+    if not isinstance(inputs, Mapping):
+        return "a batch is no mapping of names to tensors"
+    for name in ("input_ids", "labels"):
+        if not torch.is_tensor(inputs.get(name)):
+            return f"a batch holds no `{name}`"
+    given = {name: value for name, value in inputs.items() if value is not None and name not in beside}
+    if others := given.keys() - set(_BATCH):
+        return f"a batch holds `{min(others)}` beside tokens"
+    if inputs["input_ids"].dim() != 2 or len({getattr(value, "shape", None) for value in given.values()}) > 1:
+        return "tokens, mask and labels of a batch have different shapes"
+    return "labels of a batch are not tokens" if inputs["labels"].is_floating_point() else None
+
+
+# Sharing.
+
+
+class Plan(NamedTuple):
+    """What one process would do with the batches of a window: nothing, if there are no trees."""
+
+    reason: str | None = None  # there are none; it was said already
+    trees: tuple[Tree, ...] = ()
+    cost: float = 0.0  # operations of the trees
+    padded: float = 0.0  # operations of the padded rows
 
 
 class UnderWay(threading.local):
@@ -349,9 +381,7 @@ class SharedRows(Part):
         self._facts: weakref.WeakKeyDictionary[nn.Module, ModelFacts] = weakref.WeakKeyDictionary()
         self._looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Models whose facts are those of the step under way."""
-        self._copied: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """[`Copied`] of batches, by the tensor that they are known by."""
-        self._computed: Tensor | None = None
+        self.host = HostBatches()
         self._opened: dict[nn.Module, contextlib.ExitStack] = {}
         self._layouts: list[Layout] = []
         """Those that are known, for the backward passes that follow."""
@@ -447,7 +477,7 @@ class SharedRows(Part):
         self._said_drawn = False
 
     def begin_step(self, step: Step) -> None:
-        self._copied.clear()
+        self.host.known.clear()
         self._looked_at.clear()
 
     def arrange(self, step: Step) -> None:
@@ -456,7 +486,7 @@ class SharedRows(Part):
     @contextlib.contextmanager
     def evaluating(self, *models: nn.Module) -> Generator[None]:
         """As [`on`], for passes whose tokens are not those of the training."""
-        self._copied.clear()
+        self.host.known.clear()
         self._looked_at.clear()
         before, self._is_counting = self._is_counting, False
         try:
@@ -479,31 +509,12 @@ class SharedRows(Part):
     def copy_ahead(self, tensors: Sequence[Tensor], batches: Iterable[Rows]) -> None:
         """
         Copy the batches of a step to the host at once: the host waits for the device at every copy. `tensors` are what
-        a model will get of each, or what [`computing`] will name.
+        a model will get of each, or what [`HostBatches.computing`] will name.
         """
-        self._copied.clear()
+        self.host.known.clear()
         if self.may_share:
             for tensor, batch in zip(tensors, on_host(list(batches))):
-                self._copied[tensor] = Copied(batch)
-
-    @contextlib.contextmanager
-    def computing(self, tensor: Tensor) -> Generator[None]:
-        """Inside, a model gets tokens that the trainer has just put together. `tensor` is what they are known by."""
-        self._computed = tensor
-        try:
-            yield
-        finally:
-            self._computed = None
-
-    def _on_host(self, inputs: Mapping[str, Any]) -> Copied:
-        """Return a batch on the host: as it was copied ahead, or else copied now."""
-        known_by = inputs["input_ids"] if self._computed is None else self._computed
-        if (copied := self._copied.get(known_by)) is not None and are_still(copied.seen, inputs):
-            return copied
-        copied = Copied(on_host([rows_of(inputs)])[0])
-        if known_by.device.type != "cpu":  # else it is no copy, and would keep the key alive
-            self._copied[known_by] = copied
-        return copied
+                self.host.known[tensor] = Copied(batch)
 
     # The exchange.
 
@@ -518,7 +529,7 @@ class SharedRows(Part):
             if inputs.get("labels") is not None:  # else nothing could be left out
                 self.fallbacks.cannot_be_exact(reason)
             return None
-        copied = self._on_host(inputs)
+        copied = self.host.copied(inputs)
         batch, tree, row = copied.batch, copied.tree, copied.row
         if tree is None:
             if micro_batches is not None:  # a part of a micro-batch that did not fit
@@ -526,7 +537,7 @@ class SharedRows(Part):
                 batch = batch._replace(micro_batches=micro_batches.cpu(), divisors=divisors)
             tree = self._tree_if_worth(model, inputs, batch)
             if self._is_counting and way.comparing is None:
-                self._count(batch, tree)
+                self._count(batch, tree, batch.ids.numel())
         if tree is None:
             return None
         repeats, copied.row = not inputs.get("fused_lm_head"), None
@@ -591,10 +602,11 @@ class SharedRows(Part):
             values["log_probs"] = values["log_probs"] * (values["label_mask"].sum() / row.divisors)[:, None]
         return type(output)(**values, **({} if way.router is None else {"aux_loss": way.router}))
 
-    def _count(self, batch: Batch, tree: Tree | None) -> None:
+    def _count(self, batch: Batch, tree: Tree | None, places: int) -> None:
+        """Count the tokens of a batch of so many places, padding included."""
         self.counts["tokens"] += batch.tokens
         if tree is not None:
-            self.counts["tokens_padding"] += batch.ids.numel() - batch.tokens
+            self.counts["tokens_padding"] += places - batch.tokens
             self.counts["tokens_shared"] += batch.tokens - tree.size
 
     # Whether.
@@ -725,13 +737,20 @@ class SharedRows(Part):
         if not plan.trees or (plan.cost > self.worth * plan.padded and batch.micro_batches is None):
             return None
         (tree,) = plan.trees
+        compute = lambda part: model(**{**inputs, **part})  # noqa: E731
+        return tree if self._is_same(model, tree, [batch], compute, device) else None
+
+    def _is_same(
+        self, model: nn.Module, tree: Tree, batches: Sequence[Batch], compute: Callable[..., Any], device: torch.device
+    ) -> bool:
+        """Whether trees may be computed, once rows of this kind have been compared."""
         if not self._has_compared(model, tree.longest):
             if not self.may_compare:
                 self.fallbacks.cannot_be_exact("no batch of its kind was compared yet")
-                return None
-            self.reason_plain = self._compare(model, tree, [batch], lambda part: model(**{**inputs, **part}), device)
-            facts.note_compared(tree.longest)
-        return tree if self.reason_plain is None else None
+                return False
+            self.reason_plain = self._compare(model, tree, batches, compute, device)
+            self.facts_of(model).note_compared(tree.longest)
+        return self.reason_plain is None
 
     def _has_compared(self, model: nn.Module, longest: int) -> bool:
         """Whether rows of this length have been compared, and a backward pass was tried before the model trains."""
@@ -824,9 +843,9 @@ class SharedRows(Part):
     ) -> Observed:
         """Compute a batch `padded` or as a `tree`, and return what the backbone and `compute` returned."""
         inputs = {name: tensor.to(device) for name, tensor in zip(_BATCH, batch[:3])}
-        way, computed = self._under_way, self._computed
-        self._copied[inputs["input_ids"]] = Copied(batch, tree)
-        way.comparing, self._computed = how, None
+        way, named = self._under_way, self.host.named
+        self.host.known[inputs["input_ids"]] = Copied(batch, tree)
+        way.comparing, self.host.named = how, None
         try:
             with self._in_trees(model) if how == "tree" else contextlib.nullcontext():
                 result = compute(inputs)
@@ -836,4 +855,4 @@ class SharedRows(Part):
             return Observed(way.hidden, result, way.router)
         finally:
             way.comparing = way.row = way.hidden = way.router = None
-            self._computed = computed
+            self.host.named = named

@@ -176,7 +176,7 @@ class SharedWindows(SharedRows):
 
     def clean_up(self) -> None:
         self._seen = []
-        self._copied.clear()
+        self.host.known.clear()
 
     def summary(self) -> dict[str, Any]:
         return {**super().summary(), "shared_if_together": self._shared_if_together()}
@@ -226,7 +226,7 @@ class SharedWindows(SharedRows):
     # A step.
 
     def begin_step(self, step: Step) -> None:
-        self._copied.clear()
+        self.host.known.clear()
         self._looked_at.clear()
         self._laid_out = self.in_every_pass = False
         # Code of a user that acts on the first one does so before they are arranged.
@@ -453,7 +453,7 @@ class SharedWindows(SharedRows):
         micro_batches = [_nothing(batches)] * (count - len(micro_batches)) + micro_batches  # other processes have more
         moved = FlatRow.of_window(micro_batches, device, repeats=repeats, balances=self._balances)
         for (batch, tree), ((ids, mask, labels, *_), row) in zip(micro_batches, moved, strict=True):
-            self._copied[ids] = Copied(batch, tree, row)
+            self.host.known[ids] = Copied(batch, tree, row)
             inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
             if self._balances or batch.divisors is not None:
                 origins: Any = batch.micro_batches
@@ -478,7 +478,7 @@ class SharedWindows(SharedRows):
         moved = iter(FlatRow.of_window(given, device, repeats=repeats, balances=self._balances))
         for seen, (batch, tree) in zip(self._seen or map(seen_now, step.batches), of_trees):
             if tree is not None:
-                self._copied[seen["input_ids"][0]] = Copied(batch, tree, next(moved)[1], seen)
+                self.host.known[seen["input_ids"][0]] = Copied(batch, tree, next(moved)[1], seen)
         self._laid_out = True
 
     def _count_window(self, step: Step, batches: list[Batch], trees: Sequence[Tree]) -> None:

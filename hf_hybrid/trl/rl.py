@@ -675,7 +675,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             return torch.zeros((), device=self.args.device, requires_grad=True)
         self._in_loss, planned = inputs, self.rollouts.leaves_out or self.rollouts.by_prompt
         try:
-            with self.rows.computing(inputs["completion_ids"]) if planned else contextlib.nullcontext():
+            with self.rows.host.computing(inputs["completion_ids"]) if planned else contextlib.nullcontext():
                 return super()._compute_loss(model, inputs)
         finally:
             self._in_loss = None
