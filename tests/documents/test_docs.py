@@ -24,7 +24,7 @@ from hf_hybrid.cli.main import COMMANDS, build_parser
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-PAGES += [*sorted((ROOT / "benchmarks").rglob("*.md")), ROOT / "tests" / "simulated_gpu" / "README.md"]
+PAGES += [*sorted((ROOT / "benchmarks").rglob("*.md")), *sorted((ROOT / "tests").glob("*/README.md"))]
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.M | re.S)
 CHAT = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"
 pytestmark = pytest.mark.filterwarnings("ignore")
