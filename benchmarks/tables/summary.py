@@ -180,7 +180,7 @@ def results_() -> str:
             f"{times(of_agents['states', 'kept'], 2)} times fewer CPU seconds than `Trainer` on "
             f"agents' rows together, {times(of_agents['mixture', 'shuffled'], 2)} and "
             f"{times(of_agents['states', 'shuffled'], 2)} shuffled",
-            "beginnings that would save fewer than 64 tokens are once for each row below in layers with a state",
+            "in layers with a state, prefixes that save fewer than 64 tokens are computed again for each row",
             "Qwen3-MoE and Qwen3.5 with a fifth of SmolLM2's layers, LoRA, 3 steps each, one busy CPU thread",
         ],
         [
@@ -201,7 +201,7 @@ def results_() -> str:
             "SmolLM2-135M, 200 steps, four shapes and texts, seed 0 against a sweep, H100",
         ],
         [
-            "[full fine-tuning](evaluation/pretrained.md)",
+            "[full fine-tuning](../benchmarks/speedup/pretrained.md)",
             "plain `Trainer`'s update; no leaps; `activation_checkpointing=\"auto\"` is an option",
             f"recomputing nothing where all fits: TRL's default takes {times(recomputed('all weights', 'auto')[1], 2)} "
             f"times as long ({times(recomputed('adapters', 'auto')[1], 2)} with LoRA)",
