@@ -105,7 +105,7 @@ SKIP_FROM = 50
 """
 The first step that may be skipped where nobody named a direction. From scratch the loss falls so fast before that a
 step is worth more than the leap that replaces it: four runs of 40 steps ended 0.2 to 0.9 % lower without skipping any
-(docs/evaluation/leaps.md).
+(benchmarks/speedup/leaps.md).
 """
 MAX_RATE_SCALE = 512.0
 """Largest factor of the search on the learning rate, which raises 5e-5 to 2.5e-2."""
@@ -450,7 +450,7 @@ def leave_adapters_to_adamw(trainer: BuiltTrainer) -> None:
     Undo the choice of Muon by `preset="fast"` where adapters are trained, unless the user wrote an option of Muon.
 
     Muon ends no lower than AdamW there, and its best learning rate is not a fixed multiple of AdamW's
-    (docs/evaluation/rates.md, "`fast` with adapters").
+    (benchmarks/speedup/rates.md, "`fast` with adapters").
     """
     options = trainer.hybrid_args
     if options.preset != "fast" or not makes_muon(trainer) or not has_adapters(trainer.model):

@@ -1,5 +1,5 @@
 """
-Published ways of predicting weights, as arms of the comparison in `docs/evaluation/leaps.md`.
+Published ways of predicting weights, as arms of the comparison in `benchmarks/speedup/leaps.md`.
 
 They lose to the default direction there, so they are not part of the package. Each is a subclass of the public
 `hf_hybrid.Direction` and goes in as a user's own would:

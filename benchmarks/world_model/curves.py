@@ -223,7 +223,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument(
-        "--runs", type=int, help="Of each kind; by default as many as the table in docs/evaluation/forecast.md."
+        "--runs", type=int, help="Of each kind; by default as many as the table in benchmarks/world_model/forecast.md."
     )
     parser.add_argument("--file", type=Path, default=CURVES)
     args = parser.parse_args()

@@ -14,7 +14,7 @@ losses inside the 90 % interval then approaches 90 % whatever the model does; th
 (Gibbs and Candes, 2021, arXiv 2106.00170), with a parametric tail.
 
 The weights stay those that recorded runs taught: learning on during a run improved forecasts by 0.1 to 3 %
-(docs/evaluation/forecast.md). Processes that observe the same numbers stay identical.
+(benchmarks/world_model/forecast.md). Processes that observe the same numbers stay identical.
 """
 
 from __future__ import annotations
