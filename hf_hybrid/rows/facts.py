@@ -51,7 +51,8 @@ def obstacle_in_model(model: Model) -> str | None:
 def backbone_of(base: Model) -> Model:
     """Return the module that computes the hidden states which the head gets, or the model itself."""
     # Llama 4 names another attribute as its backbone, and ModernBERT calls its head a decoder.
-    if (backbone := base.get_decoder()) is not base and hasattr(backbone, "get_decoder"):
+    backbone = base.get_decoder()
+    if backbone is not base and backbone is not base.get_output_embeddings():
         return backbone
     parts = [part for part in base.children() if hasattr(part, "get_decoder")]
     return parts[0] if len(parts) == 1 else base

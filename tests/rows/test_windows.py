@@ -166,8 +166,12 @@ def build(architecture="llama", attention="sdpa", **options):
 BALANCED_MODEL = "qwen3_moe with its loss"
 NO_ADAPTERS = (
     "mamba2", "bamba", "falcon_h1", "olmoe", "olmoe with its loss", "qwen3_next", "qwen3_next with its loss",
+    "llama4",
 )  # fmt: skip
-"""Widths that are not those of the others; experts that bf16 chooses otherwise than fp32, in padded rows too."""
+"""
+Widths that are not those of the others; experts that bf16 chooses otherwise than fp32, in padded rows too; a linear
+router that returns two things, which PEFT does not take.
+"""
 STATES = ("qwen3_next", "qwen3_next with its loss", "qwen3_5", "lfm2", "mamba2", "bamba", "falcon_h1")
 NOT_TOLD = ("stablelm", "nemotron")
 """Layers that do not give their attention what they are given."""
