@@ -43,6 +43,7 @@ from torch import Tensor
 from hf_hybrid.machine import mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.part import Phase, Step
 from hf_hybrid.recovery import is_out_of_memory
+from hf_hybrid.rows import any_loss
 from hf_hybrid.rows.comparison import not_a_sum, sample, two_rows
 from hf_hybrid.rows.costs import WORTH, share_saved
 from hf_hybrid.rows.facts import dropout_of
@@ -250,8 +251,9 @@ class SharedWindows(SharedRows):
             self._loss, self._in_loss = loss, reason_in_loss(trainer)
         reason = before or self._in_loss or next(filter(None, map(obstacle_in_batch, step.batches)), None)
         if (reason := reason or self._obstacle_in_model()) is not None:
-            may_ask = reason == self._in_loss and trainer.hybrid_args.share_rows != "on"
-            self.fallbacks.cannot_be_exact(reason, advice=IF_NO_PADDING if may_ask else "")
+            helps = reason == self._in_loss and trainer.hybrid_args.share_rows != "on"
+            helps = helps and any_loss.reason_not_shared(trainer) is None
+            self.fallbacks.cannot_be_exact(reason, advice=IF_NO_PADDING if helps else "")
         reason = self._find_drawn() or reason
         batches = [] if reason is not None else on_host([rows_of(inputs) for inputs in step.on_host])
         apart = reason is None and self._find_apart(step)

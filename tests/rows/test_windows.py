@@ -1149,6 +1149,13 @@ def test_a_loss_of_ones_own_gets_padded_rows(tmp_path):
     assert "`compute_loss_func`" in trainer.hybrid_summary()["plain_rows_because"]
 
 
+@pytest.mark.parametrize("memory", ["off", "stream"])
+def test_what_helps_a_loss_of_ones_own_is_said_where_it_does(memory, tmp_path, caplog):
+    train(OwnLoss, HybridConfig, tmp_path, KINDS["agent"](), max_steps=2, memory=memory)
+    told = [r for r in caplog.records if r.levelno == logging.WARNING and "`share_rows" in r.getMessage()]
+    assert len(told) == (memory == "off") and all("OwnLoss.compute_loss" in r.getMessage() for r in told)
+
+
 def test_other_tensors_of_a_batch_are_not_lost(tmp_path):
     def collate(rows):
         made = pad(rows)
