@@ -26,11 +26,6 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-
-from benchmarks.results import Results, command_line, provenance
-from benchmarks.world_model.curves import CURVES, Curve, load_curves
-from benchmarks.world_model.followed import FollowedRun, load_followed
-from benchmarks.world_model.small_run import STRIDE
 from hf_hybrid.world_model.dynamics import VARIANCE, DynamicsModel
 from hf_hybrid.world_model.final_loss import (
     FEWEST,
@@ -52,6 +47,11 @@ from hf_hybrid.world_model.final_loss import (
 from hf_hybrid.world_model.forecast import RunForecast
 from hf_hybrid.world_model.imagination import START_WEIGHTS
 from hf_hybrid.world_model.rssm import RSSM
+
+from benchmarks.results import Results, command_line, provenance
+from benchmarks.world_model.curves import CURVES, Curve, load_curves
+from benchmarks.world_model.followed import FollowedRun, load_followed
+from benchmarks.world_model.small_run import STRIDE
 
 SHARES = (0.1, 0.2, 0.5)
 LOGS = 100

@@ -34,6 +34,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from hf_hybrid.world_model.observer import PlannerObserver, Stretch
+from hf_hybrid.world_model.rssm import FEATURES
 from transformers import PrinterCallback
 from transformers.utils import logging
 
@@ -43,8 +45,6 @@ from benchmarks.world_model.record import draw_policy, draw_settings
 from benchmarks.world_model.small_run import Course, DivergedError, Settings, Stretches, Training
 from benchmarks.world_model.storage import HELD_OUT_EVERY, RECORDINGS, write
 from hf_hybrid.part import Part
-from hf_hybrid.world_model.observer import PlannerObserver, Stretch
-from hf_hybrid.world_model.rssm import FEATURES
 
 FOLLOWED = RECORDINGS / "followed"
 FIRST_INDEX = 100

@@ -18,6 +18,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from hf_hybrid.world_model.dynamics import DynamicsModel, student_t_cdf
+from hf_hybrid.world_model.imagination import START_WEIGHTS, ImaginedGain
+from hf_hybrid.world_model.observer import Stretch
+from hf_hybrid.world_model.rssm import RSSM, SCORED
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.results import Results, command_line, provenance
@@ -33,10 +37,6 @@ from benchmarks.world_model.scores import (
 )
 from benchmarks.world_model.small_run import STRIDE
 from benchmarks.world_model.storage import load_records
-from hf_hybrid.world_model.dynamics import DynamicsModel, student_t_cdf
-from hf_hybrid.world_model.imagination import START_WEIGHTS, ImaginedGain
-from hf_hybrid.world_model.observer import Stretch
-from hf_hybrid.world_model.rssm import RSSM, SCORED
 
 ARM = "start weights, fixed"
 """Name of the model's line in results.jsonl; an earlier one, `start weights, learns`, also learned during the run."""

@@ -29,6 +29,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from hf_hybrid.world_model.dynamics import DynamicsModel
+from hf_hybrid.world_model.imagination import START_WEIGHTS
+from hf_hybrid.world_model.rssm import RSSM
 
 from benchmarks.results import Results, command_line, provenance
 from benchmarks.world_model.record import draw_settings
@@ -36,9 +39,6 @@ from benchmarks.world_model.small_run import STRIDE, DivergedError, Stretches, T
 from hf_hybrid.part import Phase
 from hf_hybrid.run.monitor import FORECAST_WINDOW, DivergenceMonitor, linear_trend
 from hf_hybrid.run.record import Leap
-from hf_hybrid.world_model.dynamics import DynamicsModel
-from hf_hybrid.world_model.imagination import START_WEIGHTS
-from hf_hybrid.world_model.rssm import RSSM
 
 FIRST_INDEX = 1000
 """The world model's start weights were trained on runs 0 to 219."""

@@ -23,8 +23,6 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from hf_hybrid.world_model.dynamics import FREEDOM, LossHistory, log_loss
 from hf_hybrid.world_model.rssm import (
     ACTIONS,
@@ -37,6 +35,7 @@ from hf_hybrid.world_model.rssm import (
     SCORED,
     State,
 )
+from torch import Tensor
 
 FREE_NATS = 1.0
 BALANCE = 0.2

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from hf_hybrid.world_model.dynamics import FREEDOM, VARIANCE, log_loss, student_t_cdf
+from hf_hybrid.world_model.rssm import FEATURES, LINEAR_HORIZON, RSSM, SCORED, State, interpolated, power_law
 from safetensors.torch import save_file
 
 from benchmarks.world_model.learning import (
@@ -31,8 +33,6 @@ from benchmarks.world_model.learning import (
     student_t_nll,
     weighted_mean,
 )
-from hf_hybrid.world_model.dynamics import FREEDOM, VARIANCE, log_loss, student_t_cdf
-from hf_hybrid.world_model.rssm import FEATURES, LINEAR_HORIZON, RSSM, SCORED, State, interpolated, power_law
 
 Tensor = torch.Tensor
 TOLERANCE, CONFIDENCE_HORIZON = 0.02, 5

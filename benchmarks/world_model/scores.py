@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-
-from benchmarks.world_model.learning import history_of, student_t_nll
 from hf_hybrid.world_model.dynamics import FREEDOM
 from hf_hybrid.world_model.rssm import SCORED, power_law
+
+from benchmarks.world_model.learning import history_of, student_t_nll
 
 FIRST = 3
 """Stretches before the first forecast that is scored; planners start to choose there."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from hf_hybrid.world_model.observer import gradient_statistics
+from hf_hybrid.world_model.signals import SignalObserver, StepSignals
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, get_scheduler
 
 from benchmarks.texts import language_reference, standard_library
@@ -20,8 +22,6 @@ from hf_hybrid.optimizers import MuonAdamW, muon_groups, split_parameters
 from hf_hybrid.part import Phase
 from hf_hybrid.run.record import Leap
 from hf_hybrid.run.weights import TrainedWeights
-from hf_hybrid.world_model.observer import gradient_statistics
-from hf_hybrid.world_model.signals import SignalObserver, StepSignals
 
 STRIDE = 10
 """Real steps of a stretch."""

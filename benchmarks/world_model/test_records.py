@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hf_hybrid.world_model.dynamics import student_t_cdf
+from hf_hybrid.world_model.rssm import FEATURES, RSSM, State
 
 from benchmarks.world_model import train
 from benchmarks.world_model.learning import history_of, new_rssm, parameters
@@ -27,8 +29,6 @@ from benchmarks.world_model.records import (
     train_on_records,
 )
 from benchmarks.world_model.storage import load_records
-from hf_hybrid.world_model.dynamics import student_t_cdf
-from hf_hybrid.world_model.rssm import FEATURES, RSSM, State
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "world_model")]

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from hf_hybrid.world_model.imagination import START_WEIGHTS
+from hf_hybrid.world_model.rssm import RSSM
 
 from benchmarks.results import Results, command_line, provenance
 from benchmarks.world_model.learning import new_rssm, parameters
@@ -33,8 +35,6 @@ from benchmarks.world_model.records import (
     train_on_records,
 )
 from benchmarks.world_model.storage import RECORDINGS, load_records
-from hf_hybrid.world_model.imagination import START_WEIGHTS
-from hf_hybrid.world_model.rssm import RSSM
 
 FOLDS = 3
 """Parts that the runs to learn from are split into."""

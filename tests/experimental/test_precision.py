@@ -10,10 +10,12 @@ from rig import trainers
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from hf_hybrid import HybridTrainer
+from hf_hybrid.experimental.precision import PhaseMemory, held_precision, layer_linears, parse_precision, resolve
 from hf_hybrid.leaps.probe import SequenceLosses
 from hf_hybrid.part import Part, Phase
-from hf_hybrid.phase_memory.precision import PhaseMemory, held_precision, layer_linears, parse_precision, resolve
 from hf_hybrid.run.run import Run
+
+pytestmark = pytest.mark.slow
 
 
 def by_phase(warmup, full, predict, correct):

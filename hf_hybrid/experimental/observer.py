@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hf_hybrid.experimental.signals import SignalObserver, StepSignals
 from hf_hybrid.leaps.leap import LeapObserver, Leaps
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.leaps.trust import GainPlanner
@@ -23,7 +24,6 @@ from hf_hybrid.run.monitor import NORMAL, Action, Level, Verdict
 from hf_hybrid.run.record import Leap
 from hf_hybrid.run.run import Run
 from hf_hybrid.run.weights import inner_product, sums_of_squares
-from hf_hybrid.world_model.signals import SignalObserver, StepSignals
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,15 @@
-"""`hf_hybrid/world_model/rssm.py`: the model, its ensemble, and its start weights."""
+"""`hf_hybrid/experimental/rssm.py`: the model, its ensemble, and its start weights."""
 
 import math
 
+import pytest
 import torch
+from rig.synthetic_runs import new_rssm
 from safetensors.torch import save_file
 
-from benchmarks.world_model.learning import new_rssm, parameters
-from hf_hybrid.world_model.rssm import FEATURES, RSSM, UNIFORM, State
+from hf_hybrid.experimental.rssm import FEATURES, RSSM, UNIFORM, State
+
+pytestmark = pytest.mark.slow
 
 SMALL = {"members": 2, "deterministic": 32, "hidden": 32}
 
@@ -22,7 +25,7 @@ def an_observation(count=1, seed=0):
 
 def test_standard_size():
     model = new_rssm()
-    assert sum(weight.numel() for weight in parameters(model).values()) / model.members < 400_000
+    assert sum(weight.numel() for weight in model.weights.values()) / model.members < 400_000
     assert (model.members, model.deterministic) == (3, 256)
     state = model.observe(model.initial(5), an_observation(5), torch.zeros(5, 4))
     assert state.deterministic.shape == (3, 5, 256) and state.stochastic.shape == (3, 5, 32)

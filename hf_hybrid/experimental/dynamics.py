@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_hybrid.world_model.rssm import FEATURES, HISTORY, RSSM, SCORED, LossHead, State
+from hf_hybrid.experimental.rssm import FEATURES, HISTORY, RSSM, SCORED, LossHead, State
 
 FREEDOM = 5
 """Degrees of freedom of every predictive Student-t: losses of stretches have heavy tails, but a variance."""

@@ -1,4 +1,4 @@
-"""`hf_hybrid/world_model/final_loss.py`: where a run will end."""
+"""`hf_hybrid/forecast/final_loss.py`: where a run will end."""
 
 import math
 import time
@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from hf_hybrid.world_model.final_loss import FEWEST, final_steps, forecast_final_loss
+from hf_hybrid.forecast.final_loss import FEWEST, final_steps, forecast_final_loss
 
 
 def a_run(steps=400, *, schedule="linear", noise=0.05, annealing=0.1, seed=0):

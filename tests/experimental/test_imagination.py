@@ -7,17 +7,18 @@ import pytest
 import torch
 from conftest import assert_same_weights, weights
 from rig import trainers
-from rig.synthetic_runs import make_run
+from rig.synthetic_runs import make_run, new_rssm
 
 import hf_hybrid
-from benchmarks.world_model.learning import new_rssm
-from hf_hybrid.build import STRETCH_STEPS
+from hf_hybrid.experimental import imagination
+from hf_hybrid.experimental.dynamics import DynamicsModel
+from hf_hybrid.experimental.imagination import ImaginedGain
+from hf_hybrid.experimental.observer import Stretch
+from hf_hybrid.experimental.planners import STRETCH_STEPS
+from hf_hybrid.experimental.rssm import RSSM
 from hf_hybrid.leaps.trust import GainPlanner
-from hf_hybrid.world_model import imagination
-from hf_hybrid.world_model.dynamics import DynamicsModel
-from hf_hybrid.world_model.imagination import ImaginedGain
-from hf_hybrid.world_model.observer import Stretch
-from hf_hybrid.world_model.rssm import RSSM
+
+pytestmark = pytest.mark.slow
 
 SMALL = {"members": 2, "deterministic": 32, "hidden": 32}
 STRETCHES = 20

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_hybrid.world_model.dynamics import DynamicsModel
-from hf_hybrid.world_model.forecast import schedule_of
-from hf_hybrid.world_model.observer import LearningPlanner, Stretch
-from hf_hybrid.world_model.rssm import RSSM
+from hf_hybrid.experimental.dynamics import DynamicsModel
+from hf_hybrid.experimental.observer import LearningPlanner, Stretch
+from hf_hybrid.experimental.rssm import RSSM
+from hf_hybrid.forecast.run_forecast import schedule_of
 
 START_WEIGHTS = Path(__file__).parent / "rssm_start.safetensors"
 

@@ -10,11 +10,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_hybrid import HybridTrainer
+from hf_hybrid.experimental import precision
+from hf_hybrid.experimental.precision import PhaseMemory, QuantizedTensor
 from hf_hybrid.part import Phase
-from hf_hybrid.phase_memory import precision
-from hf_hybrid.phase_memory.precision import PhaseMemory, QuantizedTensor
 from hf_hybrid.run.run import Run
 from hf_hybrid.streaming.low_bit import AdamW8bit
+
+pytestmark = pytest.mark.slow
 
 torch.set_num_threads(1)
 STEPS = 40
@@ -220,7 +222,6 @@ def test_a_run_is_the_same_to_the_last_bit(placement, plain, device, tmp_path):
 
 
 @pytest.mark.parametrize("placement", ["host", "8bit"])
-@pytest.mark.long
 def test_checkpoints_of_predict_hold_whole_states_and_resume_exactly(placement, device, tmp_path):
     if placement == "8bit":
         pytest.importorskip("bitsandbytes")

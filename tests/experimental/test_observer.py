@@ -1,8 +1,12 @@
-"""`hf_hybrid/world_model/observer.py`: stretches hold what happened in them."""
+"""`hf_hybrid/experimental/observer.py`: stretches hold what happened in them."""
 
 import json
 
-from hf_hybrid.world_model.observer import Stretch, StretchCounter
+import pytest
+
+from hf_hybrid.experimental.observer import Stretch, StretchCounter
+
+pytestmark = pytest.mark.slow
 
 
 def test_stretches_hold_what_happened_in_their_real_steps():

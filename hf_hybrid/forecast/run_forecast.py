@@ -1,9 +1,9 @@
 """
 The forecast of the final losses while a run goes on: in the log, behind the progress bar, in report and summary.
 
-[`RunForecast`] collects what the forecasts need (world_model/final_loss.py): the logged losses and the learning rates
-of all steps. Past rates are those that were logged, because the search of the learning rate scales them; the rates to
-come are the schedule's, scaled as the last one was.
+[`RunForecast`] collects what the forecasts need (final_loss.py): the logged losses and the learning rates of all steps.
+Past rates are those that were logged, because the search of the learning rate scales them; the rates to come are the
+schedule's, scaled as the last one was.
 
 A forecast waits for no device, because losses are numbers already when `Trainer` logs them, and no device waits for a
 forecast: what became due with a log entry is made in the next step, once its kernels are queued, while the device works
@@ -23,9 +23,9 @@ import numpy as np
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 
+from hf_hybrid.forecast.final_loss import FinalLoss, forecast_final_loss
 from hf_hybrid.part import Part
 from hf_hybrid.run.run import Run
-from hf_hybrid.world_model.final_loss import FinalLoss, forecast_final_loss
 
 FROM = 0.05
 """Share of the run before which there is no forecast: none was scored earlier."""
@@ -163,7 +163,7 @@ class ForecastCallback(TrainerCallback):
     in the list get the entries without it.
 
     Pass `callbacks=[ForecastCallback()]`. Its `forecast.last` is the last forecast of the last training, a
-    [`~hf_hybrid.world_model.final_loss.FinalLoss`] or `None`, which tells the probability to end below a loss.
+    [`~hf_hybrid.forecast.final_loss.FinalLoss`] or `None`, which tells the probability to end below a loss.
     """
 
     forecast: RunForecast

@@ -1,4 +1,4 @@
-"""`hf_hybrid/world_model/residuals.py`: what real steps after a leap say of it, by kind of parameter."""
+"""`hf_hybrid/experimental/residuals.py`: what real steps after a leap say of it, by kind of parameter."""
 
 import json
 from copy import deepcopy
@@ -8,12 +8,14 @@ import torch
 from conftest import ByteText, hybrid_config, tiny_model
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.run.weights import TrainedWeights
-from hf_hybrid.world_model.residuals import (
+from hf_hybrid.experimental.residuals import (
     LeapResiduals,
     group_of,
     secant_minimum,
 )
+from hf_hybrid.run.weights import TrainedWeights
+
+pytestmark = pytest.mark.slow
 
 
 def test_groups_are_kinds_of_parameters():

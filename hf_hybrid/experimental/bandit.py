@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hf_hybrid.world_model.observer import LearningPlanner, Stretch
+from hf_hybrid.experimental.observer import LearningPlanner, Stretch
 
 
 class BanditGain(LearningPlanner):

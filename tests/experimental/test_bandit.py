@@ -1,13 +1,15 @@
-"""`hf_hybrid/world_model/bandit.py`: multiples of the schedule, chosen by what they earned."""
+"""`hf_hybrid/experimental/bandit.py`: multiples of the schedule, chosen by what they earned."""
 
 import json
 import random
 
 import pytest
 
+from hf_hybrid.experimental.bandit import BanditGain
+from hf_hybrid.experimental.observer import Stretch
 from hf_hybrid.leaps.trust import GainPlanner
-from hf_hybrid.world_model.bandit import BanditGain
-from hf_hybrid.world_model.observer import Stretch
+
+pytestmark = pytest.mark.slow
 
 
 def stretch(loss, **changes):

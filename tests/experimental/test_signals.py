@@ -1,13 +1,16 @@
-"""`hf_hybrid/world_model/signals.py`: the features of a step are bounded, independent of units, and never constant."""
+"""`hf_hybrid/experimental/signals.py`: the features of a step are bounded, independent of units, and never constant."""
 
 import json
 
+import pytest
 from conftest import ByteText, hybrid_config, tiny_model
 
 from hf_hybrid import HybridTrainer, Part
+from hf_hybrid.experimental.observer import PlannerObserver
+from hf_hybrid.experimental.signals import FEATURE_NAMES, LIMIT, SignalObserver, StepSignals
 from hf_hybrid.part import Phase
-from hf_hybrid.world_model.observer import PlannerObserver
-from hf_hybrid.world_model.signals import FEATURE_NAMES, LIMIT, SignalObserver, StepSignals
+
+pytestmark = pytest.mark.slow
 
 
 def step(index, **overrides):

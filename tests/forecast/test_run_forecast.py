@@ -1,4 +1,4 @@
-"""`hf_hybrid/world_model/forecast.py`: the forecast of the final loss in the log of a run."""
+"""`hf_hybrid/forecast/run_forecast.py`: the forecast of the final loss in the log of a run."""
 
 import math
 
@@ -9,10 +9,10 @@ from conftest import ByteText, config_values, hybrid_config, tiny_model
 from transformers import Trainer, TrainingArguments, get_scheduler
 
 from hf_hybrid import ForecastCallback, HybridTrainer
+from hf_hybrid.forecast.run_forecast import MOST_STEPS, RunForecast, schedule_of
 from hf_hybrid.records.summary import RunPosition
 from hf_hybrid.report.run_folder import load_run
 from hf_hybrid.run.monitor import TrainingDivergedError
-from hf_hybrid.world_model.forecast import MOST_STEPS, RunForecast, schedule_of
 
 KEYS = ("hybrid/forecast_loss", "hybrid/forecast_low", "hybrid/forecast_high")
 
