@@ -4,12 +4,11 @@ import json
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, hybrid_config, losses, tiny_model, weights
+from conftest import ByteText, assert_same_weights, weights
 from rig import trainers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_hybrid import HybridTrainer
 from hf_hybrid.experimental import precision
 from hf_hybrid.experimental.precision import PhaseMemory, QuantizedTensor
 from hf_hybrid.part import Phase
@@ -262,12 +261,3 @@ def _last_in_predict(folder):
             found.append((step, checkpoint))
     assert found, "no Predict of two steps in this run"
     return max(found)[1]
-
-
-def test_states_in_8_bits_by_option(tmp_path, train_set):
-    pytest.importorskip("bitsandbytes")
-    config = hybrid_config(tmp_path, predict_states="8bit")
-    trainer = HybridTrainer(tiny_model(num_hidden_layers=4), config, train_dataset=train_set)
-    trainer.train()
-    assert trainer.hybrid_summary()["predicted_steps"] > 0
-    assert losses(trainer)[-1] < losses(trainer)[0]
