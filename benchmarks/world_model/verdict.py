@@ -1,7 +1,7 @@
 """
 The verdict on the world model, on fresh runs: who forecasts the final loss best, and whose leaps end lower.
 
-    python -m benchmarks.world_model.verdict               # 20 runs with each planner; five minutes on one core
+    python -m benchmarks.world_model.verdict               # 20 runs with each planner; five minutes of CPU
     python -m benchmarks.world_model.verdict --runs 2      # a try
 
 A run trains a tiny Llama from scratch on the source of Python's standard library; rate, schedule, length and batch
