@@ -24,7 +24,8 @@ from hf_hybrid.cli.main import COMMANDS, build_parser
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-PAGES += sorted((ROOT / "benchmarks").rglob("README.md")) + [ROOT / "benchmarks" / "NOTEBOOK.md"]
+PAGES += [path for name in ("benchmarks", "hf_hybrid") for path in sorted((ROOT / name).rglob("README.md"))]
+PAGES += [ROOT / "benchmarks" / "NOTEBOOK.md"]
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.M | re.S)
 CHAT = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"
 pytestmark = pytest.mark.filterwarnings("ignore")
