@@ -21,15 +21,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_hybrid.experimental.dynamics import DynamicsModel
 from hf_hybrid.experimental.observer import LearningPlanner, Stretch
-from hf_hybrid.experimental.rssm import RSSM
-from hf_hybrid.forecast.run_forecast import schedule_of
 
 START_WEIGHTS = Path(__file__).parent / "rssm_start.safetensors"
 
@@ -106,17 +103,3 @@ class ImaginedGain(LearningPlanner):
     def load_state_dict(self, state: dict) -> None:
         vars(self).update({name: state[name] for name in self._SAVED}, choices=list(state["choices"]))
         self.dynamics.load_state_dict(state["dynamics"])
-
-
-def imagined_gain(
-    schedule: tuple[float, float, float], *, device: torch.device, scheduler: Any, max_steps: int, stride: int
-) -> ImaginedGain:
-    """Make the planner of a run, with the weights that the package ships. `stride` is the length of a stretch."""
-    rates = schedule_of(scheduler, max_steps)
-    peak = rates.max() or 1.0
-
-    def over_peak(progress: float) -> float:
-        return rates[min(round(progress * max_steps), max_steps - 1)] / peak
-
-    dynamics = DynamicsModel(RSSM.load(START_WEIGHTS, device))
-    return ImaginedGain(*schedule, dynamics=dynamics, rate_at=over_peak, stretch_share=stride / max_steps)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hf_hybrid.experimental.bandit import BanditGain
-from hf_hybrid.experimental.imagination import imagined_gain
+from hf_hybrid.experimental.dynamics import DynamicsModel
+from hf_hybrid.experimental.imagination import START_WEIGHTS, ImaginedGain
 from hf_hybrid.experimental.observer import LearningPlanner, PlannerObserver
+from hf_hybrid.experimental.rssm import RSSM
+from hf_hybrid.forecast.run_forecast import schedule_of
 from hf_hybrid.part import Part
 
 if TYPE_CHECKING:
@@ -23,7 +26,12 @@ def learning_planner(trainer: BuiltTrainer, schedule: tuple[float, float, float]
     if trainer.hybrid_args.planner == "bandit":
         planner = BanditGain(*schedule)
     else:
-        planner = imagined_gain(
-            schedule, device=args.device, scheduler=trainer.lr_scheduler, max_steps=max_steps, stride=stride
+        rates = schedule_of(trainer.lr_scheduler, max_steps)
+        peak = rates.max() or 1.0
+        planner = ImaginedGain(
+            *schedule,
+            dynamics=DynamicsModel(RSSM.load(START_WEIGHTS, args.device)),
+            rate_at=lambda progress: rates[min(round(progress * max_steps), max_steps - 1)] / peak,
+            stretch_share=stride / max_steps,
         )
     return planner, [PlannerObserver(planner, stride=stride, max_grad_norm=args.max_grad_norm)]
