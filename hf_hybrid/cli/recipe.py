@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import errno
 import importlib.util
-import json
 import logging
 import os
 import signal
@@ -54,11 +53,6 @@ logger = logging.getLogger(__name__)
 
 TRACKERS = frozenset({"wandb", "trackio", "mlflow", "comet_ml", "swanlab", "clearml", "dvclive"})
 """What `--report_to` takes that is a package of the same name."""
-OF_A_STEP = (
-    "share_rows", "rollouts", "use_vllm", "num_generations", "max_completion_length", "torch_compile",
-    "use_liger_kernel", "optim", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
-)  # fmt: skip
-"""Options that decide how long a step takes and that no plan knows; an earlier run with others tells nothing."""
 TRY_AGAIN = 75
 """Exit status that asks for the same command once more (EX_TEMPFAIL of BSD's sysexits.h)."""
 
@@ -171,7 +165,6 @@ def check_generations(line: CommandLine) -> None:
 def train(line: CommandLine) -> int:
     """Train in this process, and say how it ended. Returns the exit status, as [`run`]."""
     from hf_hybrid.cli.progress import Progress, interrupts
-    from hf_hybrid.cli.step_times import StepTimes, plan_of
     from hf_hybrid.recovery import UnrecoveredMemoryError
     from hf_hybrid.run.monitor import TrainingDivergedError
     from hf_hybrid.saving.drift import RanksDriftedError
@@ -181,13 +174,9 @@ def train(line: CommandLine) -> int:
     try:
         options = line.options()
         trainer = make_trainer(options)
-        plan = plan_of(trainer)
-        work = {name: str(getattr(trainer.args, name, None)) for name in OF_A_STEP}
-        data = json.dumps({**Reader.of(options).to_dict(), "seed": None, **work})
-        times = None if plan is None else StepTimes(plan, trainer.args.device, data)
-        console.print_trainer(trainer, times, by_rule="learning_rate" in options.defaulted)
+        console.print_trainer(trainer, by_rule="learning_rate" in options.defaulted)
         with interrupts(alone=trainer.args.world_size == 1) as interrupted:
-            progress = Progress(trainer, interrupted, times, defaulted=options.defaulted)
+            progress = Progress(trainer, interrupted, defaulted=options.defaulted)
             trainer.add_callback(progress)
             # `true` resumes from the last checkpoint, `false` from none.
             words = {None: None, "": None, "none": None, "false": None, "true": True}
