@@ -1092,9 +1092,7 @@ def test_the_first_step_has_a_line_unless_logging_was_chosen(defaulted, steps, f
     trainer = SimpleNamespace(remove_callback=lambda kind: None)
     args = SimpleNamespace(logging_steps=7, logging_first_step=False, disable_tqdm=True)
     state = SimpleNamespace(max_steps=100, global_step=0, logging_steps=7, is_world_process_zero=True)
-    progress.Progress(trainer, threading.Event(), None, defaulted=frozenset(defaulted)).on_train_begin(
-        args, state, None
-    )
+    progress.Progress(trainer, threading.Event(), defaulted=frozenset(defaulted)).on_train_begin(args, state, None)
     assert (args.logging_steps, args.logging_first_step) == (steps, first)
 
 
