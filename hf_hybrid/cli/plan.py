@@ -51,8 +51,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--qat", choices=("none", "bitnet"), default="none", help="bitnet: ternary weights (default: none)")
     add("--lora_r", type=int, default=16, help="rank of the adapters (default: 16)")
     add("--lora_target_modules", nargs="+", metavar="NAME", help="modules with adapters (default: all linear ones)")
-    add("--num_processes", type=int, default=1, help="processes, one for each GPU; more with --accelerate_config")
-    add("--accelerate_config", choices=("fsdp2",), help="how processes share the model; plans are of each of them")
     add("--enable_predict", action="store_true", help="count the memory of leaps, which adapters train without")
     text = "write the best plan (of several kinds the first that needs no streaming) as YAML, for --config of --for"
     add("--output", metavar="FILE", help=text)
@@ -91,14 +89,6 @@ class _Report:
         from hf_hybrid.plan.setups import with_context
         from hf_hybrid.plan.ways import KINDS, parse_size
 
-        if (args.num_processes > 1) != (args.accelerate_config is not None):
-            raise ValueError(
-                f"`--num_processes {args.num_processes}` and `--accelerate_config {args.accelerate_config}` do not go "
-                "together. Give `--accelerate_config fsdp2` with two processes or more. Otherwise leave both out: with "
-                "DDP each process holds what one holds, and its gradients twice."
-            )
-        if args.num_processes > 1 and args.peft == "qlora":
-            raise ValueError("`--peft qlora` is not planned with FSDP2. Give `--peft lora`, or plan for one process.")
         if args.qat != "none" and args.peft in ("lora", "qlora"):
             raise ValueError(f"`--qat {args.qat}` trains all weights, and `--peft {args.peft}` freezes them.")
         if args.task == "grpo" and args.batch_size * args.gradient_accumulation_steps % 2:
@@ -108,10 +98,8 @@ class _Report:
         kinds = KINDS if self.with_peft and args.qat == "none" else KINDS[:1]
         if args.peft is not None:
             kinds = tuple(kind for kind in KINDS if kind.lower() == args.peft.replace("none", "full"))
-        elif args.num_processes > 1:
-            kinds = kinds[:2]
         adapters = kinds != KINDS[:1]  # without peft the error says what to install
-        self.ram = parse_size(args.ram or host_memory(), "ram") // args.num_processes
+        self.ram = parse_size(args.ram or host_memory(), "ram")
         self.planner: Planner = Planner(
             args.model,
             sequence_length=args.sequence_length,
@@ -121,7 +109,6 @@ class _Report:
             qat=args.qat,
             vram=args.vram or with_context(device_memory()),
             ram=self.ram,
-            processes=args.num_processes,
             enable_predict=args.enable_predict,
             accelerator="cuda",
         )
@@ -168,13 +155,10 @@ class _Report:
         device = "no GPU here and no --vram: no limit"
         if setup.vram is not None:
             device = f"{setup.vram / GIB:.2f} GiB ({source})"
-        source, processes = "--ram" if args.ram else "available on this machine", setup.processes
+        source = "--ram" if args.ram else "available on this machine"
         lines = textwrap.wrap(model, terminal_width())
         micro_batches = f" x {steps} micro-batches" * (steps > 1)
         lines.append(f"{args.batch_size}{pairs} sequences of {setup.sequence_length} tokens{micro_batches}")
-        if processes > 1:
-            lines.append(f"{processes} processes share the weights (FSDP2): all numbers are of each of them")
-            source += f", divided by {processes}"
         return "\n".join([*lines, f"device: {device}", f"host:   {self.ram / GIB:.2f} GiB ({source})", ""])
 
     def _table(self) -> str:
@@ -231,8 +215,6 @@ class _Report:
                 values["lora_target_modules"] = args.lora_target_modules
         if args.qat != "none":
             values["qat"] = args.qat
-        if args.accelerate_config is not None:
-            values |= {"num_processes": args.num_processes, "accelerate_config": args.accelerate_config}
         values |= {"output_dir": "out", **plan.options}
         values["per_device_train_batch_size"] = args.batch_size
         # Leaps alone are left out: `enable_predict=False` would leave out shared rows and the rule for rates too.
@@ -244,7 +226,7 @@ class _Report:
         if task == "dpo" and plan.way.kind == "full":
             values["precompute_ref_log_probs"] = True  # a second model is not planned
         if task == "grpo":
-            completions = args.batch_size * args.gradient_accumulation_steps * args.num_processes
+            completions = args.batch_size * args.gradient_accumulation_steps
             values["num_generations"] = math.gcd(completions, 8)  # 8 as in TRL, or what divides them
         return values
 

@@ -562,27 +562,6 @@ def _sum(parts: Iterable[Bytes]) -> Bytes:
     return tuple(sum(column) for column in zip((0,) * _WIDTH, *parts))
 
 
-class Shared(NamedTuple):
-    """Bytes of activations and of gradients in a step whose weights and gradients processes share, at one moment."""
-
-    activations: float
-    gradients: float  # the rows that are made by then
-
-
-def shared(trace: StepTrace, stands_for: Sequence[int], share: float) -> tuple[Shared, Shared]:
-    """
-    The largest moments of the whole model while a layer computes, and while embeddings, head or loss compute. `share`:
-    bytes of the gradients' rows over those of the gradients in the trace.
-    """
-    largest = [Shared(0, 0), Shared(0, 0)]
-    for moment, held in _of_full_model(trace, stands_for):
-        if moment.stage != "update":
-            outside = moment.where == trace.layers
-            current = Shared(held[_ACTIVATIONS], share * held[_INDEX["gradients"]])
-            largest[outside] = max(largest[outside], current, key=sum)
-    return largest[0], largest[1]
-
-
 class Activations(NamedTuple):
     """Bytes of activations of one micro-batch through checkpointed layers: what streaming needs to know of a step."""
 
@@ -638,12 +617,6 @@ class Tracer:
     def peak(self, setup: Setup, at_update: int) -> Peak:
         """Of the resident model, without optimizer states."""
         return self._read(setup, setup.recomputed(len(self.excerpt.stands_for) or 1), unfold, at_update)
-
-    def shared(self, setup: Setup, element_bytes: int) -> tuple[Shared, Shared]:
-        """Of layers whose rows processes share, with gradients of so many bytes per element."""
-        traced = max(p.element_size() for p in self.excerpt.model.parameters() if p.requires_grad)
-        layers = setup.recomputed(len(self.excerpt.stands_for))
-        return self._read(setup, layers, shared, element_bytes / traced / setup.processes)
 
     def activations(self, setup: Setup) -> Activations:
         """Of streamed layers."""
