@@ -118,8 +118,6 @@ def check_early(line: CommandLine) -> None:
         "dataset_split", "dataset_config", "eval_split",
     )  # fmt: skip
     names = required("reward", early["reward"] or None, line.command.program) if line.command is GRPO else []
-    if names:
-        check_generations(line)
     try:
         for path in early["sample_prompts"]:
             from hf_hybrid.report.samples import read_prompts
@@ -140,26 +138,6 @@ def check_early(line: CommandLine) -> None:
             raise OptionError(
                 f"`--report_to {tracker}`: {tracker} is not installed. `pip install {tracker}`, or leave it out."
             )
-
-
-def check_generations(line: CommandLine) -> None:
-    """Refuse a generation batch that is no multiple of a prompt's completions, unless several GPUs may be counted."""
-    sizes = {"num_generations": 8, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-    words = line.early(*sizes, "num_processes", "steps_per_generation", "generation_batch_size")
-    alone = len(list(Path("/dev").glob("nvidia[0-9]*"))) < 2
-    try:
-        processes = int(os.environ.get("WORLD_SIZE") or next(iter(words["num_processes"]), alone))
-        together, rows, accumulated = (int(next(iter(words[name]), size)) for name, size in sizes.items())
-    except ValueError:  # the parser will name it
-        return
-    batch = rows * accumulated * processes
-    if words["steps_per_generation"] or words["generation_batch_size"] or together < 2 or batch % together == 0:
-        return
-    raise OptionError(
-        f"`--num_generations {together}`: all completions of a prompt lie in one batch, and a batch has {batch} "
-        "(`per_device_train_batch_size` x `gradient_accumulation_steps` x processes), which is no multiple of that. "
-        f"Set `--per_device_train_batch_size {together}`."
-    )
 
 
 def train(line: CommandLine) -> int:
@@ -293,24 +271,6 @@ def make_trainer(options: Options) -> Any:
     return trainer
 
 
-_WORDS = {
-    "dpo": {
-        "loss_type": (
-            "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop "
-            "sft sigmoid_norm"
-        ).split(),
-        "f_divergence_type": ["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"],
-    },
-    "grpo": {
-        "loss_type": "grpo dr_grpo dapo bnpo cispo sapo luspo vespo".split(),
-        "importance_sampling_level": ["token", "sequence"],
-        "scale_rewards": ["group", "batch", "none"],
-        "multi_objective_aggregation": ["sum_then_normalize", "normalize_then_sum"],
-    },
-}
-"""By command: options for which TRL refuses other words only in the first step, after it has loaded and generated."""
-
-
 def check_options(options: Options) -> None:
     """Refuse options that cannot be combined. Raises [`OptionError`]."""
     data, args, adapters = options.data, options.config, options.adapters
@@ -332,11 +292,6 @@ def check_options(options: Options) -> None:
         raise OptionError(
             "`--early_stopping_patience` keeps the best model. Leave out `--load_best_model_at_end false`."
         )
-    for name, words in _WORDS.get(options.command.name, {}).items():
-        value, known = getattr(args, name), type(args).__dataclass_fields__[name].metadata["help"]
-        for word in value if isinstance(value, list) else [value]:
-            if word not in words and f"'{word}'" not in known:  # a newer TRL may know more
-                raise OptionError(f"`--{name} {word}` must be one of {', '.join(words)}.")
     if adapters.load_in_8bit and adapters.load_in_4bit:
         raise OptionError("`--load_in_8bit` and `--load_in_4bit` cannot be combined. Leave one out.")
 
