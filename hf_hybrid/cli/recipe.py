@@ -314,13 +314,11 @@ def check_push(args: Any) -> None:
     from huggingface_hub import create_repo
 
     name = args.hub_model_id or Path(args.output_dir).absolute().name
-    try:
+    remedy = "Connect to the network and log in (`hf auth login`), or push later:"
+    with loading.refusing(
+        f"`--push_to_hub true`: `{name}` cannot be made on the Hub", f"{remedy} `hf upload {name} {args.output_dir}`."
+    ):
         create_repo(name, token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
-    except Exception as error:  # of the network, of the Hub, or about the name
-        raise OptionError(
-            f"`--push_to_hub true`: `{name}` cannot be made on the Hub. {loading.reason_of(error)} Connect to the "
-            f"network and log in (`hf auth login`), or push later: `hf upload {name} {args.output_dir}`."
-        ) from error
 
 
 # After training.

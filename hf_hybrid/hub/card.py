@@ -11,7 +11,6 @@ provenance.py (how and where). Three rules:
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import logging
@@ -259,25 +258,17 @@ def model_facts(trainer: Any, finetuned_from: str | None, tasks: list[str]) -> d
     }
 
 
-_OF_LORA = ("r", "lora_alpha", "lora_dropout", "target_modules")
-_OF_NO_INTEREST = ("peft_type", "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode",
-                   "peft_version", "runtime_config")  # fmt: skip
+_OF_ADAPTERS = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora")
 
 
 def adapter_of(trainer: Any) -> dict[str, Any]:
-    """The settings of adapters: those that everybody asks for, and others that differ from their defaults."""
+    """The settings of adapters that everybody asks for, but those that are off."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     config = getattr(model, "active_peft_config", None) if hasattr(model, "peft_config") else None
-    if config is None:
-        return {}
-    shown = {name: getattr(config, name) for name in _OF_LORA if hasattr(config, name)}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name not in (*_OF_NO_INTEREST, *_OF_LORA) and value not in (None, field.default, {}, []):
-            shown[field.name] = getattr(value, "value", value)
-    # A set has no order of its own.
-    several = {name: sorted(map(str, value)) for name, value in shown.items() if isinstance(value, (set, list, tuple))}
-    return {**shown, **{name: ", ".join(values) for name, values in several.items()}}
+    shown = {name: getattr(config, name, None) for name in _OF_ADAPTERS}
+    if isinstance(targets := shown["target_modules"], (set, list, tuple)):  # a set has no order of its own
+        shown["target_modules"] = ", ".join(sorted(targets))
+    return {name: value for name, value in shown.items() if value is not None and value is not False}
 
 
 def count_parameters(parameters: Iterable) -> int:

@@ -33,7 +33,7 @@ import logging
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -517,15 +517,6 @@ class Peak(NamedTuple):
 def unfold(trace: StepTrace, stands_for: Sequence[int], at_update: int = 0) -> Peak:
     """The peak of the whole model from the trace of its excerpt; `at_update`: bytes of scratch of the update."""
     best = Peak((0,) * _WIDTH, "forward")
-    for moment, held in _of_full_model(trace, stands_for):
-        held[_INDEX["buffers"]] += at_update * (moment.stage == "update")
-        if sum(held) > sum(best.held):
-            best = Peak(tuple(held), moment.stage)
-    return best
-
-
-def _of_full_model(trace: StepTrace, stands_for: Sequence[int]) -> Iterator[tuple[Moment, list[int]]]:
-    """Yield each moment of the trace, and what the whole model holds then, by category."""
     more = [sum(1 for stands in stands_for if stands == layer) - 1 for layer in range(trace.layers)]
     computing: dict[tuple[str, int], Bytes] = {}
     for moment in trace.moments:
@@ -539,7 +530,11 @@ def _of_full_model(trace: StepTrace, stands_for: Sequence[int]) -> Iterator[tupl
                 places = [place for place, stands in enumerate(stands_for) if stands == moment.where]
                 computing[key] = max((_missing(trace, stands_for, *key, place) for place in places), key=sum)
             missing = computing[key]
-        yield moment, [sum(moment.held[category::_WIDTH]) + missing[category] for category in range(_WIDTH)]
+        held = [sum(moment.held[category::_WIDTH]) + missing[category] for category in range(_WIDTH)]
+        held[_INDEX["buffers"]] += at_update * (moment.stage == "update")
+        if sum(held) > sum(best.held):
+            best = Peak(tuple(held), moment.stage)
+    return best
 
 
 def _missing(trace: StepTrace, stands_for: Sequence[int], stage: str, layer: int, place: int) -> Bytes:
