@@ -192,8 +192,6 @@ _SECTIONS = {
     "Savings": [("What was not computed", "savings", "name value")],
     "Samples": [
         ("Completions of prompts at evaluations, the newest first", "samples", "step prompt completion"),
-        ("Completions of the training, the best and the worst by step", "completions",
-         "step rewards advantage prompt completion"),
     ],
     "Steps": [("Their phases", "phases", "name steps seconds")],
     "Leaps": [

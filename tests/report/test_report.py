@@ -4,8 +4,6 @@ import json
 import math
 import sys
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from conftest import ByteText, hybrid_config, tiny_model
 from rig.run_folders import GIB, NASTY, hybrid_run, leap, log, phases, plain_run, profile, step_record, write
@@ -424,18 +422,3 @@ def test_a_run_that_writes_no_summary_has_its_savings_in_the_log(tmp_path):
     assert found["savings"] == {"rows": "48", "rows skipped": "13"} and found["finished"]
     assert found["headline"]["backward_passes"]["done"] is None and found["headline"]["steps"]["total"] == 10
     assert not any("No record" in note for note in found["notes"])
-
-
-def test_completions_that_trl_logged_have_their_rewards(tmp_path, undrawn):
-    logged(tmp_path, [{"step": 10, "loss": 0.0, "reward": 0.5}])
-    chat = [{"role": "user", "content": "2 + 2 ="}]
-    columns = {"step": [10] * 3, "prompt": [chat] * 3, "completion": ["4", NASTY, "5"]}
-    (tmp_path / "completions").mkdir()
-    table = pyarrow.table({**columns, "exact": [1.0, 0.5, 0.0], "advantage": [1.2, 0.0, -1.2]})
-    pyarrow.parquet.write_table(table, tmp_path / "completions" / "completions_00010.parquet")
-    (tmp_path / "completions" / "completions_00005.parquet").write_bytes(b"half of a file")
-    page, found, *_ = write_report(tmp_path)
-    values = json.loads(found.read_text())
-    best = {"step": 10, "prompt": "2 + 2 =", "completion": "4", "rewards": "exact 1.00", "advantage": 1.2}
-    assert values["completions"] == [best, {**best, "completion": "5", "rewards": "exact 0", "advantage": -1.2}]
-    assert "completions_00005.parquet" in " ".join(values["notes"]) and "exact 1.00" in page.read_text()
