@@ -255,10 +255,11 @@ def results_() -> str:
             "[your own code](exact_skips.md#your-own-code)",
             "what a subclass, patch, callback, collator or hook changes is what is computed",
             "the training of `Trainer` or TRL, or a refusal that says why, in 697 crossings of place, change, trainer "
-            "and weights",
+            "and weights, and in 991 of [code and streamed layers](streamed_code.md)",
             f"{asked('all weights')} ms a step in the shape of SmolLM2-135M, {asked('adapters')} ms with LoRA; where "
             "it acts on micro-batches, these stay apart",
-            "tiny models, 3 steps each (`tests/run/test_crossings.py`), CPU; milliseconds on one thread",
+            "tiny models, 3 steps each (`tests/run/test_crossings.py`, `tests/streaming/test_users_code.py`), CPU; "
+            "milliseconds on one thread",
         ],
         [
             "[sweep of rates](sweeps.md)",
