@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 PAGES += [*sorted((ROOT / "benchmarks").rglob("*.md")), *sorted((ROOT / "tests").glob("*/README.md"))]
+PAGES += sorted((ROOT / "hf_hybrid").rglob("README.md"))
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.M | re.S)
 CHAT = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"
 pytestmark = pytest.mark.filterwarnings("ignore")
