@@ -45,7 +45,7 @@ class Results:
     def reload(self) -> None:
         """Take in the lines that other processes have appended."""
         for row in lines(self.path):
-            if row["benchmark"] == self.benchmark:
+            if row["benchmark"] == self.benchmark and "about" not in row:
                 self.found[self._key_of(row)] = row
 
     def get(self, **fields) -> Row | None:

@@ -1,7 +1,7 @@
 """
 Write the tables of the documents from the results of the benchmarks.
 
-    python docs/generate_tables.py              # writes README.md and docs/**/*.md
+    python docs/generate_tables.py              # writes README.md, and the pages of docs/ and benchmarks/
     python docs/generate_tables.py --print NAME # prints one table
 
 benchmarks/tables/__init__.py says how a document names a table. tests/documents/test_tables.py fails when a document
@@ -26,7 +26,7 @@ MARKED = re.compile(
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md"))]
 
 
 def written(text: str) -> str:

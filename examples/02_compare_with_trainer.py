@@ -16,7 +16,7 @@ The arms:
     muon      HybridTrainer with optim="muon" and without leaps
 
 Every arm makes `max_steps` steps; hybrid and frozen skip some of them. "fewer" is plain Trainer with as many steps as
-the best hybrid run had backward passes, and its own schedule over them. docs/evaluation/leaps.md has real measurements.
+the best hybrid run had backward passes, and its own schedule over them. benchmarks/speedup/leaps.md has measurements.
 """
 
 from __future__ import annotations

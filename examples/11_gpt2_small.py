@@ -14,7 +14,7 @@ that everything works at this size. It says nothing about speed. On a GPU, with 
 
 The script writes `validation.json` and ends with status 1 if a check fails. By default leaps go along
 `gradient_memory`. With 64 tokens per step, orthogonalising matrices of this size would cost more than the steps
-themselves (docs/how_it_works.md). This run was never made on a GPU.
+themselves (docs/from_scratch.md). This run was never made on a GPU.
 """
 
 from __future__ import annotations

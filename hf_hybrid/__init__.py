@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Direction": "hf_hybrid.leaps.directions",
-    "ForecastCallback": "hf_hybrid.world_model.forecast",
+    "ForecastCallback": "hf_hybrid.forecast.run_forecast",
     "ForecastPruner": "hf_hybrid.integrations.optuna",
     "HybridArguments": "hf_hybrid.arguments",
     "HybridConfig": "hf_hybrid.config",
@@ -51,6 +51,7 @@ __all__ = [
 if TYPE_CHECKING:
     from hf_hybrid.arguments import HybridArguments
     from hf_hybrid.config import HybridConfig
+    from hf_hybrid.forecast.run_forecast import ForecastCallback
     from hf_hybrid.integrations.optuna import ForecastPruner as ForecastPruner
     from hf_hybrid.integrations.samples import SampleCallback as SampleCallback
     from hf_hybrid.leaps.directions import Direction
@@ -68,7 +69,6 @@ if TYPE_CHECKING:
     from hf_hybrid.trl.sft_dpo import HybridDPOTrainer as HybridDPOTrainer
     from hf_hybrid.trl.sft_dpo import HybridSFTConfig as HybridSFTConfig
     from hf_hybrid.trl.sft_dpo import HybridSFTTrainer as HybridSFTTrainer
-    from hf_hybrid.world_model.forecast import ForecastCallback
 
 
 def __getattr__(name: str):

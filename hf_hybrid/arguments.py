@@ -247,7 +247,7 @@ class HybridArguments:
         "What happens when device memory runs out in a step. retry: the step is computed again, with more recomputed "
         "layers (all that are streamed; others under activation_checkpointing=auto), in smaller parts of the same "
         "batch, then with activation checkpointing; what fits is kept for the rest of the run. raise: training stops. "
-        "Streamed layers are updated inside the backward pass then, with max_grad_norm=0 and enable_predict=False.",
+        "With max_grad_norm=0 and enable_predict=False, raise also updates streamed layers inside the backward pass.",
         group="Running out of memory",
     )
     guard_warn_at: float = option(

@@ -22,7 +22,14 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hf_hybrid.arguments import HybridArguments
-from hf_hybrid.config import check_leap_optimizer, check_leaps, check_training_arguments, phase_options, was_given
+from hf_hybrid.config import (
+    check_leap_optimizer,
+    check_leaps,
+    check_training_arguments,
+    experiment,
+    phase_options,
+    was_given,
+)
 from hf_hybrid.leaps.automatic import FirstLoss, LeapView, leaps_are_automatic, pretrained_below, reason_no_leaps
 from hf_hybrid.leaps.directions import DIRECTIONS, DirectionFactory, GradientMemory, Orthogonal, direction_class
 from hf_hybrid.leaps.leap import LeapObserver, Leaps, PhaseController, PhaseLengths
@@ -99,13 +106,11 @@ class BuiltTrainer(LeapView, ProbedTrainer, RecoveringTrainer, PlannedTrainer, P
     def run_position(self) -> Any: ...
 
 
-STRETCH_STEPS, MOST_STRETCHES = 10, 300
-"""Real steps that planners learn from at a time, and about how many such stretches a run has at most."""
 SKIP_FROM = 50
 """
 The first step that may be skipped where nobody named a direction. From scratch the loss falls so fast before that a
 step is worth more than the leap that replaces it: four runs of 40 steps ended 0.2 to 0.9 % lower without skipping any
-(docs/evaluation/leaps.md).
+(benchmarks/speedup/leaps.md).
 """
 MAX_RATE_SCALE = 512.0
 """Largest factor of the search on the learning rate, which raises 5e-5 to 2.5e-2."""
@@ -200,7 +205,7 @@ def build_run(trainer: BuiltTrainer) -> Run:
         leaps = [FirstLoss(first, build_leaps)] if first > 0 else build_leaps()
     forecast: list[Part] = []
     if options.forecast:
-        from hf_hybrid.world_model.forecast import Forecast
+        from hf_hybrid.forecast.run_forecast import Forecast
 
         forecast = [Forecast(trainer.lr_scheduler, trainer.state.log_history)]
     return Run(
@@ -293,24 +298,11 @@ def _leap_parts(
 
 def _planner(trainer: BuiltTrainer, trajectory: Trajectory) -> tuple[GainPlanner, list[Part]]:
     """Return the planner of the gain, and the part that shows it the run, if it learns."""
-    options, max_steps, direction = trainer.hybrid_args, trainer.state.max_steps, trajectory.direction
+    options, direction = trainer.hybrid_args, trajectory.direction
     values = (options.final_gain(direction.gain), direction.gain_power, options.preset_value("leap_worth"))
     if options.planner == "schedule":
         return GainPlanner(*values), []
-    stride = max(STRETCH_STEPS, max_steps // MOST_STRETCHES)
-    if options.planner == "bandit":
-        from hf_hybrid.world_model.bandit import BanditGain
-
-        planner = BanditGain(*values)
-    else:
-        from hf_hybrid.world_model.imagination import imagined_gain
-
-        planner = imagined_gain(
-            values, device=trainer.args.device, scheduler=trainer.lr_scheduler, max_steps=max_steps, stride=stride
-        )
-    from hf_hybrid.world_model.observer import PlannerObserver
-
-    return planner, [PlannerObserver(planner, stride=stride, max_grad_norm=trainer.args.max_grad_norm)]
+    return experiment("planners").learning_planner(trainer, values)
 
 
 def _cost_of_step(trainer: BuiltTrainer, tokens: int) -> tuple[float, float]:
@@ -450,7 +442,7 @@ def leave_adapters_to_adamw(trainer: BuiltTrainer) -> None:
     Undo the choice of Muon by `preset="fast"` where adapters are trained, unless the user wrote an option of Muon.
 
     Muon ends no lower than AdamW there, and its best learning rate is not a fixed multiple of AdamW's
-    (docs/evaluation/rates.md, "`fast` with adapters").
+    (benchmarks/speedup/rates.md, "`fast` with adapters").
     """
     options = trainer.hybrid_args
     if options.preset != "fast" or not makes_muon(trainer) or not has_adapters(trainer.model):
@@ -615,10 +607,9 @@ def phase_memory_parts(trainer: BuiltTrainer) -> list[Part]:
         if layers is not None or options.checkpoint_phases is not None or options.offload_activations:
             parts.append(ActivationCheckpointing(phases, offload=options.offload_activations, layers=layers))
     if options.weight_precision is not None or options.predict_states != "stay":
-        from hf_hybrid.phase_memory.precision import PhaseMemory
-
         autocast = {"bf16": "bf16", "fp16": "fp16"}.get(trainer.accelerator.mixed_precision)
-        part = PhaseMemory(options.weight_precision or "auto", options.predict_states, autocast=autocast)
+        memory = experiment("precision").PhaseMemory
+        part = memory(options.weight_precision or "auto", options.predict_states, autocast=autocast)
         part.check(trainer.model)
         parts.append(part)
     return parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,6 +255,11 @@ def _changed(options: HybridArguments, names: tuple[str, ...]) -> list[str]:
     return [name for name in names if getattr(options, name) not in (getattr(HybridArguments, name), "off")]
 
 
+def experiment(name: str) -> Any:
+    """Find a module of `hf_hybrid/experimental` for an option that asks for it: the core imports none of them."""
+    return importlib.import_module(f"hf_hybrid.experimental.{name}")
+
+
 def phase_options(options: HybridArguments) -> list[str]:
     """Return the names of the options in use that follow the phases, so that a run without phases cannot have them."""
     return _changed(options, _BY_PHASE)
@@ -273,9 +279,7 @@ def check_training_arguments(args: TrainingArguments, options: HybridArguments) 
             "the plan says which of them are checkpointed, and they travel in bf16 under `bf16=True`. Leave it out."
         )
     if options.weight_precision is not None:
-        from hf_hybrid.phase_memory.precision import parse_precision
-
-        parse_precision(options.weight_precision)
+        experiment("precision").parse_precision(options.weight_precision)
     details = getattr(args, f"{checkpointing}_kwargs", None) or {}
     extra = [name for name, value in details.items() if (name, value) != ("use_reentrant", False)]
     if extra and getattr(args, checkpointing) == "auto":

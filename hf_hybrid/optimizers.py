@@ -44,7 +44,7 @@ FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 RATE_SCALE = 4.0
 """
 Best learning rate of Muon with AdamW over that of AdamW alone, measured on three tasks with one model and checked on
-others (docs/evaluation/rates.md, "`fast` at AdamW's learning rate").
+others (benchmarks/speedup/rates.md, "`fast` at AdamW's learning rate").
 
 It holds for the hidden matrices and for the rest: with the scale on the hidden matrices alone, runs ended higher.
 Shapes need no more scales, as Muon's step has the root mean square of AdamW's whatever the shape. Adapters are the

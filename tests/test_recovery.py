@@ -23,6 +23,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer, Part
 from hf_hybrid.compat import checkpointing_option
+from hf_hybrid.experimental.residuals import LeapResiduals
 from hf_hybrid.leaps import trajectory as trajectory_module
 from hf_hybrid.leaps.directions import Orthogonal
 from hf_hybrid.recovery import (
@@ -33,7 +34,6 @@ from hf_hybrid.recovery import (
 )
 from hf_hybrid.run.run import RandomStates
 from hf_hybrid.saving.state import VALUES_NAME
-from hf_hybrid.world_model.residuals import LeapResiduals
 
 TEXT = ByteText(400)
 

@@ -26,8 +26,8 @@ from benchmarks.memory.parts import llama
 from benchmarks.results import Results, command_line, provenance
 from benchmarks.speedup.tasks import QUIET, TASKS, TextAndModels
 from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid.experimental.precision import PhaseMemory
 from hf_hybrid.part import Phase
-from hf_hybrid.phase_memory.precision import PhaseMemory
 from hf_hybrid.run.run import Run
 
 ENGINES = {"torch": "int8", "bitsandbytes": "int8_bitsandbytes"}

@@ -24,8 +24,8 @@ from rig.live_bytes import saved_for_backward
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.results import Results, command_line, provenance
+from hf_hybrid.experimental.precision import layer_linears
 from hf_hybrid.phase_memory.activations import BoundaryOffload
-from hf_hybrid.phase_memory.precision import layer_linears
 
 
 def llama(hidden: int, layers: int) -> LlamaForCausalLM:

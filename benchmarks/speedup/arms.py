@@ -6,23 +6,19 @@ What is compared: trainers, directions, planners, controls and peers.
 `tail-average` and `hybrid-tail` (the mean of the weights of the last tenth of a run, if the probe set prefers it),
 `search` (the learning rate of adapters was searched during the run) and `rule` (it was set to that of `adapter_rate`,
 which `rate_used` has, before `hybrid` did so). In the first four leaps were verified on 64 held-out sequences, except
-where `"benchmark": "probes"` compares the two.
+where `"benchmark": "probes"` compares the two. And because they lost to `drift`: `linear`, `snoo`, `rre` and `nino`
+(published predictors of weights) and `shuffled` (a control: lines through a shuffled history).
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from benchmarks.speedup.tasks import Task, training_arguments
-
-NINO = "nino_mlp.pt"
-"""The published checkpoint, MIT licence, from github.com/SamsungSAILMontreal/nino; looked for in `--nino_folder`."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,6 @@ class Arm:
         callback (`Callable`, *optional*): Returns a `TrainerCallback`.
         direction (`Callable`, *optional*): Returns a direction that is not part of the package.
         rate_of (`str`): Where the search for the learning rate begins: at the best of `"adamw"`, or with `"one"` at 1.
-        needs_nino (`bool`): Whether it needs the checkpoint of NiNo.
         lora (`bool`): Whether it makes sense only for tasks that train adapters.
         probe_set (`bool`): Verify leaps on 64 held-out sequences in place of the next training batches.
     """
@@ -51,7 +46,6 @@ class Arm:
     callback: Callable | None = None
     direction: Callable | None = None
     rate_of: str = "adamw"
-    needs_nino: bool = False
     lora: bool = False
     probe_set: bool = False
 
@@ -73,7 +67,7 @@ def _ademamix(parameters, rate, steps):
 
 def _direction(module: str, name: str) -> Callable:
     """Imports a direction when a run needs it: the process that schedules runs does without torch."""
-    return lambda: getattr(importlib.import_module(f"benchmarks.{module}"), name)
+    return lambda: getattr(importlib.import_module(f"benchmarks.speedup.{module}"), name)
 
 
 def _extra_steps(rule: str) -> Callable:
@@ -101,11 +95,7 @@ ARMS = {
             {"direction": "orthogonal", "leap_budget": 100.0},
         ),
         Arm("gradient_memory", "leaps along gradient memory", {"direction": "gradient_memory"}),
-        Arm("drift", "leaps along the drift", {}, direction=_direction("directions.drift", "Drift")),
-        Arm("linear", "leaps along fitted lines", {}, direction=_direction("directions.extrapolation", "Linear")),
-        Arm("snoo", "SNOO as leaps", {}, direction=_direction("directions.drift", "Snoo")),
-        Arm("rre", "reduced rank extrapolation", {}, direction=_direction("directions.extrapolation", "ReducedRank")),
-        Arm("nino", "the published nowcaster", {}, direction=_direction("directions.nino", "NiNo"), needs_nino=True),
+        Arm("drift", "leaps along the drift", {}, direction=_direction("drift", "Drift")),
         # Planners.
         Arm("planner-bandit", "gain by a contextual bandit", {"planner": "bandit"}),
         Arm("planner-dynamics", "gain by imagination", {"planner": "dynamics"}),
@@ -114,13 +104,7 @@ ARMS = {
             "random",
             "control: random direction of equal norm",
             {},
-            direction=_direction("speedup.controls", "RandomDirection"),
-        ),
-        Arm(
-            "shuffled",
-            "control: lines on a shuffled history",
-            {},
-            direction=_direction("speedup.controls", "ShuffledHistory"),
+            direction=_direction("controls", "RandomDirection"),
         ),
         # Extra steps on the products of LoRA's pairs, and extra steps of the same norms that know nothing of them.
         Arm("pair-steps", "AdamW and steps on low-rank products", callback=_extra_steps("product"), lora=True),
@@ -147,7 +131,7 @@ DEFAULT_ARMS = ("adamw", "hybrid", "fast", "none", "prodigy")
 """Arms of the tasks that start from the default learning rate."""
 
 
-def train(arm: Arm, task: Task, sources, *, steps: int, rate: float, seed: int, nino: str | None = None) -> dict:
+def train(arm: Arm, task: Task, sources, *, steps: int, rate: float, seed: int) -> dict:
     """
     Train once and evaluate. Returns the final loss, the seconds, and what was computed; for tasks that start from a
     pretrained model also what a token of other text costs before and after, the accuracy of preferences, or
@@ -170,10 +154,6 @@ def train(arm: Arm, task: Task, sources, *, steps: int, rate: float, seed: int, 
             values.setdefault("auto_lr", "off" if task.tuned is True else "on")
             if arm.direction is not None:
                 common["direction"] = arm.direction()
-            if arm.needs_nino:
-                from benchmarks.directions.nino import Nowcaster
-
-                common["direction"] = functools.partial(common["direction"], network=Nowcaster.load(nino))
             common["probe_dataset"] = data["probe"] if arm.probe_set else None
         if arm.callback is not None:
             common["callbacks"] = [arm.callback()]
@@ -207,9 +187,3 @@ def muon_cost_steps(trainer, task: Task) -> float:
     weights = [(p.numel(), p.requires_grad) for p in trainer.model.parameters()]
     step = task.batch * task.sequence * sum(4 * count + 2 * count * trained for count, trained in weights)
     return sum(orthogonalisation_flops(p.shape) for p in matrices) / step
-
-
-def nino_path(folder: str | None) -> str | None:
-    """The published checkpoint, if it is there."""
-    path = None if folder is None else Path(folder) / NINO
-    return str(path) if path is not None and path.is_file() else None

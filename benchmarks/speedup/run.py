@@ -16,8 +16,7 @@ With `--gpu` runs compute on the GPU, which the workers share. Their lines are t
 their own, as losses of the two machines are not to be mixed.
 
 Tasks of preferences (`dpo*`) and those that start from SmolLM2 (`smol-*`) run only if they are named; pretrained.py
-says how to get it. The peers want `pip install -r benchmarks/requirements.txt`, the NiNo arm its published checkpoint
-(`--nino_folder`).
+says how to get it. The peers want `pip install -r benchmarks/requirements.txt`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.results import Results, command_line, provenance
-from benchmarks.speedup.arms import ARMS, nino_path, train
+from benchmarks.speedup.arms import ARMS, train
 from benchmarks.speedup.report import plot_curves, plot_speedups, print_table, table_of
 from benchmarks.speedup.search import KEY, Run, Search
 from benchmarks.speedup.tasks import BASE, BASE_RATE, BASE_STEPS, TASKS, Task, TextAndModels, training_arguments
@@ -65,9 +64,8 @@ def _sources(pretrained: bool):
 
 
 def make(run: Run) -> dict:
-    nino = nino_path(os.environ.get("HYBRID_BENCHMARK_NINO") or None)
     task = TASKS[run.task]
-    return train(ARMS[run.arm], task, sources_of(task), steps=run.steps, rate=run.rate, seed=run.seed, nino=nino)
+    return train(ARMS[run.arm], task, sources_of(task), steps=run.steps, rate=run.rate, seed=run.seed)
 
 
 def make_base() -> None:
@@ -125,7 +123,6 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="The first is that of the rate search.")
     parser.add_argument("--rate", nargs="+", type=float, default=[], help="These learning rates, without a search.")
     parser.add_argument("--steps", type=int, default=0, help="Length of those runs; the task's by default.")
-    parser.add_argument("--nino_folder", default=None, help="Folder that holds the published NiNo checkpoint.")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="Threads per worker.")
     parser.add_argument("--gpu", action="store_true", help="Compute on the GPU, which the workers share.")
@@ -136,9 +133,7 @@ def main() -> None:
     if not args.report:
         if args.arm and not set(args.arm) <= set(ARMS):
             parser.error(f"`--arm` takes {', '.join(ARMS)}, got `{' '.join(args.arm)}`.")
-        nino = nino_path(args.nino_folder)
-        arms = [arm for arm in args.arm or ARMS if nino or not ARMS[arm].needs_nino]
-        os.environ["HYBRID_BENCHMARK_NINO"] = args.nino_folder or ""
+        arms = args.arm or list(ARMS)
         search = Search(results)
         run_all(args, lambda: named(args, arms) or search.wanted(args.task, arms, args.seeds), search)
     tables = [table for task in args.task if (table := table_of(results, task, args.arm, args.seeds))]

@@ -180,7 +180,7 @@ def results_() -> str:
             f"{times(of_agents['states', 'kept'], 2)} times fewer CPU seconds than `Trainer` on "
             f"agents' rows together, {times(of_agents['mixture', 'shuffled'], 2)} and "
             f"{times(of_agents['states', 'shuffled'], 2)} shuffled",
-            "beginnings that would save fewer than 64 tokens are once for each row below in layers with a state",
+            "in layers with a state, prefixes that save fewer than 64 tokens are computed again for each row",
             "Qwen3-MoE and Qwen3.5 with a fifth of SmolLM2's layers, LoRA, 3 steps each, one busy CPU thread",
         ],
         [
@@ -201,7 +201,7 @@ def results_() -> str:
             "SmolLM2-135M, 200 steps, four shapes and texts, seed 0 against a sweep, H100",
         ],
         [
-            "[full fine-tuning](evaluation/pretrained.md)",
+            "[full fine-tuning](../benchmarks/speedup/pretrained.md)",
             "plain `Trainer`'s update; no leaps; `activation_checkpointing=\"auto\"` is an option",
             f"recomputing nothing where all fits: TRL's default takes {times(recomputed('all weights', 'auto')[1], 2)} "
             f"times as long ({times(recomputed('adapters', 'auto')[1], 2)} with LoRA)",
@@ -255,10 +255,11 @@ def results_() -> str:
             "[your own code](exact_skips.md#your-own-code)",
             "what a subclass, patch, callback, collator or hook changes is what is computed",
             "the training of `Trainer` or TRL, or a refusal that says why, in 697 crossings of place, change, trainer "
-            "and weights",
+            "and weights, and in 991 of [code and streamed layers](streamed_code.md)",
             f"{asked('all weights')} ms a step in the shape of SmolLM2-135M, {asked('adapters')} ms with LoRA; where "
             "it acts on micro-batches, these stay apart",
-            "tiny models, 3 steps each (`tests/run/test_crossings.py`), CPU; milliseconds on one thread",
+            "tiny models, 3 steps each (`tests/run/test_crossings.py`, `tests/streaming/test_users_code.py`), CPU; "
+            "milliseconds on one thread",
         ],
         [
             "[sweep of rates](sweeps.md)",

@@ -267,8 +267,8 @@ def _rate(trainer: Any, by_rule: bool) -> str:
     text = f"{args.learning_rate:.3g} ({source}), {schedule}"
     adapters = any(not parameter.requires_grad for parameter in trainer.model.parameters())
     if trainer.has_phases and chooses_rate(args, trainer.hybrid_args):
-        choice = "times a factor that auto_lr knows for adapters" if adapters else "raised by auto_lr if that helps"
-        return f"{text}, {choice}; --learning_rate turns that off"
+        by = "by the rule for LoRA" if adapters else "by auto_lr if that helps"
+        return f"{text}; raised {by}, unless you set --learning_rate"
     if adapters and not written:
         return f"{text}; adapters often need ten times the rate of all weights: set --learning_rate"
     return text

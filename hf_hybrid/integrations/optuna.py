@@ -3,7 +3,7 @@ End the trials of a sweep that cannot win.
 
 A pruner stops a trial early to save its remaining steps. Optuna's own pruners compare the losses of trials at the same
 step. That misleads where the learning rate decays: a large rate looks bad for most of the run, because its loss falls
-last, in the decay. This pruner compares where the trials *will end*. `world_model/final_loss.py` forecasts the last
+last, in the decay. This pruner compares where the trials *will end*. `forecast/final_loss.py` forecasts the last
 loss of a run, with an interval, from the losses so far and the learning rates of all steps, also of those to come.
 
 A trial is ended when the probability that it ends below its strongest rival, by half a percent or more, is under a
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hf_hybrid.world_model.final_loss import FinalLoss, forecast_final_loss
+from hf_hybrid.forecast.final_loss import FinalLoss, forecast_final_loss
 
 try:
     import optuna
@@ -179,7 +179,7 @@ def scheduled_rates(args: TrainingArguments, max_steps: int, parameters: dict[st
     import torch
     from transformers import get_scheduler
 
-    from hf_hybrid.world_model.forecast import schedule_of
+    from hf_hybrid.forecast.run_forecast import schedule_of
 
     args = copy.copy(args)
     for name in parameters.keys() & vars(args).keys():

@@ -48,7 +48,7 @@ PRETRAINED_SHARE = 0.5
 """
 A model counts as pretrained if its first training loss is below this share of the loss of a model that knows nothing,
 the logarithm of its vocabulary. Where leaps harmed the share was 0.31 to 0.38, where they paid 0.62 and above
-(docs/evaluation/pretrained.md); nothing in between was measured.
+(benchmarks/speedup/pretrained.md); nothing in between was measured.
 """
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hf_hybrid.leaps.probe import Probe
 
-# How far leaps go, and how many steps they are worth. The schedule learns nothing. Planners of world_model/ subclass
+# How far leaps go, and how many steps they are worth. The schedule learns nothing. Planners of experimental/ subclass
 # it and learn from the run; they did not beat it (docs/results.md), and are loaded only if `planner` names them.
 # `gain(progress)` is how far a leap made now goes, in units of what the real steps since the last leap moved.
 

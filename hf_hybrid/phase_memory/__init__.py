@@ -1,1 +1,1 @@
-"""Parts that change memory by phase: activations, precision and int8 probes, optimizer states."""
+"""Parts that change memory by phase: recomputed activations, and what adapters cast and multiply."""

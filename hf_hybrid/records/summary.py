@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hf_hybrid.records.readings import count_of, number, texts_of
 
 if TYPE_CHECKING:
-    from hf_hybrid.world_model.final_loss import FinalLoss
+    from hf_hybrid.forecast.final_loss import FinalLoss
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

@@ -25,11 +25,11 @@ from hf_hybrid.run.trainer_view import (
 logger = logging.getLogger(__name__)
 
 ADAPTER_RATE, AT_ALPHA, AT_WIDTH = 1e-3, 32, 576
-"""Learning rate of AdamW for the adapters of SmolLM2-135M, and what it belongs to (docs/evaluation/rates.md)."""
+"""Learning rate of AdamW for the adapters of SmolLM2-135M, and what it belongs to (benchmarks/speedup/rates.md)."""
 OF_PREFERENCES = 0.25
 """
 Rate of a preference loss over that of supervised training: each pair that is learned has less gradient. Half is better
-on SmolLM2, and too high on one of three seeds of a small model (docs/evaluation/rates.md).
+on SmolLM2, and too high on one of three seeds of a small model (benchmarks/speedup/rates.md).
 """
 OF_REWARDS = 0.3
 """The same of completions whose rewards are compared (GRPO): 3e-4 on SmolLM2, best of three (docs/grpo.md)."""

@@ -137,7 +137,7 @@ class LearningRateSearch(RateScale):
     `max_scale`. The search is to take a small part of the run. Its signal is measured on `weights` of torch's Adam or
     AdamW.
 
-    The constants were chosen on the tasks of docs/evaluation/leaps.md. benchmarks/NOTEBOOK.md lists the alternatives.
+    The constants were chosen on the tasks of benchmarks/speedup/leaps.md. benchmarks/NOTEBOOK.md has the alternatives.
     """
 
     GROWTH, MIN_GROWTH, MAX_GROWTH = 2.5, 0.03, 0.25

@@ -55,7 +55,7 @@ READ_EVERY = 5.0
 """Seconds of training between two readings of the device's share: the driver keeps samples of about ten."""
 
 if TYPE_CHECKING:
-    from hf_hybrid.world_model.final_loss import FinalLoss
+    from hf_hybrid.forecast.final_loss import FinalLoss
 
 P = TypeVar("P", bound=Part)
 ABSENT: dict[str, Any] = {

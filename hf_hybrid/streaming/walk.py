@@ -424,7 +424,7 @@ class Window:
         if self.by_layer and (len(window) > 1 or (window and self.parking is not None)):
             why = obstacle_to_walking(self.streamer.model) if self.users is None else f"Code of a user: {self.users}."
             if why is None and not self.is_compared:
-                why = difference(self.streamer, LayerWalk(self.streamer, self.parking).run, window)
+                why = difference(self.streamer, LayerWalk(self.streamer).run, window)
                 self.is_compared = True
             if why is not None:
                 self._cannot_walk(why)

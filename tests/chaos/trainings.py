@@ -147,7 +147,7 @@ def supervised(model, folder: Path, rows: ByteText, mode: Mode, callbacks: list,
 
 def correcting():
     """Corrects gains by residuals."""
-    from hf_hybrid.world_model.residuals import LeapResiduals
+    from hf_hybrid.experimental.residuals import LeapResiduals
 
     return LeapResiduals(correct_gain=True)
 

@@ -410,7 +410,7 @@ def test_sft_says_what_it_does_and_what_comes_next(run, tmp_path):
         "8 of 8 rows cut at --max_length 50 (the longest has",
         "in adapters",
         "steps      2, 2 rows each",
-        "auto_lr",
+        "the rule for LoRA",
         "step 1/2  loss",
         "eval       loss",
         "perplexity",

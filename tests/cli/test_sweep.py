@@ -32,9 +32,9 @@ from hf_hybrid.cli.main import main
 from hf_hybrid.cli.options import TRAINING as TRAINING_COMMANDS
 from hf_hybrid.cli.options import CommandLine
 from hf_hybrid.cli.sweep import Choices, Range, read_parameter
+from hf_hybrid.forecast.final_loss import FinalLoss
 from hf_hybrid.integrations import optuna as pruner
 from hf_hybrid.saving.lock import own_lock
-from hf_hybrid.world_model.final_loss import FinalLoss
 
 STEPS = 20
 TRAINING = """

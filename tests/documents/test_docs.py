@@ -24,7 +24,8 @@ from hf_hybrid.cli.main import COMMANDS, build_parser
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-PAGES += sorted((ROOT / "benchmarks").rglob("README.md")) + [ROOT / "benchmarks" / "NOTEBOOK.md"]
+PAGES += [*sorted((ROOT / "benchmarks").rglob("*.md")), *sorted((ROOT / "tests").glob("*/README.md"))]
+PAGES += sorted((ROOT / "hf_hybrid").rglob("README.md"))
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.M | re.S)
 CHAT = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -50,7 +51,6 @@ QWEN = '"Qwen/Qwen2.5-0.5B"'
 # What stands for something that a test cannot have: (in the page, in the test). `TINY` is a model of a few weights.
 STAND_INS: dict[str, list[tuple[str, str]]] = {
     "docs/mixed_precision.md": [("bf16=True", "bf16=True, use_cpu=True")],
-    "docs/index.md": [(QWEN, "TINY")],
     "docs/quickstart.md": [("max_steps=300", "max_steps=12")],
     "docs/sweeps.md": [("max_steps=200", "max_steps=20"), ("n_trials=10", "n_trials=2")],
     "README.md": [('"HuggingFaceTB/SmolLM2-135M-Instruct"', "TINY")],
@@ -316,8 +316,7 @@ def test_every_file_of_results_is_cited():
 
 def test_losses_by_seed_are_in_the_results():
     """`4.546 / 4.564 / 4.509`: each is the final loss of a run. Generated tables have a test of their own."""
-    pages = [ROOT / "benchmarks/NOTEBOOK.md", *(DOCS / "evaluation").glob("*.md")]
-    page = "".join(path.read_text(encoding="utf-8") for path in pages)
+    page = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").rglob("*.md"))
     rows = lines_of(ROOT / "benchmarks/speedup/results.jsonl")
     losses = {f"{loss:.3f}" for row in rows if (loss := row.get("eval_loss", row.get("loss"))) is not None}
     told = re.findall(r"(?<![\d.])\d\.\d{3}(?: / \d\.\d{3})+(?!\d)", page)

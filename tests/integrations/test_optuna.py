@@ -9,9 +9,9 @@ from optuna.trial import TrialState, create_trial
 from transformers import Trainer, TrainingArguments
 
 from hf_hybrid import ForecastPruner
+from hf_hybrid.forecast.final_loss import FinalLoss
 from hf_hybrid.integrations import optuna as module
 from hf_hybrid.integrations.optuna import scheduled_rates
-from hf_hybrid.world_model.final_loss import FinalLoss
 
 RATE = optuna.distributions.FloatDistribution(1e-6, 1.0, log=True)
 

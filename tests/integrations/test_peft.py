@@ -9,7 +9,7 @@ from rig import trainers
 from transformers import Trainer, TrainingArguments
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.world_model.residuals import LeapResiduals
+from hf_hybrid.experimental.residuals import LeapResiduals
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")

@@ -86,7 +86,7 @@ def test_any_optimizer_leaps_as_far_as_it_went(make, shape):
     assert trajectory.bytes_held()["sample"] <= 4 * 4096
 
 
-# What holds for every direction. benchmarks/directions/test_directions.py calls these checks too.
+# What holds for every direction.
 
 
 def advance(toy, steps):

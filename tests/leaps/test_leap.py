@@ -8,6 +8,8 @@ import pytest
 import torch
 from conftest import weights
 
+from hf_hybrid.experimental.observer import Confidence
+from hf_hybrid.experimental.residuals import LeapResiduals
 from hf_hybrid.leaps.directions import Direction, GradientMemory
 from hf_hybrid.leaps.leap import Leaps, PhaseController, PhaseLengths
 from hf_hybrid.leaps.probe import HeldOutBatches, Losses, Probe, ProbeBatch
@@ -17,8 +19,6 @@ from hf_hybrid.part import Phase
 from hf_hybrid.run.monitor import DivergenceMonitor, Level
 from hf_hybrid.run.run import Run
 from hf_hybrid.run.weights import TrainedWeights
-from hf_hybrid.world_model.observer import Confidence
-from hf_hybrid.world_model.residuals import LeapResiduals
 
 
 class Upwards(Direction):

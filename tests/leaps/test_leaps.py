@@ -22,12 +22,12 @@ from rig import trainers
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid.experimental.residuals import LeapResiduals
 from hf_hybrid.leaps.directions import Orthogonal
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.leaps.trust import GainPlanner
 from hf_hybrid.part import Phase
 from hf_hybrid.run.monitor import DivergenceMonitor
-from hf_hybrid.world_model.residuals import LeapResiduals
 
 SEEN = {"unprobed", "kept", "shrunk"}
 

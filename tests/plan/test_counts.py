@@ -134,13 +134,19 @@ def test_host_bytes_on_a_gpu_are_those_of_the_buffers_that_a_run_takes(options, 
 # Threads, each with a workspace.
 
 
+@pytest.mark.usefixtures("of_a_library")
 def test_a_walk_by_layer_has_a_thread_per_micro_batch_beside_the_trainers_own(tmp_path):
     """One thread computes the layers. Those of the micro-batches compute what the model does around them."""
     model, layers, around = llama(), set(), set()
     for layer in model.model.layers:
         layer.mlp.up_proj.register_forward_hook(lambda *_: layers.add(threading.current_thread()))
     model.lm_head.register_forward_hook(lambda *_: around.add(threading.current_thread()))
-    trainer, _ = run(tmp_path, model, lambda trainer: None, max_steps=1, gradient_accumulation_steps=3)
+
+    def look(trainer):  # the first step compares the walks
+        if trainer.state.global_step == 0:
+            layers.clear(), around.clear()
+
+    trainer, _ = run(tmp_path, model, look, max_steps=2, gradient_accumulation_steps=3)
     assert layers == {threading.main_thread()} and len(around) == 3
     on_gpu = replace(trainer.memory.plan.setup, accelerator="cuda", workspace=MIB)
     assert on_gpu.workspaces(streamed=True) == (len(layers | around) + 1) * MIB, "and autograd's"
@@ -210,5 +216,4 @@ def test_traffic_is_that_of_a_run(options, tmp_path):
     trainer, seen = run(tmp_path, model, look, **options)
     least = step_traffic(trainer.memory.plan)
     into, back = (seen[2][way] - seen[1][way] for way in (0, 1))
-    norm = 4  # `Watch` might change gradients, so that the host gets them with their norm before the step
-    assert (into, back) == (least["h2d"], least["d2h"] + norm)
+    assert (into, back) == (least["h2d"], least["d2h"])

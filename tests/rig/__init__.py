@@ -29,7 +29,7 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 | `run_folders.py` | output folders as runs leave them, with known numbers |
 | `sft_rows.py` | rows of the kinds that people fine-tune on |
 | `strict.py` | fall-backs after unforeseen exceptions, as errors |
-| `synthetic_runs.py` | training runs whose dynamics are known, for the world model |
+| `synthetic_runs.py` | training runs whose dynamics are known, and a world model that has learned nothing |
 | `tiny_architectures.py` | a tiny model of every causal language model architecture |
 | `traces.py` | traced steps that are remembered, within a process or between several |
 | `trainers.py` | a trainer of the tiny model, made and trained |

@@ -14,8 +14,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainerCallback
 
 from hf_hybrid import HybridTrainer
+from hf_hybrid.experimental.residuals import LeapResiduals
 from hf_hybrid.leaps.trajectory import Trajectory
-from hf_hybrid.world_model.residuals import LeapResiduals
 
 STEPS = 28
 # What leaps may cost is counted per process, which computes them whole and the step by half: not a limit here.

@@ -23,10 +23,10 @@ from safetensors.torch import save_file
 from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback
 
 from hf_hybrid import HybridTrainer
+from hf_hybrid.experimental.residuals import LeapResiduals
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.run.weights import canonical
 from hf_hybrid.saving.manifest import last_checkpoint
-from hf_hybrid.world_model.residuals import LeapResiduals
 from rig import fsdp2_on_cpu
 
 BY_LAUNCHER = "ACCELERATE_USE_FSDP" in os.environ  # a first trainer sets it too

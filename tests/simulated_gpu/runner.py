@@ -30,8 +30,8 @@ HERE = Path(__file__).resolve().parent
 SECONDS = {False: 150, True: 900}
 """After which a simulated or a real scenario is killed: something waits that nobody wakes."""
 ROOMS = (
-    "rows.sharing", "rows.windows", "world_model.final_loss",
-    "world_model.forecast", "trl.rl", "phase_memory.precision",
+    "rows.sharing", "rows.windows", "forecast.final_loss",
+    "forecast.run_forecast", "trl.rl", "experimental.precision",
 )  # fmt: skip
 """What trainings load when an option asks for it, and their process imports before it forks them."""
 MOST_ON_A_GPU = 12

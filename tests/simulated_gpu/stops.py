@@ -1,7 +1,7 @@
 """
 Prints how often the package stops the host, by scenario of the simulated GPU.
 
-The table in docs/evaluation/simulated_device.md comes from here.
+The table in tests/simulated_gpu/README.md comes from here.
 
     python tests/simulated_gpu/stops.py
 
