@@ -282,7 +282,8 @@ def drawn(probabilities: Tensor, count: int, places: Tensor | None) -> Tensor:
     largest quotient of its probability and a random number of an exponential distribution.
     """
     numbers = probabilities.new_empty(count, probabilities.shape[1]).exponential_()
-    return (probabilities / (numbers if places is None else numbers.index_select(0, places))).argmax(dim=-1)
+    numbers = numbers if places is None else numbers.index_select(0, places)
+    return torch.div(probabilities, numbers, out=numbers).argmax(dim=-1)
 
 
 # The loop of a CPU.
