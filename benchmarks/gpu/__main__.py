@@ -8,7 +8,7 @@ What a GPU says, beside what users have without this package.
     python -m benchmarks.gpu grpo --shape 0.5b
     python -m benchmarks.gpu stream --shape 8b
     python -m benchmarks.gpu scratch --rates 6e-4 1.2e-3
-    python -m benchmarks.gpu checks --arms plan
+    python -m benchmarks.gpu checks --arms flex_gemma2
     python -m benchmarks.gpu first --shape tiny        # on a CPU: shows that everything runs, and no speed
 
 Models have the shapes of `models.py` and random weights. Each arm runs in a process of its own (`process.py`), and its

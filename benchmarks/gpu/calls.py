@@ -37,7 +37,6 @@ CALLS = {
     ],
     "second": [
         Line(95, 95, "checks --arms gpu_tests"),
-        Line(70, 70, "checks --arms plan"),
         Line(60, 35, "checks --arms flex_gemma2 flex_gpt_oss"),
         Line(90, 90, "sft --kinds system --arms hybrid_compiled --steps 4 --warm_up 4"),
     ],

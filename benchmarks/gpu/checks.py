@@ -2,7 +2,6 @@
 What a card says of parts that are not timed beside peers.
 
     gpu_tests      some of `pytest -m gpu`: how many pass, and which fail. Without a GPU they are looked up alone
-    plan           `hf-hybrid plan --measure` of the model that `stream` trains, made from its config
     flex_gemma2    two steps of a Gemma 2 of two layers with rows that share a prompt: heads of 256, capped scores
     flex_gpt_oss   the same of a gpt-oss: sinks, and experts
 """
@@ -10,9 +9,6 @@ What a card says of parts that are not timed beside peers.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import json
 import subprocess
 import sys
 import tempfile
@@ -25,10 +21,9 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, PreTrainedConfig
 
-from benchmarks.gpu.models import COMMON, DEVICE, Clock, config_of
+from benchmarks.gpu.models import COMMON, DEVICE, Clock
 from benchmarks.gpu.sft import MICRO_BATCH, ROWS, Tokens, padded, saved, system
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.cli.main import main as command
 from hf_hybrid.rows.attention import Layout
 
 TESTS = Path(__file__).parents[2] / "tests" / "simulated_gpu" / "test_on_a_gpu.py"
@@ -63,18 +58,6 @@ def gpu_tests(args: argparse.Namespace) -> dict[str, Any]:
             print(line, end="", flush=True)
     failed = [line.split(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))]
     return {"seconds": time.perf_counter() - begin, "said": lines[-1], "failed": failed}
-
-
-def plan(args: argparse.Namespace) -> dict[str, Any]:
-    begin, out = time.perf_counter(), io.StringIO()
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(out):
-        config_of(args.shape).save_pretrained(folder)
-        words = "--for train --peft none --dtype bfloat16 --batch_size 1 --gradient_accumulation_steps 8 --vram 8GiB"
-        status = command(["plan", folder, *words.split(), "--sequence_length", "2048", "--measure", "--json"])
-    if status:
-        raise RuntimeError(f"`plan` ended with status {status}")
-    said = json.loads(out.getvalue())
-    return {"seconds": time.perf_counter() - begin, "recommended": said["recommended"], "measured": said["measured"]}
 
 
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -131,4 +114,4 @@ def flex_gpt_oss(args: argparse.Namespace) -> dict[str, Any]:
     return flex(GptOssConfig(num_hidden_layers=2, vocab_size=VOCABULARY, num_local_experts=8, **sizes), args)
 
 
-ARMS = {"gpu_tests": gpu_tests, "plan": plan, "flex_gemma2": flex_gemma2, "flex_gpt_oss": flex_gpt_oss}
+ARMS = {"gpu_tests": gpu_tests, "flex_gemma2": flex_gemma2, "flex_gpt_oss": flex_gpt_oss}

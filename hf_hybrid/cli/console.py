@@ -20,11 +20,7 @@ import textwrap
 import warnings
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from hf_hybrid.cli.step_times import StepTimes
-    from hf_hybrid.plan.estimate import Plan
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -179,10 +175,10 @@ def outcome(metrics: dict[str, Any]) -> str:
 # Before and after.
 
 
-def print_trainer(trainer: Any, times: StepTimes | None, *, by_rule: bool) -> None:
+def print_trainer(trainer: Any, *, by_rule: bool) -> None:
     """
-    Say what is trained, how long, at which rate (`by_rule`: chosen by the command), in how much memory, and where it is
-    saved. `times` has the plan and what a step of it took before, if a plan could be made.
+    Say what is trained, in how many steps, at which rate (`by_rule`: chosen by the command), in how much memory if
+    layers are streamed, and where it is saved.
     """
     from hf_hybrid.hub.card import count_parameters
     from hf_hybrid.machine import describe_device
@@ -207,11 +203,9 @@ def print_trainer(trainer: Any, times: StepTimes | None, *, by_rule: bool) -> No
     else:
         print_fact("trained", "all of them")
     print_fact("steps", _steps(trainer))
-    if times is not None and times.known is not None and (steps := steps_of(trainer)) is not None:
-        print_time(times.known.seconds, steps, times.known.source)
     print_fact("rate", _rate(trainer, by_rule))
-    if times is not None:
-        print_fact("memory", _memory(trainer, times.plan))
+    if trainer.memory.streams:
+        print_fact("memory", _memory(trainer))
     if (rows := _rows(trainer)) is not None:
         print_fact("rows", rows)
     steps = f"{args.save_steps:.0%} of the run" if args.save_steps < 1 else f"{int(args.save_steps):,} steps"
@@ -247,14 +241,14 @@ def steps_of(trainer: Any) -> int | None:
     return math.ceil(args.num_train_epochs * per_epoch)
 
 
-def print_time(seconds: float, steps: int, source: str) -> None:
-    """Say how long steps of so many seconds take, if that is a minute or more."""
+def print_time(seconds: float, steps: int) -> None:
+    """Say how long a run takes whose second and third step took so many seconds each, if that is a minute or more."""
     from tqdm import tqdm
 
     if seconds * steps >= 60:
         each = f"{seconds:.3g}" if seconds < 100 else f"{seconds:,.0f}"
         took = f"{tqdm.format_interval(seconds * steps)} for {plural(steps, 'step')}, {each} s each"
-        print_fact("time", f"{took} ({source})")
+        print_fact("time", f"{took} (by its second and third)")
 
 
 def _rate(trainer: Any, by_rule: bool) -> str:
@@ -305,15 +299,13 @@ def _rows(trainer: Any) -> str | None:
     return "; ".join([text, *found.but])
 
 
-def _memory(trainer: Any, plan: Plan) -> str:
-    """What the plan says, in words."""
+def _memory(trainer: Any) -> str:
+    """What the plan of streamed layers says, in words."""
     from hf_hybrid.records.summary import format_bytes
 
-    where = "host" if trainer.args.device.type == "cpu" else "device"
+    plan, where = trainer.memory.plan, "host" if trainer.args.device.type == "cpu" else "device"
     text = f"{format_bytes(plan.peak_device_bytes)} planned on the {where} (an estimate)"
-    if trainer.memory.streams:
-        text += f", {format_bytes(plan.peak_host_bytes)} on the host, from where layers are streamed"
-    return text
+    return f"{text}, {format_bytes(plan.peak_host_bytes)} on the host, from where layers are streamed"
 
 
 def print_interruption(trainer: Any) -> None:

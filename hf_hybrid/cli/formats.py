@@ -25,7 +25,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hf_hybrid.cli.loading import reason_of
+from hf_hybrid.cli.loading import refusing
 from hf_hybrid.cli.options import OptionError
 
 Row = Mapping[str, Any]
@@ -403,15 +403,9 @@ def convert_rows(
     columns = list(with_number(convert, first, 0))
     options: dict[str, Any] = {"desc": "Reading rows"} if hasattr(rows, "__len__") else {}
     each = functools.partial(with_number, lambda row: convert(rename(row)))
-    try:
+    with refusing(f"{where}: its rows do not fit into one table", "Give each column values of one kind."):
         converted = rows.map(each, with_indices=True, remove_columns=stored, **options)
         return Source(where, row_format, columns, converted, tuple(first.unread))
-    except OptionError:
-        raise
-    except Exception as error:  # whatever Arrow makes of rows of several kinds
-        raise OptionError(
-            f"{where}: its rows do not fit into one table: {reason_of(error)} Give each column values of one kind."
-        ) from error
 
 
 def _check_names(where: str, columns: Sequence[str], renamed: dict[str, str]) -> None:

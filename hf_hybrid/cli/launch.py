@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from hf_hybrid.cli.console import write_error
+from hf_hybrid.cli.loading import refusing
 from hf_hybrid.cli.options import CommandLine, OptionError
 from hf_hybrid.cli.yaml_file import read_options
 
@@ -117,14 +118,10 @@ def launch_arguments(line: CommandLine, processes: int) -> list[str]:
 def _check_config(name: str) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
-    try:
+    with refusing(f"`--accelerate_config {name}` cannot be read", "Give a file that `accelerate config` wrote."):
         if Path(name).suffix != ".json":
             read_options(Path(name).read_text(encoding="utf-8"))  # which refuses what YAML would take in silence
         load_config_from_file(name)
-    except Exception as error:  # whatever a broken file leads to
-        raise OptionError(
-            f"`--accelerate_config {name}` cannot be read: {error} Give a file that `accelerate config` wrote."
-        ) from error
 
 
 def _as_shell(status: int) -> int:

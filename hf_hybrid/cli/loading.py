@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Generator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -95,12 +97,8 @@ def load_tokenizer(options: ModelOptions, trust_remote_code: bool = False, args:
     model = str(options.model)
     name = options.tokenizer or (str(Path(model).parent) if Path(model).suffix == ".json" else model)
     revision = "main" if options.tokenizer else options.model_revision or "main"
-    try:
+    with refusing(f"No tokenizer can be loaded from `{name}`", "Name one with `--tokenizer`."):
         tokenizer: Any = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever a broken file leads to
-        raise OptionError(
-            f"No tokenizer can be loaded from `{name}`: {reason_of(error)} Name one with `--tokenizer`."
-        ) from error
     if (end := getattr(args, "eos_token", None)) is not None:
         if end not in tokenizer.get_vocab():
             raise OptionError(f"`--eos_token {end}` is not in the vocabulary of the tokenizer.")
@@ -133,13 +131,9 @@ def read_config(options: ModelOptions, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     name, revision = str(options.model), options.model_revision or "main"
-    try:
+    remedy = "It must be a folder, a config.json, or an id on the Hub, which needs the network (HF_HUB_OFFLINE=1 "
+    with refusing(f"`--model {name}` cannot be loaded", remedy + "forbids it) unless it is cached."):
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever a broken file leads to
-        raise OptionError(
-            f"`--model {name}` cannot be loaded: {reason_of(error)} It must be a folder, a config.json, or an id on "
-            "the Hub, which needs the network (HF_HUB_OFFLINE=1 forbids it) unless it is cached."
-        ) from error
     is_encoder = any(architecture.endswith("MaskedLM") for architecture in getattr(config, "architectures", None) or ())
     known = type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map")
     if getattr(config, "is_encoder_decoder", False) or is_encoder or not known:
@@ -201,6 +195,17 @@ def reason_of(error: BaseException) -> str:
     return text if text.endswith(".") else f"{text}."
 
 
+@contextlib.contextmanager
+def refusing(what: str, remedy: str = "") -> Generator[None]:
+    """Context in which any error (of a broken file, of absurd sizes) is an [`OptionError`] that says `what`."""
+    try:
+        yield
+    except OptionError:
+        raise
+    except Exception as error:
+        raise OptionError(f"{what}: {reason_of(error)} {remedy}".rstrip()) from error
+
+
 # Weights.
 
 
@@ -237,10 +242,8 @@ def load_model(options: Options, config: Any, adapter: Path | None = None) -> An
         if adapters.use_peft:
             raise OptionError(f"`--peft lora` adapts trained weights, and `{name}` has none.")
         common["dtype"] = torch.float32 if dtype == "auto" else getattr(torch, dtype)
-        try:
+        with refusing(f"`--model {name}` cannot be built"):
             loaded = AutoModelForCausalLM.from_config(config, **common)
-        except Exception as error:  # whatever absurd sizes lead to
-            raise OptionError(f"`--model {name}` cannot be built: {reason_of(error)}") from error
         # DeepSpeed's `ds_id` marks parameters that lie on other processes, and are empty on this one.
         weights = loaded.named_parameters()
         empty = [key for key, weight in weights if not weight.numel() and not hasattr(weight, "ds_id")]
@@ -249,10 +252,8 @@ def load_model(options: Options, config: Any, adapter: Path | None = None) -> An
     else:
         common |= {"revision": model.model_revision or "main", **_quantization(adapters, args)}
         common |= {**(getattr(args, "model_init_kwargs", None) or {}), "config": config, "output_loading_info": True}
-        try:
+        with refusing(f"`--model {name}` cannot be loaded"):
             pair: Any = AutoModelForCausalLM.from_pretrained(name, **common)
-        except Exception as error:  # whatever a broken file leads to
-            raise OptionError(f"`--model {name}` cannot be loaded: {reason_of(error)}") from error
         loaded, info = pair
         if not model.allow_new_weights:
             _check_keys(name, loaded, info)

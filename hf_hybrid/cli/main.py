@@ -23,7 +23,7 @@ COMMANDS = {
     "sweep": ("hf_hybrid.cli.sweep", "find the best learning rate, or other options, with few steps"),
     "plan": ("hf_hybrid.cli.plan", "compare the memory of the ways to train a model, and see which fit"),
     "export": ("hf_hybrid.cli.export", "write a run as a merged or a low-bit model"),
-    "report": ("hf_hybrid.cli.report", "write a report on a run, or a comparison of two"),
+    "report": ("hf_hybrid.cli.report", "write a report on a run"),
     "env": ("hf_hybrid.cli.env", "versions and hardware, ready to paste into a bug report"),
 }
 """

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.util
 import json
 import math
 import shlex
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +15,6 @@ from hf_hybrid.cli.console import quiet_imports, terminal_width, write_error, wr
 from hf_hybrid.files import write_text
 
 if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PreTrainedModel
-
-    from hf_hybrid.cli.measure import Measurement
     from hf_hybrid.plan.planner import Planner
     from hf_hybrid.plan.ways import WayPlan
 
@@ -57,13 +51,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--qat", choices=("none", "bitnet"), default="none", help="bitnet: ternary weights (default: none)")
     add("--lora_r", type=int, default=16, help="rank of the adapters (default: 16)")
     add("--lora_target_modules", nargs="+", metavar="NAME", help="modules with adapters (default: all linear ones)")
-    add("--num_processes", type=int, default=1, help="processes, one for each GPU; more with --accelerate_config")
-    add("--accelerate_config", choices=("fsdp2",), help="how processes share the model; plans are of each of them")
     add("--enable_predict", action="store_true", help="count the memory of leaps, which adapters train without")
     text = "write the best plan (of several kinds the first that needs no streaming) as YAML, for --config of --for"
     add("--output", metavar="FILE", help=text)
-    text = "train a few layers on this GPU, a minute for each kind, and print seconds of a step and what bounds it"
-    add("--measure", action="store_true", help=text)
     add("--details", action="store_true", help="print every plan by category, on device and host")
     add("--json", action="store_true", help="print JSON instead of a table")
 
@@ -72,8 +62,6 @@ def run(args: argparse.Namespace) -> int:
     """Plan, print, write a YAML file. Returns 0; 1 if nothing fits to be written."""
     with quiet_imports():
         report = _Report(args)
-        if args.measure:
-            report.measure()
     write_out(report.as_json() if args.json else report.as_text())
     if args.output is None:
         return 0
@@ -101,19 +89,8 @@ class _Report:
         from hf_hybrid.plan.setups import with_context
         from hf_hybrid.plan.ways import KINDS, parse_size
 
-        if (args.num_processes > 1) != (args.accelerate_config is not None):
-            raise ValueError(
-                f"`--num_processes {args.num_processes}` and `--accelerate_config {args.accelerate_config}` do not go "
-                "together. Give `--accelerate_config fsdp2` with two processes or more. Otherwise leave both out: with "
-                "DDP each process holds what one holds, and its gradients twice."
-            )
-        if args.num_processes > 1 and args.peft == "qlora":
-            raise ValueError("`--peft qlora` is not planned with FSDP2. Give `--peft lora`, or plan for one process.")
         if args.qat != "none" and args.peft in ("lora", "qlora"):
             raise ValueError(f"`--qat {args.qat}` trains all weights, and `--peft {args.peft}` freezes them.")
-        if args.measure and (args.task not in ("train", "sft") or args.num_processes > 1):
-            what = f"--for {args.task}" if args.num_processes == 1 else f"--num_processes {args.num_processes}"
-            raise ValueError(f"`--measure` trains as `train` and `sft` do, in one process, not as `{what}` asks.")
         if args.task == "grpo" and args.batch_size * args.gradient_accumulation_steps % 2:
             raise ValueError(f"`--batch_size {args.batch_size}` holds no groups of completions. Give an even number.")
         self.args = args
@@ -121,10 +98,8 @@ class _Report:
         kinds = KINDS if self.with_peft and args.qat == "none" else KINDS[:1]
         if args.peft is not None:
             kinds = tuple(kind for kind in KINDS if kind.lower() == args.peft.replace("none", "full"))
-        elif args.num_processes > 1:
-            kinds = kinds[:2]
         adapters = kinds != KINDS[:1]  # without peft the error says what to install
-        self.ram = parse_size(args.ram or host_memory(), "ram") // args.num_processes
+        self.ram = parse_size(args.ram or host_memory(), "ram")
         self.planner: Planner = Planner(
             args.model,
             sequence_length=args.sequence_length,
@@ -134,52 +109,12 @@ class _Report:
             qat=args.qat,
             vram=args.vram or with_context(device_memory()),
             ram=self.ram,
-            processes=args.num_processes,
             enable_predict=args.enable_predict,
             accelerator="cuda",
         )
         of_trl, can_stream = args.task != "train", args.task in ("train", "sft")
         self.plans: list[WayPlan] = self.planner.plans(args.dtype, kinds, own_loss=of_trl, can_stream=can_stream)
         self.best = {kind: recommended(self.plans, kind) for kind in kinds}
-        self.measured: dict[str, Measurement | str] = {}
-        """Of each kind what was measured, or why nothing was."""
-
-    def measure(self) -> None:
-        """Measure the best plan of each kind; without a GPU say that there is none."""
-        import torch
-
-        if not torch.cuda.is_available():
-            write_error("hf-hybrid plan: no GPU here, so `--measure` measured nothing: this is memory alone.\n")
-            return
-        from hf_hybrid.cli.measure import measure
-        from hf_hybrid.cli.step_times import StepTimes
-
-        for kind, plan in self.best.items():
-            if plan is None:
-                continue
-            write_error(f"hf-hybrid plan: measuring {plan.title} ...\n")
-            try:
-                measured = measure(self.planner, plan, functools.partial(self._prepared, kind=kind))
-                self.measured[kind] = measured
-                StepTimes(plan, torch.device("cuda")).keep(measured.step.seconds)
-            except torch.OutOfMemoryError:
-                self.measured[kind] = "memory ran out, so this plan does not fit"
-            except ValueError as error:
-                self.measured[kind] = str(error)
-
-    def _prepared(self, model: PreTrainedModel, kind: str) -> nn.Module:
-        """What a plan trains: the model itself, ternary, or with adapters."""
-        if self.args.qat == "bitnet":
-            from hf_hybrid.export.bitnet import to_bitnet
-
-            return to_bitnet(model)
-        if kind == "full":
-            return model
-        from peft import get_peft_model
-
-        from hf_hybrid.plan.models import lora_config
-
-        return get_peft_model(model, lora_config(self.args.lora_r, self.args.lora_target_modules or "all-linear"))
 
     def written(self) -> WayPlan | None:
         """The plan for `--output`."""
@@ -197,8 +132,7 @@ class _Report:
             for plan in self.plans
         ]
         best = {kind: plan and plan.way.title for kind, plan in self.best.items()}
-        measured = {kind: it if isinstance(it, str) else it.to_dict() for kind, it in self.measured.items()}
-        values = {"vram": setup.vram, "ram": setup.ram, "plans": plans, "recommended": best, "measured": measured}
+        values = {"vram": setup.vram, "ram": setup.ram, "plans": plans, "recommended": best}
         return json.dumps(values, indent=2) + "\n"
 
     def as_text(self) -> str:
@@ -206,31 +140,7 @@ class _Report:
         parts = [self._head(), self._table(), self._legend()]
         if self.args.details:
             parts += [f"{plan.title}, estimated\n{plan.table}\n" for plan in self.plans]
-        return "\n".join([*parts, self._recommended(), *self._measured()])
-
-    def _measured(self) -> Iterator[str]:
-        """Seconds of a step of each kind, and what bounds them."""
-        if not self.measured:
-            return
-        import torch
-
-        yield f"Measured on this {torch.cuda.get_device_name()}, with {torch.get_num_threads()} threads:"
-        for kind, it in self.measured.items():
-            if isinstance(it, str):
-                yield textwrap.fill(f"{kind}: not measured: {it}.", terminal_width())
-                continue
-            step, speed = it.step, it.tokens / it.step.seconds
-            text = f"{kind}: {step.seconds:.3g} s a step, {speed:,.0f} tokens/s, 1 million tokens in "
-            text += f"{1e6 / speed / 60:.3g} min; from {' and '.join(map(str, it.trained))} layers."
-            if step.bound:
-                text += (
-                    f" Kernels take {step.kernels:.3g} s, copies in {step.copies_in:.3g} s, copies out "
-                    f"{step.copies_out:.3g} s: a step that overlaps all is bound by {step.bound}."
-                )
-            if it.device_bytes and it.planned_bytes:
-                text += f" Device: {it.device_bytes / GIB:.2f} GiB, planned {it.planned_bytes / GIB:.2f}."
-            yield textwrap.fill(text, terminal_width(), subsequent_indent="  ")
-        yield ""
+        return "\n".join([*parts, self._recommended()])
 
     def _head(self) -> str:
         args, setup, shape, config = self.args, self.planner.setup, self.plans[0].shape, self.planner.config
@@ -245,13 +155,10 @@ class _Report:
         device = "no GPU here and no --vram: no limit"
         if setup.vram is not None:
             device = f"{setup.vram / GIB:.2f} GiB ({source})"
-        source, processes = "--ram" if args.ram else "available on this machine", setup.processes
+        source = "--ram" if args.ram else "available on this machine"
         lines = textwrap.wrap(model, terminal_width())
         micro_batches = f" x {steps} micro-batches" * (steps > 1)
         lines.append(f"{args.batch_size}{pairs} sequences of {setup.sequence_length} tokens{micro_batches}")
-        if processes > 1:
-            lines.append(f"{processes} processes share the weights (FSDP2): all numbers are of each of them")
-            source += f", divided by {processes}"
         return "\n".join([*lines, f"device: {device}", f"host:   {self.ram / GIB:.2f} GiB ({source})", ""])
 
     def _table(self) -> str:
@@ -308,8 +215,6 @@ class _Report:
                 values["lora_target_modules"] = args.lora_target_modules
         if args.qat != "none":
             values["qat"] = args.qat
-        if args.accelerate_config is not None:
-            values |= {"num_processes": args.num_processes, "accelerate_config": args.accelerate_config}
         values |= {"output_dir": "out", **plan.options}
         values["per_device_train_batch_size"] = args.batch_size
         # Leaps alone are left out: `enable_predict=False` would leave out shared rows and the rule for rates too.
@@ -321,7 +226,7 @@ class _Report:
         if task == "dpo" and plan.way.kind == "full":
             values["precompute_ref_log_probs"] = True  # a second model is not planned
         if task == "grpo":
-            completions = args.batch_size * args.gradient_accumulation_steps * args.num_processes
+            completions = args.batch_size * args.gradient_accumulation_steps
             values["num_generations"] = math.gcd(completions, 8)  # 8 as in TRL, or what divides them
         return values
 

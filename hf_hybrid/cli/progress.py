@@ -16,7 +16,6 @@ from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from hf_hybrid.cli.console import is_number, outcome, plural, print_line, print_time, terminal_width, write_error
-from hf_hybrid.cli.step_times import LEAST_SECONDS, StepTime, StepTimes
 from hf_hybrid.machine import copies_beside, wait_for
 from hf_hybrid.records.progress import HybridProgressCallback, PositionBar
 from hf_hybrid.trl.rewards import text_of
@@ -65,17 +64,14 @@ class Progress(TrainerCallback):
     followed by a completion. After Ctrl-C (`interrupted`) it ends the run at the next step.
 
     Of the options that were left out (`defaulted`), `logging_steps` follows from the length of the run, and then the
-    first step has a line as well. The time that is left follows from the steps after the first, which takes longer. So
-    behind the first step it follows from an earlier run (`times`); where there was none, a line behind the third step
-    says how long the run takes.
+    first step has a line as well. The time that is left follows from the steps after the first, which takes longer, and
+    a line behind the third step says how long the run takes.
     """
 
-    def __init__(
-        self, trainer: Any, interrupted: threading.Event, times: StepTimes | None, *, defaulted: frozenset[str]
-    ):
+    def __init__(self, trainer: Any, interrupted: threading.Event, *, defaulted: frozenset[str]):
         for kind in (HybridProgressCallback, ProgressCallback, PrinterCallback):
             trainer.remove_callback(kind)
-        self.trainer, self.interrupted, self.times, self.defaulted = trainer, interrupted, times, defaulted
+        self.trainer, self.interrupted, self.defaulted = trainer, interrupted, defaulted
         self.bar: PositionBar | None = None
         self.begun = False  # whether a training has
         self.stepped = False  # whether a step has begun
@@ -102,8 +98,8 @@ class Progress(TrainerCallback):
         if steps in (1, 3) and copies_beside(args.device):
             wait_for(args.device)  # else the host may be ahead
         self.second = self.second or time.monotonic()
-        if steps == 3 and state.is_world_process_zero and not self._known:
-            print_time(self._of_step(3), state.max_steps, "by its second and third")
+        if steps == 3 and state.is_world_process_zero:
+            print_time(self._of_step(3), state.max_steps)
         if self.interrupted.is_set():
             control.should_save = control.should_training_stop = True
 
@@ -111,8 +107,7 @@ class Progress(TrainerCallback):
         if not state.is_world_process_zero or not logs or "train_runtime" in logs or not self.begun:
             return  # without a beginning it is an evaluation without a training
         clock, steps = time.monotonic(), state.global_step - self.first_step
-        took = self._of_step(steps) if steps > 1 else self._known.seconds if self._known else 0
-        seconds = took * (state.max_steps - state.global_step)
+        seconds = self._of_step(steps) * (state.max_steps - state.global_step) if steps > 1 else 0
         left = tqdm.format_interval(seconds) if seconds >= 1 else ""
         tokens = logs.get("num_tokens") or 0
         rate = (tokens - self.tokens) / max(clock - self.logged, 1e-9) if tokens > self.tokens else None
@@ -132,14 +127,6 @@ class Progress(TrainerCallback):
         if self.bar is not None:
             self.bar.close()
             self.bar = None
-        steps = state.global_step - self.first_step
-        lasted = steps > 1 and time.monotonic() - self.second >= LEAST_SECONDS
-        if self.times is not None and lasted and state.is_world_process_zero:
-            self.times.keep(self._of_step(steps))
-
-    @property
-    def _known(self) -> StepTime | None:
-        return None if self.times is None else self.times.known
 
     def _of_step(self, steps: int) -> float:
         """Seconds of a step, from all of this run's `steps` but the first, with evaluations and checkpoints."""

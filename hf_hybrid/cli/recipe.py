@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import errno
 import importlib.util
-import json
 import logging
 import os
 import signal
@@ -54,11 +53,6 @@ logger = logging.getLogger(__name__)
 
 TRACKERS = frozenset({"wandb", "trackio", "mlflow", "comet_ml", "swanlab", "clearml", "dvclive"})
 """What `--report_to` takes that is a package of the same name."""
-OF_A_STEP = (
-    "share_rows", "rollouts", "use_vllm", "num_generations", "max_completion_length", "torch_compile",
-    "use_liger_kernel", "optim", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
-)  # fmt: skip
-"""Options that decide how long a step takes and that no plan knows; an earlier run with others tells nothing."""
 TRY_AGAIN = 75
 """Exit status that asks for the same command once more (EX_TEMPFAIL of BSD's sysexits.h)."""
 
@@ -124,8 +118,6 @@ def check_early(line: CommandLine) -> None:
         "dataset_split", "dataset_config", "eval_split",
     )  # fmt: skip
     names = required("reward", early["reward"] or None, line.command.program) if line.command is GRPO else []
-    if names:
-        check_generations(line)
     try:
         for path in early["sample_prompts"]:
             from hf_hybrid.report.samples import read_prompts
@@ -148,30 +140,9 @@ def check_early(line: CommandLine) -> None:
             )
 
 
-def check_generations(line: CommandLine) -> None:
-    """Refuse a generation batch that is no multiple of a prompt's completions, unless several GPUs may be counted."""
-    sizes = {"num_generations": 8, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-    words = line.early(*sizes, "num_processes", "steps_per_generation", "generation_batch_size")
-    alone = len(list(Path("/dev").glob("nvidia[0-9]*"))) < 2
-    try:
-        processes = int(os.environ.get("WORLD_SIZE") or next(iter(words["num_processes"]), alone))
-        together, rows, accumulated = (int(next(iter(words[name]), size)) for name, size in sizes.items())
-    except ValueError:  # the parser will name it
-        return
-    batch = rows * accumulated * processes
-    if words["steps_per_generation"] or words["generation_batch_size"] or together < 2 or batch % together == 0:
-        return
-    raise OptionError(
-        f"`--num_generations {together}`: all completions of a prompt lie in one batch, and a batch has {batch} "
-        "(`per_device_train_batch_size` x `gradient_accumulation_steps` x processes), which is no multiple of that. "
-        f"Set `--per_device_train_batch_size {together}`."
-    )
-
-
 def train(line: CommandLine) -> int:
     """Train in this process, and say how it ended. Returns the exit status, as [`run`]."""
     from hf_hybrid.cli.progress import Progress, interrupts
-    from hf_hybrid.cli.step_times import StepTimes, plan_of
     from hf_hybrid.recovery import UnrecoveredMemoryError
     from hf_hybrid.run.monitor import TrainingDivergedError
     from hf_hybrid.saving.drift import RanksDriftedError
@@ -181,13 +152,9 @@ def train(line: CommandLine) -> int:
     try:
         options = line.options()
         trainer = make_trainer(options)
-        plan = plan_of(trainer)
-        work = {name: str(getattr(trainer.args, name, None)) for name in OF_A_STEP}
-        data = json.dumps({**Reader.of(options).to_dict(), "seed": None, **work})
-        times = None if plan is None else StepTimes(plan, trainer.args.device, data)
-        console.print_trainer(trainer, times, by_rule="learning_rate" in options.defaulted)
+        console.print_trainer(trainer, by_rule="learning_rate" in options.defaulted)
         with interrupts(alone=trainer.args.world_size == 1) as interrupted:
-            progress = Progress(trainer, interrupted, times, defaulted=options.defaulted)
+            progress = Progress(trainer, interrupted, defaulted=options.defaulted)
             trainer.add_callback(progress)
             # `true` resumes from the last checkpoint, `false` from none.
             words = {None: None, "": None, "none": None, "false": None, "true": True}
@@ -304,24 +271,6 @@ def make_trainer(options: Options) -> Any:
     return trainer
 
 
-_WORDS = {
-    "dpo": {
-        "loss_type": (
-            "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop "
-            "sft sigmoid_norm"
-        ).split(),
-        "f_divergence_type": ["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"],
-    },
-    "grpo": {
-        "loss_type": "grpo dr_grpo dapo bnpo cispo sapo luspo vespo".split(),
-        "importance_sampling_level": ["token", "sequence"],
-        "scale_rewards": ["group", "batch", "none"],
-        "multi_objective_aggregation": ["sum_then_normalize", "normalize_then_sum"],
-    },
-}
-"""By command: options for which TRL refuses other words only in the first step, after it has loaded and generated."""
-
-
 def check_options(options: Options) -> None:
     """Refuse options that cannot be combined. Raises [`OptionError`]."""
     data, args, adapters = options.data, options.config, options.adapters
@@ -343,11 +292,6 @@ def check_options(options: Options) -> None:
         raise OptionError(
             "`--early_stopping_patience` keeps the best model. Leave out `--load_best_model_at_end false`."
         )
-    for name, words in _WORDS.get(options.command.name, {}).items():
-        value, known = getattr(args, name), type(args).__dataclass_fields__[name].metadata["help"]
-        for word in value if isinstance(value, list) else [value]:
-            if word not in words and f"'{word}'" not in known:  # a newer TRL may know more
-                raise OptionError(f"`--{name} {word}` must be one of {', '.join(words)}.")
     if adapters.load_in_8bit and adapters.load_in_4bit:
         raise OptionError("`--load_in_8bit` and `--load_in_4bit` cannot be combined. Leave one out.")
 
@@ -370,13 +314,11 @@ def check_push(args: Any) -> None:
     from huggingface_hub import create_repo
 
     name = args.hub_model_id or Path(args.output_dir).absolute().name
-    try:
+    remedy = "Connect to the network and log in (`hf auth login`), or push later:"
+    with loading.refusing(
+        f"`--push_to_hub true`: `{name}` cannot be made on the Hub", f"{remedy} `hf upload {name} {args.output_dir}`."
+    ):
         create_repo(name, token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
-    except Exception as error:  # of the network, of the Hub, or about the name
-        raise OptionError(
-            f"`--push_to_hub true`: `{name}` cannot be made on the Hub. {loading.reason_of(error)} Connect to the "
-            f"network and log in (`hf auth login`), or push later: `hf upload {name} {args.output_dir}`."
-        ) from error
 
 
 # After training.

@@ -1,8 +1,9 @@
-"""`hf-hybrid report`: a report on a run, or on several side by side, once or again and again while they train."""
+"""`hf-hybrid report`: a report on a run, once or again and again while it trains."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -18,13 +19,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
     parser.description = (
         "Write a report on the output folder of a run, whether the run finished, was killed or is still going: "
-        "report.html (one file, opens offline), report.json and a PNG for each plot. With several folders: a "
-        "comparison of all. Nothing is downloaded and no model is loaded."
+        "report.html (one file, opens offline), report.json and a PNG for each plot. Nothing is downloaded and no "
+        "model is loaded."
     )
     add = parser.add_argument
     add("folder", help="output_dir of a HybridTrainer or Trainer run")
-    add("others", nargs="*", metavar="other", help="output_dir of runs to compare with the first")
-    add("-o", "--output", help="folder for the report (default: FOLDER/report; of several LAST/report/comparison)")
+    add("-o", "--output", help="folder for the report (default: FOLDER/report)")
     text = "write the report again and again until the run has finished, or until Ctrl-C; the page reloads itself"
     add("--follow", action="store_true", help=text)
     text = f"seconds between two reports with --follow (default: {USUAL_SECONDS})"
@@ -33,13 +33,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the report and print where it is. Returns 0, also after Ctrl-C with `--follow`."""
-    from hf_hybrid.report.page import write_comparison, write_report
+    from hf_hybrid.report.page import write_report
 
-    def write(refresh: int | None = None) -> list[Path]:
-        if not args.others:
-            return write_report(args.folder, args.output, refresh=refresh)
-        return write_comparison(args.folder, *args.others, output=args.output, refresh=refresh)
-
+    write = functools.partial(write_report, args.folder, args.output)
     every = USUAL_SECONDS if args.every is None else args.every
     if args.every is not None and not args.follow:
         raise ValueError(f"`--every {args.every}` is for `--follow`. Add that, or leave it out.")
@@ -59,7 +55,7 @@ def _print_files(files: list[Path]) -> None:
 
 def _follow(write: Callable[..., list[Path]], every: int) -> None:
     """
-    Write the report every so many seconds, until all runs have finished and nothing changes any more: a run makes its
+    Write the report every so many seconds, until the run has finished and nothing changes any more: it makes its
     last evaluation and its summary after its last step. The last page does not reload itself. A run that has just begun
     has logged nothing yet: wait for it, as long as its folder is there.
     """
@@ -69,7 +65,7 @@ def _follow(write: Callable[..., list[Path]], every: int) -> None:
     try:
         while True:
             try:
-                files = write(every)
+                files = write(refresh=every)
             except NothingYetError as error:
                 previous, message = message, f"`{error.folder}` holds nothing to report on yet."
                 if message != previous:
@@ -79,8 +75,7 @@ def _follow(write: Callable[..., list[Path]], every: int) -> None:
                 if not before:
                     _print_files(files)
                     write_out(f"Written again every {every} s, until the run has finished. Ctrl-C ends that.\n")
-                report = json.loads(values)
-                if values == before and all(run["finished"] for run in report.get("runs", {"": report}).values()):
+                if values == before and json.loads(values)["finished"]:
                     return
                 before = values
             sys.stdout.flush()

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hf_hybrid.cli.formats import SWITCHES, messages_of
-from hf_hybrid.cli.loading import check_positions, reason_of
+from hf_hybrid.cli.loading import check_positions, refusing
 from hf_hybrid.cli.options import OptionError
 from hf_hybrid.compat import trl_error
 
@@ -218,13 +218,8 @@ def _encoded(
 ) -> Iterator[Piece]:
     """Encode the rows of a batch one by one. An error names the row."""
     for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
-        try:
+        with refusing(f"{where}, row {number + 1}: the chat template cannot format it", "Correct or remove the row."):
             yield from encode(dict(zip(batch, values, strict=True)))
-        except Exception as error:  # whatever a template does with a conversation that it was not made for
-            raise OptionError(
-                f"{where}, row {number + 1}: the chat template cannot format it: {reason_of(error)} Correct or remove "
-                "the row."
-            ) from error
 
 
 def _mapped(
@@ -232,12 +227,8 @@ def _mapped(
 ) -> Any:
     options = {"desc": "Tokenising", "num_proc": processes} if hasattr(source.rows, "__len__") else {}
     options |= {"batched": True, "batch_size": size, "with_indices": True, "remove_columns": source.columns}
-    try:
+    with refusing(f"The tokenizer cannot tokenise {source.where}", "Save it again."):
         return source.rows.map(of_batch, **options)
-    except OptionError:
-        raise
-    except Exception as error:  # whatever a broken file leads to
-        raise OptionError(f"The tokenizer cannot tokenise {source.where}: {reason_of(error)} Save it again.") from error
 
 
 # What is said about rows before they are trained on.

@@ -54,8 +54,6 @@ from hf_hybrid.saving.manifest import digest_of, last_checkpoint
 if TYPE_CHECKING:
     from filelock import FileLock
 
-    from hf_hybrid.cli.sweep import Choices, Range
-
 TRIAL_NAME = "trial.yaml"
 OUTCOME_NAME = "outcome.json"
 RESULT_NAMES = ("eval_results.json", "all_results.json")
@@ -172,7 +170,7 @@ def best_trial(study: optuna.Study) -> FrozenTrial | None:
 class Trials:
     """
     The trials of one sweep: at most `count`, in a folder that exists. All have the `options`, which say under
-    [`COMMAND`] what trains, if it is not `train`; `parameters` are what is tried.
+    [`COMMAND`] what trains, if it is not `train`; `parameters` are what is tried (`Choices` and `Range`).
 
     Raises an [`OptionError`] if the folder is of another sweep.
     """
@@ -181,7 +179,7 @@ class Trials:
         self,
         folder: Path,
         options: dict[str, Any],
-        parameters: list[Choices | Range],
+        parameters: list[Any],
         pruner: ForecastPruner,
         count: int,
     ):

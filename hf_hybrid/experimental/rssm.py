@@ -19,8 +19,8 @@ their gain. The forecast is a Student-t whose scale grows with the horizon. Befo
 leaps is exactly zero: a leap of which the model knows nothing is worth nothing.
 
 The three members have weights of their own, with a leading dimension for the member, so that one batched product serves
-all. They were trained on recorded runs (docs/evaluation/forecast.md), do not change during a run, and nothing here is
-random. Shapes: M members, N sequences, W or K stretches.
+all. They were trained on recorded runs (benchmarks/world_model/forecast.md), do not change during a run, and nothing
+here is random. Shapes: M members, N sequences, W or K stretches.
 """
 
 from __future__ import annotations

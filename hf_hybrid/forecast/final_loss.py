@@ -30,8 +30,8 @@ the forecast of the training loss times the ratio is a forecast of the held-out 
 memorises its rows. So another Gaussian process maps the same nine numbers and the ratio to the logarithm of the final
 held-out loss over the present one. The forecast is the mixture of both in equal parts.
 
-The prior of the laws and the past curves come from recorded runs of tiny models (docs/evaluation/forecast.md). `python
--m benchmarks.world_model.verdict` scores the forecast on new ones.
+The prior of the laws and the past curves come from recorded runs of tiny models (benchmarks/world_model/forecast.md).
+`python -m benchmarks.world_model.verdict` scores the forecast on new ones.
 """
 
 from __future__ import annotations

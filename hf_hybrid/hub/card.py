@@ -1,8 +1,8 @@
 """
 The model card: facts of a run, read off its trainer as plain values and filled into `card_template.md`.
 
-The template holds all words and their order; this file says where each value comes from, with the help of py
-(what the model was made from) and provenance.py (how and where). Three rules:
+The template holds all words and their order; this file says where each value comes from, with the help of
+provenance.py (how and where). Three rules:
 
 - What is not known is left out. A card has no empty section, no `None` and no "More information needed".
 - Names, paths and messages come from anywhere, so the template escapes every value that is not [`Markdown`] already.
@@ -11,7 +11,6 @@ The template holds all words and their order; this file says where each value co
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import logging
@@ -22,7 +21,7 @@ import urllib.parse
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import jinja2
 from huggingface_hub import EvalResult, ModelCardData, model_info
@@ -37,12 +36,8 @@ from hf_hybrid.hub.provenance import listed, one_line, unique
 from hf_hybrid.leaps.directions import DIRECTIONS, Direction, Orthogonal, direction_class
 from hf_hybrid.optimizers import optimizer_name
 from hf_hybrid.records.log import load_log
-from hf_hybrid.records.profiler import MemoryProfilerCallback
 from hf_hybrid.records.redaction import clean, shareable
-from hf_hybrid.records.summary import format_bytes, format_number, format_seconds
-
-if TYPE_CHECKING:
-    from hf_hybrid.trainer import HybridTrainerMixin as PublishedTrainer
+from hf_hybrid.records.summary import format_number, format_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +82,7 @@ def _template() -> jinja2.Template:
         **{"text": text, "code": code, "link": link, "raw": Markdown},
         "model_link": lambda name: link(name, f"https://huggingface.co/{name}"),
         "data_link": lambda name: link(name, f"https://huggingface.co/datasets/{name}"),
-        **{"number": format_number, "bytes": format_bytes, "time": format_seconds},
-        "loss": lambda loss: "–" if loss is None else f"{loss:.4f}",
+        **{"number": format_number, "time": format_seconds},
     }
     return environment.from_string((Path(__file__).parent / "card_template.md").read_text(encoding="utf-8"))
 
@@ -96,7 +90,7 @@ def _template() -> jinja2.Template:
 # Facts.
 
 
-def card_facts(trainer: PublishedTrainer, arguments: dict[str, Any]) -> dict[str, Any]:
+def card_facts(trainer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """What the card says by the names of the template; `arguments` are those of `create_model_card`."""
     args, state, summary = trainer.args, trainer.state, trainer.hybrid_summary()
     model = model_facts(trainer, arguments["finetuned_from"], arguments["tasks"])
@@ -127,9 +121,6 @@ def card_facts(trainer: PublishedTrainer, arguments: dict[str, Any]) -> dict[str
         "hybrid_options": {name: value for name, value in settings.items() if name in hybrid},
         "adapter": {name: clean(value, secrets) for name, value in adapter_of(trainer).items()},
         "summary": summary,
-        "history": history_of(state.log_history),
-        "trackers": provenance.tracker_links(),
-        "memory": memory_of(trainer, summary),
         **trainer.environment(),
         "seconds": seconds,
         "starts": starts,
@@ -146,7 +137,7 @@ def card_facts(trainer: PublishedTrainer, arguments: dict[str, Any]) -> dict[str
 _SPEED = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "num_tokens")
 
 
-def evaluation_of(trainer: PublishedTrainer, task: str | None) -> dict[str, Any] | None:
+def evaluation_of(trainer: Any, task: str | None) -> dict[str, Any] | None:
     """
     The last evaluation in the log, without those of untrained weights: `step`, `metrics` (with `perplexity` for
     language models) and whether it is `of_final_weights`.
@@ -175,7 +166,7 @@ def evaluation_of(trainer: PublishedTrainer, task: str | None) -> dict[str, Any]
     return {**about, "metrics": metrics} if chosen else None
 
 
-def is_language_loss(trainer: PublishedTrainer, task: str | None) -> bool:
+def is_language_loss(trainer: Any, task: str | None) -> bool:
     """Whether an evaluation's loss is the mean negative log-likelihood of tokens, whose exponential is perplexity."""
     loss_type, method = getattr(trainer.args, "loss_type", "nll"), getattr(trainer, "_name", "SFT")  # of TRL's trainers
     is_plain = trainer.compute_loss_func is None and not trainer.args.label_smoothing_factor
@@ -184,19 +175,7 @@ def is_language_loss(trainer: PublishedTrainer, task: str | None) -> bool:
     return task == "text-generation" and is_likelihood
 
 
-def history_of(log: list[dict], most: int = 20) -> list[dict]:
-    """The evaluations during the training, with the training loss logged last; evenly thinned to `most`."""
-    rows, loss = [], None
-    for entry in log:
-        if "train_runtime" in entry:
-            break
-        loss = entry.get("loss", loss)
-        if "eval_loss" in entry:
-            rows.append({"epoch": None, **entry, "loss": loss})
-    return rows[:: -max(1, math.ceil(len(rows) / most))][::-1]
-
-
-def rewards_of(trainer: PublishedTrainer) -> dict[str, Any] | None:
+def rewards_of(trainer: Any) -> dict[str, Any] | None:
     """Of TRL's trainers that learn by rewards: names of the functions, mean reward `first` and `last` in the log."""
     names = getattr(trainer, "reward_func_names", None)
     logged = [entry for entry in trainer.state.log_history if "reward" in entry]
@@ -224,22 +203,6 @@ def settings_of(args) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name != unused}
 
 
-def memory_of(trainer: PublishedTrainer, summary: dict) -> dict[str, Any]:
-    """`peaks` of every phase where a profiler ran, on the `device` or of the process; the bytes `held` at the end."""
-    profilers = [call for call in trainer.callback_handler.callbacks if isinstance(call, MemoryProfilerCallback)]
-    phases = profilers[0].summary()["phases"] if profilers else {}
-    on_device = any("peak_allocated" in readings for readings in phases.values())
-    reading = "peak_allocated" if on_device else "peak_rss"
-    peaks = [(phase, values["records"], values[reading]) for phase, values in phases.items() if reading in values]
-    held, names = summary["memory"]["held"] or {}, {"states": "optimizer states", "drift": "prediction"}
-    return {
-        "peaks": peaks,
-        "on_device": on_device,
-        "held": {names.get(name, name): places for name, places in held.items() if any(places.values())},
-        "on_cpu": trainer.args.device.type == "cpu",
-    }
-
-
 # What the model was made from.
 
 
@@ -259,7 +222,7 @@ def is_local(name: str) -> bool:
     return os.path.isabs(name) or name.startswith((".", "~")) or os.path.exists(name)
 
 
-def model_facts(trainer: PublishedTrainer, finetuned_from: str | None, tasks: list[str]) -> dict[str, Any]:
+def model_facts(trainer: Any, finetuned_from: str | None, tasks: list[str]) -> dict[str, Any]:
     """
     What the trained model is, and what training began with: `base` is the id on the Hub of the model whose weights were
     loaded, `base_is_local` says that they came from a folder (whose name means nothing to others), and `config_of` is
@@ -295,25 +258,17 @@ def model_facts(trainer: PublishedTrainer, finetuned_from: str | None, tasks: li
     }
 
 
-_OF_LORA = ("r", "lora_alpha", "lora_dropout", "target_modules")
-_OF_NO_INTEREST = ("peft_type", "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode",
-                   "peft_version", "runtime_config")  # fmt: skip
+_OF_ADAPTERS = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora")
 
 
-def adapter_of(trainer: PublishedTrainer) -> dict[str, Any]:
-    """The settings of adapters: those that everybody asks for, and others that differ from their defaults."""
+def adapter_of(trainer: Any) -> dict[str, Any]:
+    """The settings of adapters that everybody asks for, but those that are off."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     config = getattr(model, "active_peft_config", None) if hasattr(model, "peft_config") else None
-    if config is None:
-        return {}
-    shown = {name: getattr(config, name) for name in _OF_LORA if hasattr(config, name)}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name not in (*_OF_NO_INTEREST, *_OF_LORA) and value not in (None, field.default, {}, []):
-            shown[field.name] = getattr(value, "value", value)
-    # A set has no order of its own.
-    several = {name: sorted(map(str, value)) for name, value in shown.items() if isinstance(value, (set, list, tuple))}
-    return {**shown, **{name: ", ".join(values) for name, values in several.items()}}
+    shown = {name: getattr(config, name, None) for name in _OF_ADAPTERS}
+    if isinstance(targets := shown["target_modules"], (set, list, tuple)):  # a set has no order of its own
+        shown["target_modules"] = ", ".join(sorted(targets))
+    return {name: value for name, value in shown.items() if value is not None and value is not False}
 
 
 def count_parameters(parameters: Iterable) -> int:
@@ -334,7 +289,7 @@ def license_of(base: str) -> dict[str, str]:
     return {key: value for key in keys if isinstance(value := stated.get(key), str)}
 
 
-def data_of(trainer: PublishedTrainer) -> list[dict[str, Any]]:
+def data_of(trainer: Any) -> list[dict[str, Any]]:
     """The training set and the evaluation sets: `role`, `name` within the run, and number of `sequences`, if known."""
     sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
     roles: list[tuple[str, str, Any]] = [
@@ -348,7 +303,7 @@ def data_of(trainer: PublishedTrainer) -> list[dict[str, Any]]:
     ]
 
 
-def papers_of(trainer: PublishedTrainer, summary: dict) -> list[tuple[str, str]]:
+def papers_of(trainer: Any, summary: dict) -> list[tuple[str, str]]:
     """Title and address of the papers behind the optimizer and the leaps of the run."""
     direction = direction_class(trainer.custom_direction or DIRECTIONS.get(summary.get("direction"), Direction))
     of_optimizer = Orthogonal.papers if optimizer_name(trainer.args) == "muon" else ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard
 from huggingface_hub.constants import REPOCARD_NAME
@@ -17,8 +17,6 @@ from hf_hybrid.hub.provenance import listed, unique
 
 if TYPE_CHECKING:
     from transformers import Trainer
-
-    from hf_hybrid.trainer import HybridTrainerMixin
 else:
     Trainer = object
 
@@ -103,7 +101,7 @@ class PublishingMixin(Trainer):
         if values["model_name"] and is_local(values["model_name"]):
             values["model_name"] = Path(values["model_name"]).name  # where it lies means nothing to others
         values["tags"] = _tags(self, values["tags"], Path(str(self.args.output_dir)) / REPOCARD_NAME)
-        return card_facts(cast("HybridTrainerMixin", self), values)
+        return card_facts(self, values)
 
     def push_to_hub(self, *args, **kwargs):
         """

@@ -7,7 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -143,19 +143,12 @@ def _new_storages(tensor: Tensor, seen: set[Storage]) -> Iterator[tuple[Storage,
 
 class ParameterCount(NamedTuple):
     """
-    A parameter: its number of weights, whether they are trained, whether autocast lets them travel rounded, and its
-    number of rows, as many as weights if that is not known.
+    A parameter: its number of weights, whether they are trained, and whether autocast lets them travel rounded.
     """
 
     count: int
     trained: bool
     rounds: bool = True
-    rows: int | None = None
-
-    def part(self, processes: int) -> int:
-        """Weights that the first of so many processes holds if they share the rows. FSDP2 fills up the others' part."""
-        rows = self.rows or self.count
-        return -(-rows // processes) * (self.count // rows)
 
 
 class WeightCount(NamedTuple):
@@ -188,12 +181,6 @@ class WeightCount(NamedTuple):
     def bytes(self, per_weight: tuple[int, int]) -> int:
         """Return bytes, from a number of bytes per trainable and per frozen weight."""
         return self.trainable * per_weight[0] + self.frozen * per_weight[1]
-
-    def part(self, processes: int) -> WeightCount:
-        """What each of so many processes holds if they share the rows of every parameter."""
-        pieces = tuple(piece._replace(count=piece.part(processes)) for piece in self.by_parameter if piece.count)
-        trained, frozen = (sum(p.count for p in pieces if p.trained is kind) for kind in (True, False))
-        return WeightCount(trained, frozen, -(-self.muon // processes), pieces)
 
     def split(self) -> tuple[WeightCount, WeightCount]:
         """Return the streamed part of a unit, and the part that stays on the device (adapters under a tenth of it)."""
@@ -269,13 +256,6 @@ class ModelShape:
         """All weights, each once."""
         return functools.reduce(WeightCount.join, [*self.layers, self.embedding, self.head, self.rest])
 
-    def part(self, processes: int) -> ModelShape:
-        """The rows that each of so many processes holds."""
-        layers = tuple(layer.part(processes) for layer in self.layers)
-        embedding, head, rest = (unit.part(processes) for unit in (self.embedding, self.head, self.rest))
-        part = replace(self, layers=layers, embedding=embedding, head=head, rest=rest)
-        return replace(part, largest_trainable=max((p.count for p in part.total.by_parameter if p.trained), default=0))
-
     def place(self, stream_embeddings: bool, resident_layers: int = 0) -> Placement:
         """Return what is streamed, and what stays on the device."""
         travelling, stays, left = [], self.rest, resident_layers
@@ -316,8 +296,7 @@ def _count(module: nn.Module | None, *, seen: set[int], muon: Collection[int], r
             seen.add(id(parameter))
             counts[not parameter.requires_grad] += parameter.numel()
             counts[2] += parameter.numel() * (id(parameter) in muon)
-            rows = parameter.shape[0] if parameter.ndim else None
-            parameters.append(ParameterCount(parameter.numel(), parameter.requires_grad, id(parameter) in rounds, rows))
+            parameters.append(ParameterCount(parameter.numel(), parameter.requires_grad, id(parameter) in rounds))
     return WeightCount(*counts, tuple(parameters))
 
 

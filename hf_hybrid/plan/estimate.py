@@ -12,9 +12,8 @@ With `activation_checkpointing="auto"` as few layers are recomputed as fit ([`Es
 They hold their inputs alone. When backward reaches them, the activations of all other layers are gone, so that one
 layer in full is no new peak.
 
-**Streamed**, and **shared** by FSDP2. Layers visit the device, or are gathered there, so a trace of the resident model
-is not theirs. What a step holds is summed up from the sizes of the layers and from the trace's activations
-([`step_memory`]).
+**Streamed.** Layers visit the device, so a trace of the resident model is not theirs. What a step holds is summed up
+from the sizes of the layers and from the trace's activations ([`step_memory`]).
 
 Where a model cannot be traced because its code needs values, activations are estimated from hidden size and vocabulary
 instead. They enter the same sums, and the plan says that it was not traced.
@@ -44,7 +43,6 @@ from typing import Any, TypeVar
 from hf_hybrid.plan.accounting import ByteTable, ModelShape, format_bytes
 from hf_hybrid.plan.setups import Setup, config_option
 from hf_hybrid.plan.step_memory import (
-    SharedStep,
     StreamedStep,
     WeightBytes,
     estimated_activations,
@@ -65,7 +63,7 @@ class Plan:
 
     setup: Setup
     shape: ModelShape
-    mode: str  # "resident", "streamed" or "shared"
+    mode: str  # "resident" or "streamed"
     resident_layers: int
     stream_embeddings: bool
     table: ByteTable  # on the device at its largest moment, on the host between steps
@@ -139,8 +137,7 @@ class Plan:
         mode = "stream" if self.mode == "streamed" else "off"
         decided = replace(self.setup, memory=mode, resident_layers=self.resident_layers)
         options = (config_option(name, getattr(decided, name)) for name in names)
-        offload = {"fsdp": True, "fsdp_config": {"cpu_offload": True}} if self.setup.cpu_offload else {}
-        return {"optim": "adamw_torch_fused", **{key: value for key, value in options if value is not None}, **offload}
+        return {"optim": "adamw_torch_fused", **{key: value for key, value in options if value is not None}}
 
     def to_dict(self) -> dict:
         """Plain values for JSON: what was decided, and the peaks expected by category."""
@@ -174,8 +171,6 @@ class Plan:
             words += ["layers updated in the backward pass"] * (trained and self.setup.update_in_backward)
             words += ["frozen layers in int8"] * (self.setup.base_precision == "int8")
         words += ["buffers of leaps on the host"] * (self.setup.leaps and self.buffers_on_host)
-        if self.mode == "shared":
-            words += [f"FSDP2 on {self.setup.processes} processes", *["CPU offload"] * self.setup.cpu_offload]
         return f"{self.mode}: {', '.join(words)}\nestimated bytes at the peak:\n{self.table}"
 
 
@@ -202,9 +197,6 @@ class Estimator:
         return _first_that_fits(plan for candidate in _placements(setup) for plan in self._candidates(candidate))
 
     def _candidates(self, setup: Setup) -> Iterator[Plan]:
-        if setup.processes > 1:
-            yield self.shared(setup)
-            return
         asks_for_streaming = setup.resident_layers is not None or setup.base_precision == "int8"
         if setup.memory == "off" or (setup.memory == "auto" and not asks_for_streaming):
             yield self.lightest(setup)
@@ -276,18 +268,6 @@ class Estimator:
             per.add_leaps(table, shape.total)
         table.add("activations", "host", waiting * per.locked(boundary))
         return Plan(setup, shape, "resident", len(shape.layers), False, table, stage, traced is not None, parked)
-
-    def shared(self, setup: Setup) -> Plan:
-        """Rows on each of several processes."""
-        shape = self.shape
-        # Rows of gradients grow on the device while a step goes backward that sends them at once.
-        sent_at_once = setup.gradient_accumulation_steps == 1 and not setup.cpu_offload
-        growing = shape.trainable_bytes if sent_at_once else 0
-        traced = self._ask_tracer(lambda tracer: tracer.shared(setup, growing))
-        if traced is None:
-            raise ValueError(f"`processes={setup.processes}`: no step of this model can be traced. Plan one process.")
-        table = SharedStep(shape, setup, *traced).table()
-        return Plan(setup, shape, "shared", len(shape.layers), False, table, traced=True)
 
     def streamed(self, setup: Setup, resident_layers: int, stream_embeddings: bool) -> Plan:
         """Layers on the host but for so many, and maybe embeddings and head."""
@@ -394,7 +374,7 @@ class Estimator:
 
 def _placements(setup: Setup) -> Iterator[Setup]:
     """The setup, then with the buffers of leaps on the host, and with no layer fetched ahead."""
-    places = ["auto", "cpu"] if setup.leaps and setup.processes == 1 else ["auto"]
+    places = ["auto", "cpu"] if setup.leaps else ["auto"]
     places = places if setup.buffers_device == "auto" else [setup.buffers_device]
     aheads = [setup.prefetch_layers] if setup.memory == "off" else sorted({setup.prefetch_layers, 0}, reverse=True)
     for ahead, place in itertools.product(aheads, places):

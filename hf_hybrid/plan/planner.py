@@ -47,8 +47,6 @@ def plan_memory(
     optimizer_states: str = "exact",
     enable_predict: bool = False,
     accelerator: str = "cuda",
-    processes: int = 1,
-    cpu_offload: bool = False,
 ) -> Plan:
     """
     Plan the memory of training by category, without weights, data or a GPU.
@@ -72,10 +70,6 @@ def plan_memory(
             Count what leaps hold. A pretrained model gives this back in its first step, because no leaps are made.
             Adapters train without them.
         accelerator (`str`): `"cuda"`, or `"cpu"` for autocast's rules of a CPU and no CUDA context.
-        processes (`int`):
-            Processes that share weights, gradients and states by FSDP2. The plan is that of each of them: batch, `vram`
-            and `ram` are its own.
-        cpu_offload (`bool`): Their rows stay on the host (`cpu_offload` of `fsdp_config`).
 
     Returns:
         [`Plan`]: with `peak_device_bytes`, `peak_host_bytes`, `categories` and `fits`. The plan is returned also where
@@ -89,12 +83,6 @@ def plan_memory(
         raise ValueError("`memory=stream` is not planned with `peft=qlora`. Set `memory=off`, or `peft=lora`.")
     if qat != "none" and peft is not None:
         raise ValueError(f"`qat={qat}` trains all weights, and `peft` freezes them. Leave one of them out.")
-    not_shared = {"memory=stream": memory == "stream", "peft=qlora": peft == "qlora", "chunked_loss=True": chunked_loss}
-    not_shared["optimizer_states=8bit"] = optimizer_states == "8bit"
-    for name in (name for name, asked in not_shared.items() if asked and processes > 1):
-        raise ValueError(f"`{name}` does not work with FSDP2, for which `processes={processes}` asks. Leave it out.")
-    if cpu_offload and processes == 1:
-        raise ValueError("`cpu_offload=True` is of FSDP2, and `processes=1` shares nothing. Set `memory=stream`.")
     planner = Planner(
         model,
         peft=peft,
@@ -110,8 +98,6 @@ def plan_memory(
         optimizer_states=optimizer_states,
         enable_predict=enable_predict,
         accelerator=accelerator,
-        processes=processes,
-        cpu_offload=cpu_offload,
     )
     kind = "full" if peft is None else "QLoRA" if peft == "qlora" else "LoRA"
     weights, autocast = loaded(dtype, kind)
@@ -174,8 +160,6 @@ class Planner:
         if way.setup.chunked_loss and reason is not None:
             raise ValueError(f"`chunked_loss=True` cannot be used: {reason}. Leave it out.")
         setup = way.setup if way.kind == "full" else replace(way.setup, values_per_weight=None)
-        if setup.processes > 1 and setup.autocast:  # FSDP2 gathers all weights in bf16
-            estimator = Estimator(estimator.shape, self._estimator("bfloat16", way.kind).tracer)
         return WayPlan(**vars(estimator.best(setup)), way=way)
 
     def _estimator(self, weights: str, kind: str) -> Estimator:

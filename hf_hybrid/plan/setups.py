@@ -33,7 +33,7 @@ _CHOICES: dict[str, tuple] = {
 DECIDED = (
     "recomputed_layers", "kept_graphs", "prefetch_layers", "stream_embeddings", "buffers_device", "update_in_backward",
 )  # fmt: skip
-_LEAST = {"sequence_length": 1, "batch_size": 1, "gradient_accumulation_steps": 1, "prefetch_layers": 0, "processes": 1}
+_LEAST = {"sequence_length": 1, "batch_size": 1, "gradient_accumulation_steps": 1, "prefetch_layers": 0}
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,6 @@ class Setup:
     ram: int | None = None  # bytes of the host
     accelerator: str = "cpu"  # "cuda": computes by its rules of autocast, and needs room beside the tensors
     workspace: int = 0  # bytes that cuBLAS takes for each thread that computes on a GPU
-    processes: int = 1  # among which FSDP2 shares the rows of weights, gradients and states; each has its own batch
-    cpu_offload: bool = False  # FSDP2 keeps these rows on the host
     memory: str = "auto"  # "off": everything resident; "stream"; "auto": streamed only if it does not fit
     autocast: bool = False  # to bf16
     activation_checkpointing: bool | str = False  # "auto": of as few layers as fit; streamed, False means that too
@@ -108,7 +106,7 @@ class Setup:
 
     def recomputed(self, layers: int) -> int:
         """How many of the layers of a resident model are recomputed in backward: so many from the first on."""
-        if self.activation_checkpointing != "auto" or self.offload_activations or self.processes > 1:
+        if self.activation_checkpointing != "auto" or self.offload_activations:
             return layers * bool(self.activation_checkpointing or self.offload_activations)
         return min(self.recomputed_layers or 0, layers)
 

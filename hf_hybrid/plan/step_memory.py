@@ -1,31 +1,28 @@
 """
-What a step holds, from its beginning to its end: of a resident model that was not traced, a streamed and a shared one.
+What a step holds, from its beginning to its end: of a resident model that was not traced, and of a streamed one.
 
-The steps of streamed and shared models are classes, whose methods follow the course of the step. Some bytes are there
+The step of streamed models is a class, whose methods follow the course of the step. Some bytes are there
 all the time; they go into the table as they are. Others are there at one moment only: a layer is recomputed, the loss
 is computed, weights are updated. These moments never coincide, so only the largest of them counts ([`add_largest`]).
 
 - [`untraced_table`]: everything lies on the device, and activations are estimated.
 - [`StreamedStep`]: layers lie on the host and visit the device.
-- [`SharedStep`]: FSDP2 spreads the rows of all weights over processes.
 
-A *unit* is what travels or is gathered as one: a layer, the embeddings or the head. All sizes are in bytes unless a
+A *unit* is what travels as one: a layer, the embeddings or the head. All sizes are in bytes unless a
 name says otherwise.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
-from hf_hybrid.machine import locked_bytes, pinned_bytes
+from hf_hybrid.machine import locked_bytes
 from hf_hybrid.plan.accounting import ByteTable, ModelShape, ParameterCount, WeightCount
 from hf_hybrid.plan.setups import Setup
-from hf_hybrid.plan.trace import Activations, Shared, eight_bit_sizes
+from hf_hybrid.plan.trace import Activations, eight_bit_sizes
 from hf_hybrid.streaming.units import padded
 
 # Without a trace: what autograd saves in a layer per token, hidden unit and byte of an activation, and how much more
@@ -352,90 +349,3 @@ class StreamedStep:
         gradients = self.gradients_of_a_layer + beside
         buffers = self.casts + self.ring * self.in_backward
         return {"activations": self.active.layer + self.graphs_but_one, "gradients": gradients, "buffers": buffers}
-
-
-class SharedStep:
-    """
-    A step of one of several processes that share the rows of weights, gradients and states by FSDP2.
-
-    Rows lie on the device, or with `cpu_offload` on the host. FSDP2 gathers the weights of a whole group while it
-    computes. A group is a layer, the embeddings, or what comes last: norm and head, with embeddings that are tied.
-
-    1. Forward: a layer computes. Backward holds more, so this is no moment of its own.
-    2. [`loss`]: the last group computes; its weights stay from here to the end of its backward pass.
-    3. [`layer_backward`]: a layer goes backward, and its gradients are sent to the processes whose rows they are.
-    4. [`clipping`]: all gradients are there.
-    5. [`orthogonalising`]: Muon's update or a leap needs whole matrices.
-
-    `at_layer` and `at_loss` are the traced activations at 3 and 2, and the rows of gradients that have grown by then.
-    """
-
-    def __init__(self, shape: ModelShape, setup: Setup, at_layer: Shared, at_loss: Shared):
-        self.at_layer, self.at_loss, processes = at_layer, at_loss, setup.processes
-        self.part = part = shape.part(processes)
-        # Buffers of leaps go where the rows go.
-        self.setup = setup = replace(setup, buffers_device="cpu") if setup.cpu_offload else setup
-        self.rows, self.per = part.total, WeightBytes(part, setup)
-        per = self.per
-        last = functools.reduce(WeightCount.join, [part.head, part.rest, *([part.embedding] if part.tied else [])])
-        groups = {*part.layers} if part.tied else {*part.layers, part.embedding}
-        self.gathered_last = processes * last.bytes(per.computed)
-        self.gathered = processes * max(group.bytes(per.computed) for group in groups)
-        self.gradients_of_last = processes * per.computed.trainable * last.trainable
-        self.gradients_of_group = processes * per.computed.trainable * max(group.trainable for group in groups)
-        self.largest_matrix = max(shape.largest_muon, shape.largest_leap if setup.leaps else 0)
-
-    def table(self) -> ByteTable:
-        """What the device holds at its largest moment, and the host between steps."""
-        setup, per, table = self.setup, self.per, ByteTable()
-        place = "host" if setup.cpu_offload else "device"
-        for parameter in self.rows.by_parameter:
-            stored = per.stored.trainable if parameter.trained else per.stored.frozen
-            table.add("weights", place, self._taken(parameter.count * stored))
-            table.add("states", place, 4 if parameter.trained else 0)  # the number of the step
-        table.add("states", place, per.states(self.rows))
-        table.add("buffers", "device", self.part.buffer_bytes + setup.workspaces(False))
-        per.add_leaps(table, self.rows)
-        if setup.cpu_offload:
-            table.add("gradients", "host", self._gradients())
-        if setup.gradient_accumulation_steps > 1:  # whole gradients: none is sent before the last micro-batch
-            gradients = setup.processes * per.computed.trainable * self.rows.trainable
-            table.add("gradients", "device", gradients)
-        add_largest(table, self.loss(), self.layer_backward(), self.clipping(), self.orthogonalising())
-        return table
-
-    def _taken(self, size: int) -> int:
-        """Bytes that a tensor of rows takes: torch page-locks those that it offloads from a GPU."""
-        pinned = self.setup.cpu_offload and self.per.on_gpu
-        return pinned_bytes(size) if pinned else size
-
-    def _gradients(self) -> int:
-        """Bytes of the rows of all gradients."""
-        trained = (p.count for p in self.rows.by_parameter if p.trained)
-        return sum(self._taken(count * self.per.stored.trainable) for count in trained)
-
-    def loss(self) -> DeviceBytes:
-        """The last group computes, and goes backward; the next group is received before this one has computed."""
-        return {
-            "activations": self.at_loss.activations,
-            "weights": self.gathered_last + max(self.gathered_last, self.gathered),  # received, then copied
-            "gradients": self.at_loss.gradients + self.gradients_of_last,
-        }
-
-    def layer_backward(self) -> DeviceBytes:
-        """A layer goes backward; what was sent of gradients lasts until that of the next group is due."""
-        sent = max(self.gradients_of_group, self.gradients_of_last)
-        return {
-            "activations": self.at_layer.activations,
-            "weights": 2 * self.gathered,
-            "gradients": self.at_layer.gradients + self.gradients_of_group + sent,
-        }
-
-    def clipping(self) -> DeviceBytes:
-        """The rows of all gradients are there."""
-        return {"gradients": 0 if self.setup.cpu_offload else self._gradients()}
-
-    def orthogonalising(self) -> DeviceBytes:
-        """Muon or a leap: the rows of all results; a matrix that was received, one to be sent, and scratch."""
-        results = 4 * sum(layer.trainable for layer in self.part.layers) if self.largest_matrix else 0
-        return {"buffers": results + (2 * 4 + MUON_SCRATCH) * self.largest_matrix}

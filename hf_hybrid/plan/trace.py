@@ -33,7 +33,7 @@ import logging
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -517,15 +517,6 @@ class Peak(NamedTuple):
 def unfold(trace: StepTrace, stands_for: Sequence[int], at_update: int = 0) -> Peak:
     """The peak of the whole model from the trace of its excerpt; `at_update`: bytes of scratch of the update."""
     best = Peak((0,) * _WIDTH, "forward")
-    for moment, held in _of_full_model(trace, stands_for):
-        held[_INDEX["buffers"]] += at_update * (moment.stage == "update")
-        if sum(held) > sum(best.held):
-            best = Peak(tuple(held), moment.stage)
-    return best
-
-
-def _of_full_model(trace: StepTrace, stands_for: Sequence[int]) -> Iterator[tuple[Moment, list[int]]]:
-    """Yield each moment of the trace, and what the whole model holds then, by category."""
     more = [sum(1 for stands in stands_for if stands == layer) - 1 for layer in range(trace.layers)]
     computing: dict[tuple[str, int], Bytes] = {}
     for moment in trace.moments:
@@ -539,7 +530,11 @@ def _of_full_model(trace: StepTrace, stands_for: Sequence[int]) -> Iterator[tupl
                 places = [place for place, stands in enumerate(stands_for) if stands == moment.where]
                 computing[key] = max((_missing(trace, stands_for, *key, place) for place in places), key=sum)
             missing = computing[key]
-        yield moment, [sum(moment.held[category::_WIDTH]) + missing[category] for category in range(_WIDTH)]
+        held = [sum(moment.held[category::_WIDTH]) + missing[category] for category in range(_WIDTH)]
+        held[_INDEX["buffers"]] += at_update * (moment.stage == "update")
+        if sum(held) > sum(best.held):
+            best = Peak(tuple(held), moment.stage)
+    return best
 
 
 def _missing(trace: StepTrace, stands_for: Sequence[int], stage: str, layer: int, place: int) -> Bytes:
@@ -560,27 +555,6 @@ def _of(held: Held, owner: int) -> Bytes:
 
 def _sum(parts: Iterable[Bytes]) -> Bytes:
     return tuple(sum(column) for column in zip((0,) * _WIDTH, *parts))
-
-
-class Shared(NamedTuple):
-    """Bytes of activations and of gradients in a step whose weights and gradients processes share, at one moment."""
-
-    activations: float
-    gradients: float  # the rows that are made by then
-
-
-def shared(trace: StepTrace, stands_for: Sequence[int], share: float) -> tuple[Shared, Shared]:
-    """
-    The largest moments of the whole model while a layer computes, and while embeddings, head or loss compute. `share`:
-    bytes of the gradients' rows over those of the gradients in the trace.
-    """
-    largest = [Shared(0, 0), Shared(0, 0)]
-    for moment, held in _of_full_model(trace, stands_for):
-        if moment.stage != "update":
-            outside = moment.where == trace.layers
-            current = Shared(held[_ACTIVATIONS], share * held[_INDEX["gradients"]])
-            largest[outside] = max(largest[outside], current, key=sum)
-    return largest[0], largest[1]
 
 
 class Activations(NamedTuple):
@@ -638,12 +612,6 @@ class Tracer:
     def peak(self, setup: Setup, at_update: int) -> Peak:
         """Of the resident model, without optimizer states."""
         return self._read(setup, setup.recomputed(len(self.excerpt.stands_for) or 1), unfold, at_update)
-
-    def shared(self, setup: Setup, element_bytes: int) -> tuple[Shared, Shared]:
-        """Of layers whose rows processes share, with gradients of so many bytes per element."""
-        traced = max(p.element_size() for p in self.excerpt.model.parameters() if p.requires_grad)
-        layers = setup.recomputed(len(self.excerpt.stands_for))
-        return self._read(setup, layers, shared, element_bytes / traced / setup.processes)
 
     def activations(self, setup: Setup) -> Activations:
         """Of streamed layers."""

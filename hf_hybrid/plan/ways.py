@@ -65,8 +65,7 @@ def usual_ways(
     """
     The ways that a table of plans compares, the cheapest of each kind first; `setup` holds batch, limits and machine.
 
-    `chunks` says whether the loss can be computed in chunks: `never`, `maybe` or `always`. Several processes share the
-    weights by FSDP2, which takes neither streaming nor chunked losses nor 8-bit states.
+    `chunks` says whether the loss can be computed in chunks: `never`, `maybe` or `always`.
     """
     ways: list[Way] = []
 
@@ -78,15 +77,6 @@ def usual_ways(
 
     precision = {"mixed": "bf16 autocast", "float32": "fp32", "bfloat16": "bf16 weights"}[dtype]
     recomputed: dict[str, Any] = {"activation_checkpointing": True}
-    if setup.processes > 1:
-        offload: dict[str, Any] = {**recomputed, "cpu_offload": True}
-        for kind, how in (("full", precision), ("LoRA", "")):
-            add(kind, "FSDP2", how)
-            add(kind, "FSDP2", how, "checkpointing", **recomputed)
-            if kind == "full" and dtype == "mixed":
-                add(kind, "FSDP2", "fp32", dtype="float32")
-            add(kind, "FSDP2", how, "checkpointing", "CPU offload", **offload)
-        return ways
     chunked = "chunked loss" if chunks == "maybe" else ""
     least: dict[str, Any] = {"chunked_loss": chunks != "never"}
     first: dict[str, Any] = {"chunked_loss": chunks == "always"}

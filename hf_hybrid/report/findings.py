@@ -5,7 +5,7 @@ from __future__ import annotations
 from hf_hybrid.records.readings import PHASES, as_dict, count_of, evenly, number
 from hf_hybrid.records.summary import HybridSummary
 from hf_hybrid.report.run_folder import Points, Run, leaps_made, verdicts_of
-from hf_hybrid.report.samples import completions_of, samples_of
+from hf_hybrid.report.samples import samples_of
 from hf_hybrid.report.series import ACCEPTED, SCORES, series_of, speed
 
 MOST_RECORDS = 1000
@@ -38,7 +38,6 @@ def findings(run: Run) -> dict:
         },
         "scores": _scores(run),
         "samples": sorted(samples_of(run.folder), key=lambda sample: -sample["step"]),
-        "completions": completions_of(run.folder, run.notes),
         "savings": dict(HybridSummary(run.record).savings_rows()),
         "phases": by_phase if leaps_made(run) and run.record_steps else {},
         "series": [

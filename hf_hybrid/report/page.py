@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from hf_hybrid.records.redaction import shareable
 from hf_hybrid.records.summary import format_bytes, format_number, format_seconds, html_table
 from hf_hybrid.report.findings import findings
 from hf_hybrid.report.plots import Plot, plots_available, run_plots
-from hf_hybrid.report.run_folder import Run, load_run
+from hf_hybrid.report.run_folder import load_run
 from hf_hybrid.report.series import SCORES
 
 logger = logging.getLogger(__name__)
@@ -45,40 +45,21 @@ def write_report(folder: str | Path, output: str | Path | None = None, *, refres
     """
     run = load_run(folder)
     values = shareable(findings(run))
-    output = _output_folder(output, run.folder, "report")
+    output = _output_folder(output, run.folder)
     plots = run_plots(run, output) if plots_available() else []
-    refresh = None if run.finished else refresh
-    return _write_files(output, "report", _body(values, plots), f"{values['name']}: run report", values, plots, refresh)
-
-
-def _output_folder(named: str | Path | None, folder: Path, *names: str) -> Path:
-    """Make the folder of a report: the one that was named, or `names` below `folder`. `ValueError` if it is a file."""
-    output = Path(named or folder.joinpath(*names))
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"`output` is `{output}`, which is a file. Name a folder.")
-    if not named:
-        own_folder(folder, *names)
-    output.mkdir(parents=True, exist_ok=True)
-    delete_temporaries(output)
-    return output
-
-
-def _write_files(
-    output: Path, name: str, body: Iterable[str], title: str, values: dict, plots: list[Plot], refresh: int | None
-) -> list[Path]:
-    """Write the page and the JSON, and return the files, the page first."""
     if not plots_available():
         logger.warning(INSTALL_HINT)
-    files = [output / f"{name}.html", output / f"{name}.json", *(output / f"{plot.name}.png" for plot in plots)]
-    again = "" if refresh is None else f'<meta http-equiv="refresh" content="{int(refresh)}">\n'
+    files = [output / "report.html", output / "report.json", *(output / f"{plot.name}.png" for plot in plots)]
+    again = "" if refresh is None or run.finished else f'<meta http-equiv="refresh" content="{int(refresh)}">\n'
     style = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
     page = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         f'{again}<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         # Browsers request an icon unless one is named.
-        f'<link rel="icon" href="data:,">\n<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n'
-        + "\n".join(filter(None, body))
+        f'<link rel="icon" href="data:,">\n<title>{escape(values["name"])}: run report</title>\n'
+        f"<style>\n{style}</style>\n</head>\n<body>\n"
+        + "\n".join(filter(None, _body(values, plots)))
         + "\n<footer>Made by <code>hf-hybrid report</code>. The numbers are in the JSON file beside this page.</footer>"
         "\n</body>\n</html>\n"
     )
@@ -86,6 +67,18 @@ def _write_files(
     values = {**values, "plots": [file.name for file in files[2:]]}
     write_text(files[1], json.dumps(plain(values), allow_nan=False) + "\n")
     return files
+
+
+def _output_folder(named: str | Path | None, folder: Path) -> Path:
+    """Make the folder of a report: the one that was named, or `report` below `folder`. `ValueError` if it is a file."""
+    output = Path(named or folder / "report")
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"`output` is `{output}`, which is a file. Name a folder.")
+    if not named:
+        own_folder(folder, "report")
+    output.mkdir(parents=True, exist_ok=True)
+    delete_temporaries(output)
+    return output
 
 
 def _body(values: dict, plots: Sequence[Plot]) -> list[str]:
@@ -199,8 +192,6 @@ _SECTIONS = {
     "Savings": [("What was not computed", "savings", "name value")],
     "Samples": [
         ("Completions of prompts at evaluations, the newest first", "samples", "step prompt completion"),
-        ("Completions of the training, the best and the worst by step", "completions",
-         "step rewards advantage prompt completion"),
     ],
     "Steps": [("Their phases", "phases", "name steps seconds")],
     "Leaps": [
@@ -248,55 +239,3 @@ def _cell(column: str, value: object) -> str:
         is_bytes, is_time = _BYTES.search(column), "seconds" in column
         return format_bytes(value) if is_bytes else format_seconds(value) if is_time else format_number(value)
     return "–" if value is None else str(value)
-
-
-# Several runs.
-
-
-def write_comparison(*folders: str | Path, output: str | Path | None = None, refresh: int | None = None) -> list[Path]:
-    """
-    Compare runs by their folders: `comparison.html` and `comparison.json` in `output`, by default `report/comparison`
-    in the last folder. Returns the files, the page first. `refresh` is as in `write_report`.
-
-    Raises:
-        ValueError: If there is nothing in one of the folders to report on, or there are fewer than two.
-    """
-    if len(folders) < 2:
-        raise ValueError(f"A comparison needs two runs at least, got {len(folders)}. Name their folders.")
-    runs = [load_run(folder) for folder in folders]
-    values, output = compare(*runs), _output_folder(output, runs[-1].folder, "report", "comparison")
-    about = [
-        f"<p>{number}: {escape(run['name'])}. {escape(run['status'])} "
-        f'<span class="muted"><code>{escape(run["folder"])}</code></span></p>'
-        for number, run in values["runs"].items()
-    ]
-    columns, options = tuple(values["runs"]), values["different_options"]
-    body = [
-        f"<header><h1>{len(runs)} runs</h1>{''.join(about)}</header>",
-        _section("Final numbers", _table(("", *columns), values["table"], "By run")),
-        _section("Options that differ", _table(("option", *columns), options, "By run", words=True)),
-    ]
-    refresh = None if all(run.finished for run in runs) else refresh
-    return _write_files(output, "comparison", body, f"Comparison of {len(runs)} runs", values, [], refresh)
-
-
-def compare(*runs: Run) -> dict:
-    """
-    Compare runs, and return plain values: `runs` with the headline and the scores of each, `table` and
-    `different_options` with rows of text (name, and a value by run).
-    """
-    each = [shareable(findings(run)) for run in runs]
-    numbers = [(label, show, [_at(values, place) for values in each]) for label, place, show, *_ in NUMBERS]
-    names = sorted({name for values in each for name in values["options"]} - {"output_dir", "logging_dir", "run_name"})
-    options = [[name, *(str(values["options"].get(name, "not recorded")) for values in each)] for name in names]
-    kept = ("name", "folder", "finished", "status", "headline", "scores")
-    return {
-        "schema_version": 3,
-        "runs": {str(index): {name: values[name] for name in kept} for index, values in enumerate(each, start=1)},
-        "table": [
-            [label, *("–" if value is None else show(value) for value in values)]
-            for label, show, values in numbers
-            if any(value is not None for value in values)
-        ],
-        "different_options": [row for row in options if len(set(row[1:])) > 1],
-    }

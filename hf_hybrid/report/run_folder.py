@@ -183,7 +183,7 @@ def _nothing_to_report(folder: Path, started: bool, notes: list[str]) -> ValueEr
     if trials:
         return ValueError(
             f"`{folder}` holds the trials of a search, {', '.join(f'`{name}`' for name in trials[:6])}"
-            f"{' and more' if len(trials) > 6 else ''}. Pass the folder of one, or of two to compare them."
+            f"{' and more' if len(trials) > 6 else ''}. Pass the folder of one."
         )
     message = (
         f"`{folder}` holds nothing to report on: no readable `hybrid_log.jsonl`, `hybrid_summary.json`, "

@@ -1,6 +1,5 @@
 """
-Samples of generations: the prompts of a file, and the completions that a run wrote to `samples.jsonl`, or TRL to
-`completions/`.
+Samples of generations: the prompts of a file, and the completions that a run wrote to `samples.jsonl`.
 
 The command line checks prompts before torch is imported, and a report needs no torch at all.
 """
@@ -10,8 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from hf_hybrid.records.log import load_log
-from hf_hybrid.records.readings import as_dict, number, numbered
-from hf_hybrid.records.summary import format_number
 
 SAMPLES_NAME = "samples.jsonl"
 MOST_PROMPTS = 32
@@ -51,34 +48,3 @@ def samples_of(folder: Path) -> list[dict]:
     lines = [line for line in lines if isinstance(line.get("completion"), str)]
     # A resumed run may evaluate the step of its checkpoint once more.
     return list({(line["step"], line["prompt"]): line for line in lines}.values())[-MOST_SAMPLES:]
-
-
-def completions_of(folder: Path, notes: list[str]) -> list[dict]:
-    """
-    Return completions of a training by rewards, the newest first: `step`, `prompt`, `completion`, `rewards` by function
-    and `advantage`. TRL writes them with `log_completions=True`; of each step the best and the worst are kept.
-    """
-    completions: list[dict] = []
-    for step, path in reversed(numbered(folder / "completions", r"completions_(\d+)\.parquet")):
-        try:
-            from pyarrow.parquet import read_table
-
-            rows = read_table(path).to_pylist()
-        except (ImportError, OSError, ValueError) as error:  # pyarrow's own errors are of these classes too
-            notes.append(f"`{path.name}` cannot be read and was left out: {error}.")
-            continue
-        rows.sort(key=lambda row: -(number(row.get("advantage")) or 0))
-        for row in rows[:1] + rows[1:][-1:]:
-            about = {name: _text(row.pop(name, None)) for name in ("prompt", "completion")}
-            advantage, _ = number(row.pop("advantage", None)), row.pop("step", None)
-            rewards = {name: value for name, value in row.items() if number(value) is not None}
-            text = ", ".join(f"{name} {format_number(value)}" for name, value in rewards.items())
-            completions.append({"step": step, **about, "rewards": text, "advantage": advantage})
-        if len(completions) >= MOST_SAMPLES:
-            break
-    return completions
-
-
-def _text(value: object) -> str:
-    """A prompt or a completion as text; of a chat the last message."""
-    return str(as_dict(value[-1]).get("content", "")) if isinstance(value, list) and value else str(value)

@@ -3,7 +3,7 @@ The table of series: everything of a run that is drawn over its steps, and liste
 
 A row says in which figure and panel a series stands, its name, its colour and its points. A run has the rows for which
 something was recorded: SFT logs the accuracy of tokens, DPO that of preferences, GRPO and RLOO the reward, and a
-`compute_metrics` may log an `eval_accuracy`. The painter, the comparison and the alternative texts read nothing else.
+`compute_metrics` may log an `eval_accuracy`. The painter and the alternative texts read nothing else.
 """
 
 from __future__ import annotations

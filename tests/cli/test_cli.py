@@ -8,13 +8,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from pydoc_data import topics
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
-from huggingface_hub import constants
 from safetensors import SafetensorError
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 
@@ -118,21 +120,22 @@ def test_defaults_yield_to_yaml_and_yaml_to_the_command_line(folder):
     assert config.disable_tqdm is True and config.dataloader_pin_memory is False
 
 
-@pytest.mark.long
-def test_the_next_run_says_how_long_it_takes(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setattr(progress, "LEAST_SECONDS", 0)
-    words = ["train", "--config", str(folder / "run.yaml"), "--memory", "stream", "--max_steps", "3", "--cpu"]
-    assert main([*words, "--output_dir", str(tmp_path / "first")]) == 0
-    assert "  time  " not in capsys.readouterr().out
-    file = tmp_path / "hf" / "hf_hybrid" / "step_times.json"
-    ((key, entry),) = json.loads(file.read_text()).items()
-    assert 0 < entry["seconds"] < 100
-    file.write_text(json.dumps({key: entry | {"seconds": 1000}}))
-    assert main([*words, "--output_dir", str(tmp_path / "second"), "--seed", "7", "--learning_rate", "1e-4"]) == 0
-    assert "  time       50:00 for 3 steps, 1,000 s each (the last run of this plan and" in capsys.readouterr().out
-    assert main([*words, "--output_dir", str(tmp_path / "third"), "--optim", "adamw_torch"]) == 0
-    assert "  time  " not in capsys.readouterr().out
+def test_the_time_left_follows_from_the_steps_after_the_first(monkeypatch, capsys):
+    trainer = SimpleNamespace(remove_callback=lambda kind: None)
+    args, now = SimpleNamespace(disable_tqdm=True, device=torch.device("cpu")), [0.0]
+    state = SimpleNamespace(max_steps=13, global_step=0, is_world_process_zero=True)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    callback, control = progress.Progress(trainer, threading.Event(), defaulted=frozenset()), SimpleNamespace()
+    callback.on_train_begin(args, state, control)
+    for took in (10, 5, 7, 6):
+        now[0] += took
+        state.global_step += 1
+        callback.on_step_end(args, state, control)
+        callback.on_log(args, state, control, {"loss": 1.0})
+    said = capsys.readouterr().out.splitlines()
+    assert "left" not in said[0]
+    assert said.pop(2).split() == "time 01:18 for 13 steps, 6 s each (by its second and third)".split()
+    assert [line.rpartition("  ")[2] for line in said[1:]] == ["00:55 left", "01:00 left", "00:54 left"]
 
 
 @pytest.mark.parametrize("peft", ["none", "lora"])

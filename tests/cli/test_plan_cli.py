@@ -135,31 +135,6 @@ def test_as_few_layers_are_recomputed_as_fit(config_file, capsys, tmp_path):
     assert "checkpointing auto" not in capsys.readouterr().out  # where all are recomputed, the next plan says so
 
 
-def test_several_processes_share_the_model(config_file, capsys, tmp_path):
-    target, shared = tmp_path / "plan.yaml", ("--num_processes", "8", "--accelerate_config", "fsdp2")
-    assert plan(config_file, "--vram", "2GiB", "--ram", "4GiB", *SHORT, *shared, "--output", target) == 0
-    shown = capsys.readouterr().out
-    assert "8 processes share the weights (FSDP2): all numbers are of each of them" in shown
-    assert "host:   0.50 GiB (--ram, divided by 8)" in shown
-    assert len(re.findall(r"  (?:full|LoRA), FSDP2", shown)) == 7 and "QLoRA" not in shown
-    written = yaml.safe_load(target.read_text())
-    assert (written["num_processes"], written["accelerate_config"]) == (8, "fsdp2")
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (["--num_processes", "8"], "`--num_processes 8` and `--accelerate_config None` do not go together"),
-        (["--accelerate_config", "fsdp2"], "Give `--accelerate_config fsdp2` with two processes or more"),
-        (["--num_processes", "2", "--accelerate_config", "fsdp2", "--peft", "qlora"], "`--peft qlora` is not planned"),
-        (["--for", "grpo", "--batch_size", "3"], "`--batch_size 3` holds no groups of completions"),
-    ],
-)
-def test_processes_that_share_nothing_are_refused(config_file, capsys, options, message):
-    assert plan(config_file, *options) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.long
 def test_what_is_short_is_said(config_file, capsys):
     target = config_file.parent / "none.yaml"
@@ -273,7 +248,10 @@ def test_a_hub_id_without_a_network(capsys, monkeypatch):
     assert "`HF_HUB_OFFLINE` is set" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--vram", "much"], ["--lora_r", "0"], ["--batch_size", "0"]])
+WRONG = (["--vram", "much"], ["--lora_r", "0"], ["--batch_size", "0"], ["--batch_size", "3", "--for", "grpo"])
+
+
+@pytest.mark.parametrize("words", WRONG)
 def test_options_out_of_range(config_file, capsys, words):
     assert plan(config_file, *SHORT, *words) == 2
     assert words[0].removeprefix("--") in capsys.readouterr().err

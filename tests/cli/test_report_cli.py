@@ -17,24 +17,11 @@ def test_command(tmp_path, capsys, caplog, monkeypatch):
     told = capsys.readouterr()
     assert told.out.splitlines()[0] == str(tmp_path / "there" / "report.html") and "report.json" in told.out
     assert "hf-hybrid[report]" in caplog.text
-    assert main(["report", str(tmp_path / "run"), str(tmp_path / "run")]) == 0
-    assert "comparison.html" in capsys.readouterr().out
     assert main(["report", str(tmp_path / "nothing")]) == 2
     assert "`" + str(tmp_path / "nothing") + "` is not a folder" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "file")]) == 2
     assert "`output`" in capsys.readouterr().err
-
-
-def test_several_runs(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    folders = [str(tmp_path / name) for name in "abc"]
-    for folder in folders:
-        hybrid_run(tmp_path / folder)
-    assert main(["report", *folders]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == str(tmp_path / "c" / "report" / "comparison" / "comparison.html")
-    assert main(["report", *folders, str(tmp_path / "missing")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -51,13 +38,10 @@ def test_bad_options_of_following(tmp_path, capsys, words, expected):
 REFRESH = 'http-equiv="refresh" content="7"'
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_a_report_follows_a_run_until_it_has_finished(tmp_path, monkeypatch, several):
+def test_a_report_follows_a_run_until_it_has_finished(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    hybrid_run(tmp_path / "first")
     hybrid_run(tmp_path / "run", steps=40, finished=False)
-    folder = tmp_path / "run" / "report"
-    page = folder / "comparison" / "comparison.html" if several else folder / "report.html"
+    page = tmp_path / "run" / "report" / "report.html"
     seen = []
 
     def sleep(seconds):
@@ -67,8 +51,7 @@ def test_a_report_follows_a_run_until_it_has_finished(tmp_path, monkeypatch, sev
         assert len(seen) < 6
 
     monkeypatch.setattr(time, "sleep", sleep)
-    words = [str(tmp_path / "first")] if several else []
-    assert main(["report", *words, str(tmp_path / "run"), "--follow", "--every", "7"]) == 0
+    assert main(["report", str(tmp_path / "run"), "--follow", "--every", "7"]) == 0
     # Once more when it has finished, as its last evaluation comes after its last step.
     assert [refreshes for _, refreshes, _ in seen] == [True, True, False] and {every for every, *_ in seen} == {7}
     assert "Finished at step 100" in page.read_text() and "refresh" not in page.read_text()

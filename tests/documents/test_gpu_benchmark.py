@@ -27,7 +27,7 @@ WORDS = {
     "dpo": ["--kinds", "mixed", "--arms", "trl", "trl_precomputed", "hybrid"],
     "grpo": ["--arms", "trl", "hybrid", "hybrid_peft"],
     "stream": ["--tokens", "640", "--length", "320", "--arms", "stream"],
-    "checks": ["--arms", "plan", "flex_gemma2", "flex_gpt_oss"],
+    "checks": ["--arms", "flex_gemma2", "flex_gpt_oss"],
     "scratch": ["--run_steps", "4", "--length", "16", "--rows", "2", "--files", "20", "--arms", "adamw", "fast"],
 }
 
@@ -47,7 +47,7 @@ def test_each_use_writes_what_it_measured(use, tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) >= len(rows)
     by_arm = {row["arm"]: row for row in rows}
     if use != "scratch":
-        assert all(len(row["steps"]) == 2 for row in rows if row["arm"] != "plan")
+        assert all(len(row["steps"]) == 2 for row in rows)
     if use == "sft":
         for row in rows:
             saves = row["arm"] == "hybrid" and row["kind"] == "system"

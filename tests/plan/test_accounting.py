@@ -147,22 +147,13 @@ def numbers(unit: WeightCount) -> tuple[int, int, int]:
     return unit.trainable, unit.frozen, unit.muon
 
 
-def test_processes_share_rows():
-    """The first holds as many rows as any other, which are filled up."""
-    matrix, norm = ParameterCount(5 * 8, True, rows=5), ParameterCount(6, False, rows=6)
-    assert [piece.part(2) for piece in (matrix, norm)] == [3 * 8, 3] and matrix.part(8) == 8
-    held = matrix._replace(count=24), norm._replace(count=3)
-    assert WeightCount(40, 6, 40, (matrix, norm)).part(2) == WeightCount(24, 3, 20, held)
-    assert WeightCount(40).part(3).trainable == 14  # whose parameters are not known
-
-
 def test_shape_of_a_tied_model():
     model = tiny_model()
     shape = ModelShape.of(model, LAYERS)
-    shapes, norm = [(32, 32)] * 4 + [(64, 32)] * 2 + [(32, 64)], ParameterCount(32, True, False, rows=32)
-    matrices = [ParameterCount(rows * columns, True, rows=rows) for rows, columns in shapes]
+    shapes, norm = [(32, 32)] * 4 + [(64, 32)] * 2 + [(32, 64)], ParameterCount(32, True, False)
+    matrices = [ParameterCount(rows * columns, True) for rows, columns in shapes]
     layer = WeightCount(LAYER, parameters=(*matrices, norm, norm))
-    embedding = ParameterCount(EMBEDDING, True, False, 256)  # read, and never rounded
+    embedding = ParameterCount(EMBEDDING, True, False)  # read, and never rounded
     assert shape == ModelShape(
         layers=(layer, layer),
         embedding=WeightCount(EMBEDDING, parameters=(embedding,)),

@@ -4,8 +4,6 @@ import json
 import math
 import sys
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from conftest import ByteText, hybrid_config, tiny_model
 from rig.run_folders import GIB, NASTY, hybrid_run, leap, log, phases, plain_run, profile, step_record, write
@@ -15,7 +13,7 @@ from hf_hybrid import HybridTrainer
 from hf_hybrid.records.log import load_log
 from hf_hybrid.records.profiler import MemoryProfilerCallback
 from hf_hybrid.report.findings import PROFILER_HINT, findings
-from hf_hybrid.report.page import compare, write_report
+from hf_hybrid.report.page import write_report
 from hf_hybrid.report.run_folder import load_run
 from hf_hybrid.report.series import speed, speed_of
 
@@ -379,36 +377,6 @@ def test_gradient_norms_are_those_that_a_logarithmic_axis_can_show(tmp_path):
     assert series_by_name(found)["gradient norm", "training"] == [(1, 1.0), (2, 9.0), (4, 2.0)]
 
 
-# Several runs.
-
-
-def test_comparison_of_three_runs(tmp_path):
-    runs = [logged(tmp_path / name, [{"step": 10, "loss": 2.0, "reward": value}]) for name, value in zip("ab", (1, 2))]
-    runs.append(logged(tmp_path / "c", [{"step": 9, "loss": 3.0}]))
-    found = compare(*runs)
-    table = {row[0]: row[1:] for row in found["table"]}
-    assert table["Reward"] == ["1.000", "2.000", "–"]
-    assert table["Training loss"] == ["2.000", "2.000", "3.000"]
-    assert list(found["runs"]) == ["1", "2", "3"] and "Did not finish" in found["runs"]["3"]["status"]
-
-
-def test_comparison_of_two_runs(tmp_path):
-    hybrid_run(tmp_path / "a")
-    plain_run(tmp_path / "b")
-    path = tmp_path / "b" / STATE
-    state = json.loads(path.read_text())
-    write(path, {**state, "log_history": [*state["log_history"], {"step": 100, "train_runtime": 9.0}]})
-    profile(tmp_path / "b", [step_record(step, "train") for step in range(1, 101)])
-    found = compare(load_run(tmp_path / "a"), load_run(tmp_path / "b"))
-    table = {row[0]: row[1:] for row in found["table"]}
-    assert table["Training loss"] == ["3.000", "4.000"]
-    assert table["Predicted steps"] == ["4", "0"]
-    assert table["Backward passes"] == ["96", "–"]
-    assert table["Peak memory"][1] == "12.0 GiB"
-    assert ["learning_rate", "0.001", "not recorded"] in found["different_options"]
-    assert all(row[0] != "output_dir" for row in found["different_options"])
-
-
 # The real thing.
 
 
@@ -454,18 +422,3 @@ def test_a_run_that_writes_no_summary_has_its_savings_in_the_log(tmp_path):
     assert found["savings"] == {"rows": "48", "rows skipped": "13"} and found["finished"]
     assert found["headline"]["backward_passes"]["done"] is None and found["headline"]["steps"]["total"] == 10
     assert not any("No record" in note for note in found["notes"])
-
-
-def test_completions_that_trl_logged_have_their_rewards(tmp_path, undrawn):
-    logged(tmp_path, [{"step": 10, "loss": 0.0, "reward": 0.5}])
-    chat = [{"role": "user", "content": "2 + 2 ="}]
-    columns = {"step": [10] * 3, "prompt": [chat] * 3, "completion": ["4", NASTY, "5"]}
-    (tmp_path / "completions").mkdir()
-    table = pyarrow.table({**columns, "exact": [1.0, 0.5, 0.0], "advantage": [1.2, 0.0, -1.2]})
-    pyarrow.parquet.write_table(table, tmp_path / "completions" / "completions_00010.parquet")
-    (tmp_path / "completions" / "completions_00005.parquet").write_bytes(b"half of a file")
-    page, found, *_ = write_report(tmp_path)
-    values = json.loads(found.read_text())
-    best = {"step": 10, "prompt": "2 + 2 =", "completion": "4", "rewards": "exact 1.00", "advantage": 1.2}
-    assert values["completions"] == [best, {**best, "completion": "5", "rewards": "exact 0", "advantage": -1.2}]
-    assert "completions_00005.parquet" in " ".join(values["notes"]) and "exact 1.00" in page.read_text()

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 from rig.pages import Page
-from rig.run_folders import NASTY, hybrid_run, leap, log, phases, plain_run, profile, step_record, write
+from rig.run_folders import NASTY, hybrid_run, leap, log, phases, profile, step_record, write
 
-from hf_hybrid.report.page import write_comparison, write_report
+from hf_hybrid.report.page import write_report
 from hf_hybrid.report.plots import PALETTE, running_mean, thinned
 
 
@@ -114,34 +114,6 @@ def test_without_matplotlib_everything_but_the_plots_is_written(tmp_path, monkey
     assert 'pip install "hf-hybrid[report]"' in Page((tmp_path / "report" / "report.html").read_text()).text
 
 
-def test_comparison_page(tmp_path):
-    hybrid_run(tmp_path / "a")
-    leaps = hybrid_run(tmp_path / "<i>b")
-    for name in ("a", "<i>b"):
-        profile(tmp_path / name, [step_record(step, phase) for step, phase in phases(leaps, 100).items()])
-    plain_run(tmp_path / "plain")
-    files = write_comparison(tmp_path / "a", tmp_path / "<i>b")
-    assert [path.name for path in files] == ["comparison.html", "comparison.json"]
-    assert files[0].parent == (tmp_path / "<i>b" / "report" / "comparison").resolve()
-    page = Page(files[0].read_text())
-    assert page.open == [] and "i" not in page.tags and "2: <i>b" in page.text and "Peak memory" in page.text
-    files = write_comparison(tmp_path / "a", tmp_path / "plain", output=tmp_path / "out")
-    assert [path.name for path in files] == ["comparison.html", "comparison.json"]
-
-
-def test_comparison_of_many_runs(tmp_path):
-    names = [f"<i>{index}" for index in range(10)]
-    for index, name in enumerate(names):
-        hybrid_run(tmp_path / name, steps=100 if index else 80, finished=bool(index))
-    files = write_comparison(*(tmp_path / name for name in names))
-    page = Page(files[0].read_text())
-    assert page.open == [] and "i" not in page.tags and "10: <i>9" in page.text and "10 runs" in page.text
-    assert "1: <i>0. Did not finish" in page.text
-    assert [path.name for path in files] == ["comparison.html", "comparison.json"]
-    with pytest.raises(ValueError, match="needs two runs at least, got 1"):
-        write_comparison(tmp_path / names[0])
-
-
 def scored_run(folder):
     """A run of GRPO as it is logged, with samples."""
     history = [
@@ -172,7 +144,6 @@ def test_half_of_an_emoji_does_not_end_a_report(tmp_path):
         write(folder / file, {**json.loads((folder / file).read_text()), **values})
     page, *_ = write_report(folder)
     assert page.read_text().count("a?b") >= 5
-    write_comparison(folder, folder)
 
 
 def test_reward_speed_gradient_norm_and_samples(tmp_path):
@@ -190,8 +161,6 @@ def test_reward_speed_gradient_norm_and_samples(tmp_path):
     at_five = {(row["panel"], row["name"]): dict(row["points"])[5] for row in series if row["figure"] != "rate"}
     assert at_five["reward", "training"] == 0.5 and at_five["reward", "eval"] == 0.4
     assert at_five["tokens/s", "training"] == 50.0 and at_five["rewards", "<b>f</b>"] == 0.25
-    write_comparison(tmp_path / "run", tmp_path / "run", output=tmp_path / "both")
-    assert "Eval: Reward" in (tmp_path / "both" / "comparison.html").read_text()
 
 
 def test_only_a_page_that_is_written_again_reloads_itself(tmp_path):
@@ -247,13 +216,11 @@ def test_links_in_the_folder_of_a_report_are_replaced(tmp_path):
     precious.write_text("of another user")
     hybrid_run(run)
     names = [path.name for path in write_report(run, tmp_path / "names")]
-    (run / "report" / "comparison").mkdir(parents=True)
-    both = {"comparison.html", "comparison.json"}
-    links = [run / "report" / name for name in names] + [run / "report" / "comparison" / name for name in both]
+    (run / "report").mkdir()
+    links = [run / "report" / name for name in names]
     for link in links:
         link.symlink_to(precious)
     write_report(run)
-    write_comparison(run, run)
     assert precious.read_text() == "of another user"
     assert {"report.html", "report.json", "loss.png"} <= set(names)
     assert all(path.stat().st_size and not path.is_symlink() for path in links)

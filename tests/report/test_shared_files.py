@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.records.profiler import MemoryProfilerCallback
-from hf_hybrid.report.page import write_comparison, write_report
+from hf_hybrid.report.page import write_report
 
 # Files of Trainer's own that are pushed too: it needs the paths in them.
 OF_TRAINER = {"training_args.bin", "trainer_state.json"}
@@ -31,11 +31,10 @@ def test_no_shared_file_names_a_folder_of_the_machine(tmp_path, monkeypatch):
     trainer.save_model()
     trainer.create_model_card()
     write_report(folder)
-    write_comparison(folder, folder)
     files = [path for path in folder.rglob("*") if path.is_file() and "checkpoint-" not in str(path)]
     names = {path.name for path in files}
     assert {"README.md", "hybrid_config.json", "hybrid_summary.json", "hybrid_log.jsonl"} < names
-    assert {"report.html", "report.json", "comparison.html", "steps.jsonl"} < names
+    assert {"report.html", "report.json", "steps.jsonl"} < names
     found = {path.name for path in files if b"-of-ada" in path.read_bytes() or bytes(tmp_path) in path.read_bytes()}
     assert found <= OF_TRAINER
     assert json.loads((folder / "hybrid_config.json").read_text())["output_dir"] == "out"

@@ -36,30 +36,6 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self.sizes.pop(key)
 
 
-class TouchedBytes(TorchDispatchMode):
-    """
-    Bytes of the storages that operations touch while it is active, and of `tensors`, as long as they live: their peak.
-    A storage counts with the size that it has at the time, as FSDP2 frees what it gathered by resizing it to nothing.
-    """
-
-    def __init__(self, tensors):
-        super().__init__()
-        self.alive, self.peak = {}, 0
-        self._watch(tensors)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **(kwargs or {}))
-        self._watch((args, kwargs, output))
-        living = {key: storage for key, watched in self.alive.items() if (storage := watched()) is not None}
-        self.alive = {key: self.alive[key] for key in living}
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in living.values()))
-        return output
-
-    def _watch(self, values):
-        for storage in storages(values):
-            self.alive.setdefault(storage._cdata, weakref.ref(storage))
-
-
 def storages(values):
     """The storages behind the tensors in `values`."""
     return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

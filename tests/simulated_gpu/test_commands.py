@@ -7,12 +7,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from pydoc_data import topics
 
 import pytest
-from conftest import tiny_model
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from simulated_gpu.results import TESTS, python_path
 from simulated_gpu.run_module import UNAVAILABLE
@@ -99,26 +95,3 @@ def test_the_gpu_benchmark_asks_the_device_in_processes_of_their_own(run, tmp_pa
     assert host["benchmark"] == "host" and host["launches_per_second"] > 0
     assert "error" not in row and row["reserved_gib"] > 0
     assert host["hardware"] == row["hardware"] and "Simulated GPU" in row["hardware"]
-
-
-def test_plan_measures_a_step_and_the_run_says_how_long_it_takes(run, tmp_path):
-    model, data, plan, home = (str(tmp_path / name) for name in ("model", "data.txt", "plan.yaml", "home"))
-    tiny_model(num_hidden_layers=10).save_pretrained(model)
-    alphabet = {letter: number for number, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
-    tokenizer = Tokenizer(models.BPE(alphabet, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="!").save_pretrained(model)
-    Path(data).write_text("\n\n".join(topics.topics["assert"] for _ in range(3)))
-    words = ("--sequence_length", "32", "--batch_size", "2", "--peft", "none", "--dtype", "bfloat16", "--for", "train")
-    words += ("--vram", "8GiB", "--measure", "--json", "--output", plan)
-    output = run("hf_hybrid", "plan", model, *words, HF_HOME=home)
-    measured = json.loads(output[output.index("{") : output.rindex("}") + 1])["measured"]["full"]
-    assert measured["trained"] == [4, 8] and measured["step"]["seconds"] > 0, output
-    assert measured["device_bytes"] > 0
-    kept = Path(home, "hf_hybrid", "step_times.json")
-    ((key, entry),) = json.loads(kept.read_text()).items()
-    assert entry["seconds"] == pytest.approx(measured["step"]["seconds"])
-    kept.write_text(json.dumps({key: {**entry, "seconds": 500.0}}))  # no line speaks of less than a minute
-    words = ("--dataset", data, "--output_dir", str(tmp_path / "out"), "--max_steps", "2")
-    output = run("hf_hybrid", "train", "--config", plan, *words, HF_HOME=home)
-    assert "time       16:40 for 2 steps, 500 s each (`plan --measure` with rows of full" in output
