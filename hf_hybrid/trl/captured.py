@@ -69,19 +69,25 @@ from transformers import (
 from transformers.cache_utils import LinearAttentionLayer, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_hybrid.compat import cache_name, packs_heads
+from hf_hybrid.compat import packs_heads
 from hf_hybrid.machine import Look, device_memory
 from hf_hybrid.phase_memory.adapters import users_forward
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.attention import attention
 from hf_hybrid.rows.facts import of_user
+from hf_hybrid.trl.completions import (
+    CACHE,
+    PlainRolloutsError,
+    Prefilled,
+    RowwiseProcessors,
+    drawn,
+    exchange_states,
+    states_of,
+)
 
 if TYPE_CHECKING:
     from hf_hybrid.phase_memory.adapters import AdapterProducts
-    from hf_hybrid.trl.decoding import Prefilled, RowwiseProcessors
 
-CACHE = cache_name()
-"""Argument and output of a model that holds keys and values."""
 CAPTURING = {"cuda"}
 """Types of devices on which passes are captured."""
 EVERY = 8
@@ -106,12 +112,6 @@ READ_ON_HOST = frozenset({
     aten.bincount.default,
 })  # fmt: skip
 INDEXING = frozenset({aten.index.Tensor, aten.index_put.default, aten.index_put_.default})
-
-
-class PlainRolloutsError(Exception):
-    """Completions are left to transformers; the message says why."""
-
-    advice = ""
 
 
 class LittleMemoryError(PlainRolloutsError):
@@ -157,40 +157,6 @@ def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mas
     packed, dropout = query.reshape(rows, key.shape[1], -1, size), options.get("dropout", 0.0)
     output = scaled_dot_product_attention(packed, key, value, attention_mask, dropout, scale=options.get("scaling"))
     return output.reshape(rows, 1, heads, -1), None
-
-
-# Layers with a state.
-
-STATES = ("conv_states", "recurrent_states")
-"""What a layer of a cache holds of a row whose state it keeps, by index: each `[rows, ...]`, or `None`."""
-
-
-def states_of(layer: Any) -> list[Tensor]:
-    """Return the states that a layer of a cache holds, each [rows, ...]; none if it only attends."""
-    held = [getattr(layer, name) for name in STATES] if isinstance(layer, LinearAttentionLayer) else []
-    return [state for by_index in held for state in by_index.values() if state is not None]
-
-
-def exchange_states(layer: Any, change: Callable[[Tensor], Tensor]) -> None:
-    """Put what `change` returns of each of these states in its place."""
-    for name in STATES if isinstance(layer, LinearAttentionLayer) else ():
-        held = getattr(layer, name)
-        setattr(layer, name, {index: state if state is None else change(state) for index, state in held.items()})
-
-
-# Of the whole batch.
-
-
-def drawn(probabilities: Tensor, count: int, places: Tensor | None) -> Tensor:
-    """
-    Draw a token of each row, shape [rows], as `torch.multinomial` does, and without a wait.
-
-    `probabilities` are those of some rows, [rows, vocabulary]; `places` says which of the `count` rows of the whole
-    batch they are (`None`: all), whose random numbers they get. From Distributions.cpp of torch: the token with the
-    largest quotient of its probability and a random number of an exponential distribution.
-    """
-    numbers = probabilities.new_empty(count, probabilities.shape[1]).exponential_()
-    return (probabilities / (numbers if places is None else numbers.index_select(0, places))).argmax(dim=-1)
 
 
 # The pass.
@@ -358,7 +324,7 @@ class Buffers:
         self.rows, self.length, self.graphs = len(prefilled.logits), length, dict[tuple[int, int], CapturedPass]()
         self.columns, self.stays, self._stream, self._pool = length, False, stream, None
         self.device = device = prefilled.logits.device
-        self.with_state: list[Any] = [None for _ in prefilled.caches[0].layers]  # layers of a cache, or `None`
+        self.with_state: list[Any] = [None for _ in prefilled.cache.layers]  # layers of a cache, or `None`
         attending = attending_layers(prefilled)
         self.sliding = [layer.is_sliding for layer in attending]
         self.layers = [(self._of_layer(layer.keys), self._of_layer(layer.values)) for layer in attending]
@@ -381,7 +347,7 @@ class Buffers:
         count, width = len(prefilled.logits), prefilled.width
         for (keys, values), (_, of_keys, of_values) in zip(self.layers, prefilled.of_all_rows(), strict=True):
             keys[:count, :, :width], values[:count, :, :width] = of_keys, of_values
-        for number, layer in enumerate(prefilled.caches[0].layers):
+        for number, layer in enumerate(prefilled.cache.layers):
             if self.with_state[number] is None and isinstance(layer, LinearAttentionLayer):
                 self.with_state[number] = layer
             for state, of_prompts in zip(states_of(self.with_state[number]), states_of(layer)):
@@ -482,7 +448,7 @@ def numbers_of(mask: Any, seen: Tensor, hidden: Tensor) -> Any:
 
 def attending_layers(prefilled: Prefilled) -> list[Any]:
     """Return the layers of the prompts' cache that hold keys and values."""
-    return [layer for layer in prefilled.caches[0].layers if not isinstance(layer, LinearAttentionLayer)]
+    return [layer for layer in prefilled.cache.layers if not isinstance(layer, LinearAttentionLayer)]
 
 
 PER_ROW = {"attention_mask", "position_ids", CACHE}
@@ -712,7 +678,7 @@ def bytes_of(prefilled: Prefilled, length: int) -> int:
     """Return the bytes of buffers of this length for all rows, and of states that are put back after a capture."""
     layers, rows = attending_layers(prefilled), len(prefilled.logits)
     of_a_token = sum(states[0, :, 0].nbytes for layer in layers for states in (layer.keys, layer.values))
-    of_states = sum(state[0].nbytes for layer in prefilled.caches[0].layers for state in states_of(layer))
+    of_states = sum(state[0].nbytes for layer in prefilled.cache.layers for state in states_of(layer))
     return rows * (of_a_token * length + 2 * of_states)
 
 

@@ -34,7 +34,8 @@ from hf_hybrid.run.run import RandomStates
 from hf_hybrid.run.trainer_view import module_of_user, overridden
 from hf_hybrid.saving.state import OWN
 from hf_hybrid.streaming.layers import base_model
-from hf_hybrid.trl.decoding import Decoding, indices, why_plain_model
+from hf_hybrid.trl.completions import indices
+from hf_hybrid.trl.decoding import Decoding, why_plain_model
 from hf_hybrid.trl.groups import (
     MEAN_OF_LOSS,
     ON_HOST,

@@ -325,8 +325,6 @@ ONLY_ELSEWHERE = {
     "trl/captured.py: generator = torch.cuda.default_generators[device.index]": (
         "tests/trl/test_captured.py: an error in a capture"
     ),
-    "trl/decoding.py: prefilled = _prefill(model, input_ids, prompts, model_inputs)": "a CPU",
-    "trl/decoding.py: return PASS": "a CPU",
     "trl/decoding.py: if base.device.type != 'cpu'": "devices without graphs",
     "trl/decoding.py: return f'passes are not captured on `{base.device.type}`, and fewer rows are not faster there'": (
         "devices without graphs"

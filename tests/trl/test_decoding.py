@@ -25,6 +25,7 @@ from rig.completions import (  # noqa: E402
     model,
 )
 from rig.rollouts import WITH_TOOLS, build, policy  # noqa: E402
+from rig.tiny_architectures import build_model  # noqa: E402
 from transformers import (  # noqa: E402
     DynamicCache,
     GenerationMixin,
@@ -36,17 +37,15 @@ from transformers.generation.utils import DeferredStopCheck  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
+from hf_hybrid.trl import decoding as decoding_module  # noqa: E402
+from hf_hybrid.trl.completions import Prompts, RowsLeft  # noqa: E402
 from hf_hybrid.trl.decoding import (  # noqa: E402
-    Branch,
     Decoding,
-    Prompts,
-    RowsLeft,
-    branch_of,
-    chunks_of_similar_length,
-    drawn,
     why_plain_cache,
     why_plain_model,
 )
+
+WITH_WINDOWS = ("gemma3_text", "gpt_oss")
 
 # Completions.
 
@@ -115,7 +114,7 @@ def test_what_is_counted():
     decoding = check_equal(model("llama"), rows, inputs, config())
     hook.remove()
     ours = [shape for shape in seen[len(passes) + 1 :] if shape[1] == 1]
-    assert seen[len(passes) + 1] == (4, 12)
+    assert seen[len(passes) + 1] == (4, 12)  # a tree would have 8 tokens less, which is not worth it
     assert decoding.counts["rows_decoded"] == sum(shape[0] for shape in ours) < sum(shape[0] for shape in passes)
     assert decoding.counts["rows_decoded"] + decoding.counts["rows_decoded_saved"] == sum(shape[0] for shape in passes)
     with decoding.completing(model("llama"), rows, counts=False):  # an evaluation
@@ -154,17 +153,70 @@ def test_prompts_that_begin_alike(name, way, case):
 
 
 def test_what_is_computed_of_prompts_that_begin_alike():
-    """The beginning, and then the rest of each, of which short ones compute the end of the beginning again."""
+    """Two short rows in both ways, once; then the beginning and the rest of each in one pass."""
     rows, inputs = batch([5, 9], prompts=6, beginnings=[SYSTEM])
     seen = []
     hook = model("llama").register_forward_pre_hook(
         lambda model, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     decoding = Decoding(off=False)
+    computed = len(SYSTEM) + 3 * 5 + 3 * 9
+    completed(model("llama"), rows, inputs, config(), decoding)
+    assert seen[:4] == [(2, 16), (1, 24), (1, computed), (6 * COPIES, 1)]
+    assert decoding.counts["prompt_tokens_shared"] == sum(map(len, rows)) - computed
+    seen.clear()
     completed(model("llama"), rows, inputs, config(), decoding)
     hook.remove()
-    assert seen[:3] == [(1, len(SYSTEM)), (6, 9), (6 * COPIES, 1)]
-    assert decoding.counts["prompt_tokens_shared"] == sum(map(len, rows)) - len(SYSTEM) - 6 * 9
+    assert seen[:2] == [(1, computed), (6 * COPIES, 1)]
+
+
+@pytest.mark.parametrize("takes_trees", [True, False])
+@pytest.mark.parametrize(
+    "name", mostly_slow(("mistral, a window that fits", *WITH_WINDOWS), ("mistral, a window that fits", "gpt_oss"))
+)
+def test_windows_that_rows_outgrow(name, takes_trees, monkeypatch):
+    """Some prompts, and the completions of others. The cache keeps every token, and the mask hides those outside."""
+    if not takes_trees:
+        monkeypatch.setattr(decoding_module, "why_no_tree", lambda *_: "it is padded here")
+    made = model(name, sliding_window=12) if name in ARCHITECTURES else build_model(name).eval()
+    rows, inputs = batch([5, 9, 30, 31])
+    decoding = check_equal(made, rows, inputs, config(eos_token_id=[*range(2, 30)]))
+    assert decoding.plain_because is None and (decoding.padded.because is None) is takes_trees
+    assert decoding.counts["rows_decoded_saved"] > 0
+
+
+class Shifts(torch.nn.Module):
+    """A layer that adds the token before, and is not told of trees."""
+
+    def forward(self, states):
+        return states + torch.nn.functional.pad(states, (0, 0, 1, -1))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("bloom", "the model is not told positions, and may count padding"),
+        ("refuses", "the model does not take a tree (RuntimeError"),
+        ("shifts", "of their length away from those of padded rows"),
+    ],
+)
+def test_prompts_that_are_padded_rows(name, reason, caplog):
+    """The model cannot compute a tree, or would compute something else: that is found with few tokens."""
+    caplog.set_level("INFO", logger="hf_hybrid")
+    made = model.__wrapped__("bloom, which is not told positions" if name == "bloom" else "llama")
+    if name == "shifts":
+        norm = made.model.layers[0].input_layernorm
+        made.model.layers[0].input_layernorm = torch.nn.Sequential(Shifts(), norm)
+    if name == "refuses":  # as an attention of its own, which computes with the mask
+        attend = made.model.layers[0].self_attn.forward
+        made.model.layers[0].self_attn.forward = lambda tree_layout=None, **given: attend(**given)
+    rows, inputs = batch([20], beginnings=[range(20, 70)])
+    decoding = Decoding(off=False)
+    for _ in range(2):
+        theirs, ours = (completed(made, rows, inputs, config(), how) for how in (None, decoding))
+        assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
+    assert decoding.plain_because is None and reason in decoding.padded.because
+    assert sum(reason in record.message for record in caplog.records) == 1
 
 
 def test_padding_to_a_multiple_and_prompts_that_differ():
@@ -190,64 +242,6 @@ def test_bf16():
 def test_prompts_are_told_apart_by_their_tokens():
     prompts = Prompts.of([[1, 2], [1, 2], [3], [1, 2], [3, 3]])
     assert prompts == Prompts(owner=[0, 0, 1, 0, 2], first=[0, 2, 4], tokens=[(1, 2), (3,), (3, 3)], lengths=[2, 1, 2])
-
-
-def tokens_computed(branch, prompts, above=0):
-    """Tokens that a branch computes, each of which all of its prompts share, and the prompts."""
-    computed, below = branch.shared - above + sum(len(prompts[prompt]) - branch.shared for prompt in branch.prompts), []
-    for further in branch.branches:
-        more, of_branch = tokens_computed(further, prompts, branch.shared)
-        computed, below = computed + more, below + of_branch
-    below += branch.prompts
-    assert branch.first in below and len({prompts[prompt][: branch.shared] for prompt in below}) == 1
-    assert all(len(prompts[prompt]) > branch.shared for prompt in below)
-    return computed, below
-
-
-@pytest.mark.parametrize("ends", [(), (2,)], ids=["some continue others", "none does"])
-@pytest.mark.parametrize("longest", [4, 9, 30])
-def test_what_prompts_share_is_computed_once(longest, ends):
-    """Every beginning of a prompt once, and the last token of each by itself."""
-    generator = torch.Generator().manual_seed(longest)
-    for _ in range(20):
-        lengths = torch.randint(1, longest, (12,), generator=generator).tolist()
-        rows = [(*(torch.rand(length, generator=generator) < 0.2).int().tolist(), *ends) for length in lengths]
-        prompts = [*dict.fromkeys(rows)]
-        order = sorted(range(len(prompts)), key=prompts.__getitem__)
-        computed, below = tokens_computed(branch_of(prompts, order, 0, 1, longest), prompts)
-        assert sorted(below) == [*range(len(prompts))]
-        once = len({row[:end] for row in prompts for end in range(1, len(row))}) + len(prompts)
-        assert computed == once if ends else computed <= once + len(prompts)
-        blocks = branch_of(prompts, order, 3, 2, 6)
-        assert sorted(tokens_computed(blocks, prompts)[1]) == sorted(below) and blocks.shared in (0, 2, 4, 6)
-
-
-def test_passes_that_are_not_worth_it():
-    prompts = [(1,) * 30 + (n,) for n in range(3)] + [(2,) * 40 + (n,) for n in range(2)]
-    first, second = ([0, 1, 2], [3, 4])
-    both = branch_of(prompts, range(5), 32, 1, 100)
-    assert both == Branch(0, 0, [], [Branch(30, 0, first, []), Branch(40, 3, second, [])])
-    assert branch_of(prompts, range(5), 60, 1, 100) == Branch(0, 0, first + second, [])
-    assert branch_of(prompts, range(5), 32, 64, 100) == Branch(0, 0, first + second, [])
-    assert branch_of(prompts[:1], [0], 0, 1, 100) == Branch(0, 0, [0], [])
-
-
-def test_chunks_hold_every_prompt_once():
-    lengths = [500, 3, 60, 50, 66, 200, 19]
-    chunks = chunks_of_similar_length(lengths)
-    assert chunks == [[1, 6], [3, 2, 4], [5], [0]]
-    assert len(chunks_of_similar_length(range(50, 501))) == 8
-
-
-def test_rows_that_are_left_get_their_own_random_numbers():
-    generator = torch.Generator().manual_seed(0)
-    probabilities = torch.rand(6, 50, generator=generator).softmax(dim=-1)
-    torch.manual_seed(3)
-    whole, state = torch.multinomial(probabilities, 1)[:, 0], torch.get_rng_state()
-    places = torch.tensor([1, 2, 5])
-    torch.manual_seed(3)
-    assert torch.equal(drawn(probabilities[places], torch.ones(6, 50), places), whole[places])
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_errors_leave_the_model_as_it_was():
@@ -307,14 +301,13 @@ LEFT = {
     "chunks of a prompt": ("llama", {"prefill_chunk_size": 8}, "`prefill_chunk_size=8`"),
     "no cache": ("llama", {"use_cache": False}, "no cache of keys and values"),
     "a static cache": ("llama", {"cache_implementation": "static"}, "`StaticCache`"),
-    "a window": ("mistral, a window that fits", {"max_new_tokens": 81}, "does not fit into the window of 100 tokens"),
     "guidance": ("llama", {"guidance_scale": 1.5}, "`UnbatchedClassifierFreeGuidanceLogitsProcessor`"),
     "the prompt's tokens": ("llama", {"encoder_repetition_penalty": 1.2}, "`EncoderRepetitionPenaltyLogitsProcessor`"),
     "a clock": ("llama", {"max_time": 1000.0}, "`MaxTimeCriteria`"),
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(LEFT, ("beams", "a window", "a clock")))
+@pytest.mark.parametrize("name", mostly_slow(LEFT, ("beams", "a clock")))
 def test_left_to_transformers(name, caplog):
     caplog.set_level("INFO", logger="hf_hybrid")
     architecture, options, reason = LEFT[name]
@@ -336,11 +329,15 @@ def test_a_model_of_states_alone_is_left_to_transformers():
     assert "`cache_params` beside tokens" in reason or "no layer of the cache counts tokens" in reason
 
 
-def test_layers_that_attend_and_have_a_state_are_not_captured():
+def test_caches_that_are_left_to_transformers():
+    """Layers that attend and have a state, where passes are captured; chunks of a batch's columns."""
     cache = DynamicCache(config=model("falcon_h1").config)
-    assert why_plain_cache(cache, 10, window_by_mask=False) is None
-    assert "are not captured" in why_plain_cache(cache, 10, window_by_mask=True)
-    assert why_plain_cache(DynamicCache(config=model("bamba").config), 10, window_by_mask=True) is None
+    assert why_plain_cache(cache, 10, captures=False, chunks=False) is None
+    assert "are not captured" in why_plain_cache(cache, 10, captures=True, chunks=False)
+    assert why_plain_cache(DynamicCache(config=model("bamba").config), 10, captures=True, chunks=False) is None
+    cache = DynamicCache(config=model("mistral, a window that fits").config)
+    assert why_plain_cache(cache, 100, captures=False, chunks=True) is None
+    assert "a chunk of 100 tokens" in why_plain_cache(cache, 101, captures=False, chunks=True)
 
 
 def test_images_and_others_are_left_to_transformers():
