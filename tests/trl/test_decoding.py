@@ -209,7 +209,11 @@ def test_prompts_that_are_padded_rows(name, reason, caplog):
         made.model.layers[0].input_layernorm = torch.nn.Sequential(Shifts(), norm)
     if name == "refuses":  # as an attention of its own, which computes with the mask
         attend = made.model.layers[0].self_attn.forward
-        made.model.layers[0].self_attn.forward = lambda tree_layout=None, **given: attend(**given)
+
+        def own(tree_layout=None, attention_mask=None, **given):
+            return attend(attention_mask=None if attention_mask is None else attention_mask[:, :1], **given)
+
+        made.model.layers[0].self_attn.forward = own
     rows, inputs = batch([20], beginnings=[range(20, 70)])
     decoding = Decoding(off=False)
     for _ in range(2):
