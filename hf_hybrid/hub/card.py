@@ -1,8 +1,8 @@
 """
 The model card: facts of a run, read off its trainer as plain values and filled into `card_template.md`.
 
-The template holds all words and their order; this file says where each value comes from, with the help of
-provenance.py (how and where). Three rules:
+The template holds all words and their order; this file says where each value comes from, with the help of py
+(what the model was made from) and provenance.py (how and where). Three rules:
 
 - What is not known is left out. A card has no empty section, no `None` and no "More information needed".
 - Names, paths and messages come from anywhere, so the template escapes every value that is not [`Markdown`] already.
@@ -11,6 +11,7 @@ provenance.py (how and where). Three rules:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -36,8 +37,9 @@ from hf_hybrid.hub.provenance import listed, one_line, unique
 from hf_hybrid.leaps.directions import DIRECTIONS, Direction, Orthogonal, direction_class
 from hf_hybrid.optimizers import optimizer_name
 from hf_hybrid.records.log import load_log
+from hf_hybrid.records.profiler import MemoryProfilerCallback
 from hf_hybrid.records.redaction import clean, shareable
-from hf_hybrid.records.summary import format_number, format_seconds
+from hf_hybrid.records.summary import format_bytes, format_number, format_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +84,8 @@ def _template() -> jinja2.Template:
         **{"text": text, "code": code, "link": link, "raw": Markdown},
         "model_link": lambda name: link(name, f"https://huggingface.co/{name}"),
         "data_link": lambda name: link(name, f"https://huggingface.co/datasets/{name}"),
-        **{"number": format_number, "time": format_seconds},
+        **{"number": format_number, "bytes": format_bytes, "time": format_seconds},
+        "loss": lambda loss: "–" if loss is None else f"{loss:.4f}",
     }
     return environment.from_string((Path(__file__).parent / "card_template.md").read_text(encoding="utf-8"))
 
@@ -121,6 +124,9 @@ def card_facts(trainer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         "hybrid_options": {name: value for name, value in settings.items() if name in hybrid},
         "adapter": {name: clean(value, secrets) for name, value in adapter_of(trainer).items()},
         "summary": summary,
+        "history": history_of(state.log_history),
+        "trackers": provenance.tracker_links(),
+        "memory": memory_of(trainer, summary),
         **trainer.environment(),
         "seconds": seconds,
         "starts": starts,
@@ -175,6 +181,18 @@ def is_language_loss(trainer: Any, task: str | None) -> bool:
     return task == "text-generation" and is_likelihood
 
 
+def history_of(log: list[dict], most: int = 20) -> list[dict]:
+    """The evaluations during the training, with the training loss logged last; evenly thinned to `most`."""
+    rows, loss = [], None
+    for entry in log:
+        if "train_runtime" in entry:
+            break
+        loss = entry.get("loss", loss)
+        if "eval_loss" in entry:
+            rows.append({"epoch": None, **entry, "loss": loss})
+    return rows[:: -max(1, math.ceil(len(rows) / most))][::-1]
+
+
 def rewards_of(trainer: Any) -> dict[str, Any] | None:
     """Of TRL's trainers that learn by rewards: names of the functions, mean reward `first` and `last` in the log."""
     names = getattr(trainer, "reward_func_names", None)
@@ -201,6 +219,22 @@ def settings_of(args) -> dict[str, Any]:
     changed = config_values(args, written_defaults=False)
     settings |= {name: value for name, value in changed.items() if not _SILENT.search(name)}
     return {name: value for name, value in settings.items() if name != unused}
+
+
+def memory_of(trainer: Any, summary: dict) -> dict[str, Any]:
+    """`peaks` of every phase where a profiler ran, on the `device` or of the process; the bytes `held` at the end."""
+    profilers = [call for call in trainer.callback_handler.callbacks if isinstance(call, MemoryProfilerCallback)]
+    phases = profilers[0].summary()["phases"] if profilers else {}
+    on_device = any("peak_allocated" in readings for readings in phases.values())
+    reading = "peak_allocated" if on_device else "peak_rss"
+    peaks = [(phase, values["records"], values[reading]) for phase, values in phases.items() if reading in values]
+    held, names = summary["memory"]["held"] or {}, {"states": "optimizer states", "drift": "prediction"}
+    return {
+        "peaks": peaks,
+        "on_device": on_device,
+        "held": {names.get(name, name): places for name, places in held.items() if any(places.values())},
+        "on_cpu": trainer.args.device.type == "cpu",
+    }
 
 
 # What the model was made from.
@@ -258,17 +292,25 @@ def model_facts(trainer: Any, finetuned_from: str | None, tasks: list[str]) -> d
     }
 
 
-_OF_ADAPTERS = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora")
+_OF_LORA = ("r", "lora_alpha", "lora_dropout", "target_modules")
+_OF_NO_INTEREST = ("peft_type", "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode",
+                   "peft_version", "runtime_config")  # fmt: skip
 
 
 def adapter_of(trainer: Any) -> dict[str, Any]:
-    """The settings of adapters that everybody asks for, but those that are off."""
+    """The settings of adapters: those that everybody asks for, and others that differ from their defaults."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     config = getattr(model, "active_peft_config", None) if hasattr(model, "peft_config") else None
-    shown = {name: getattr(config, name, None) for name in _OF_ADAPTERS}
-    if isinstance(targets := shown["target_modules"], (set, list, tuple)):  # a set has no order of its own
-        shown["target_modules"] = ", ".join(sorted(targets))
-    return {name: value for name, value in shown.items() if value is not None and value is not False}
+    if config is None:
+        return {}
+    shown = {name: getattr(config, name) for name in _OF_LORA if hasattr(config, name)}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in (*_OF_NO_INTEREST, *_OF_LORA) and value not in (None, field.default, {}, []):
+            shown[field.name] = getattr(value, "value", value)
+    # A set has no order of its own.
+    several = {name: sorted(map(str, value)) for name, value in shown.items() if isinstance(value, (set, list, tuple))}
+    return {**shown, **{name: ", ".join(values) for name, values in several.items()}}
 
 
 def count_parameters(parameters: Iterable) -> int:

@@ -1,5 +1,5 @@
 """
-Provenance of a run: its command, hardware and versions.
+Provenance of a run: its command, hardware, versions and experiment trackers.
 
 All of it is published with the card, so records/redaction.py removes secrets and paths of the machine first.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 import hf_hybrid
-from hf_hybrid.records.redaction import REMOVED, clean, is_secret_name
+from hf_hybrid.records.redaction import REMOVED, clean, is_secret_name, redact
 from hf_hybrid.records.summary import format_bytes
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\u0085\u2028\u2029]+")
@@ -112,3 +112,9 @@ def versions(*more: str) -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             known[package] = importlib.metadata.version(package)
     return known
+
+
+def tracker_links() -> dict[str, str]:
+    """Address of the run on Weights & Biases, if that is in use."""
+    address = getattr(getattr(sys.modules.get("wandb"), "run", None), "url", None)
+    return {"Weights & Biases": redact(address)} if address else {}

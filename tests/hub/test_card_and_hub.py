@@ -18,10 +18,10 @@ from huggingface_hub import ModelCard, ModelCardData
 from rig.hub_server import TOKEN, YAML_BLOCK, card_errors
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from hf_hybrid import HybridTrainer, __version__
+from hf_hybrid import HybridTrainer, MemoryProfilerCallback, __version__
 from hf_hybrid.hub import card as origins
 from hf_hybrid.hub.card import code, is_repo_id, license_of, rewards_of, text
-from hf_hybrid.hub.provenance import command, hardware
+from hf_hybrid.hub.provenance import command, hardware, tracker_links
 from hf_hybrid.part import Part
 from hf_hybrid.records.log import load_log
 from hf_hybrid.records.summary import format_seconds
@@ -99,13 +99,15 @@ def test_card_says_what_the_run_recorded(trained):
     assert f"{summary['backward_passes']} done, {summary['backward_passes_avoided']} avoided" in phases
     assert f"Leaps: {len(summary['leaps'])}\n" in phases and "| `leap_worth` | `0.5` |" in section(card, "Settings")
     assert "| `learning_rate` | `0.003` |" in section(card, "Settings")
-    assert "400 sequences" in section(card, "Data") and "16 sequences" in section(card, "Data")
+    assert "| weights | " in section(card, "Memory") and "400 sequences" in section(card, "Data")
+    assert "16 sequences" in section(card, "Data")
     assert f"| kept without a test | {summary['leaps_by_verdict'].get('unprobed', 0)} |" in phases
     assert f"| kept after a test | {summary['leaps_by_verdict'].get('kept', 0)} |" in phases
     assert "`logging_steps`" not in card and "`sequences per step` | `4`" in section(card, "Settings")
     assert "CPU" in section(card, "Hardware and time") and "Wall time" in section(card, "Hardware and time")
     assert re.search(r"^- Tokens per second, without evaluation and saving: [\d,.]+$", card, re.M)
     assert f"- torch {torch.__version__.split('+')[0]}" in section(card, "Versions")
+    assert section(card, "Course of the training").count("\n") == 4  # heads, rule, evaluations at 10, 20 and 30
     assert "very small model" in section(card, "Limits and intended use")
     assert "No licence is stated" not in card and "No licence is stated" in card_of(trained)
 
@@ -154,7 +156,7 @@ def test_strings_of_others_cannot_break_the_card(tmp_path, monkeypatch):
     assert not any(token.type == "html_block" for token in tokens)
     levels = [token.tag for token in tokens if token.type == "heading_open"]
     # Title, results, usage, training with its parts, limits, citation.
-    assert levels == ["h1", "h2", "h2", "h2", *["h3"] * 6, "h2", "h2"]
+    assert levels == ["h1", "h2", "h2", "h2", *["h3"] * 7, "h2", "h2"]
     cells = sum(token.type == "td_open" for token in tokens)
     rows = sum(token.type == "tr_open" for token in tokens) - sum(token.type == "thead_open" for token in tokens)
     assert 2 * rows < cells < 3 * rows + 1  # no `|` of a name began a cell
@@ -247,6 +249,18 @@ def test_savings_that_did_not_work_are_named(tmp_path):
     assert trainer.hybrid_summary()["failed_savings"] == failed
 
 
+def test_memory_is_that_of_the_profiler_where_there_is_one(tmp_path):
+    from hf_hybrid.records.profiler import MemoryProfilerCallback
+
+    profiler = MemoryProfilerCallback()
+    trainer = new_trainer(tmp_path / "out", callbacks=[profiler])
+    trainer.train()
+    memory = section(card_of(trainer), "Memory")
+    for phase, found in profiler.summary()["phases"].items():
+        assert f"| {phase.capitalize()} | {found['records']} |" in memory
+    assert "resident memory" in memory and "| weights |" not in memory
+
+
 # Where the model and its data come from.
 
 
@@ -311,8 +325,8 @@ def test_a_lora_card_has_its_settings_and_nothing_of_leaps(monkeypatch, tmp_path
     )
     defaults = dict.fromkeys(("warmup_phase_steps", "full_phase_steps", "correct_phase_steps", "max_predict_steps"))
     options = {**defaults, "leap_worth": None, **options}
-    model = peft.get_peft_model(tiny_model(), config)
-    trainer = new_trainer(tmp_path / "out", model, max_steps=12, auto_lr="off", **options)
+    model, profiler = peft.get_peft_model(tiny_model(), config), MemoryProfilerCallback()
+    trainer = new_trainer(tmp_path / "out", model, callbacks=[profiler], max_steps=12, auto_lr="off", **options)
     trainer.train()
     card = card_of(trainer)
     rows = dict(re.findall(r"^\| `(\w+)` \| `(.*)` \|$", section(card, "Adapter"), re.MULTILINE))
@@ -323,6 +337,7 @@ def test_a_lora_card_has_its_settings_and_nothing_of_leaps(monkeypatch, tmp_path
     words = body_of(card).split("## Citation")[0].lower()
     words = words.replace("`enable_predict` | `false`", "")  # a setting that was made
     assert re.findall(r".*(?:leap|predict|phase|warmup \||probe|correct|\broll).*", words) == []
+    assert re.search(r"^\| Train \| 12 \|", section(card, "Memory"), re.MULTILINE)
 
 
 def test_licence_is_that_of_the_base_model(monkeypatch, saved, tmp_path):
@@ -382,7 +397,7 @@ def test_damaged_files_beside_the_model_do_not_stop_the_card(trained, damaged, m
                for record in caplog.records)  # fmt: skip
 
 
-# Command, secrets, paths.
+# Command, secrets, paths, trackers.
 
 
 def test_command_has_no_secrets_and_no_home(monkeypatch, tmp_path):
@@ -419,6 +434,13 @@ def test_command_of_modules_and_notebooks(monkeypatch, tmp_path):
     assert command() == "python train.py -m gpt2"
     (tmp_path / "train").touch()  # a script without a suffix is not a command
     assert command(argv=[str(tmp_path / "train"), "-m", "gpt2"]) == "python train -m gpt2"
+
+
+def test_trackers_in_use_are_linked(monkeypatch, trained):
+    run = types.SimpleNamespace(url="https://wandb.ai/me/run")
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(run=run))
+    assert tracker_links() == {"Weights & Biases": run.url}
+    assert "(https://wandb.ai/me/run)" in card_of(trained)
 
 
 def test_method_of_the_trainer_is_named_and_cited(tmp_path):
@@ -506,7 +528,7 @@ def test_records_of_cards_hold_what_a_trainer_records(trained, generator):
     for name, record in generator["read_records"]().items():
         if not generator["COMMANDS"][name].startswith("export"):
             assert record.keys() == facts.keys()
-            for part in ("model", "arguments", "state"):
+            for part in ("model", "arguments", "memory", "state"):
                 assert record[part].keys() == facts[part].keys(), part
 
 
