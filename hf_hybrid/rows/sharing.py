@@ -336,7 +336,6 @@ class UnderWay(threading.local):
     """The forward pass of this thread: the micro-batches of a window may go through a model on several."""
 
     row: FlatRow | None = None
-    layout: Layout | None = None  # of the last one
     router: Tensor | None = None  # sum of the router's losses
     comparing: str | None = None  # `padded` or `tree` in a comparison
     hidden: Tensor | None = None  # what the backbone returned in a comparison
@@ -385,6 +384,8 @@ class SharedRows(Part):
         self._opened: dict[nn.Module, contextlib.ExitStack] = {}
         self._layouts: list[Layout] = []
         """Those that are known, for the backward passes that follow."""
+        self._attended = False
+        """Whether attentions computed the last ones."""
         self._backward_follows = False
         self._under_way = UnderWay()
         self._is_counting, self._said_drawn = True, False
@@ -454,6 +455,7 @@ class SharedRows(Part):
         if not self._opened:
             for layout in self._layouts:
                 Layout.known.pop(layout.number, None)
+            self._attended = any(layout.attended for layout in self._layouts)
             self._layouts.clear()
 
     def _in_trees(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -554,7 +556,7 @@ class SharedRows(Part):
     def _begin(self, model: nn.Module, row: FlatRow) -> None:
         """Note that a model computes a flat row now, and its backward pass later."""
         way = self._under_way
-        way.row, way.layout, Layout.known[row.layout.number] = row, row.layout, row.layout
+        way.row, Layout.known[row.layout.number] = row, row.layout
         self._layouts.append(row.layout)
         if way.comparing is None:
             self._opened[model].enter_context(self._in_trees(model))
@@ -804,8 +806,7 @@ class SharedRows(Part):
                 reason = f"{own} does not take a flat row ({type(error).__name__}: {error})"
                 self.fallbacks.cannot_be_exact(reason)
                 return reason
-            layout = self._under_way.layout
-            if layout is not None and layout.attended:
+            if self._attended or any(layout.attended for layout in self._layouts):
                 cost = f"About {saved:.0%} of the tokens of the first batch, and its padding, are not saved."
                 return self.fallbacks.did_not_work(error, doing, cost=cost)
             reason = f"the attention of `{type(facts.base).__name__}` is its own, not one of transformers' interface"

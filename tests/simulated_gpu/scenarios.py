@@ -1359,17 +1359,17 @@ SCENARIOS["dpo_without_leaps"] = Scenario(
 )
 
 
-def grpo(place: Place, ends: int = 60, **options) -> dict[str, Tensor]:
+def grpo(place: Place, ends: int = 60, beginning: str = "", **options) -> dict[str, Tensor]:
     """TRL's GRPO: rows without advantage are left out, and two completions share a prompt in the update."""
     import datasets
 
     from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer
 
     def reward(prompts, completions, **_) -> list[float]:
-        easy = [prompt.startswith("Say 0") for prompt in prompts]
+        easy = ["Say 0" in prompt for prompt in prompts]
         return [1.0 if e else sum(map(ord, text)) % 7 / 7 for e, text in zip(easy, completions)]
 
-    prompts = [{"prompt": f"Say {n % 4}: {'and again ' * (n % 3)}"} for n in range(32)]
+    prompts = [{"prompt": f"{beginning}Say {n % 4}: {'and again ' * (n % 3)}"} for n in range(32)]
     options = {
         "bf16": False, "num_generations": 2, "max_completion_length": 6, "disable_dropout": True,
         "generation_kwargs": {"eos_token_id": list(range(1, ends)), "use_cache": True}, **options,
@@ -1413,6 +1413,8 @@ ROLLED = {"keeps_model": True, "tolerance": 1e-5, "stops": 1}
 SCENARIOS["grpo"] = Scenario(grpo, **ROLLED)
 SCENARIOS["grpo_long"] = Scenario(partial(grpo, max_completion_length=40, ends=20), **{**ROLLED, "stops": 5})
 """Of up to 40 tokens: once more for every eight."""
+SCENARIOS["grpo_tree"] = Scenario(partial(grpo, beginning="Of all that can be said: " * 3), **{**ROLLED, "stops": 2})
+"""Prompts share enough to be computed as a tree."""
 SCENARIOS["grpo_more"] = Scenario(partial(grpo, gradient_accumulation_steps=6), **ROLLED)
 SCENARIOS["grpo_rewards_first"] = Scenario(partial(grpo, steps_per_generation=4), **{**ROLLED, "stops": 5})
 """Log-probabilities are computed in micro-batches, each of which is copied to the host."""

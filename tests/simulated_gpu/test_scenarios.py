@@ -330,11 +330,12 @@ ONLY_ELSEWHERE = {
         "devices without graphs"
     ),
     "machine.py: if torch.cuda.device_count() > 1": "the command line, before it trains",
-    "cli/console.py: where = 'host' if trainer.args.device.type == 'cpu' else 'device'": "the command line",
+    "cli/console.py: plan, where = (trainer.memory.plan, 'host' if trainer.args.device.type == 'cpu' else 'device')": (
+        "the command line"
+    ),
     "machine.py: visible = os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',')[0]": "several devices",
     "machine.py: return None": "devices that do not tell their free memory",
     "machine.py: return asked or not torch.accelerator.is_available()": "FSDP, which tests/test_machine.py asks for",
-    "plan/step_memory.py: pinned = self.setup.cpu_offload and self.per.on_gpu": "tests/plan/test_shared_plans.py",
     "plan/setups.py: if self.vram is None or self.accelerator != 'cuda'": "`hf-hybrid plan`, which needs no device",
     "plan/setups.py: return self.vram": "`hf-hybrid plan`, which needs no device",
     "recovery.py: return None": "a CPU, which nothing watches",
