@@ -455,7 +455,7 @@ class SharedRows(Part):
         if not self._opened:
             for layout in self._layouts:
                 Layout.known.pop(layout.number, None)
-            self._attended = any(layout.attended for layout in self._layouts)
+                self._attended = layout.attended
             self._layouts.clear()
 
     def _in_trees(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
