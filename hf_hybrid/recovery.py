@@ -44,7 +44,7 @@ from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.run.run import RandomStates, Run
 from hf_hybrid.run.trainer_view import LossView
 from hf_hybrid.saving.manifest import last_checkpoint
-from hf_hybrid.streaming.graphs import computed_otherwise
+from hf_hybrid.streaming.graphs import computed_otherwise, kept_twice
 from hf_hybrid.streaming.walk import Window
 
 logger = logging.getLogger(__name__)
@@ -417,9 +417,10 @@ class OutOfMemoryRecovery(Part):
 
     def explain(self, error: Exception) -> Exception:
         """Return the exception to raise for one that ended the run; it says what the user cannot see in it."""
-        kept_twice = "backward through the graph a second time" in str(error)
-        if self.trainer.memory.streams and (kept_twice or isinstance(error, CheckpointError)):
+        if self.trainer.memory.streams and isinstance(error, CheckpointError):
             return computed_otherwise()
+        if self.trainer.memory.streams and "backward through the graph a second time" in str(error):
+            return kept_twice(error)
         if not self.stepping or not self.retries or not is_out_of_memory(error):
             return error
         self.reason, optimizer = _first_line(error), type(inner_optimizer(self.trainer.optimizer)).__name__

@@ -91,9 +91,18 @@ def computed_otherwise(name: str = "A streamed layer") -> RuntimeError:
     """Return the error for a layer that computes something else when it is recomputed."""
     return RuntimeError(
         f"{name} computed something else in the backward pass than in the forward pass. With `memory=stream` layers "
-        "are computed again there: what code of yours does in them must be the same both times, and what it keeps of "
-        "them is kept twice. Draw random numbers from torch's global generator, keep modes, scales and adapters of "
-        "layers as they are for all passes of a step, or train with `memory=off`."
+        "are computed again there, so what code of yours does in them must be the same both times. Draw random numbers "
+        "from torch's global generator, keep modes, scales and adapters of layers as they are for all passes of a "
+        "step, or train with `memory=off`."
+    )
+
+
+def kept_twice(error: Exception) -> RuntimeError:
+    """Return the error for a graph that is differentiated again, where torch says that its values are gone."""
+    return RuntimeError(
+        f"{str(error).partition('(')[0].strip()}. With `memory=stream` layers are computed again in the backward pass: "
+        "what code of yours keeps of them, in a list for example, is kept twice. Clear it before each forward pass, "
+        "pass `retain_graph=True` where a loss is differentiated twice, or train with `memory=off`."
     )
 
 
