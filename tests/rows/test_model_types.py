@@ -8,7 +8,7 @@ from rig.tiny_architectures import FIRST_DATA_TOKEN, VOCAB, build_model, causal_
 
 from hf_hybrid.rows.sharing import SharedRows
 
-LEAST = 118
+LEAST = 125
 """Model types that share rows."""
 READS_THE_MASK = r"`\w+` reads the mask, and is no attention of transformers' interface"
 OWN = "the attention of `.*` is its own"

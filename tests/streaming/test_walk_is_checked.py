@@ -279,9 +279,13 @@ def test_nothing_remains_of_the_comparison(name, tmp_path, monkeypatch, caplog):
         host = [param.master.grad for param in streamer.masters.values()]
         units = [(u.calls, u.open_calls, u.open_graphs, u.bound) for u in streamer.units]
         held, random = (streamer.updates, streamer.last_pass, streamer.walk), RandomStates.now(streamer.device)
-        loads = sum(unit.loads for unit in streamer.units)
+        loads, back = [unit.loads for unit in streamer.units], streamer.transfers.bytes_out
         found.append(difference(streamer, *rest))
-        assert sum(unit.loads for unit in streamer.units) > loads, "it has computed"
+        loads = [unit.loads - before for unit, before in zip(streamer.units, loads)]
+        assert 0 < sum(loads) and max(loads) <= 8, "docs/memory.md says so"
+        assert streamer.transfers.bytes_out - back < streamer.units[0].storage.packed_bytes, (
+            "and that few gradients leave"
+        )
         assert RandomStates.now(streamer.device).same_as(random)
         assert held == (streamer.updates, streamer.last_pass, streamer.walk)
         assert units == [(u.calls, u.open_calls, u.open_graphs, u.bound) for u in streamer.units]
