@@ -283,9 +283,8 @@ def test_nothing_remains_of_the_comparison(name, tmp_path, monkeypatch, caplog):
         found.append(difference(streamer, *rest))
         loads = [unit.loads - before for unit, before in zip(streamer.units, loads)]
         assert 0 < sum(loads) and max(loads) <= 8, "docs/memory.md says so"
-        assert streamer.transfers.bytes_out - back < streamer.units[0].storage.packed_bytes, (
-            "and that few gradients leave"
-        )
+        whole = sum(unit.storage.packed_bytes for unit in streamer.units)
+        assert streamer.transfers.bytes_out - back < whole / 10, "and that few gradients leave"
         assert RandomStates.now(streamer.device).same_as(random)
         assert held == (streamer.updates, streamer.last_pass, streamer.walk)
         assert units == [(u.calls, u.open_calls, u.open_graphs, u.bound) for u in streamer.units]
