@@ -313,5 +313,32 @@ def of_a_library(request, monkeypatch) -> None:
 
 
 @pytest.fixture
+def cli(capsys):
+    """Run `hf-hybrid` in this process, check how it ended, and return what it wrote to stdout and to stderr."""
+    from hf_hybrid.cli.main import main
+
+    def run(*words, status=0):
+        capsys.readouterr()
+        ended = main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        assert ended == status and "Traceback" not in err, err
+        return out, err
+
+    return run
+
+
+@pytest.fixture
+def refused(cli):
+    """Run a command that refuses what it is given with status 2, and return the sentence."""
+
+    def run(*words):
+        _, err = cli(*words, status=2)
+        assert f"hf-hybrid {words[0]}: error: " in err, err
+        return err
+
+    return run
+
+
+@pytest.fixture
 def train_set() -> ByteText:
     return ByteText(400)

@@ -5,12 +5,11 @@ import shutil
 
 import pytest
 import torch
-from cli.test_cli import byte_tokenizer
 from conftest import mostly_slow
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from rig.chats import assistant, chat_tokenizer, save_llama, user
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from hf_hybrid.cli.data import Reader, silent
-from hf_hybrid.cli.main import main
 from hf_hybrid.cli.options import DataOptions, OptionError
 from hf_hybrid.cli.tokens import Answers
 
@@ -29,24 +28,9 @@ MARKED = CHATML.replace(
 ENDLESS = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
 
 
-def user(text, **more):
-    return {"role": "user", "content": text, **more}
-
-
-def assistant(text, **more):
-    return {"role": "assistant", "content": text, **more}
-
-
-def tokenizer_of(template, *marks, **more):
-    tokenizer = byte_tokenizer(**{"eos_token": "<|end|>", "pad_token": "<|end|>", **more})
-    tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
-    tokenizer.chat_template = template
-    return tokenizer
-
-
 def read(path, command="sft", template=CHATML, streaming=False):
     data = DataOptions(dataset=[str(path)], streaming=streaming)
-    (source,) = Reader(command, data, 0).sources("dataset", tokenizer_of(template), silent)
+    (source,) = Reader(command, data, 0).sources("dataset", chat_tokenizer(template), silent)
     return source
 
 
@@ -88,21 +72,19 @@ FILES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, content, rows", FILES, ids=[name for name, _, _ in FILES])
-def test_texts_of_files_stay_as_they_are(tmp_path, name, content, rows, streaming=False):
+NAMES = [name for name, _, _ in FILES]
+STREAMED = ["bom.json", "bom.csv", "bom.txt", "blank.jsonl", "late.jsonl", "fields.csv"]
+
+
+@pytest.mark.parametrize("name, streaming", mostly_slow(
+    [(name, streaming) for streaming in (False, True) for name in NAMES],
+    [*((name, False) for name in NAMES), *((name, True) for name in STREAMED)],
+))  # fmt: skip
+def test_texts_of_files_stay_as_they_are(tmp_path, name, streaming):
+    _, content, rows = FILES[NAMES.index(name)]
     (tmp_path / name).write_bytes(content.encode())
     source = read(tmp_path / name, "train" if name.endswith(".txt") else "sft", streaming=streaming)
     assert list(source.rows) == rows
-
-
-STREAMED = [file[0] for file in FILES]
-
-
-@pytest.mark.parametrize(
-    "name", mostly_slow(STREAMED, ["bom.json", "bom.csv", "bom.txt", "blank.jsonl", "late.jsonl", "fields.csv"])
-)
-def test_so_they_do_when_they_are_streamed(tmp_path, name):
-    test_texts_of_files_stay_as_they_are(tmp_path, *FILES[STREAMED.index(name)], streaming=True)
 
 
 def test_an_empty_answer_of_a_table_is_none(tmp_path):
@@ -152,7 +134,7 @@ LEARNED = [
 @pytest.mark.parametrize("template", [CHATML, SYSTEM + CHATML, MARKED], ids=["plain", "system", "marked"])
 @pytest.mark.parametrize("row, answers", [case[1:] for case in LEARNED], ids=[case[0] for case in LEARNED])
 def test_only_answers_are_learned(tmp_path, template, row, answers):
-    tokenizer = tokenizer_of(template, "<|im_start|>")
+    tokenizer = chat_tokenizer(template, "<|im_start|>")
     (tmp_path / "rows.jsonl").write_text(lines(row))
     (piece,) = Answers(tokenizer, True, True).tokenise(read(tmp_path / "rows.jsonl"))
     text = tokenizer.decode([label for label in piece["labels"] if label >= 0])
@@ -169,32 +151,31 @@ def test_a_system_column_is_the_system_message(tmp_path):
 # Runs: what nobody would see before it is too late.
 
 
-def llama(vocabulary, **more):
-    torch.manual_seed(0)
-    values = {
-        "vocab_size": vocabulary, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
-    return LlamaForCausalLM(LlamaConfig(**{**values, **more}))
-
-
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    """Train a model on chats or other rows: exit status, and all that it wrote, in one line."""
+def run(tmp_path, monkeypatch, cli):
+    """Train a model on chats or other rows, check how it ended, and return all that it wrote, in one line."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
 
-    def run(command, model, rows, *words):
+    def run(name, rows, *words, model="model", status=0):
         (tmp_path / "rows.jsonl").write_text(lines(*rows))
-        status = main([
-            command, "--model", model, "--dataset", "rows.jsonl", "--max_steps", "2", "--use_cpu", "true",
-            "--report_to", "none", "--eval_share", "0", "--per_device_train_batch_size", "2", "--output_dir", "out",
-            *words,
-        ])  # fmt: skip
-        written = capsys.readouterr()
-        return status, " ".join((written.out + written.err).split())
+        always = ["--max_steps", "2", "--use_cpu", "--report_to", "none", "--per_device_train_batch_size", "2"]
+        always += ["--model", model, "--dataset", "rows.jsonl", "--eval_share", "0", "--output_dir", "out"]
+        return " ".join("".join(cli(name, *always, *words, status=status)).split())
 
     return run
+
+
+@pytest.fixture
+def save(tmp_path):
+    """Write a tokenizer, of chats if none is given, and a model that it fits to."""
+
+    def save(tokenizer=None, **values):
+        tokenizer = tokenizer or chat_tokenizer(CHATML, "<|im_start|>")
+        save_llama(tmp_path / "model", tokenizer, eos_token_id=None, pad_token_id=None, **values)
+        return tokenizer
+
+    return save
 
 
 CHATS = [{"messages": [user(f"What is {n}?"), assistant("Paris")]} for n in range(8)]
@@ -204,40 +185,34 @@ LONG = [{"messages": [user("What? " * 30), assistant("Paris")]}] * 8
 @pytest.mark.parametrize(
     "tokenizer, words",
     [
-        (lambda: tokenizer_of(CHATML, "<|im_start|>"), None),
-        (lambda: tokenizer_of(CHATML, "<|im_start|>", "<|eos|>", eos_token="<|eos|>"), "Set `--eos_token '<|end|>'`"),
-        (lambda: tokenizer_of(ENDLESS), "`<|end|>`: the model will not stop after its answer"),
-        (lambda: tokenizer_of(CHATML), "`<|im_start|>` in the rows: no token of the vocabulary"),
+        (lambda: chat_tokenizer(CHATML, "<|im_start|>"), None),
+        (lambda: chat_tokenizer(CHATML, "<|im_start|>", "<|eos|>", eos_token="<|eos|>"), "Set `--eos_token '<|end|>'`"),
+        (lambda: chat_tokenizer(ENDLESS), "`<|end|>`: the model will not stop after its answer"),
+        (lambda: chat_tokenizer(CHATML), "`<|im_start|>` in the rows: no token of the vocabulary"),
     ],
     ids=["right", "other end", "no end", "no marks"],
 )
 @pytest.mark.long
-def test_rows_that_make_a_model_that_never_stops_are_warned_of(run, tmp_path, tokenizer, words):
-    tokenizer = tokenizer()
-    tokenizer.save_pretrained(tmp_path / "model")
-    llama(len(tokenizer)).save_pretrained(tmp_path / "model")
-    status, told = run("sft", "model", CHATS)
-    assert status == 0, told
+def test_rows_that_make_a_model_that_never_stops_are_warned_of(run, save, tokenizer, words):
+    save(tokenizer())
+    told = run("sft", CHATS)
     assert words in told if words else "will not stop" not in told and "in the rows" not in told
 
 
 @pytest.mark.parametrize("kind, statuses", [("learned", (2, 2, 2)), ("rotary", (0, 0, 0))])
-def test_rows_longer_than_the_positions_of_the_model(run, tmp_path, kind, statuses):
-    tokenizer = tokenizer_of(CHATML, "<|im_start|>")
-    tokenizer.save_pretrained(tmp_path / "model")
-    model = llama(len(tokenizer), max_position_embeddings=48)
+def test_rows_longer_than_the_positions_of_the_model(run, save, tmp_path, kind, statuses):
+    tokenizer = save(max_position_embeddings=48)
     if kind == "learned":
         values = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
         size = {"n_positions": 48, "n_embd": 16, "n_layer": 1, "n_head": 2}
         model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **size, **values))
-    model.save_pretrained(tmp_path / "model")
+        model.save_pretrained(tmp_path / "model")
     pairs = [{"prompt": "What? " * 30, "chosen": "Paris", "rejected": f"{n}"} for n in range(8)]
     prompts = [{"prompt": "What? " * 30, "answer": "Paris"}] * 8
     rewarded = ["--reward", "exact_match", "--num_generations", "2", "--max_completion_length", "2"]
     commands = (("sft", LONG, []), ("dpo", pairs, []), ("grpo", prompts, rewarded))
-    for (command, rows, more), wanted in zip(commands, statuses, strict=True):
-        status, told = run(command, "model", rows, *more)
-        assert status == wanted, told
+    for (command, rows, more), status in zip(commands, statuses, strict=True):
+        told = run(command, rows, *more, status=status)
         assert ("the model has 48 positions" in told) == (command != "grpo" or kind == "learned")
 
 
@@ -259,64 +234,55 @@ def preferences(rows):
     ],
 )  # fmt: skip
 @pytest.mark.long
-def test_rows_that_are_cut_before_their_answer_are_counted(run, tmp_path, command, rows, held, more, status):
+def test_rows_that_are_cut_before_their_answer_are_counted(run, save, tmp_path, command, rows, held, more, status):
     if command == "dpo":
         rows, held = preferences(rows), preferences(held)
-    tokenizer = tokenizer_of(None)
-    tokenizer.save_pretrained(tmp_path / "model")
-    llama(len(tokenizer)).save_pretrained(tmp_path / "model")
+    save(chat_tokenizer(None))
     words = ["--max_length", "48", *more]
     if held:
         (tmp_path / "held.jsonl").write_text(lines(*held))
         words += ["--eval_dataset", "held.jsonl", "--eval_strategy", "steps", "--eval_steps", "1"]
-    ended, told = run(command, "model", rows, *words)
-    assert ended == status and "--max_length 48" in told, told
-    assert ("before its answer begins. Raise it" in told) == (status == 2)
+    told = run(command, rows, *words, status=status)
+    assert "--max_length 48" in told and ("before its answer begins. Raise it" in told) == (status == 2)
 
 
 # Models.
 
 
-def test_a_checkpoint_that_lacks_weights_is_refused(run, tmp_path):
+def test_a_checkpoint_that_lacks_weights_is_refused(run, save, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    tokenizer = tokenizer_of(CHATML, "<|im_start|>")
-    tokenizer.save_pretrained(tmp_path / "model")
-    llama(len(tokenizer)).save_pretrained(tmp_path / "model")
+    save()
     file = tmp_path / "model" / "model.safetensors"
     weights = {name.replace("layers.1.", "blocks.1."): weight for name, weight in load_file(file).items()}
     save_file(weights, file, {"format": "pt"})
-    status, told = run("sft", "model", CHATS)
-    assert status == 2 and "lacks 9 weights: `model.layers.1." in told and "`model.blocks.1." in told
-    status, told = run("sft", "model", CHATS, "--allow_new_weights", "true")
-    assert status == 0, told
+    told = run("sft", CHATS, status=2)
+    assert "lacks 9 weights: `model.layers.1." in told and "`model.blocks.1." in told
+    run("sft", CHATS, "--allow_new_weights", "true")
 
 
 @pytest.mark.long
-def test_trained_adapters_go_on_or_are_merged_under_new_ones(run, tmp_path):
+def test_trained_adapters_go_on_or_are_merged_under_new_ones(run, save, tmp_path):
     from peft import PeftModel
     from safetensors.torch import load_file
 
-    tokenizer = tokenizer_of(CHATML, "<|im_start|>")
-    tokenizer.save_pretrained(tmp_path / "model")
-    llama(len(tokenizer)).save_pretrained(tmp_path / "model")
+    tokenizer = save()
     lora = ["--peft", "lora", "--lora_r", "2", "--learning_rate", "1e-2", "--lr_scheduler_type", "constant"]
-    assert run("sft", "model", CHATS, *lora, "--output_dir", "first")[0] == 0
+    run("sft", CHATS, *lora, "--output_dir", "first")
     first = load_file(tmp_path / "first" / "adapter_model.safetensors")
     merged = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(tmp_path / "model"), tmp_path / "first")
     ids = torch.tensor([tokenizer("What is 1?")["input_ids"]])
     texts = ([{"text": "Paris " * 40}] * 8, "--sequence_length", "32")
     for command, (rows, *more) in {"sft": (CHATS,), "dpo": (preferences(SHORT),), "train": texts}.items():
         # At a rate of almost nothing it is the same adapter.
-        status, told = run(command, "first", rows, *more, "--learning_rate", "1e-9", "--output_dir", "further")
-        assert status == 0 and "in adapters" in told, told
+        further = ["--learning_rate", "1e-9", "--output_dir", "further"]
+        assert "in adapters" in run(command, rows, *more, *further, model="first")
         saved = json.loads((tmp_path / "further" / "adapter_config.json").read_text())
         weights = load_file(tmp_path / "further" / "adapter_model.safetensors")
         assert saved["r"] == 2 and saved["base_model_name_or_path"] == "model" and weights.keys() == first.keys()
         assert all((weights[name] - first[name]).abs().max() < 1e-6 for name in first)
         words = ["--adapter", "new", "--peft", "lora", "--lora_r", "3", "--output_dir", "new"]
-        status, told = run(command, "first", rows, *more, *words)
-        assert status == 0 and "in adapters" in told, told
+        assert "in adapters" in run(command, rows, *more, *words, model="first")
         assert json.loads((tmp_path / "new" / "adapter_config.json").read_text())["r"] == 3
         base = LlamaForCausalLM.from_pretrained(tmp_path / "new" / "_hybrid_base" / "plain")
         assert torch.allclose(base(ids).logits, merged(ids).logits, atol=1e-4)

@@ -4,17 +4,16 @@ import dataclasses
 import io
 import json
 import re
-import subprocess
 import sys
 import threading
 import unicodedata
 from decimal import Decimal
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from cli.test_cli import byte_tokenizer
 from conftest import config_values, mostly_slow, tiny_model
+from rig.chats import END, ENDS, assistant, byte_tokenizer, chat_tokenizer, llama_config, save_llama, user
+from rig.processes import ROOT, python
 from transformers import AutoModelForCausalLM, BertConfig, LlavaConfig, MixtralConfig, T5Config
 
 from benchmarks.equality.families import build as build_family
@@ -57,14 +56,6 @@ MARKED = TEMPLATE.replace(
 )
 
 
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
-
-
 ROWS = {
     "chats": [
         {"messages": [user(f"Say {i}"), assistant(f"{i}!"), user("again"), assistant(f"{i} {i}")]} for i in range(12)
@@ -87,21 +78,9 @@ ROWS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model with a chat template, and a file of each format."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("fine_tuning")
-    tokenizer = byte_tokenizer(eos_token="<|end|>", pad_token="<|end|>")
-    tokenizer.save_pretrained(folder / "base")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder / "model")
-    config = LlamaConfig(
-        vocab_size=257, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=256, pad_token_id=256,
-    )  # fmt: skip
-    for name in ("model", "base"):
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder / name)
+    save_llama(folder / "model", chat_tokenizer(TEMPLATE), max_position_embeddings=128)
+    save_llama(folder / "base", byte_tokenizer(**ENDS), max_position_embeddings=128)
     for name, rows in ROWS.items():
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     (folder / "pairs.json").write_text(json.dumps(ROWS["pairs"], indent=1), encoding="utf-8")
@@ -110,19 +89,23 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def run(folder, tmp_path, monkeypatch, capsys):
-    """Run a command on a file: its exit status, and what it wrote to stdout and stderr."""
+def run(folder, tmp_path, monkeypatch, cli):
+    """Run a command on a file, check how it ended, and return what it wrote to stdout and to stderr."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "80")
 
-    def run(command, *words, steps=2, model="model"):
-        always = ["--use_cpu", "--report_to", "none", "--per_device_train_batch_size", "2", "--max_steps", str(steps)]
-        out = [] if "--output_dir" in words else ["--output_dir", str(tmp_path / "out")]
-        status = main([command, "--model", model, *always, *out, *words])
-        written = capsys.readouterr()
-        return status, written.out, written.err
+    def run(name, *words, steps=2, model="model", status=0):
+        always = ["--use_cpu", "--report_to", "none", "--per_device_train_batch_size", "2", "--max_steps", steps]
+        out = [] if "--output_dir" in words else ["--output_dir", tmp_path / "out"]
+        return cli(name, "--model", model, *always, *out, *words, status=status)
 
     return run
+
+
+@pytest.fixture
+def left(tmp_path):
+    """What a run has left in a file of JSON."""
+    return lambda name: json.loads((tmp_path / "out" / f"{name}.json").read_text())
 
 
 # Formats.
@@ -146,14 +129,13 @@ def run(folder, tmp_path, monkeypatch, capsys):
 )  # fmt: skip
 def test_formats_are_recognised_and_named(command, name, title, first):
     row = ROWS[name][0]
-    found = recognise(command, list(row), row)
-    assert title in found.title and found.convert(row) == first
+    form = recognise(command, list(row), row)
+    assert title in form.title and form.convert(row) == first
 
 
 def test_alpaca_without_a_chat_template_has_alpacas_prompt():
-    made = recognise("sft", ["instruction", "input", "output"], ROWS["alpaca"][1], template=False).convert(
-        ROWS["alpaca"][1]
-    )
+    row = ROWS["alpaca"][1]
+    made = recognise("sft", list(row), row, template=False).convert(row)
     assert made["prompt"].endswith("### Instruction:\nAdd 1\n\n### Input:\n1\n\n### Response:\n")
     assert made["completion"] == "2"
 
@@ -204,10 +186,8 @@ def test_without_a_chat_template_questions_of_pairs_are_text():
     ],
 )
 def test_a_system_message_in_a_column_is_put_in_front(command, row):
-    made = converted(command, {**row, "system": "Be brief."})
-    assert all(
-        made[name][0] == {"role": "system", "content": "Be brief."} for name in ("prompt", "chosen") if name in made
-    )
+    made = converted(command, {**row, "system": "Be brief"})
+    assert all(made[name][0] == BRIEF for name in ("prompt", "chosen") if name in made)
 
 
 def test_the_input_of_an_instruction_is_part_of_the_prompt_of_grpo():
@@ -230,11 +210,8 @@ def test_the_input_of_an_instruction_is_part_of_the_prompt_of_grpo():
 def test_columns_that_are_not_read_are_named(tmp_path, command, row, unread):
     told, file = {}, tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row))
-    list(
-        Reader(command, DataOptions(dataset=[str(file)]), 0).sources(
-            "dataset", tokenizer_of(TEMPLATE), told.__setitem__
-        )
-    )
+    reader = Reader(command, DataOptions(dataset=[str(file)]), 0)
+    list(reader.sources("dataset", chat_tokenizer(TEMPLATE), told.__setitem__))
     assert told.get("not read") == unread
 
 
@@ -263,7 +240,7 @@ def test_other_names_of_columns_streams_and_limits(folder, monkeypatch):
     columns = ["prompt=question", "completion=answer"]
     for streaming in (False, True):
         data = DataOptions(dataset=["questions.jsonl"], columns=columns, limit=3, streaming=streaming, eval_share=0)
-        (source,) = Reader("sft", data, 0).sources("dataset", tokenizer_of(TEMPLATE), print)
+        (source,) = Reader("sft", data, 0).sources("dataset", chat_tokenizer(TEMPLATE), print)
         rows = list(source.rows)
         assert rows[2] == {"prompt": "What is 2 + 1?", "completion": "So it is #### 3"}
         assert len(rows) == 3
@@ -282,15 +259,9 @@ def test_shares_of_a_mixture_repeat_no_row():
 # Which tokens are learned.
 
 
-def tokenizer_of(template):
-    tokenizer = byte_tokenizer(eos_token="<|end|>", pad_token="<|end|>")
-    tokenizer.chat_template = template
-    return tokenizer
-
-
 def tokens_of(name, template=TEMPLATE, answers_only=True):
     """The tokens and labels of a format, and the tokenizer."""
-    tokenizer = tokenizer_of(template)
+    tokenizer = chat_tokenizer(template)
     (source,) = Reader("sft", DataOptions(dataset=[name]), 0).sources("dataset", tokenizer, print)
     answers = Answers(tokenizer, answers_only, completions_only=True)
     return answers.tokenise(source), tokenizer, answers.way
@@ -398,12 +369,10 @@ def test_rewards_by_import_path(tmp_path, monkeypatch):
 # Runs.
 
 
-def test_sft_says_what_it_does_and_what_comes_next(run, tmp_path):
-    status, out, err = run(
-        "sft", "--dataset", "chats.jsonl", "--max_length", "50", "--use_peft", "true", "--lora_r", "2", "--limit", "9"
-    )
-    assert status == 0, err
-    for told in (
+def test_sft_says_what_it_does_and_what_comes_next(run, tmp_path, left):
+    words = ["--max_length", "50", "--use_peft", "true", "--lora_r", "2", "--limit", "9"]
+    out, _ = run("sft", "--dataset", "chats.jsonl", *words)
+    for sentence in (
         "chats.jsonl: chats (`messages`), 9 rows",
         "eval       1 of 9 rows, which are not trained on",
         "loss on    assistant turns, found by rendering",
@@ -416,12 +385,12 @@ def test_sft_says_what_it_does_and_what_comes_next(run, tmp_path):
         "perplexity",
         "hf-hybrid chat",
     ):
-        assert told in out, told
+        assert sentence in out
     assert re.findall(r"^  speed      [\d,]+ tokens/s$", out, re.MULTILINE)
     assert all(len(line) <= 80 for line in out.splitlines() if str(tmp_path) not in line)  # a path is not broken
-    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    state = left("trainer_state")
     assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [1, 2]
-    adapters = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    adapters = left("adapter_config")
     assert adapters["r"] == 2 and adapters["lora_dropout"] == 0 and adapters["base_model_name_or_path"] == "model"
 
 
@@ -429,19 +398,18 @@ def test_sft_says_what_it_does_and_what_comes_next(run, tmp_path):
 @pytest.mark.parametrize(
     "kind", mostly_slow(["llama", "qwen3_moe", "lfm2", "jamba", "dropout", "off"], ["llama", "jamba", "off"])
 )
-def test_sft_says_before_the_run_what_it_leaves_out(run, folder, tmp_path, kind):
+def test_sft_says_before_the_run_what_it_leaves_out(run, folder, tmp_path, kind, left):
     """As many tokens as are left out then, within 6 of 100; of mixtures and layers with a state too, and why not."""
     config = build_family(kind if kind not in ("dropout", "off") else "llama").config
     config.vocab_size, config.max_position_embeddings, config.eos_token_id = 257, 512, 256
     config.pad_token_id = 256
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    tokenizer_of(TEMPLATE).save_pretrained(tmp_path / "model")
+    chat_tokenizer(TEMPLATE).save_pretrained(tmp_path / "model")
     more = {"dropout": ("--use_peft", "true", "--lora_dropout", "0.1"), "off": ("--share_rows", "off")}.get(kind, ())
     steps = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--eval_share", "0")
-    status, out, err = run("sft", "--dataset", "chats.jsonl", *steps, *more, model=str(tmp_path / "model"))
-    assert status == 0, err
+    out, _ = run("sft", "--dataset", "chats.jsonl", *steps, *more, model=str(tmp_path / "model"))
     text = " ".join(out.split())
-    summary = json.loads((tmp_path / "out" / "hybrid_summary.json").read_text())
+    summary = left("hybrid_summary")
     if kind == "off":
         assert "rows padded, each for itself (share_rows)" in text
         return
@@ -463,8 +431,7 @@ def test_sft_says_before_the_run_what_it_leaves_out(run, folder, tmp_path, kind)
 @pytest.mark.parametrize("share", [0.38, 0.95])
 def test_on_a_gpu_the_end_says_what_share_it_computed_and_what_to_do(run, monkeypatch, share, tmp_path):
     monkeypatch.setattr(Speed, "device_share", share)
-    status, out, err = run("sft", "--dataset", "chats.jsonl", "--torch_compile", "false")
-    assert status == 0, err
+    out, _ = run("sft", "--dataset", "chats.jsonl", "--torch_compile", "false")
     said = " ".join(out.split())
     limit = "The host is the limit: the device computed in 38 % of the time. A larger `per_device_train_batch_size` or"
     assert (limit if share == 0.38 else "the device computed in 95% of the time") in said
@@ -473,55 +440,48 @@ def test_on_a_gpu_the_end_says_what_share_it_computed_and_what_to_do(run, monkey
 
 
 @pytest.mark.parametrize("more", [[], ["--load_best_model_at_end", "--save_steps", "1"]])
-def test_what_the_last_step_evaluated_is_not_evaluated_again(run, tmp_path, more):
+def test_what_the_last_step_evaluated_is_not_evaluated_again(run, more, left):
     """Unless the best weights were loaded after it."""
     steps = ["--eval_strategy", "steps", "--eval_steps", "1", "--eval_share", "0.3"]
-    status, out, err = run("sft", "--dataset", "chats.jsonl", *steps, *more)
-    assert status == 0, err
+    out, _ = run("sft", "--dataset", "chats.jsonl", *steps, *more)
     assert out.count("step 2/2  eval: loss") == (2 if more else 1) and "eval       loss" in out
-    logged = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
-    evaluated = json.loads((tmp_path / "out" / "eval_results.json").read_text())
+    logged = left("trainer_state")["log_history"]
+    evaluated = left("eval_results")
     losses = [entry["eval_loss"] for entry in logged if "eval_loss" in entry]
     assert len(losses) == 2 and evaluated["eval_loss"] == pytest.approx(min(losses) if more else losses[-1])
 
 
-def test_a_finished_run_is_evaluated_on_the_data_that_are_given_now(run, tmp_path):
+def test_a_finished_run_is_evaluated_on_the_data_that_are_given_now(run, tmp_path, left):
     """Its log has an evaluation of the last step, perhaps on other data."""
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b b b"}]
-    (tmp_path / "other.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    (tmp_path / "other.jsonl").write_text(json.dumps({"messages": [user("a"), assistant("b b b")]}) + "\n")
     steps = ["--eval_strategy", "steps", "--eval_steps", "1", "--save_steps", "2"]
     losses = []
     for data, more in (("chats.jsonl", []), (str(tmp_path / "other.jsonl"), ["--resume_from_checkpoint", "true"])):
-        status, _, err = run("sft", "--dataset", "chats.jsonl", *steps, "--eval_dataset", data, *more)
-        assert status == 0, err
-        losses.append(json.loads((tmp_path / "out" / "eval_results.json").read_text())["eval_loss"])
+        run("sft", "--dataset", "chats.jsonl", *steps, "--eval_dataset", data, *more)
+        losses.append(left("eval_results")["eval_loss"])
     assert losses[0] != losses[1]
 
 
 @pytest.mark.parametrize(
     "file, more", [("chats.jsonl", []), ("completions.jsonl", ["--max_length", "7", "--truncation_mode", "keep_end"])]
 )
-def test_export_measures_on_the_rows_that_sft_held_out(run, tmp_path, capsys, monkeypatch, file, more):
-    status, _, err = run("sft", "--dataset", file, "--eval_share", "0.3", *more)
-    assert status == 0, err
-    evaluated = json.loads((tmp_path / "out" / "eval_results.json").read_text())["eval_loss"]
+def test_export_measures_on_the_rows_that_sft_held_out(run, left, cli, refused, tmp_path, monkeypatch, file, more):
+    run("sft", "--dataset", file, "--eval_share", "0.3", *more)
+    evaluated = left("eval_results")["eval_loss"]
     monkeypatch.chdir(tmp_path)  # the note has whole paths
-    assert main(["export", "out", "--format", "gguf-f16", "--measure", "--json"]) == 0, capsys.readouterr().err
-    result = json.loads(capsys.readouterr().out)
+    result = json.loads(cli("export", "out", "--format", "gguf-f16", "--measure", "--json")[0])
     assert result["sequences"] == 4 and result["original"]["loss"] == pytest.approx(evaluated, rel=2e-3)
     monkeypatch.setenv("COLUMNS", "60")
-    assert main(["export", "out", "--format", "merged", "--measure"]) == 0
-    shown = capsys.readouterr()
-    assert "eval loss" in shown.out and max(map(len, shown.out.splitlines())) <= 60
+    out, err = cli("export", "out", "--format", "merged", "--measure")
+    assert "eval loss" in out and max(map(len, out.splitlines())) <= 60
     # Nothing comes before: no bars, and no warnings of dependencies.
-    assert shown.err.splitlines() == [
+    assert err.splitlines() == [
         "Writing merged ...",
         "Written: out-merged",
         "Measuring the loss of the original and of the export. Ctrl-C is safe now.",
         "To try it: hf-hybrid chat out-merged",
     ]
-    note = tmp_path / "out" / "_hybrid_data.json"
-    values = json.loads(note.read_text())
+    note, values = tmp_path / "out" / "_hybrid_data.json", left("_hybrid_data")
     for wrong, message in (
         ({"seed": "x"}, "`seed` cannot be `'x'`"),
         ({"command": "fly"}, "`command` cannot be `'fly'`"),
@@ -529,44 +489,32 @@ def test_export_measures_on_the_rows_that_sft_held_out(run, tmp_path, capsys, mo
         ({"dataset": [str(tmp_path / "gone.jsonl")]}, "there is no such file"),
     ):
         note.write_text(json.dumps(values | wrong))
-        assert main(["export", "out", "--format", "merged", "--output", "other", "--measure"]) == 2
-        assert message in capsys.readouterr().err
+        assert message in refused("export", "out", "--format", "merged", "--output", "other", "--measure")
     note.write_text(json.dumps({key: value for key, value in values.items() if key != "seed"}))
-    assert main(["export", "out", "--format", "merged", "--output", "other", "--measure"]) == 2
-    assert "it lacks `seed`" in capsys.readouterr().err
+    assert "it lacks `seed`" in refused("export", "out", "--format", "merged", "--output", "other", "--measure")
 
 
-@pytest.mark.parametrize(
-    "command, data, peft",
-    mostly_slow(
-        [
-            ("sft", "chats", "lora"), ("sft", "chats", "none"), ("dpo", "pairs", "lora"), ("dpo", "pairs", "none"),
-            ("grpo", "questions", "lora"), ("grpo", "questions", "none"),
-        ],
-        [("sft", "chats", "lora"), ("dpo", "pairs", "none"), ("grpo", "questions", "lora")],
-    ),
-)  # fmt: skip
+@pytest.mark.parametrize("name, data, peft", mostly_slow(
+    [(*of, peft) for of in (("sft", "chats"), ("dpo", "pairs"), ("grpo", "questions")) for peft in ("lora", "none")],
+    [("sft", "chats", "lora"), ("dpo", "pairs", "none"), ("grpo", "questions", "lora")],
+))  # fmt: skip
 @pytest.mark.long
-def test_a_plan_runs_unchanged_under_its_command(folder, tmp_path, monkeypatch, capsys, command, data, peft):
+def test_a_plan_runs_unchanged_under_its_command(folder, tmp_path, monkeypatch, cli, left, name, data, peft):
     monkeypatch.chdir(folder)
-    words = ["model", "--for", command, "--peft", peft, "--sequence_length", "64", "--batch_size", "4"]
-    words += ["--dtype", "float32", "--vram", "2", "--ram", "4", "--output", str(tmp_path / "plan.yaml")]
-    assert main(["plan", *words]) == 0
-    needed = ["--reward", "numeric_answer"] if command == "grpo" else []
-    here = ["--use_cpu", "--max_steps", "2", "--report_to", "none", "--output_dir", str(tmp_path / "out"), *needed]
-    capsys.readouterr()
-    status = main([command, "--config", str(tmp_path / "plan.yaml"), "--dataset", f"{data}.jsonl", *here])
-    captured = capsys.readouterr()
-    assert status == 0, captured.err
+    words = ["model", "--for", name, "--peft", peft, "--sequence_length", "64", "--batch_size", "4"]
+    cli("plan", *words, "--dtype", "float32", "--vram", "2", "--ram", "4", "--output", tmp_path / "plan.yaml")
+    needed = ["--reward", "numeric_answer"] if name == "grpo" else []
+    here = ["--use_cpu", "--max_steps", "2", "--report_to", "none", "--output_dir", tmp_path / "out", *needed]
+    cli(name, "--config", tmp_path / "plan.yaml", "--dataset", f"{data}.jsonl", *here)
     assert (tmp_path / "out" / "adapter_config.json").is_file() == (peft == "lora")
-    if command == "sft":  # rows are shared, the rate follows a rule, and no leaps are made
-        summary = json.loads((tmp_path / "out" / "hybrid_summary.json").read_text())
+    if name == "sft":  # rows are shared, the rate follows a rule, and no leaps are made
+        summary = left("hybrid_summary")
         assert summary["tokens_padding"] + summary["tokens_shared"] > 0 and not summary["leaps_made"]
         assert peft == "none" or summary["learning_rate_scale"] > 1
 
 
 def test_held_out_pairs_are_measured_by_their_chosen_side(folder, tmp_path):
-    tokenizer = tokenizer_of(TEMPLATE)
+    tokenizer = chat_tokenizer(TEMPLATE)
     for file, read in (("pairs.jsonl", "Say {}: "), ("chat_pairs.jsonl", "user: Say {}<|end|>assistant: ")):
         note = Reader("dpo", DataOptions(dataset=[str(folder / file)]), seed=1)
         (row,) = held_out_rows(note, tokenizer, 9)
@@ -581,36 +529,31 @@ def test_held_out_pairs_are_measured_by_their_chosen_side(folder, tmp_path):
 
 def test_dpo_ranks_pairs(run):
     more = ["--padding_free", "true", "--eval_strategy", "steps", "--eval_steps", "1"]
-    status, out, err = run("dpo", "--dataset", "pairs.jsonl", *more)
-    assert status == 0 and "padding_free" not in err + out, err
+    out, err = run("dpo", "--dataset", "pairs.jsonl", *more)
+    assert "padding_free" not in err + out
     assert "preference pairs with prompt (text)" in out and "tokens" in out and "in 11 pairs" in out
     assert "of the pairs ranked right" in out and "step 1/2  eval: loss" in out
 
 
-@pytest.mark.parametrize(
-    "command, file",
-    [
-        pytest.param("sft", name, marks=pytest.mark.slow)
-        for name in ("sharegpt.jsonl", "completions.jsonl", "alpaca.jsonl", "texts.jsonl", "table.csv")
-    ]
-    + [pytest.param("dpo", name, marks=pytest.mark.slow) for name in ("pairs.json", "chat_pairs.jsonl")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("command, file", [
+    *(("sft", name) for name in ("sharegpt.jsonl", "completions.jsonl", "alpaca.jsonl", "texts.jsonl", "table.csv")),
+    ("dpo", "pairs.json"), ("dpo", "chat_pairs.jsonl"),
+])  # fmt: skip
 def test_every_format_trains(run, command, file):
     more = ["--eval_share", "0"] if file == "table.csv" else []
-    status, out, err = run(command, "--dataset", file, *more)
-    assert status == 0 and "Done: 2 steps" in out, err
+    assert "Done: 2 steps" in run(command, "--dataset", file, *more)[0]
 
 
 def test_data_sets_are_mixed_as_streams_too(run, tmp_path):
     files = ["--dataset", "chats.jsonl", "completions.jsonl", "--dataset_weights", "2", "1"]
-    status, out, err = run("sft", *files, "--dataset_streaming", "true")
-    assert status == 0, err
+    out, _ = run("sft", *files, "--dataset_streaming", "true")
     assert "67% chats.jsonl, 33% completions.jsonl" in out and "is not known in a stream" in " ".join(out.split())
-    status, out, err = run("sft", *files, "--max_grad_norm", "0.5", "--output_dir", str(tmp_path / "other"))
-    assert status == 0 and "12 of 12 rows of chats.jsonl, 6 of 12 rows of completions.jsonl" in " ".join(out.split())
+    out, _ = run("sft", *files, "--max_grad_norm", "0.5", "--output_dir", str(tmp_path / "other"))
+    assert "12 of 12 rows of chats.jsonl, 6 of 12 rows of completions.jsonl" in " ".join(out.split())
 
 
-def test_grpo_stops_at_ctrl_c_with_a_checkpoint_and_goes_on(run, folder, tmp_path):
+def test_grpo_stops_at_ctrl_c_with_a_checkpoint_and_goes_on(run, folder, left):
     (folder / "stopping.py").write_text(
         "import os, signal\n\n"
         "def stop(completions, answer, log_metric, **columns):\n"
@@ -622,14 +565,13 @@ def test_grpo_stops_at_ctrl_c_with_a_checkpoint_and_goes_on(run, folder, tmp_pat
     )
     words = ["--dataset", "questions.jsonl", "--reward", "stopping.py:stop", "numeric_answer", "--num_generations", "2"]
     words += ["--max_completion_length", "4", "--learning_rate", "1e-4"]
-    status, out, err = run("grpo", *words, steps=3)
-    assert status == 130, err
+    out, err = run("grpo", *words, steps=3, status=130)
     assert "Ctrl-C: the step ends" in err
     assert "Stopped at step 1 of 3." in out and "checkpoint-1" in out and "--resume_from_checkpoint true" in out
     assert "rewards    stopping.py:stop, numeric_answer" in out and "auto_lr" not in out  # GRPO has none
-    assert all((tmp_path / "out" / f"hybrid_{name}.json").is_file() for name in FILES)
-    status, out, err = run("grpo", *words, "--resume_from_checkpoint", "true", steps=3)
-    assert status == 0 and "step 3/3  reward" in out and "step 1/3" not in out, err
+    assert left("hybrid_config") and left("hybrid_summary")
+    out, _ = run("grpo", *words, "--resume_from_checkpoint", "true", steps=3)
+    assert "step 3/3  reward" in out and "step 1/3" not in out
 
 
 @pytest.mark.parametrize(
@@ -642,22 +584,17 @@ def test_grpo_stops_at_ctrl_c_with_a_checkpoint_and_goes_on(run, folder, tmp_pat
     ],
     ids=["nothing learned", "adapters", "fails in the second step"],
 )  # fmt: skip
-def test_grpo_says_what_it_learns_from(run, wrong_files, tmp_path, reward, words, status, lines):
+def test_grpo_says_what_it_learns_from(run, left, wrong_files, tmp_path, reward, words, status, lines):
     grpo = ["--dataset", "questions.jsonl", "--reward", f"mine.py:{reward}", "--num_generations", "2"]
-    ended, out, err = run("grpo", *grpo, "--max_completion_length", "4", *words)
-    assert ended == status and all(line in " ".join(out.split()) for line in lines), err
-    assert ("`--reward mine.py:later` returned 1 rewards" in err) == (status == 1) and "Traceback" not in err
+    out, err = run("grpo", *grpo, "--max_completion_length", "4", *words, status=status)
+    assert all(line in " ".join(out.split()) for line in lines)
+    assert ("`--reward mine.py:later` returned 1 rewards" in err) == (status == 1)
     written = sorted(path.name for path in (tmp_path / "out" / "completions").iterdir())
     assert written == ["completions_00001.parquet", "completions_00002.parquet"][: 2 - status]
     if status == 0:
-        config, summary = (json.loads((tmp_path / "out" / f"hybrid_{name}.json").read_text()) for name in FILES)
-        assert config["activation_checkpointing"] == "auto" and summary["rows_skipped"] > 0
-        assert CommandLine(
-            ["--config", str(tmp_path / "out" / "hybrid_config.json")], GRPO
-        ).options()  # can be used again
-
-
-FILES = ("config", "summary")
+        assert left("hybrid_config")["activation_checkpointing"] == "auto" and left("hybrid_summary")["rows_skipped"]
+        written = ["--config", str(tmp_path / "out" / "hybrid_config.json")]
+        assert CommandLine(written, GRPO).options(), "it can be used again"
 
 
 def test_true_and_false_in_a_file_mean_what_they_mean_to_trl(tmp_path):
@@ -671,45 +608,41 @@ def test_true_and_false_in_a_file_mean_what_they_mean_to_trl(tmp_path):
 
 
 def test_a_negative_save_steps_saves_at_the_end_alone_as_in_trainer(run, tmp_path):
-    status, out, err = run("sft", "--dataset", "chats.jsonl", "--save_steps", "-1")
-    assert status == 0 and "no checkpoints on the way" in " ".join(out.split()), err
+    out, _ = run("sft", "--dataset", "chats.jsonl", "--save_steps", "-1")
+    assert "no checkpoints on the way" in " ".join(out.split())
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
 
 
-def test_early_stopping_keeps_the_best_model(run, tmp_path):
+def test_early_stopping_keeps_the_best_model(run, left):
     words = ["--early_stopping_patience", "1", "--learning_rate", "100", "--enable_predict", "false"]
-    status, out, err = run("sft", "--dataset", "chats.jsonl", *words, steps=6)
-    assert status == 0 and "Done: 2 of 6 steps" in out, err
-    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
-    assert state["best_model_checkpoint"].endswith("checkpoint-1")
-    assert all((tmp_path / "out" / f"hybrid_{name}.json").is_file() for name in FILES)
+    assert "Done: 2 of 6 steps" in run("sft", "--dataset", "chats.jsonl", *words, steps=6)[0]
+    assert left("trainer_state")["best_model_checkpoint"].endswith("checkpoint-1")
+    assert left("hybrid_config") and left("hybrid_summary")
 
 
-def test_the_rate_of_adapters_is_the_same_in_fp16(run, tmp_path):
+def test_the_rate_of_adapters_is_the_same_in_fp16(run, left):
     rates = []
     for more in (["--fp16", "true"], []):
-        status, _, err = run("sft", "--dataset", "chats.jsonl", "--peft", "lora", *more, steps=1)
-        assert status == 0, err
-        rates.append(json.loads((tmp_path / "out" / "hybrid_summary.json").read_text())["learning_rate_scale"])
+        run("sft", "--dataset", "chats.jsonl", "--peft", "lora", *more, steps=1)
+        rates.append(left("hybrid_summary")["learning_rate_scale"])
     assert rates[0] == rates[1] > 100
 
 
 def test_a_base_model_gets_the_plain_template(run, tmp_path):
-    status, _, err = run("sft", "--dataset", "chats.jsonl", model="base")
-    assert status == 2 and "has no chat template. Set `--tokenizer`" in err
-    status, out, err = run("sft", "--dataset", "chats.jsonl", "--chat_template_path", "plain", model="base")
-    assert status == 0 and "found by marks" in out, err
+    _, err = run("sft", "--dataset", "chats.jsonl", model="base", status=2)
+    assert "has no chat template. Set `--tokenizer`" in err
+    out, _ = run("sft", "--dataset", "chats.jsonl", "--chat_template_path", "plain", model="base")
+    assert "found by marks" in out
     saved = byte_tokenizer().from_pretrained(tmp_path / "out")
-    assert (
-        saved.apply_chat_template([user("a")], tokenize=False, add_generation_prompt=True) == "User: a\n\nAssistant: "
-    )
+    text = saved.apply_chat_template([user("a")], tokenize=False, add_generation_prompt=True)
+    assert text == "User: a\n\nAssistant: "
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_two_processes_fine_tune(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     words = ["--model", "model", "--dataset", "chats.jsonl", "--max_steps", "2", "--per_device_train_batch_size", "2"]
     words += ["--report_to", "none", "--output_dir", str(tmp_path / "two"), "--num_processes", "2", "--cpu"]
     assert main(["sft", *words]) == 0
@@ -744,24 +677,20 @@ def is_visible(text):
 
 def test_what_a_model_writes_is_no_command_to_the_terminal(tmp_path, monkeypatch, capsys):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-    core = Tokenizer(models.WordLevel({"<end>": 0, EVIL: 1, "a": 2}, unk_token="a"))
+    core = Tokenizer(models.WordLevel({END: 0, EVIL: 1, "a": 2}, unk_token="a"))
     core.pre_tokenizer, core.decoder = pre_tokenizers.Whitespace(), decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<end>", eos_token="<end>")
-    tokenizer.chat_template = "{% for m in messages %}a {% endfor %}"
-    sizes = {"vocab_size": 3, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 32}
-    ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ends))
+    template = "{% for m in messages %}a {% endfor %}"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **ENDS, chat_template=template)
+    model = LlamaForCausalLM(llama_config(vocab_size=3, eos_token_id=0, pad_token_id=0))
     for parameter in model.parameters():
         parameter.data.fill_(0.1)
     model.lm_head.weight.data[[0, 2]] = 0  # always says the same
     for saved in (model, tokenizer):
         saved.save_pretrained(tmp_path)
-    status, written = talk(
-        monkeypatch, capsys, str(tmp_path), "--temperature", "0", "--max_new_tokens", "2", lines="hi\n"
-    )
+    words = ["--temperature", "0", "--max_new_tokens", "2"]
+    status, written = talk(monkeypatch, capsys, str(tmp_path), *words, lines="hi\n")
     assert status == 0 and "\\u001b]52;c;aGk=\\u0007" in written.out and "\\u202edesrever" in written.out
     assert is_visible(written.out)
 
@@ -771,8 +700,8 @@ def test_names_of_strangers_are_no_commands_to_the_terminal(run, tmp_path, monke
     console.print_line(evil)
     console.print_line(evil, unwrapped=True)
     (tmp_path / "rows.jsonl").write_text(json.dumps({evil: "a"}))
-    status, out, err = run("sft", "--dataset", str(tmp_path / "rows.jsonl"))
-    assert status == 2 and "it has `\\u001b]52" in err
+    out, err = run("sft", "--dataset", str(tmp_path / "rows.jsonl"), status=2)
+    assert "it has `\\u001b]52" in err
     assert main(["chat", "./" + evil]) == 2 and main(["env", f"--{evil}"]) == 2
     trainer = SimpleNamespace(_logs={"prompt": ["a"], "completion": [evil], "rewards": {"b": [1.0]}})
     console.print_line(progress.last_completion(trainer))
@@ -812,10 +741,9 @@ def test_chat_keeps_the_conversation_and_the_system_message(folder, monkeypatch,
         (["."], "`.` holds no model"),
     ],
 )
-def test_chat_refuses(folder, monkeypatch, capsys, words, message):
+def test_chat_refuses(folder, monkeypatch, refused, words, message):
     monkeypatch.chdir(folder)
-    assert main(["chat", *words]) == 2
-    assert message in capsys.readouterr().err
+    assert message in refused("chat", *words)
 
 
 # Wrong inputs: one sentence and status 2, before the model is loaded.
@@ -993,10 +921,10 @@ def wrong_files(folder):
     (folder / "adapters" / "adapter_config.json").write_text("{}")
     (folder / "trained").mkdir()
     (folder / "trained" / "adapter_config.json").write_text('{"base_model_name_or_path": "model"}')
-    tokenizer, masked = tokenizer_of(TEMPLATE), {"architectures": ["BertForMaskedLM"]}
+    masked = {"architectures": ["BertForMaskedLM"]}
     for config in (T5Config(), BertConfig(**masked), LlavaConfig()):
         config.save_pretrained(folder / config.model_type)
-        tokenizer.save_pretrained(folder / config.model_type)
+        chat_tokenizer(TEMPLATE).save_pretrained(folder / config.model_type)
 
 
 @pytest.mark.parametrize("command, words, message", WRONG, ids=lambda value: str(value)[:50])
@@ -1009,45 +937,36 @@ def test_wrong_inputs_are_one_sentence_and_status_2(run, wrong_files, monkeypatc
     for name in ("from_pretrained", "from_config"):
         monkeypatch.setattr(transformers.AutoModelForCausalLM, name, load)
     more = ["--num_generations", "2"] if command == "grpo" and "--num_generations" not in words else []
-    status, _, err = run(command, *words, *more)
-    assert status == 2
-    found = err[err.index(f"hf-hybrid {command}: error: ") :]
-    assert message in found and found.count("\n") == 1 and "Traceback" not in err
+    _, err = run(command, *words, *more, status=2)
+    sentence = err[err.index(f"hf-hybrid {command}: error: ") :]
+    assert message in sentence and sentence.count("\n") == 1
 
 
 def test_without_trl_the_command_says_how_to_install_it(run, monkeypatch):
     monkeypatch.delitem(sys.modules, "hf_hybrid.trl.sft_dpo", raising=False)
     monkeypatch.setitem(sys.modules, "trl", None)
-    status, _, err = run("sft", "--dataset", "chats.jsonl")
-    assert status == 2 and 'pip install "hf-hybrid[trl]"' in err and "Traceback" not in err
+    assert 'pip install "hf-hybrid[trl]"' in run("sft", "--dataset", "chats.jsonl", status=2)[1]
 
 
 @pytest.mark.processes
 def test_a_misspelt_file_is_refused_without_torch(folder):
     code = (
-        "import sys\nfrom hf_hybrid.cli.main import main\n"
+        "from hf_hybrid.cli.main import main\n"
         "assert main(['sft', '--model', 'model', '--dataset', 'chat.jsonl']) == 2\n"
         "assert main(['grpo', '--model', 'model', '--dataset', 'chats.jsonl', '--reward', 'gone.py:f']) == 2\n"
         "assert main(['grpo', '--help']) == 0\n"
-        "assert not {'torch', 'transformers', 'datasets', 'trl'} & set(sys.modules)\n"
     )
-    root = str(Path(__file__).parents[2])
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env={"PYTHONPATH": root}
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "usage: hf-hybrid grpo" in ended.stdout and "--reward_pattern" in ended.stdout
+    shown = python(code, without={"torch", "transformers", "datasets", "trl"}, cwd=folder)
+    assert "usage: hf-hybrid grpo" in shown and "--reward_pattern" in shown
 
 
 @pytest.mark.processes
 def test_the_first_line_comes_before_torch_is_imported(folder):
     code = (
-        "import sys\nsys.modules['torch'] = None\nfrom hf_hybrid.cli.main import main\n"
+        "sys.modules['torch'] = None\nfrom hf_hybrid.cli.main import main\n"
         "main(['sft', '--model', 'model', '--dataset', 'chats.jsonl'])\n"
     )
-    root = {"PYTHONPATH": str(Path(__file__).parents[2])}
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=root)
-    assert ended.stdout == "hf-hybrid sft: model on chats.jsonl; importing torch ...\n", ended.stderr
+    assert python(code, cwd=folder) == "hf-hybrid sft: model on chats.jsonl; importing torch ...\n"
 
 
 # Options and words.
@@ -1059,10 +978,9 @@ def test_the_options_of_the_model_are_trls():
     assert theirs - ours == {"model_name_or_path"}  # `model`; both names are taken
 
 
-@pytest.mark.parametrize(
-    "command", [TRAINING[name] for name in ("sft", "dpo", "grpo")], ids=lambda command: command.name
-)
-def test_every_option_of_trl_is_taken(command, tmp_path):
+@pytest.mark.parametrize("name", ["sft", "dpo", "grpo"])
+def test_every_option_of_trl_is_taken(name, tmp_path):
+    command = TRAINING[name]
     config = getattr(trl, command.kind.removeprefix("trl."))
     line = CommandLine(["--model_name_or_path", "m", "--dataset_name", "d", "--dataset-train-split", "t"], command)
     values = vars(line.values)
@@ -1074,14 +992,10 @@ def test_every_option_of_trl_is_taken(command, tmp_path):
     assert values.model == "m" and values.dataset == ["a", "b"] and values.auto_lr == "off"
 
 
-@pytest.mark.parametrize(
-    "defaulted, steps, first",
-    [
-        ({"logging_steps", "logging_first_step"}, 5, True),
-        ({"logging_steps"}, 5, False),
-        ({"logging_first_step"}, 7, False),
-    ],
-)
+@pytest.mark.parametrize("defaulted, steps, first", [
+    ({"logging_steps", "logging_first_step"}, 5, True), ({"logging_steps"}, 5, False),
+    ({"logging_first_step"}, 7, False),
+])  # fmt: skip
 def test_the_first_step_has_a_line_unless_logging_was_chosen(defaulted, steps, first):
     trainer = SimpleNamespace(remove_callback=lambda kind: None)
     args = SimpleNamespace(logging_steps=7, logging_first_step=False, disable_tqdm=True)
@@ -1137,8 +1051,8 @@ def test_what_is_saved_depends_on_the_model_and_the_loss(model, options, padding
     rows = [{"input_ids": [3, 4, 5, 6, *range(7, 8 + i % 9)], "labels": [-100, -100, 5, 6, *range(7, 8 + i % 9)]}
             for i in range(32)]  # fmt: skip
     config = HybridSFTConfig(**config_values(tmp_path, max_steps=2, **options))
-    tokenizer, data = byte_tokenizer(pad_token="<|end|>", eos_token="<|end|>"), Dataset.from_list(rows)
-    trainer = HybridSFTTrainer(model(), config, train_dataset=data, processing_class=tokenizer)
+    data = Dataset.from_list(rows)
+    trainer = HybridSFTTrainer(model(), config, train_dataset=data, processing_class=byte_tokenizer(**ENDS))
     trainer.train()
     summary = trainer.hybrid_summary()
     saved = (summary.get("tokens_padding", 0) > 0, summary.get("tokens_shared", 0) > 0.2 * summary.get("tokens", 0))

@@ -1,5 +1,6 @@
 """`hf-hybrid plan`: light help, a table, a YAML that trains, and errors that say what to do."""
 
+import functools
 import json
 import re
 import subprocess
@@ -13,7 +14,6 @@ from conftest import ByteText, config_values, mostly_slow, tiny_model
 from transformers import Gemma3TextConfig, GptOssConfig, HfArgumentParser, Qwen3MoeConfig
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.cli.main import main
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.plan.models import build, read_config
 from hf_hybrid.plan.planner import plan_memory
@@ -31,24 +31,10 @@ def config_file(tmp_path_factory) -> Path:
     return folder / "config.json"
 
 
-def plan(*arguments) -> int:
-    return main(["plan", *(str(argument) for argument in arguments)])
-
-
-@pytest.mark.processes
-def test_help_is_light():
-    code = (
-        "import sys\n"
-        "from hf_hybrid.cli.main import main\n"
-        "for words in (['--help'], ['plan', '--help']):\n"
-        "    try:\n"
-        "        main(words)\n"
-        "    except SystemExit as end:\n"
-        "        assert end.code == 0\n"
-        "assert not {'torch', 'transformers', 'numpy', 'yaml'} & set(sys.modules)\n"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert "plan " in shown and "--vram" in shown
+@pytest.fixture
+def plan(cli):
+    """Plan, check how it ended, and return what it wrote to stdout and to stderr."""
+    return functools.partial(cli, "plan")
 
 
 @pytest.mark.processes
@@ -58,9 +44,8 @@ def test_python_m_runs_the_same():
 
 
 @pytest.mark.long
-def test_a_table_and_a_recommendation(config_file, capsys):
-    assert plan(config_file.parent, "--vram", "2GiB", "--ram", "4GiB", *SHORT) == 0
-    shown = capsys.readouterr().out
+def test_a_table_and_a_recommendation(config_file, plan):
+    shown, _ = plan(config_file.parent, "--vram", "2GiB", "--ram", "4GiB", *SHORT)
     assert "6 layers" in shown and "vocabulary 256, tied to the head" in shown
     assert "device: 2.00 GiB (--vram)" in shown and "host:   4.00 GiB (--ram)" in shown
     rows = [line for line in shown.splitlines() if re.match(r"[ >] {4,8}\d+\.", line)]
@@ -70,8 +55,7 @@ def test_a_table_and_a_recommendation(config_file, capsys):
     assert [row.split()[4] for row in rows if row.startswith(">")] == ["full,", "LoRA", "QLoRA,"]
     assert max(map(len, shown.splitlines())) <= 80 and shown.count("\n  hf-hybrid sft --model ") == 3
     assert "does not fit" not in shown and "Nothing fits" not in shown
-    assert plan(config_file.parent, "--vram", "2", "--ram", "4GiB", *SHORT, "--for", "train", "--peft", "none") == 0
-    of_train = capsys.readouterr().out
+    of_train, _ = plan(config_file.parent, "--vram", "2", "--ram", "4GiB", *SHORT, "--for", "train", "--peft", "none")
     assert "device: 2.00 GiB" in of_train and "full, bf16 autocast, chunked loss, checkpointing" in of_train
     assert "LoRA" not in of_train and of_train.count("\n  hf-hybrid train --model ") == 1
 
@@ -101,25 +85,23 @@ BEST = {
 
 @pytest.mark.parametrize("name", mostly_slow(BEST, ["Qwen3-30B-A3B"]))
 @pytest.mark.long
-def test_the_best_of_each_kind_that_fits_is_recommended(name, tmp_path, capsys):
+def test_the_best_of_each_kind_that_fits_is_recommended(name, tmp_path, plan):
     by_memory, config = BEST[name]
     config().to_json_file(tmp_path / "config.json")
     for vram, ways in by_memory.items():
         words = ("--vram", vram, "--ram", "64", "--sequence_length", "2048", "--batch_size", "2")
-        assert plan(tmp_path, *words, "--json") == 0
-        report = json.loads(capsys.readouterr().out)
+        report = json.loads(plan(tmp_path, *words, "--json")[0])
         fitting = {row["kind"] for row in report["plans"] if row["fits"]}
         for (kind, title), way in zip(report["recommended"].items(), ways, strict=True):
             assert (title is not None) == (way is not None) == (kind in fitting), (vram, kind)
             assert way is None or ("streamed" in title) == (way == "streamed"), (vram, kind, title)
-    assert plan(tmp_path, *words[2:], "--vram", "24") == 0
-    best = capsys.readouterr().out.partition("Best of each kind")[2]
+    best = plan(tmp_path, *words[2:], "--vram", "24")[0].partition("Best of each kind")[2]
     assert "full: does not fit, short by " in best and "Nothing fits" not in best
     assert re.search(r"\nLoRA, streamed.* GiB\n  hf-hybrid sft .*--peft lora .*--dataset DATA", best, re.S)
 
 
 @pytest.mark.long
-def test_as_few_layers_are_recomputed_as_fit(config_file, capsys, tmp_path):
+def test_as_few_layers_are_recomputed_as_fit(config_file, plan, tmp_path):
     sizes = {"sequence_length": 32, "batch_size": 8, "chunked_loss": True, "memory": "off"}
     most, least = (
         plan_memory(config_file, **sizes, activation_checkpointing=on).peak_device_bytes for on in (False, True)
@@ -127,65 +109,60 @@ def test_as_few_layers_are_recomputed_as_fit(config_file, capsys, tmp_path):
     vram = CONTEXT_BYTES + int((1 + MARGIN) * (most + least) / 2)
     target = tmp_path / "plan.yaml"
     words = ("--vram", vram, "--ram", "1KiB", *SHORT, "--peft", "none", "--output", target)
-    assert plan(config_file, *words) == 0
-    shown = capsys.readouterr().out
+    shown, _ = plan(config_file, *words)
     assert re.search(r">.* yes +full, bf16 autocast, checkpointing auto \([1-5] of 6\)\n", shown)
     assert yaml.safe_load(target.read_text())[checkpointing_option()] == "auto"
-    assert plan(config_file, "--vram", "1KiB", "--ram", "1KiB", *SHORT) == 0
-    assert "checkpointing auto" not in capsys.readouterr().out  # where all are recomputed, the next plan says so
+    shown, _ = plan(config_file, "--vram", "1KiB", "--ram", "1KiB", *SHORT)
+    assert "checkpointing auto" not in shown  # where all are recomputed, the next plan says so
 
 
 @pytest.mark.long
-def test_what_is_short_is_said(config_file, capsys):
+def test_what_is_short_is_said(config_file, plan):
     target = config_file.parent / "none.yaml"
-    assert plan(config_file, "--vram", "600MiB", "--ram", "1MiB", *SHORT, "--output", target) == 1
-    shown = capsys.readouterr()
-    assert "short by" in shown.out and "(device)" in shown.out and "Nothing fits" in shown.out
-    assert "full: does not fit" in shown.out and "hf-hybrid sft --model" not in shown.out
-    assert "not written" in shown.err and not target.exists()
+    out, err = plan(config_file, "--vram", "600MiB", "--ram", "1MiB", *SHORT, "--output", target, status=1)
+    assert "short by" in out and "(device)" in out and "Nothing fits" in out
+    assert "full: does not fit" in out and "hf-hybrid sft --model" not in out
+    assert "not written" in err and not target.exists()
     full = (*SHORT, "--peft", "none")
-    assert plan(config_file, *full, "--output", config_file / "below-a-file.yaml") == 2
-    assert "below-a-file.yaml` cannot be written: Not a directory." in capsys.readouterr().err
+    _, err = plan(config_file, *full, "--output", config_file / "below-a-file.yaml", status=2)
+    assert "below-a-file.yaml` cannot be written: Not a directory." in err
     precious = config_file.parent / "precious"
     precious.write_text("of another user")
     target.symlink_to(precious)
-    assert plan(config_file, *full, "--output", target) == 0
+    plan(config_file, *full, "--output", target)
     assert precious.read_text() == "of another user" and not target.is_symlink(), "the file takes the place of a link"
 
 
-def test_limits_default_to_the_machine(config_file, capsys):
-    assert plan(config_file, *SHORT) == 0
-    shown = capsys.readouterr().out
+def test_limits_default_to_the_machine(config_file, plan):
+    shown, _ = plan(config_file, *SHORT)
     assert "no GPU here and no --vram: no limit" in shown and "available on this machine" in shown
 
 
-def test_json(config_file, capsys):
-    assert plan(config_file, "--vram", "2GiB", "--ram", "4GiB", "--json", "--peft", "lora", *SHORT) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["recommended"] == {"LoRA": "LoRA"} and found["vram"] == 2 * 2**30
-    assert {row["kind"] for row in found["plans"]} == {"LoRA"}, "nothing else was asked for"
-    best = next(row for row in found["plans"] if row["title"] == "LoRA")
+def test_json(config_file, plan):
+    report = json.loads(plan(config_file, "--vram", "2GiB", "--ram", "4GiB", "--json", "--peft", "lora", *SHORT)[0])
+    assert report["recommended"] == {"LoRA": "LoRA"} and report["vram"] == 2 * 2**30
+    assert {row["kind"] for row in report["plans"]} == {"LoRA"}, "nothing else was asked for"
+    best = next(row for row in report["plans"] if row["title"] == "LoRA")
     assert best["fits"] and best["categories"]["total"]["device"] == best["peak_device_bytes"]
 
 
 @pytest.mark.long
-def test_ternary_weights_train_all_and_hold_more(config_file, capsys, tmp_path):
+def test_ternary_weights_train_all_and_hold_more(config_file, plan, tmp_path):
     def least(*words) -> int:
         asked = ("--vram", "2GiB", "--ram", "4GiB", "--output", tmp_path / "plan.yaml", "--json", *SHORT, *words)
-        assert plan(config_file, *asked) == 0
-        found = json.loads(capsys.readouterr().out)["plans"]
-        assert "--qat" not in words or not any("LoRA" in row["title"] for row in found)
-        return found[0]["peak_device_bytes"]
+        plans = json.loads(plan(config_file, *asked)[0])["plans"]
+        assert "--qat" not in words or not any("LoRA" in row["title"] for row in plans)
+        return plans[0]["peak_device_bytes"]
 
     exact = least()
     assert least("--qat", "bitnet") > exact
     assert yaml.safe_load((tmp_path / "plan.yaml").read_text())["qat"] == "bitnet"
-    assert plan(config_file, "--qat", "bitnet", "--peft", "lora") == 2
-    assert "`--qat bitnet` trains all weights, and `--peft lora` freezes them" in capsys.readouterr().err
+    _, err = plan(config_file, "--qat", "bitnet", "--peft", "lora", status=2)
+    assert "`--qat bitnet` trains all weights, and `--peft lora` freezes them" in err
 
 
 @pytest.mark.parametrize("memory", mostly_slow(["off", "stream"], ["stream"]))
-def test_the_yaml_trains(memory, tmp_path, capsys):
+def test_the_yaml_trains(memory, tmp_path, plan):
     """Whatever fits: the options load, build the config, and a trainer carries them out."""
     model, target = tiny_model(num_hidden_layers=12), tmp_path / "plan.yaml"
     model.config.to_json_file(tmp_path / "config.json")
@@ -195,7 +172,7 @@ def test_the_yaml_trains(memory, tmp_path, capsys):
     tensors = least.peak_device_bytes - workspaces
     vram = CONTEXT_BYTES + int(1.05 * workspaces) + (2 * tensors if memory == "off" else 4 * tensors // 5)
     arguments = ["--ram", "1GiB", *SHORT, "--batch_size", "4", "--dtype", "float32", "--for", "train", "--peft", "none"]
-    assert plan(tmp_path / "config.json", *arguments, "--vram", vram, "--output", target) == 0
+    plan(tmp_path / "config.json", *arguments, "--vram", vram, "--output", target)
     (parsed,) = HfArgumentParser(HybridConfig).parse_yaml_file(str(target), allow_extra_keys=True)
     values = yaml.safe_load(target.read_text())
     of_train = [values.pop(name) for name in ("model", "sequence_length", "dtype")]
@@ -224,49 +201,40 @@ def test_the_yaml_trains(memory, tmp_path, capsys):
         ('{"model_type": "llama", "num_hidden_layers": 10000000}', "`num_hidden_layers=10000000` is over 2000"),
     ],
 )
-def test_what_cannot_be_planned_says_why(tmp_path, capsys, content, message):
+def test_what_cannot_be_planned_says_why(tmp_path, plan, content, message):
     file = tmp_path / "config.json"
     if content is not None:
         file.write_text(content)
-    assert plan(file, *SHORT) == 2
-    shown = capsys.readouterr()
-    assert shown.err.startswith("hf-hybrid plan: error: `model`") and message in shown.err and not shown.out
+    out, err = plan(file, *SHORT, status=2)
+    assert err.startswith("hf-hybrid plan: error: `model`") and message in err and not out
 
 
-def test_code_that_a_config_brings_is_neither_run_nor_asked_about(config_file, tmp_path, capsys, monkeypatch):
+def test_code_that_a_config_brings_is_neither_run_nor_asked_about(config_file, tmp_path, refused, monkeypatch):
     config = json.loads(Path(config_file).read_text()) | {"auto_map": {"AutoConfig": "other.Other"}, "model_type": "x"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "other.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Other: pass\n")
     monkeypatch.setattr("builtins.input", lambda prompt: pytest.fail(f"a question: {prompt}"))
-    assert main(["plan", str(tmp_path)]) == 2 and not (tmp_path / "ran").exists()
-    assert "brings code of its own (`auto_map`), and a plan runs none" in capsys.readouterr().err
+    assert "brings code of its own (`auto_map`), and a plan runs none" in refused("plan", tmp_path)
+    assert not (tmp_path / "ran").exists()
 
 
-def test_a_hub_id_without_a_network(capsys, monkeypatch):
+def test_a_hub_id_without_a_network(refused, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert plan("nobody/no-such-model") == 2
-    assert "`HF_HUB_OFFLINE` is set" in capsys.readouterr().err
+    assert "`HF_HUB_OFFLINE` is set" in refused("plan", "nobody/no-such-model")
 
 
 WRONG = (["--vram", "much"], ["--lora_r", "0"], ["--batch_size", "0"], ["--batch_size", "3", "--for", "grpo"])
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_options_out_of_range(config_file, capsys, words):
-    assert plan(config_file, *SHORT, *words) == 2
-    assert words[0].removeprefix("--") in capsys.readouterr().err
+def test_options_out_of_range(config_file, refused, words):
+    assert words[0].removeprefix("--") in refused("plan", config_file, *SHORT, *words)
 
 
-@pytest.mark.parametrize(
-    ("name", "weights"),
-    [
-        ("llama-2-7b", 6_738_415_616),
-        ("llama-2-13b", 13_015_864_320),
-        ("qwen2.5-7b", 7_615_616_512),
-        ("mixtral-8x7b", 46_702_792_704),
-        ("dense-50b", 49_493_942_272),
-    ],
-)
+@pytest.mark.parametrize(("name", "weights"), [
+    ("llama-2-7b", 6_738_415_616), ("llama-2-13b", 13_015_864_320), ("qwen2.5-7b", 7_615_616_512),
+    ("mixtral-8x7b", 46_702_792_704), ("dense-50b", 49_493_942_272),
+])  # fmt: skip
 def test_example_configs_are_the_models_they_name(name, weights):
     """By the numbers of weights that their makers publish (the last is made up)."""
     whole = build(read_config(EXAMPLES / f"{name}.json"), torch.bfloat16)

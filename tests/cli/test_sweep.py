@@ -7,6 +7,7 @@ rate of this made-up training is 1.5e-3.
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import math
@@ -18,7 +19,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -26,6 +26,8 @@ import pytest
 import yaml
 from conftest import mostly_slow
 from optuna.trial import TrialState
+from rig.chats import END, byte_tokenizer, llama_config
+from rig.processes import ROOT
 
 from hf_hybrid.cli import sweep, trials
 from hf_hybrid.cli.main import main
@@ -37,6 +39,8 @@ from hf_hybrid.integrations import optuna as pruner
 from hf_hybrid.saving.lock import own_lock
 
 STEPS = 20
+TWO = ("--learning_rate", "1e-3,1.5e-3", "--trials", "2")
+WORDS = ("--learning_rate", "1e-5..10", "--trials", "7")
 TRAINING = """
 import hashlib, json, math, os, pathlib, re, sys, threading, time
 text = pathlib.Path(sys.argv[sys.argv.index("--config") + 1]).read_text()
@@ -84,6 +88,17 @@ def config(tmp_path):
 
 
 @pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "out-sweep"
+
+
+@pytest.fixture
+def start(config, cli):
+    """Start a sweep, check how it ended, and return what it wrote to stdout and to stderr."""
+    return functools.partial(cli, "sweep", "--config", config)
+
+
+@pytest.fixture
 def made_up(tmp_path, monkeypatch):
     make_up(tmp_path, monkeypatch)
 
@@ -93,24 +108,20 @@ def make_up(folder, monkeypatch):
     (folder / "training.py").write_text(TRAINING)
     monkeypatch.setattr(trials, "PROCESS", (sys.executable, "-S", str(folder / "training.py")))
     monkeypatch.setattr(trials, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(
-        pruner,
-        "forecast_final_loss",
-        lambda steps, losses, *more: around(losses[-1]),
-    )
+    monkeypatch.setattr(pruner, "forecast_final_loss", lambda steps, losses, *more: around(losses[-1]))
 
 
 def around(loss):
     return FinalLoss(loss, loss - 0.1, loss + 0.1, weights=(1.0,), means=(loss,), deviations=(0.06,))
 
 
-def start(config, *words):
-    return main(["sweep", "--config", str(config), *words])
-
-
 def trials_in(folder):
     """The trials of a sweep, by what their folders say."""
     return [trial_in(path) for path in sorted(folder.glob("trial-???"))]
+
+
+def states_in(folder):
+    return [trial.state for trial in trials_in(folder)]
 
 
 def trial_in(folder):
@@ -142,27 +153,25 @@ def interrupt(folder):
     (["--param", "lora_r=0,2"], "`lora_r` must be at least 1, got 0"),
     (["--param", "optim=sgd..adamw_torch"], "is a range, and the option takes words"),
     (["--param", "output_dir=a,b"], "`output_dir` cannot be swept"),
+    (["--param", "hub_token=a,b"], "`hub_token` cannot be swept"),
     (["--learning_rate", "1e-4..1e-2", "--trials", "0"], "`--trials 0` must be 1 or more"),
     (["--learning_rate", "1e-4..1e-2", "--threshold", "0.7"], "`threshold=0.7` must be at least 0 and below 0.5"),
 ])  # fmt: skip
-def test_what_cannot_be_tried_is_refused(config, capsys, words, sentence):
-    assert start(config, *words) == 2
-    error = capsys.readouterr().err
+def test_what_cannot_be_tried_is_refused(start, folder, words, sentence):
+    _, error = start(*words, status=2)
     assert sentence in error and error.startswith("hf-hybrid sweep: error: ")
-    assert not list(config.parent.glob("out-sweep/trial-*"))
+    assert not list(folder.glob("trial-*"))
 
 
-def test_without_optuna_or_held_out_data_there_is_no_sweep(config, capsys, monkeypatch):
+def test_without_optuna_or_held_out_data_there_is_no_sweep(config, start, monkeypatch):
+    sweep = functools.partial(start, "--learning_rate", "1e-4..1e-2", status=2)
     config.write_text(config.read_text() + "eval_share: 0\n")
-    assert start(config, "--learning_rate", "1e-4..1e-2") == 2
-    assert "`eval_share: 0`" in capsys.readouterr().err
+    assert "`eval_share: 0`" in sweep()[1]
     config.write_text(config.read_text().replace("eval_share: 0\n", "early_stopping_patience: 2\n"))
-    assert start(config, "--learning_rate", "1e-4..1e-2") == 2
-    assert "`early_stopping_patience` does not go with a sweep" in capsys.readouterr().err
+    assert "`early_stopping_patience` does not go with a sweep" in sweep()[1]
     monkeypatch.setitem(sys.modules, "optuna", None)
     monkeypatch.delitem(sys.modules, "hf_hybrid.integrations.optuna")
-    assert start(config, "--learning_rate", "1e-4..1e-2") == 2
-    said = capsys.readouterr().err
+    _, said = sweep()
     assert "need Optuna, which cannot be imported here" in said and 'pip install "hf-hybrid[sweep]"' in said
 
 
@@ -206,9 +215,8 @@ def test_values_are_read_as_train_reads_them(config):
 
 
 @pytest.mark.processes
-def test_a_sweep_finds_the_best_rate_and_ends_the_others_early(config, made_up, capsys):
-    assert start(config, "--learning_rate", "1e-5..10", "--trials", "7") == 0
-    folder, said = config.parent / "out-sweep", capsys.readouterr().out
+def test_a_sweep_finds_the_best_rate_and_ends_the_others_early(config, made_up, start, folder):
+    said, _ = start(*WORDS)
     states = {trial.params["learning_rate"]: trial.state for trial in trials_in(folder)}
     assert states == {0.01: TrialState.COMPLETE, 1.0: TrialState.PRUNED, 1e-4: TrialState.PRUNED,
                       1e-3: TrialState.COMPLETE}  # fmt: skip
@@ -230,114 +238,101 @@ def test_a_sweep_finds_the_best_rate_and_ends_the_others_early(config, made_up, 
         ("grpo", {"reward": "numeric_answer", "eval_share": 0.1}, "held-out reward -1.0000"),
     ],
 )
-def test_every_command_that_trains_is_swept(config, made_up, capsys, command, more, best):
+def test_every_command_that_trains_is_swept(config, made_up, cli, refused, folder, command, more, best):
     config.write_text(config.read_text() + yaml.safe_dump(more))
-    assert main(["sweep", command, "--config", str(config), "--learning_rate", "1e-3,1.5e-3", "--trials", "2"]) == 0
-    folder, said = config.parent / "out-sweep", capsys.readouterr().out
+    said, _ = cli("sweep", command, "--config", config, *TWO)
     assert f"0.0015  20/20  {best}  <- best" in said and f"for `hf-hybrid {command} --config" in said
     assert "No `learning_rate` that was tried is higher than the best one. Try higher ones too." in said
     assert f"training.py', '{command}', '--config'" in (folder / "trial-000" / "output.txt").read_text()
     written = str(folder / "best.yaml")
     assert CommandLine(["--config", written], TRAINING_COMMANDS[command]).values.learning_rate == 1.5e-3
-    assert main(["train", "--config", written]) == 2
-    assert f"is for another command: `hf-hybrid {command}`" in capsys.readouterr().err
+    assert f"is for another command: `hf-hybrid {command}`" in refused("train", "--config", written)
 
 
 @pytest.mark.processes
-def test_several_parameters_are_tried_together_and_more_trials_go_on(config, made_up, capsys):
+def test_several_parameters_are_tried_together_and_more_trials_go_on(made_up, start, folder):
     words = ["--learning_rate", "9e-4..1.1e-3", "--param", "lora_r=4,8", "--trials"]
-    assert start(config, *words, "2") == 0 and start(config, *words, "3") == 0
-    found = [trial.params for trial in trials_in(config.parent / "out-sweep")]
-    assert len(found) == 3 and all(9e-4 <= p["learning_rate"] <= 1.1e-3 and p["lora_r"] in (4, 8) for p in found)
-    assert len({params["learning_rate"] for params in found}) == 3
-    written = yaml.safe_load((config.parent / "out-sweep" / "best.yaml").read_text())
-    assert {name: written[name] for name in found[0]} in found
+    start(*words, "2")
+    start(*words, "3")
+    tried = [trial.params for trial in trials_in(folder)]
+    assert len(tried) == 3 and all(9e-4 <= p["learning_rate"] <= 1.1e-3 and p["lora_r"] in (4, 8) for p in tried)
+    assert len({params["learning_rate"] for params in tried}) == 3
+    written = yaml.safe_load((folder / "best.yaml").read_text())
+    assert {name: written[name] for name in tried[0]} in tried
 
 
 @pytest.mark.processes
-def test_the_same_command_goes_on_and_another_one_is_refused(config, made_up, capsys):
-    words = ["--learning_rate", "1e-3,1.5e-3", "--trials"]
-    assert start(config, *words, "2") == 0
-    before = files_of(config.parent / "out-sweep")
-    assert start(config, *words, "2") == 0
-    assert files_of(config.parent / "out-sweep") == before
-    capsys.readouterr()
-    assert start(config, "--learning_rate", "1e-3,2e-3") == 2
-    assert "holds a trial with other options or other values" in capsys.readouterr().err
+def test_the_same_command_goes_on_and_another_one_is_refused(made_up, start, folder):
+    start(*TWO)
+    before = files_of(folder)
+    start(*TWO)
+    assert files_of(folder) == before
+    _, said = start("--learning_rate", "1e-3,2e-3", status=2)
+    assert "holds a trial with other options or other values" in said
 
 
 @pytest.mark.processes
-def test_a_wider_range_goes_on_and_a_narrower_one_is_refused(config, made_up, capsys):
-    assert start(config, "--learning_rate", "1e-3..1.1e-3", "--trials", "2") == 0
-    before = trials_in(config.parent / "out-sweep")
-    assert start(config, "--learning_rate", "1e-3..2e-3", "--trials", "3") == 0
-    after = trials_in(config.parent / "out-sweep")
+def test_a_wider_range_goes_on_and_a_narrower_one_is_refused(made_up, start, folder):
+    start("--learning_rate", "1e-3..1.1e-3", "--trials", "2")
+    before = trials_in(folder)
+    start("--learning_rate", "1e-3..2e-3", "--trials", "3")
+    after = trials_in(folder)
     assert after[:2] == before and [trial.params["learning_rate"] for trial in after[2:]] == [0.002]
-    assert start(config, "--learning_rate", "1.2e-3..2e-3", "--trials", "3") == 2
-    assert "holds a trial with other options or other values" in capsys.readouterr().err
+    _, said = start("--learning_rate", "1.2e-3..2e-3", "--trials", "3", status=2)
+    assert "holds a trial with other options or other values" in said
 
 
 @pytest.mark.processes
-def test_an_interrupted_trial_goes_on_as_the_same_trial(config, made_up, capsys, monkeypatch):
-    words = ["--learning_rate", "1e-3,1.5e-3", "--trials", "2"]
-    assert start(config, *words) == 0
-    folder = config.parent / "out-sweep"
+def test_an_interrupted_trial_goes_on_as_the_same_trial(made_up, start, folder, monkeypatch):
+    start(*TWO)
     interrupt(folder)
     monkeypatch.setattr(trials, "last_checkpoint", lambda folder: "checkpoint-5" if "002" in str(folder) else None)
-    capsys.readouterr()
-    assert start(config, *words) == 0
-    assert "trial 2 was interrupted and goes on" in capsys.readouterr().out
-    assert [trial.state for trial in trials_in(folder)] == [TrialState.COMPLETE] * 3
+    assert "trial 2 was interrupted and goes on" in start(*TWO)[0]
+    assert states_in(folder) == [TrialState.COMPLETE] * 3
     assert "'--resume_from_checkpoint', 'true'" in (folder / "trial-002" / "output.txt").read_text()
     assert "--resume_from_checkpoint" not in (folder / "trial-001" / "output.txt").read_text()
 
 
 @pytest.mark.processes
-def test_a_trial_that_somebody_works_on_is_left_alone(config, made_up):
-    words = ["--learning_rate", "1e-3,1.5e-3", "--trials", "2"]
-    folder = config.parent / "out-sweep"
-    assert start(config, *words) == 0
+def test_a_trial_that_somebody_works_on_is_left_alone(made_up, start, folder):
+    start(*TWO)
     interrupt(folder)
     with own_lock(folder / "trial-002.lock"):
-        assert start(config, *words) == 0
+        start(*TWO)
     assert trials_in(folder)[2].state == TrialState.RUNNING
 
 
 @pytest.mark.processes
-def test_a_file_system_without_locks_is_said_and_stops_no_sweep(config, made_up, monkeypatch, capsys):
+def test_a_file_system_without_locks_is_said_and_stops_no_sweep(made_up, monkeypatch, start, folder):
     """Not either where a sweep that was killed left the file."""
     import fcntl
 
     def refuses(*args):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    folder = config.parent / "out-sweep"
     folder.mkdir()
     for name in ("sweep.lock", "trial-000.lock"):
         (folder / name).write_text("4711\nanother\n")
     monkeypatch.setattr(fcntl, "flock", refuses)
-    assert start(config, "--learning_rate", "1e-3,1.5e-3", "--trials", "2") == 0
-    assert capsys.readouterr().out.count("cannot be locked") == 1
-    assert [trial.state for trial in trials_in(folder)] == [TrialState.COMPLETE] * 2
+    assert start(*TWO)[0].count("cannot be locked") == 1
+    assert states_in(folder) == [TrialState.COMPLETE] * 2
 
 
 @pytest.mark.processes
-def test_commands_at_a_time_make_each_trial_once(config, made_up, capsys, monkeypatch):
+def test_commands_at_a_time_make_each_trial_once(config, made_up, folder, monkeypatch):
     monkeypatch.setattr(sweep, "quiet_imports", contextlib.nullcontext)  # which is for one thread
-    words = ["--learning_rate", "1e-3,1.1e-3,1.2e-3,1.3e-3", "--trials", "4"]
+    words = ["sweep", "--config", str(config), "--learning_rate", "1e-3,1.1e-3,1.2e-3,1.3e-3", "--trials", "4"]
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(lambda _: start(config, *words), range(2))) == [0, 0]
-    found = trials_in(config.parent / "out-sweep")
-    assert sorted(trial.params["learning_rate"] for trial in found) == [1e-3, 1.1e-3, 1.2e-3, 1.3e-3]
-    assert {trial.state for trial in found} == {TrialState.COMPLETE}
+        assert list(pool.map(main, [words] * 2)) == [0, 0]
+    rates = [trial.params["learning_rate"] for trial in trials_in(folder)]
+    assert sorted(rates) == [1e-3, 1.1e-3, 1.2e-3, 1.3e-3] and set(states_in(folder)) == {TrialState.COMPLETE}
 
 
 @pytest.mark.processes
-def test_a_sweep_whose_trials_cannot_begin_ends_at_once(config, made_up, capsys):
-    assert start(config, "--learning_rate", "666,667", "--trials", "2") == 1
-    said = capsys.readouterr()
-    assert "failed: it does not work" in said.out and "no trial finished" in said.err
-    assert [trial.state for trial in trials_in(config.parent / "out-sweep")] == [TrialState.FAIL]
+def test_a_sweep_whose_trials_cannot_begin_ends_at_once(made_up, start, folder):
+    out, err = start("--learning_rate", "666,667", "--trials", "2", status=1)
+    assert "failed: it does not work" in out and "no trial finished" in err
+    assert states_in(folder) == [TrialState.FAIL]
 
 
 # Secrets.
@@ -350,14 +345,15 @@ def files_with(folder, text):
 
 
 @pytest.mark.processes
-def test_no_file_of_a_sweep_holds_a_secret_and_every_trial_has_them(config, made_up, monkeypatch):
+def test_no_file_of_a_sweep_holds_a_secret_and_every_trial_has_them(config, made_up, start, folder, monkeypatch):
     for name in ("WANDB_API_KEY", "PLAIN"):
         monkeypatch.setenv(name, "of another run")
     before = config.read_text()
     given = {"hub_token": SECRETS["hub_token"], "env": {name: SECRETS[name] for name in ("WANDB_API_KEY", "PLAIN")}}
     config.write_text(before + yaml.safe_dump({**given, "run_name": "https://me:s3cret@host/x"}))
-    words, folder = ["--learning_rate", "1e-3,1.5e-3,2e-3", "--trials"], config.parent / "out-sweep"
-    assert start(config, *words, "2") == 0 and start(config, *words, "3") == 0
+    words = ["--learning_rate", "1e-3,1.5e-3,2e-3", "--trials"]
+    start(*words, "2")
+    start(*words, "3")
     assert files_with(folder, "s3cret") == set()
     private = json.dumps({"hub_token": SECRETS["hub_token"], "run_name": "https://me:s3cret@host/x"})
     expected = {"HF_HYBRID_PRIVATE_OPTIONS": private, **SECRETS}
@@ -369,49 +365,38 @@ def test_no_file_of_a_sweep_holds_a_secret_and_every_trial_has_them(config, made
     assert best.startswith("# Left out, because it may be secret: `hub_token`, `run_name`, `PLAIN` under `env`, ")
     assert not {"env", "hub_token", "run_name"} & set(yaml.safe_load(best))
     config.write_text(before + yaml.safe_dump({"hub_token": "hf_another", "env": {"WANDB_API_KEY": "a new one"}}))
-    assert start(config, *words, "3") == 0, "a key may change between two starts"
+    start(*words, "3")  # a key may change between two starts
 
 
 @pytest.mark.processes
-def test_what_a_trial_prints_is_private_and_its_reason_is_without_secrets(config, made_up, capsys):
+def test_what_a_trial_prints_is_private_and_its_reason_is_without_secrets(config, made_up, start, folder):
     config.write_text(config.read_text() + yaml.safe_dump({"env": {"PLAIN": "s3cret-value"}}))
-    assert start(config, "--learning_rate", "666,667", "--trials", "2") == 1
-    folder = config.parent / "out-sweep"
-    assert "failed: it does not work, says REMOVED" in capsys.readouterr().out, "and not the progress bar after it"
+    out, _ = start("--learning_rate", "666,667", "--trials", "2", status=1)
+    assert "failed: it does not work, says REMOVED" in out, "and not the progress bar after it"
     assert files_with(folder, "s3cret") == {"output.txt"}
     assert (folder / "trial-000" / "output.txt").stat().st_mode & 0o777 == 0o600
-
-
-def test_a_secret_cannot_be_swept(config, capsys):
-    assert start(config, "--param", "hub_token=a,b") == 2
-    assert "`hub_token` cannot be swept" in capsys.readouterr().err
 
 
 # Trials that are killed.
 
 
-def checkpoint_of_the_killed(folder):
-    return "out/checkpoint-5" if (folder / "was-killed").exists() else None
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("number", mostly_slow([signal.SIGKILL, signal.SIGTERM], [signal.SIGKILL]))
-def test_a_trial_that_was_killed_goes_on_as_the_same_trial(config, made_up, capsys, monkeypatch, number):
+def test_a_trial_that_was_killed_goes_on_as_the_same_trial(made_up, start, folder, monkeypatch, number):
     monkeypatch.setenv("KILLED_BY", str(int(number)))
-    monkeypatch.setattr(trials, "last_checkpoint", checkpoint_of_the_killed)
-    assert start(config, "--learning_rate", "7e-4,1.5e-3", "--trials", "2") == 0
-    folder, said = config.parent / "out-sweep", capsys.readouterr().out
+    was_killed = lambda folder: "out/checkpoint-5" if (folder / "was-killed").exists() else None  # noqa: E731
+    monkeypatch.setattr(trials, "last_checkpoint", was_killed)
+    said, _ = start("--learning_rate", "7e-4,1.5e-3", "--trials", "2")
     assert f"trial 0 was killed by {number.name} after `checkpoint-5`\ntrial 0 was interrupted and goes on" in said
-    assert [trial.state for trial in trials_in(folder)] == [TrialState.COMPLETE] * 2
+    assert states_in(folder) == [TrialState.COMPLETE] * 2
     assert (folder / "trial-000" / "output.txt").read_text().count("'--resume_from_checkpoint', 'true'") == 1
 
 
 @pytest.mark.processes
-def test_a_trial_that_is_killed_again_and_again_has_failed(config, made_up, capsys):
-    assert start(config, "--learning_rate", "8e-4,1.5e-3", "--trials", "2") == 0
-    assert "failed: killed by SIGKILL 3 times without a checkpoint; is memory short?" in capsys.readouterr().out
-    states = [trial.state for trial in trials_in(config.parent / "out-sweep")]
-    assert states == [TrialState.FAIL, TrialState.COMPLETE]
+def test_a_trial_that_is_killed_again_and_again_has_failed(made_up, start, folder):
+    said, _ = start("--learning_rate", "8e-4,1.5e-3", "--trials", "2")
+    assert "failed: killed by SIGKILL 3 times without a checkpoint; is memory short?" in said
+    assert states_in(folder) == [TrialState.FAIL, TrialState.COMPLETE]
 
 
 @pytest.mark.parametrize("status, name", [(-9, "SIGKILL"), (137, "SIGKILL"), (143, "SIGTERM"), (-signal.SIGSEGV, None),
@@ -422,13 +407,12 @@ def test_a_signal_from_outside_is_told_from_an_error(status, name):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("text", mostly_slow(["", '{"eval_lo', "[]", '{"eval_loss": "low"}', "{}"], ['{"eval_lo']))
-def test_results_that_were_cut_short_are_made_again(config, made_up, capsys, text):
-    words, folder = ["--learning_rate", "1e-3,1.5e-3", "--trials", "2"], config.parent / "out-sweep"
-    assert start(config, *words) == 0
+def test_results_that_were_cut_short_are_made_again(made_up, start, folder, text):
+    start(*TWO)
     interrupt(folder)
     (folder / "trial-002" / "eval_results.json").write_text(text)  # killed while Trainer wrote it
-    assert start(config, *words) == 0
-    assert [trial.state for trial in trials_in(folder)] == [TrialState.COMPLETE] * 3
+    start(*TWO)
+    assert states_in(folder) == [TrialState.COMPLETE] * 3
 
 
 def test_a_training_that_was_told_to_end_early_has_no_result(tmp_path):
@@ -445,29 +429,31 @@ def test_a_training_that_was_told_to_end_early_has_no_result(tmp_path):
     assert math.isnan(trials.held_out_loss(tmp_path))
 
 
-def test_a_sweep_on_a_full_disk_ends_with_a_sentence(config, made_up, capsys, monkeypatch):
+def test_a_sweep_on_a_full_disk_ends_with_a_sentence(made_up, start, monkeypatch):
     def full(self):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(trials.Trials, "_choose", full)
-    assert start(config, "--learning_rate", "1e-3,1.5e-3") == 1
-    said = capsys.readouterr().err
+    _, said = start(*TWO, status=1)
     assert "hf-hybrid sweep: error: [Errno 28] No space left on device The same command goes on" in said
 
 
 # Folders, which are all that a sweep knows.
 
-WORDS = ("--learning_rate", "1e-5..10", "--trials", "7")
-
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """The folder of a finished sweep, with trials of every kind but failed ones."""
+def kept(tmp_path_factory):
     made = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         make_up(made, patch)
-        assert start(write_config(made), *WORDS) == 0
+        assert main(["sweep", "--config", str(write_config(made)), *WORDS]) == 0
     return made / "out-sweep"
+
+
+@pytest.fixture
+def finished(kept, folder, made_up):
+    """The folder of a finished sweep, with trials of every kind but failed ones."""
+    return shutil.copytree(kept, folder)
 
 
 def files_of(folder):
@@ -475,60 +461,48 @@ def files_of(folder):
 
 
 @pytest.mark.processes
-def test_nothing_else_is_needed_to_go_on(config, finished, made_up, capsys):
-    folder = config.parent / "out-sweep"
-    shutil.copytree(finished, folder)
+def test_nothing_else_is_needed_to_go_on(finished, start):
+    folder = finished
     before = files_of(folder)
     for path in folder.glob("*"):
         if path.is_file():
             path.unlink()
     (folder / "sweep.db").write_text("of an older version")
     (folder / "trial-004").mkdir()  # as a sweep leaves it that dies while it begins a trial
-    assert start(config, *WORDS) == 0
+    out, err = start(*WORDS)
     assert files_of(folder) == before, "nothing was trained again, and nothing deleted"
-    said = capsys.readouterr()
-    assert re.search(r"0.001  20/20  held-out loss 2.0310  <- best$", said.out, flags=re.M) and not said.err
+    assert re.search(r"0.001  20/20  held-out loss 2.0310  <- best$", out, flags=re.M) and not err
     assert (folder / "best.yaml").exists() and (folder / "sweep.db").read_text() == "of an older version"
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("content", ["[", '{"state": "complete", "eval_loss": 0.1}', "changed"])
-def test_a_trial_whose_outcome_is_damaged_goes_on(config, finished, made_up, capsys, content):
-    folder = config.parent / "out-sweep"
-    shutil.copytree(finished, folder)
-    [best] = [path.parent for path in folder.glob("trial-*/model.safetensors")]
+def test_a_trial_whose_outcome_is_damaged_goes_on(finished, start, content):
+    [best] = [path.parent for path in finished.glob("trial-*/model.safetensors")]
     outcome = best / "outcome.json"
     whole = outcome.read_text()
     outcome.write_text(content if content != "changed" else whole.replace("2.03", "1.03"))
-    assert start(config, *WORDS) == 0
-    assert f"trial {int(best.name[-3:])} was interrupted and goes on" in capsys.readouterr().out
+    assert f"trial {int(best.name[-3:])} was interrupted and goes on" in start(*WORDS)[0]
     assert outcome.read_text() == whole
 
 
 @pytest.mark.processes
-def test_folders_of_an_older_version_tell_what_they_can(config, finished, made_up, capsys):
+def test_folders_of_an_older_version_tell_what_they_can(finished, start):
     """Without `outcome.json`: a finished trial is one with results, and any other goes on."""
-    folder = config.parent / "out-sweep"
-    shutil.copytree(finished, folder)
-    [weights] = folder.glob("trial-*/model.safetensors")
+    [weights] = finished.glob("trial-*/model.safetensors")
     saved = weights.stat().st_mtime_ns
-    for path in folder.glob("trial-*/outcome.json"):
+    for path in finished.glob("trial-*/outcome.json"):
         path.unlink()
-    assert start(config, *WORDS) == 0
-    assert "<- best" in capsys.readouterr().out and weights.stat().st_mtime_ns == saved
+    assert "<- best" in start(*WORDS)[0] and weights.stat().st_mtime_ns == saved
 
 
 @pytest.mark.processes
-def test_what_cannot_be_told_is_refused_and_nothing_is_deleted(config, finished, made_up, capsys):
-    folder = config.parent / "out-sweep"
-    shutil.copytree(finished, folder)
-
+def test_what_cannot_be_told_is_refused_and_nothing_is_deleted(config, finished, start):
     def refused(*words):
-        before = files_of(folder)
-        assert start(config, *words) == 2
-        said = capsys.readouterr().err
+        before = files_of(finished)
+        _, said = start(*words, status=2)
         assert said.count("\n") == 1 and said.startswith("hf-hybrid sweep: error: ")
-        assert files_of(folder) == before
+        assert files_of(finished) == before
         return said
 
     assert "holds a trial with other options or other values" in refused("--learning_rate", "1e-6..1e-5")
@@ -536,36 +510,33 @@ def test_what_cannot_be_told_is_refused_and_nothing_is_deleted(config, finished,
     assert "holds a trial with other options or other values" in refused(*WORDS)
     config.write_text(config.read_text().replace("weight_decay: 0.5\n", ""))
     for name in ("trial.yaml", "outcome.json"):
-        (folder / "trial-001" / name).write_text("[")
+        (finished / "trial-001" / name).write_text("[")
     assert "nothing says which values the trial had" in refused(*WORDS)
-    shutil.rmtree(folder / "trial-001")
-    assert start(config, *WORDS) == 0
-    assert "failed: its folder is missing" in capsys.readouterr().out
+    shutil.rmtree(finished / "trial-001")
+    assert "failed: its folder is missing" in start(*WORDS)[0]
 
 
 # Links and what lies in the way.
 
 
 @pytest.mark.processes
-def test_a_sweep_writes_through_no_link(config, made_up, capsys):
-    precious, folder = config.parent / "precious", config.parent / "out-sweep"
+def test_a_sweep_writes_through_no_link(made_up, start, folder):
+    precious = folder.with_name("precious")
     precious.mkdir()
     for name in ("file", "checkpoint-3", "model.safetensors"):
         (precious / name).write_text("of another user")
     folder.mkdir()
     (folder / "trial-000").symlink_to(precious)
-    words, files = ["--learning_rate", "1e-3,1.5e-3", "--trials", "2"], ("best.yaml",)
-    for name in files:
-        (folder / name).symlink_to(precious / "file")
-    assert start(config, *words) == 0
+    (folder / "best.yaml").symlink_to(precious / "file")
+    start(*TWO)
     assert {path.name for path in precious.iterdir()} == {"file", "checkpoint-3", "model.safetensors"}
     assert {path.read_text() for path in precious.iterdir()} == {"of another user"}
-    assert not any((folder / name).is_symlink() for name in (*files, "trial-000"))
+    assert not any((folder / name).is_symlink() for name in ("best.yaml", "trial-000"))
     # A trial that goes on finds links where its own files are.
     interrupt(folder)
     for name in ("output.txt", "outcome.json"):
         (folder / "trial-002" / name).symlink_to(precious / "file")
-    assert start(config, *words) == 0
+    start(*TWO)
     assert (precious / "file").read_text() == "of another user"
     assert trials_in(folder)[2].state == TrialState.COMPLETE
 
@@ -587,15 +558,11 @@ def test_what_lies_in_the_place_of_a_new_trial_gets_another_name(tmp_path, capsy
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_killed_sweep_leaves_no_process_and_goes_on(tmp_path):
-    from test_cli import TEXTS, byte_tokenizer
-    from transformers import LlamaConfig
+def test_a_killed_sweep_leaves_no_process_and_goes_on(tmp_path, folder):
+    from cli.test_cli import TEXTS
 
-    byte_tokenizer(eos_token="<|end|>").save_pretrained(tmp_path / "model")
-    LlamaConfig(
-        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=None, eos_token_id=256, pad_token_id=256,
-    ).save_pretrained(tmp_path / "model")  # fmt: skip
+    byte_tokenizer(eos_token=END).save_pretrained(tmp_path / "model")
+    llama_config(max_position_embeddings=64).save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("\n\n".join(TEXTS), encoding="utf-8")
     run = {"model": str(tmp_path / "model"), "dataset": str(tmp_path / "text.txt"), "sequence_length": 32,
            "max_steps": 200, "save_steps": 20, "use_cpu": True, "report_to": "none", "disable_tqdm": True,
@@ -603,9 +570,7 @@ def test_a_killed_sweep_leaves_no_process_and_goes_on(tmp_path):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
     words = ["--learning_rate", "1e-3,2e-3", "--trials", "2", "--threshold", "0"]
     command = [sys.executable, "-m", "hf_hybrid", "sweep", "--config", str(tmp_path / "run.yaml"), *words]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    folder = tmp_path / "out-sweep"
-
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     killed = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while len(list(folder.glob("trial-001/checkpoint-*"))) < 2:  # the first one is whole
         assert killed.poll() is None
@@ -617,11 +582,9 @@ def test_a_killed_sweep_leaves_no_process_and_goes_on(tmp_path):
 
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert (
-        "trial 1 was interrupted and goes on" in done.stdout
-        and "2 trials made 400 steps, 100% of those of 2 whole trials" in done.stdout
-    )
-    assert [trial.state for trial in trials_in(folder)] == [TrialState.COMPLETE] * 2
+    assert "trial 1 was interrupted and goes on" in done.stdout
+    assert "2 trials made 400 steps, 100% of those of 2 whole trials" in done.stdout
+    assert states_in(folder) == [TrialState.COMPLETE] * 2
     log = [json.loads(line) for line in (folder / "trial-001" / "hybrid_log.jsonl").read_text().splitlines()]
     assert [line["step"] > 0 for line in log if "begun" in line] == [False, True]  # from its checkpoint
     best = CommandLine(["--config", str(folder / "best.yaml")]).options().config

@@ -1,14 +1,21 @@
-"""Processes that train together, forked from one that has imported everything: a launcher's would import it anew."""
+"""
+Processes that train together, forked from one that has imported everything: a launcher's would import it anew. And one
+that imports everything anew.
+"""
 
 import multiprocessing
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
+from pathlib import Path
 
 from accelerate.state import AcceleratorState, GradientState
 
+ROOT = Path(__file__).parents[2]
 AFTER_A_DEATH = 30
 """Seconds that the others have after one has failed, before they are killed as by a launcher."""
 
@@ -44,3 +51,13 @@ def _run(rank: int, count: int, port: int, function: Callable[[], None]) -> None
     AcceleratorState._reset_state(reset_partial_state=True)  # of trainings in the process that forked
     GradientState._reset_state()
     function()
+
+
+def python(code: str, *words: str, without: set[str] = frozenset(), cwd=None, **environment: str) -> str:
+    """Run code in a process that begins with nothing imported and ends `without` some modules. Returns its output."""
+    code = f"import sys\n{code}\nassert not {set(without)} & set(sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
