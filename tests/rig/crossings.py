@@ -17,43 +17,15 @@ import functools
 from typing import NamedTuple
 
 import torch
+import transformers
+import trl
 from conftest import config_values, losses, weights
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from pytest import MonkeyPatch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from hf_hybrid import (
-    HybridConfig,
-    HybridDPOConfig,
-    HybridDPOTrainer,
-    HybridGRPOConfig,
-    HybridGRPOTrainer,
-    HybridSFTConfig,
-    HybridSFTTrainer,
-    HybridTrainer,
-    HybridTrainerMixin,
-)
+import hf_hybrid
 from rig import user_code
 from rig.rollouts import TOKENIZER, policy, prompts, reward
 from rig.user_code import subclass
@@ -122,13 +94,18 @@ JUDGED = [
 # Trainers.
 
 KINDS = {
-    "trainer": (Trainer, TrainingArguments, HybridTrainer, HybridConfig),
-    "sft": (SFTTrainer, SFTConfig, HybridSFTTrainer, HybridSFTConfig),
-    "dpo": (DPOTrainer, DPOConfig, HybridDPOTrainer, HybridDPOConfig),
-    "grpo": (GRPOTrainer, GRPOConfig, HybridGRPOTrainer, HybridGRPOConfig),
-    "reward": (RewardTrainer, RewardConfig, None, RewardConfig),
-    "kto": (KTOTrainer, KTOConfig, None, KTOConfig),
-}
+    "trainer": (transformers.Trainer, transformers.TrainingArguments, hf_hybrid.HybridTrainer, hf_hybrid.HybridConfig),
+    "reward": (trl.RewardTrainer, trl.RewardConfig, None, trl.RewardConfig),
+    "kto": (trl.KTOTrainer, trl.KTOConfig, None, trl.KTOConfig),
+} | {
+    name.lower(): tuple(
+        getattr(*of) for of in (
+            (trl, f"{name}Trainer"), (trl, f"{name}Config"),
+            (hf_hybrid, f"Hybrid{name}Trainer"), (hf_hybrid, f"Hybrid{name}Config"),
+        )
+    )
+    for name in ("SFT", "DPO", "GRPO")
+}  # fmt: skip
 """The trainer and its options, and ours. Others have the mixin."""
 OPTIONS = {
     "trainer": {"learning_rate": 0.02, "remove_unused_columns": False},
@@ -165,7 +142,7 @@ def make_model(trainer, weights, seed=0):
     elif weights == "reads_keys":
         model = user_code.reads_keys(LlamaForCausalLM)(LlamaConfig(**SIZES))
     else:
-        kind = LlamaForSequenceClassification if trainer == "reward" else LlamaForCausalLM
+        kind = transformers.LlamaForSequenceClassification if trainer == "reward" else LlamaForCausalLM
         model = kind(LlamaConfig(**SIZES, **({"num_labels": 1} if trainer == "reward" else {})))
     if weights in ("lora", "lora_fp32"):
         task = "SEQ_CLS" if trainer == "reward" else "CAUSAL_LM"
@@ -200,17 +177,14 @@ def as_method(place, change):
         return lambda trainer, own, inputs: batches[change](own(inputs))
     if change in batches:
         return lambda trainer, own, model, inputs, *args, **kw: own(model, batches[change](inputs), *args, **kw)
-    if change in user_code.LOSSES:
-        weigh = user_code.LOSSES[change]()
+    if (weigh := user_code.LOSSES.get(change)) is not None:
 
         def of_loss(trainer, own, model, *args, **kwargs):
-            found = own(model, *args, **kwargs)
-            if isinstance(found, tuple):
-                return (weigh(found[0], model), *found[1:])
-            return weigh(found, model)
+            loss = own(model, *args, **kwargs)
+            return (weigh(loss[0], model), *loss[1:]) if isinstance(loss, tuple) else weigh(loss, model)
 
         return of_loss
-    return {**user_code.STEPS, **user_code.WHOLE_LOSSES, **user_code.OTHERS}[change]()
+    return {**user_code.STEPS, **user_code.WHOLE_LOSSES, **user_code.OTHERS}[change]
 
 
 def on_object(thing, name, change):
@@ -230,8 +204,8 @@ def on_class(patch, kind, name, change):
 def as_forward(change):
     """Return a function of a model, its forward and its arguments."""
     if (of_batch := user_code.BATCHES.get(change)) is not None:
-        return lambda model, own, *args, **found: own(*args, **(of_batch(found) if "labels" in found else found))
-    weigh = user_code.LOSSES[change]()
+        return lambda model, own, *args, **batch: own(*args, **(of_batch(batch) if "labels" in batch else batch))
+    weigh = user_code.LOSSES[change]
 
     def forward(model, own, *args, **kwargs):
         outputs = own(*args, **kwargs)
@@ -248,7 +222,7 @@ def hook_forward(model, change):
         model.register_forward_hook(lambda module, inputs, outputs: forward(module, lambda: outputs))
     else:
         model.register_forward_pre_hook(
-            lambda module, args, kwargs: (args, forward(module, lambda **found: found, **kwargs)), with_kwargs=True
+            lambda module, args, kwargs: (args, forward(module, dict, **kwargs)), with_kwargs=True
         )
 
 
@@ -261,7 +235,7 @@ def kind_of(crossing, hybrid):
     if not hybrid:
         kind, config = theirs, their_config
     elif crossing.way == "below" or ours is None:
-        kind = type("OverTheUsers", (HybridTrainerMixin, theirs), {})
+        kind = type("OverTheUsers", (hf_hybrid.HybridTrainerMixin, theirs), {})
     elif crossing.way == "between":
         kind = type("BesideTheUsers", (ours, theirs), {})
     else:
@@ -275,8 +249,8 @@ def put(trainer, crossing):
     if place in METHODS and way == "object":
         on_object(trainer, place, as_method(place, change))
     elif place == "backward":
-        change_backward = user_code.OTHERS[change]()
-        trainer.accelerator.backward = functools.partial(change_backward, trainer, trainer.accelerator.backward)
+        own = trainer.accelerator.backward
+        trainer.accelerator.backward = functools.partial(user_code.OTHERS[change], trainer, own)
     elif place == "collator":
         collator = trainer.data_collator
         trainer.data_collator = lambda rows: user_code.BATCHES[change](collator(rows))

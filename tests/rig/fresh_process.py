@@ -18,17 +18,8 @@ from pathlib import Path
 
 OPTIONAL = ("trl", "peft", "bitsandbytes", "torchao", "gguf", "matplotlib", "IPython", "axolotl")
 TRAINERS = tuple(f"{kind}{part}" for kind in ("SFT", "DPO", "GRPO", "RLOO") for part in ("Trainer", "Config"))
-OTHERS = {
-    "torch",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "huggingface_hub",
-    "safetensors",
-    "tqdm",
-    "socket",
-    *OPTIONAL,
-}
+OTHERS = {"torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors", "tqdm", "socket"}
+OTHERS |= set(OPTIONAL)
 MEMBERS = (types.FunctionType, property, classmethod, staticmethod)
 
 

@@ -151,14 +151,9 @@ class LocalHub:
         removed = ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_ENDPOINT", "TRANSFORMERS_OFFLINE")
         kept = {name: value for name, value in os.environ.items() if name not in removed}
         values = {
-            "HF_ENDPOINT": self.endpoint,
-            "HF_HOME": str(home),
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "NO_PROXY": "127.0.0.1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
+            "HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "",
+            **dict.fromkeys(("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS"), "1"),
+        }  # fmt: skip
         return {**kept, **values, **({"HF_TOKEN": token} if token else {})}
 
     def fail(self, what: str | None) -> None:

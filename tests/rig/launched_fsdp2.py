@@ -11,34 +11,27 @@ import contextlib
 import json
 import math
 import os
-import signal
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
-from conftest import TIMES, ByteText, hybrid_config, tiny_model
-from datasets import IterableDataset
-from peft import LoraConfig, get_peft_model
+from conftest import ByteText, hybrid_config, tiny_model
 from safetensors.torch import save_file
-from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.experimental.residuals import LeapResiduals
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.run.weights import canonical
 from hf_hybrid.saving.manifest import last_checkpoint
-from rig import fsdp2_on_cpu
+from rig import fsdp2_on_cpu, launched
 
 BY_LAUNCHER = "ACCELERATE_USE_FSDP" in os.environ  # a first trainer sets it too
 STEPS = 24
 BATCH = 12
 """Of all processes together, so that runs on one, two and three are the same."""
-BASE = {
-    "max_steps": STEPS,
-    "probe_budget": 0.5,
-    "leap_worth": 1.0,
-    "corrects": True,
-}
+BASE = {"max_steps": STEPS, "probe_budget": 0.5, "leap_worth": 1.0, "corrects": True}
 EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "architectures": None}
 SHORT = {"max_steps": 18}
 """Two leaps and more."""
@@ -102,33 +95,6 @@ for step in DEATHS:
     RUNS[f"resumed_{step}"] = {**SAVED, **kind, **UNSAVED, "resume": f"2/killed_{step}"}
 
 
-class Ends(TrainerCallback):
-    """Ends a run before its time: `kill -9` of the last process, or Trainer stops after a step."""
-
-    def __init__(self, dies_at: int | None, stops_at: int | None):
-        self.dies_at, self.stops_at = dies_at, stops_at
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.dies_at and args.process_index == args.world_size - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop |= state.global_step == self.stops_at
-
-
-class PoisonedTrainer(HybridTrainer):
-    """The loss of one batch is not a number, on the last process alone."""
-
-    poisoned_at = None
-
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
-        last = self.args.process_index == self.accelerator.num_processes - 1
-        poisoned = model.training and self.state.global_step == self.poisoned_at and last
-        return loss * math.nan if poisoned else loss
-
-
-@contextlib.contextmanager
 def hurting(at: int):
     """Context in which the first leap from this step on goes uphill, three times as far as the weights are large."""
     leap, made = Trajectory.leap, []
@@ -141,22 +107,12 @@ def hurting(at: int):
         trajectory.max_relative_norm, trajectory.direction.most_per_step = 3.0, math.inf
         return leap(trajectory, -1000.0)
 
-    Trajectory.leap = wrong
-    try:
-        yield
-    finally:
-        Trajectory.leap = leap
+    return patch.object(Trajectory, "leap", wrong)
 
 
-@contextlib.contextmanager
 def muon_in_fp32():
     """Context in which torch's Muon does not round to bf16, which would magnify the last bit to 1e-3."""
-    bfloat16 = torch.Tensor.bfloat16
-    torch.Tensor.bfloat16 = torch.Tensor.float
-    try:
-        yield
-    finally:
-        torch.Tensor.bfloat16 = bfloat16
+    return patch.object(torch.Tensor, "bfloat16", torch.Tensor.float)
 
 
 class OwnSteps(torch.optim.AdamW):
@@ -178,19 +134,17 @@ def train(folder: Path, name: str, resume: Path | None = None) -> HybridTrainer:
         torch.manual_seed(0)
         model = MixtralForCausalLM(MixtralConfig(**{**model.config.to_diff_dict(), **EXPERTS}))
     if options.pop("lora", False):
-        torch.manual_seed(0)
-        model = get_peft_model(model, LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM"))
+        model = launched.only_adapters(model, 3)
     sharding = {"fsdp": True, "fsdp_config": dict(options.pop("fsdp_config", {}))}
     if processes == 1 or (BY_LAUNCHER and not sharding["fsdp_config"]):
         sharding = {}
     hurts_at, poisoned_at = options.pop("hurts_at", None), options.pop("poisoned_at", None)
     in_fp32 = options.pop("in_fp32", False)
     optimizer = (OwnSteps, {"lr": options["learning_rate"]}) if options.pop("own_optimizer", False) else None
-    ends = Ends(options.pop("dies_at", None), options.pop("stops_at", None))
+    ends = launched.Ends(options.pop("dies_at", None), options.pop("stops_at", None))
     data = ByteText(options.pop("samples", 1000))
     if options.pop("iterable", False):
-        rows = data
-        data = IterableDataset.from_generator(lambda: (dict(row) for row in rows))
+        data = launched.without_length(data)
     if "resume" in options:
         resume = folder / options.pop("resume")
     if resume is not None and not resume.name.startswith("checkpoint-"):
@@ -199,7 +153,7 @@ def train(folder: Path, name: str, resume: Path | None = None) -> HybridTrainer:
     place = folder / str(processes) / name
     parts = [LeapResiduals(correct_gain=True)] if options.pop("corrects") else []
     config = hybrid_config(place, per_device_train_batch_size=batch, **options, **sharding)
-    kind = HybridTrainer if poisoned_at is None else PoisonedTrainer
+    kind = HybridTrainer if poisoned_at is None else launched.PoisonedTrainer
     trainer = kind(model, config, train_dataset=data, callbacks=[ends], parts=parts, optimizer_cls_and_kwargs=optimizer)
     trainer.poisoned_at = poisoned_at
     trainer.probe_sequences = BATCH  # with fewer, each process would take the first of its own batch
@@ -212,15 +166,7 @@ def train(folder: Path, name: str, resume: Path | None = None) -> HybridTrainer:
 
 
 def result(trainer) -> dict:
-    """What must not differ between processes, and the losses."""
-    summary = trainer.hybrid_summary()
-    return {
-        "decisions": {k: v for k, v in summary.items() if k not in (*TIMES, "memory", "planner", "shared_if_together")},
-        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "processes": trainer.accelerator.num_processes,
-        "kind": type(trainer.model).__name__,
-        "step": trainer.state.global_step,
-    }
+    return {**launched.decisions(trainer), "kind": type(trainer.model).__name__}
 
 
 def weights(trainer) -> dict[str, torch.Tensor]:

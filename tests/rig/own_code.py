@@ -20,7 +20,7 @@ from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, 
 from torch.optim.swa_utils import AveragedModel
 
 from rig import user_code
-from rig.user_code import clip_gradients, decoder_layers, named, notes_of
+from rig.user_code import clip_gradients, decoder_layers, having, in_step, named, notes_of
 
 SGD = {"optim": "sgd", "learning_rate": 1.0}
 """Where the size of a gradient matters: AdamW divides by it."""
@@ -41,7 +41,7 @@ class Code(NamedTuple):
     """With the trainer, before it trains."""
     drive: Callable = lambda trainer: trainer.train()
     at: dict[str, Callable] = {}
-    """In callbacks: functions of options, state, model and optimizer by event."""
+    """In callbacks: functions of what they name of options, state, model and optimizer, by event."""
     methods: dict[str, Callable] = {}
     """In a subclass: functions of the trainer, the method below and its arguments by name."""
     optimizer: Callable | None = None
@@ -69,14 +69,21 @@ def loss_of(change, **more):
     return Code(methods={"compute_loss": compute_loss}, **more)
 
 
-def in_step(number, change):
-    """Make a change once, when so many steps are made."""
+def on(part, change):
+    """A change of each parameter whose name has this in it."""
 
-    def changed(args, state, model, optimizer):
-        if state.global_step == number:
-            change(args, state, model, optimizer)
+    def changed(model):
+        for parameter in named(model, part):
+            change(parameter)
 
     return changed
+
+
+def notes(values):
+    """Note what a function of a model, or of an optimizer, gives."""
+    return lambda model, optimizer: notes_of(model).extend(
+        user_code.call(values, args=None, state=None, model=model, optimizer=optimizer)
+    )
 
 
 def copied(model):
@@ -106,51 +113,49 @@ def assigns_start(trainer):
     trainer.train()
 
 
-def assigns_half(args, state, model, optimizer):
-    for parameter in named(model, ".mlp."):
-        parameter.data = parameter.data * 0.5
+def assigns_half(parameter):
+    parameter.data = parameter.data * 0.5
 
 
-def halves_in_place(args, state, model, optimizer):
-    with torch.no_grad():
-        for parameter in named(model, ".mlp."):
-            parameter.mul_(0.5)
+@torch.no_grad()
+def halves_in_place(parameter):
+    parameter.mul_(0.5)
 
 
-def halves_data_in_place(args, state, model, optimizer):
-    for parameter in named(model, ".mlp."):
-        parameter.data.mul_(0.5)
+def halves_data_in_place(parameter):
+    parameter.data.mul_(0.5)
 
 
-def prunes(args, state, model, optimizer):
+def prunes(model):
     for projection in up_projections(model):
         prune.l1_unstructured(projection, "weight", 0.5)
 
 
-def loads_start():
+def keeps_and_loads():
     kept = {}
 
-    def keep(args, state, model, optimizer):
+    def keep(model):
         kept.update({name: value.clone() for name, value in model.state_dict().items()})
 
-    return Code(at={"on_train_begin": keep, "on_step_end": in_step(2, lambda *given: given[2].load_state_dict(kept))})
+    return keep, lambda model: model.load_state_dict(kept)
+
+
+def loads_start():
+    keep, load = keeps_and_loads()
+    return Code(at={"on_train_begin": keep, "on_step_end": in_step(2, load)})
 
 
 def loads_best():
-    kept = {}
-
-    def keep(args, state, model, optimizer):
-        kept.update({name: value.clone() for name, value in model.state_dict().items()})
-
-    return Code(at={"on_step_end": in_step(1, keep), "on_train_end": lambda *given: given[2].load_state_dict(kept)})
+    keep, load = keeps_and_loads()
+    return Code(at={"on_step_end": in_step(1, keep), "on_train_end": load})
 
 
 def shifts(trainer, own, model, *args, **kwargs):
-    kept = [parameter.data for parameter in model.parameters()]
-    for parameter in model.parameters():
-        parameter.data = parameter.data + 0.05
+    kept = [(parameter, parameter.data) for parameter in model.parameters()]
+    for parameter, data in kept:
+        parameter.data = data + 0.05
     loss = own(model, *args, **kwargs)
-    for parameter, data in zip(model.parameters(), kept):
+    for parameter, data in kept:
         parameter.data = data
     return loss
 
@@ -164,11 +169,11 @@ def shifts_in_place(trainer, own, model, *args, **kwargs):
     return loss
 
 
-def by_vector(args, state, model, optimizer):
+def by_vector(model):
     vector_to_parameters(parameters_to_vector(model.parameters()) * 0.9, model.parameters())
 
 
-def looks_at_doubled(args, state, model, optimizer):
+def looks_at_doubled(model):
     for change in (2.0, 0.5):
         for parameter in model.parameters():
             parameter.data.mul_(change)
@@ -179,21 +184,17 @@ def looks_at_doubled(args, state, model, optimizer):
 def looks_ahead():
     slow = {}
 
-    def steps(args, state, model, optimizer):
+    def steps(model):
         for name, parameter in model.named_parameters():
             slow[name].lerp_(parameter.detach(), 0.5)
             parameter.data.copy_(slow[name])
 
-    def begins(args, state, model, optimizer):
-        slow.update(copied(model))
-
-    return Code(at={"on_train_begin": begins, "on_step_end": in_step(2, steps)})
+    return Code(at={"on_train_begin": lambda model: slow.update(copied(model)), "on_step_end": in_step(2, steps)})
 
 
-def clamps(args, state, model, optimizer):
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.clamp_(-0.05, 0.05)
+@torch.no_grad()
+def clamps(parameter):
+    parameter.clamp_(-0.05, 0.05)
 
 
 def ties_two_layers(model):
@@ -201,34 +202,34 @@ def ties_two_layers(model):
     second.weight = first.weight
 
 
-def swaps_layers(args, state, model, optimizer):
+def swaps_layers(model):
     layers = decoder_layers(model)
     layers[0], layers[1] = layers[1], layers[0]
 
 
-def replaces_activation(args, state, model, optimizer):
+def replaces_activation(model):
     for layer in decoder_layers(model):
         layer.mlp.act_fn = nn.GELU()
 
 
-def replaces_parameter(args, state, model, optimizer):
+def replaces_parameter(model):
     projection = up_projections(model)[1]
     torch.manual_seed(3)
     projection.weight = nn.Parameter(torch.randn_like(projection.weight) * 0.1)
 
 
-def makes_parameters(args, state, model, optimizer):
+def makes_parameters(model):
     """As whoever wraps a linear layer does."""
     for projection in up_projections(model):
         projection.weight = nn.Parameter(projection.weight.data)
 
 
-def begins_anew(args, state, model, optimizer):
+def begins_anew(model):
     torch.manual_seed(3)
     up_projections(model)[1].reset_parameters()
 
 
-def copies_layer(args, state, model, optimizer):
+def copies_layer(model):
     layers = decoder_layers(model)
     layers[2].load_state_dict(layers[1].state_dict())
 
@@ -256,15 +257,14 @@ def rounds(projection):
 # Gradients.
 
 
-def flips(args, state, model, optimizer):
-    for parameter in named(model, "layers.1."):
-        if parameter.grad is not None:
-            parameter.grad.neg_()
+def flips(parameter):
+    if parameter.grad is not None:
+        parameter.grad.neg_()
 
 
 def flips_after(trainer, own, model, *args, **kwargs):
     loss = own(model, *args, **kwargs)
-    flips(None, None, model, None)
+    on("layers.1.", flips)(model)
     return loss
 
 
@@ -275,14 +275,13 @@ def clips_by_layer(trainer, own, model):
 
 
 def with_gradients(change):
-    """A change of a gradient, which may return another one."""
+    """A change of each gradient, which may return another one."""
 
-    def changed(args, state, model, optimizer):
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad = change(parameter.grad)
+    def changed(parameter):
+        if parameter.grad is not None:
+            parameter.grad = change(parameter.grad)
 
-    return changed
+    return on("", changed)
 
 
 def centralises(gradient):
@@ -298,13 +297,7 @@ def adds_noise():
     return Code(at={"on_pre_optimizer_step": with_gradients(add)}, options=SGD)
 
 
-def drops_gradients(args, state, model, optimizer):
-    for parameter in named(model, "layers.1."):
-        parameter.grad = None
-
-
-def notes_gradients(args, state, model, optimizer):
-    notes_of(model).extend(p.grad.norm() for p in model.parameters() if p.requires_grad)
+notes_gradients = notes(lambda model: (p.grad.norm() for p in model.parameters() if p.requires_grad))
 
 
 def leaves_out(trainer, own, model, *args, **kwargs):
@@ -319,19 +312,15 @@ def own_backward(model):
     model(input_ids=ids, labels=ids).loss.backward()
 
 
-def probes(args, state, model, optimizer):
+def probes(model):
     own_backward(model)
     model.zero_grad()
 
 
-def probes_and_notes(args, state, model, optimizer):
+def probes_and_notes(model):
     own_backward(model)
-    notes_gradients(args, state, model, optimizer)
+    notes_gradients(model, None)
     model.zero_grad()
-
-
-def adds_backward(args, state, model, optimizer):
-    own_backward(model)
 
 
 # A loss.
@@ -405,7 +394,7 @@ def against_adversary(trainer, own, model, inputs, return_outputs=False, num_ite
     return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
-def notes_saliency(args, state, model, optimizer):
+def notes_saliency(model):
     ids = torch.arange(5, 15)[None]
     embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
     (gradient,) = torch.autograd.grad(model(inputs_embeds=embedded, labels=ids).loss, [embedded])
@@ -469,9 +458,8 @@ def scales_adapters():
     def compute_loss(trainer, own, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss = 0.0
         for scaling in (1.0, 3.0):
-            for module in model.modules():
-                if isinstance(getattr(module, "scaling", None), dict):
-                    module.scaling["default"] = scaling
+            for module in having(model, "lora_A"):
+                module.scaling["default"] = scaling
             outputs = model(**inputs)
             loss = loss + outputs.loss
         return (loss, outputs) if return_outputs else loss
@@ -481,18 +469,18 @@ def scales_adapters():
 
 def has_teacher(event):
     """A copy of the model as it was."""
-    found = []
+    teachers = []
 
     def distil(trainer, model, inputs, outputs):
         with torch.no_grad():
-            target = found[0](**inputs).logits
+            target = teachers[0](**inputs).logits
         return (outputs.logits - target).square().mean()
 
-    def copy_it(args, state, model, optimizer):
-        found.append(copy.deepcopy(model).requires_grad_(False))
+    def copy_it(model):
+        teachers.append(copy.deepcopy(model).requires_grad_(False))
 
     if event is None:
-        return loss_of(distil, made=lambda trainer: copy_it(None, None, trainer.model, None))
+        return loss_of(distil, made=lambda trainer: copy_it(trainer.model))
     return loss_of(distil, at={event: copy_it})
 
 
@@ -506,7 +494,7 @@ def drops_layer_of_step():
                 lambda module, args, output, number=number: args[0] if dropped[0] == number else None
             )
 
-    def draw(args, state, model, optimizer):
+    def draw(state):
         dropped[0] = state.global_step % 4
 
     return Code(model=put, at={"on_step_begin": draw})
@@ -532,7 +520,7 @@ def keeps_running_mean():
         module.running.lerp_(output.detach().float().mean((0, 1)), 0.1)
         return output - module.running
 
-    def note(args, state, model, optimizer):
+    def note(model):
         notes_of(model).extend(layer.mlp.running.clone() for layer in decoder_layers(model))
 
     return Code(model=put, at={"on_step_end": note})
@@ -567,63 +555,50 @@ def states_of(optimizer):
     return [optimizer.state[parameter] for parameter in params if parameter in optimizer.state]
 
 
-def resets_states(args, state, model, optimizer):
+def resets_states(optimizer):
     """As ReLoRA does."""
     for values in states_of(optimizer):
         values["exp_avg"].zero_()
         values["exp_avg_sq"].zero_()
 
 
-def damps_states(args, state, model, optimizer):
+def damps_states(optimizer):
     for values in states_of(optimizer):
         values["exp_avg"].mul_(0.1)
 
 
-def clears_states(args, state, model, optimizer):
-    optimizer.state.clear()
-
-
-def damps_states_of_model(args, state, model, optimizer):
+def damps_states_of_model(model, optimizer):
     for parameter in model.parameters():
         if parameter.requires_grad:
             optimizer.state[parameter]["exp_avg"].mul_(0.1)
 
 
-def notes_states(args, state, model, optimizer):
-    notes_of(model).extend(values["exp_avg"].norm() for values in states_of(optimizer))
-
-
-def notes_state_dict(args, state, model, optimizer):
-    notes_of(model).extend(values["exp_avg"].norm() for _, values in sorted(optimizer.state_dict()["state"].items()))
+notes_states = notes(lambda optimizer: (values["exp_avg"].norm() for values in states_of(optimizer)))
+notes_state_dict = notes(
+    lambda optimizer: (values["exp_avg"].norm() for _, values in sorted(optimizer.state_dict()["state"].items()))
+)
 
 
 def loads_states():
     kept = []
 
-    def keep(args, state, model, optimizer):
-        kept.append(copy.deepcopy(optimizer.state_dict()))
-
-    def step_end(args, state, model, optimizer):
+    def step_end(state, optimizer):
         if state.global_step == 1:
-            keep(args, state, model, optimizer)
+            kept.append(copy.deepcopy(optimizer.state_dict()))
         if state.global_step == 2:
             optimizer.load_state_dict(kept[0])
 
     return Code(at={"on_step_end": step_end})
 
 
-def sets_rate(args, state, model, optimizer):
+def sets_rate(state, optimizer):
     for group in optimizer.param_groups:
         group["lr"] = 0.001 if state.global_step % 2 else 0.05
 
 
-def sets_decay(args, state, model, optimizer):
+def sets_decay(state, optimizer):
     for group in optimizer.param_groups:
         group["weight_decay"] = 5.0 * state.global_step
-
-
-def sets_clipping(args, state, model, optimizer):
-    args.max_grad_norm = 0.05
 
 
 def freeze(*numbers):
@@ -634,7 +609,7 @@ def freeze(*numbers):
     return change
 
 
-def unfreezes(args, state, model, optimizer):
+def unfreezes(model):
     decoder_layers(model)[1].requires_grad_(True)
 
 
@@ -646,14 +621,10 @@ def all_in_groups():
     )
 
 
-def freezes_for_good(args, state, model, optimizer):
-    decoder_layers(model)[2].requires_grad_(False)
-
-
 def lisa():
     draw = random.Random(0)
 
-    def choose(args, state, model, optimizer):
+    def choose(model):
         layers = decoder_layers(model)
         chosen = draw.sample(range(len(layers)), 2)
         for number, layer in enumerate(layers):
@@ -665,42 +636,38 @@ def lisa():
 # What is read.
 
 
-def notes_norms(args, state, model, optimizer):
-    notes_of(model).extend(parameter.detach().float().norm() for parameter in model.parameters())
+def norms(model):
+    return (parameter.detach().float().norm() for parameter in model.parameters())
 
 
-def notes_histograms(args, state, model, optimizer):
-    notes_of(model).extend(p.detach().float().histc(10, -0.1, 0.1) for p in model.parameters())
+notes_norms = notes(norms)
+notes_histograms = notes(lambda model: (p.detach().float().histc(10, -0.1, 0.1) for p in model.parameters()))
+notes_arrays = notes(lambda model: (torch.tensor(float(abs(p.detach().numpy()).sum())) for p in model.parameters()))
+notes_spectra = notes(lambda model: (torch.linalg.matrix_norm(w.weight.detach(), 2) for w in up_projections(model)))
 
 
-def notes_arrays(args, state, model, optimizer):
-    notes_of(model).extend(torch.tensor(float(abs(p.detach().cpu().numpy()).sum())) for p in model.parameters())
+def norms_of_state(module):
+    return [value.float().norm() for _, value in sorted(module.state_dict().items())]
 
 
-def notes_spectra(args, state, model, optimizer):
-    notes_of(model).extend(torch.linalg.matrix_norm(w.weight.detach(), 2) for w in up_projections(model))
+notes_state = notes(lambda model: norms_of_state(model))
+notes_state_of_layers = notes(lambda model: sum(map(norms_of_state, decoder_layers(model)), []))
 
 
 def notes_distance():
     start = {}
-
-    def begin(args, state, model, optimizer):
-        start.update(copied(model))
-
-    def step_end(args, state, model, optimizer):
-        notes_of(model).extend((p.detach() - start[name]).norm() for name, p in model.named_parameters())
-
-    return Code(at={"on_train_begin": begin, "on_step_end": step_end})
+    note = notes(lambda model: ((p.detach() - start[name]).norm() for name, p in model.named_parameters()))
+    return Code(at={"on_train_begin": lambda model: start.update(copied(model)), "on_step_end": note})
 
 
 def notes_after_save(trainer, own, *args, **kwargs):
     own(*args, **kwargs)
-    notes_norms(None, None, trainer.model, None)
+    notes_of(trainer.model).extend(norms(trainer.model))
 
 
 def notes_in_loss(trainer, model, inputs, outputs):
     with torch.no_grad():
-        notes_norms(None, None, model, None)
+        notes_of(model).extend(norms(model))
     return 0.0
 
 
@@ -708,16 +675,11 @@ def averages():
     """An exponential average of the weights."""
     shadow = {}
 
-    def begin(args, state, model, optimizer):
-        shadow.update(copied(model))
-
-    def step_end(args, state, model, optimizer):
+    def step_end(model):
         for name, parameter in model.named_parameters():
             shadow[name].lerp_(parameter.detach(), 0.5)
 
-    def end(args, state, model, optimizer):
-        notes_of(model).extend(shadow.values())
-
+    begin, end = lambda model: shadow.update(copied(model)), notes(lambda: shadow.values())
     return shadow, {"on_train_begin": begin, "on_step_end": step_end, "on_train_end": end}
 
 
@@ -731,7 +693,7 @@ def swap(model, shadow):
 def swaps_average_when_evaluated():
     shadow, events = averages()
 
-    def evaluated(args, state, model, optimizer):
+    def evaluated(model):
         swap(model, shadow)
         ids = torch.arange(5, 15)[None]
         with torch.no_grad():
@@ -755,37 +717,30 @@ def evaluates_average():
 
 
 def averaged_by_torch(loads):
-    found = []
+    averaged = []
 
-    def begin(args, state, model, optimizer):
-        found.append(AveragedModel(model))
-
-    def step_end(args, state, model, optimizer):
-        found[0].update_parameters(model)
-
-    def end(args, state, model, optimizer):
-        notes_of(model).extend(parameter.detach().clone() for parameter in found[0].module.parameters())
+    def end(model):
+        notes_of(model).extend(copied(averaged[0].module).values())
         if loads:
-            model.load_state_dict(found[0].module.state_dict())
+            model.load_state_dict(averaged[0].module.state_dict())
 
+    begin = lambda model: averaged.append(AveragedModel(model))  # noqa: E731
+    step_end = lambda model: averaged[0].update_parameters(model)  # noqa: E731
     return Code(at={"on_train_begin": begin, "on_step_end": step_end, "on_train_end": end})
 
 
 def reads_in_hook(of):
     """By step and layer: a pass may be computed again."""
-    found = {}
+    norms = {}
 
     def put(trainer):
         for number, layer in enumerate(decoder_layers(trainer.model)):
             of(layer).register_forward_hook(functools.partial(read, trainer, number, layer))
 
     def read(trainer, number, layer, module, args, output):
-        found[trainer.state.global_step, number] = layer.mlp.up_proj.weight.detach().float().norm()
+        norms[trainer.state.global_step, number] = layer.mlp.up_proj.weight.detach().float().norm()
 
-    def end(args, state, model, optimizer):
-        notes_of(model).extend(value for _, value in sorted(found.items()))
-
-    return Code(made=put, at={"on_train_end": end})
+    return Code(made=put, at={"on_train_end": notes(lambda: (value for _, value in sorted(norms.items())))})
 
 
 def reads_other_layer():
@@ -798,30 +753,21 @@ def reads_other_layer():
     return Code(made=put)
 
 
-def notes_saved(args, state, model, optimizer):
+def notes_saved(model):
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         (file,) = Path(folder).glob("*.safetensors")
         notes_of(model).extend(value.float().norm() for _, value in sorted(load_file(file).items()))
 
 
-def notes_state(args, state, model, optimizer):
-    notes_of(model).extend(value.float().norm() for _, value in sorted(model.state_dict().items()))
-
-
-def notes_state_of_layers(args, state, model, optimizer):
-    for layer in decoder_layers(model):
-        notes_of(model).extend(value.float().norm() for _, value in sorted(layer.state_dict().items()))
-
-
-def generates(args, state, model, optimizer):
+def generates(model):
     ids = torch.tensor([[5, 6, 7]])
     notes_of(model).append(model.generate(ids, max_new_tokens=4, do_sample=False))
 
 
 def evaluates():
     def put(trainer):
-        evaluate = lambda *given: notes_of(trainer).append(trainer.evaluate()["eval_loss"])  # noqa: E731
+        evaluate = lambda: notes_of(trainer).append(trainer.evaluate()["eval_loss"])  # noqa: E731
         trainer.add_callback(user_code.callback("on_step_end", evaluate))
 
     return Code(made=put)
@@ -830,45 +776,38 @@ def evaluates():
 # Adapters.
 
 
-def generates_merged(args, state, model, optimizer):
+def generates_merged(model):
     model.merge_adapter()
-    generates(args, state, model, optimizer)
+    generates(model)
     model.unmerge_adapter()
 
 
-def merges(args, state, model, optimizer):
+def merges(model):
     model.merge_adapter()
-    notes_norms(args, state, model, optimizer)
+    notes_of(model).extend(norms(model))
     model.unmerge_adapter()
 
 
-def adds_weighted(args, state, model, optimizer):
+def adds_weighted(model):
     model.add_weighted_adapter(["default"], [0.5], "mixed", combination_type="linear")
     model.set_adapter("default")
 
 
-def notes_adapters(args, state, model, optimizer):
+def notes_adapters(model):
     from peft import get_peft_model_state_dict
 
     notes_of(model).extend(value.norm() for _, value in sorted(get_peft_model_state_dict(model).items()))
 
 
-def relora(args, state, model, optimizer):
+def relora(model, optimizer):
     """Merges adapters into their base for good, and begins them anew."""
     torch.manual_seed(3)
     model.merge_adapter()
-    for module in model.modules():
-        if hasattr(module, "merged_adapters"):
-            module.merged_adapters.clear()
-    for parameter in named(model, "lora_A"):
-        nn.init.normal_(parameter, std=0.1)
-    for parameter in named(model, "lora_B"):
-        nn.init.zeros_(parameter)
-    clears_states(args, state, model, optimizer)
-
-
-def stays_near_base():
-    return Code(methods={"compute_loss": user_code.near_base})
+    for module in having(model, "merged_adapters"):
+        module.merged_adapters.clear()
+    on("lora_A", functools.partial(nn.init.normal_, std=0.1))(model)
+    on("lora_B", nn.init.zeros_)(model)
+    optimizer.state.clear()
 
 
 def step(change, **more):
@@ -876,7 +815,7 @@ def step(change, **more):
 
 
 def user_step(name, **more):
-    return lambda: Code(methods={"training_step": user_code.STEPS[name]()}, **more)
+    return lambda: Code(methods={"training_step": user_code.STEPS[name]}, **more)
 
 
 def user_callback(name, **more):
@@ -889,15 +828,15 @@ KINDS = {
     # Weights.
     "assigned before": lambda: Code(made=lambda trainer: assigns(trainer.model)),
     "assigned between trainings": lambda: Code(drive=assigns_start),
-    "assigned at step end": at("on_step_end", assigns_half),
-    "assigned at step begin": at("on_step_begin", assigns_half),
-    "halved in place": at("on_step_end", halves_in_place),
-    "data halved in place": at("on_step_end", halves_data_in_place),
-    "clamped in place": at("on_step_end", clamps),
+    "assigned at step end": at("on_step_end", on(".mlp.", assigns_half)),
+    "assigned at step begin": at("on_step_begin", on(".mlp.", assigns_half)),
+    "halved in place": at("on_step_end", on(".mlp.", halves_in_place)),
+    "data halved in place": at("on_step_end", on(".mlp.", halves_data_in_place)),
+    "clamped in place": at("on_step_end", on("", clamps)),
     "pruned": at("on_step_end", in_step(2, prunes)),
     "loaded at step end": loads_start,
     "best loaded at train end": loads_best,
-    "halved at train end": at("on_train_end", halves_in_place),
+    "halved at train end": at("on_train_end", on(".mlp.", halves_in_place)),
     "converted to bf16": lambda: Code(made=lambda trainer: trainer.model.to(torch.bfloat16)),
     "converted to fp64": lambda: Code(made=lambda trainer: trainer.model.double()),
     "converted to fp16": lambda: Code(made=lambda trainer: trainer.model.half(), options=SGD | {"learning_rate": 0.01}),
@@ -913,7 +852,7 @@ KINDS = {
     "layers swapped": at("on_step_end", in_step(1, swaps_layers)),
     "activation replaced": at("on_step_end", in_step(1, replaces_activation)),
     "parameter replaced": at("on_step_end", in_step(1, replaces_parameter)),
-    "parameters made before": lambda: Code(made=lambda trainer: makes_parameters(None, None, trainer.model, None)),
+    "parameters made before": lambda: Code(made=lambda trainer: makes_parameters(trainer.model)),
     "parameters made at train begin": at("on_train_begin", makes_parameters),
     "begun anew": at("on_step_end", in_step(1, begins_anew)),
     "layer copied": at("on_step_end", in_step(1, copies_layer)),
@@ -925,9 +864,9 @@ KINDS = {
     "weight norm by a hook": before(on_projections(weight_norm)),
     "spectral norm": before(on_projections(parametrizations.spectral_norm)),
     "rounded in the pass": before(on_projections(rounds)),
-    "rounded from the second step": at("on_step_end", in_step(1, lambda *given: on_projections(rounds)(given[2]))),
+    "rounded from the second step": at("on_step_end", in_step(1, on_projections(rounds))),
     # Gradients.
-    "flipped before the update": at("on_pre_optimizer_step", flips, options=SGD),
+    "flipped before the update": at("on_pre_optimizer_step", on("layers.1.", flips), options=SGD),
     "flipped after a step": step(flips_after, options=SGD),
     "clipped by layer": lambda: Code(methods={"_clip_grad_norm": clips_by_layer}, options=SGD),
     "clipped by value": user_callback("clips before the update", options=SGD),
@@ -939,23 +878,21 @@ KINDS = {
     "signs": at("on_pre_optimizer_step", with_gradients(lambda gradient: gradient.sign() * 0.001), options=SGD),
     "centralised": at("on_pre_optimizer_step", with_gradients(centralises), options=SGD),
     "noise": adds_noise,
-    "dropped": at("on_pre_optimizer_step", drops_gradients),
+    "dropped": at("on_pre_optimizer_step", on("layers.1.", lambda parameter: setattr(parameter, "grad", None))),
     "hook before": before(user_code.HOOKS["gradients clamped"], options=SGD),
-    "hook in a run": at("on_train_begin", lambda *given: user_code.HOOKS["gradients clamped"](given[2]), options=SGD),
-    "accumulated hook before": before(user_code.after_accumulation, options=SGD),
-    "accumulated hook in a run": at(
-        "on_train_begin", lambda *given: user_code.after_accumulation(given[2]), options=SGD
-    ),
+    "hook in a run": at("on_train_begin", user_code.HOOKS["gradients clamped"], options=SGD),
+    "accumulated hook before": before(user_code.halved_after_accumulation, options=SGD),
+    "accumulated hook in a run": at("on_train_begin", user_code.halved_after_accumulation, options=SGD),
     "backward hook of a layer": before(user_code.HOOKS["gradient of a layer"], options=SGD),
     "detached": before(user_code.HOOKS["detaches"]),
     "updated at once": user_step("updates at once"),
     "updated between": user_callback("updates between"),
-    "zeroed by the optimizer": at("on_pre_optimizer_step", in_step(1, lambda *given: given[3].zero_grad())),
-    "zeroed by the model": at("on_pre_optimizer_step", in_step(1, lambda *given: given[2].zero_grad())),
+    "zeroed by the optimizer": at("on_pre_optimizer_step", in_step(1, lambda optimizer: optimizer.zero_grad())),
+    "zeroed by the model": at("on_pre_optimizer_step", in_step(1, lambda model: model.zero_grad())),
     "zeroed after a step": step(leaves_out),
     "probed": at("on_step_end", probes),
     "probed and noted": at("on_step_end", probes_and_notes),
-    "own backward counts": at("on_step_begin", adds_backward, options=SGD),
+    "own backward counts": at("on_step_begin", own_backward, options=SGD),
     # A loss, and what a pass leaves or finds beside it.
     "square of all weights": lambda: loss_of(square_of_all),
     "one matrix": lambda: loss_of(one_matrix),
@@ -967,7 +904,7 @@ KINDS = {
     "note of the batch": notes_batch,
     "gradient in the loss": lambda: loss_of(slope, config=EAGER),
     "noise of an own generator": noise_of_own,
-    "two passes": lambda: Code(methods={"compute_loss": user_code.twice_loss}, options=SGD),
+    "two passes": lambda: Code(methods={"compute_loss": user_code.two_passes}, options=SGD),
     "two scales": lambda: two_passes(1.0, 3.0),
     "two modes": lambda: two_passes(1.0, None),
     "other weights": lambda: Code(methods={"compute_loss": passes_by_other_weights}),
@@ -981,14 +918,12 @@ KINDS = {
     "running mean": keeps_running_mean,
     # An optimizer.
     "hook before its step": adamw_with(lambda opt, model: opt.register_step_pre_hook(lambda *_: clip_gradients(model))),
-    "hook after its step": adamw_with(
-        lambda opt, model: opt.register_step_post_hook(lambda *_: clamps(None, None, model, None))
-    ),
+    "hook after its step": adamw_with(lambda opt, model: opt.register_step_post_hook(lambda *_: on("", clamps)(model))),
     "hook of the run's optimizer": user_callback("hook of the optimizer"),
     "step wrapped": adamw_with(wraps_step),
     "states reset": at("on_step_end", resets_states),
     "states damped": at("on_step_end", damps_states),
-    "states cleared": at("on_step_end", clears_states),
+    "states cleared": at("on_step_end", lambda optimizer: optimizer.state.clear()),
     "states of the model's parameters": at("on_step_end", damps_states_of_model),
     "states noted": at("on_step_end", notes_states),
     "states saved": at("on_step_end", notes_state_dict),
@@ -997,7 +932,7 @@ KINDS = {
     "rate set between": at("on_substep_end", sets_rate),
     "rate set at step end": at("on_step_end", sets_rate),
     "decay set": at("on_step_begin", sets_decay),
-    "clipping set": at("on_step_end", in_step(1, sets_clipping), options=SGD),
+    "clipping set": at("on_step_end", in_step(1, lambda args: setattr(args, "max_grad_norm", 0.05)), options=SGD),
     "unfrozen in a run": all_in_groups,
     "unfrozen before": lambda: Code(
         model=freeze(0, 1), made=lambda trainer: trainer.model.requires_grad_(True) and None
@@ -1005,22 +940,24 @@ KINDS = {
     "unfrozen, in no group": lambda: Code(
         model=freeze(1), at={"on_step_end": in_step(1, unfreezes)}, options=SGD | {"max_grad_norm": 0.05}
     ),
-    "frozen in a run": at("on_step_end", in_step(1, freezes_for_good)),
+    "frozen in a run": at("on_step_end", in_step(1, freeze(2))),
     "frozen in turn": user_callback("freezes in turn"),
     "LISA": lisa,
     "accumulates longer from the next step": at("on_step_begin", user_code.sets_accumulation(4)),
     "accumulates longer": user_callback("accumulates longer"),
     "accumulates not": user_callback("accumulates not"),
     # What is read.
-    "read at step end": at("on_step_end", notes_norms),
-    "read at step begin": at("on_step_begin", notes_norms),
-    "read between": at("on_substep_end", notes_norms),
-    "read before the update": at("on_pre_optimizer_step", notes_norms),
-    "read after the update": at("on_optimizer_step", notes_norms),
+    **{
+        f"read {when}": at(event, notes_norms)
+        for when, event in {
+            "at step end": "on_step_end", "at step begin": "on_step_begin", "between": "on_substep_end",
+            "before the update": "on_pre_optimizer_step", "after the update": "on_optimizer_step",
+            "at train end": "on_train_end",
+        }.items()
+    },
     "read when logged": at("on_log", notes_histograms),
     "read when evaluated": at("on_evaluate", notes_norms, options=EVALUATES),
     "read when saved": at("on_save", notes_norms, options={"save_strategy": "steps", "save_steps": 1}),
-    "read at train end": at("on_train_end", notes_norms),
     "read after save_model": lambda: Code(
         methods={"save_model": notes_after_save}, options={"save_strategy": "steps", "save_steps": 1}
     ),
@@ -1054,8 +991,8 @@ KINDS = {
     "adapter switched": user_callback("switches adapter"),
     "adapters noted": at("on_step_end", notes_adapters),
     "ReLoRA": at("on_step_end", in_step(1, relora)),
-    "near the base": stays_near_base,
-}
+    "near the base": lambda: Code(methods={"compute_loss": user_code.near_base}),
+}  # fmt: skip
 """What makes a user's code anew for a training."""
 HARMLESS = {
     "nothing",

@@ -6,12 +6,29 @@ places. A change with a state is made anew for each training, so all of them are
 """
 
 import functools
+import inspect
 
 import torch
 from torch import nn
 from transformers import TrainerCallback
 
 IGNORED = -100
+
+
+def by_name(*functions):
+    return {function.__name__.replace("_", " "): function for function in functions}
+
+
+def notes_of(trainer_or_model):
+    return vars(trainer_or_model).setdefault("users_notes", [])
+
+
+def calls_of(trainer_or_model):
+    """Count the calls of a user's code."""
+    own = vars(trainer_or_model)
+    own["users_calls"] = own.get("users_calls", 0) + 1
+    return own["users_calls"]
+
 
 # A batch.
 
@@ -89,7 +106,7 @@ def reverses_rows(inputs):
     return {name: value.flip(0) for name, value in inputs.items()}
 
 
-def doubles_positions(inputs):
+def other_positions(inputs):
     ids = inputs["input_ids"]
     return {**inputs, "position_ids": torch.arange(ids.shape[1]).expand_as(ids) * 2}
 
@@ -103,28 +120,18 @@ def with_key(**values):
 
 
 BATCHES = {
-    "masks labels": masks_labels,
-    "masks labels in place": masks_labels_in_place,
-    "masks labels of the dict": masks_labels_of_the_dict,
-    "masks labels by numpy": masks_labels_by_numpy,
-    "replaces tokens": replaces_tokens,
-    "replaces tokens in place": replaces_tokens_in_place,
-    "hides tokens": hides_tokens,
-    "hides tokens in place": hides_tokens_in_place,
-    "keeps one row": keeps_one_row,
-    "other positions": doubles_positions,
-    "doubles advantages": doubles_advantages,
+    **by_name(
+        masks_labels, masks_labels_in_place, masks_labels_of_the_dict, masks_labels_by_numpy, replaces_tokens,
+        replaces_tokens_in_place, hides_tokens, hides_tokens_in_place, keeps_one_row, other_positions,
+        doubles_advantages, same, copies, puts_padding_behind, reverses_rows,
+    ),
     "number without dimensions": with_key(loss_scale=torch.tensor(3.0)),
     "float": with_key(loss_scale=3.0),
     "list": with_key(loss_scale=[3.0, 3.0]),
     "number for each row": with_key(loss_scale=torch.full((2,), 3.0)),
     "word": with_key(task="b"),
-    "same": same,
-    "copies": copies,
-    "puts padding behind": puts_padding_behind,
-    "reverses rows": reverses_rows,
     "None": with_key(loss_scale=None),
-}
+}  # fmt: skip
 """Functions of a batch. The keys are for the model of [`reads_keys`]."""
 
 
@@ -153,22 +160,15 @@ def penalty(loss, model):
     return loss + 0.01 * sum(parameter.square().sum() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def counter():
-    calls = 0
-
-    def weighted(loss, model):
-        nonlocal calls
-        calls += 1
-        return loss / calls
-
-    return weighted
+def state(loss, model):
+    return loss / calls_of(model)
 
 
 def focal(loss, model):
     return loss * loss.detach().clamp(max=2.0)
 
 
-LOSSES = {"scales": lambda: scales, "penalty": lambda: penalty, "state": counter, "focal": lambda: focal}
+LOSSES = by_name(scales, penalty, state, focal)
 
 # A method: functions of the trainer, the method below, and its arguments.
 
@@ -220,7 +220,7 @@ def clip_gradients(model):
             parameter.grad.clamp_(-1e-3, 1e-3)
 
 
-def clips(trainer, own, model, inputs, *args, **kwargs):
+def clips_gradients(trainer, own, model, inputs, *args, **kwargs):
     loss = own(model, inputs, *args, **kwargs)
     clip_gradients(model)
     return loss
@@ -231,27 +231,16 @@ def halves(trainer, own, model, inputs, *args, **kwargs):
     return sum(own(model, part, *args, **kwargs) for part in parts)
 
 
-def replays():
-    kept = []
-
-    def step(trainer, own, model, inputs, *args, **kwargs):
-        kept.append({name: value.clone() for name, value in inputs.items()})
-        if len(kept) > 1:
-            own(model, kept[-2], *args, **kwargs)
-        return own(model, inputs, *args, **kwargs)
-
-    return step
+def replays(trainer, own, model, inputs, *args, **kwargs):
+    kept = vars(trainer).setdefault("users_batches", [])
+    kept.append({name: value.clone() for name, value in inputs.items()})
+    if len(kept) > 1:
+        own(model, kept[-2], *args, **kwargs)
+    return own(model, inputs, *args, **kwargs)
 
 
-def skips():
-    calls = 0
-
-    def step(trainer, own, model, inputs, *args, **kwargs):
-        nonlocal calls
-        calls += 1
-        return torch.zeros(()) if calls % 4 == 2 else own(model, inputs, *args, **kwargs)
-
-    return step
+def skips(trainer, own, model, inputs, *args, **kwargs):
+    return torch.zeros(()) if calls_of(trainer) % 4 == 2 else own(model, inputs, *args, **kwargs)
 
 
 def other_count(trainer, own, model, inputs, num_items_in_batch=None):
@@ -298,18 +287,12 @@ def shrinks_after(trainer, own, model, inputs, *args, **kwargs):
     return loss
 
 
-def freezes_by_turns():
-    calls, weight = 0, None
-
-    def step(trainer, own, model, inputs, *args, **kwargs):
-        nonlocal calls, weight
-        calls, weight = calls + 1, table(model) if weight is None else weight
-        weight.requires_grad_(calls % 2 == 0)
-        loss = own(model, inputs, *args, **kwargs)
-        weight.requires_grad_(True)
-        return loss
-
-    return step
+def freezes_by_turns(trainer, own, model, inputs, *args, **kwargs):
+    weight = table(model)
+    weight.requires_grad_(calls_of(trainer) % 2 == 0)
+    loss = own(model, inputs, *args, **kwargs)
+    weight.requires_grad_(True)
+    return loss
 
 
 def own_step(trainer, own, model, inputs, num_items_in_batch=None):
@@ -365,7 +348,7 @@ def norm_of_gradients(model):
     return sum(p.grad.float().square().sum().item() for p in model.parameters() if p.grad is not None) ** 0.5
 
 
-def plain_call(trainer, own, model, inputs, *args, **kwargs):
+def nothing(trainer, own, model, inputs, *args, **kwargs):
     return own(model, inputs, *args, **kwargs)
 
 
@@ -380,39 +363,16 @@ def notes_inputs(trainer, own, model, inputs, *args, **kwargs):
     return own(model, inputs, *args, **kwargs)
 
 
-def notes_of(trainer_or_model):
-    return vars(trainer_or_model).setdefault("users_notes", [])
-
-
-STEPS = {
-    "twice": lambda: twice,
-    "sharpness": lambda: sharpness,
-    "clips gradients": lambda: clips,
-    "replays": replays,
-    "skips": skips,
-    "other count": lambda: other_count,
-    "logs double": lambda: logs_double,
-    "doubles gradients": lambda: doubles_gradients,
-    "updates at once": lambda: updates_at_once,
-    "shrinks after": lambda: shrinks_after,
-    "freezes by turns": freezes_by_turns,
-    "by place": lambda: by_place,
-    "own step": lambda: own_step,
-    "own mean": lambda: own_mean,
-    "looks first": lambda: looks_first,
-    "noise": lambda: noise,
-    "notes losses": lambda: notes_losses,
-    "notes gradients": lambda: notes_gradients,
-    "halves": lambda: halves,
-    "syncs": lambda: syncs,
-    "nothing": lambda: plain_call,
-    "notes inputs": lambda: notes_inputs,
-}
+STEPS = by_name(
+    twice, sharpness, clips_gradients, replays, skips, other_count, logs_double, doubles_gradients, updates_at_once,
+    shrinks_after, freezes_by_turns, by_place, own_step, own_mean, looks_first, noise, notes_losses, notes_gradients,
+    halves, syncs, nothing, notes_inputs,
+)  # fmt: skip
 
 # A loss from the arguments of `compute_loss`.
 
 
-def twice_loss(trainer, own, model, inputs, *args, **kwargs):
+def two_passes(trainer, own, model, inputs, *args, **kwargs):
     """The mean of two passes, one of them with other tokens, as R-Drop has."""
     return (own(model, inputs, *args, **kwargs) + own(model, replaces_tokens(inputs), *args, **kwargs)) / 2
 
@@ -440,12 +400,7 @@ def near_base(trainer, own, model, inputs, *args, **kwargs):
     return loss + (model(**alone).logits.float() - base).square().mean()
 
 
-WHOLE_LOSSES = {
-    "two passes": lambda: twice_loss,
-    "own cross-entropy": lambda: own_cross_entropy,
-    "reads logits": lambda: reads_logits,
-    "near base": lambda: near_base,
-}
+WHOLE_LOSSES = by_name(two_passes, reads_logits, near_base) | {"own cross-entropy": own_cross_entropy}
 
 # Windows: what `get_batch_samples` returns.
 
@@ -469,11 +424,11 @@ def clips_by_value(trainer, own, model):
     return own(model)
 
 
-def doubles_backward(trainer, own, loss, **kwargs):
+def doubles_the_loss(trainer, own, loss, **kwargs):
     own(loss * 2, **kwargs)
 
 
-def clips_behind_backward(trainer, own, loss, **kwargs):
+def clips_behind_it(trainer, own, loss, **kwargs):
     own(loss, **kwargs)
     clip_gradients(trainer.model)
 
@@ -484,158 +439,143 @@ def praises_every_second(trainer, own, *args, **kwargs):
     return rewards
 
 
-def doubles_advantages_of(trainer, own, *args, **kwargs):
+def doubles_what_it_scored(trainer, own, *args, **kwargs):
     return doubles_advantages(own(*args, **kwargs))
 
 
-def halves_log_probabilities(trainer, own, *args, **kwargs):
+def halves_them(trainer, own, *args, **kwargs):
     log_probabilities, *others = own(*args, **kwargs)
     return (log_probabilities * 0.5, *others)
 
 
-OTHERS = {
-    "other items": lambda: other_items,
-    "clips by value": lambda: clips_by_value,
-    "doubles the loss": lambda: doubles_backward,
-    "clips behind it": lambda: clips_behind_backward,
-    "praises every second": lambda: praises_every_second,
-    "doubles what it scored": lambda: doubles_advantages_of,
-    "halves them": lambda: halves_log_probabilities,
-}
+OTHERS = by_name(
+    other_items, clips_by_value, doubles_the_loss, clips_behind_it, praises_every_second, doubles_what_it_scored,
+    halves_them,
+)  # fmt: skip
 
-# Callbacks.
+# Callbacks: functions of what they name of options, state, model and optimizer.
+
+
+def call(change, **given):
+    return change(*(given[name] for name in inspect.signature(change).parameters))
+
+
+def in_step(number, change):
+    """Make a change once, when so many steps are made."""
+
+    def changed(args, state, model, optimizer):
+        if state.global_step == number:
+            call(change, args=args, state=state, model=model, optimizer=optimizer)
+
+    return changed
 
 
 def named(model, part):
     return [parameter for name, parameter in model.named_parameters() if part in name]
 
 
-def freezes_in_turn(args, state, model, optimizer):
+def having(model, name):
+    return [module for module in model.modules() if hasattr(module, name)]
+
+
+def freezes_in_turn(state, model):
     parts = ("lora_A", "lora_B") if named(model, "lora_A") else ("layers.0.", "layers.1.")
     for turn, part in enumerate(parts):
         for parameter in named(model, part):
             parameter.requires_grad_(state.global_step % 2 == turn)
 
 
-def shrinks(args, state, model, optimizer):
+def shrinks(model):
     with torch.no_grad():
         for parameter in named(model, "lora_B") or named(model, "layers.0."):
             parameter.mul_(0.5)
 
 
-def clips_gradients(args, state, model, optimizer):
-    clip_gradients(model)
-
-
-def updates(args, state, model, optimizer):
+def updates(model, optimizer):
     step_optimizer(optimizer, model)
 
 
 def sets_accumulation(count):
-    def change(args, state, model, optimizer):
-        if state.global_step == 1:
-            args.gradient_accumulation_steps = count
-
-    return change
+    return in_step(1, lambda args: setattr(args, "gradient_accumulation_steps", count))
 
 
-def sets_scaling(args, state, model, optimizer):
-    for module in model.modules():
-        if isinstance(getattr(module, "scaling", None), dict):
-            module.scaling["default"] = 2.0 / (1 + state.global_step)
+def sets_scaling(state, model):
+    for module in having(model, "lora_A"):
+        module.scaling["default"] = 2.0 / (1 + state.global_step)
 
 
-def calls_set_scale(args, state, model, optimizer):
-    if state.global_step == 1:
-        for module in model.modules():
-            if hasattr(module, "set_scale"):
-                module.set_scale("default", 0.25)
+def calls_set_scale(model):
+    for module in having(model, "set_scale"):
+        module.set_scale("default", 0.25)
 
 
-def switches_adapter(args, state, model, optimizer):
-    if state.global_step == 1:
-        if "other" not in model.peft_config:
-            torch.manual_seed(3)
-            model.add_adapter("other", model.peft_config["default"])
-        model.set_adapter("other")
+def switches_adapter(model):
+    if "other" not in model.peft_config:
+        torch.manual_seed(3)
+        model.add_adapter("other", model.peft_config["default"])
+    model.set_adapter("other")
 
 
-def merges_and_unmerges(args, state, model, optimizer):
+def merges_and_unmerges(model):
     model.merge_adapter()
     model.unmerge_adapter()
 
 
-def disables_a_layer(args, state, model, optimizer):
-    if state.global_step == 1:
-        next(module for module in model.modules() if hasattr(module, "lora_A")).enable_adapters(False)
+def disables_a_layer(model):
+    having(model, "lora_A")[0].enable_adapters(False)
 
 
-def new_matrices(args, state, model, optimizer):
-    if state.global_step == 1:
-        torch.manual_seed(3)
-        for module in model.modules():
-            if hasattr(module, "lora_A"):
-                old = module.lora_A["default"].weight
-                module.lora_A["default"].weight = nn.Parameter(torch.randn_like(old) * 0.1)
+def new_matrices(model):
+    torch.manual_seed(3)
+    for module in having(model, "lora_A"):
+        old = module.lora_A["default"].weight
+        module.lora_A["default"].weight = nn.Parameter(torch.randn_like(old) * 0.1)
 
 
-def puts_hook(args, state, model, optimizer):
-    if state.global_step == 1:
-        of_mlp(model, lambda output: output * 0.5)
-
-
-def sets_router(args, state, model, optimizer):
+def sets_router(state, model):
     model.router_aux_loss_coef = 1.0 * state.global_step
 
 
-def turns_router_on(args, state, model, optimizer):
+def turns_router_on(state, model):
     model.config.output_router_logits = state.global_step >= 1
 
 
-def puts_dropout(args, state, model, optimizer):
-    if state.global_step == 1:
-        for module in model.modules():
-            if hasattr(module, "lora_dropout"):
-                module.lora_dropout["default"] = nn.Dropout(0.5)
+def puts_dropout(model):
+    for module in having(model, "lora_dropout"):
+        module.lora_dropout["default"] = nn.Dropout(0.5)
 
 
-def sets_rate(args, state, model, optimizer):
-    if state.global_step == 1:
-        for layer in decoder_layers(model):
-            layer.self_attn.attention_dropout = 0.5
+def sets_dropout(model):
+    for layer in decoder_layers(model):
+        layer.self_attn.attention_dropout = 0.5
 
 
-def pauses_learning(args, state, model, optimizer):
+def pauses_learning(state, optimizer):
     for group in optimizer.param_groups:
         group["lr"] = 0.0 if state.global_step == 1 else 0.01
 
 
-def new_data(args, state, model, optimizer):
-    if state.global_step == 1:
-        torch.manual_seed(3)
-        for parameter in named(model, "lora_A") or named(model, "layers.0."):
-            parameter.data = torch.randn_like(parameter) * 0.1
+def new_data(model):
+    torch.manual_seed(3)
+    for parameter in named(model, "lora_A") or named(model, "layers.0."):
+        parameter.data = torch.randn_like(parameter) * 0.1
 
 
-def generates(args, state, model, optimizer):
+def generates(model):
     model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
 
 
-def looks(args, state, model, optimizer):
+def looks(model):
     with torch.no_grad():
         model(torch.tensor([[5, 6, 7, 8]]))
 
 
-def notes_norm(args, state, model, optimizer):
+def notes_norm(model):
     notes_of(model).append(norm_of_gradients(model))
 
 
-def hooks_optimizer(args, state, model, optimizer):
+def hooks_optimizer(model, optimizer):
     getattr(optimizer, "optimizer", optimizer).register_step_pre_hook(lambda *of_step: clip_gradients(model))
-
-
-def nothing(args, state, model, optimizer):
-    pass
 
 
 CALLBACKS = {
@@ -644,40 +584,40 @@ CALLBACKS = {
     "shrinks weights": ("on_step_begin", shrinks),
     "shrinks weights at the end": ("on_step_end", shrinks),
     "shrinks weights between": ("on_substep_end", shrinks),
-    "clips between": ("on_substep_end", clips_gradients),
-    "clips before the update": ("on_pre_optimizer_step", clips_gradients),
+    "clips between": ("on_substep_end", clip_gradients),
+    "clips before the update": ("on_pre_optimizer_step", clip_gradients),
     "updates between": ("on_substep_end", updates),
     "accumulates longer": ("on_step_end", sets_accumulation(4)),
     "accumulates not": ("on_step_end", sets_accumulation(1)),
     "scaling": ("on_step_begin", sets_scaling),
-    "set_scale": ("on_step_end", calls_set_scale),
-    "switches adapter": ("on_step_end", switches_adapter),
-    "disables a layer": ("on_step_end", disables_a_layer),
-    "new matrices": ("on_step_end", new_matrices),
-    "puts a hook": ("on_step_end", puts_hook),
+    "set_scale": ("on_step_end", in_step(1, calls_set_scale)),
+    "switches adapter": ("on_step_end", in_step(1, switches_adapter)),
+    "disables a layer": ("on_step_end", in_step(1, disables_a_layer)),
+    "new matrices": ("on_step_end", in_step(1, new_matrices)),
+    "puts a hook": ("on_step_end", in_step(1, lambda model: of_mlp(model, halved))),
     "router's weight": ("on_step_begin", sets_router),
     "router's loss": ("on_step_begin", turns_router_on),
     "pauses learning": ("on_step_begin", pauses_learning),
     "hook of the optimizer": ("on_train_begin", hooks_optimizer),
-    "new data": ("on_step_end", new_data),
+    "new data": ("on_step_end", in_step(1, new_data)),
     "notes gradients between": ("on_substep_end", notes_norm),
     "notes gradients": ("on_pre_optimizer_step", notes_norm),
     "generates between": ("on_substep_end", generates),
     "generates": ("on_step_begin", generates),
     "looks between": ("on_substep_end", looks),
     "merges and unmerges": ("on_step_end", merges_and_unmerges),
-    "nothing between": ("on_substep_end", nothing),
-    "attention's dropout": ("on_step_end", sets_rate),
-    "adapters' dropout": ("on_step_end", puts_dropout),
+    "nothing between": ("on_substep_end", lambda: None),
+    "attention's dropout": ("on_step_end", in_step(1, sets_dropout)),
+    "adapters' dropout": ("on_step_end", in_step(1, puts_dropout)),
 }
-"""Events, and functions of options, state, model and optimizer."""
+"""Events, and what is done there."""
 
 
 def callback(event, change):
     """Return a callback that does this at an event."""
 
     def at(self, args, state, control, model=None, optimizer=None, **kwargs):
-        change(args, state, model, optimizer)
+        call(change, args=args, state=state, model=model, optimizer=optimizer)
 
     return type("OfTheUser", (TrainerCallback,), {event: at})()
 
@@ -702,7 +642,7 @@ def on_parameters(change):
     return put
 
 
-def after_accumulation(model):
+def halved_after_accumulation(model):
     def halve(parameter):
         parameter.grad.mul_(0.5)
 
@@ -719,32 +659,35 @@ def less_mean(output):
     return output - output.mean(1, keepdim=True)
 
 
-def pre_hook(model):
+def halved(output):
+    return output * 0.5
+
+
+def input_of_a_layer(model):
     decoder_layers(model)[0].mlp.register_forward_pre_hook(lambda module, args: (args[0] * 0.5, *args[1:]))
 
 
-def of_layer(model):
+def gradient_of_a_layer(model):
     decoder_layers(model)[0].mlp.register_full_backward_hook(lambda module, gin, gout: (gin[0] * 0.5, *gin[1:]))
 
 
-def of_head(model):
+def output_of_the_head(model):
     model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: output * 0.5)
 
 
-def of_embeddings(model):
+def output_of_the_embeddings(model):
     model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output * 1.5)
 
 
-def of_attention(model):
+def output_of_attention(model):
     decoder_layers(model)[0].self_attn.register_forward_hook(
         lambda module, inputs, output: (output[0] * 0.5, *output[1:])
     )
 
 
-def of_adapters(model):
-    for name, module in model.named_modules():
-        if name.endswith("lora_B.default"):
-            module.register_forward_hook(lambda module, inputs, output: output * 3)
+def output_of_adapters(model):
+    for module in having(model, "lora_B"):
+        module.lora_B["default"].register_forward_hook(lambda module, inputs, output: output * 3)
 
 
 def no_gradient_of_b(model):
@@ -760,22 +703,18 @@ def detaches(model):
 
 
 HOOKS = {
-    "gradients halved": on_parameters(lambda gradient: gradient * 0.5),
+    "gradients halved": on_parameters(halved),
     "gradients clamped": on_parameters(lambda gradient: gradient.clamp(-1e-3, 1e-3)),
-    "halved after accumulation": after_accumulation,
-    "output of a layer": lambda model: of_mlp(model, lambda output: output * 0.5),
+    "output of a layer": lambda model: of_mlp(model, halved),
     "output by column": lambda model: of_mlp(model, by_column),
     "output less its mean": lambda model: of_mlp(model, less_mean),
-    "input of a layer": pre_hook,
-    "gradient of a layer": of_layer,
-    "output of the head": of_head,
-    "output of the embeddings": of_embeddings,
-    "output of attention": of_attention,
-    "output of adapters": of_adapters,
     "no gradient of B": no_gradient_of_b,
-    "detaches": detaches,
     "reads a layer": lambda model: of_mlp(model, lambda output: None),
-}
+    **by_name(
+        halved_after_accumulation, input_of_a_layer, gradient_of_a_layer, output_of_the_head, output_of_the_embeddings,
+        output_of_attention, output_of_adapters, detaches,
+    ),
+}  # fmt: skip
 HARMLESS = {
     "same", "copies", "puts padding behind", "reverses rows", "None", "own step", "halves", "syncs", "nothing",
     "looks first", "notes inputs", "notes losses", "notes gradients", "turns the window", "a tuple", "nothing between",

@@ -14,22 +14,9 @@ from torch.nn.attention import varlen
 
 
 def varlen_twin(
-    query,
-    key,
-    value,
-    cu_seq_q,
-    cu_seq_k,
-    max_q,
-    max_k,
-    *,
-    return_aux=None,
-    scale=None,
-    window_size=(-1, -1),
-    enable_gqa=False,
-    seqused_k=None,
-    block_table=None,
-    num_splits=None,
-):
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
+    enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
+):  # fmt: skip
     """Of 2.12 and newer: it has to be told if keys have fewer heads."""
     assert seqused_k is block_table is num_splits is None
     assert enable_gqa or query.shape[1] == key.shape[1]
@@ -39,17 +26,7 @@ def varlen_twin(
 
 
 def varlen_twin_of_2_11(
-    query,
-    key,
-    value,
-    cu_seq_q,
-    cu_seq_k,
-    max_q,
-    max_k,
-    *,
-    return_aux=None,
-    scale=None,
-    window_size=(-1, -1),
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
 ):
     """Of 2.11: causal, lower right."""
     assert return_aux is None

@@ -109,13 +109,10 @@ class LLM:
         assert logprobs_mode == "processed_logprobs"
         self.engine, self.can_sleep = Engine(type(self).model_of_next(), seed), enable_sleep_mode
         self.made.append(self.engine)
-        runner = SimpleNamespace(model=self.engine)
-        worker = SimpleNamespace(model_runner=runner)
+        worker = SimpleNamespace(model_runner=SimpleNamespace(model=self.engine))
+        longest = max_model_len or self.engine.model.config.max_position_embeddings
         self.llm_engine = SimpleNamespace(
-            model_executor=SimpleNamespace(driver_worker=worker),
-            model_config=SimpleNamespace(
-                max_model_len=max_model_len or self.engine.model.config.max_position_embeddings
-            ),
+            model_executor=SimpleNamespace(driver_worker=worker), model_config=SimpleNamespace(max_model_len=longest)
         )
 
     def sleep(self, level):
@@ -134,24 +131,13 @@ class LLM:
         ids = [prompt["prompt_token_ids"] for prompt in prompts]
         assert sampling_params["n"] == 1
         _check(sampling_params)
-        found = self.engine.complete(ids, sampling_params["temperature"], sampling_params["max_tokens"])
-        return [
-            SimpleNamespace(
-                prompt_token_ids=prompt,
-                outputs=[
-                    SimpleNamespace(
-                        token_ids=completion.token_ids,
-                        logprobs=None
-                        if sampling_params["logprobs"] is None
-                        else [
-                            {token: SimpleNamespace(logprob=value, rank=1)}
-                            for token, value in zip(completion.token_ids, completion.logprobs)
-                        ],
-                    )
-                ],
-            )
-            for prompt, completion in zip(ids, found)
-        ]
+        outputs = []
+        for row in self.engine.complete(ids, sampling_params["temperature"], sampling_params["max_tokens"]):
+            values = zip(row.token_ids, row.logprobs)
+            log_probs = [{token: SimpleNamespace(logprob=value, rank=1)} for token, value in values]
+            log_probs = None if sampling_params["logprobs"] is None else log_probs
+            outputs.append(SimpleNamespace(token_ids=row.token_ids, logprobs=log_probs))
+        return [SimpleNamespace(prompt_token_ids=ids[n], outputs=[output]) for n, output in enumerate(outputs)]
 
 
 class VLLMClient:
@@ -177,10 +163,10 @@ class VLLMClient:
 
     def generate(self, prompts, features, n, temperature, max_tokens, **sampling):
         _check(sampling)
-        found = self.engine.complete([prompt for prompt in prompts for _ in range(n)], temperature, max_tokens)
-        log_probs = [[[None if value != value else value] for value in row.logprobs] for row in found]
+        rows = self.engine.complete([prompt for prompt in prompts for _ in range(n)], temperature, max_tokens)
+        log_probs = [[[None if value != value else value] for value in row.logprobs] for row in rows]
         log_probs = None if sampling["logprobs"] is None else log_probs
-        return {"prompt_ids": prompts, "completion_ids": [row.token_ids for row in found], "logprobs": log_probs}
+        return {"prompt_ids": prompts, "completion_ids": [row.token_ids for row in rows], "logprobs": log_probs}
 
 
 @contextmanager
@@ -190,13 +176,12 @@ def installed(model):
         "LLM": LLM, "SamplingParams": dict, "StructuredOutputsParams": None, "VLLMClient": VLLMClient,
         "is_vllm_available": lambda: True,
     }  # fmt: skip
-    before = {name: os.environ.get(name) for name in OF_LAUNCHERS}
+    before = {name: os.environ[name] for name in OF_LAUNCHERS if name in os.environ}
     LLM.model_of_next, LLM.made = staticmethod(model), []
     with patch.multiple(vllm_generation, create=True, **names):
         try:
             yield
         finally:
-            for name, value in before.items():
+            for name in OF_LAUNCHERS:
                 os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
+            os.environ.update(before)

@@ -1,14 +1,7 @@
 """Tiny models of images and text, which are trained on rows of text alone."""
 
 import torch
-from transformers import (
-    Qwen3_5Config,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLMoeConfig,
-    Qwen3VLMoeForConditionalGeneration,
-)
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -28,23 +21,20 @@ ROPE = {
     "rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0,
     "mrope_interleaved": True,
 }  # fmt: skip
-KINDS = {
-    "qwen3_5_vl": (Qwen3_5ForConditionalGeneration, Qwen3_5Config, DELTA),
-    "qwen3_vl": (Qwen3VLForConditionalGeneration, Qwen3VLConfig, {}),
-    "qwen3_vl_moe": (Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig, EXPERTS),
-}
+KINDS = {"qwen3_5_vl": ("qwen3_5", DELTA), "qwen3_vl": ("qwen3_vl", {}), "qwen3_vl_moe": ("qwen3_vl_moe", EXPERTS)}
 
 
 def config(kind, **text):
     """Positions have three parts, which are equal in text."""
-    _, config_of, own = KINDS[kind]
-    return config_of(text_config={**SIZES, "rope_parameters": ROPE, **own, **text}, vision_config=VISION)
+    model_type, own = KINDS[kind]
+    text = {**SIZES, "rope_parameters": ROPE, **own, **text}
+    return AutoConfig.for_model(model_type, text_config=text, vision_config=VISION)
 
 
 def build(kind, **text):
     """A model whose tokens matter."""
     torch.manual_seed(0)
-    model = KINDS[kind][0](config(kind, **text))
+    model = AutoModelForImageTextToText.from_config(config(kind, **text))
     for name, parameter in model.float().named_parameters():
         if name.endswith("A_log"):  # states that last
             torch.nn.init.constant_(parameter, -2.0)
