@@ -22,7 +22,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, PreTrainedConfig
 
 from benchmarks.gpu.models import COMMON, DEVICE, Clock
-from benchmarks.gpu.sft import MICRO_BATCH, ROWS, Tokens, padded, saved, system
+from benchmarks.gpu.sft import MICRO_BATCH, ROWS, Tokens, pad, saved, system
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.rows.attention import Layout
 
@@ -94,7 +94,7 @@ def flex(config: PreTrainedConfig, args: argparse.Namespace) -> dict[str, Any]:
             **COMMON,
         )
         rows = Dataset.from_list(system(tokens, ROWS * clock.max_steps))
-        trainer = HybridTrainer(model, options, train_dataset=rows, data_collator=padded, callbacks=[clock])
+        trainer = HybridTrainer(model, options, train_dataset=rows, data_collator=pad, callbacks=[clock])
         trainer.train()
     return {
         **clock.measured(),

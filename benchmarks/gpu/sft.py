@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from rig.sft_rows import pad, row
 from transformers import AttentionInterface, Trainer, TrainingArguments
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -53,14 +54,6 @@ class Tokens:
     def __call__(self, least: int, most: int | None = None) -> list[int]:
         length = scaled(self.shape, self.draw.randint(least, most or least))
         return [self.draw.randrange(2, self.vocabulary) for _ in range(length)]
-
-
-def row(*parts: tuple[list[int], bool]) -> Row:
-    """A row of stretches, of which some are learned."""
-    return {
-        "input_ids": [token for stretch, _ in parts for token in stretch],
-        "labels": [token if learned else -100 for stretch, learned in parts for token in stretch],
-    }
 
 
 def full(tokens: Tokens, count: int) -> list[Row]:
@@ -91,15 +84,6 @@ def agent(tokens: Tokens, count: int) -> list[Row]:
 
 
 KINDS = {kind.__name__: kind for kind in (full, instructions, system, agent)}
-
-
-def padded(rows: list[Row]) -> dict[str, torch.Tensor]:
-    """Pad rows on the right. Shapes of the result: `(rows, longest)`."""
-    longest = max(len(row["input_ids"]) for row in rows)
-    filled = {"input_ids": 0, "labels": -100}
-    batch = {n: torch.tensor([r[n] + [v] * (longest - len(r[n])) for r in rows]) for n, v in filled.items()}
-    mask = [[1] * len(r["input_ids"]) + [0] * (longest - len(r["input_ids"])) for r in rows]
-    return {**batch, "attention_mask": torch.tensor(mask)}
 
 
 def padding_free(rows: list[Row]) -> dict[str, Any]:
@@ -183,7 +167,7 @@ def run(case: dict[str, Any], arm: str, args: argparse.Namespace) -> dict[str, A
             model,
             config,
             train_dataset=Dataset.from_list(rows),
-            data_collator=None if of_trl else how.get("data_collator", padded),
+            data_collator=None if of_trl else how.get("data_collator", pad),
             callbacks=[clock],
             **({"processing_class": tokenizer(args.shape)} if of_trl else {}),
         )

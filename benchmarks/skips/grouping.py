@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from rig.sft_rows import pad
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from benchmarks.results import Results, command_line, provenance
-from benchmarks.skips.rows import collate
 from benchmarks.speedup.pretrained import FOLDER
 from benchmarks.texts import standard_library
 from hf_hybrid import HybridConfig, HybridTrainer
@@ -91,7 +91,7 @@ def run(arm: str, rate: float, seed: int) -> dict[str, Any]:
         )  # fmt: skip
         test = Dataset.from_list([row for group in held_out for row in group])
         trainer = HybridTrainer(
-            model, config, train_dataset=Dataset.from_list(rows), eval_dataset=test, data_collator=collate
+            model, config, train_dataset=Dataset.from_list(rows), eval_dataset=test, data_collator=pad
         )
         began = time.process_time()
         trainer.train()

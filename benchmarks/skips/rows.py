@@ -43,6 +43,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from rig.live_bytes import LiveBytes
+from rig.sft_rows import pad, row
 from torch._dynamo.utils import counters
 from transformers import (
     AutoConfig,
@@ -81,14 +82,6 @@ class Text:
         length = self.draw.randint(least, most or least)
         begin = self.draw.randrange(len(self.ids) - length)
         return self.ids[begin : begin + length]
-
-
-def row(*parts: tuple[list[int], bool]) -> Row:
-    """A row of passages, of which some are learned."""
-    return {
-        "input_ids": [i for ids, _ in parts for i in ids],
-        "labels": [i if learned else -100 for ids, learned in parts for i in ids],
-    }
 
 
 def system(text: Text, count: int) -> list[Row]:
@@ -196,17 +189,8 @@ def build(name: str, lora: bool) -> Any:
     return get_peft_model(model, adapters) if lora else model
 
 
-def collate(rows: list[Row]) -> dict[str, torch.Tensor]:
-    """Pad rows on the right."""
-    length = max(len(row["input_ids"]) for row in rows)
-    filled = {"input_ids": 0, "labels": -100}
-    batch = {n: torch.tensor([r[n] + [v] * (length - len(r[n])) for r in rows]) for n, v in filled.items()}
-    mask = [[1] * len(r["input_ids"]) + [0] * (length - len(r["input_ids"])) for r in rows]
-    return {**batch, "attention_mask": torch.tensor(mask)}
-
-
 OURS = {"share_rows": "on", "enable_predict": False}
-PADDED = {"data_collator": collate}
+PADDED = {"data_collator": pad}
 ARMS: dict[str, tuple[type, type, dict, dict]] = {
     "trainer": (Trainer, TrainingArguments, {}, PADDED),
     "by_length": (Trainer, TrainingArguments, {"train_sampling_strategy": "group_by_length"}, PADDED),
@@ -340,7 +324,7 @@ def ratio(first: dict, second: dict) -> float:
 
 def report(results: Results) -> None:
     """Print the ratios of every arm over ours, as tables."""
-    for model, trained, order in sorted({(row["model"], row["trains"], row["order"]) for row in results.rows()}):
+    for model, trained, order in sorted({(run["model"], run["trains"], run["order"]) for run in results.rows()}):
         names = [name for name in ARMS if name not in ("hybrid", "hybrid_sft") and "compiled" not in name]
         print(f"\n{model}, {trained}, order {order}\n\n| rows | {' | '.join(names)} | tokens that are computed |")
         print(f"|{'---|' * (len(names) + 2)}")

@@ -176,40 +176,46 @@ class Table:
                     self._row(optim, steps, rate, best)
         best, _ = self.best_rate("adamw_torch", STEPS[-1])
         if best:
-            self._speed_up(best)
+            print("\nS of the default after", STEPS[-1], "steps at AdamW's best rate, by seed:")
+            print(" / ".join(f"{'> ' * (how == 'beyond')}{value:.2f}" for value, how in self.speed_ups(best)))
 
-    def _row(self, optim: str, steps: int, rate: float, best: float) -> None:
+    def pairs(self, optim: str, steps: int, rate: float) -> tuple[list[tuple[float, float]], dict[str, int]]:
+        """Losses of the plain and the hybrid run, by seed, and how many leaps had which verdict."""
         pairs, verdicts = [], {}
         for seed in self.seeds:
             plain, hybrid = (Run(optim, steps, rate, seed, arm) for arm in ("plain", "hybrid"))
-            if None in (self.loss(plain), self.loss(hybrid)):
-                continue
-            pairs.append((self.loss(plain), self.loss(hybrid)))
-            for verdict, count in self.results.get(**asdict(hybrid))["summary"]["leaps_by_verdict"].items():
-                verdicts[verdict] = verdicts.get(verdict, 0) + count
-        if not pairs:
-            return
-        relative = [100 * (hybrid / plain - 1) for plain, hybrid in pairs]
-        error = statistics.stdev(relative) / math.sqrt(len(relative)) if len(relative) > 1 else math.nan
-        losses = [" / ".join(f"{pair[arm]:.3f}" for pair in pairs) for arm in (0, 1)]
-        told = ", ".join(f"{verdict} {count}" for verdict, count in sorted(verdicts.items())) or "none"
-        mean = f"{statistics.fmean(relative):+.2f} +- {error:.2f} %"
-        print(f"| {optim} | {steps} | {rate:.3g}, {rate / best:g} | {losses[0]} | {losses[1]} | {mean} | {told} |")
+            if None not in (losses := (self.loss(plain), self.loss(hybrid))):
+                pairs.append(losses)
+                made = self.results.get(**asdict(hybrid))["summary"]["leaps_by_verdict"]
+                verdicts = {name: verdicts.get(name, 0) + made.get(name, 0) for name in {**verdicts, **made}}
+        return pairs, verdicts
 
-    def _speed_up(self, best: float) -> None:
+    def speed_ups(self, best: float) -> list[tuple[float, str]]:
         """S: backward passes that plain training needs for the loss of a hybrid run, over those of that run."""
         found = []
         for seed in self.seeds:
             row = self.results.get(**asdict(Run("adamw_torch", STEPS[-1], best, seed, "hybrid")))
-            budgets = (*STEPS[1:], *BUDGETS)
-            curve = [(steps, self.loss(Run("adamw_torch", steps, best, seed, "plain"))) for steps in budgets]
-            curve = [(steps, loss) for steps, loss in curve if loss is not None]
-            if row is None or row["eval_loss"] is None or len(curve) < 2:
-                continue
-            steps, how = matched_steps(row["eval_loss"], curve)
-            found.append((steps / row["summary"]["backward_passes"], how == "beyond"))
-        print("\nS of the default after", STEPS[-1], "steps at AdamW's best rate, by seed:")
-        print(" / ".join(f"{'> ' * beyond}{value:.2f}" for value, beyond in found))
+            plain = ((n, self.loss(Run("adamw_torch", n, best, seed, "plain"))) for n in (*STEPS[1:], *BUDGETS))
+            curve = [(steps, loss) for steps, loss in plain if loss is not None]
+            if row is not None and row["eval_loss"] is not None and len(curve) > 1:
+                steps, how = matched_steps(row["eval_loss"], curve)
+                found.append((steps / row["summary"]["backward_passes"], how))
+        return found
+
+    def _row(self, optim: str, steps: int, rate: float, best: float) -> None:
+        pairs, verdicts = self.pairs(optim, steps, rate)
+        if not pairs:
+            return
+        over = relative(pairs)
+        error = statistics.stdev(over) / math.sqrt(len(over)) if len(over) > 1 else math.nan
+        losses = [" / ".join(f"{pair[arm]:.3f}" for pair in pairs) for arm in (0, 1)]
+        told = ", ".join(f"{verdict} {count}" for verdict, count in sorted(verdicts.items())) or "none"
+        mean = f"{statistics.fmean(over):+.2f} +- {error:.2f} %"
+        print(f"| {optim} | {steps} | {rate:.3g}, {rate / best:g} | {losses[0]} | {losses[1]} | {mean} | {told} |")
+
+
+def relative(pairs: list[tuple[float, float]]) -> list[float]:
+    return [100 * (hybrid / plain - 1) for plain, hybrid in pairs]
 
 
 def main() -> None:

@@ -22,17 +22,12 @@ DEFAULT_RATE, TRL_RATE, DPO_RATE = 5e-5, 2e-5, 1e-6
 """What `Trainer` trains with if nothing is said, TRL's `SFTTrainer`, and its `DPOTrainer`."""
 
 QUIET = {
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "logging_steps": 10**9,
+    "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_steps": 10**9,
     "dataloader_pin_memory": False,
-}
+}  # fmt: skip
 """Arguments of runs that save, log and show nothing."""
 TUNED = {"warmup_steps": 0.05, "adam_beta2": 0.95, "weight_decay": 0.1}
-"""
-Options with which plain AdamW was best from scratch (docs/results.md), beside `Trainer`'s linear decay to zero.
-"""
+"""Options with which plain AdamW was best from scratch (docs/results.md), beside `Trainer`'s linear decay to zero."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +64,7 @@ class Task:
 SMALL_ADAPTERS = {"rank": 8, "alpha": 16}
 """Of the tasks that train adapters of our own model."""
 SMOL_SEQUENCE = 112
-SMOL = {
-    "scratch": False,
-    "options": {"bf16": True},
-    "batch": 4,
-    "sequence": SMOL_SEQUENCE,
-    "pretrained": True,
-}
+SMOL = {"scratch": False, "options": {"bf16": True}, "batch": 4, "sequence": SMOL_SEQUENCE, "pretrained": True}
 """
 Of the tasks that start from SmolLM2: `Trainer`'s own options, but for the learning rate and bf16 autocast; as many rows
 as one core computes in a few minutes.
@@ -95,145 +84,36 @@ GRPO_OPTIONS = {
 
 TUNED_TASKS = (
     Task("code", "from scratch on Python's source", "code", 600, (300, 600, 900, 1200, 1500), (1.5e-3, 3e-3, 6e-3)),
-    Task(
-        "docs",
-        "full fine-tuning of a `code` model to the language reference",
-        "docs",
-        200,
-        (100, 150, 200, 250, 300),
-        (1e-3, 2e-3, 4e-3),
-        scratch=False,
-    ),
-    Task(
-        "lora",
-        "LoRA (rank 8, all linear layers) of the same model to the same text",
-        "docs",
-        200,
-        (100, 150, 200, 250, 300),
-        (4e-3, 8e-3, 1.6e-2),
-        scratch=False,
-        lora=True,
-        **SMALL_ADAPTERS,
-    ),
-    Task(
-        "dpo",
-        "DPO of `lora`'s model and adapters: a line of the language reference against its words in reverse",
-        "pairs",
-        200,
-        (150, 170, 200),
-        (2e-3, 4e-3, 8e-3),
-        scratch=False,
-        lora=True,
-        **SMALL_ADAPTERS,
-        preference=True,
-        options=DPO_OPTIONS,
-        batch=2,
-    ),
-    Task(
-        "small",
-        "from scratch on the language reference alone, four and a half passes over it",
-        "docs",
-        500,
-        (250, 500, 750, 1000),
-        (1.5e-3, 3e-3, 6e-3),
-    ),
-    Task(
-        "smol-full",
-        "full fine-tuning of SmolLM2-135M-Instruct, source to docstring",
-        "docstrings",
-        40,
-        (30, 40, 50),
-        (5e-5, 1e-4, 2e-4),
-        **SMOL,
-    ),
-    Task(
-        "smol-lora",
-        "the same with LoRA (rank 16, all linear layers)",
-        "docstrings",
-        40,
-        (30, 40, 50),
-        (1e-3, 2e-3, 4e-3),
-        lora=True,
-        **SMOL,
-    ),
-    Task(
-        "smol-lora-long",
-        "`smol-lora` for 200 steps of 2 rows",
-        "docstrings",
-        200,
-        (150, 170, 200),
-        (5e-4, 1e-3, 2e-3),
-        lora=True,
-        **SMOL_TWO_ROWS,
-    ),
-    Task(
-        "smol-lora-r8",
-        "`smol-lora-long` with the adapters that PEFT makes if nothing is said: rank 8, alpha 8",
-        "docstrings",
-        200,
-        (200,),
-        (1e-3, 2e-3, 4e-3),
-        lora=True,
-        rank=8,
-        alpha=8,
-        **SMOL_TWO_ROWS,
-    ),
-    Task(
-        "smol-lora-r64",
-        "`smol-lora-long` with the adapters of QLoRA: rank 64, alpha 16",
-        "docstrings",
-        200,
-        (200,),
-        (1e-3, 2e-3, 4e-3),
-        lora=True,
-        rank=64,
-        alpha=16,
-        **SMOL_TWO_ROWS,
-    ),
-    Task(
-        "smol-c-lora",
-        "LoRA (rank 16, all linear layers) on C++ headers, of which every token is learned",
-        "headers",
-        200,
-        (200,),
-        (5e-4, 1e-3, 2e-3),
-        lora=True,
-        **SMOL_TWO_ROWS,
-    ),
-    Task(
-        "smol-dpo",
-        "DPO with LoRA (rank 16, all linear layers): the docstring against that of another function",
-        "pairs",
-        40,
-        (30, 40, 50),
-        (2.5e-4, 5e-4, 1e-3),
-        lora=True,
-        preference=True,
-        **(SMOL_TWO_ROWS | {"options": DPO_OPTIONS | {"bf16": True}}),
-    ),
-    Task(
-        "smol-dpo-long",
-        "`smol-dpo` for 200 steps",
-        "pairs, more held out",
-        200,
-        (170, 200),
-        (2.5e-4, 5e-4, 1e-3),
-        lora=True,
-        preference=True,
-        **(SMOL_TWO_ROWS | {"options": DPO_OPTIONS | {"bf16": True}}),
-    ),
-    Task(
-        "smol-grpo",
-        "GRPO with LoRA (rank 16, all linear layers): the reward is 1 for one whole sentence",
-        "prompts",
-        24,
-        (18, 24, 30),
-        (2.5e-4, 5e-4, 1e-3),
-        lora=True,
-        reward=True,
-        **(SMOL | {"batch": 2 * COMPLETIONS, "options": GRPO_OPTIONS}),
-    ),
-)
+    Task("docs", "full fine-tuning of a `code` model to the language reference", "docs", 200,
+        (100, 150, 200, 250, 300), (1e-3, 2e-3, 4e-3), scratch=False),
+    Task("lora", "LoRA (rank 8, all linear layers) of the same model to the same text", "docs", 200,
+        (100, 150, 200, 250, 300), (4e-3, 8e-3, 1.6e-2), scratch=False, lora=True, **SMALL_ADAPTERS),
+    Task("dpo", "DPO of `lora`'s model and adapters: a line of the language reference against its words in reverse",
+        "pairs", 200, (150, 170, 200), (2e-3, 4e-3, 8e-3), scratch=False, lora=True, **SMALL_ADAPTERS, preference=True,
+        options=DPO_OPTIONS, batch=2),
+    Task("small", "from scratch on the language reference alone, four and a half passes over it", "docs", 500,
+        (250, 500, 750, 1000), (1.5e-3, 3e-3, 6e-3)),
+    Task("smol-full", "full fine-tuning of SmolLM2-135M-Instruct, source to docstring", "docstrings", 40, (30, 40, 50),
+        (5e-5, 1e-4, 2e-4), **SMOL),
+    Task("smol-lora", "the same with LoRA (rank 16, all linear layers)", "docstrings", 40, (30, 40, 50),
+        (1e-3, 2e-3, 4e-3), lora=True, **SMOL),
+    Task("smol-lora-long", "`smol-lora` for 200 steps of 2 rows", "docstrings", 200, (150, 170, 200),
+        (5e-4, 1e-3, 2e-3), lora=True, **SMOL_TWO_ROWS),
+    Task("smol-lora-r8", "`smol-lora-long` with the adapters that PEFT makes if nothing is said: rank 8, alpha 8",
+        "docstrings", 200, (200,), (1e-3, 2e-3, 4e-3), lora=True, rank=8, alpha=8, **SMOL_TWO_ROWS),
+    Task("smol-lora-r64", "`smol-lora-long` with the adapters of QLoRA: rank 64, alpha 16", "docstrings", 200, (200,),
+        (1e-3, 2e-3, 4e-3), lora=True, rank=64, alpha=16, **SMOL_TWO_ROWS),
+    Task("smol-c-lora", "LoRA (rank 16, all linear layers) on C++ headers, of which every token is learned", "headers",
+        200, (200,), (5e-4, 1e-3, 2e-3), lora=True, **SMOL_TWO_ROWS),
+    Task("smol-dpo", "DPO with LoRA (rank 16, all linear layers): the docstring against that of another function",
+        "pairs", 40, (30, 40, 50), (2.5e-4, 5e-4, 1e-3), lora=True, preference=True,
+        **(SMOL_TWO_ROWS | {"options": DPO_OPTIONS | {"bf16": True}})),
+    Task("smol-dpo-long", "`smol-dpo` for 200 steps", "pairs, more held out", 200, (170, 200), (2.5e-4, 5e-4, 1e-3),
+        lora=True, preference=True, **(SMOL_TWO_ROWS | {"options": DPO_OPTIONS | {"bf16": True}})),
+    Task("smol-grpo", "GRPO with LoRA (rank 16, all linear layers): the reward is 1 for one whole sentence", "prompts",
+        24, (18, 24, 30), (2.5e-4, 5e-4, 1e-3), lora=True, reward=True,
+        **(SMOL | {"batch": 2 * COMPLETIONS, "options": GRPO_OPTIONS})),
+)  # fmt: skip
 
 
 def _from_default(name: str, tuned: str, rate: float, how: str = "from its default learning rate", **changes) -> Task:

@@ -6,9 +6,9 @@ import math
 import statistics
 
 from benchmarks.results import Row
-from benchmarks.speedup.elsewhere import BUDGETS, STEPS, Run, Table
 from benchmarks.speedup.elsewhere import KEY as ELSEWHERE_KEY
-from benchmarks.speedup.report import matched_steps, table_of
+from benchmarks.speedup.elsewhere import STEPS, Table, relative
+from benchmarks.speedup.report import table_of
 from benchmarks.speedup.run import KEY
 from benchmarks.speedup.tasks import TASKS
 from benchmarks.tables import (
@@ -94,10 +94,6 @@ def elsewhere() -> Table:
     return Table(results("speedup", "elsewhere", *ELSEWHERE_KEY), SEEDS)
 
 
-def relative(pairs: list[tuple[float, float]]) -> list[float]:
-    return [100 * (hybrid / plain - 1) for plain, hybrid in pairs]
-
-
 @table("leaps-elsewhere")
 def leaps_elsewhere() -> str:
     found, rows, others = elsewhere(), [], {}
@@ -105,14 +101,7 @@ def leaps_elsewhere() -> str:
         for steps in STEPS:
             best, _ = found.best_rate(optim, steps)
             for at in found.rates(optim, best) if best else []:
-                pairs, verdicts = [], {}
-                for seed in SEEDS:
-                    plain, hybrid = (Run(optim, steps, at, seed, arm) for arm in ("plain", "hybrid"))
-                    if None in (found.loss(plain), found.loss(hybrid)):
-                        continue
-                    pairs.append((found.loss(plain), found.loss(hybrid)))
-                    made = found.results.get(**vars(hybrid))["summary"]["leaps_by_verdict"]
-                    verdicts = {name: verdicts.get(name, 0) + made.get(name, 0) for name in {**verdicts, **made}}
+                pairs, verdicts = found.pairs(optim, steps, at)
                 if not pairs:
                     continue
                 if optim != "adamw_torch":
@@ -129,16 +118,10 @@ def leaps_elsewhere() -> str:
 
 def elsewhere_s() -> list[float]:
     """S after the longest run at AdamW's best rate, by seed."""
-    found, values = elsewhere(), []
-    best, _ = found.best_rate("adamw_torch", STEPS[-1])
-    for seed in SEEDS:
-        row = found.results.get(**vars(Run("adamw_torch", STEPS[-1], best, seed, "hybrid")))
-        plain = ((n, found.loss(Run("adamw_torch", n, best, seed, "plain"))) for n in (*STEPS[1:], *BUDGETS))
-        curve = [(steps, loss) for steps, loss in plain if loss is not None]
-        steps, how = matched_steps(row["eval_loss"], curve)
-        assert how == "interpolated", how
-        values.append(steps / row["summary"]["backward_passes"])
-    return values
+    best, _ = elsewhere().best_rate("adamw_torch", STEPS[-1])
+    values, ways = zip(*elsewhere().speed_ups(best))
+    assert len(values) == len(SEEDS) and set(ways) == {"interpolated"}, ways
+    return list(values)
 
 
 OTHERS = {
