@@ -29,6 +29,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,31 @@ class Result:
     outcome: str
     detail: str = ""
     interruptions: int = 0
+
+
+class Case:
+    """
+    One training or folder, and what is done to it.
+
+    Args:
+        name (`str`): `PART/KIND/NUMBER`. Name and seed decide all that is random.
+        seed (`int`): Of the suite.
+        folder (`Path`): For its files.
+        expected (`Ended`, *optional*): What the reference of its kind came to.
+        prepared (`Path`, *optional*): What the part has prepared for cases of this kind.
+    """
+
+    def __init__(self, name: str, seed: int, folder: Path, expected: Any = None, prepared: Path | None = None):
+        self.name, self.seed, self.folder, self.expected, self.prepared = name, seed, folder, expected, prepared
+        self.part, self.kind, number = name.split("/")
+        self.number, self.chance, self.interruptions = int(number), generator(seed, name), 0
+        self.out, self.log = folder / "out", folder / "log"
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def result(self, outcome: str, detail: str = "") -> Result:
+        return Result(self.name, outcome, detail, self.interruptions)
 
 
 def generator(seed: int, case: str) -> random.Random:

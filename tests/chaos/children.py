@@ -52,15 +52,9 @@ class Ended:
 
 
 def run(
-    function: Callable,
-    *arguments,
-    log: Path,
-    watched: Path | None = None,
-    moment: Moment | None = None,
-    number: int = signal.SIGKILL,
-    patience: float = PATIENCE,
-    **values,
-) -> Ended:
+    function: Callable, *arguments, log: Path, watched: Path | None = None, moment: Moment | None = None,
+    number: int = signal.SIGKILL, patience: float = PATIENCE, **values,
+) -> Ended:  # fmt: skip
     """
     Call a function in a forked process and wait for its end.
 

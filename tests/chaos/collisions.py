@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from chaos import Result, generator, kills, trainings
+from chaos import Case, Result, kills, trainings
 from chaos.children import Ended, Moment, begin, run
 from hf_hybrid.saving import lock, manifest
 
@@ -75,46 +75,39 @@ def prepare(mode: str, folder: Path) -> None:
         (alone / "ended").write_bytes(pickle.dumps(ended))
 
 
-def collide(case: str, seed: int, folder: Path, expected: Ended, prepared: Path) -> Result:
-    """
-    Let two processes meet, and check what they leave.
-
-    Args:
-        case (`str`): `collisions/MODE/NUMBER`. The numbers go through all kinds, each mode beginning at another one.
-        expected (`Ended`): Of the mode's reference.
-        prepared (`Path`): From [`prepare`].
-    """
-    _, mode, number = case.split("/")
-    chance, out = generator(seed, case), folder / "out"
-    names = list(KINDS)
-    name = names[(int(number) + random.Random(mode).randrange(len(names))) % len(names)]
-    kind, alone = KINDS[name], [pickle.loads((prepared / f"alone-{of}" / "ended").read_bytes()) for of in SEEDS]
+def collide(case: Case) -> Result:
+    """Let two processes meet, and check what they leave. The numbers go through all kinds, each mode from another."""
+    chance, names = case.chance, list(KINDS)
+    name = names[(case.number + random.Random(case.kind).randrange(len(names))) % len(names)]
+    kind, alone = KINDS[name], [pickle.loads((case.prepared / f"alone-{of}" / "ended").read_bytes()) for of in SEEDS]
     waits = kind.killed or chance.random() < 0.5
-    limit, skew = chance.choice([None, 1, 2]), chance.uniform(0.0, min(LATEST, expected.seconds))
-    moment = Moment(changes=chance.randint(1, expected.changes)) if kind.killed else None
-    logs = [folder / "first.log", folder / "second.log"]
+    limit, skew = chance.choice([None, 1, 2]), chance.uniform(0.0, min(LATEST, case.expected.seconds))
+    moment = Moment(changes=chance.randint(1, case.expected.changes)) if kind.killed else None
+    logs = [case.folder / "first.log", case.folder / "second.log"]
     processes = []
     for place, wait in enumerate((LONG, LONG if waits else SHORT)):
         values = {"seed": kind.seeds[place], "wait": wait, **({} if limit is None else {"save_total_limit": limit})}
-        processes.append(begin(trainings.train, mode, out, kind.resume[place], log=logs[place], watched=out, **values))
+        values |= {"log": logs[place], "watched": case.out}
+        processes.append(begin(trainings.train, case.kind, case.out, kind.resume[place], **values))
         if place == 0:
             time.sleep(skew)
     ended = [processes[0].end(moment), processes[1].end()]
     said = f"{name}, {skew:.2f} s apart, the second waits {LONG if waits else SHORT:g} s, save_total_limit={limit}"
     outcomes = []
+    case.interruptions = int(kind.killed)
     for place, process in enumerate(ended):
         outcome, detail = _judge(process, alone[kind.seeds[place]], kind.resume[place], moment if place == 0 else None)
         outcomes.append(outcome)
         if outcome not in ("same bits", "refused", "killed"):
-            return Result(case, outcome, f"{said}: process {place + 1}: {detail}", int(kind.killed))
+            return case.result(outcome, f"{said}: process {place + 1}: {detail}")
     if "same bits" not in outcomes:
-        return Result(case, "lost", f"{said}: none trained to its end: {outcomes}", int(kind.killed))
-    fault = _left(mode, out, folder, kind, alone, prepared, chance)
+        return case.result("lost", f"{said}: none trained to its end: {outcomes}")
+    fault = _left(case, kind, alone)
     if fault is not None:
-        return Result(case, fault[0], f"{said}: {fault[1]}", int(kind.killed))
+        return case.result(fault[0], f"{said}: {fault[1]}")
     waited = any("Waiting up to" in path.read_text(errors="replace") for path in logs)
-    outcome = "refused" if "refused" in outcomes else "waited" if waited else "same bits"
-    return Result(case, outcome, said, int(ended[0].interrupted))
+    case.interruptions = int(ended[0].interrupted)
+    return case.result("refused" if "refused" in outcomes else "waited" if waited else "same bits", said)
 
 
 def _judge(ended: Ended, alone: Ended, resume: bool | str, moment: Moment | None) -> tuple[str, str]:
@@ -130,15 +123,13 @@ def _judge(ended: Ended, alone: Ended, resume: bool | str, moment: Moment | None
     return "deep error", f"{ended.value}\n{ended.trace}"
 
 
-def _left(
-    mode: str, out: Path, folder: Path, kind: Kind, alone: list[Ended], prepared: Path, chance: random.Random
-) -> tuple[str, str] | None:
+def _left(case: Case, kind: Kind, alone: list[Ended]) -> tuple[str, str] | None:
     """Check every checkpoint that is left, and resume one. Return what is wrong, if anything is."""
     for name in (lock.LOCK_NAME, lock.HOLDER_NAME, manifest.SAVING_NAME):
-        if (out / name).exists():
+        if (case.out / name).exists():
             return "left over", name
     owners = {}
-    for path in sorted(out.glob("checkpoint-*")):
+    for path in sorted(case.out.glob("checkpoint-*")):
         try:
             known = manifest.read_manifest(path)
             damages = ["it has no manifest"] if known is None else manifest.damages(path, known)
@@ -148,13 +139,13 @@ def _left(
             continue  # the kill met the deletion of an older checkpoint
         if damages:
             return "damaged", f"{path.name}: {damages}"
-        of = {name: _owners(path, name, known.step, prepared) for name in known.files if OWN.fullmatch(name)}
+        of = {name: _owners(path, name, known.step, case.prepared) for name in known.files if OWN.fullmatch(name)}
         owners[path] = set(SEEDS).intersection(*of.values())
         if not known.in_step and not owners[path]:
             return ("mixed" if all(of.values()) else "other bits"), f"{path.name}: files are of the runs {of}"
-    path = chance.choice(sorted(owners))
-    seed = min(owners[path] or kind.seeds)
-    ended = run(trainings.train, mode, folder / "resumed", str(path), log=folder / "resumed.log", seed=seed)
+    path = case.chance.choice(sorted(owners))
+    seed, again = min(owners[path] or kind.seeds), case.folder / "resumed"
+    ended = run(trainings.train, case.kind, again, str(path), log=case.folder / "resumed.log", seed=seed)
     outcome, detail = kills.compare(ended, alone[seed])
     return None if outcome == "same bits" else (outcome, f"resumed from {path.name} of run {seed}: {detail}")
 

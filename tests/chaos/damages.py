@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from chaos import Result, generator, kills, trainings
+from chaos import Case, Result, generator, kills, trainings
 from chaos.children import Ended, run
 
 MODES = ("leaps", "plain", "streamed", "LoRA", "accumulation", "best model")
@@ -110,32 +110,23 @@ DAMAGES: dict[str, Callable] = {
 }
 
 
-def damage(case: str, seed: int, folder: Path, expected: Ended, prepared: Path) -> Result:
-    """
-    Damage one file and resume.
-
-    Args:
-        case (`str`): `damages/MODE/NUMBER`. The numbers go through all files and damages of the mode in random order.
-        expected (`Ended`): Of the mode's reference.
-        prepared (`Path`): From [`prepare`].
-    """
-    _, mode, number = case.split("/")
-    chance, out = generator(seed, case), folder / "out"
-    shutil.copytree(prepared / "own", out)
-    own = checkpoints(out)
-    kind, file = _chosen(own[-1], int(number), generator(seed, f"damages/{mode}"))
+def damage(case: Case) -> Result:
+    """Damage one file and resume. The numbers go through all files and damages of the mode in random order."""
+    chance, own_folder, case.interruptions = case.chance, case.prepared / "own", 1
+    shutil.copytree(own_folder, case.out)
+    own = checkpoints(case.out)
+    kind, file = _chosen(own[-1], case.number, generator(case.seed, f"damages/{case.kind}"))
     for checkpoint in own if chance.random() < AT_ALL else own[-1:]:
-        if kind in DONORS:
-            donor = prepared / kind / checkpoint.name
-        else:  # of another step: the one before; the oldest has that of the newest
-            donor = prepared / "own" / own[own.index(checkpoint) - 1].name
+        # Of another step: the one before; the oldest has that of the newest.
+        before = own_folder / own[own.index(checkpoint) - 1].name
+        donor = case.prepared / kind / checkpoint.name if kind in DONORS else before
         if (checkpoint / file).is_file():
             DAMAGES[kind](checkpoint / file, chance, donor / file)
     resume = str(own[-1]) if chance.random() < 0.5 else True
-    ended = run(trainings.train, mode, out, resume, log=folder / "log")
+    ended = run(trainings.train, case.kind, case.out, resume, log=case.log)
     file = "was not saved with it" if DAMAGES[kind] is _put_unlisted else file
-    outcome, detail = _judge(ended, expected, file, (folder / "log").read_text(errors="replace"))
-    return Result(case, outcome, f"`{file}` {kind}, resume_from_checkpoint={resume}. {detail}", 1)
+    outcome, detail = _judge(ended, case.expected, file, case.said())
+    return case.result(outcome, f"`{file}` {kind}, resume_from_checkpoint={resume}. {detail}")
 
 
 def _chosen(checkpoint: Path, number: int, order: random.Random) -> tuple[str, str]:

@@ -12,59 +12,57 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from chaos import Result, generator, kills, trainings
-from chaos.children import Ended, Moment, run
+from chaos import Case, Result, kills, trainings
+from chaos.children import Moment, run
 from hf_hybrid.saving import manifest
 
 DAY = 86_400
 
 
-def interrupted_by_signal(case: str, seed: int, folder: Path, expected: Ended) -> Result:
+def interrupted_by_signal(case: Case) -> Result:
     """SIGINT, SIGTERM, or SIGTERM with `enable_jit_checkpoint`, which saves at the end of the step."""
-    mode, chance = case.split("/")[1], generator(seed, case)
-    out, log, sent = folder / "out", folder / "log", 0
+    chance = case.chance
     saves = chance.random() < 0.5
     number = signal.SIGTERM if saves or chance.random() < 0.5 else signal.SIGINT
     for _ in range(kills.ATTEMPTS):
-        again = sent == 0 or chance.random() < kills.AGAIN
-        moment = Moment(seconds=chance.uniform(0.0, expected.seconds)) if again else None
+        again = case.interruptions == 0 or chance.random() < kills.AGAIN
+        moment = Moment(seconds=chance.uniform(0.0, case.expected.seconds)) if again else None
         train = _train_and_save_on_sigterm if saves else trainings.train
-        ended = kills.attempt(mode, out, log, train, moment=moment, number=number)
-        sent += ended.interrupted
+        ended = kills.attempt(case, train, moment=moment, number=number)
+        case.interruptions += ended.interrupted
         finished = ended.how == "returned" and ended.value["step"] == ended.value["max_steps"]
-        if finished and sent == 0:
-            shutil.rmtree(out)  # it ended before the signal came
+        if finished and case.interruptions == 0:
+            shutil.rmtree(case.out)  # it ended before the signal came
         elif finished or not ended.interrupted or ended.how == "hang":
-            return Result(case, *kills.compare(ended, expected), sent)
-    return Result(case, "lost", f"not at its end after {kills.ATTEMPTS} attempts", sent)
+            return case.result(*kills.compare(ended, case.expected))
+    return case.result("lost", f"not at its end after {kills.ATTEMPTS} attempts")
 
 
 def _train_and_save_on_sigterm(mode: str, out: Path, resume: bool) -> dict:
     return trainings.train(mode, out, resume, enable_jit_checkpoint=True)
 
 
-def on_a_full_disk(case: str, seed: int, folder: Path, expected: Ended) -> Result:
+def on_a_full_disk(case: Case) -> Result:
     """A disk, or the size of a file, that ends inside a save. The error must say so, and the run resumes with space."""
-    mode, chance = case.split("/")[1], generator(seed, case)
-    log = folder / "log"
-    with _small_disk(folder / "disk") as resize:
-        out, failures = folder / "disk" / "out", 0
-        while failures == 0 or (chance.random() < kills.AGAIN and failures < 5):
+    chance, disk = case.chance, case.folder / "disk"
+    case.out = disk / "out"
+    with _small_disk(disk) as resize:
+        while case.interruptions == 0 or (chance.random() < kills.AGAIN and case.interruptions < 5):
             if resize is not None and chance.random() < 0.7:
-                resize(_used(folder / "disk") + chance.randint(20_000, 200_000))
-                ended = kills.attempt(mode, out, log)
+                resize(_used(disk) + chance.randint(20_000, 200_000))
+                ended = kills.attempt(case)
                 resize(1 << 28)
             else:
-                ended = kills.attempt(mode, out, log, _Limited(chance.randint(200, 30_000)))
+                ended = kills.attempt(case, _Limited(chance.randint(200, 30_000)))
             if ended.how != "raised":
-                if ended.how == "returned" and failures == 0:
-                    shutil.rmtree(out)  # there was space enough
+                if ended.how == "returned" and case.interruptions == 0:
+                    shutil.rmtree(case.out)  # there was space enough
                     continue
-                return Result(case, *kills.compare(ended, expected), failures)
-            failures += 1
+                return case.result(*kills.compare(ended, case.expected))
+            case.interruptions += 1
             if not any(word in ended.value for word in ("No space left", "File too large", "disk")):
-                return Result(case, "not named", f"{ended.value}\n{ended.trace}", failures)
-        return Result(case, *kills.compare(kills.attempt(mode, out, log), expected), failures)
+                return case.result("not named", f"{ended.value}\n{ended.trace}")
+        return case.result(*kills.compare(kills.attempt(case), case.expected))
 
 
 @contextlib.contextmanager
@@ -100,60 +98,55 @@ class _Limited:
         return trainings.train(*arguments)
 
 
-def with_a_clock_set_back(case: str, seed: int, folder: Path, expected: Ended) -> Result:
+def with_a_clock_set_back(case: Case) -> Result:
     """Checkpoints of before are a day younger than new ones; rotation must delete the old steps all the same."""
-    mode, chance = case.split("/")[1], generator(seed, case)
-    out, log, killed = folder / "out", folder / "log", 0
-    while killed < 3:
-        moment = Moment(changes=chance.randint(expected.changes // 4, expected.changes))
-        ended = kills.attempt(mode, out, log, _train_keeping_two, moment=moment)
+    changes = case.expected.changes
+    while case.interruptions < 3:
+        moment = Moment(changes=case.chance.randint(changes // 4, changes))
+        ended = kills.attempt(case, _train_keeping_two, moment=moment)
         if ended.how != "died":
             break
-        killed += 1
-        for path in out.rglob("*"):
+        case.interruptions += 1
+        for path in case.out.rglob("*"):
             os.utime(path, (time.time() + DAY,) * 2)
     else:
-        ended = kills.attempt(mode, out, log, _train_keeping_two)
-    outcome, detail = kills.compare(ended, expected)
-    last = f"checkpoint-{expected.value['step']}"
-    if outcome == "same bits" and not (out / last).is_dir():
-        outcome, detail = "lost", f"{last} was deleted; left are {sorted(path.name for path in out.iterdir())}"
-    return Result(case, outcome, detail, killed)
+        ended = kills.attempt(case, _train_keeping_two)
+    outcome, detail = kills.compare(ended, case.expected)
+    last = f"checkpoint-{case.expected.value['step']}"
+    if outcome == "same bits" and not (case.out / last).is_dir():
+        return case.result("lost", f"{last} was deleted; left are {sorted(path.name for path in case.out.iterdir())}")
+    return case.result(outcome, detail)
 
 
 def _train_keeping_two(mode: str, out: Path, resume: bool) -> dict:
     return trainings.train(mode, out, resume, save_steps=1, save_total_limit=2)
 
 
-def anew_over_old_checkpoints(case: str, seed: int, folder: Path, expected: Ended) -> Result:
+def anew_over_old_checkpoints(case: Case) -> Result:
     """A run begins anew where another was killed: it is refused if that has saved, and changes nothing of it."""
-    mode, chance = case.split("/")[1], generator(seed, case)
-    out, log = folder / "out", folder / "log"
-    run(trainings.train, mode, out, log=log, seed=1, stop_after=chance.randint(4, 17))
-    manifest.finish_interrupted_saves(out)
-    before = _bytes_of_checkpoints(out)
-    begun = run(trainings.train, mode, out, log=log)
+    case.interruptions = 1
+    run(trainings.train, case.kind, case.out, log=case.log, seed=1, stop_after=case.chance.randint(4, 17))
+    manifest.finish_interrupted_saves(case.out)
+    before = _bytes_of_checkpoints(case.out)
+    begun = run(trainings.train, case.kind, case.out, log=case.log)
     if not before:
-        return Result(case, *kills.compare(begun, expected), 1)
-    if _bytes_of_checkpoints(out) != before:
-        return Result(case, "mixed", f"checkpoints of the other run were changed: {begun}", 1)
+        return case.result(*kills.compare(begun, case.expected))
+    if _bytes_of_checkpoints(case.out) != before:
+        return case.result("mixed", f"checkpoints of the other run were changed: {begun}")
     if begun.how == "raised" and "holds checkpoints of another run" in begun.value:
-        return Result(case, "refused", begun.value, 1)
-    return Result(case, "not refused", f"{begun}", 1)
+        return case.result("refused", begun.value)
+    return case.result("not refused", f"{begun}")
 
 
 def _bytes_of_checkpoints(out: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in out.glob("checkpoint-*/**/*") if path.is_file()}
 
 
-def finished_already(case: str, seed: int, folder: Path, expected: Ended) -> Result:
+def finished_already(case: Case) -> Result:
     """Resuming a run that is at its end trains nothing, once and twice."""
-    mode, out, log = case.split("/")[1], folder / "out", folder / "log"
     for _ in range(3):
-        ended = kills.attempt(mode, out, log)
-        outcome, detail = kills.compare(ended, expected)
+        ended = kills.attempt(case)
+        outcome, detail = kills.compare(ended, case.expected)
         if outcome != "same bits":
-            return Result(case, outcome, detail)
-    return Result(
-        case, *(("same bits", "") if not ended.value["steps"] else ("other steps", str(ended.value["steps"])))
-    )
+            return case.result(outcome, detail)
+    return case.result("other steps", str(ended.value["steps"])) if ended.value["steps"] else case.result("same bits")

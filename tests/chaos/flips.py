@@ -21,7 +21,7 @@ from rig.bit_flips import flip
 from rig.processes import together
 from transformers import TrainerCallback
 
-from chaos import Result, generator, trainings
+from chaos import Case, Result, trainings
 from chaos.children import Ended, run
 from hf_hybrid.optimizers import inner_optimizer
 
@@ -87,23 +87,23 @@ def reference(kind: str, folder: Path) -> tuple[Ended, Result]:
     return Ended("returned", both), Result(case, "other bits" if both[0]["error"] else "same bits", f"{ended}")
 
 
-def flipped(case: str, seed: int, folder: Path, expected: Ended) -> Result:
+def flipped(case: Case) -> Result:
     """One case: a flip, the save after it, and the same command again."""
-    kind, chance = case.split("/")[1], generator(seed, case)
-    out, log = folder / "out", folder / "log"
+    kind, chance, case.interruptions = case.kind, case.chance, 1
     process, step = chance.randrange(2), chance.randint(EVERY, trainings.STEPS - 2)  # they agreed at a save before
-    ended = run(partial(train, kind, out, (process, step, str(chance.random()))), log=log, patience=PATIENCE)
+    fault = (process, step, str(chance.random()))
+    ended = run(partial(train, kind, case.out, fault), log=case.log, patience=PATIENCE)
     if ended.how != "returned" or any(ended.value):
-        return Result(case, "hang" if ended.how == "hang" else "lost", f"{ended}\n{log.read_text()[-3000:]}", 1)
-    first, bits = outcomes(folder, "first"), [of_process["bits"] for of_process in expected.value]
+        return case.result("hang" if ended.how == "hang" else "lost", f"{ended}\n{case.said()[-3000:]}")
+    first, bits = outcomes(case.folder, "first"), [of_process["bits"] for of_process in case.expected.value]
     errors, save = {of_process["error"] for of_process in first}, -(-(step + 1) // EVERY) * EVERY
     said = f"{first[process]['flipped']} on process {process} in step {step + 1}; {errors}"
     if [of_process["bits"] for of_process in first] == bits:
-        return Result(case, "harmless", said, 1)
+        return case.result("harmless", said)
     if not re.search(rf"RanksDriftedError: Processes 0 and 1 differ after step {save} ", str(*errors)):
-        return Result(case, "silent", said, 1)
-    again = run(partial(train, kind, out, None, True), log=log, patience=PATIENCE)
+        return case.result("silent", said)
+    again = run(partial(train, kind, case.out, None, True), log=case.log, patience=PATIENCE)
     if again.how != "returned" or any(again.value):
-        return Result(case, "lost", f"{said}; again: {again}\n{log.read_text()[-3000:]}", 1)
-    same = [of_process["bits"] for of_process in outcomes(folder, "again")] == bits
-    return Result(case, "named, same bits" if same else "other bits", said, 1)
+        return case.result("lost", f"{said}; again: {again}\n{case.said()[-3000:]}")
+    same = [of_process["bits"] for of_process in outcomes(case.folder, "again")] == bits
+    return case.result("named, same bits" if same else "other bits", said)

@@ -20,8 +20,8 @@ import torch
 from rig import run_folders
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from chaos import Result, damages, fuzz, generator
-from chaos.children import run
+from chaos import Case, Result, damages, fuzz
+from chaos.children import Ended, run
 from hf_hybrid.cli.data import NOTE_NAME, Reader
 from hf_hybrid.cli.main import main
 from hf_hybrid.cli.options import TextDataOptions
@@ -38,38 +38,37 @@ def prepare(folder: Path) -> None:
     run_folders.plain_run(folder / "plain")
 
 
-def report(case: str, seed: int, folder: Path, prepared: Path) -> Result:
-    """
-    Damage some files of a run folder and report on it.
-
-    Args:
-        case (`str`): `reports/KIND/NUMBER`.
-        prepared (`Path`): From [`prepare`].
-    """
-    kind, chance = case.split("/")[1], generator(seed, case)
-    out, log = folder / "out", folder / "log"
-    shutil.copytree(prepared / kind, out)
+def report(case: Case) -> Result:
+    """Damage some files of a run folder and report on it."""
+    chance, out = case.chance, case.out
+    shutil.copytree(case.prepared / case.kind, out)
     files = sorted(path for path in out.rglob("*") if path.is_file())
-    done = []
-    for path in chance.sample(files, k=min(len(files), chance.randint(1, 3))):
-        done.append(f"{path.relative_to(out)}: {_damage(path, chance)}")
-    precious = folder / "precious"
+    chosen = chance.sample(files, k=min(len(files), chance.randint(1, 3)))
+    done = [f"{path.relative_to(out)}: {_damage(path, chance)}" for path in chosen]
+    precious = case.folder / "precious"
     precious.write_text("of another user")
-    for name in chance.sample(WRITTEN, k=chance.choice([0, 0, 1, 5])):
+    for name in chance.sample(WRITTEN, k=chance.choice([0, 0, 1, 3])):
         (out / "report").mkdir(exist_ok=True)
         (out / "report" / name).symlink_to(precious)
         done.append(f"report/{name} is a link")
-    ended = run(main, ["report", str(out)], log=log, patience=PATIENCE)
+    ended = run(main, ["report", str(out)], log=case.log, patience=PATIENCE)
     if precious.read_text() != "of another user":
-        return Result(case, "written through a link", "; ".join(done))
-    told, detail = log.read_text(errors="replace"), "; ".join(done)
-    if ended.how == "hang":
-        return Result(case, "hang", detail)
-    if ended.how != "returned" or "Traceback" in told:
-        return Result(case, "traceback", f"{detail}\n{ended.value}\n{ended.trace}")
+        return case.result("written through a link", "; ".join(done))
+    if fault := _fault(case, ended, done):
+        return fault
     if ended.value == 0:
-        return Result(case, "reported" if (out / "report" / "report.html").is_file() else "silent", detail)
-    return Result(case, "refused" if told.strip() else "silent", detail)
+        return case.result("reported" if (out / "report" / "report.html").is_file() else "silent", "; ".join(done))
+    return case.result("refused" if case.said().strip() else "silent", "; ".join(done))
+
+
+def _fault(case: Case, ended: Ended, done: list[str]) -> Result | None:
+    """What is wrong whatever was damaged: a hang or a traceback."""
+    if ended.how == "hang":
+        return case.result("hang", "; ".join(done))
+    if ended.how != "returned" or "Traceback" in case.said():
+        detail = "; ".join(done)
+        return case.result("traceback", f"{detail}\n{ended.value}\n{ended.trace}\n{case.said()[-3000:]}")
+    return None
 
 
 WRITTEN = ("report.html", "report.json", "loss.png")
@@ -89,34 +88,24 @@ def prepare_exports(folder: Path) -> None:
         (out / "README.md").write_text("---\ntags: [a]\nlicense: mit\n---\n\n# run\n\n*Written by `hf_hybrid`*\n")
 
 
-def export(case: str, seed: int, folder: Path, prepared: Path) -> Result:
-    """
-    Damage some files of a run and export it.
-
-    Args:
-        case (`str`): `exports/KIND/NUMBER`.
-        prepared (`Path`): From [`prepare_exports`].
-    """
-    kind, chance = case.split("/")[1], generator(seed, case)
-    out, log, output = folder / "out", folder / "log", folder / "exported"
-    shutil.copytree(prepared / kind, out)
+def export(case: Case) -> Result:
+    """Damage some files of a run and export it."""
+    chance, out, output = case.chance, case.out, case.folder / "exported"
+    shutil.copytree(case.prepared / case.kind, out)
     files = sorted(path for path in out.iterdir() if path.is_file())
-    done = []
-    for path in chance.sample(files, k=chance.randint(1, 2)):
-        done.append(f"{path.name}: {_damage(path, chance)}")
+    chosen = chance.sample(files, k=chance.randint(1, 2))
+    done = [f"{path.name}: {_damage(path, chance)}" for path in chosen]
     words = ["export", str(out), "--format", "merged", "--output", str(output)]
-    ended = run(_in_folder, folder, words, log=log, patience=2 * PATIENCE)
-    told, detail = log.read_text(errors="replace"), "; ".join(done)
-    if ended.how == "hang":
-        return Result(case, "hang", detail)
-    if ended.how != "returned" or "Traceback" in told:
-        return Result(case, "traceback", f"{detail}\n{ended.value}\n{ended.trace}\n{told[-3000:]}")
-    left = {path.name for path in folder.iterdir()} - {"out", "log", "cache"}
+    ended = run(_in_folder, case.folder, words, log=case.log, patience=2 * PATIENCE)
+    if fault := _fault(case, ended, done):
+        return fault
+    left = {path.name for path in case.folder.iterdir()} - {"out", "log", "cache"}
+    detail = f"{'; '.join(done)}; left: {left}"
     if ended.value == 0:
         whole = all((output / name).is_file() for name in ("config.json", "export.json", "README.md"))
-        return Result(case, "exported" if whole and left == {"exported"} else "not whole", f"{detail}; left: {left}")
-    said = "hf-hybrid export: error: " in told
-    return Result(case, "refused" if said and not left else "left something", f"{detail}; left: {left}\n{told[-1000:]}")
+        return case.result("exported" if whole and left == {"exported"} else "not whole", detail)
+    refused = "hf-hybrid export: error: " in case.said() and not left
+    return case.result("refused" if refused else "left something", f"{detail}\n{case.said()[-1000:]}")
 
 
 def _in_folder(folder: Path, words: list[str]) -> int:

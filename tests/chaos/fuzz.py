@@ -28,9 +28,10 @@ import datasets
 import torch
 import yaml
 from conftest import LENGTH, ByteText, config_values, finite, tiny_model, weights
+from rig.chats import byte_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from chaos import Result, children, generator, trainings
+from chaos import Case, Result, children, trainings
 from hf_hybrid import HybridArguments, HybridConfig, HybridTrainer
 from hf_hybrid.arguments import check_range
 from hf_hybrid.cli import env, options, plan, recipe  # noqa: F401 - imported once, before processes are forked
@@ -51,18 +52,8 @@ ODD = [
 USUAL = {int: [0, 1, 2, 3, 8], float: [0.0, 1e-4, 0.1, 0.5, 1.0, 2.0], bool: [True, False]}
 TEXTS = {
     "checkpoint_phases": ["full", "full,correct", "predict", "full,", ",", "FULL", "warmup,full,correct"],
-    "weight_precision": [
-        "auto",
-        "bf16",
-        "fp32",
-        "predict=int8",
-        "predict=int8_bitsandbytes",
-        "full=bf16,predict=int8",
-        "int8",
-        "full=full",
-        "=",
-        "a=",
-    ],
+    "weight_precision": "auto bf16 fp32 predict=int8 predict=int8_bitsandbytes full=bf16,predict=int8 int8 full=full "
+    "= a=".split(),
     "optim": ["adamw_torch", "sgd", "adafactor", "rmsprop", "muon", "adamw", "adagrad", "adamw_hf", "lomo", "rprop"],
     "lr_scheduler_type": ["linear", "cosine", "constant", "polynomial", "inverse_sqrt", "cosine_with_min_lr", "never"],
     "save_strategy": ["no", "steps", "epoch", "best", "sometimes"],
@@ -95,36 +86,36 @@ def command_lines(count: int, seed: int) -> list[Result]:
     return _all("command-lines", command_line, count, seed)
 
 
-def _all(part: str, check: Callable[[str, int, Path], Result], count: int, seed: int) -> list[Result]:
-    found = []
+def _all(part: str, check: Callable[[Case], Result], count: int, seed: int) -> list[Result]:
+    results = []
     for number in range(count):
         with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-            found.append(check(f"{part}/all/{number}", seed, Path(folder)))
-    return found
+            results.append(check(Case(f"{part}/all/{number}", seed, Path(folder))))
+    return results
 
 
-def _run(case: str, told: str, folder: Path, function: Callable, *arguments) -> Result:
+def _run(case: Case, told: str, function: Callable, *arguments) -> Result:
     """Call the function, which returns an outcome and a detail, in a forked process."""
-    ended = children.run(function, *arguments, folder, log=folder / "log", patience=PATIENCE)
+    ended = children.run(function, *arguments, case.folder, log=case.log, patience=PATIENCE)
     outcome, detail = {
         "returned": lambda: ended.value,
         "raised": lambda: ("traceback", ended.trace),
         "died": lambda: ("traceback", "The process died without a word."),
         "hang": lambda: ("hang", f"after {PATIENCE:.0f} s"),
     }[ended.how]()
-    return Result(case, outcome, f"{told}\n{detail}".encode(errors="backslashreplace").decode())
+    return case.result(outcome, f"{told}\n{detail}".encode(errors="backslashreplace").decode())
 
 
 # Through Python.
 
 
-def construction(case: str, seed: int, folder: Path) -> Result:
+def construction(case: Case) -> Result:
     """Construct a trainer with drawn options and train if it is accepted."""
-    dice = generator(seed, case)
+    dice = case.chance
     made = {"model": dice.choice([*MODELS, "llama"]), "data": dice.choice([*DATA, "rows", "rows"])}
     drawn = draw_options(dice)
     told = ", ".join(f"{name}={value!r:.60}" for name, value in (made | drawn).items())
-    return _run(case, told, folder, _construct, made, drawn)
+    return _run(case, told, _construct, made, drawn)
 
 
 def _gpt2():
@@ -266,24 +257,21 @@ BROKEN_MODELS = {
     "config.json": ["{", "[]", "3", "{}", '{"model_type": "none"}', '{"model_type": 3}', "\ud800", "", "null"],
     "tokenizer.json": ["{", "{}", "", '{"version": "1.0"}', "[]", "null"],
     "tokenizer_config.json": [
-        "{",
-        "[]",
-        '{"tokenizer_class": "Gone"}',
-        '{"chat_template": "{% for"}',
-        '{"eos_token": 3}',
+        "{", "[]", '{"tokenizer_class": "Gone"}', '{"chat_template": "{% for"}', '{"eos_token": 3}',
     ],
     "model.safetensors": ["", "abc", "\0" * 100],
     "generation_config.json": ["{", "[]", '{"temperature": "hot"}'],
-}
+}  # fmt: skip
 SIZES = ["n_embd", "n_layer", "n_head", "vocab_size", "n_positions", "n_inner", "activation_function"]
 
 
-def command_line(case: str, seed: int, folder: Path) -> Result:
+def command_line(case: Case) -> Result:
     """Run a drawn command line in a folder with a model like GPT-2's, texts and broken files."""
-    dice = generator(seed, case)
-    words, changes = dice.choice([_train_words, _train_words, _train_files, _plan_words, _env_words])(dice)
+    words, changes = case.chance.choice([_train_words, _train_words, _train_files, _plan_words, _env_words])(
+        case.chance
+    )
     told = " ".join(map(repr, words)) + "".join(f"\n{name}: {text!r:.200}" for name, text in changes.items())
-    return _run(case, told, folder, _command, words, changes)
+    return _run(case, told, _command, words, changes)
 
 
 def _train_words(dice: random.Random) -> tuple[list[str], dict[str, Any]]:
@@ -335,10 +323,8 @@ def _plan_words(dice: random.Random) -> tuple[list[str], dict[str, Any]]:
     """`plan` with odd sizes of the model and odd words."""
     changes = {"config": {dice.choice(SIZES): dice.choice(YAML_VALUES)}} if dice.random() < 0.5 else {}
     words = ["plan", dice.choice(["model", "model", "model", *WORDS]), "--ram", "4GiB"]
-    names = (
-        "sequence_length batch_size gradient_accumulation_steps vram ram dtype peft lora_r lora_target_modules output"
-    )
-    for name in dice.sample(names.split(), dice.randint(0, 2)):
+    names = "sequence_length batch_size gradient_accumulation_steps vram ram dtype peft lora_r lora_target_modules "
+    for name in dice.sample([*names.split(), "output"], dice.randint(0, 2)):
         words += [f"--{name}", dice.choice(WORDS)]
     return words, changes
 
@@ -388,15 +374,7 @@ def _trained(words: list[str]) -> tuple[str, str]:
 
 def make_model(folder: Path, sizes: dict[str, Any]) -> None:
     """Write a folder like GPT-2's: a config, and a byte-level tokenizer without a pad token."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: number for number, letter in enumerate([*letters, "<|endoftext|>"])}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>").save_pretrained(folder)
+    byte_tokenizer(["<|endoftext|>"], eos_token="<|endoftext|>").save_pretrained(folder)
     config = GPT2Config(vocab_size=257, n_embd=16, n_layer=2, n_head=2, n_positions=64, eos_token_id=256)
     config.save_pretrained(folder)
     file = folder / "config.json"

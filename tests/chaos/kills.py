@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from chaos import Result, generator, trainings
+from chaos import Case, Result, trainings
 from chaos.children import Ended, Moment, run
 
 AGAIN = 0.3
@@ -36,31 +36,24 @@ def reference(mode: str, folder: Path) -> tuple[Ended, Result]:
     return first, Result(case, "same bits" if same else "other bits", "two uninterrupted runs")
 
 
-def kill(case: str, seed: int, folder: Path, expected: Ended) -> Result:
-    """
-    Kill and resume one training.
-
-    Args:
-        case (`str`): `kills/MODE/NUMBER`.
-        expected (`Ended`): Of the mode's [`reference`].
-    """
-    mode, chance = case.split("/")[1], generator(seed, case)
-    out, log, kills = folder / "out", folder / "log", 0
+def kill(case: Case) -> Result:
+    """Kill and resume one training."""
     for _ in range(ATTEMPTS):
-        at = moment(chance, expected) if kills == 0 or chance.random() < AGAIN else None
-        ended = attempt(mode, out, log, moment=at)
-        kills += ended.how == "died" and ended.interrupted
+        again = case.interruptions == 0 or case.chance.random() < AGAIN
+        ended = attempt(case, moment=moment(case.chance, case.expected) if again else None)
+        case.interruptions += ended.how == "died" and ended.interrupted
         if ended.how == "died" and ended.interrupted:
             continue
-        if kills > 0 or ended.how != "returned":
-            return Result(case, *compare(ended, expected), kills)
-        shutil.rmtree(out)  # it ended before it could be killed
-    return Result(case, "lost", f"not at its end after {ATTEMPTS} attempts", kills)
+        if case.interruptions > 0 or ended.how != "returned":
+            return case.result(*compare(ended, case.expected))
+        shutil.rmtree(case.out)  # it ended before it could be killed
+    return case.result("lost", f"not at its end after {ATTEMPTS} attempts")
 
 
-def attempt(mode: str, out: Path, log: Path, train: Callable = trainings.train, **values) -> Ended:
+def attempt(case: Case, train: Callable = trainings.train, **values) -> Ended:
     """Train, or go on where there is a checkpoint, whole or not, as a restarted job does."""
-    return run(train, mode, out, trainings.has_checkpoint(out), log=log, watched=out.parent, **values)
+    out, resume = case.out, trainings.has_checkpoint(case.out)
+    return run(train, case.kind, out, resume, log=case.log, watched=out.parent, **values)
 
 
 def moment(chance: random.Random, expected: Ended) -> Moment:

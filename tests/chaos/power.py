@@ -34,8 +34,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from chaos import Result, generator, kills, trainings
-from chaos.children import Ended, run
+from chaos import Case, Result, kills, trainings
+from chaos.children import run
 from hf_hybrid.saving import manifest
 
 STRICT = 0.5
@@ -172,34 +172,28 @@ def _content(inode: int, record: Path, there: dict[int, Path], chance: random.Ra
     return chance.choice([durable, newest, written, written + bytes(len(newest) - len(written))])
 
 
-def loss(case: str, seed: int, folder: Path, expected: Ended) -> Result:
-    """
-    Train, lose the power, resume, until chance lets the run end.
-
-    Args:
-        case (`str`): `power/MODE/NUMBER`.
-        expected (`Ended`): Of the mode's [`reference`].
-    """
-    mode, chance = case.split("/")[1], generator(seed, case)
-    out, log, losses = folder / "machine" / "out", folder / "log", 0
-    saved, resumes_itself = 0, chance.random() < AUTO
+def loss(case: Case) -> Result:
+    """Train, lose the power, resume, until chance lets the run end."""
+    chance, out, saved = case.chance, case.folder / "machine" / "out", 0
+    resumes_itself = chance.random() < AUTO
     for number in range(kills.ATTEMPTS):
         out.parent.mkdir(exist_ok=True)
-        record = folder / f"durable-{number}"
-        moment = kills.moment(chance, expected) if losses == 0 or chance.random() < kills.AGAIN else None
+        record = case.folder / f"durable-{number}"
+        again = case.interruptions == 0 or chance.random() < kills.AGAIN
+        moment = kills.moment(chance, case.expected) if again else None
         resume = "auto" if resumes_itself else trainings.has_checkpoint(out)
-        ended = run(train, mode, out, resume, record, log=log, watched=out.parent, moment=moment)
+        ended = run(train, case.kind, out, resume, record, log=case.log, watched=out.parent, moment=moment)
         if ended.how == "died" and ended.interrupted:
-            losses += 1
+            case.interruptions += 1
             lose(out.parent, record, None if chance.random() < STRICT else chance)
             saved, newest = max(saved, saved_step(record)), newest_step(out)
             if newest < saved:
-                return Result(case, "not durable", f"step {saved} was saved, and {newest} is left", losses)
-        elif losses > 0 or ended.how != "returned":
-            return Result(case, *kills.compare(ended, expected), losses)
+                return case.result("not durable", f"step {saved} was saved, and {newest} is left")
+        elif case.interruptions > 0 or ended.how != "returned":
+            return case.result(*kills.compare(ended, case.expected))
         else:
             shutil.rmtree(out.parent)  # it ended before the power was lost
-    return Result(case, "lost", f"not at its end after {kills.ATTEMPTS} attempts", losses)
+    return case.result("lost", f"not at its end after {kills.ATTEMPTS} attempts")
 
 
 def saved_step(record: Path) -> int:

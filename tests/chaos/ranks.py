@@ -22,7 +22,7 @@ from rig import fsdp2_on_cpu
 from rig.processes import together
 from transformers import TrainerCallback
 
-from chaos import Result, generator, power, trainings
+from chaos import Case, Result, power, trainings
 from chaos.children import Ended, run
 from hf_hybrid.part import Part
 from hf_hybrid.saving.manifest import is_committed
@@ -141,28 +141,27 @@ def final(out: Path) -> str | None:
     return hashlib.sha256(b"".join(path.read_bytes() for path in weights)).hexdigest() if weights else None
 
 
-def told_to_end(case: str, seed: int, folder: Path, expected: Ended) -> Result:
+def told_to_end(case: Case) -> Result:
     """One case: signals, the end of all processes, and a run that goes on."""
-    kind, chance = case.split("/")[1], generator(seed, case)
-    out, log = folder / "out", folder / "log"
-    moment, plan = planned(chance, KINDS[kind][1])
-    sent = sum(map(len, plan))
-    ended = run(partial(train, kind, out, False, plan, moment), log=log, patience=PATIENCE)
+    kind, out = case.kind, case.out
+    moment, plan = planned(case.chance, KINDS[kind][1])
+    case.interruptions = sum(map(len, plan))
+    ended = run(partial(train, kind, out, False, plan, moment), log=case.log, patience=PATIENCE)
     said = f"signals {plan} at {moment}; {ended.how} {ended.value}"
     if ended.how == "hang" or (ended.how == "returned" and -signal.SIGKILL in ended.value):
-        return Result(case, "hang", said, sent)
+        return case.result("hang", said)
     if ended.how != "returned" or any(status not in (0, -signal.SIGTERM, -signal.SIGUSR1) for status in ended.value):
-        return Result(case, "lost", f"{said} {ended.trace}", sent)  # a signal may meet a process that has trained
-    told = {path.stem[-1]: tuple(json.loads(path.read_text())) for path in folder.glob("ended-first-*.json")}
+        return case.result("lost", f"{said} {ended.trace}")  # a signal may meet a process that has trained
+    told = {path.stem[-1]: tuple(json.loads(path.read_text())) for path in case.folder.glob("ended-first-*.json")}
     silent = [status for rank, status in enumerate(ended.value) if str(rank) not in told]
     steps = set(told.values()) or {(power.newest_step(out), trainings.STEPS)}
     if len(steps) != 1 or 0 in silent:  # others were killed by a late signal when they had trained
-        return Result(case, "lost", f"{said}; they ended at {told}", sent)
+        return case.result("lost", f"{said}; they ended at {told}")
     step = steps.pop()[0]
     if not is_committed(out / f"checkpoint-{step}"):
-        return Result(case, "lost", f"{said}; no checkpoint of step {step}: {sorted(os.listdir(out))}", sent)
-    again = run(partial(train, kind, out, True, []), log=log, patience=PATIENCE)
+        return case.result("lost", f"{said}; no checkpoint of step {step}: {sorted(os.listdir(out))}")
+    again = run(partial(train, kind, out, True, []), log=case.log, patience=PATIENCE)
     if again.how != "returned" or any(again.value):
-        return Result(case, "lost", f"{said}; ended at {step}; again: {again.how} {again.value} {again.trace}", sent)
-    same = final(out) == expected.value
-    return Result(case, "same bits" if same else "other bits", f"{said}; ended at {step}", sent)
+        return case.result("lost", f"{said}; ended at {step}; again: {again.how} {again.value} {again.trace}")
+    same = final(out) == case.expected.value
+    return case.result("same bits" if same else "other bits", f"{said}; ended at {step}")

@@ -22,6 +22,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
@@ -29,68 +30,106 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from chaos import Result, collisions, damages, faults, flips, folders, fuzz, kills, power, ranks, sweeps, trainings
+from chaos import (
+    Case,
+    Result,
+    collisions,
+    damages,
+    faults,
+    flips,
+    folders,
+    fuzz,
+    kills,
+    power,
+    ranks,
+    sweeps,
+    trainings,
+)
 from chaos.children import Ended
 
 GOOD = {
-    "same bits",
-    "same losses",
-    "repaired",
-    "refused",
-    "waited",
-    "harmless",
-    "trained",
-    "reported",
-    "exported",
+    "same bits", "same losses", "repaired", "refused", "waited", "harmless", "trained", "reported", "exported",
     "named, same bits",
-}
+}  # fmt: skip
 """Every other outcome is a fault."""
-PARTS: dict[str, tuple[str, int]] = {
-    "kills": ("trainings killed at a random moment or inside a save, and resumed", 1000),
-    "power": ("loss of power: only what was flushed to the disk survives", 200),
-    "collisions": ("two processes that train in one folder", 200),
-    "damages": ("damaged or swapped files of checkpoints", 500),
-    "signals": ("SIGINT and SIGTERM", 120),
-    "ranks": ("signals on ranks: SIGTERM and SIGUSR1 on two and three processes, up to a second apart", 200),
-    "flips": ("a bit of weights or optimizer states that flips on one of two processes", 60),
-    "disk": ("a full disk, or a limit on the size of a file", 80),
-    "clock": ("a clock set back, with save_total_limit", 40),
-    "anew": ("a run begun anew over the checkpoints of another", 80),
-    "finished": ("resumes of a finished run", 36),
-    "reports": ("hf-hybrid report on damaged run folders", 200),
-    "exports": ("hf-hybrid export of damaged run folders", 100),
-    "sweeps": ("hf-hybrid sweep that is killed or damaged, and started again", 90),
-    "constructions": ("random options through Python", 2000),
-    "command-lines": ("random options through the command line", 300),
-}
-"""What each does, and how often by default."""
-INTERRUPTED: dict[str, Callable[[str, int, Path, Ended], Result]] = {
-    "kills": kills.kill,
-    "power": power.loss,
-    "signals": faults.interrupted_by_signal,
-    "disk": faults.on_a_full_disk,
-    "clock": faults.with_a_clock_set_back,
-    "anew": faults.anew_over_old_checkpoints,
-    "finished": faults.finished_already,
-}
-"""Parts whose cases compare with an uninterrupted run."""
-PREPARED: dict[str, Callable[[Path], None]] = {
-    "reports": folders.prepare,
-    "exports": folders.prepare_exports,
-    "sweeps": sweeps.prepare,
-}
-DAMAGED: dict[str, Callable[[str, int, Path, Path], Result]] = {
-    "reports": folders.report,
-    "exports": folders.export,
-    "sweeps": sweeps.sweep,
-}
-"""Parts whose cases begin with a copy of a folder that was prepared."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """
+    A part of the suite.
+
+    Attributes:
+        what (`str`): Its help.
+        count (`int`): Cases by default.
+        check (`Callable`): Runs a [`Case`].
+        kinds (`Callable`): From the modes of the command to the kinds of its cases.
+        prepare (`Callable`, *optional*): Makes what its cases begin with: of a mode, or of all.
+        compares (`bool`): Whether cases are compared with a reference of their kind.
+    """
+
+    what: str
+    count: int
+    check: Callable[[Case], Result]
+    kinds: Callable[[list[str]], list[str]] = lambda modes: modes
+    prepare: Callable | None = None
+    compares: bool = True
+
+
+def _all_but(mode: str) -> Callable[[list[str]], list[str]]:
+    return lambda modes: [other for other in modes if other != mode]
+
+
+def _alone(what: str, count: int, check: Callable, kinds: list[str], prepare: Callable | None = None) -> Part:
+    """A part without references."""
+    return Part(what, count, check, lambda modes: kinds, prepare, compares=False)
+
+
+PARTS: dict[str, Part] = {
+    "kills": Part("trainings killed at a random moment or inside a save, and resumed", 1000, kills.kill),
+    "power": Part("loss of power: only what was flushed to the disk survives", 200, power.loss),
+    "collisions": Part("two processes that train in one folder", 200, collisions.collide, prepare=collisions.prepare),
+    "damages": Part(
+        "damaged or swapped files of checkpoints", 500, damages.damage,
+        lambda modes: [mode for mode in damages.MODES if mode in modes], damages.prepare,
+    ),
+    "signals": Part(  # a launcher would tell both
+        "SIGINT and SIGTERM", 120, faults.interrupted_by_signal, _all_but("two processes")
+    ),
+    "ranks": Part(
+        "signals on ranks: SIGTERM and SIGUSR1 on two and three processes, up to a second apart", 200,
+        ranks.told_to_end, lambda modes: [kind for kind, (_, _, mode) in ranks.KINDS.items() if mode in modes],
+    ),
+    "flips": Part(
+        "a bit of weights or optimizer states that flips on one of two processes", 60, flips.flipped,
+        lambda modes: [kind for kind, (_, mode) in flips.KINDS.items() if mode in modes],
+    ),
+    "disk": Part(  # workers send batches through files, and would hang
+        "a full disk, or a limit on the size of a file", 80, faults.on_a_full_disk, _all_but("workers")
+    ),
+    "clock": Part("a clock set back, with save_total_limit", 40, faults.with_a_clock_set_back),
+    "anew": Part("a run begun anew over the checkpoints of another", 80, faults.anew_over_old_checkpoints),
+    "finished": Part("resumes of a finished run", 36, faults.finished_already),
+    "reports": _alone(
+        "hf-hybrid report on damaged run folders", 200, folders.report, ["hybrid", "logged", "plain"], folders.prepare
+    ),
+    "exports": _alone(
+        "hf-hybrid export of damaged run folders", 100, folders.export, ["whole", "sharded"], folders.prepare_exports
+    ),
+    "sweeps": _alone(
+        "hf-hybrid sweep that is killed or damaged, and started again", 90, sweeps.sweep,
+        ["damaged", "killed", "trials killed"], sweeps.prepare,
+    ),
+    "constructions": _alone("random options through Python", 2000, fuzz.construction, ["all"]),
+    "command-lines": _alone("random options through the command line", 300, fuzz.command_line, ["all"]),
+}  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for part, (what, count) in PARTS.items():
-        parser.add_argument(f"--{part}", type=int, default=count, metavar="N", help=f"{what} (default: {count})")
+    for name, part in PARTS.items():
+        said = f"{part.what} (default: {part.count})"
+        parser.add_argument(f"--{name}", type=int, default=part.count, metavar="N", help=said)
     parser.add_argument("--modes", nargs="*", help="kinds of training, see trainings.py (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2, help="cases at a time (default: 2)")
@@ -119,44 +158,32 @@ def main() -> int:
 
 
 def cases(part: str, count: int, modes: list[str]) -> list[str]:
-    """Return the names of a part's cases, spread evenly over the modes."""
-    kinds = {
-        "damages": [mode for mode in damages.MODES if mode in modes],
-        "signals": [mode for mode in modes if mode != "two processes"],  # a launcher would tell both
-        "ranks": [kind for kind, (_, _, mode) in ranks.KINDS.items() if mode in modes],
-        "flips": [kind for kind, (_, mode) in flips.KINDS.items() if mode in modes],
-        "disk": [mode for mode in modes if mode != "workers"],  # which send batches through files, and would hang
-        "reports": ["hybrid", "logged", "plain"],
-        "exports": ["whole", "sharded"],
-        "sweeps": ["damaged", "killed", "trials killed"],
-        "constructions": ["all"],
-        "command-lines": ["all"],
-    }.get(part, modes)
+    """Return the names of a part's cases, spread evenly over the kinds."""
+    kinds = PARTS[part].kinds(modes)
     return [f"{part}/{kinds[number % len(kinds)]}/{number // len(kinds)}" for number in range(count) if kinds]
 
 
 def run(names: list[str], seed: int, workers: int, folder: Path) -> list[Result]:
     """Train the references, then run the cases, each in a folder of its own that is kept if there is a fault."""
-    folder.mkdir(parents=True, exist_ok=True)
-    compared = (*INTERRUPTED, "collisions", "damages", "ranks", "flips")
-    modes = sorted({name.split("/")[1] for name in names if name.split("/")[0] in compared})
-    damaged, collided = (
-        {name.split("/")[1] for name in names if name.startswith(part)} for part in ("damages/", "collisions/")
-    )
+    made = folder / "references"
+    made.mkdir(parents=True, exist_ok=True)
+    asked = {tuple(name.split("/")[:2]) for name in names}
+    kinds = sorted({kind for part, kind in asked if PARTS[part].compares})
+    prepares = [[PARTS[part].prepare for part, of in asked if of == kind and PARTS[part].compares] for kind in kinds]
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
-        needs = [[mode in some for mode in modes] for some in (damaged, collided)]
-        prepared = pool.map(_prepare, [folder] * len(modes), modes, *needs)
-        references = dict(zip(modes, prepared))
-        for part, prepare in PREPARED.items():
-            if any(name.startswith(f"{part}/") for name in names):
-                prepare(folder / "references" / part)
+        references = dict(zip(kinds, pool.map(_refer, [made] * len(kinds), kinds, prepares)))
+        for part in sorted({part for part, _ in asked}):
+            if PARTS[part].prepare and not PARTS[part].compares:
+                PARTS[part].prepare(made / part)
         found = [result for _, result in references.values()]
-        untrained = {mode for mode, (ended, _) in references.items() if ended.how != "returned"}
-        waiting = [
-            pool.submit(_check, name, seed, folder, references.get(name.split("/")[1], (None,))[0])
-            for name in names
-            if name.split("/")[1] not in untrained
-        ]
+        waiting = []
+        for name in names:
+            part, kind, _ = name.split("/")
+            compares, own = PARTS[part].compares, folder / name
+            expected = references[kind][0] if compares else None
+            if expected is None or expected.how == "returned":
+                case = Case(name, seed, own, expected, made / (kind if compares else part))
+                waiting.append(pool.submit(_check, case))
         for done, future in enumerate(as_completed(waiting), 1):
             found.append(future.result())
             if found[-1].outcome not in GOOD or done % 100 == 0:
@@ -164,42 +191,27 @@ def run(names: list[str], seed: int, workers: int, folder: Path) -> list[Result]
     return found
 
 
-def _prepare(folder: Path, mode: str, damaged: bool, collided: bool) -> tuple[Ended, Result]:
-    made = folder / "references" / mode
-    made.mkdir(parents=True)
-    part = next((part for part in (ranks, flips) if mode in part.KINDS), kills)
-    reference = part.reference(mode, made)
-    if damaged and reference[0].how == "returned":
-        damages.prepare(mode, made)
-    if collided and reference[0].how == "returned":
-        collisions.prepare(mode, made)
+def _refer(made: Path, kind: str, prepares: list[Callable | None]) -> tuple[Ended, Result]:
+    """Train the reference of a kind, and make what cases of this kind begin with."""
+    folder = made / kind
+    folder.mkdir()
+    part = next((part for part in (ranks, flips) if kind in part.KINDS), kills)
+    reference = part.reference(kind, folder)
+    for prepare in filter(None, prepares):
+        if reference[0].how == "returned":
+            prepare(kind, folder)
     return reference
 
 
-def _check(case: str, seed: int, folder: Path, expected: Ended | None) -> Result:
+def _check(case: Case) -> Result:
     """Run one case; its folder stays if there is a fault."""
-    part, kind, number = case.split("/")
-    own = folder / part / kind / number
-    own.mkdir(parents=True)
+    case.folder.mkdir(parents=True)
     try:
-        if part == "damages":
-            result = damages.damage(case, seed, own, expected, folder / "references" / kind)
-        elif part == "collisions":
-            result = collisions.collide(case, seed, own, expected, folder / "references" / kind)
-        elif part in DAMAGED:
-            result = DAMAGED[part](case, seed, own, folder / "references" / part)
-        elif part == "ranks":
-            result = ranks.told_to_end(case, seed, own, expected)
-        elif part == "flips":
-            result = flips.flipped(case, seed, own, expected)
-        elif part in INTERRUPTED:
-            result = INTERRUPTED[part](case, seed, own, expected)
-        else:
-            result = (fuzz.construction if part == "constructions" else fuzz.command_line)(case, seed, own)
+        result = PARTS[case.part].check(case)
     except Exception:
-        result = Result(case, "the suite failed", traceback.format_exc())
+        result = case.result("the suite failed", traceback.format_exc())
     if result.outcome in GOOD:
-        shutil.rmtree(own)
+        shutil.rmtree(case.folder)
     return result
 
 

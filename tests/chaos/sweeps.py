@@ -18,7 +18,7 @@ from pathlib import Path
 
 import yaml
 
-from chaos import Result, damages, generator
+from chaos import Case, Result, damages
 from chaos.children import Ended, Moment, run
 from hf_hybrid.cli.main import main
 
@@ -56,30 +56,22 @@ def prepare(folder: Path) -> None:
         raise RuntimeError(f"The sweep to be damaged did not end: {(folder / 'log').read_text()}")
 
 
-def sweep(case: str, seed: int, folder: Path, prepared: Path) -> Result:
-    """
-    Kill or damage a sweep, and start it again.
-
-    Args:
-        case (`str`): `sweeps/KIND/NUMBER`; the kinds are `damaged`, `killed` and `trials killed`.
-        prepared (`Path`): From [`prepare`].
-    """
-    kind, chance = case.split("/")[1], generator(seed, case)
+def sweep(case: Case) -> Result:
+    """Kill or damage a sweep, or kill its trials, and start it again."""
+    kind, chance, folder = case.kind, case.chance, case.folder
+    done = [kind]
     if kind == "damaged":
-        shutil.copytree(prepared / "out-sweep", folder / "out-sweep")
+        shutil.copytree(case.prepared / "out-sweep", folder / "out-sweep")
         done = [_damage(path, chance) for path in _chosen(folder / "out-sweep", chance)]
-    else:
-        done = [kind]
     _write(folder)
     before = _names(folder / "out-sweep")
-    interruptions = 0
-    while kind == "killed" and interruptions < 2:
+    while kind == "killed" and case.interruptions < 2:
         moment = Moment(seconds=chance.uniform(0.1, 2.0))
         _sweep(folder, moment=moment, number=chance.choice([signal.SIGKILL, signal.SIGTERM]))
-        interruptions += 1
+        case.interruptions += 1
     ended = _sweep(folder, killed=0.4 if kind == "trials killed" else 0.0)
     outcome, detail = _judge(folder, ended, before)
-    return Result(case, outcome, f"{'; '.join(done)}. {detail}", interruptions)
+    return case.result(outcome, f"{'; '.join(done)}. {detail}")
 
 
 def _write(folder: Path) -> None:

@@ -15,10 +15,6 @@ from hf_hybrid.saving import manifest
 from hf_hybrid.saving.lock import FolderLock
 
 pytestmark = pytest.mark.processes
-PARTS = (
-    "kills power collisions damages signals ranks flips disk clock anew finished reports exports sweeps constructions "
-    "command-lines"
-)
 FEW = {"kills": 2, "damages": 3, "power": 1, "collisions": 1}
 MORE = {"kills": 140, "damages": 120, "signals": 40, "disk": 40, "clock": 20, "anew": 40, "finished": 36, "reports": 60}
 MORE |= {"flips": 12, "power": 70, "collisions": 70, "ranks": 16, "exports": 30, "sweeps": 30, "constructions": 200}
@@ -27,7 +23,7 @@ MORE |= {"command-lines": 40}
 
 def options(folder, counts):
     """Those of the command."""
-    counted = [word for part in PARTS.split() for word in (f"--{part}", str(counts.get(part, 0)))]
+    counted = [word for part in run.PARTS for word in (f"--{part}", str(counts.get(part, 0)))]
     return [*counted, "--folder", str(folder)]
 
 

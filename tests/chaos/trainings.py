@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import ByteText, hybrid_config, tiny_model
+from conftest import ByteText, config_values, hybrid_config, tiny_model
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
@@ -22,20 +22,10 @@ from hf_hybrid import HybridTrainer
 
 STEPS = 18
 OPTIONS = {
-    "direction": "orthogonal",
-    "max_steps": STEPS,
-    "per_device_train_batch_size": 2,
-    "per_device_eval_batch_size": 2,
-    "warmup_phase_steps": 3,
-    "full_phase_steps": 2,
-    "correct_phase_steps": 1,
-    "max_predict_steps": 2,
-    "leap_worth": 1.0,
-    "leap_budget": 1e3,
-    "probe_budget": 0.3,
-    "save_strategy": "steps",
-    "save_steps": 3,
-}
+    "direction": "orthogonal", "max_steps": STEPS, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2,
+    "warmup_phase_steps": 3, "full_phase_steps": 2, "correct_phase_steps": 1, "max_predict_steps": 2,
+    "leap_worth": 1.0, "leap_budget": 1e3, "probe_budget": 0.3, "save_strategy": "steps", "save_steps": 3,
+}  # fmt: skip
 SAMPLES = 21
 """Fewer than a run needs, so that it resumes inside shuffled epochs and at their boundaries."""
 
@@ -75,24 +65,11 @@ def hub_stream(rows: ByteText):
 class SavesInsideSteps(TrainerCallback):
     """Saves at every event of some steps, as callbacks of users do."""
 
-    def __init__(self):
-        self.trainer = None
-
-    def _save(self, state) -> None:
+    def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step % 4 == 1:
             self.trainer._save_checkpoint(self.trainer.model, trial=None)
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        self._save(state)
-
-    def on_substep_end(self, args, state, control, **kwargs):
-        self._save(state)
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self._save(state)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self._save(state)
+    on_substep_end = on_pre_optimizer_step = on_step_end = on_step_begin
 
 
 class FrozenInTurn(TrainerCallback):
@@ -133,14 +110,15 @@ def hybrid(model, folder: Path, rows: ByteText, mode: Mode, callbacks: list, **o
 
 def supervised(model, folder: Path, rows: ByteText, mode: Mode, callbacks: list, **options):
     """TRL's trainer."""
-    from conftest import config_values
     from datasets import Dataset
+    from rig.chats import byte_tokenizer
 
     from hf_hybrid import HybridSFTConfig, HybridSFTTrainer
 
     config = HybridSFTConfig(**config_values(folder, **{**OPTIONS, **mode.options, **options}))
     data = Dataset.from_dict({"input_ids": rows.blocks.tolist()})
-    trainer = HybridSFTTrainer(model, config, train_dataset=data, processing_class=_tokenizer(), callbacks=callbacks)
+    tokenizer = byte_tokenizer([], pad_token="!", eos_token="!")
+    trainer = HybridSFTTrainer(model, config, train_dataset=data, processing_class=tokenizer, callbacks=callbacks)
     trainer.probe_sequences = 2
     return trainer
 
@@ -150,15 +128,6 @@ def correcting():
     from hf_hybrid.experimental.residuals import LeapResiduals
 
     return LeapResiduals(correct_gain=True)
-
-
-def _tokenizer():
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = {chr(number): number for number in range(254)}
-    made = Tokenizer(models.WordLevel({**words, "<pad>": 254, "<eos>": 255}, unk_token="<eos>"))
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
 
 
 @dataclass(frozen=True)
@@ -245,13 +214,7 @@ def available(names: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def build(
-    name: str,
-    folder: Path,
-    seed: int = 0,
-    width: int = 16,
-    stop_after: int | None = None,
-    wait: float | None = None,
-    **options,
+    name: str, folder: Path, seed=0, width=16, stop_after: int | None = None, wait: float | None = None, **options
 ):
     """
     Make the trainer of a mode.

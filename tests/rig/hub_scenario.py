@@ -37,10 +37,10 @@ from conftest import ByteText, hybrid_config, tiny_model  # noqa: E402
 from huggingface_hub import ModelCard, constants  # noqa: E402
 from huggingface_hub.utils import get_session, hf_raise_for_status  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TrainerCallback  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
 
 from hf_hybrid import HybridTrainer  # noqa: E402
+from rig.chats import byte_tokenizer  # noqa: E402
 
 gc.collect()
 gc.freeze()  # each training collects garbage, and would look through all that was imported
@@ -56,14 +56,6 @@ def validate(card: ModelCard) -> None:
         return
     body = {"repoType": "model", "content": str(card)}
     hf_raise_for_status(get_session().post(f"{constants.ENDPOINT}/api/validate-yaml", json=body))
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    words = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(words, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="!", eos_token="!")
 
 
 class Wait(TrainerCallback):
@@ -85,7 +77,7 @@ def trainer_of(name: str, model=None, **overrides) -> HybridTrainer:
         hybrid_config(FOLDER / name, **{"leap_worth": 10.0, "probe_budget": 1.0, **values}),
         train_dataset=ByteText(400),
         eval_dataset=ByteText(16, offset=500),
-        processing_class=byte_tokenizer(),
+        processing_class=byte_tokenizer([], pad_token="!", eos_token="!"),
         callbacks=[Wait()],
     )
     TRAINERS.append(trainer)
@@ -116,12 +108,9 @@ def digest(body: bytes) -> str:
 
 def pushed_weights(name: str) -> dict[str, str]:
     """By step: digests of the weights in the commits made while training."""
-    found = {}
-    for commit in HUB.repos[f"tester/{name}"].branches["main"]:
-        step = re.fullmatch(r"Training in progress, step (\d+)", commit.message)
-        if step:
-            found[step.group(1)] = digest(commit.files["model.safetensors"])
-    return found
+    commits = HUB.repos[f"tester/{name}"].branches["main"]
+    steps = [(re.fullmatch(r"Training in progress, step (\d+)", commit.message), commit) for commit in commits]
+    return {step[1]: digest(commit.files["model.safetensors"]) for step, commit in steps if step}
 
 
 def saved_weights(name: str) -> dict[str, str]:
