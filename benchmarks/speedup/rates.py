@@ -23,7 +23,7 @@ import statistics
 from pathlib import Path
 
 from benchmarks.results import Results, command_line
-from benchmarks.speedup.run import add_options, results_of, run_all
+from benchmarks.speedup.run import results_of, run_all
 from benchmarks.speedup.search import Run, Search
 from benchmarks.speedup.tasks import TASKS
 
@@ -102,7 +102,12 @@ def main() -> None:
     parser = command_line(__doc__, Path(__file__).resolve().parent)
     parser.add_argument("--task", nargs="+", choices=list(SWEEPS), default=[t for t in SWEEPS if TASKS[t].pretrained])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    add_options(parser)
+    parser.add_argument("--steps", type=int, default=0, help="Length of the runs; the task's by default.")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="Threads per worker.")
+    parser.add_argument("--gpu", action="store_true", help="Compute on the GPU, which the workers share.")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="Start no run after that many.")
+    parser.add_argument("--report", action="store_true", help="Only report what is there.")
     args = parser.parse_args()
     results = results_of(args)
     if not args.report:

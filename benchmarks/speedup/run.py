@@ -21,7 +21,6 @@ says how to get it. The peers want `pip install -r benchmarks/requirements.txt`.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import math
@@ -114,16 +113,6 @@ def named(args, arms: list[str]) -> list[Run]:
     return [Run(task, arm, args.steps or TASKS[task].steps, rate, seed) for task, seed, arm, rate in runs]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """What the benchmarks of many runs have in common."""
-    parser.add_argument("--steps", type=int, default=0, help="Length of the runs; the task's by default.")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=1, help="Threads per worker.")
-    parser.add_argument("--gpu", action="store_true", help="Compute on the GPU, which the workers share.")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="Start no run after that many.")
-    parser.add_argument("--report", action="store_true", help="Only report what is there.")
-
-
 def main() -> None:
     parser = command_line(__doc__, HERE)
     own = [name for name, task in TASKS.items() if not (task.pretrained or task.preference)]
@@ -133,7 +122,12 @@ def main() -> None:
     parser.add_argument("--arm", nargs="+", help=f"Of {', '.join(ARMS)}; all by default.")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="The first is that of the rate search.")
     parser.add_argument("--rate", nargs="+", type=float, default=[], help="These learning rates, without a search.")
-    add_options(parser)
+    parser.add_argument("--steps", type=int, default=0, help="Length of those runs; the task's by default.")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="Threads per worker.")
+    parser.add_argument("--gpu", action="store_true", help="Compute on the GPU, which the workers share.")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="Start no run after that many.")
+    parser.add_argument("--report", action="store_true", help="Only report what is there.")
     args = parser.parse_args()
     results = results_of(args)
     if not args.report:

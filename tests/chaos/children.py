@@ -72,20 +72,20 @@ def run(
 def begin(function: Callable, *arguments, log: Path, watched: Path | None = None, **values) -> Process:
     """Call a function in a forked process, as [`run`] does, and return the process."""
     changed, changes = os.pipe()
-    found, result = os.pipe()
+    pipe, result = os.pipe()
     pid = os.fork()
     if pid == 0:
         _call(functools.partial(function, *arguments, **values), log, watched, changes, result)
     os.close(changes)
     os.close(result)
-    return Process(pid, changed, found)
+    return Process(pid, changed, pipe)
 
 
 class Process:
     """The parent's view: the end of the process, what it says, and a byte in a pipe for each change of a file."""
 
-    def __init__(self, pid: int, changed: int, found: int):
-        self.pid, self.changed, self.found = pid, changed, found
+    def __init__(self, pid: int, changed: int, pipe: int):
+        self.pid, self.changed, self.pipe = pid, changed, pipe
         self.ended, self.changes, self.begun = os.pidfd_open(pid), 0, time.monotonic()
 
     def end(self, moment: Moment | None = None, number: int = signal.SIGKILL, patience: float = PATIENCE) -> Ended:
@@ -95,12 +95,12 @@ class Process:
             if interrupted:
                 os.kill(self.pid, number)
             in_time = self._ends_by(self.begun + patience)
-            said = _read(self.found) if in_time else b""
+            said = _read(self.pipe) if in_time else b""
         finally:
             # Loaders' workers outlive a process that is killed, for some seconds.
             _kill_group(self.pid)
             os.waitpid(self.pid, 0)
-            for handle in (self.changed, self.ended, self.found):
+            for handle in (self.changed, self.ended, self.pipe):
                 os.close(handle)
         counted = {"changes": self.changes, "seconds": time.monotonic() - self.begun, "interrupted": interrupted}
         if not in_time:
@@ -133,12 +133,12 @@ class Process:
                 return False
 
 
-def _read(found: int) -> bytes:
+def _read(pipe: int) -> bytes:
     """All that the process said; a worker of it that lives on may hold the pipe open."""
-    os.set_blocking(found, False)
+    os.set_blocking(pipe, False)
     said = b""
     try:
-        while part := os.read(found, 1 << 16):
+        while part := os.read(pipe, 1 << 16):
             said += part
     except BlockingIOError:
         pass

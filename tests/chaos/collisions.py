@@ -152,12 +152,12 @@ def _left(case: Case, kind: Kind, alone: list[Ended]) -> tuple[str, str] | None:
 
 def _owners(checkpoint: Path, name: str, step: int, prepared: Path) -> set[int]:
     """Return which runs have saved the same in this file after this step."""
-    found = set()
+    seeds = set()
     for seed in SEEDS:
         own = prepared / f"alone-{seed}" / "out" / f"checkpoint-{step}" / name
         if own.is_file() and _digest(own) == _digest(checkpoint / name):
-            found.add(seed)
-    return found
+            seeds.add(seed)
+    return seeds
 
 
 def _digest(path: Path) -> str:

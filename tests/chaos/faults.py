@@ -82,8 +82,8 @@ def _small_disk(folder: Path) -> Iterator[Callable[[int], None] | None]:
 
 
 def _used(disk: Path) -> int:
-    found = os.statvfs(disk)
-    return (found.f_blocks - found.f_bfree) * found.f_frsize
+    blocks = os.statvfs(disk)
+    return (blocks.f_blocks - blocks.f_bfree) * blocks.f_frsize
 
 
 class _Limited:

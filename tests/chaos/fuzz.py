@@ -28,7 +28,7 @@ import datasets
 import torch
 import yaml
 from conftest import LENGTH, ByteText, config_values, finite, tiny_model, weights
-from rig.chats import byte_tokenizer
+from rig.byte_llama import byte_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from chaos import Case, Result, children, trainings

@@ -68,12 +68,12 @@ def compare(ended: Ended, expected: Ended) -> tuple[str, str]:
     """Return the outcome of the last of several attempts, and what is wrong with it."""
     if ended.how != "returned":
         return ("hang" if ended.how == "hang" else "lost"), f"{ended.how}: {ended.value}\n{ended.trace}"
-    found, wanted = ended.value, expected.value
-    left = list(range(found["first"], wanted["step"] + 1)) if found["first"] is not None else []
-    if found["steps"] != left:
-        return "other steps", f"made were {found['steps']}, left to make were {left}"
-    if found["counts"] != wanted["counts"]:
-        return "other steps", f"{found['counts']} instead of {wanted['counts']}"
-    if found["weights"] != wanted["weights"]:
-        return "other bits", f"resumed at step {found['first'] - 1}"
+    made, wanted = ended.value, expected.value
+    left = list(range(made["first"], wanted["step"] + 1)) if made["first"] is not None else []
+    if made["steps"] != left:
+        return "other steps", f"made were {made['steps']}, left to make were {left}"
+    if made["counts"] != wanted["counts"]:
+        return "other steps", f"{made['counts']} instead of {wanted['counts']}"
+    if made["weights"] != wanted["weights"]:
+        return "other bits", f"resumed at step {made['first'] - 1}"
     return "same bits", ""

@@ -73,15 +73,15 @@ class Disk:
         if not f"{os.readlink(there)}/".startswith(f"{self.root}/"):
             return
         with self._lock:
-            found = os.stat(handle)
-            self._hold(found.st_ino, there)
-            if stat.S_ISDIR(found.st_mode):
+            status = os.stat(handle)
+            self._hold(status.st_ino, there)
+            if stat.S_ISDIR(status.st_mode):
                 entries = _entries(handle)
                 for name, (inode, _) in entries.items():
                     self._hold(inode, name, handle)
-                self._write(f"{found.st_ino}.json", json.dumps(entries).encode())
+                self._write(f"{status.st_ino}.json", json.dumps(entries).encode())
             else:
-                self._write(str(found.st_ino), Path(there).read_bytes())  # also where the handle only writes
+                self._write(str(status.st_ino), Path(there).read_bytes())  # also where the handle only writes
 
     def _hold(self, inode: int, path: str, folder: int | None = None) -> None:
         if inode not in self._held:
@@ -96,8 +96,8 @@ class Disk:
 
 def _entries(folder: int | Path) -> dict[str, list]:
     """Return `[inode, whether it is a folder]` of what is in a folder, by name."""
-    with os.scandir(folder) as found:
-        return {entry.name: [entry.stat(follow_symlinks=False).st_ino, entry.is_dir()] for entry in found}
+    with os.scandir(folder) as entries:
+        return {entry.name: [entry.stat(follow_symlinks=False).st_ino, entry.is_dir()] for entry in entries}
 
 
 def train(mode: str, out: Path, resume: bool | str, record: Path, **values) -> dict:

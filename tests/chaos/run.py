@@ -145,15 +145,15 @@ def main() -> int:
     gc.collect()
     gc.freeze()  # collections in the processes do not look through what was imported
     begun = time.monotonic()
-    found = run(names, args.seed, args.workers, folder)
-    faulty = [result for result in found if result.outcome not in GOOD]
+    results = run(names, args.seed, args.workers, folder)
+    faulty = [result for result in results if result.outcome not in GOOD]
     for result in faulty:
         print(f"\n{result.case}: {result.outcome}\n{result.detail.strip()}")
-    print(f"\n{table(found)}\n")
+    print(f"\n{table(results)}\n")
     for mode, why in missing.items():
         print(f"Left out: {mode}. {why}")
     minutes = (time.monotonic() - begun) / 60
-    print(f"{len(found):,} cases, {len(faulty):,} faults, seed {args.seed}, {minutes:.0f} minutes; files in {folder}")
+    print(f"{len(results):,} cases, {len(faulty):,} faults, seed {args.seed}, {minutes:.0f} minutes; files in {folder}")
     return 1 if faulty else 0
 
 
@@ -175,7 +175,7 @@ def run(names: list[str], seed: int, workers: int, folder: Path) -> list[Result]
         for part in sorted({part for part, _ in asked}):
             if PARTS[part].prepare and not PARTS[part].compares:
                 PARTS[part].prepare(made / part)
-        found = [result for _, result in references.values()]
+        results = [result for _, result in references.values()]
         waiting = []
         for name in names:
             part, kind, _ = name.split("/")
@@ -185,10 +185,10 @@ def run(names: list[str], seed: int, workers: int, folder: Path) -> list[Result]
                 case = Case(name, seed, own, expected, made / (kind if compares else part))
                 waiting.append(pool.submit(_check, case))
         for done, future in enumerate(as_completed(waiting), 1):
-            found.append(future.result())
-            if found[-1].outcome not in GOOD or done % 100 == 0:
-                print(f"{done:,}/{len(waiting):,} {found[-1].case}: {found[-1].outcome}", file=sys.stderr, flush=True)
-    return found
+            results.append(result := future.result())
+            if result.outcome not in GOOD or done % 100 == 0:
+                print(f"{done:,}/{len(waiting):,} {result.case}: {result.outcome}", file=sys.stderr, flush=True)
+    return results
 
 
 def _refer(made: Path, kind: str, prepares: list[Callable | None]) -> tuple[Ended, Result]:
@@ -215,12 +215,12 @@ def _check(case: Case) -> Result:
     return result
 
 
-def table(found: list[Result]) -> str:
+def table(results: list[Result]) -> str:
     """Return the results as a table, with a line for each part, each mode that was killed, and each that has faults."""
     lines = ["| part | kind | cases | interruptions | outcomes |", "|---|---|---|---|---|"]
     by_part: dict[str, dict[str, list[Result]]] = {}
     order = ["references", *PARTS]
-    for result in sorted(found, key=lambda result: (order.index(result.case.split("/")[0]), result.case)):
+    for result in sorted(results, key=lambda result: (order.index(result.case.split("/")[0]), result.case)):
         part, kind, _ = result.case.split("/")
         by_part.setdefault(part, {}).setdefault(kind, []).append(result)
     for part, by_kind in by_part.items():

@@ -1,7 +1,7 @@
 """
 `hf-hybrid sweep` that is killed, whose trials are killed, or whose folder is damaged, and then started again.
 
-A process in the place of `hf-hybrid train` writes what a training leaves, in a fraction of a second. Whatever happens,
+A process in the place of `hf-hybrid train` writes what a training leaves (rig/stand_in_training.py). Whatever happens,
 each trial is counted once and has its loss, the best is the best, and its model is there. Or the sweep is refused with
 one sentence, and no file of it has changed.
 """
@@ -23,27 +23,7 @@ from chaos.children import Ended, Moment, run
 from hf_hybrid.cli.main import main
 
 RATES = (1e-3, 1.5e-3, 3e-3)
-TRAINING = """
-import json, math, os, pathlib, random, re, sys, threading, time
-text = pathlib.Path(sys.argv[sys.argv.index("--config") + 1]).read_text()
-folder = pathlib.Path(re.search("^output_dir: (.*)$", text, re.M)[1])
-rate = float(re.search("^learning_rate: (.*)$", text, re.M)[1])
-threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
-chance = random.Random(f"{folder} {time.time_ns()}")
-fate = chance.random() < float(os.environ.get("KILLED", 0)) and chance.randrange(1, 11)
-end = 2 + math.log10(rate / 1.5e-3) ** 2
-with (folder / "hybrid_log.jsonl").open("a") as log:
-    for step in range(11):
-        line = {"step": step, "loss": end} if step else {"step": 0, "begun": True, "max_steps": 10}
-        log.write(json.dumps(line) + "\\n")
-        log.flush()
-        time.sleep(0.01)
-        if fate and step == fate:
-            os.kill(os.getpid(), chance.choice([9, 15]))
-            time.sleep(9)
-(folder / "model.safetensors").write_text(f"weights of {rate}")
-(folder / "eval_results.json").write_text(json.dumps({"eval_loss": end}))
-"""
+TRAINING = Path(__file__).parents[1] / "rig" / "stand_in_training.py"
 DAMAGED = ("outcome.json", "eval_results.json", "trial.yaml", "hybrid_log.jsonl")
 
 
@@ -77,7 +57,6 @@ def sweep(case: Case) -> Result:
 def _write(folder: Path) -> None:
     values = {"model": "m", "dataset": "d.txt", "max_steps": 10, "use_cpu": True, "report_to": "none"}
     (folder / "run.yaml").write_text(yaml.safe_dump({**values, "output_dir": str(folder / "out")}))
-    (folder / "training.py").write_text(TRAINING)
 
 
 def _sweep(folder: Path, killed: float = 0.0, **interruption) -> Ended:
@@ -90,9 +69,9 @@ def _start(folder: Path, killed: float) -> int:
 
     from hf_hybrid.cli import trials
 
-    trials.PROCESS, trials.POLL_SECONDS = (sys.executable, "-S", str(folder / "training.py")), 0.02
+    trials.PROCESS, trials.POLL_SECONDS = (sys.executable, "-S", str(TRAINING)), 0.02
     trials.KILLS = 20
-    os.environ["KILLED"] = str(killed)
+    os.environ.update(KILLED=str(killed), STEP_SECONDS="0.01")
     rates = ",".join(map(str, RATES))
     words = ["--learning_rate", rates, "--trials", str(len(RATES)), "--threshold", "0"]
     return main(["sweep", "--config", str(folder / "run.yaml"), *words, "--output", str(folder / "out-sweep")])

@@ -111,7 +111,7 @@ def hybrid(model, folder: Path, rows: ByteText, mode: Mode, callbacks: list, **o
 def supervised(model, folder: Path, rows: ByteText, mode: Mode, callbacks: list, **options):
     """TRL's trainer."""
     from datasets import Dataset
-    from rig.chats import byte_tokenizer
+    from rig.byte_llama import byte_tokenizer
 
     from hf_hybrid import HybridSFTConfig, HybridSFTTrainer
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from rig.chats import END, assistant, byte_tokenizer, llama_config, save_llama, user
+from rig.byte_llama import END, assistant, byte_tokenizer, llama_config, save_llama, user
 from rig.processes import ROOT, python
 from safetensors import SafetensorError
 from transformers import GPT2Config, TrainingArguments

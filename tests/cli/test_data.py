@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from conftest import mostly_slow
-from rig.chats import assistant, chat_tokenizer, save_llama, user
+from rig.byte_llama import assistant, chat_tokenizer, save_llama, user
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from hf_hybrid.cli.data import Reader, silent

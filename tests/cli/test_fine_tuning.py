@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import config_values, mostly_slow, tiny_model
-from rig.chats import END, ENDS, assistant, byte_tokenizer, chat_tokenizer, llama_config, save_llama, user
+from rig.byte_llama import END, ENDS, assistant, byte_tokenizer, chat_tokenizer, llama_config, save_llama, user
 from rig.processes import ROOT, python
 from transformers import AutoModelForCausalLM, BertConfig, LlavaConfig, MixtralConfig, T5Config
 
@@ -274,8 +274,8 @@ def learned(row, tokenizer):
 @pytest.mark.parametrize("template, way", [(TEMPLATE, "rendering"), (MARKED, "marks")])
 def test_only_answers_are_learned_with_any_template(folder, monkeypatch, template, way):
     monkeypatch.chdir(folder)
-    rows, tokenizer, found = tokens_of("chats.jsonl", template)
-    assert found == way
+    rows, tokenizer, taken = tokens_of("chats.jsonl", template)
+    assert taken == way
     assert tokenizer.decode(rows[3]["input_ids"]).startswith("user: Say 3<|end|>assistant: 3!<|end|>user: again")
     assert learned(rows[3], tokenizer) == "3!<|end|>3 3<|end|>"
     whole, _, _ = tokens_of("chats.jsonl", template, answers_only=False)
@@ -415,12 +415,12 @@ def test_sft_says_before_the_run_what_it_leaves_out(run, folder, tmp_path, kind,
         return
     said = re.search(r"rows about (\d+)% of the tokens are not computed \((\d+)% in shared", text)
     whole = summary["tokens"] + summary["tokens_padding"]
-    found = 100 * (summary["tokens_shared"] + summary["tokens_padding"]) / whole
+    left_out = 100 * (summary["tokens_shared"] + summary["tokens_padding"]) / whole
     if kind == "jamba":
         assert "the first step finds out if the model's layers with a state can do this" in text
         assert "saved no token, as rows were computed padded: `JambaMambaMixer` has a state, and is not" in text
     else:
-        assert abs(int(said[1]) - found) < 6 and found > 2
+        assert abs(int(said[1]) - left_out) < 6 and left_out > 2
     assert ("no prefix is shared, as dropout (0.1)" in text) == (kind == "dropout")
     said_of_experts = "experts computed by grouped_mm (experts_implementation of transformers)"
     assert (said_of_experts in text) == (kind in ("qwen3_moe", "jamba"))

@@ -29,7 +29,7 @@ def imports_of(path: Path) -> dict[str, bool]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     # What a module imports inside of functions or under a condition, it can do without.
     top = {id(node) for node in tree.body}
-    found: dict[str, bool] = {}
+    needed: dict[str, bool] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
@@ -40,8 +40,8 @@ def imports_of(path: Path) -> dict[str, bool]:
         for module in (module.split(".")[0] for module in modules):
             if module not in sys.stdlib_module_names and module != "hf_hybrid":
                 name = canonicalize_name(DISTRIBUTIONS.get(module, module))
-                found[name] = found.get(name, False) or id(node) in top
-    return found
+                needed[name] = needed.get(name, False) or id(node) in top
+    return needed
 
 
 def jobs() -> dict:
@@ -90,8 +90,8 @@ def test_all_and_the_tests_have_every_extra():
 def oldest(name: str) -> str:
     """The oldest version of a package that may be installed."""
     declared = [*map(Requirement, PROJECT["dependencies"]), *map(Requirement, requirements("dev"))]
-    requirement = next(found for found in declared if found.name == name)
-    return next(found.version for found in requirement.specifier if found.operator == ">=")
+    requirement = next(requirement for requirement in declared if requirement.name == name)
+    return next(version.version for version in requirement.specifier if version.operator == ">=")
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers", "accelerate"])
@@ -110,8 +110,8 @@ def test_savings_are_tested_with_the_oldest_versions():
 def test_pinned_versions_are_admitted():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {
-        canonicalize_name(found.name): next(iter(found.specifier)).version
-        for found in (Requirement(line) for line in lines if line and not line.startswith("#"))
+        canonicalize_name(requirement.name): next(iter(requirement.specifier)).version
+        for requirement in (Requirement(line) for line in lines if line and not line.startswith("#"))
     }
     declared = [*map(Requirement, PROJECT["dependencies"]), *map(Requirement, requirements("dev"))]
     for requirement in declared:

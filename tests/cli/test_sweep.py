@@ -1,8 +1,7 @@
 """
 `hf-hybrid sweep`: what it tries, what becomes of its trials, and that it survives its end.
 
-Most tests put a process in the place of `hf-hybrid train` that writes a log as a training would, in no time. The best
-rate of this made-up training is 1.5e-3.
+Most tests put a process in the place of `hf-hybrid train` (rig/stand_in_training.py). Its best rate is 1.5e-3.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ import pytest
 import yaml
 from conftest import mostly_slow
 from optuna.trial import TrialState
-from rig.chats import END, byte_tokenizer, llama_config
+from rig.byte_llama import END, byte_tokenizer, llama_config
 from rig.processes import ROOT
 
 from hf_hybrid.cli import sweep, trials
@@ -41,38 +40,6 @@ from hf_hybrid.saving.lock import own_lock
 STEPS = 20
 TWO = ("--learning_rate", "1e-3,1.5e-3", "--trials", "2")
 WORDS = ("--learning_rate", "1e-5..10", "--trials", "7")
-TRAINING = """
-import hashlib, json, math, os, pathlib, re, sys, threading, time
-text = pathlib.Path(sys.argv[sys.argv.index("--config") + 1]).read_text()
-folder = pathlib.Path(re.search("^output_dir: (.*)$", text, re.M)[1])
-rate = float(re.search("^learning_rate: (.*)$", text, re.M)[1])
-threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
-if rate == 666:
-    sys.exit("it does not work, says " + os.environ.get("PLAIN", "nobody") + "\\n 50%|#####     | 5/10")
-print(sys.argv)
-for name in ("HF_HYBRID_PRIVATE_OPTIONS", "WANDB_API_KEY", "PLAIN"):
-    print(name, hashlib.sha256(os.environ.get(name, "").encode()).hexdigest())
-if rate in (7e-4, 8e-4) and not (folder / "was-killed").exists():
-    if rate == 7e-4:
-        (folder / "was-killed").touch()
-    print(" 3%|3         | 6/200", end="", flush=True)
-    os.kill(os.getpid(), int(os.environ.get("KILLED_BY", 9)))
-    time.sleep(60)
-def rewards(reward, prefix):
-    return {prefix + "reward": reward} if re.search("^reward:", text, re.M) else {}
-end = 2 + math.log10(rate / 1.5e-3) ** 2
-with (folder / "hybrid_log.jsonl").open("a") as log:
-    for step in range(21):
-        loss = end if rate < 1 else math.nan
-        note = {"step": step, "loss": loss, **rewards(-loss, "")}
-        note = note if step else {"step": 0, "begun": True, "max_steps": 20}
-        log.write(json.dumps(note).replace("NaN", "null") + "\\n")
-        log.flush()
-        if step == 5:
-            time.sleep(1 if end > 2.5 or rate > 1 else 0.05)  # long enough to be ended
-(folder / "model.safetensors").write_text("weights")
-(folder / "eval_results.json").write_text(json.dumps({"eval_loss": end, **rewards(1 - end, "eval_")}))
-"""
 
 
 def write_config(folder):
@@ -99,14 +66,13 @@ def start(config, cli):
 
 
 @pytest.fixture
-def made_up(tmp_path, monkeypatch):
-    make_up(tmp_path, monkeypatch)
+def made_up(monkeypatch):
+    make_up(monkeypatch)
 
 
-def make_up(folder, monkeypatch):
+def make_up(monkeypatch):
     """Trials train in no time, and what a trial forecasts is its last loss."""
-    (folder / "training.py").write_text(TRAINING)
-    monkeypatch.setattr(trials, "PROCESS", (sys.executable, "-S", str(folder / "training.py")))
+    monkeypatch.setattr(trials, "PROCESS", (sys.executable, "-S", str(ROOT / "tests" / "rig" / "stand_in_training.py")))
     monkeypatch.setattr(trials, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(pruner, "forecast_final_loss", lambda steps, losses, *more: around(losses[-1]))
 
@@ -445,7 +411,7 @@ def test_a_sweep_on_a_full_disk_ends_with_a_sentence(made_up, start, monkeypatch
 def kept(tmp_path_factory):
     made = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
-        make_up(made, patch)
+        make_up(patch)
         assert main(["sweep", "--config", str(write_config(made)), *WORDS]) == 0
     return made / "out-sweep"
 

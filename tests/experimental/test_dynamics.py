@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from rig.synthetic_runs import make_run, new_rssm
 from safetensors.torch import load_file, save_file
+from synthetic_runs import make_run, new_rssm
 
 from hf_hybrid.experimental.dynamics import Calibration, DynamicsModel, LossHistory, log_loss, student_t_cdf
 from hf_hybrid.experimental.rssm import HISTORY, OBSERVATION, RSSM, interpolated, power_law

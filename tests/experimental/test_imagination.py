@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from rig import trainers
-from rig.synthetic_runs import make_run, new_rssm
+from synthetic_runs import make_run, new_rssm
 
 import hf_hybrid
 from hf_hybrid.experimental import imagination

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from rig.synthetic_runs import new_rssm
 from safetensors.torch import save_file
+from synthetic_runs import new_rssm
 
 from hf_hybrid.experimental.rssm import FEATURES, RSSM, UNIFORM, State
 

@@ -546,7 +546,7 @@ def test_a_card_that_cannot_be_written_does_not_stop_the_training(tmp_path, monk
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("hub")
-    started = [sys.executable, str(TESTS / "rig" / "hub_scenario.py"), str(folder)]
+    started = [sys.executable, str(TESTS / "hub" / "hub_scenario.py"), str(folder)]
     result = subprocess.run(started, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-4000:]
     return json.loads((folder / "results.json").read_text())

@@ -7,30 +7,26 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 |---|---|
 | `adapter_changes.py` | what a callback may change about adapters |
 | `bit_flips.py` | bits that change in memory, behind torch's back |
-| `chats.py` | a tokenizer of bytes, a tiny Llama that fits to it, and messages |
+| `byte_llama.py` | a tokenizer of bytes, a tiny Llama that fits to it, and messages |
 | `circles.py` | which files of the package import each other |
 | `completions.py` | tiny models that complete prompts, and `generate` beside this package |
-| `crossings.py` | a user's code in its places, in trainings of Trainer, of TRL and of this package |
 | `fails_backward.py` | a kernel that works forward and fails backward |
 | `fake_device.py` | a device with a limit of bytes, or of sequences, that raises what a GPU's allocator raises |
 | `fresh_process.py` | a process that imports every module, trains, and looks what that did |
 | `fsdp2_on_cpu.py` | accelerate's way to FSDP2 for processes on the CPU |
 | `graphs.py` | graphs of recorded operations, in place of CUDA's |
 | `head_of_trl_1_15.py` | a head for TRL 1.15, whose own needs a GPU |
-| `hub_scenario.py` | a process that trains, pushes and downloads against the Hub of `hub_server.py` |
 | `hub_server.py` | a Hub on this machine |
 | `launched.py` | the runs that two processes make under DDP |
-| `launched_fsdp2.py` | the runs that several processes make under FSDP2 |
 | `live_bytes.py` | how many bytes of tensors are alive, and their peak, without an allocator that counts |
 | `llama_cpp.mjs` | a GGUF file in llama.cpp: its loss and its token ids |
-| `own_code.py` | what people do in a run to weights, gradients, an optimizer or a pass |
 | `pages.py` | a page of HTML taken apart |
 | `processes.py` | forked processes that train together, and one that imports everything anew |
 | `rollouts.py` | tiny GRPO and RLOO trainings, in which a share of the rows has no advantage |
 | `run_folders.py` | output folders as runs leave them, with known numbers |
 | `sft_rows.py` | rows of the kinds that people fine-tune on |
+| `stand_in_training.py` | a process in the place of `hf-hybrid train`, for sweeps |
 | `strict.py` | fall-backs after unforeseen exceptions, as errors |
-| `synthetic_runs.py` | training runs whose dynamics are known, and a world model that has learned nothing |
 | `tiny_architectures.py` | a tiny model of every causal language model architecture |
 | `traces.py` | traced steps that are remembered, within a process or between several |
 | `trainers.py` | a trainer of the tiny model, made and trained |

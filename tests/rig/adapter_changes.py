@@ -19,18 +19,35 @@ def products(model, kind="lora_B"):
     return [getattr(layer, kind)["default"] for layer in layers(model)]
 
 
-def freeze(kind):
-    def change(model):
-        for product in products(model, kind):
-            product.weight.requires_grad_(False)
-        return lambda: [product.weight.requires_grad_(True) for product in products(model, kind)]
-
-    return change
+def products_of_a(model):
+    return products(model, "lora_A")
 
 
-def freeze_one(model):
-    products(model)[1].weight.requires_grad_(False)
-    return lambda: products(model)[1].weight.requires_grad_(True)
+def bases(model):
+    return [layer.base_layer for layer in layers(model)]
+
+
+def dropouts(model):
+    return products(model, "lora_dropout")
+
+
+def each(change, of=products, undo=None):
+    """A change of all such parts, and what undoes it."""
+
+    def changed(model):
+        for part in of(model):
+            change(part)
+        return undo and (lambda: [undo(part) for part in of(model)])
+
+    return changed
+
+
+def freeze(product):
+    product.weight.requires_grad_(False)
+
+
+def unfreeze(product):
+    product.weight.requires_grad_(True)
 
 
 def hooked(register, of=products):
@@ -61,14 +78,6 @@ def backward(part):
     return part.register_full_backward_hook(lambda module, given, wanted: (given[0] * 0.5,))
 
 
-def bases(model):
-    return [layer.base_layer for layer in layers(model)]
-
-
-def dropouts(model):
-    return products(model, "lora_dropout")
-
-
 def everywhere(model):
     """A hook on all modules of the process."""
     chosen = set(products(model))
@@ -76,46 +85,38 @@ def everywhere(model):
 
 
 @torch.no_grad()
-def shrink(model):
-    for product in products(model):
-        product.weight.mul_(0.5)
+def shrink(product):
+    product.weight.mul_(0.5)
 
 
-def shrink_data(model):
-    for product in products(model):
-        product.weight.data.mul_(0.5)
+def shrink_data(product):
+    product.weight.data.mul_(0.5)
 
 
-def assign_data(model):
-    for product in products(model):
-        product.weight.data = product.weight.data * 0.5
+def assign_data(product):
+    product.weight.data = product.weight.data * 0.5
 
 
-def lower_rank(model):
-    for layer in layers(model):
-        layer.lora_A["default"].weight.data = layer.lora_A["default"].weight.data[:2].clone()
-        layer.lora_B["default"].weight.data = layer.lora_B["default"].weight.data[:, :2].clone()
-        layer.lora_A["default"].weight.grad = layer.lora_B["default"].weight.grad = None
+def lower_rank(layer):
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    a.data, b.data, a.grad, b.grad = a.data[:2].clone(), b.data[:, :2].clone(), None, None
 
 
-def new_weights(model):
-    for product in products(model, "lora_A"):
-        product.weight = nn.Parameter(product.weight.detach() * 0.5)
+def new_weights(product):
+    product.weight = nn.Parameter(product.weight.detach() * 0.5)
 
 
-def new_modules(model):
-    for layer in layers(model):
-        old = layer.lora_B["default"]
-        layer.lora_B["default"] = nn.Linear(old.in_features, old.out_features, bias=False)
-        layer.lora_B["default"].weight = old.weight
-        layer.lora_B["default"].register_forward_hook(lambda module, inputs, output: output * 2)
+def new_modules(layer):
+    old = layer.lora_B["default"]
+    layer.lora_B["default"] = nn.Linear(old.in_features, old.out_features, bias=False)
+    layer.lora_B["default"].weight = old.weight
+    layer.lora_B["default"].register_forward_hook(lambda module, inputs, output: output * 2)
 
 
-def new_base(model):
-    for layer in layers(model):
-        base = nn.Linear(layer.in_features, layer.out_features, bias=False)
-        base.weight = nn.Parameter(layer.base_layer.weight.detach() * 0.5, requires_grad=False)
-        layer.base_layer = base
+def new_base(layer):
+    base = nn.Linear(layer.in_features, layer.out_features, bias=False)
+    base.weight = nn.Parameter(layer.base_layer.weight.detach() * 0.5, requires_grad=False)
+    layer.base_layer = base
 
 
 class Halved(nn.Module):
@@ -123,28 +124,13 @@ class Halved(nn.Module):
         return x * 0.5
 
 
-def drop(model):
+def drop(layer):
     """As a module with dropout, but every run draws the same."""
-    for layer in layers(model):
-        layer.lora_dropout["default"] = Halved()
+    layer.lora_dropout["default"] = Halved()
 
 
-def scale(model):
-    for layer in layers(model):
-        layer.set_scale("default", 3.0)
-    return lambda: [layer.set_scale("default", 1.0) for layer in layers(model)]
-
-
-def merge(model):
-    for layer in layers(model)[:2]:
-        layer.merge()
-    return lambda: [layer.unmerge() for layer in layers(model)[:2]]
-
-
-def disable(model):
-    for layer in layers(model)[:2]:
-        layer.enable_adapters(False)
-    return lambda: [layer.enable_adapters(True) for layer in layers(model)[:2]]
+def two_layers(model):
+    return layers(model)[:2]
 
 
 def switch(model):
@@ -160,9 +146,8 @@ def two_at_once(model):
     return undo
 
 
-def bias(model):
-    for product in products(model):
-        product.bias = nn.Parameter(torch.full((product.out_features,), 0.1), requires_grad=False)
+def bias(product):
+    product.bias = nn.Parameter(torch.full((product.out_features,), 0.1), requires_grad=False)
 
 
 class Doubled(nn.Module):
@@ -170,18 +155,16 @@ class Doubled(nn.Module):
         return weight * 2
 
 
-def parametrized(model):
-    for product in products(model):
-        parametrize.register_parametrization(product, "weight", Doubled())
+def parametrized(product):
+    parametrize.register_parametrization(product, "weight", Doubled())
 
 
 def replaced(of):
-    def change(model):
-        for part in of(model):
-            part.forward = functools.partial(doubled, part.forward)
-        return lambda: [vars(part).pop("forward", None) for part in of(model)]
+    return each(double_forward, of, lambda part: vars(part).pop("forward", None))
 
-    return change
+
+def double_forward(part):
+    part.forward = functools.partial(doubled, part.forward)
 
 
 def doubled(forward, *args):
@@ -196,12 +179,12 @@ def tied(model):
 
 
 CHANGES = {
-    "A frozen": freeze("lora_A"),
-    "B frozen": freeze("lora_B"),
-    "one frozen": freeze_one,
+    "A frozen": each(freeze, products_of_a, unfreeze),
+    "B frozen": each(freeze, undo=unfreeze),
+    "one frozen": each(freeze, lambda model: products(model)[1:2], unfreeze),
     "gradient hooks": hooked(lambda product: product.weight.register_hook(lambda gradient: gradient * 0)),
     "hooks behind gradients": hooked(accumulated),
-    "hooks behind A": hooked(behind(2), functools.partial(products, kind="lora_A")),
+    "hooks behind A": hooked(behind(2), products_of_a),
     "hooks behind B": hooked(behind(2)),
     "hooks before B": hooked(before),
     "hooks backward": hooked(backward),
@@ -210,21 +193,21 @@ CHANGES = {
     "hooks behind dropout": hooked(behind(2), dropouts),
     "hooks behind layers": hooked(behind(0.5), layers),
     "a hook on all modules": everywhere,
-    "weights": shrink,
-    "weights, data": shrink_data,
-    "weights, assigned": assign_data,
-    "rank": lower_rank,
-    "new weights": new_weights,
-    "new modules": new_modules,
-    "new base": new_base,
-    "dropout": drop,
-    "scale": scale,
-    "merged": merge,
-    "disabled": disable,
+    "weights": each(shrink),
+    "weights, data": each(shrink_data),
+    "weights, assigned": each(assign_data),
+    "rank": each(lower_rank, layers),
+    "new weights": each(new_weights, products_of_a),
+    "new modules": each(new_modules, layers),
+    "new base": each(new_base, layers),
+    "dropout": each(drop, layers),
+    "scale": each(lambda layer: layer.set_scale("default", 3.0), layers, lambda layer: layer.set_scale("default", 1.0)),
+    "merged": each(lambda layer: layer.merge(), two_layers, lambda layer: layer.unmerge()),
+    "disabled": each(lambda layer: layer.enable_adapters(False), two_layers, lambda layer: layer.enable_adapters(True)),
     "another": switch,
     "two": two_at_once,
-    "bias": bias,
-    "parametrized": parametrized,
+    "bias": each(bias),
+    "parametrized": each(parametrized),
     "forward of B": replaced(products),
     "forward of layers": replaced(layers),
     "forward of the base": replaced(bases),

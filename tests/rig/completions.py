@@ -1,20 +1,49 @@
 """Tiny models, prompts with copies, and what `generate` makes of them, beside what this package does."""
 
-import contextlib
 import functools
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from hf_hybrid.trl.decoding import Decoding
 
 VOCABULARY, NEW, COPIES = 97, 40, 4
 ENDS = [2, 3, 4, 5, 6, 7, 8]
 ARCHITECTURES = {
-    "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 8}, "gpt2": {}, "mistral": {"sliding_window": None},
-    "mistral, a window that fits": {"sliding_window": 100}, "bloom, which is not told positions": {},
-}  # fmt: skip
-"""By the type of the model."""
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8}),
+    "gpt2": (GPT2Config, GPT2LMHeadModel, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "mistral, a window that fits": (MistralConfig, MistralForCausalLM, {"sliding_window": 100}),
+    "bloom, which is not told positions": (BloomConfig, BloomForCausalLM, {}),
+}
 DELTA = {
     "head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
     "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
@@ -24,12 +53,12 @@ EXPERTS = {
 }  # fmt: skip
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 WITH_STATES = {
-    "qwen3_next": {**DELTA, **EXPERTS},
-    "qwen3_5": DELTA,
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "bamba": {**MAMBA, "attn_layer_indices": [1]},
-    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
-    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64, "head_dim": 8},
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, {**DELTA, **EXPERTS}),
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, DELTA),
+    "lfm2": (Lfm2Config, Lfm2ForCausalLM, {"layer_types": ["conv", "full_attention"]}),
+    "bamba": (BambaConfig, BambaForCausalLM, {**MAMBA, "attn_layer_indices": [1]}),
+    "mamba2": (Mamba2Config, Mamba2ForCausalLM, {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2}),
+    "falcon_h1": (FalconH1Config, FalconH1ForCausalLM, {**MAMBA, "mamba_d_ssm": 64, "head_dim": 8}),
 }
 SHAPES = {"one length": [20], "similar and not": [5, 9, 30, 31], "a long one": [3, 60]}
 WAYS = {
@@ -46,17 +75,15 @@ WAYS = {
 
 @functools.cache
 def model(name: str, **changed):
-    kind = "qwen3_5_text" if name == "qwen3_5" else name.partition(",")[0]
+    config, kind, own = {**ARCHITECTURES, **WITH_STATES}[name]
     sizes = {
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 128,
     }  # fmt: skip
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4} if kind == "gpt2" else sizes
-    sizes = {"hidden_size": 32, "n_layer": 2, "n_head": 4} if kind == "bloom" else sizes
-    values = {**sizes, **{**ARCHITECTURES, **WITH_STATES}[name], **changed}
-    config = AutoConfig.for_model(kind, vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=1, **values)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4} if name == "gpt2" else sizes
+    sizes = {"hidden_size": 32, "n_layer": 2, "n_head": 4} if name.startswith("bloom") else sizes
     torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(config)
+    made = kind(config(vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=1, **{**sizes, **own, **changed}))
     with torch.no_grad():
         for name_of, parameter in made.named_parameters():
             if parameter.dim() > 1:
@@ -93,10 +120,13 @@ def config(**options):
 def completed(model, rows, inputs, generation_config, decoding=None):
     """Completions, and the state of the generator afterwards."""
     torch.manual_seed(7)
-    with contextlib.nullcontext() if decoding is None else decoding.completing(model, rows, counts=True):
-        completions = model.generate(**inputs, generation_config=generation_config)
-    assert "generate" not in vars(model)
-    return completions, torch.get_rng_state()
+    if decoding is None:
+        found = model.generate(**inputs, generation_config=generation_config)
+    else:
+        with decoding.completing(model, rows, counts=True):
+            found = model.generate(**inputs, generation_config=generation_config)
+        assert "generate" not in vars(model)
+    return found, torch.get_rng_state()
 
 
 def check_equal(model, rows, inputs, generation_config) -> Decoding:

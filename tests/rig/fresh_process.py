@@ -25,17 +25,17 @@ MEMBERS = (types.FunctionType, property, classmethod, staticmethod)
 
 def functions_and_classes() -> dict[tuple, object]:
     """Every function and class of the other packages, and every method, by where it is found."""
-    found: dict[tuple, object] = {}
+    held_at: dict[tuple, object] = {}
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] not in OTHERS or module is None:
             continue
         for key, value in list(vars(module).items()):
             if issubclass(type(value), (types.FunctionType, types.BuiltinFunctionType, type)):
-                found[name, key] = value
+                held_at[name, key] = value
             if issubclass(type(value), type) and value.__module__.split(".")[0] in OTHERS:
                 members = ((value, member, vars(value)[member]) for member in list(vars(value)))
-                found |= {(owner, member): held for owner, member, held in members if isinstance(held, MEMBERS)}
-    return found
+                held_at |= {(owner, member): held for owner, member, held in members if isinstance(held, MEMBERS)}
+    return held_at
 
 
 def settings() -> dict[str, object]:
@@ -121,7 +121,7 @@ def main() -> None:
     imported = import_package(hf_hybrid)
     after, set_after = functions_and_classes(), settings()
     owners = {where[0] for where in before if isinstance(where[0], type)}
-    found = {
+    results = {
         "heavy": sorted(heavy),
         "absent": [name for name in hf_hybrid.__all__ if getattr(hf_hybrid, name) is None],
         "imported": imported,
@@ -132,7 +132,7 @@ def main() -> None:
         "leaps": len(train(folder / "out")["leaps"]),
         "tried": [str(connection) for connection in tried],
     }
-    (folder / "found.json").write_text(json.dumps(found))
+    (folder / "found.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

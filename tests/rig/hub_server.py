@@ -54,8 +54,8 @@ class Repo:
     def at(self, revision: str) -> Commit | None:
         if self.branches.get(revision):
             return self.branches[revision][-1]
-        found = [commit for history in self.branches.values() for commit in history if commit.oid == revision]
-        return found[-1] if found else None
+        commits = [commit for history in self.branches.values() for commit in history if commit.oid == revision]
+        return commits[-1] if commits else None
 
     def files(self, revision: str = "main") -> dict[str, bytes]:
         commit = self.at(revision)
@@ -208,9 +208,9 @@ class _Handler(BaseHTTPRequestHandler):
             if self.headers.get("Content-Type") == "application/json" and self.body:
                 hub.bodies.setdefault(path, []).append(json.loads(self.body))
             for method, pattern, answer in _ROUTES:
-                found = re.fullmatch(pattern, path)
-                if found and self.command in method:
-                    return getattr(self, answer)(*found.groups())
+                match = re.fullmatch(pattern, path)
+                if match and self.command in method:
+                    return getattr(self, answer)(*match.groups())
             return self._error(404, f"this server does not know {self.command} {path}")
 
     do_GET = do_HEAD = do_POST = do_PUT = _serve
@@ -355,13 +355,13 @@ class _Handler(BaseHTTPRequestHandler):
         if (repo := self._repo(name)) is None:
             return
         prefix = f"{folder.strip('/')}/" if folder else ""
-        found = {path: body for path, body in repo.files(revision).items() if path.startswith(prefix)}
-        if not found:
+        files = {path: body for path, body in repo.files(revision).items() if path.startswith(prefix)}
+        if not files:
             return self._error(404, f"{folder} does not exist on {revision}", "EntryNotFound")
         recursive = "recursive=true" in self.path.lower()
         answer = [
             {"type": "file", "path": path, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
-            for path, body in sorted(found.items())
+            for path, body in sorted(files.items())
             if recursive or "/" not in path[len(prefix) :]
         ]
         self._json(answer)

@@ -52,13 +52,13 @@ def record(leaps: list[dict], steps: dict[str, int]) -> dict:
 
 def phases(leaps: list[dict], last: int, warmup: int = 10) -> dict[int, str]:
     """Warmup, then Full, with Predict and two steps of Correct behind each leap that stayed."""
-    found = {step: "warmup" if step <= warmup else "full" for step in range(1, last + 1)}
+    names = {step: "warmup" if step <= warmup else "full" for step in range(1, last + 1)}
     for made in leaps:
         end = made["step"] + made["horizon"]
-        found.update({step: "predict" for step in range(made["step"] + 1, end + 1) if step in found})
+        names.update({step: "predict" for step in range(made["step"] + 1, end + 1) if step in names})
         if made["verdict"] != "rejected":
-            found.update({step: "correct" for step in range(end + 1, end + 3) if step in found})
-    return found
+            names.update({step: "correct" for step in range(end + 1, end + 3) if step in names})
+    return names
 
 
 def write(path: Path, values) -> None:
@@ -121,7 +121,7 @@ def plain_run(folder: Path, steps: int = 100) -> None:
 def step_record(step: int, phase: str, *, device: bool = True, seconds: float | None = None, **values) -> dict:
     """A line of `steps.jsonl`: 8 GiB allocated, 12 GiB at the peak, of 24."""
     held = {"weights": {"device": 2 * GIB, "host": 0}, "states": {"device": 4 * GIB, "host": GIB}}
-    found = {
+    line = {
         "step": step,
         "phase": phase,
         "seconds": float(step) if seconds is None else seconds,
@@ -134,8 +134,8 @@ def step_record(step: int, phase: str, *, device: bool = True, seconds: float | 
         "unexplained": 6 * GIB if step % 10 == 0 else None,
     }
     if not device:
-        found |= {"device": None, "nvml": None}
-    return {**found, **values}
+        line |= {"device": None, "nvml": None}
+    return {**line, **values}
 
 
 def profile(folder: Path, records: list[dict], **run) -> None:

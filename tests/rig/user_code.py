@@ -1,7 +1,7 @@
 """
 What people write around a trainer: functions that change a batch, a loss, a step, a model, or what they read of it.
 
-They know nothing of this package and hold for Trainer and for TRL's trainers. `rig/crossings.py` puts them in their
+They know nothing of this package and hold for Trainer and for TRL's trainers. `run/crossings.py` puts them in their
 places. A change with a state is made anew for each training, so all of them are made by calls.
 """
 

@@ -8,8 +8,9 @@ import pytest
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-from rig import crossings, user_code  # noqa: E402
-from rig.crossings import Crossing, apart, left_by  # noqa: E402
+import crossings  # noqa: E402
+from crossings import Crossing, apart, left_by  # noqa: E402
+from rig import user_code  # noqa: E402
 
 TABLE = """
 trainer full        | training_step    | masks labels               | above* below object* class*

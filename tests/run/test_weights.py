@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import launched_fsdp2
 import pytest
 import torch
 from conftest import tiny_model
-from rig import launched_fsdp2
 from rig.processes import together
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from conftest import config_values, losses, tiny_model, weights
-from rig.own_code import HARMLESS, KINDS, SGD, Code
+from own_code import HARMLESS, KINDS, SGD, Code
 from rig.user_code import callback, notes_of, subclass
 from transformers import Trainer, TrainingArguments
 

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from rig import user_code
+from rig.user_code import clip_gradients, decoder_layers, having, in_step, named, notes_of
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, prune, vector_to_parameters, weight_norm
 from torch.optim.swa_utils import AveragedModel
-
-from rig import user_code
-from rig.user_code import clip_gradients, decoder_layers, having, in_step, named, notes_of
 
 SGD = {"optim": "sgd", "learning_rate": 1.0}
 """Where the size of a gradient matters: AdamW divides by it."""

@@ -23,12 +23,12 @@ from conftest import config_values, losses, weights
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from pytest import MonkeyPatch
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
-
-import hf_hybrid
 from rig import user_code
 from rig.rollouts import TOKENIZER, policy, prompts, reward
 from rig.user_code import subclass
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+import hf_hybrid
 
 
 class Crossing(NamedTuple):

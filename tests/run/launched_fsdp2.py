@@ -2,7 +2,7 @@
 The runs that `tests/run/test_weights.py` makes under FSDP2 in several processes, and in one.
 
     PYTHONPATH=tests accelerate launch --config_file examples/accelerate_configs/fsdp2.yaml --num_processes 2 \
-        tests/rig/launched_fsdp2.py FOLDER NAME...
+        tests/run/launched_fsdp2.py FOLDER NAME...
 
 makes them with a launcher: accelerate then reads from that file how to shard, unless the run says it.
 """
@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 from conftest import ByteText, hybrid_config, tiny_model
+from rig import fsdp2_on_cpu, launched
 from safetensors.torch import save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -25,7 +26,6 @@ from hf_hybrid.experimental.residuals import LeapResiduals
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.run.weights import canonical
 from hf_hybrid.saving.manifest import last_checkpoint
-from rig import fsdp2_on_cpu, launched
 
 BY_LAUNCHER = "ACCELERATE_USE_FSDP" in os.environ  # a first trainer sets it too
 STEPS = 24

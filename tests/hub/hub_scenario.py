@@ -4,7 +4,7 @@ A process that trains, pushes and downloads against a Hub on this machine.
 `tests/hub/test_card_and_hub.py` starts it, as the endpoint is read when `huggingface_hub` is imported, and judges
 what it writes down.
 
-    python tests/rig/hub_scenario.py FOLDER
+    python tests/hub/hub_scenario.py FOLDER
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from conftest import ByteText, hybrid_config, tiny_model  # noqa: E402
 from huggingface_hub import ModelCard, constants  # noqa: E402
 from huggingface_hub.utils import get_session, hf_raise_for_status  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
+from rig.byte_llama import byte_tokenizer  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
 
 from hf_hybrid import HybridTrainer  # noqa: E402
-from rig.chats import byte_tokenizer  # noqa: E402
 
 gc.collect()
 gc.freeze()  # each training collects garbage, and would look through all that was imported
