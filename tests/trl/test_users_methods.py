@@ -273,8 +273,11 @@ CALLBACKS = {
     "a loss": (puts_a_loss, {}),
     "rewards": (puts_rewards, {"num_iterations": 2}),
     "temperature": (sets_temperature, {}),
-    "dropout": (sets_dropout, {"exact_skips": "off", "share_rows": "off"}),
-    "dropout of adapters": (puts_dropout, {"exact_skips": "off", "share_rows": "off", **LORA, "learning_rate": 1.0}),
+    "dropout": (sets_dropout, {"exact_skips": "off", "rollouts": "off", "share_rows": "off"}),
+    "dropout of adapters": (
+        puts_dropout,
+        {"exact_skips": "off", "rollouts": "off", "share_rows": "off", **LORA, "learning_rate": 1.0},
+    ),
 }
 
 
