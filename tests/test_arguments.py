@@ -2,12 +2,11 @@
 
 import dataclasses
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rig.processes import python
 
 from hf_hybrid import HybridArguments
 from hf_hybrid.arguments import PRESETS
@@ -19,16 +18,15 @@ PACKAGE = Path(__file__).parent.parent / "hf_hybrid"
 def test_help_is_complete_and_cheap():
     """The options alone need neither torch nor transformers, and argparse can print them."""
     code = (
-        "import sys, dataclasses, argparse\n"
+        "import dataclasses, argparse\n"
         "from hf_hybrid import HybridArguments\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
         "parser = argparse.ArgumentParser()\n"
         "for f in dataclasses.fields(HybridArguments):\n"
         "    assert len(f.metadata['help']) > 20, f.name\n"
         "    parser.add_argument('--' + f.name, help=f.metadata['help'])\n"
         "print(parser.format_help())\n"
     )
-    text = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    text = python(code, without={"torch", "transformers"})
     assert "--leap_worth" in text and "5% of" in text
     assert "Must be at least 0 and less than 1." in text
 

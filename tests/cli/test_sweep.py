@@ -115,11 +115,11 @@ def interrupt(folder):
     (["--learning_rate", "1e-3,1e-3"], "names a value twice"),
     (["--learning_rate", "1e-4..1e-2", "--param", "learning-rate=1,2"], "A parameter is given twice: learning_rate"),
     (["--param", "learning_rate"], "`--param learning_rate` must be `NAME=VALUES`"),
+    (["--param", "hub_token=a,b"], "`hub_token` cannot be swept"),
     (["--param", "lora_rr=1,2"], "`--lora_rr` is no option. Did you mean `--lora_r`?"),
     (["--param", "lora_r=0,2"], "`lora_r` must be at least 1, got 0"),
     (["--param", "optim=sgd..adamw_torch"], "is a range, and the option takes words"),
     (["--param", "output_dir=a,b"], "`output_dir` cannot be swept"),
-    (["--param", "hub_token=a,b"], "`hub_token` cannot be swept"),
     (["--learning_rate", "1e-4..1e-2", "--trials", "0"], "`--trials 0` must be 1 or more"),
     (["--learning_rate", "1e-4..1e-2", "--threshold", "0.7"], "`threshold=0.7` must be at least 0 and below 0.5"),
 ])  # fmt: skip

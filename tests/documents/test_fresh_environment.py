@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli.test_cli import byte_tokenizer
+from rig.byte_llama import assistant, chat_tokenizer, save_llama, user
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -73,24 +73,10 @@ def text_of(output: dict) -> str:
     return "".join(output["text"] if "text" in output else output.get("data", {}).get("text/plain", ""))
 
 
-def make_model(folder: Path) -> None:
-    """A model of a few weights with a chat template."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    tokenizer = byte_tokenizer(eos_token="<|end|>", pad_token="<|end|>")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    ids = {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": 256}
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=257, **sizes, **ids)).save_pretrained(folder)
-
-
 def test_readme(environment, repository):
     """But for the tests, which CI runs by that command."""
-    make_model(repository / "MODEL")
-    chats = [[{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}"}] for n in range(60)]
+    save_llama(repository / "MODEL", chat_tokenizer(TEMPLATE))
+    chats = [[user(f"Say {n}."), assistant(f"{n}")] for n in range(60)]
     (repository / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     shutil.copy(repository / "README.md", repository / "my.txt")
     readme = (repository / "README.md").read_text(encoding="utf-8")
@@ -110,7 +96,7 @@ def test_readme(environment, repository):
 
 def test_colab(executed, repository):
     folder = repository / "examples"
-    make_model(folder / "model")
+    save_llama(folder / "model", chat_tokenizer(TEMPLATE))
     _, rows, trained, chatted, exported, in_python = executed("colab.ipynb", MODEL="./model", STEPS=3)
     assert int(rows) > 50
     assert "Done: 3 steps" in trained and "hf-hybrid chat out" in trained
