@@ -34,10 +34,7 @@ compare = runpy.run_path(str(Path(__file__).with_name("02_compare_with_trainer.p
 
 @dataclass
 class ScriptArguments:
-    die: bool = field(
-        default=False,
-        metadata={"help": "The script sets this when it starts itself: die in Predict."},
-    )
+    die: bool = field(default=False, metadata={"help": "The script sets this when it starts itself: die in Predict."})
 
 
 class DieInPredict(TrainerCallback):

@@ -37,13 +37,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import torch
 from rig import with_eyes
 from rig.tiny_architectures import VOCAB, causal_lm_types, samples, tiny_config
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedModel,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from benchmarks.equality.pool import Worker

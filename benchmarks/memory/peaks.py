@@ -333,10 +333,7 @@ def judged(row: dict, ratio: float | None, model: Model) -> list[str]:
     if not low or model.host_goal is None or row["outcome"] != "measured":
         return []
     found, name = [], f"{row['model']} {row['mode']}, {row['tokens']} tokens"
-    for what, goal, key in (
-        ("device", model.device_goal, "device_reserved"),
-        ("host", model.host_goal, "host_peak"),
-    ):
+    for what, goal, key in (("device", model.device_goal, "device_reserved"), ("host", model.host_goal, "host_peak")):
         if goal is not None and row.get(key) is not None:
             verdict = "met" if row[key] <= goal * GIB else "MISSED"
             found.append(f"goal {verdict}: {name}: {what} {gib(row[key])} of {goal} GiB")

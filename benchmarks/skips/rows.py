@@ -345,11 +345,7 @@ def main() -> None:
     parser.add_argument("--model", choices=["fifth", "smollm2", *OTHERS], default="fifth")
     parser.add_argument("--full", action="store_true", help="Train all weights, not adapters.")
     parser.add_argument("--kind", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument(
-        "--arm",
-        nargs="+",
-        choices=list(ARMS),
-    )
+    parser.add_argument("--arm", nargs="+", choices=list(ARMS))
     parser.add_argument("--order", choices=["shuffled", "kept"], default="shuffled", help="Of the rows.")
     parser.add_argument("--steps", type=int, default=3, help="Steps that are measured.")
     parser.add_argument("--memory", action="store_true", help="Measure bytes instead of seconds.")

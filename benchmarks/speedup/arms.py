@@ -101,10 +101,7 @@ ARMS = {
         Arm("planner-dynamics", "gain by imagination", {"planner": "dynamics"}),
         # Controls.
         Arm(
-            "random",
-            "control: random direction of equal norm",
-            {},
-            direction=_direction("controls", "RandomDirection"),
+            "random", "control: random direction of equal norm", {}, direction=_direction("controls", "RandomDirection")
         ),
         # Extra steps on the products of LoRA's pairs, and extra steps of the same norms that know nothing of them.
         Arm("pair-steps", "AdamW and steps on low-rank products", callback=_extra_steps("product"), lora=True),

@@ -122,10 +122,7 @@ SCRATCH = {
     "adamw": "AdamW", "hybrid": "the default: leaps under AdamW", "muon": '`optim="muon"`, no leaps',
     "fast": '`preset="fast"`',
 }  # fmt: skip
-SIZES = {
-    "10m": "10M, 16 x 256 tokens a step, a CPU",
-    "124m": "124M, 32 x 1,024 tokens a step, an H200",
-}
+SIZES = {"10m": "10M, 16 x 256 tokens a step, a CPU", "124m": "124M, 32 x 1,024 tokens a step, an H200"}
 
 
 def from_scratch(shape: str) -> dict[tuple[str, int], list[Row]]:

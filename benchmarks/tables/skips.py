@@ -10,7 +10,6 @@ from benchmarks.skips.rewards import PARTS
 from benchmarks.skips.rows import ratio
 from benchmarks.tables import all_lines, losses, markdown, results, table
 
-ROW_KEY = ("model", "trains", "order", "kind", "arm")
 KINDS = [  # (kind, model, order, words)
     ("system", "smollm2", "shuffled", "a system prompt of 300 tokens and short turns"),
     ("system", "fifth", "shuffled", "the same"),

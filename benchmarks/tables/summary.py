@@ -8,15 +8,7 @@ from benchmarks.tables.gpu import gain, loss_from_scratch
 from benchmarks.tables.memory import GIB, accuracy, low_bit, outcomes, peak, stopped, times_resident
 from benchmarks.tables.other import change, exported, searched, size
 from benchmarks.tables.skips import grpo_run, prompts, recomputed, row_ratio
-from benchmarks.tables.speedup import (
-    ADAPTERS,
-    SEEDS,
-    default_runs,
-    elsewhere_s,
-    runs,
-    s_of,
-    speedup,
-)
+from benchmarks.tables.speedup import ADAPTERS, SEEDS, default_runs, elsewhere_s, s_of, speedup
 
 OTHERS = ("reward", "kto", "orpo")
 
@@ -53,12 +45,6 @@ def rule_over_best() -> list[float]:
     """Loss of LoRA at the rule's rate over AdamW's at its best one, seed 0, on SmolLM2."""
     found = [default_runs(task, gpu) for task, _, gpu in ADAPTERS if gpu]
     return sorted(rule[0]["eval_loss"] / best - 1 for rule, (best, _) in found)
-
-
-def over_adamw(arm: str) -> float:
-    """Loss of an arm of full fine-tuning of SmolLM2 over AdamW's, seed 0, both at 1e-4."""
-    ours, plain = (runs("smol-full", name, 1e-4)[0]["eval_loss"] for name in (arm, "adamw"))
-    return ours / plain - 1
 
 
 def worst_plan(gpu: bool) -> float:

@@ -629,8 +629,12 @@ def decoder_layers(model):
     return next(module for name, module in model.named_modules() if name.endswith("layers"))
 
 
+def hook_output(module, change):
+    module.register_forward_hook(lambda module, inputs, output: change(output))
+
+
 def of_mlp(model, change):
-    decoder_layers(model)[0].mlp.register_forward_hook(lambda module, inputs, output: change(output))
+    hook_output(decoder_layers(model)[0].mlp, change)
 
 
 def on_parameters(change):
@@ -671,23 +675,9 @@ def gradient_of_a_layer(model):
     decoder_layers(model)[0].mlp.register_full_backward_hook(lambda module, gin, gout: (gin[0] * 0.5, *gin[1:]))
 
 
-def output_of_the_head(model):
-    model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: output * 0.5)
-
-
-def output_of_the_embeddings(model):
-    model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output * 1.5)
-
-
-def output_of_attention(model):
-    decoder_layers(model)[0].self_attn.register_forward_hook(
-        lambda module, inputs, output: (output[0] * 0.5, *output[1:])
-    )
-
-
 def output_of_adapters(model):
     for module in having(model, "lora_B"):
-        module.lora_B["default"].register_forward_hook(lambda module, inputs, output: output * 3)
+        hook_output(module.lora_B["default"], lambda output: output * 3)
 
 
 def no_gradient_of_b(model):
@@ -696,10 +686,8 @@ def no_gradient_of_b(model):
             parameter.register_hook(lambda gradient: gradient * 0)
 
 
-def detaches(model):
-    decoder_layers(model)[0].register_forward_hook(
-        lambda module, inputs, output: output.detach() if torch.is_tensor(output) else (output[0].detach(), *output[1:])
-    )
+def detached(output):
+    return output.detach() if torch.is_tensor(output) else (output[0].detach(), *output[1:])
 
 
 HOOKS = {
@@ -710,11 +698,14 @@ HOOKS = {
     "output less its mean": lambda model: of_mlp(model, less_mean),
     "no gradient of B": no_gradient_of_b,
     "reads a layer": lambda model: of_mlp(model, lambda output: None),
-    **by_name(
-        halved_after_accumulation, input_of_a_layer, gradient_of_a_layer, output_of_the_head, output_of_the_embeddings,
-        output_of_attention, output_of_adapters, detaches,
+    "output of the head": lambda model: hook_output(model.get_output_embeddings(), halved),
+    "output of the embeddings": lambda model: hook_output(model.get_input_embeddings(), lambda output: output * 1.5),
+    "output of attention": lambda model: hook_output(
+        decoder_layers(model)[0].self_attn, lambda output: (output[0] * 0.5, *output[1:])
     ),
-}  # fmt: skip
+    "detaches": lambda model: hook_output(decoder_layers(model)[0], detached),
+    **by_name(halved_after_accumulation, input_of_a_layer, gradient_of_a_layer, output_of_adapters),
+}
 HARMLESS = {
     "same", "copies", "puts padding behind", "reverses rows", "None", "own step", "halves", "syncs", "nothing",
     "looks first", "notes inputs", "notes losses", "notes gradients", "turns the window", "a tuple", "nothing between",
