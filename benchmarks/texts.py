@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data import topics
@@ -17,6 +19,14 @@ def standard_library() -> Iterator[tuple[str, str]]:
         name = path.relative_to(root)
         if not LEFT_OUT & set(name.parts):
             yield str(name), path.read_text(encoding="utf-8", errors="ignore")
+
+
+def syntax_trees() -> Iterator[tuple[str, ast.Module]]:
+    """Yield path and syntax tree of each module of the standard library."""
+    for name, source in standard_library():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of old escapes in the sources
+            yield name, ast.parse(source)
 
 
 def language_reference() -> list[str]:

