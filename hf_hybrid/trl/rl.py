@@ -541,7 +541,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             counts &= attention_mask[:, -kept:].any(dim=1).cpu()
         if self._sharding is None:
             return counts.nonzero()[:, 0].tolist()
-        # Sharded layers are gathered by all processes, in equally many passes: others fill up with rows that do not count.
+        # All processes gather sharded layers, in equally many passes. Some fill up with rows that do not count.
         return sorted(counts.int().argsort(descending=True, stable=True)[: self._agree(int(counts.sum()))].tolist())
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
