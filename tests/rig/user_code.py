@@ -19,6 +19,11 @@ def by_name(*functions):
     return {function.__name__.replace("_", " "): function for function in functions}
 
 
+def call(change, **given):
+    """Call a function with those of the arguments that it names."""
+    return change(*(given[name] for name in inspect.signature(change).parameters))
+
+
 def notes_of(trainer_or_model):
     return vars(trainer_or_model).setdefault("users_notes", [])
 
@@ -214,16 +219,27 @@ def sharpness(trainer, own, model, inputs, *args, **kwargs):
     return loss
 
 
-def clip_gradients(model):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.clamp_(-1e-3, 1e-3)
+def each_gradient(change):
+    def changed(model):
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                change(parameter.grad)
+
+    return changed
 
 
-def clips_gradients(trainer, own, model, inputs, *args, **kwargs):
-    loss = own(model, inputs, *args, **kwargs)
-    clip_gradients(model)
-    return loss
+clip_gradients = each_gradient(lambda gradient: gradient.clamp_(-1e-3, 1e-3))
+
+
+def behind(change):
+    """A step that ends with a change, which names what it needs of trainer, model and loss."""
+
+    def step(trainer, own, model, inputs, *args, **kwargs):
+        loss = own(model, inputs, *args, **kwargs)
+        call(change, trainer=trainer, model=model, loss=loss)
+        return loss
+
+    return step
 
 
 def halves(trainer, own, model, inputs, *args, **kwargs):
@@ -251,24 +267,9 @@ def logs_double(trainer, own, model, inputs, *args, **kwargs):
     return own(model, inputs, *args, **kwargs) * 2
 
 
-def doubles_gradients(trainer, own, model, inputs, *args, **kwargs):
-    loss = own(model, inputs, *args, **kwargs)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(2)
-    return loss
-
-
 def step_optimizer(optimizer, model):
     getattr(optimizer, "optimizer", optimizer).step()  # accelerate's waits for the end of a window
     model.zero_grad()
-
-
-def updates_at_once(trainer, own, model, inputs, *args, **kwargs):
-    """An update in the middle of a window."""
-    loss = own(model, inputs, *args, **kwargs)
-    step_optimizer(trainer.optimizer, model)
-    return loss
 
 
 def syncs(trainer, own, model, inputs, *args, **kwargs):
@@ -280,11 +281,9 @@ def syncs(trainer, own, model, inputs, *args, **kwargs):
     return loss
 
 
-def shrinks_after(trainer, own, model, inputs, *args, **kwargs):
-    loss = own(model, inputs, *args, **kwargs)
-    with torch.no_grad():
-        table(model).mul_(0.99)
-    return loss
+@torch.no_grad()
+def shrinks_table(model):
+    table(model).mul_(0.99)
 
 
 def freezes_by_turns(trainer, own, model, inputs, *args, **kwargs):
@@ -324,26 +323,6 @@ def looks_first(trainer, own, model, inputs, *args, **kwargs):
     return own(model, inputs, *args, **kwargs)
 
 
-def noise(trainer, own, model, inputs, *args, **kwargs):
-    loss = own(model, inputs, *args, **kwargs)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.add_(0.1 * torch.randn_like(parameter.grad))
-    return loss
-
-
-def notes_losses(trainer, own, model, inputs, *args, **kwargs):
-    loss = own(model, inputs, *args, **kwargs)
-    notes_of(trainer).append(loss.item())
-    return loss
-
-
-def notes_gradients(trainer, own, model, inputs, *args, **kwargs):
-    loss = own(model, inputs, *args, **kwargs)
-    notes_of(trainer).append(norm_of_gradients(model))
-    return loss
-
-
 def norm_of_gradients(model):
     return sum(p.grad.float().square().sum().item() for p in model.parameters() if p.grad is not None) ** 0.5
 
@@ -363,11 +342,19 @@ def notes_inputs(trainer, own, model, inputs, *args, **kwargs):
     return own(model, inputs, *args, **kwargs)
 
 
-STEPS = by_name(
-    twice, sharpness, clips_gradients, replays, skips, other_count, logs_double, doubles_gradients, updates_at_once,
-    shrinks_after, freezes_by_turns, by_place, own_step, own_mean, looks_first, noise, notes_losses, notes_gradients,
-    halves, syncs, nothing, notes_inputs,
-)  # fmt: skip
+STEPS = {
+    "clips gradients": behind(clip_gradients),
+    "doubles gradients": behind(each_gradient(lambda gradient: gradient.mul_(2))),
+    "noise": behind(each_gradient(lambda gradient: gradient.add_(0.1 * torch.randn_like(gradient)))),
+    "updates at once": behind(lambda trainer, model: step_optimizer(trainer.optimizer, model)),  # inside a window
+    "shrinks after": behind(shrinks_table),
+    "notes losses": behind(lambda trainer, loss: notes_of(trainer).append(loss.item())),
+    "notes gradients": behind(lambda trainer, model: notes_of(trainer).append(norm_of_gradients(model))),
+    **by_name(
+        twice, sharpness, replays, skips, other_count, logs_double, freezes_by_turns, by_place, own_step, own_mean,
+        looks_first, halves, syncs, nothing, notes_inputs,
+    ),
+}  # fmt: skip
 
 # A loss from the arguments of `compute_loss`.
 
@@ -454,10 +441,6 @@ OTHERS = by_name(
 )  # fmt: skip
 
 # Callbacks: functions of what they name of options, state, model and optimizer.
-
-
-def call(change, **given):
-    return change(*(given[name] for name in inspect.signature(change).parameters))
 
 
 def in_step(number, change):

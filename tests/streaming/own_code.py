@@ -261,12 +261,6 @@ def flips(parameter):
         parameter.grad.neg_()
 
 
-def flips_after(trainer, own, model, *args, **kwargs):
-    loss = own(model, *args, **kwargs)
-    on("layers.1.", flips)(model)
-    return loss
-
-
 def clips_by_layer(trainer, own, model):
     for layer in decoder_layers(model):
         nn.utils.clip_grad_norm_(layer.parameters(), 0.01)
@@ -299,11 +293,9 @@ def adds_noise():
 notes_gradients = notes(lambda model: (p.grad.norm() for p in model.parameters() if p.requires_grad))
 
 
-def leaves_out(trainer, own, model, *args, **kwargs):
-    loss = own(model, *args, **kwargs)
+def leaves_out(trainer, model):
     if trainer.state.global_step == 1:
         model.zero_grad()
-    return loss
 
 
 def own_backward(model):
@@ -866,7 +858,7 @@ KINDS = {
     "rounded from the second step": at("on_step_end", in_step(1, on_projections(rounds))),
     # Gradients.
     "flipped before the update": at("on_pre_optimizer_step", on("layers.1.", flips), options=SGD),
-    "flipped after a step": step(flips_after, options=SGD),
+    "flipped after a step": step(user_code.behind(on("layers.1.", flips)), options=SGD),
     "clipped by layer": lambda: Code(methods={"_clip_grad_norm": clips_by_layer}, options=SGD),
     "clipped by value": user_callback("clips before the update", options=SGD),
     "clipped after a step": user_step("clips gradients", options=SGD),
@@ -888,7 +880,7 @@ KINDS = {
     "updated between": user_callback("updates between"),
     "zeroed by the optimizer": at("on_pre_optimizer_step", in_step(1, lambda optimizer: optimizer.zero_grad())),
     "zeroed by the model": at("on_pre_optimizer_step", in_step(1, lambda model: model.zero_grad())),
-    "zeroed after a step": step(leaves_out),
+    "zeroed after a step": step(user_code.behind(leaves_out)),
     "probed": at("on_step_end", probes),
     "probed and noted": at("on_step_end", probes_and_notes),
     "own backward counts": at("on_step_begin", own_backward, options=SGD),
