@@ -46,30 +46,21 @@ def _delete(path: Path, chance: random.Random, donor: Path) -> None:
     path.unlink()
 
 
-def _empty(path: Path, chance: random.Random, donor: Path) -> None:
-    path.write_bytes(b"")
+def _rewritten(change: Callable[[bytes, random.Random], bytes]) -> Callable:
+    return lambda path, chance, donor: path.write_bytes(change(path.read_bytes(), chance))
 
 
-def _truncate(path: Path, chance: random.Random, donor: Path) -> None:
-    path.write_bytes(path.read_bytes()[: chance.randrange(max(1, path.stat().st_size))])
+def _flip_a_bit(content: bytes, chance: random.Random) -> bytes:
+    flipped = bytearray(content)
+    if flipped:
+        flipped[chance.randrange(len(flipped))] ^= 1 << chance.randrange(8)
+    return bytes(flipped)
 
 
-def _flip_a_bit(path: Path, chance: random.Random, donor: Path) -> None:
-    content = bytearray(path.read_bytes())
-    if content:
-        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
-    path.write_bytes(bytes(content))
-
-
-def _zero_a_part(path: Path, chance: random.Random, donor: Path) -> None:
+def _zero_a_part(content: bytes, chance: random.Random) -> bytes:
     """As a power cut leaves a file whose blocks were not written."""
-    content = path.read_bytes()
     start = chance.randrange(max(1, len(content)))
-    path.write_bytes(content[:start] + bytes(len(content) - start))
-
-
-def _append(path: Path, chance: random.Random, donor: Path) -> None:
-    path.write_bytes(path.read_bytes() + chance.randbytes(chance.randint(1, 64)))
+    return content[:start] + bytes(len(content) - start)
 
 
 def _replace_by_folder(path: Path, chance: random.Random, donor: Path) -> None:
@@ -98,11 +89,11 @@ UNLISTED = (
 
 DAMAGES: dict[str, Callable] = {
     "deleted": _delete,
-    "emptied": _empty,
-    "truncated": _truncate,
-    "one bit flipped": _flip_a_bit,
-    "zeros from some byte on": _zero_a_part,
-    "bytes appended": _append,
+    "emptied": _rewritten(lambda content, chance: b""),
+    "truncated": _rewritten(lambda content, chance: content[: chance.randrange(max(1, len(content)))]),
+    "one bit flipped": _rewritten(_flip_a_bit),
+    "zeros from some byte on": _rewritten(_zero_a_part),
+    "bytes appended": _rewritten(lambda content, chance: content + chance.randbytes(chance.randint(1, 64))),
     "replaced by a folder": _replace_by_folder,
     "beside one that is not listed": _put_unlisted,
     "of another step": _swap,
