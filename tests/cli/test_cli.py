@@ -582,16 +582,6 @@ def test_a_packed_base_is_streamed_under_adapters(folder, tmp_path, monkeypatch)
     assert memory["plan"]["mode"] == "streamed" and memory["statistics"]["loads"] > 0
 
 
-@pytest.mark.long
-def test_what_plan_writes_is_taken(folder, tmp_path, capsys):
-    file = str(tmp_path / "plan.yaml")
-    arguments = [str(folder / "model"), "--vram", "4GiB", "--ram", "4GiB", "--sequence_length", "32", "--for", "train"]
-    arguments += ["--output", file]
-    assert main(["plan", *arguments]) == 0, capsys.readouterr().err
-    options = parse_options(["--config", file, "--cpu", "--output_dir", str(tmp_path)])
-    assert options.config.per_device_train_batch_size == 8 and options.config.bf16 is True
-
-
 # Data and models.
 
 

@@ -14,6 +14,7 @@ from conftest import ByteText, config_values, mostly_slow, tiny_model
 from transformers import Gemma3TextConfig, GptOssConfig, HfArgumentParser, Qwen3MoeConfig
 
 from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid.cli.options import CommandLine
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.plan.models import build, read_config
 from hf_hybrid.plan.planner import plan_memory
@@ -44,7 +45,7 @@ def test_python_m_runs_the_same():
 
 
 @pytest.mark.long
-def test_a_table_and_a_recommendation(config_file, plan):
+def test_a_table_and_a_recommendation(config_file, plan, tmp_path):
     shown, _ = plan(config_file.parent, "--vram", "2GiB", "--ram", "4GiB", *SHORT)
     assert "6 layers" in shown and "vocabulary 256, tied to the head" in shown
     assert "device: 2.00 GiB (--vram)" in shown and "host:   4.00 GiB (--ram)" in shown
@@ -55,9 +56,12 @@ def test_a_table_and_a_recommendation(config_file, plan):
     assert [row.split()[4] for row in rows if row.startswith(">")] == ["full,", "LoRA", "QLoRA,"]
     assert max(map(len, shown.splitlines())) <= 80 and shown.count("\n  hf-hybrid sft --model ") == 3
     assert "does not fit" not in shown and "Nothing fits" not in shown
-    of_train, _ = plan(config_file.parent, "--vram", "2", "--ram", "4GiB", *SHORT, "--for", "train", "--peft", "none")
+    words, target = ("--for", "train", "--peft", "none"), str(tmp_path / "plan.yaml")
+    of_train, _ = plan(config_file.parent, "--vram", "2", "--ram", "4GiB", *SHORT, *words, "--output", target)
     assert "device: 2.00 GiB" in of_train and "full, bf16 autocast, chunked loss, checkpointing" in of_train
     assert "LoRA" not in of_train and of_train.count("\n  hf-hybrid train --model ") == 1
+    written = CommandLine(["--config", target, "--cpu", "--output_dir", str(tmp_path)]).options()
+    assert written.config.per_device_train_batch_size == 8 and written.config.bf16 is True
 
 
 BEST = {
