@@ -302,6 +302,11 @@ class HybridArguments:
             setattr(self, name, as_declared(name, getattr(self, name), hint))
         check_ranges(self, fields(HybridArguments))
 
+    @property
+    def exactness(self) -> Literal["bits", "rounding"]:
+        """What a step has in common with `Trainer`'s: each bit, or all but the order in which sums are added up."""
+        return "rounding" if self.enable_predict or self.share_rows == "on" else "bits"
+
     def preset_value(self, name: str) -> Any:
         """Return the option as given, or else the preset's value."""
         value = getattr(self, name)

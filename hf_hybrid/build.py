@@ -541,19 +541,16 @@ def adapter_parts(trainer: BuiltTrainer) -> list[Part]:
         return []
     from hf_hybrid.phase_memory import adapters
 
-    to_the_bit = trainer.can_leap and not trainer.hybrid_args.enable_predict
-    parts = [] if to_the_bit or trainer.accelerator.mixed_precision != "bf16" else adapters.adapter_parts(trainer)
+    casts = trainer.hybrid_args.exactness == "rounding" and trainer.accelerator.mixed_precision == "bf16"
     experts = fused_experts_part(trainer)
-    return parts if experts is None else [*parts, experts]
+    return [*(adapters.adapter_parts(trainer) if casts else []), *([] if experts is None else [experts])]
 
 
 def fused_experts_part(trainer: BuiltTrainer) -> FusedExperts | None:
     """Return the part that multiplies adapters of fused experts, where sums may be in another order than PEFT's."""
     args, options = trainer.args, trainer.hybrid_args
-    to_the_bit = options.share_rows == "auto" and trainer.can_leap and not options.enable_predict
-    if options.share_rows == "off" or to_the_bit or args.torch_compile or sharding_of(args):
-        return None
-    if not has_adapters(trainer.accelerator.unwrap_model(trainer.model)):
+    as_peft = options.share_rows == "off" or options.exactness == "bits"
+    if as_peft or args.torch_compile or sharding_of(args) or not trains_adapters(trainer):
         return None
     from hf_hybrid.phase_memory.fused_experts import FusedExperts, adapted_experts
 
@@ -564,7 +561,7 @@ def fused_experts_part(trainer: BuiltTrainer) -> FusedExperts | None:
 def rows_part(trainer: BuiltTrainer) -> Part | None:
     """Return the part that computes windows as trees, if the options ask for it."""
     options = trainer.hybrid_args
-    if options.share_rows == "off" or (options.share_rows == "auto" and not options.enable_predict):
+    if options.share_rows == "off" or options.exactness == "bits":
         return None
     own = own_losses(trainer)
     if own or trainer.compute_loss_func is not None or trainer.args.label_smoothing_factor:

@@ -232,10 +232,9 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self._beside: str | None = None
         super().__init__(*args, **kwargs)
         check_kernels(self.args)
-        self.hybrid_args = (
-            self.args if isinstance(self.args, HybridArguments) else HybridArguments(enable_predict=self.can_leap)
-        )
-        options = self.hybrid_args
+        # One that never leaps is not asked for bits.
+        default = HybridArguments() if self.can_leap else HybridArguments(enable_predict=False, share_rows="on")
+        self.hybrid_args = options = self.args if isinstance(self.args, HybridArguments) else default
         leave_adapters_to_adamw(self)
         if makes_muon(self):
             check_hidden_matrices(self.model)

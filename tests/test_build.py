@@ -4,12 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import config_values, tiny_model
+from conftest import ByteText, config_values, tiny_model
+from peft import LoraConfig, get_peft_model
 from rig.trainers import train
 from transformers import TrainingArguments
 from trl import DPOConfig, SFTConfig
 
-from hf_hybrid import HybridArguments, HybridConfig
+from hf_hybrid import HybridArguments, HybridConfig, HybridDPOConfig, HybridGRPOConfig, HybridTrainer
 from hf_hybrid.build import chooses_rate, memory_steps, phase_lengths
 from hf_hybrid.plan.of_trainer import check_streamable
 
@@ -30,6 +31,28 @@ def test_rescue_respects_a_learning_rate_that_was_chosen(tmp_path):
     for value, expected in (("on", True), ("off", False)):
         config = HybridConfig(str(tmp_path), auto_lr=value)
         assert chooses_rate(config, config) is expected
+
+
+@pytest.mark.parametrize(
+    "kind, options, exactness",
+    [
+        (HybridConfig, {}, "rounding"),
+        (HybridConfig, {"enable_predict": False}, "bits"),
+        (HybridConfig, {"enable_predict": False, "share_rows": "off"}, "bits"),
+        (HybridConfig, {"enable_predict": False, "share_rows": "on"}, "rounding"),
+        (HybridDPOConfig, {"enable_predict": False}, "bits"),
+        (HybridDPOConfig, {"enable_predict": False, "padding_free": True}, "rounding"),
+        (HybridGRPOConfig, {}, "rounding"),
+    ],
+)
+def test_one_property_says_whether_sums_may_be_in_another_order(tmp_path, kind, options, exactness):
+    """And adapters under autocast are computed with fewer casts only then."""
+    args = kind(str(tmp_path), use_cpu=True, bf16=True, **options)
+    assert args.exactness == exactness
+    if kind is HybridConfig:
+        model = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"]))
+        names = {part.name for part in HybridTrainer(model, args, train_dataset=ByteText(8)).parts}
+        assert bool(names & {"adapter_products", "uncast_inputs", "frozen_in_bf16"}) == (exactness == "rounding"), names
 
 
 @pytest.mark.parametrize("config", [TrainingArguments, SFTConfig, DPOConfig])

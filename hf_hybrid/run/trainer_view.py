@@ -58,7 +58,6 @@ class TrainerView(Protocol):
     is_fsdp_enabled: bool
     is_deepspeed_enabled: bool
     trains_preferences: bool
-    can_leap: bool
 
     @property
     def has_phases(self) -> bool: ...
