@@ -52,14 +52,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from rig.circles import circles
 
 LIMITS = {
-    "a real step": {"files": 9, "changes": 37, "depth": 8, "calls": 179},
+    "a real step": {"files": 9, "changes": 36, "depth": 8, "calls": 178},
     "a step with a probed leap": {"files": 14, "depth": 15, "calls": 1532},
-    "a step of LoRA": {"files": 6, "changes": 31, "depth": 9, "calls": 84},
-    "a step with `enable_predict=False`": {"files": 3, "changes": 13, "depth": 6, "calls": 35},
-    "a step of shared rows": {"files": 11, "changes": 117, "depth": 11, "calls": 379},
-    "a step of a reward model": {"files": 13, "changes": 286, "depth": 16, "calls": 1126},
-    "a step of GRPO": {"files": 11, "changes": 66, "depth": 15, "calls": 150},
-    "a streamed step": {"files": 12, "changes": 279, "depth": 15, "calls": 852},
+    "a step of LoRA": {"files": 6, "changes": 30, "depth": 9, "calls": 83},
+    "a step with `enable_predict=False`": {"files": 3, "changes": 12, "depth": 6, "calls": 34},
+    "a step of shared rows": {"files": 11, "changes": 116, "depth": 11, "calls": 378},
+    "a step of a reward model": {"files": 13, "changes": 285, "depth": 16, "calls": 1125},
+    "a step of GRPO": {"files": 11, "changes": 66, "depth": 15, "calls": 149},
+    "a streamed step": {"files": 12, "changes": 275, "depth": 15, "calls": 850},
     "a plain save": {"files": 5, "changes": 42, "depth": 9, "calls": 91},
     "a save with leaps": {"files": 14, "changes": 79, "depth": 12, "calls": 415},
     "options to parts": {"files": 15, "stays": 34},

@@ -323,13 +323,6 @@ def _cost_of_step(trainer: BuiltTrainer, tokens: int) -> tuple[float, float]:
     return flops, (accelerator.num_processes - 1) * sum(size * (passes + trained) for size, trained in sizes)
 
 
-def warn_of_no_leaps(trainer: BuiltTrainer) -> None:
-    """Say why no leaps are made, if nobody chose that, and the trainer has not said it when it was built."""
-    reason = trainer.run.no_leaps
-    if reason is not None and trainer.leap_obstacle is None and trainer.hybrid_args.final_gain(1.0) > 0:
-        logger.warning(NO_LEAPS, reason)
-
-
 def phase_lengths(options: HybridArguments, max_steps: int) -> PhaseLengths:
     """Return the phase lengths for a run of `max_steps`: as given, or else by the run's length and the preset."""
 
@@ -358,9 +351,15 @@ def chooses_rate(args: TrainingArguments, options: HybridArguments) -> bool:
     return was_given(args, "learning_rate") is False
 
 
-def warn_of_kept_defaults(trainer: BuiltTrainer) -> None:
-    """Say which defaults would be replaced if it were known that the user did not write them."""
-    args, options, kept = trainer.args, trainer.hybrid_args, []
+def warn_of_what_is_left_out(trainer: BuiltTrainer) -> None:
+    """
+    Say why no leaps are made, if nobody chose that, and the trainer has not said it when it was built. Say which
+    defaults would be replaced if it were known that the user did not write them.
+    """
+    args, options, kept, reason = trainer.args, trainer.hybrid_args, [], trainer.run.no_leaps
+    is_news = trainer.has_phases and trainer.leap_obstacle is None and options.final_gain(1.0) > 0
+    if reason is not None and is_news:
+        logger.warning(NO_LEAPS, reason)
     if trainer.has_phases and options.auto_lr == "auto" and was_given(args, "learning_rate") is None:
         kept.append(f"`learning_rate={args.learning_rate:g}` (`auto_lr=on` raises it where that helps)")
     if options.preset == "fast" and was_given(args, "optim") is None and not has_adapters(trainer.model):
@@ -535,15 +534,22 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
     return Streamed(model, streamer, window, plan, host_memory=host_memory)
 
 
-def adapter_parts(trainer: BuiltTrainer) -> list[Part]:
-    """Return the parts that compute adapters with less memory, or with fewer kernels and casts under bf16 autocast."""
-    if not has_adapters(trainer.model):
-        return []
-    from hf_hybrid.phase_memory import adapters
-
+def memory_parts(trainer: BuiltTrainer) -> list[Part]:
+    """Return the parts that compute layers in another way, in less memory or time."""
+    parts = [] if trainer.memory.streams else _phase_memory_parts(trainer)
+    # Adapters with less memory, or with fewer kernels and casts under bf16 autocast.
     casts = trainer.hybrid_args.exactness == "rounding" and trainer.accelerator.mixed_precision == "bf16"
-    experts = fused_experts_part(trainer)
-    return [*(adapters.adapter_parts(trainer) if casts else []), *([] if experts is None else [experts])]
+    if casts and trains_adapters(trainer):
+        from hf_hybrid.phase_memory import adapters
+
+        parts += adapters.adapter_parts(trainer)
+    if (experts := fused_experts_part(trainer)) is not None:
+        parts.append(experts)
+    if trainer.args.torch_compile and trainer.rows is not None and trainer.rows.may_share:
+        from hf_hybrid.rows.compiled import CompiledLayers
+
+        parts.append(CompiledLayers(trainer, trainer.rows, vars(trainer).get("ref_model")))
+    return parts
 
 
 def fused_experts_part(trainer: BuiltTrainer) -> FusedExperts | None:
@@ -576,20 +582,9 @@ def rows_part(trainer: BuiltTrainer) -> Part | None:
     return kind(trainer, reason_not_shared(trainer))
 
 
-def compiled_parts(trainer: BuiltTrainer) -> list[Part]:
-    """Return the part that compiles layers one by one, where windows may be trees and `torch_compile` is set."""
-    if not trainer.args.torch_compile or trainer.rows is None or not trainer.rows.may_share:
-        return []
-    from hf_hybrid.rows.compiled import CompiledLayers
-
-    return [CompiledLayers(trainer, trainer.rows, vars(trainer).get("ref_model"))]
-
-
-def phase_memory_parts(trainer: BuiltTrainer) -> list[Part]:
+def _phase_memory_parts(trainer: BuiltTrainer) -> list[Part]:
     """Build the parts that change memory by phase, for models that are not streamed."""
     options, parts = trainer.hybrid_args, []
-    if trainer.memory.streams:
-        return parts
     automatic = checkpointing(trainer.args) == "auto" and trainer.train_dataset is not None
     if options.checkpoint_phases is not None or options.offload_activations or automatic:
         phases = (options.checkpoint_phases or "warmup,full,correct").replace(" ", "").split(",")

@@ -121,30 +121,25 @@ class MemoryGuard(Part):
             logger.info("Phase `%s` ends and `%s` begins with %s.", old.value, new.value, self._describe(*self.probe()))
 
     def end_step(self, step: Step) -> None:
-        step.asks_save |= self.after_step(step.index + 1)
-
-    def after_step(self, step: int) -> bool:
-        """Read the memory after this number of steps. Return whether a checkpoint should be written now."""
         if self.probe is None:
-            return False
+            return
         used, total = self.probe()
-        share, text = used / total, self._describe(used, total)
+        number, share, text = step.index + 1, used / total, self._describe(used, total)
         save = share > self.checkpoint_at and not self.asked
-        logger.debug("Step %d ends with %s.", step, text)
+        logger.debug("Step %d ends with %s.", number, text)
         if share <= self.warn_at:
             self.warned = self.asked = False
         elif not self.warned:
             self.warned = True
             logger.warning(
                 "Step %d ends with %s, above `guard_warn_at=%g`. Lower `per_device_train_batch_size` and raise "
-                "`gradient_accumulation_steps`, or see docs/memory.md for what takes less.", step, text, self.warn_at
+                "`gradient_accumulation_steps`, or see docs/memory.md for what takes less.", number, text, self.warn_at
             )  # fmt: skip
             free_memory()
         if save:
-            self.asked = True
-            most = 100 * self.checkpoint_at
-            logger.warning("Step %d ends with %s, above %.0f %%: a checkpoint is written now, once.", step, text, most)
-        return save
+            self.asked = step.asks_save = True
+            text = f"{text}, above {100 * self.checkpoint_at:.0f} %"
+            logger.warning("Step %d ends with %s: a checkpoint is written now, once.", number, text)
 
     @staticmethod
     def _describe(used: int, total: int) -> str:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from pathlib import Path
@@ -33,21 +32,18 @@ from transformers.trainer_callback import CallbackHandler
 
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.build import (
-    adapter_parts,
     build_memory,
     build_optimizer,
     build_run,
     check_trainable,
-    compiled_parts,
     leave_adapters_to_adamw,
     leave_out_leaps,
     makes_muon,
-    phase_memory_parts,
+    memory_parts,
     prepare_leaps,
     rows_part,
     share_optimizer,
-    warn_of_kept_defaults,
-    warn_of_no_leaps,
+    warn_of_what_is_left_out,
 )
 from hf_hybrid.compat import warn_of_untested_versions
 from hf_hybrid.config import CONFIG_NAME, config_values
@@ -72,7 +68,7 @@ from hf_hybrid.records.profiler import MemoryProfilerCallback, held_bytes
 from hf_hybrid.records.redaction import shareable
 from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, device_probe
 from hf_hybrid.run.epochs import Epochs
-from hf_hybrid.run.monitor import numbers_of, overflowed
+from hf_hybrid.run.monitor import numbers_of
 from hf_hybrid.run.run import DataOrder, RandomStates, Run
 from hf_hybrid.run.trainer_view import SEAMS, Code, acts_beside_layers, acts_between, reads_gradients
 from hf_hybrid.saving.lock import check_output
@@ -220,16 +216,11 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self._held: ByteTable | None = None
         self.saver, self.trial = Saver(self), None
         self._ignored_in_evaluations = None
-        self._scheduled_rates: list[float] = []
         self.epochs, self._around_forward = Epochs(self), False
         self._shows_gradients = False
         """Whether gradients of streamed layers are put on the parameters, for code of a user."""
-        self._seams: list[Any] = []
-        """What [`_who_acts`] was found out of."""
-        self._acts: str | None = None
-        self._code: tuple[Any, ...] = ()
-        """What [`_who_acts_beside_layers`] was found out of."""
-        self._beside: str | None = None
+        self._acts, self._acts_beside_layers = (None, None), (None, None)
+        """What code of a user acts between micro-batches and beside layers, each behind what it was found out of."""
         super().__init__(*args, **kwargs)
         check_kernels(self.args)
         # One that never leaps is not asked for bits.
@@ -252,15 +243,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         keep_differentiable(self.model)
         self.rows = rows_part(self) if self.rows is None else self.rows
         self.order = DataOrder(self.args.device, self.is_world_process_zero)
-        own = [self.order] if self.rows is None else [self.order, self.rows]
-        own += [
-            self.recovery,
-            self.memory_guard,
-            *phase_memory_parts(self),
-            *adapter_parts(self),
-            *compiled_parts(self),
-        ]
-        self.parts, self.probe_dataset = [*own, *self.own_parts(), *parts], probe_dataset
+        own = [self.order, *([] if self.rows is None else [self.rows]), self.recovery, self.memory_guard]
+        self.parts, self.probe_dataset = [*own, *memory_parts(self), *self.own_parts(), *parts], probe_dataset
         check_parts(self.parts)
         self.preemption = agree_on_preemption(self)
         self.callback_handler = HookRouter(self)
@@ -356,11 +340,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         if self.rows is not None and isinstance(loader, DataLoaderShard):
             loader.device = None  # rows are laid out on the host, and `get_batch_samples` moves the batches of a step
         self.log_file.begin(self.state.global_step, self.state.max_steps, folder, **self.environment())
-        if self.has_phases:
-            warn_of_no_leaps(self)
-        warn_of_kept_defaults(self)
+        warn_of_what_is_left_out(self)
         self.epochs.find_place()
-        self._scheduled_rates = []
         self._around_forward = self.run.listens("before_forward", "after_backward")
         self.run.begin()
         self.saver.restore()
@@ -392,23 +373,16 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         if self.saver.evaluation_is_due and self.control.should_training_stop:  # which a callback decided in it
             return [], None
         self.saver.evaluation_is_due = self.epochs.is_at_start = False
-        in_step, feed, there = self.saver.in_step, self.run.feed, device
+        in_step, feed, get, there = self.saver.in_step, self.run.feed, super().get_batch_samples, device
         in_step.is_changing = True
         acts = self._who_acts()
         if acts is None and self.rows is not None and self.accelerator.num_processes == 1 and self.args.n_gpu <= 1:
-            device = torch.device("cpu")  # where the loader has labels; Trainer would wait for a copy of their count
+            there = torch.device("cpu")  # where the loader has labels; Trainer would wait for a copy of their count
         with self.order.reading():
-            if feed is None:
-                batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-            else:
-                feed.open(epoch_iterator)
-                coming = feed.peek(num_batches)
-                if coming:
-                    batches, items = super().get_batch_samples(iter(coming), len(coming), device)
-                else:
-                    batches, items = [], None  # a stream has ended
-        if torch.is_tensor(items) and items.device != there:
-            items = copy_to_device_(torch.empty_like(items, device=there), items)
+            fetch = get if feed is None else functools.partial(feed.fetch, get)
+            batches, items = fetch(epoch_iterator, num_batches, there)
+        if torch.is_tensor(items) and items.device != device:
+            items = copy_to_device_(torch.empty_like(items, device=device), items)
         if batches:
             rate, on_host, rows = 0.0 if feed is None else self._get_learning_rate(), batches, self.rows
             if acts is not None or (rows is not None and rows.in_every_pass):  # else those that are computed are moved
@@ -441,8 +415,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         if inputs is None:
             model.train()  # as in a skipped step
             return torch.zeros((), device=self.args.device)
-        compute = functools.partial(super().training_step, model)
-        run: Callable[[Any], torch.Tensor] = lambda inputs: compute(inputs, *args, **kwargs)  # noqa: E731
+        compute = super().training_step
+        run: Callable[[Any], torch.Tensor] = lambda inputs: compute(model, inputs, *args, **kwargs)  # noqa: E731
         if self.memory.window is not None:  # layer by layer, the first call computes all of the window
             run = functools.partial(self.memory.window.next, run)
         loss = self.recovery.compute(inputs, functools.partial(self._compute, run), items)
@@ -459,19 +433,19 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             seams += streamed._optimizer_step_pre_hooks.values()
         for place in (self, *type(self).__mro__):
             seams += map(vars(place).get, SEAMS)
-        if seams != self._seams:
-            self._seams, self._acts = seams, acts_between(self)
-            self._shows_gradients = streamed is not None and (self._acts is not None or reads_gradients(self))
-        return self._acts
+        if seams != self._acts[0]:
+            self._acts = seams, acts_between(self)
+            self._shows_gradients = streamed is not None and (self._acts[1] is not None or reads_gradients(self))
+        return self._acts[1]
 
     def _who_acts_beside_layers(self) -> str | None:
         """Return what code of a user acts there, see [`acts_beside_layers`]: found out again where any is new."""
         losses = [vars(place).get("compute_loss") for place in (self, *type(self).__mro__)]
         seams = Code.of(self.accelerator.unwrap_model(self.model)), losses
-        if seams != self._code:
+        if seams != self._acts_beside_layers[0]:
             layers = [module for unit in self.memory.streamer.layers for module in unit.modules]
-            self._code, self._beside = seams, acts_beside_layers(self, seams[0], layers)
-        return self._beside
+            self._acts_beside_layers = seams, acts_beside_layers(self, seams[0], layers)
+        return self._acts_beside_layers[1]
 
     def _arrange(self, step: Step) -> None:
         """Decide how the micro-batches of a step are computed, now that `on_step_begin` has been called."""
@@ -562,36 +536,22 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
                 self.rows.fallbacks.cannot_be_exact("a `training_step` of yours does not call that of this package")
         if not run.has_phases:
             return
+        accuracy, scaler = self.accuracy_of_step(), self.accelerator.scaler
         run.settle()
-        numbers, accuracy = numbers_of(run.step, self._gradient_norm, self.accelerator), self.accuracy_of_step()
+        numbers = numbers_of(run.step, self._gradient_norm, self.accelerator)
         if run.reads_later:
             run.read_later(numbers, accuracy)
-        else:
-            loss, norm, has_loss = numbers.tolist()
-            scaler = self.accelerator.scaler
-            if has_loss and math.isfinite(loss) and scaler is not None and overflowed(norm, scaler):
-                run.step.counts = False  # the scaler leaves the update out, and the parts are shown nothing
-            elif not run.before_update(loss if has_loss else None, norm, accuracy):
-                self._withhold_update()
-                if scaler is not None:
-                    scaler.update()  # what it noted of these gradients is over
-        # The learning rate is scaled here and nowhere else; `_after_update` takes the factor out again.
-        scale = run.rate_scale
-        self._scheduled_rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["lr"] * scale
+        elif not run.before_update(numbers.tolist(), accuracy, scaler=scaler):
+            self._withhold_update()
+            if scaler is not None:
+                scaler.update()  # what it noted of these gradients is over
+        run.scale_rates(self.optimizer.param_groups)
 
     def _after_update(self) -> None:
         self.recovery.stepping = False
-        if not self.run.has_phases or self.run.phase is Phase.PREDICT:
-            return
-        groups = self.optimizer.param_groups
-        if self.accelerator.sync_gradients and not self.accelerator.optimizer_step_was_skipped:
-            self.run.after_update([float(group["lr"]) * group.get("rate_scale", 1.0) for group in groups])
-        vars(self.run.optimizer).pop("found_inf", None)  # what the device decided
-        # Schedulers of the chained kind compute the next rate from the last: leave them theirs.
-        for group, rate in zip(groups, self._scheduled_rates):
-            group["lr"] = rate
+        if self.run.has_phases and self.run.phase is not Phase.PREDICT:
+            stepped = self.accelerator.sync_gradients and not self.accelerator.optimizer_step_was_skipped
+            self.run.after_update(self.optimizer.param_groups, stepped)
 
     def _end_step(self) -> None:
         """Close the step under way, once, if Trainer has counted it."""
@@ -607,13 +567,12 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
     # The loss.
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        chunked, compute = self._chunked_loss, functools.partial(super().compute_loss, model, inputs, *args, **kwargs)
-        given = dict(zip(("return_outputs", "num_items_in_batch"), args)) | kwargs
+        chunked, given = self._chunked_loss, dict(zip(("return_outputs", "num_items_in_batch"), args)) | kwargs
         items = given.get("num_items_in_batch")
-        if chunked.loss is None or given.get("return_outputs") or not chunked.applies(model, inputs, items):
-            return compute()
-        with chunked.loss.active(inputs):
-            return compute()
+        whole = chunked.loss is None or given.get("return_outputs") or not chunked.applies(model, inputs, items)
+        loss = None if whole else chunked.loss
+        with contextlib.nullcontext() if loss is None else loss.active(inputs):
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
     def accuracy_of_step(self) -> float | None:
         """Return the share of the preference pairs of the step under way, of all processes, that are ranked right."""
@@ -800,22 +759,10 @@ class HybridTrainer(HybridTrainerMixin, Trainer):
         **kwargs,
     ):
         super().__init__(
-            model=model,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            model_init=model_init,
-            compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            model=model, args=args, data_collator=data_collator, train_dataset=train_dataset,
+            eval_dataset=eval_dataset, processing_class=processing_class, model_init=model_init,
+            compute_loss_func=compute_loss_func, compute_metrics=compute_metrics, callbacks=callbacks,
+            optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            probe_dataset=probe_dataset,
-            parts=parts,
-            direction=direction,
-            device_map=device_map,
-            **kwargs,
-        )
+            probe_dataset=probe_dataset, parts=parts, direction=direction, device_map=device_map, **kwargs,
+        )  # fmt: skip

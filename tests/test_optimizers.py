@@ -24,11 +24,11 @@ from transformers import (
 
 from hf_hybrid import HybridArguments, HybridConfig, HybridTrainer, optimizers
 from hf_hybrid.optimizers import RATE_SCALE, MuonAdamW, muon_groups, split_parameters
+from hf_hybrid.part import Part
 from hf_hybrid.plan.accounting import ModelShape, WeightCount, storage_bytes
 from hf_hybrid.plan.estimate import Estimator, PlanError
 from hf_hybrid.plan.setups import Setup
 from hf_hybrid.run.adapters import adapter_rate
-from hf_hybrid.run.run import Run
 from hf_hybrid.streaming.layers import find_layers
 
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -472,15 +472,21 @@ def test_training_of_adapters_alone(tmp_path, train_set):
     assert steps(trainer)[-1][0] < steps(trainer)[0][0]
 
 
-def test_phases_train(tmp_path, train_set, monkeypatch):
-    config = hybrid_config(tmp_path, optim="muon", direction="auto", max_steps=25)
-    trainer = HybridTrainer(tiny_model(), config, train_dataset=train_set)
-    seen, observe = [], Run.after_update
-    monkeypatch.setattr(Run, "after_update", lambda run, rates: (seen.append(rates), observe(run, rates)))
+class RatesOfParts(Part):
+    def __init__(self):
+        self.seen = []
+
+    def after_update(self, step, learning_rates):
+        self.seen.append(learning_rates)
+
+
+def test_phases_train(tmp_path, train_set):
+    config, rates = hybrid_config(tmp_path, optim="muon", direction="auto", max_steps=25), RatesOfParts()
+    trainer = HybridTrainer(tiny_model(), config, train_dataset=train_set, parts=[rates])
     trainer.train()
     summary = trainer.hybrid_summary()
     assert summary["steps_by_phase"]["full"] > 0 and summary["leaps_made"] == 0
-    assert max(map(max, seen)) == RATE_SCALE * config.learning_rate, "parts see the rate that weights move by"
+    assert max(map(max, rates.seen)) == RATE_SCALE * config.learning_rate, "parts see the rate that weights move by"
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0] - 0.5
     assert HybridConfig.from_json(tmp_path).optim == "muon"

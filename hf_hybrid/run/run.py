@@ -43,7 +43,7 @@ from hf_hybrid.run.epochs import (
     with_tensors,
     without_tensors,
 )
-from hf_hybrid.run.monitor import Action, DivergenceMonitor, TrainingDivergedError, Verdict
+from hf_hybrid.run.monitor import Action, DivergenceMonitor, TrainingDivergedError, Verdict, overflowed
 from hf_hybrid.run.rate import RateScale
 from hf_hybrid.run.record import HOST_IS_LIMIT, RunRecord, Speed
 from hf_hybrid.run.weights import TrainedWeights
@@ -133,6 +133,7 @@ class Run:
         """Work that can wait until the device is busy with the next micro-batch."""
         self.forecast: FinalLoss | None = None
         """The last one of the loss at the end of the run, if a part makes such."""
+        self._scheduled_rates: list[float] = []
         self._announced = Phase.FULL if self.warmup == 0 else Phase.WARMUP
         self.last_phase = self._announced if self.has_phases else None
         self._ended: dict[str, Any] | None = None
@@ -236,20 +237,23 @@ class Run:
             self.later.pop(0)()
 
     def before_update(
-        self, loss: float | None, gradient_norm: float, accuracy: float | None = None, step: Step | None = None
+        self, numbers: Sequence[float], accuracy: float | None = None, step: Step | None = None, scaler: Any = None
     ) -> bool:
         """
         Show the parts loss and gradients of the real step, the monitor first, which may raise `TrainingDivergedError`.
         Return whether the optimizer may step. If not, the caller must drop the gradients.
 
-        `loss` is `None` for a step in which no token has a label. It has no gradient, and the optimizer steps as with
-        `Trainer`, but nothing can be learnt from it: the parts are not shown it. `accuracy` is the share of the step's
-        preference pairs that the model ranks right, if it trains on such. `step` is the one under way, or one that is
-        over and was put off.
+        The `numbers` are those of [`~hf_hybrid.run.monitor.numbers_of`]. A step in which no token has a label has no
+        gradient, and the optimizer steps as with `Trainer`, but nothing can be learnt from it: the parts are not shown
+        it. `accuracy` is the share of the step's preference pairs that the model ranks right, if it trains on such.
+        `step` is the one under way, or one that is over and was put off.
         """
         hooks = self._hooks["before_update"] if step is None else [self.monitor.before_update]  # others looked in time
-        step = cast("RealStep", step or self.step)
-        if loss is None:
+        step, (loss, gradient_norm, has_loss) = cast("RealStep", step or self.step), numbers
+        if has_loss and math.isfinite(loss) and scaler is not None and overflowed(gradient_norm, scaler):
+            step.counts = False  # the scaler leaves the update out, and the parts are shown nothing
+            return True
+        if not has_loss:
             if not self._warned_of_no_label:
                 logger.warning(
                     "Step %d: no token of the batch has a label (every label is -100), so that it has no loss and a "
@@ -286,8 +290,7 @@ class Run:
         if self._unread is None or self._unread[0] is self.step:
             return
         (step, accuracy, numbers), self._unread = self._unread, None
-        loss, norm, has_loss = numbers.read()
-        self.before_update(loss if has_loss else None, norm, accuracy, step)
+        self.before_update(numbers.read(), accuracy, step)
         if self.rate is not None:
             self.rate.end_step(step)
         self._follow(step)
@@ -302,10 +305,23 @@ class Run:
         for steps in (self.logged, self.trained):
             steps.count(real=real, finite=real and finite)
 
-    def after_update(self, learning_rates: list[float]) -> None:
-        """Tell the parts of a step of the optimizer with these learning rates (one per parameter group)."""
-        for method in self._hooks["after_update"]:
-            method(self.step, learning_rates)
+    def scale_rates(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Scale the learning rate for one step of the optimizer. This is done here and nowhere else."""
+        scale, self._scheduled_rates = self.rate_scale, []
+        for group in groups:
+            self._scheduled_rates.append(group["lr"])
+            group["lr"] = group["lr"] * scale
+
+    def after_update(self, groups: Sequence[dict[str, Any]], stepped: bool) -> None:
+        """The optimizer `stepped` or not: tell the parts its learning rates, and take the scale out of them."""
+        if stepped:
+            rates = [float(group["lr"]) * group.get("rate_scale", 1.0) for group in groups]
+            for method in self._hooks["after_update"]:
+                method(self.step, rates)
+        vars(self.optimizer).pop("found_inf", None)  # what the device decided
+        # Schedulers of the chained kind compute the next rate from the last: leave them theirs.
+        for group, rate in zip(groups, self._scheduled_rates):
+            group["lr"] = rate
 
     def react(self, verdict: Verdict, step: Step) -> None:
         """Carry out the action of a verdict. The monitor writes it down, and raises an error if it is the last one."""
@@ -518,9 +534,10 @@ class BatchFeed:
         # has to be over by then, also where the first steps take no batch.
         self.peek(1)
 
-    def open(self, epoch_iterator: Iterator) -> None:
+    def fetch(self, get: Callable[..., Any], epoch_iterator: Iterator, count: int, device: Any) -> tuple[list, Any]:
         """
-        Read the next batches, from `Trainer`'s iterator of the epoch unless [`read`] made one of our own.
+        Return the next batches and their labels' count by `get`, which is `Trainer`'s `get_batch_samples`. They come
+        from `Trainer`'s iterator of the epoch unless [`read`] made one of our own.
 
         A window that a stream ended in the middle of was trained on, though no step came of it.
         """
@@ -528,6 +545,8 @@ class BatchFeed:
             self.close()
         if self._source is None:
             self._source = epoch_iterator
+        coming = self.peek(count)
+        return get(iter(coming), len(coming), device) if coming else ([], None)  # a stream has ended
 
     def peek(self, count: int) -> list:
         """Return the next `count` batches, or as many as the epoch still has, and leave them in the queue."""

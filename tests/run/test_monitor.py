@@ -371,7 +371,7 @@ def test_the_device_decides_as_the_host():
             run.monitor.norms.extend(norms)
             run.step.phase = phase
             withheld = run.monitor.withheld(run.step, torch.tensor([loss, norm, has_loss], dtype=torch.float64))
-            may_step = run.before_update(loss if has_loss else None, norm)
+            may_step = run.before_update([loss, norm, has_loss])
             assert withheld.item() == float(not may_step), (loss, norm, has_loss, norms, phase)
 
 
