@@ -78,8 +78,7 @@ class HybridArguments:
     options to `transformers.TrainingArguments` and changes none of the defaults there.
 
     Raises:
-        ValueError: If an option has the wrong type or is outside its range. The message names the option, the value
-            and what is expected.
+        ValueError: If an option has the wrong type or is outside its range.
 
     Attributes:
         plan_values (`dict`): Values of `Setup` (plan/setups.py) that no option has and a memory plan decides, such as

@@ -72,7 +72,7 @@ from hf_hybrid.plan.of_trainer import (
 from hf_hybrid.plan.setups import Setup
 from hf_hybrid.records.log import LogFile
 from hf_hybrid.records.progress import install_progress
-from hf_hybrid.recovery import OutOfMemoryRecovery, RecoveringTrainer, UnrecoveredMemoryError, first_part
+from hf_hybrid.recovery import OutOfMemoryRecovery, RecoveringTrainer, UnrecoveredMemoryError, parts_of
 from hf_hybrid.run.adapters import adapter_rate_scale
 from hf_hybrid.run.monitor import DivergenceMonitor
 from hf_hybrid.run.rate import LearningRateSearch, RateScale
@@ -417,7 +417,7 @@ def _probe(trainer: BuiltTrainer, feed: BatchFeed) -> Probe:
             feed.peek,
             wanted=wanted,
             size=losses.size,
-            cut=functools.partial(first_part, blocks=trainer.recovery.blocks),
+            cut=functools.partial(parts_of, blocks=trainer.recovery.blocks),
             accumulation=args.gradient_accumulation_steps,
             processes=processes,
         )
@@ -438,10 +438,8 @@ def makes_muon(trainer: BuiltTrainer) -> bool:
 
 def leave_adapters_to_adamw(trainer: BuiltTrainer) -> None:
     """
-    Undo the choice of Muon by `preset="fast"` where adapters are trained, unless the user wrote an option of Muon.
-
-    Muon ends no lower than AdamW there, and its best learning rate is not a fixed multiple of AdamW's
-    (benchmarks/speedup/rates.md, "`fast` with adapters").
+    Undo the choice of Muon by `preset="fast"` where adapters are trained, unless the user wrote an option of Muon. It
+    gains nothing there (benchmarks/speedup/rates.md, "`fast` with adapters").
     """
     options = trainer.hybrid_args
     if options.preset != "fast" or not makes_muon(trainer) or not has_adapters(trainer.model):

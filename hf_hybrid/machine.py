@@ -30,10 +30,8 @@ logger = logging.getLogger(__name__)
 
 class LeapObstacleError(ValueError):
     """
-    Leaps cannot work with something that trains well without them.
-
-    `reason` says what it is, and why, in whole sentences, and `advice` what to do about it if leaps are wanted.
-    `leaps_alone` tells whether all other parts of a run work with it.
+    Leaps cannot work with something that trains well without them. `reason` says what it is, and why, in whole
+    sentences, and `advice` what to do. `leaps_alone` tells whether all other parts of a run work with it.
     """
 
     def __init__(self, reason: str, advice: str, *, leaps_alone: bool = False):
@@ -382,13 +380,10 @@ def page_locked_bytes() -> int:
 
 def keep_differentiable(model: torch.nn.Module) -> None:
     """
-    Keep bitsandbytes' 4-bit layers trainable, also after the model is evaluated on a CPU.
+    Keep bitsandbytes' 4-bit layers trainable, also after the model is evaluated on a CPU, or refuse packed ones.
 
     On CPUs with bf16 instructions these layers pack their weights anew at the first evaluation, for a kernel whose
     backward pass is wrong without an error: cosines with the right gradients were measured down to 0.56.
-
-    Raises:
-        ValueError: If the layers are packed already.
     """
     for name, module in model.named_modules():
         if not hasattr(module, "support_avx512bf16_for_cpu"):

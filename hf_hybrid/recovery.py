@@ -206,11 +206,6 @@ def parts_of(batch: Any, most: int | None, blocks: int = 1) -> list:
         return [batch]
 
 
-def first_part(batch: Any, most: int, blocks: int = 1) -> Any:
-    """Return the first `most` sequences of a batch, or all of it if it cannot be split."""
-    return parts_of(batch, most, blocks)[0]
-
-
 # Recovery.
 
 
@@ -343,10 +338,8 @@ class OutOfMemoryRecovery(Part):
         if self.policy.micro_batch_size is None:
             return [(batch, 1.0)]
         parts = parts_of(batch, self.policy.micro_batch_size, self.blocks)
-        if len(parts) == 1:
-            return [(batch, 1.0)]
-        count = sequences_in(batch, self.blocks)
-        return [(part, sequences_in(part, self.blocks) / count) for part in parts]
+        sizes = [1] if len(parts) == 1 else [sequences_in(part, self.blocks) for part in parts]
+        return [(part, size / sum(sizes)) for part, size in zip(parts, sizes)]
 
     def _begin_walk(self, window: Window) -> None:
         """Streamed layers walk a window in one go: losses that are means must count alike, or each part goes alone."""
@@ -400,12 +393,10 @@ class OutOfMemoryRecovery(Part):
         Take note of an out-of-memory error, and release what it holds. Raise `error` itself, if it is none or with
         `out_of_memory=raise`, and [`UnrecoveredMemoryError`] if nothing may be tried here.
         """
-        if isinstance(error, UnrecoveredMemoryError) or not is_out_of_memory(error):
-            raise error
-        if not self.retries:
+        if isinstance(error, UnrecoveredMemoryError) or not is_out_of_memory(error) or not self.retries:
             raise error
         self.reason = _first_line(error)
-        obstacle = self._obstacle()
+        obstacle = self._reason_not_repeated()
         if obstacle is not None:
             raise UnrecoveredMemoryError(f"{self.where()}: {self.reason} Nothing was tried: {obstacle}") from error
         drop_tensors_of(error)
@@ -550,7 +541,7 @@ class OutOfMemoryRecovery(Part):
         folder = trainer.run_folder / f"checkpoint-{step}"
         return f"The state after step {step}, the last good one, is in `{folder}`."
 
-    def _obstacle(self) -> str | None:
+    def _reason_not_repeated(self) -> str | None:
         """Return why a step cannot be computed again in this run, or `None`."""
         trainer, optim = self.trainer, optimizer_name(self.trainer.args)
         if trainer.accelerator.num_processes > 1 or trainer.args.n_gpu > 1:

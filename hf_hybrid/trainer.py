@@ -216,7 +216,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self._held: ByteTable | None = None
         self.saver, self.trial = Saver(self), None
         self._ignored_in_evaluations = None
-        self.epochs, self._around_forward = Epochs(self), False
+        self.epochs = Epochs(self)
         self._shows_gradients = False
         """Whether gradients of streamed layers are put on the parameters, for code of a user."""
         self._acts, self._acts_beside_layers = (None, None), (None, None)
@@ -286,8 +286,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
     def train(self, resume_from_checkpoint=None, trial=None, *args, **kwargs):
         self.trial = trial
         self.saver.begin(resume_from_checkpoint)
-        self.run, self._around_forward = Run(no_leaps=self.obstacle), False  # an error may have ended the last one
-        self._held = None
+        self.run, self._held = Run(no_leaps=self.obstacle), None  # an error may have ended the last one
         self._ignored_in_evaluations = args[0] if args else kwargs.get("ignore_keys_for_eval")
         self.epochs = Epochs(self)
         self.recovery.reset()
@@ -342,7 +341,6 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.log_file.begin(self.state.global_step, self.state.max_steps, folder, **self.environment())
         warn_of_what_is_left_out(self)
         self.epochs.find_place()
-        self._around_forward = self.run.listens("before_forward", "after_backward")
         self.run.begin()
         self.saver.restore()
         if self.has_phases and self.args.should_save:
@@ -355,7 +353,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.epochs.restore_order()
 
     def _end_run(self) -> None:
-        had_phases, self._around_forward = self.run.has_phases, False
+        had_phases = self.run.has_phases
         if had_phases:
             self._measure_memory()
         self.run.end()
@@ -390,10 +388,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             self._loss_before = getattr(self, "_tr_loss", torch.zeros(())).clone() if acts is not None else 0.0
             self.run.accumulations.add(self.args.gradient_accumulation_steps)
             step = self.run.begin_step(self.state.global_step, batches, items, rate, on_host, acts)
-            if step.phase is Phase.PREDICT:  # trains on none of them: they stay the next
+            if step.phase is Phase.PREDICT:
                 batches = batches + batches[-1:] * (num_batches - len(batches))
-            elif feed is not None:
-                feed.begin(len(batches))
         in_step.is_changing, in_step.begun = False, self.state.global_step if batches else None
         if self.saver.start.in_step:
             # Saved after its batches were fetched, which may draw random numbers; Trainer restores them before.
@@ -480,13 +476,13 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
                 in_step.is_changing = False
                 raise
         try:
-            if self._around_forward:
+            if self.run.around_forward:
                 self.run.call("before_forward", self.run.phase)
             with rows.around() if around else contextlib.nullcontext():
                 return step(inputs)
         finally:
             in_step.is_changing = False
-            if self._around_forward:
+            if self.run.around_forward:
                 self.run.call("after_backward", self.run.phase)
 
     def _skip_step(self, model) -> torch.Tensor:

@@ -38,10 +38,7 @@ def quiet_imports() -> Generator[None]:
 
 @contextlib.contextmanager
 def quiet_dependencies() -> Generator[None]:
-    """
-    Context in which dependencies show no bars and speak of errors alone, unless the user asked for more
-    (`TRANSFORMERS_VERBOSITY`).
-    """
+    """Context in which dependencies show no bars and speak of errors alone, unless `TRANSFORMERS_VERBOSITY` is set."""
     with quiet_imports():
         import datasets
         import transformers
@@ -65,10 +62,7 @@ def quiet_dependencies() -> Generator[None]:
 
 @contextlib.contextmanager
 def speaking(unsaid: tuple[str, ...] = ()) -> Generator[None]:
-    """
-    Context in which dependencies are quiet, and warnings of the package are lines on the terminal; those of `unsaid`
-    (before their values are put in) are left out.
-    """
+    """Context in which dependencies are quiet, and warnings of the package are lines, see [`Said`]."""
     said, own = Said(unsaid), logging.getLogger("hf_hybrid")
     with quiet_dependencies():
         own.addHandler(said)
@@ -79,7 +73,7 @@ def speaking(unsaid: tuple[str, ...] = ()) -> Generator[None]:
 
 
 class Said(logging.Handler):
-    """Writes warnings of the package as lines of their own, past the bar, but those of `unsaid`."""
+    """Writes warnings of the package past the bar, but those of `unsaid` (before their values are put in)."""
 
     def __init__(self, unsaid: tuple[str, ...]):
         super().__init__(logging.WARNING)
@@ -176,10 +170,7 @@ def outcome(metrics: dict[str, Any]) -> str:
 
 
 def print_trainer(trainer: Any, *, by_rule: bool) -> None:
-    """
-    Say what is trained, in how many steps, at which rate (`by_rule`: chosen by the command), in how much memory if
-    layers are streamed, and where it is saved.
-    """
+    """Say what is trained, and how. `by_rule`: the command has chosen the rate."""
     from hf_hybrid.hub.card import count_parameters
     from hf_hybrid.machine import describe_device
 

@@ -146,9 +146,8 @@ def _load_file(path: Path, kind: str, streaming: bool) -> Any:
 
 def shares(counts: Sequence[int], weights: Sequence[float]) -> list[int]:
     """
-    Return how many rows of each data set a mixture takes, so that their shares are `weights` and none is repeated.
-
-    The mixture is as large as the smallest data set, for its share, allows.
+    Return how many rows of each data set a mixture takes, so that their shares are `weights` and none is repeated. It
+    is as large as the smallest data set, for its share, allows.
     """
     parts = [weight / sum(weights) for weight in weights]
     most = min(count / part for count, part in zip(counts, parts, strict=True) if part > 0)

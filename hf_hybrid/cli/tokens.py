@@ -80,9 +80,7 @@ class Answers:
     def blocks(self, source: Any, length: int) -> Any:
         """
         Join documents, with end-of-text tokens between, and cut them into rows of `length` tokens, all of them learned.
-
-        Conversations are formatted by the chat template. The rest of each 1,000 documents is left out. Raises
-        [`OptionError`] if a row cannot be formatted, or there are too few tokens.
+        Conversations are formatted by the chat template. The rest of each 1,000 documents is left out.
         """
         tokenizer, where = self.tokenizer, source.where
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -241,10 +239,7 @@ Report = Callable[[str, str], None]
 def report_learned(rows: Any, eval_rows: Any, reader: Any, learned: str, report: Report, config: Any = None) -> None:
     """
     Say how many tokens of the rows from [`Answers.tokenise`] SFT learns, in which words, and how many rows are cut.
-
-    Raises:
-        OptionError: If there is nothing to learn or to evaluate on, or if rows are longer than the positions that the
-            model (`config`) learned.
+    Refuse rows of which nothing is learned, or which are longer than the positions that the model (`config`) learned.
     """
     length, longest = reader.max_length, 0
     for what, part in (("row", rows), ("evaluation row", eval_rows)):
@@ -310,10 +305,7 @@ def _report_cut(what: str, sizes: list[int], lost: int, total: int, length: int,
 
 
 def report_pairs(trainer: Any, before: Sequence[Any], config: Any, report: Report) -> None:
-    """
-    Say how many preference pairs TRL cuts or leaves out, of those that there were `before`. Raises [`OptionError`] if
-    none is left, or if they are longer than the positions that the model learned.
-    """
+    """Say how many preference pairs TRL cuts or leaves out, of those that there were `before`, and refuse as above."""
     length, longest = trainer.args.max_length, 0
     names, after = ("pair", "evaluation pair"), (trainer.train_dataset, trainer.eval_dataset)
     for what, pairs, rows in zip(names, before, after, strict=True):

@@ -321,7 +321,6 @@ def last_steps(gradient: Tensor, state: Mapping[str, Any], out: Tensor) -> Itera
 def step_cosine(weights: TrainedWeights) -> Callable[[], float | None] | None:
     """
     Order the cosine of a fresh gradient with the direction of the last step of Adam, which keeps it in its state.
-
     Return a function that waits for it, `None` if there is nothing to compare with. The cosine is positive if the last
     direction still leads downhill, and `None` if one of both is zero.
     """

@@ -146,6 +146,8 @@ class Run:
         self.parts = list(parts)
         hooks = [name for name, value in vars(Part).items() if callable(value) and not name.startswith("_")]
         self._hooks = {hook: listening(self.parts, hook) for hook in hooks}
+        self.around_forward = bool(self._hooks["before_forward"] or self._hooks["after_backward"])
+        """Whether any part does something around the forward pass of a micro-batch."""
         self._with_state = [(name_of(part), part) for part in self.parts if listening([part], "state_dict")]
         self.monitor: Any = self.part(DivergenceMonitor)
         self._in_time = listening([part for part in self.parts if part is not self.monitor], "before_update")
@@ -169,10 +171,6 @@ class Run:
         """Call a hook of the parts."""
         for method in self._hooks[hook]:
             method(*args)
-
-    def listens(self, *hooks: str) -> bool:
-        """Whether any part does something at one of these hooks."""
-        return any(self._hooks[hook] for hook in hooks)
 
     @property
     def rate_scale(self) -> float:
@@ -226,6 +224,8 @@ class Run:
         if step.phase is not self._announced and step.phase is not None:
             old, self._announced = self._announced, step.phase
             self.call("on_phase_change", old, step.phase)
+        if self.feed is not None and step.phase is not Phase.PREDICT:  # which trains on none: they stay the next
+            self.feed.begin(len(batches))
         return step
 
     def count(self, inputs: dict, loss: torch.Tensor) -> None:
@@ -271,10 +271,7 @@ class Run:
         return step.counts
 
     def read_later(self, numbers: torch.Tensor, accuracy: float | None = None) -> None:
-        """
-        Show the parts the real step later ([`settle`]): its `numbers` ([`~hf_hybrid.run.monitor.numbers_of`]) are on
-        the device, which decides on the optimizer's step by itself. Only if it [`reads_later`].
-        """
+        """Show the parts the step later ([`settle`]): its `numbers` are on the device, which decides by itself."""
         self._unread = self.step, accuracy, Look(numbers)
         self.optimizer.found_inf = self.monitor.withheld(self.step, numbers)
         for method in self._in_time:
@@ -358,13 +355,16 @@ class Run:
     def before_export(self) -> None:
         """Weights are evaluated, saved or pushed: the parts put them in place, and the clock stops until a step."""
         self.settle()
+        self._stop_clock()
+        for method in self._hooks["before_export"]:
+            method()
+
+    def _stop_clock(self) -> None:
         speed = self.speed
         if speed.clock is not None:
             speed.seconds, speed.clock = speed.seconds + time.perf_counter() - speed.clock, None
             if speed.driver is not None:
                 speed.read(keep=self.steps_done > 0)
-        for method in self._hooks["before_export"]:
-            method()
 
     def end(self) -> None:
         """End the run. Its parts are released, and the summary stays."""
@@ -405,10 +405,8 @@ class Run:
 
     def _end_clock(self) -> None:
         """The training is over: add up what all processes counted, and say so if the host was the limit."""
+        self._stop_clock()
         speed = self.speed
-        if speed.clock is not None:
-            speed.seconds, speed.clock = speed.seconds + time.perf_counter() - speed.clock, None
-            speed.read(keep=self.steps_done > 0)
         if PartialState().num_processes > 1:
             count = torch.tensor(math.nan if speed.tokens is None else float(speed.tokens))
             total = reduce(count.to(PartialState().device), "sum").item()
@@ -593,9 +591,8 @@ DRAWS_LATE = (
 
 class DataOrder(Part):
     """
-    Keeps the generators that order the data in checkpoints.
-
-    One of them is that of `place`, the device that computes. `tells` says whether this process writes to the log.
+    Keeps the generators that order the data in checkpoints. One of them is that of `place`, the device that computes.
+    `tells` says whether this process writes to the log.
     """
 
     name = "order"
