@@ -349,41 +349,6 @@ def test_other_optimizers_stay_what_they_are(tmp_path):
         TrainingArguments(str(tmp_path), optim="muon")
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"optimizer_states": "8bit"}, "`optimizer_states=8bit` is an AdamW with 8-bit states .*`optim=muon`"),
-        ({"muon_momentum": 1.0}, "`muon_momentum` must be at least 0 and less than 1, got 1.0"),
-        ({"optim": "sgd", "muon_momentum": 0.9}, "`muon_momentum=0.9` is for `optim=muon`, and `optim` is `sgd`"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(options, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        HybridConfig(**config_values(tmp_path, **{"optim": "muon", **options}))
-
-
-@pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
-def test_sharding_is_refused_without_leaps_too(name, monkeypatch):
-    from types import SimpleNamespace
-
-    from hf_hybrid.config import check_training_arguments
-
-    monkeypatch.setattr("hf_hybrid.config.computes_on_cpu", lambda args: False)
-    args = SimpleNamespace(
-        **{
-            "fp16": False,
-            "deepspeed": None,
-            "fsdp": None,
-            "parallelism_config": None,
-            "fsdp_plugin_args": None,
-            "optim": "muon",
-            name: "full",
-        }
-    )
-    with pytest.raises(ValueError, match=f"`{name}` cannot be combined with `optim=muon`: .* Use FSDP2"):
-        check_training_arguments(args, HybridArguments(enable_predict=False))
-
-
 def test_a_model_without_hidden_matrices_is_refused(tmp_path, train_set):
     model = tiny_model()
     model.model.layers.requires_grad_(False)
