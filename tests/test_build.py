@@ -83,16 +83,8 @@ def test_the_advice_where_the_host_is_the_limit_is_one_that_helps(tmp_path):
 def test_streaming_is_refused_with_sharding_fp16_and_several_processes(monkeypatch, environment, message):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    args = SimpleNamespace(
-        device=torch.device("cpu"),
-        memory="stream",
-        world_size=int(environment.get("WORLD_SIZE", 1)),
-        torch_compile=False,
-        deepspeed=None,
-        fsdp=None,
-        parallelism_config=None,
-        fp16=False,
-        bf16=False,
-    )
+    off = dict.fromkeys(("torch_compile", "deepspeed", "fsdp", "parallelism_config", "fp16", "bf16"))
+    size = int(environment.get("WORLD_SIZE", 1))
+    args = SimpleNamespace(device=torch.device("cpu"), memory="stream", world_size=size, **off)
     with pytest.raises(ValueError, match=f"`memory=stream` cannot be used here: .*{message}"):
         check_streamable(args, tiny_model(), None)

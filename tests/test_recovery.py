@@ -27,12 +27,7 @@ from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.experimental.residuals import LeapResiduals
 from hf_hybrid.leaps import trajectory as trajectory_module
 from hf_hybrid.leaps.directions import Orthogonal
-from hf_hybrid.recovery import (
-    UnrecoveredMemoryError,
-    UnsplittableBatchError,
-    is_out_of_memory,
-    split_batch,
-)
+from hf_hybrid.recovery import UnrecoveredMemoryError, UnsplittableBatchError, is_out_of_memory, split_batch
 from hf_hybrid.run.run import RandomStates
 from hf_hybrid.saving.state import VALUES_NAME
 

@@ -15,12 +15,7 @@ import torch
 
 from hf_hybrid.optimizers import text_config
 from hf_hybrid.run.rate import RateScale
-from hf_hybrid.run.trainer_view import (
-    TrainerView,
-    optimizer_unlike_adam,
-    trains_adapters,
-    unknown_loss,
-)
+from hf_hybrid.run.trainer_view import TrainerView, optimizer_unlike_adam, trains_adapters, unknown_loss
 
 logger = logging.getLogger(__name__)
 
