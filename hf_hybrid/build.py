@@ -48,6 +48,7 @@ from hf_hybrid.leaps.trust import GainPlanner, Trust
 from hf_hybrid.machine import Driver, LeapObstacleError, sharding_of
 from hf_hybrid.optimizers import (
     MuonAdamW,
+    check_hidden_matrices,
     has_adapters,
     inner_optimizer,
     muon_groups,
@@ -181,9 +182,28 @@ def check_trainable(trainer: BuiltTrainer) -> None:
 # The run.
 
 
+def start_run(trainer: BuiltTrainer) -> Run:
+    """Build the run that `trainer` is about to start, without leaps if they cannot work. Say what is left out."""
+    optimizer = inner_optimizer(trainer.optimizer)
+    if trainer.is_fsdp_enabled and isinstance(optimizer, MuonAdamW):
+        matrices = [p for group in optimizer.param_groups if group["algorithm"] == "muon" for p in group["params"]]
+        shards = shards_of(matrices)
+        if isinstance(shards, Shards) and shards.processes > 1:
+            optimizer.share(shards.in_rounds)
+    try:
+        if trainer.has_phases:
+            check_trainable(trainer)
+        run = build_run(trainer)
+    except LeapObstacleError as error:
+        leave_out_leaps(trainer, error)
+        run = build_run(trainer)
+    _warn_of_what_is_left_out(trainer, run)
+    return run
+
+
 def build_run(trainer: BuiltTrainer) -> Run:
     """
-    Build the run that `trainer` is about to start: the list of its parts, in the order in which they are called.
+    Build a run: the list of its parts, in the order in which they are called.
 
     The parts that every training of this trainer has (`trainer.parts`) come last. Without phases there are no others.
     Raise [`LeapObstacleError`] if leaps cannot work with the optimizer, or with how the weights are sharded.
@@ -279,7 +299,12 @@ def _leap_parts(
         host=on_host,
     )
     trainer.memory.overlay(trajectory.displaced)
-    gains, after = _planner(trainer, trajectory)
+    gain, power = trajectory.direction.gain, trajectory.direction.gain_power
+    values = (options.final_gain(gain), power, options.preset_value("leap_worth"))
+    if options.planner == "schedule":
+        gains, after = GainPlanner(*values), []
+    else:  # and the part that shows the planner the run
+        gains, after = experiment("planners").learning_planner(trainer, values)
     observers = [part for part in (*after, *trainer.parts) if isinstance(part, LeapObserver)]
     leaps = Leaps(
         controller=PhaseController(phase_lengths(options, max_steps)),
@@ -294,15 +319,6 @@ def _leap_parts(
         observers=observers,
     )
     return [leaps, *after]
-
-
-def _planner(trainer: BuiltTrainer, trajectory: Trajectory) -> tuple[GainPlanner, list[Part]]:
-    """Return the planner of the gain, and the part that shows it the run, if it learns."""
-    options, direction = trainer.hybrid_args, trajectory.direction
-    values = (options.final_gain(direction.gain), direction.gain_power, options.preset_value("leap_worth"))
-    if options.planner == "schedule":
-        return GainPlanner(*values), []
-    return experiment("planners").learning_planner(trainer, values)
 
 
 def _cost_of_step(trainer: BuiltTrainer, tokens: int) -> tuple[float, float]:
@@ -351,12 +367,12 @@ def chooses_rate(args: TrainingArguments, options: HybridArguments) -> bool:
     return was_given(args, "learning_rate") is False
 
 
-def warn_of_what_is_left_out(trainer: BuiltTrainer) -> None:
+def _warn_of_what_is_left_out(trainer: BuiltTrainer, run: Run) -> None:
     """
     Say why no leaps are made, if nobody chose that, and the trainer has not said it when it was built. Say which
     defaults would be replaced if it were known that the user did not write them.
     """
-    args, options, kept, reason = trainer.args, trainer.hybrid_args, [], trainer.run.no_leaps
+    args, options, kept, reason = trainer.args, trainer.hybrid_args, [], run.no_leaps
     is_news = trainer.has_phases and trainer.leap_obstacle is None and options.final_gain(1.0) > 0
     if reason is not None and is_news:
         logger.warning(NO_LEAPS, reason)
@@ -436,15 +452,17 @@ def makes_muon(trainer: BuiltTrainer) -> bool:
     return trainer.args.optim == "muon" and not passed
 
 
-def leave_adapters_to_adamw(trainer: BuiltTrainer) -> None:
+def check_muon(trainer: BuiltTrainer) -> None:
     """
     Undo the choice of Muon by `preset="fast"` where adapters are trained, unless the user wrote an option of Muon. It
-    gains nothing there (benchmarks/speedup/rates.md, "`fast` with adapters").
+    gains nothing there (benchmarks/speedup/rates.md, "`fast` with adapters"). Refuse it where it finds no matrix.
     """
-    options = trainer.hybrid_args
-    if options.preset != "fast" or not makes_muon(trainer) or not has_adapters(trainer.model):
+    if not makes_muon(trainer):
         return
-    if not any(was_given(trainer.args, name) for name in ("optim", "muon_momentum")):
+    chosen = any(was_given(trainer.args, name) for name in ("optim", "muon_momentum"))
+    if trainer.hybrid_args.preset != "fast" or not has_adapters(trainer.model) or chosen:
+        check_hidden_matrices(trainer.model)
+    else:
         trainer.args.optim = OptimizerNames(optimizer_name(TrainingArguments))
         logger.warning("`preset=fast` trains adapters by AdamW: Muon gains nothing there. For Muon, set `optim=muon`.")
 
@@ -463,16 +481,6 @@ def build_optimizer(trainer: BuiltTrainer, model: torch.nn.Module) -> None:
         groups = muon_groups(model, trainer.get_decay_parameter_names(model), **common)
         momentum = options.preset_value("muon_momentum")
         trainer.optimizer = MuonAdamW(groups, **common, betas=betas, eps=args.adam_epsilon, momentum=momentum)
-
-
-def share_optimizer(trainer: BuiltTrainer) -> None:
-    """Let Muon orthogonalise matrices together with other processes where FSDP2 has spread the weights over them."""
-    optimizer = inner_optimizer(trainer.optimizer)
-    if trainer.is_fsdp_enabled and isinstance(optimizer, MuonAdamW):
-        matrices = [p for group in optimizer.param_groups if group["algorithm"] == "muon" for p in group["params"]]
-        shards = shards_of(matrices)
-        if isinstance(shards, Shards) and shards.processes > 1:
-            optimizer.share(shards.in_rounds)
 
 
 # Where weights live.

@@ -34,16 +34,11 @@ from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.build import (
     build_memory,
     build_optimizer,
-    build_run,
-    check_trainable,
-    leave_adapters_to_adamw,
-    leave_out_leaps,
-    makes_muon,
+    check_muon,
     memory_parts,
     prepare_leaps,
     rows_part,
-    share_optimizer,
-    warn_of_what_is_left_out,
+    start_run,
 )
 from hf_hybrid.compat import warn_of_untested_versions
 from hf_hybrid.config import CONFIG_NAME, config_values
@@ -51,14 +46,7 @@ from hf_hybrid.files import write_note
 from hf_hybrid.hub.publishing import PublishingMixin
 from hf_hybrid.leaps.directions import DirectionFactory
 from hf_hybrid.leaps.probe import SequenceLosses
-from hf_hybrid.machine import (
-    LeapObstacleError,
-    check_kernels,
-    copy_to_device_,
-    keep_differentiable,
-    warn_of_lone_process,
-)
-from hf_hybrid.optimizers import check_hidden_matrices
+from hf_hybrid.machine import check_kernels, copy_to_device_, keep_differentiable, warn_of_lone_process
 from hf_hybrid.part import Part, Phase, Step, check_parts
 from hf_hybrid.plan.accounting import ByteTable
 from hf_hybrid.plan.of_trainer import check_streamable
@@ -226,9 +214,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         # One that never leaps is not asked for bits.
         default = HybridArguments() if self.can_leap else HybridArguments(enable_predict=False, share_rows="on")
         self.hybrid_args = options = self.args if isinstance(self.args, HybridArguments) else default
-        leave_adapters_to_adamw(self)
-        if makes_muon(self):
-            check_hidden_matrices(self.model)
+        check_muon(self)
         if self._memory_option != "off":
             self._plan_memory()
             self._move_model_to_device(self.model, self.args.device)
@@ -327,19 +313,11 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         """Begin the run, after Trainer has made everything and restored its own part of a checkpoint."""
         folder = self.run_folder
         self.saver.make_room()
-        share_optimizer(self)
-        try:
-            if self.has_phases:
-                check_trainable(self)
-            self.run = build_run(self)
-        except LeapObstacleError as error:
-            leave_out_leaps(self, error)
-            self.run = build_run(self)
+        self.run = start_run(self)
         loader = self.callback_handler.train_dataloader
         if self.rows is not None and isinstance(loader, DataLoaderShard):
             loader.device = None  # rows are laid out on the host, and `get_batch_samples` moves the batches of a step
         self.log_file.begin(self.state.global_step, self.state.max_steps, folder, **self.environment())
-        warn_of_what_is_left_out(self)
         self.epochs.find_place()
         self.run.begin()
         self.saver.restore()

@@ -59,10 +59,6 @@ class _Average:
         variance = max(0.0, self.second / self.weight - self.mean**2)
         return math.sqrt(variance * (1 - decay) / (1 + decay))
 
-    @property
-    def mean_log_scale(self) -> float:
-        return self.scale / self.weight
-
 
 class AccuracyWatch:
     """Notices when fewer preference pairs are ranked right: compares every `WINDOW` steps with the best ones before."""
@@ -217,7 +213,7 @@ class LearningRateSearch(RateScale):
         if self.steps <= self.patience:
             return
         # The averaged cosine lags behind the scale: stop at the scale that it was measured at.
-        seen_at = min(self.log_scale, self.average.mean_log_scale)
+        seen_at = min(self.log_scale, self.average.scale / self.average.weight)
         if mean <= self.STOP_BELOW * self.peak:
             self._hold_beyond(seen_at)
         elif mean > clear and cosine > 0:

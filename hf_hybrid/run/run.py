@@ -43,7 +43,7 @@ from hf_hybrid.run.epochs import (
     with_tensors,
     without_tensors,
 )
-from hf_hybrid.run.monitor import Action, DivergenceMonitor, TrainingDivergedError, Verdict, overflowed
+from hf_hybrid.run.monitor import Action, DivergenceMonitor, TrainingDivergedError, overflowed
 from hf_hybrid.run.rate import RateScale
 from hf_hybrid.run.record import HOST_IS_LIMIT, RunRecord, Speed
 from hf_hybrid.run.weights import TrainedWeights
@@ -297,7 +297,7 @@ class Run:
         if step.counts:
             self.last_loss = step.loss
         if step.verdict is not None and step.verdict.action is not Action.NONE:
-            self.react(step.verdict, step)
+            self.call("react", step, step.verdict)
         real, finite = step.phase is not Phase.PREDICT, step.loss is None or math.isfinite(step.loss)
         for steps in (self.logged, self.trained):
             steps.count(real=real, finite=real and finite)
@@ -319,10 +319,6 @@ class Run:
         # Schedulers of the chained kind compute the next rate from the last: leave them theirs.
         for group, rate in zip(groups, self._scheduled_rates):
             group["lr"] = rate
-
-    def react(self, verdict: Verdict, step: Step) -> None:
-        """Carry out the action of a verdict. The monitor writes it down, and raises an error if it is the last one."""
-        self.call("react", step, verdict)
 
     def end_step(self) -> Step:
         """Close the step, and let the parts decide what comes next. Return the step that ended."""
