@@ -202,8 +202,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.custom_direction, self._device_map, self._memory_is_planned = direction, device_map, False
         self._chunked_loss = ChunkedLossSwitch()
         self._held: ByteTable | None = None
-        self.saver, self.trial = Saver(self), None
-        self._ignored_in_evaluations = None
+        """The bytes held between steps, by category and place."""
+        self.saver, self.trial, self._ignored_in_evaluations = Saver(self), None, None
         self.epochs = Epochs(self)
         self._shows_gradients = False
         """Whether gradients of streamed layers are put on the parameters, for code of a user."""
@@ -298,7 +298,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             if self.run.optimizer is not None:  # an error ended the run
                 vars(self.run.optimizer).pop("found_inf", None)
             if self._held is None and self.model is not None and self.optimizer is not None:
-                self._measure_memory()
+                self._held = held_bytes(self, self.model, self.optimizer)
             self.memory.end()
             self._chunked_loss.remove()
             self.saver.in_step = InStep()
@@ -333,7 +333,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
     def _end_run(self) -> None:
         had_phases = self.run.has_phases
         if had_phases:
-            self._measure_memory()
+            self._held = held_bytes(self, self.model, self.optimizer)
         self.run.end()
         if had_phases and self.args.should_save:
             write_note(self.run_folder / SUMMARY_NAME, shareable(self.hybrid_summary()))
@@ -593,25 +593,18 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.memory.begin()
         return self.optimizer
 
-    def _measure_memory(self) -> None:
-        """Return the bytes held between steps, by category and place."""
-        self._held = held_bytes(self, self.model, self.optimizer)
-
     # Logging, evaluating, saving: always the real weights and what was really computed.
 
     def log(self, logs, *args, **kwargs):
         self.run.amend_logs(self.state.global_step, logs)
         super().log(logs, *args, **kwargs)
 
-    def _show_real_weights(self) -> None:
-        self.run.before_export()
-
     def evaluate(self, *args, **kwargs):
-        self._show_real_weights()
+        self.run.before_export()
         return super().evaluate(*args, **kwargs)
 
     def predict(self, *args, **kwargs):
-        self._show_real_weights()
+        self.run.before_export()
         return super().predict(*args, **kwargs)
 
     def prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs):
@@ -624,7 +617,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir=None, *args, **kwargs):
-        self._show_real_weights()
+        self.run.before_export()
         self.saver.check_weights()
         super().save_model(output_dir, *args, **kwargs)
 
@@ -659,15 +652,13 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         return not (self.is_fsdp_enabled or self.is_deepspeed_enabled) and load_converted(folder, model)
 
     def push_to_hub(self, *args, **kwargs):
-        self._show_real_weights()
+        self.run.before_export()
         return super().push_to_hub(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         with restoring(resume_from_checkpoint):
-            into = self.model if model is None else model
-            if not (
-                load_weights(self, resume_from_checkpoint, into) or self._load_converted(resume_from_checkpoint, into)
-            ):
+            folder, into = resume_from_checkpoint, self.model if model is None else model
+            if not (load_weights(self, folder, into) or self._load_converted(folder, into)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):

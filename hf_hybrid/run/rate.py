@@ -93,7 +93,7 @@ class AccuracyWatch:
 
 
 class RateScale(Part):
-    """Base class of the parts that scale the learning rate. The trainer applies `run.rate_scale` in each real step."""
+    """Base class of the parts that scale the learning rate. The run applies it in each real step."""
 
     name = "rate"
     needs_numbers = False  # it learns from a step before the next update
