@@ -21,6 +21,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from hf_hybrid import optimizers
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.config import (
     check_leap_optimizer,
@@ -46,30 +47,10 @@ from hf_hybrid.leaps.probe import (
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.leaps.trust import GainPlanner, Trust
 from hf_hybrid.machine import Driver, LeapObstacleError, sharding_of
-from hf_hybrid.optimizers import (
-    MuonAdamW,
-    check_hidden_matrices,
-    has_adapters,
-    inner_optimizer,
-    muon_groups,
-    optimizer_layers,
-    optimizer_name,
-    skips_on_device,
-    split_parameters,
-    users_optimizer,
-)
 from hf_hybrid.part import Part
+from hf_hybrid.plan import of_trainer
 from hf_hybrid.plan.accounting import host_memory
 from hf_hybrid.plan.estimate import Estimator, Plan, refuse
-from hf_hybrid.plan.of_trainer import (
-    LeapBuffers,
-    PlannedTrainer,
-    checkpointing,
-    estimator_of,
-    fewest_recomputed_layers,
-    shape_of,
-    streamed_layers,
-)
 from hf_hybrid.plan.setups import Setup
 from hf_hybrid.records.log import LogFile
 from hf_hybrid.records.progress import install_progress
@@ -93,7 +74,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class BuiltTrainer(LeapView, ProbedTrainer, RecoveringTrainer, PlannedTrainer, Protocol):
+class BuiltTrainer(LeapView, ProbedTrainer, RecoveringTrainer, of_trainer.PlannedTrainer, Protocol):
     """The trainer whose parts are built."""
 
     recovery: OutOfMemoryRecovery
@@ -135,7 +116,9 @@ def prepare_leaps(trainer: BuiltTrainer) -> None:
         check_leaps(trainer.args)
         if not leaps_are_automatic(trainer) and options.final_gain(1.0) > 0:
             passed = trainer.optimizer_cls_and_kwargs
-            check_leap_optimizer(trainer.optimizer or (passed[0] if passed else optimizer_name(trainer.args)))
+            check_leap_optimizer(
+                trainer.optimizer or (passed[0] if passed else optimizers.optimizer_name(trainer.args))
+            )
         if trainer.train_dataset is not None:  # otherwise the trainer may only evaluate
             check_trainable(trainer)
     except LeapObstacleError as error:
@@ -184,8 +167,8 @@ def check_trainable(trainer: BuiltTrainer) -> None:
 
 def start_run(trainer: BuiltTrainer) -> Run:
     """Build the run that `trainer` is about to start, without leaps if they cannot work. Say what is left out."""
-    optimizer = inner_optimizer(trainer.optimizer)
-    if trainer.is_fsdp_enabled and isinstance(optimizer, MuonAdamW):
+    optimizer = optimizers.inner_optimizer(trainer.optimizer)
+    if trainer.is_fsdp_enabled and isinstance(optimizer, optimizers.MuonAdamW):
         matrices = [p for group in optimizer.param_groups if group["algorithm"] == "muon" for p in group["params"]]
         shards = shards_of(matrices)
         if isinstance(shards, Shards) and shards.processes > 1:
@@ -235,7 +218,7 @@ def build_run(trainer: BuiltTrainer) -> Run:
         weights=weights,
         feed=feed,
         rate=rate,
-        decides_on_device=not on_host and skips_on_device(trainer.optimizer),
+        decides_on_device=not on_host and optimizers.skips_on_device(trainer.optimizer),
         diverged=trainer.saver.diverged,
         no_leaps=no_leaps,
         **common,
@@ -257,7 +240,7 @@ def _weights(trainer: BuiltTrainer) -> TrainedWeights:
     memory, model = trainer.memory, trainer.accelerator.unwrap_model(trainer.model)
     named = [(canonical(name), memory.parameter(p)) for name, p in model.named_parameters() if p.requires_grad]
     store = Gathered(model) if trainer.is_fsdp_enabled else memory if memory.streams else None
-    for layer in optimizer_layers(trainer.optimizer):
+    for layer in optimizers.optimizer_layers(trainer.optimizer):
         switches = all(callable(getattr(layer, name, None)) for name in ("train", "eval"))
         if switches and not isinstance(layer, AcceleratedOptimizer):  # it passes both on to what it wraps
             raise LeapObstacleError(
@@ -265,7 +248,7 @@ def _weights(trainer: BuiltTrainer) -> TrainedWeights:
                 "(Schedule-Free), and a leap would move one of them without the other.",
                 "Choose another optimizer, for example `optim=adamw_torch_fused`.",
             )
-    return TrainedWeights(named, inner_optimizer(trainer.optimizer), store)
+    return TrainedWeights(named, optimizers.inner_optimizer(trainer.optimizer), store)
 
 
 def _on_host_if_out_of_memory(trainer: BuiltTrainer, build: Callable[[bool], list[Part]]) -> list[Part]:
@@ -289,7 +272,7 @@ def _leap_parts(
 ) -> list[Part]:
     """Build the parts of a run with leaps: the leaps, and whatever observes them."""
     options, max_steps = trainer.hybrid_args, trainer.state.max_steps
-    matrices = frozenset(map(canonical, split_parameters(trainer.model)[0]))
+    matrices = frozenset(map(canonical, optimizers.split_parameters(trainer.model)[0]))
     direction = direction_of(trainer, matrices)
     trajectory = Trajectory(
         weights,
@@ -378,8 +361,8 @@ def _warn_of_what_is_left_out(trainer: BuiltTrainer, run: Run) -> None:
         logger.warning(NO_LEAPS, reason)
     if trainer.has_phases and options.auto_lr == "auto" and was_given(args, "learning_rate") is None:
         kept.append(f"`learning_rate={args.learning_rate:g}` (`auto_lr=on` raises it where that helps)")
-    if options.preset == "fast" and was_given(args, "optim") is None and not has_adapters(trainer.model):
-        kept.append(f"`optim={optimizer_name(args)}` (`preset=fast` wants `optim=muon`)")
+    if options.preset == "fast" and was_given(args, "optim") is None and not optimizers.has_adapters(trainer.model):
+        kept.append(f"`optim={optimizers.optimizer_name(args)}` (`preset=fast` wants `optim=muon`)")
     if kept:
         logger.warning(
             "%s: kept as it is, because the arguments do not tell whether you wrote this default. Parsers write every "
@@ -394,7 +377,7 @@ def _rate(trainer: BuiltTrainer, weights: TrainedWeights) -> RateScale | None:
         return None
     if trains_adapters(trainer):
         return adapter_rate_scale(trainer)
-    optimizer = users_optimizer(trainer.optimizer)
+    optimizer = optimizers.users_optimizer(trainer.optimizer)
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
         return LearningRateSearch(max_scale=MAX_RATE_SCALE, max_steps=trainer.state.max_steps, weights=weights)
     logger.warning(
@@ -460,10 +443,10 @@ def check_muon(trainer: BuiltTrainer) -> None:
     if not makes_muon(trainer):
         return
     chosen = any(was_given(trainer.args, name) for name in ("optim", "muon_momentum"))
-    if trainer.hybrid_args.preset != "fast" or not has_adapters(trainer.model) or chosen:
-        check_hidden_matrices(trainer.model)
+    if trainer.hybrid_args.preset != "fast" or not optimizers.has_adapters(trainer.model) or chosen:
+        optimizers.check_hidden_matrices(trainer.model)
     else:
-        trainer.args.optim = OptimizerNames(optimizer_name(TrainingArguments))
+        trainer.args.optim = OptimizerNames(optimizers.optimizer_name(TrainingArguments))
         logger.warning("`preset=fast` trains adapters by AdamW: Muon gains nothing there. For Muon, set `optim=muon`.")
 
 
@@ -478,23 +461,27 @@ def build_optimizer(trainer: BuiltTrainer, model: torch.nn.Module) -> None:
         trainer.optimizer_cls_and_kwargs = (AdamW8bit, values)
     if makes_muon(trainer):
         common = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
-        groups = muon_groups(model, trainer.get_decay_parameter_names(model), **common)
+        groups = optimizers.muon_groups(model, trainer.get_decay_parameter_names(model), **common)
         momentum = options.preset_value("muon_momentum")
-        trainer.optimizer = MuonAdamW(groups, **common, betas=betas, eps=args.adam_epsilon, momentum=momentum)
+        trainer.optimizer = optimizers.MuonAdamW(
+            groups, **common, betas=betas, eps=args.adam_epsilon, momentum=momentum
+        )
 
 
 # Where weights live.
 
 
-def leap_buffers(trainer: BuiltTrainer) -> LeapBuffers:
+def leap_buffers(trainer: BuiltTrainer) -> of_trainer.LeapBuffers:
     """Return what leaps hold beside the model, as far as it is known before a run begins."""
     direction, makes_leaps = direction_class(chosen_direction(trainer)), reason_no_leaps(trainer) is None
-    return LeapBuffers(direction.values_per_weight if makes_leaps else None, issubclass(direction, Orthogonal))
+    return of_trainer.LeapBuffers(
+        direction.values_per_weight if makes_leaps else None, issubclass(direction, Orthogonal)
+    )
 
 
 def estimator_for(trainer: BuiltTrainer, device_map: dict | None) -> tuple[Estimator, Setup]:
     """Return the estimator for a trainer's model, and the setup that its options ask for."""
-    return estimator_of(trainer, device_map, leap_buffers(trainer))
+    return of_trainer.estimator_of(trainer, device_map, leap_buffers(trainer))
 
 
 def make_plan(trainer: BuiltTrainer, device_map: dict | None) -> Plan:
@@ -518,14 +505,14 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
             check_separable(trainer.optimizer)
         except UnsupportedOptimizerError as error:
             nearest = "Nearest plan that works: no `optimizers`, and `optim=adamw_torch_fused`."
-            raise refuse(str(error), shape_of(model, device_map), nearest) from None
+            raise refuse(str(error), of_trainer.shape_of(model, device_map), nearest) from None
     plan = make_plan(trainer, device_map)
     logger.info("Memory plan: %s", plan.describe())
     if plan.mode == "resident":
         return Resident(plan.buffers_on_host)
     streamer = LayerStreamer(
         model,
-        streamed_layers(model, device_map),
+        of_trainer.streamed_layers(model, device_map),
         embeddings_and_head(model) if plan.stream_embeddings else (),
         device=trainer.args.device,
         ahead=plan.setup.prefetch_layers,
@@ -591,7 +578,7 @@ def rows_part(trainer: BuiltTrainer) -> Part | None:
 def _phase_memory_parts(trainer: BuiltTrainer) -> list[Part]:
     """Build the parts that change memory by phase, for models that are not streamed."""
     options, parts = trainer.hybrid_args, []
-    automatic = checkpointing(trainer.args) == "auto" and trainer.train_dataset is not None
+    automatic = of_trainer.checkpointing(trainer.args) == "auto" and trainer.train_dataset is not None
     if options.checkpoint_phases is not None or options.offload_activations or automatic:
         phases = (options.checkpoint_phases or "warmup,full,correct").replace(" ", "").split(",")
         from hf_hybrid.phase_memory.activations import ActivationCheckpointing
@@ -601,7 +588,7 @@ def _phase_memory_parts(trainer: BuiltTrainer) -> list[Part]:
             leaps = leap_buffers(trainer)
             if leaps_are_automatic(trainer) and getattr(trainer.model, "name_or_path", ""):
                 leaps = leaps._replace(values_per_weight=None)  # a pretrained model makes none
-            layers = fewest_recomputed_layers(trainer, leaps)
+            layers = of_trainer.fewest_recomputed_layers(trainer, leaps)
         if layers is not None or options.checkpoint_phases is not None or options.offload_activations:
             parts.append(ActivationCheckpointing(phases, offload=options.offload_activations, layers=layers))
     if options.weight_precision is not None or options.predict_states != "stay":

@@ -30,16 +30,8 @@ from accelerate.utils import send_to_device
 from transformers import DataCollator, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
+from hf_hybrid import build
 from hf_hybrid.arguments import HybridArguments
-from hf_hybrid.build import (
-    build_memory,
-    build_optimizer,
-    check_muon,
-    memory_parts,
-    prepare_leaps,
-    rows_part,
-    start_run,
-)
 from hf_hybrid.compat import warn_of_untested_versions
 from hf_hybrid.config import CONFIG_NAME, config_values
 from hf_hybrid.files import write_note
@@ -214,7 +206,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         # One that never leaps is not asked for bits.
         default = HybridArguments() if self.can_leap else HybridArguments(enable_predict=False, share_rows="on")
         self.hybrid_args = options = self.args if isinstance(self.args, HybridArguments) else default
-        check_muon(self)
+        build.check_muon(self)
         if self._memory_option != "off":
             self._plan_memory()
             self._move_model_to_device(self.model, self.args.device)
@@ -227,10 +219,10 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         if self.is_world_process_zero():
             warn_of_untested_versions()
         keep_differentiable(self.model)
-        self.rows = rows_part(self) if self.rows is None else self.rows
+        self.rows = build.rows_part(self) if self.rows is None else self.rows
         self.order = DataOrder(self.args.device, self.is_world_process_zero)
         own = [self.order, *([] if self.rows is None else [self.rows]), self.recovery, self.memory_guard]
-        self.parts, self.probe_dataset = [*own, *memory_parts(self), *self.own_parts(), *parts], probe_dataset
+        self.parts, self.probe_dataset = [*own, *build.memory_parts(self), *self.own_parts(), *parts], probe_dataset
         check_parts(self.parts)
         self.preemption = agree_on_preemption(self)
         self.callback_handler = HookRouter(self)
@@ -239,7 +231,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
 
             samples.install(self)
         if options.enable_predict:
-            prepare_leaps(self)
+            build.prepare_leaps(self)
 
     def own_parts(self) -> list[Part]:
         """Return the parts that trainers of this kind add to every run."""
@@ -313,7 +305,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         """Begin the run, after Trainer has made everything and restored its own part of a checkpoint."""
         folder = self.run_folder
         self.saver.make_room()
-        self.run = start_run(self)
+        self.run = build.start_run(self)
         loader = self.callback_handler.train_dataloader
         if self.rows is not None and isinstance(loader, DataLoaderShard):
             loader.device = None  # rows are laid out on the host, and `get_batch_samples` moves the batches of a step
@@ -572,7 +564,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         super().create_accelerator_and_postprocess()
 
     def _plan_memory(self) -> None:
-        self.memory, self._memory_is_planned = build_memory(self, self._device_map), True
+        self.memory, self._memory_is_planned = build.build_memory(self, self._device_map), True
         if self.memory.streams:
             self.args._n_gpu = 1  # no DataParallel: as Trainer does where a model is spread over devices
             self.accelerator.device_placement = False
@@ -588,7 +580,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             self.memory = Resident()  # the last one gives its memory back first
             self._plan_memory()
             self._move_model_to_device(self.model, self.args.device)
-        build_optimizer(self, self.model if model is None else model)
+        build.build_optimizer(self, self.model if model is None else model)
         self.optimizer = self.memory.wrap(super().create_optimizer(model))
         self.memory.begin()
         return self.optimizer
