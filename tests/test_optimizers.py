@@ -352,9 +352,8 @@ def test_other_optimizers_stay_what_they_are(tmp_path):
 def test_a_model_without_hidden_matrices_is_refused(tmp_path, train_set):
     model = tiny_model()
     model.model.layers.requires_grad_(False)
-    with pytest.raises(
-        ValueError, match="`optim=muon` finds no hidden matrix to train in `LlamaForCausalLM`: of its 2"
-    ):
+    message = "`optim=muon` finds no hidden matrix to train in `LlamaForCausalLM`: of its 2"
+    with pytest.raises(ValueError, match=message):
         HybridTrainer(model, HybridConfig(**config_values(tmp_path, optim="muon")), train_dataset=train_set)
 
 

@@ -187,48 +187,43 @@ def test_a_run_that_never_ran_out_leaves_nothing_behind(tmp_path):
 # Stronger policy, and the end of the ladder.
 
 
-class NeedsCheckpointing:
-    """Fits one sequence at a time, and only with activation checkpointing."""
+def needs_checkpointing():
+    """A model that fits one sequence at a time, and only with activation checkpointing."""
 
-    def __init__(self, model):
-        self.layer = model.get_submodule("model.layers.1")
-        self.layer.register_forward_pre_hook(self._check, with_kwargs=True)
-
-    def _check(self, module, args, kwargs):
+    def check(module, args, kwargs):
         if torch.is_grad_enabled() and not (len(args[0]) == 1 and module.gradient_checkpointing):
             raise oom()
+
+    model = tiny_model()
+    model.get_submodule("model.layers.1").register_forward_pre_hook(check, with_kwargs=True)
+    return model
 
 
 @pytest.mark.parametrize("predict", mostly_slow([False, True], [True]))
 def test_activations_are_checkpointed_when_one_sequence_does_not_fit(tmp_path, smaller, predict):
-    model = tiny_model()
-    NeedsCheckpointing(model)
+    model = needs_checkpointing()
     options = {"enable_predict": predict, "save_strategy": "steps", "save_steps": 6, "max_steps": 12}
     trainer = build(tmp_path / "big", model=model, **options)
     trainer.train()
     assert [e["action"] for e in events(trainer)] == ["split micro-batches"] * 2 + ["activation checkpointing"]
     assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())  # as it was
     assert_same_weights(weights(trainer.model), weights(smaller(size=1, steps=8, enable_predict=predict).model))
-    again = tiny_model()
-    NeedsCheckpointing(again)
-    resumed = build(tmp_path / "resumed", model=again, **options)
+    resumed = build(tmp_path / "resumed", model=needs_checkpointing(), **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "big" / "checkpoint-6"))
     assert len(events(resumed)) == 3
     assert_same_weights(weights(resumed.model), weights(trainer.model))
 
 
 def test_nothing_is_recomputed_where_the_user_wrote_that(tmp_path):
-    model = tiny_model()
-    NeedsCheckpointing(model)
-    trainer = build(tmp_path, model=model, enable_predict=False, max_steps=2, **{checkpointing_option(): False})
+    options = {"enable_predict": False, "max_steps": 2, checkpointing_option(): False}
+    trainer = build(tmp_path, model=needs_checkpointing(), **options)
     with pytest.raises(UnrecoveredMemoryError):
         trainer.train()
     assert [event["action"] for event in events(trainer)] == ["split micro-batches"] * 2
 
 
 def test_checkpointing_by_phase_is_widened(tmp_path):
-    model = tiny_model()
-    NeedsCheckpointing(model)
+    model = needs_checkpointing()
     trainer = build(tmp_path, 1, 2, model=model, checkpoint_phases="full", max_steps=6)
     trainer.train()
     assert [(e["action"], e["phase"]) for e in events(trainer)] == [("activation checkpointing", "warmup")]

@@ -45,30 +45,22 @@ def test_leaves_a_good_rate_alone(steps):
 
 
 def test_pure_noise_ends_at_one():
-    ends = [
-        play(LearningRateSearch(max_steps=300, max_scale=512), 300, edge=0, amplitude=0, noise=0.1, seed=seed)[-1]
-        for seed in range(20)
-    ]
+    noise, ends = {"edge": 0, "amplitude": 0, "noise": 0.1}, []
+    for seed in range(20):
+        ends += play(LearningRateSearch(max_steps=300, max_scale=512), 300, **noise, seed=seed)[-1:]
     assert sorted(ends)[17] < 1.5
 
 
 def test_is_bounded():
-    rescue = LearningRateSearch(max_steps=300, max_scale=8)
-    assert max(play(rescue, 300, edge=10)) <= 8.0 + 1e-9
+    assert max(play(LearningRateSearch(max_steps=300, max_scale=8), 300, edge=10)) <= 8.0 + 1e-9
 
 
-def test_instability_lowers_the_scale():
+def test_instability_lowers_the_scale_and_back_off_to_a_quarter_at_most():
     rescue = LearningRateSearch(max_steps=300, max_scale=512)
     before = play(rescue, 120, edge=4.0)[-1]
     after = play(rescue, 10, edge=4.0, loss=lambda t: 8.0)[-1]
-    assert after < before
-
-
-def test_back_off_is_a_quarter_at_most():
-    rescue = LearningRateSearch(max_steps=300, max_scale=512)
-    before = play(rescue, 120, edge=4.0)[-1]
     rescue.back_off()
-    assert rescue.scale <= before / 4
+    assert after < before and rescue.scale <= after / 4
 
 
 def accuracies(mean, count, *, pairs=8, seed=0):
