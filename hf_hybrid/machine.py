@@ -53,14 +53,12 @@ _LAUNCHED = {
 }
 
 
-def sharding_of(args: TrainingArguments | None) -> str | None:
+def sharding_of(args: TrainingArguments) -> str | None:
     """
     Return the mechanism that shards weights, gradients or states; `None` with one process, or DDP. The options ask for
-    it (`None`: they are the defaults), or the environment that `accelerate launch` sets.
+    it, or the environment that `accelerate launch` sets.
     """
-    asked = {}
-    if args is not None:
-        asked = {"deepspeed": args.deepspeed, "fsdp": args.fsdp, "parallelism_config": args.parallelism_config}
+    asked = {"deepspeed": args.deepspeed, "fsdp": args.fsdp, "parallelism_config": args.parallelism_config}
     for name, variable in _LAUNCHED.items():
         if asked.get(name) or _is_on(variable):
             return name
@@ -76,12 +74,10 @@ def shards_by_fsdp2(args: TrainingArguments) -> bool:
     return os.environ.get("FSDP_VERSION") == "2"
 
 
-def mixed_precision_of(args: TrainingArguments | None) -> str:
-    """Return `"no"`, `"bf16"` or `"fp16"`, from the options (`None`: the defaults) or else from the launcher."""
-    if args is not None and args.fp16:
-        return "fp16"
-    if args is not None and args.bf16:
-        return "bf16"
+def mixed_precision_of(args: TrainingArguments) -> str:
+    """Return `"no"`, `"bf16"` or `"fp16"`, from the options or else from the launcher."""
+    if args.fp16 or args.bf16:
+        return "fp16" if args.fp16 else "bf16"
     return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 

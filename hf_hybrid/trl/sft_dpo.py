@@ -223,11 +223,11 @@ completions take 4 thirds.
 _PAIRS = ("input_ids", "attention_mask", "completion_mask")
 
 
-def options_of_rows(args: TrainingArguments | None) -> tuple[bool, str | None, bool]:
+def options_of_rows(args: TrainingArguments) -> tuple[bool, str | None, bool]:
     """
     Return the arguments of [`SharedRows`] for a trainer that computes losses from log-probabilities.
 
-    TRL's `__init__` may compute some already, so only its options are known here (`None`: defaults).
+    TRL's `__init__` may compute some already, so only its options are known here.
     """
     options = args if isinstance(args, HybridArguments) else HybridArguments()
     off, why = options.share_rows == "off" or options.exactness == "bits", None
