@@ -436,24 +436,18 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
 
     def _compute(self, step: Callable[[Any], torch.Tensor], inputs: Any) -> torch.Tensor:
         """Run forward and backward of a micro-batch, or of a part of one after memory ran out."""
-        rows, in_step = self.rows, self.saver.in_step
-        around = rows is not None and (rows.in_every_pass or self.run.step.window is not None)
-        in_step.is_changing = True
-        if (window := self.memory.window) is not None and window.asks:
-            try:
+        run, rows, window, in_step = self.run, self.rows, self.memory.window, self.saver.in_step
+        with contextlib.ExitStack() as afterwards:
+            in_step.is_changing = True
+            afterwards.callback(setattr, in_step, "is_changing", False)
+            if window is not None and window.asks:
                 window.look(inputs)  # before parts exchange forward passes, whose gradients may be anywhere
-            except BaseException:
-                in_step.is_changing = False
-                raise
-        try:
-            if self.run.around_forward:
-                self.run.call("before_forward", self.run.phase)
-            with rows.around() if around else contextlib.nullcontext():
-                return step(inputs)
-        finally:
-            in_step.is_changing = False
-            if self.run.around_forward:
-                self.run.call("after_backward", self.run.phase)
+            if run.around_forward:
+                afterwards.callback(run.call, "after_backward", run.phase)
+                run.call("before_forward", run.phase)
+            if rows is not None and (rows.in_every_pass or run.step.window is not None):
+                afterwards.enter_context(rows.around())
+            return step(inputs)
 
     def _skip_step(self, model) -> torch.Tensor:
         model.train()  # as a real step does: TRL tells by it which metrics it logs
@@ -637,11 +631,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.saver.writer.wait()
         self.accelerator.wait_for_everyone()
         with self.memory.suspended():
-            if not self._load_converted(self.state.best_model_checkpoint, self.model):
+            if not load_converted(self, str(self.state.best_model_checkpoint), self.model):
                 super()._load_best_model()
-
-    def _load_converted(self, folder, model) -> bool:
-        return not (self.is_fsdp_enabled or self.is_deepspeed_enabled) and load_converted(folder, model)
 
     def push_to_hub(self, *args, **kwargs):
         self.run.before_export()
@@ -650,7 +641,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         with restoring(resume_from_checkpoint):
             folder, into = resume_from_checkpoint, self.model if model is None else model
-            if not (load_weights(self, folder, into) or self._load_converted(folder, into)):
+            if not (load_weights(self, folder, into) or load_converted(self, folder, into)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
