@@ -191,10 +191,6 @@ def held_out(rows: Any, share: float, seed: int) -> tuple[Any, Any]:
 # All data of a run.
 
 
-def silent(name: str, text: str) -> None:
-    """Tell nobody."""
-
-
 @dataclass(frozen=True)
 class Reader:
     """Reads the data of a run: `data` are the options of a `command`, and `seed` draws mixtures and held-out rows."""
@@ -248,7 +244,7 @@ class Reader:
         return bool(self.data.eval_dataset or self.data.eval_split or self.eval_share)
 
     def train_and_eval(
-        self, tokenizer: Any, report: Report = silent, processes: int | None = None, config: Any = None
+        self, tokenizer: Any, report: Report = tokens.silent, processes: int | None = None, config: Any = None
     ) -> tuple[Any, Any]:
         """Return the rows to train on, and those to evaluate on or `None`. Raises [`OptionError`]."""
         data, sources = self.data, list(self.sources("dataset", tokenizer, report))
@@ -279,7 +275,7 @@ class Reader:
             tokens.report_learned(train_set, eval_set, self, learned, report, config)
         return train_set, eval_set
 
-    def eval_set(self, tokenizer: Any, report: Report = silent, processes: int | None = None) -> Any:
+    def eval_set(self, tokenizer: Any, report: Report = tokens.silent, processes: int | None = None) -> Any:
         """Return the rows to evaluate on alone; those to train on are not read where they do not decide."""
         if self.eval_share:
             return self.train_and_eval(tokenizer, report, processes)[1]

@@ -236,6 +236,10 @@ Report = Callable[[str, str], None]
 """Is told a fact: its name and a text."""
 
 
+def silent(name: str, text: str) -> None:
+    """Tell nobody."""
+
+
 def report_learned(rows: Any, eval_rows: Any, reader: Any, learned: str, report: Report, config: Any = None) -> None:
     """
     Say how many tokens of the rows from [`Answers.tokenise`] SFT learns, in which words, and how many rows are cut.
@@ -267,7 +271,7 @@ def report_learned(rows: Any, eval_rows: Any, reader: Any, learned: str, report:
             report("packed", f"{how} of {length:,} tokens{long}")
         if length is not None and reader.packing in (None, "bfd"):  # the others glue or divide rows
             lost = sum(size > length and not count for size, _, count in counts)
-            _report_cut(what, sizes, lost, len(sizes), length, (lambda name, text: None) if streamed else report)
+            _report_cut(what, sizes, lost, len(sizes), length, silent if streamed else report)
     if config is not None:
         check_positions(config, min(longest, length or longest), "Set a lower `--max_length`.")
 

@@ -9,10 +9,10 @@ from cli.test_cli import byte_tokenizer
 from conftest import mostly_slow
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from hf_hybrid.cli.data import Reader, silent
+from hf_hybrid.cli.data import Reader
 from hf_hybrid.cli.main import main
 from hf_hybrid.cli.options import DataOptions, OptionError
-from hf_hybrid.cli.tokens import Answers
+from hf_hybrid.cli.tokens import Answers, silent
 
 pytest.importorskip("trl")
 
