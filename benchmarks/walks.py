@@ -53,15 +53,15 @@ from rig.circles import circles
 
 LIMITS = {
     "a real step": {"files": 9, "changes": 36, "depth": 8, "calls": 178},
-    "a step with a probed leap": {"files": 14, "depth": 15, "calls": 1532},
+    "a step with a probed leap": {"files": 14, "depth": 15, "calls": 1525},
     "a step of LoRA": {"files": 6, "changes": 30, "depth": 9, "calls": 83},
     "a step with `enable_predict=False`": {"files": 3, "changes": 12, "depth": 6, "calls": 34},
     "a step of shared rows": {"files": 11, "changes": 116, "depth": 11, "calls": 378},
     "a step of a reward model": {"files": 13, "changes": 285, "depth": 16, "calls": 1125},
     "a step of GRPO": {"files": 11, "changes": 66, "depth": 15, "calls": 149},
     "a streamed step": {"files": 12, "changes": 275, "depth": 15, "calls": 850},
-    "a plain save": {"files": 5, "changes": 42, "depth": 9, "calls": 91},
-    "a save with leaps": {"files": 14, "changes": 79, "depth": 12, "calls": 415},
+    "a plain save": {"files": 5, "changes": 40, "depth": 9, "calls": 89},
+    "a save with leaps": {"files": 14, "changes": 77, "depth": 12, "calls": 413},
     "options to parts": {"files": 15, "stays": 34},
     "a command to its trainer": {"files": 12, "stays": 27},
     "circles of files": {"circles": 0},
