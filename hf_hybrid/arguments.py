@@ -78,8 +78,7 @@ class HybridArguments:
     options to `transformers.TrainingArguments` and changes none of the defaults there.
 
     Raises:
-        ValueError: If an option has the wrong type or is outside its range. The message names the option, the value
-            and what is expected.
+        ValueError: If an option has the wrong type or is outside its range.
 
     Attributes:
         plan_values (`dict`): Values of `Setup` (plan/setups.py) that no option has and a memory plan decides, such as
@@ -301,6 +300,11 @@ class HybridArguments:
         for name, hint in get_type_hints(HybridArguments).items():
             setattr(self, name, as_declared(name, getattr(self, name), hint))
         check_ranges(self, fields(HybridArguments))
+
+    @property
+    def exactness(self) -> Literal["bits", "rounding"]:
+        """What a step has in common with `Trainer`'s: each bit, or all but the order in which sums are added up."""
+        return "rounding" if self.enable_predict or self.share_rows == "on" else "bits"
 
     def preset_value(self, name: str) -> Any:
         """Return the option as given, or else the preset's value."""

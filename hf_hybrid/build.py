@@ -21,6 +21,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from hf_hybrid import optimizers
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.config import (
     check_leap_optimizer,
@@ -46,33 +47,14 @@ from hf_hybrid.leaps.probe import (
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.leaps.trust import GainPlanner, Trust
 from hf_hybrid.machine import Driver, LeapObstacleError, sharding_of
-from hf_hybrid.optimizers import (
-    MuonAdamW,
-    has_adapters,
-    inner_optimizer,
-    muon_groups,
-    optimizer_layers,
-    optimizer_name,
-    skips_on_device,
-    split_parameters,
-    users_optimizer,
-)
 from hf_hybrid.part import Part
+from hf_hybrid.plan import of_trainer
 from hf_hybrid.plan.accounting import host_memory
 from hf_hybrid.plan.estimate import Estimator, Plan, refuse
-from hf_hybrid.plan.of_trainer import (
-    LeapBuffers,
-    PlannedTrainer,
-    checkpointing,
-    estimator_of,
-    fewest_recomputed_layers,
-    shape_of,
-    streamed_layers,
-)
 from hf_hybrid.plan.setups import Setup
 from hf_hybrid.records.log import LogFile
 from hf_hybrid.records.progress import install_progress
-from hf_hybrid.recovery import OutOfMemoryRecovery, RecoveringTrainer, UnrecoveredMemoryError, first_part
+from hf_hybrid.recovery import OutOfMemoryRecovery, RecoveringTrainer, UnrecoveredMemoryError, parts_of
 from hf_hybrid.run.adapters import adapter_rate_scale
 from hf_hybrid.run.monitor import DivergenceMonitor
 from hf_hybrid.run.rate import LearningRateSearch, RateScale
@@ -92,7 +74,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class BuiltTrainer(LeapView, ProbedTrainer, RecoveringTrainer, PlannedTrainer, Protocol):
+class BuiltTrainer(LeapView, ProbedTrainer, RecoveringTrainer, of_trainer.PlannedTrainer, Protocol):
     """The trainer whose parts are built."""
 
     recovery: OutOfMemoryRecovery
@@ -134,7 +116,9 @@ def prepare_leaps(trainer: BuiltTrainer) -> None:
         check_leaps(trainer.args)
         if not leaps_are_automatic(trainer) and options.final_gain(1.0) > 0:
             passed = trainer.optimizer_cls_and_kwargs
-            check_leap_optimizer(trainer.optimizer or (passed[0] if passed else optimizer_name(trainer.args)))
+            check_leap_optimizer(
+                trainer.optimizer or (passed[0] if passed else optimizers.optimizer_name(trainer.args))
+            )
         if trainer.train_dataset is not None:  # otherwise the trainer may only evaluate
             check_trainable(trainer)
     except LeapObstacleError as error:
@@ -181,9 +165,28 @@ def check_trainable(trainer: BuiltTrainer) -> None:
 # The run.
 
 
+def start_run(trainer: BuiltTrainer) -> Run:
+    """Build the run that `trainer` is about to start, without leaps if they cannot work. Say what is left out."""
+    optimizer = optimizers.inner_optimizer(trainer.optimizer)
+    if trainer.is_fsdp_enabled and isinstance(optimizer, optimizers.MuonAdamW):
+        matrices = [p for group in optimizer.param_groups if group["algorithm"] == "muon" for p in group["params"]]
+        shards = shards_of(matrices)
+        if isinstance(shards, Shards) and shards.processes > 1:
+            optimizer.share(shards.in_rounds)
+    try:
+        if trainer.has_phases:
+            check_trainable(trainer)
+        run = build_run(trainer)
+    except LeapObstacleError as error:
+        leave_out_leaps(trainer, error)
+        run = build_run(trainer)
+    _warn_of_what_is_left_out(trainer, run)
+    return run
+
+
 def build_run(trainer: BuiltTrainer) -> Run:
     """
-    Build the run that `trainer` is about to start: the list of its parts, in the order in which they are called.
+    Build a run: the list of its parts, in the order in which they are called.
 
     The parts that every training of this trainer has (`trainer.parts`) come last. Without phases there are no others.
     Raise [`LeapObstacleError`] if leaps cannot work with the optimizer, or with how the weights are sharded.
@@ -215,7 +218,7 @@ def build_run(trainer: BuiltTrainer) -> Run:
         weights=weights,
         feed=feed,
         rate=rate,
-        decides_on_device=not on_host and skips_on_device(trainer.optimizer),
+        decides_on_device=not on_host and optimizers.skips_on_device(trainer.optimizer),
         diverged=trainer.saver.diverged,
         no_leaps=no_leaps,
         **common,
@@ -237,7 +240,7 @@ def _weights(trainer: BuiltTrainer) -> TrainedWeights:
     memory, model = trainer.memory, trainer.accelerator.unwrap_model(trainer.model)
     named = [(canonical(name), memory.parameter(p)) for name, p in model.named_parameters() if p.requires_grad]
     store = Gathered(model) if trainer.is_fsdp_enabled else memory if memory.streams else None
-    for layer in optimizer_layers(trainer.optimizer):
+    for layer in optimizers.optimizer_layers(trainer.optimizer):
         switches = all(callable(getattr(layer, name, None)) for name in ("train", "eval"))
         if switches and not isinstance(layer, AcceleratedOptimizer):  # it passes both on to what it wraps
             raise LeapObstacleError(
@@ -245,7 +248,7 @@ def _weights(trainer: BuiltTrainer) -> TrainedWeights:
                 "(Schedule-Free), and a leap would move one of them without the other.",
                 "Choose another optimizer, for example `optim=adamw_torch_fused`.",
             )
-    return TrainedWeights(named, inner_optimizer(trainer.optimizer), store)
+    return TrainedWeights(named, optimizers.inner_optimizer(trainer.optimizer), store)
 
 
 def _on_host_if_out_of_memory(trainer: BuiltTrainer, build: Callable[[bool], list[Part]]) -> list[Part]:
@@ -269,7 +272,7 @@ def _leap_parts(
 ) -> list[Part]:
     """Build the parts of a run with leaps: the leaps, and whatever observes them."""
     options, max_steps = trainer.hybrid_args, trainer.state.max_steps
-    matrices = frozenset(map(canonical, split_parameters(trainer.model)[0]))
+    matrices = frozenset(map(canonical, optimizers.split_parameters(trainer.model)[0]))
     direction = direction_of(trainer, matrices)
     trajectory = Trajectory(
         weights,
@@ -279,7 +282,12 @@ def _leap_parts(
         host=on_host,
     )
     trainer.memory.overlay(trajectory.displaced)
-    gains, after = _planner(trainer, trajectory)
+    gain, power = trajectory.direction.gain, trajectory.direction.gain_power
+    values = (options.final_gain(gain), power, options.preset_value("leap_worth"))
+    if options.planner == "schedule":
+        gains, after = GainPlanner(*values), []
+    else:  # and the part that shows the planner the run
+        gains, after = experiment("planners").learning_planner(trainer, values)
     observers = [part for part in (*after, *trainer.parts) if isinstance(part, LeapObserver)]
     leaps = Leaps(
         controller=PhaseController(phase_lengths(options, max_steps)),
@@ -294,15 +302,6 @@ def _leap_parts(
         observers=observers,
     )
     return [leaps, *after]
-
-
-def _planner(trainer: BuiltTrainer, trajectory: Trajectory) -> tuple[GainPlanner, list[Part]]:
-    """Return the planner of the gain, and the part that shows it the run, if it learns."""
-    options, direction = trainer.hybrid_args, trajectory.direction
-    values = (options.final_gain(direction.gain), direction.gain_power, options.preset_value("leap_worth"))
-    if options.planner == "schedule":
-        return GainPlanner(*values), []
-    return experiment("planners").learning_planner(trainer, values)
 
 
 def _cost_of_step(trainer: BuiltTrainer, tokens: int) -> tuple[float, float]:
@@ -321,13 +320,6 @@ def _cost_of_step(trainer: BuiltTrainer, tokens: int) -> tuple[float, float]:
     low, passes = accelerator.mixed_precision == "bf16", 2 * trainer.current_gradient_accumulation_steps
     sizes = ((p.numel() * (2 if low else p.element_size()), p.requires_grad) for p in parameters)
     return flops, (accelerator.num_processes - 1) * sum(size * (passes + trained) for size, trained in sizes)
-
-
-def warn_of_no_leaps(trainer: BuiltTrainer) -> None:
-    """Say why no leaps are made, if nobody chose that, and the trainer has not said it when it was built."""
-    reason = trainer.run.no_leaps
-    if reason is not None and trainer.leap_obstacle is None and trainer.hybrid_args.final_gain(1.0) > 0:
-        logger.warning(NO_LEAPS, reason)
 
 
 def phase_lengths(options: HybridArguments, max_steps: int) -> PhaseLengths:
@@ -358,13 +350,19 @@ def chooses_rate(args: TrainingArguments, options: HybridArguments) -> bool:
     return was_given(args, "learning_rate") is False
 
 
-def warn_of_kept_defaults(trainer: BuiltTrainer) -> None:
-    """Say which defaults would be replaced if it were known that the user did not write them."""
-    args, options, kept = trainer.args, trainer.hybrid_args, []
+def _warn_of_what_is_left_out(trainer: BuiltTrainer, run: Run) -> None:
+    """
+    Say why no leaps are made, if nobody chose that, and the trainer has not said it when it was built. Say which
+    defaults would be replaced if it were known that the user did not write them.
+    """
+    args, options, kept, reason = trainer.args, trainer.hybrid_args, [], run.no_leaps
+    is_news = trainer.has_phases and trainer.leap_obstacle is None and options.final_gain(1.0) > 0
+    if reason is not None and is_news:
+        logger.warning(NO_LEAPS, reason)
     if trainer.has_phases and options.auto_lr == "auto" and was_given(args, "learning_rate") is None:
         kept.append(f"`learning_rate={args.learning_rate:g}` (`auto_lr=on` raises it where that helps)")
-    if options.preset == "fast" and was_given(args, "optim") is None and not has_adapters(trainer.model):
-        kept.append(f"`optim={optimizer_name(args)}` (`preset=fast` wants `optim=muon`)")
+    if options.preset == "fast" and was_given(args, "optim") is None and not optimizers.has_adapters(trainer.model):
+        kept.append(f"`optim={optimizers.optimizer_name(args)}` (`preset=fast` wants `optim=muon`)")
     if kept:
         logger.warning(
             "%s: kept as it is, because the arguments do not tell whether you wrote this default. Parsers write every "
@@ -379,7 +377,7 @@ def _rate(trainer: BuiltTrainer, weights: TrainedWeights) -> RateScale | None:
         return None
     if trains_adapters(trainer):
         return adapter_rate_scale(trainer)
-    optimizer = users_optimizer(trainer.optimizer)
+    optimizer = optimizers.users_optimizer(trainer.optimizer)
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
         return LearningRateSearch(max_scale=MAX_RATE_SCALE, max_steps=trainer.state.max_steps, weights=weights)
     logger.warning(
@@ -418,7 +416,7 @@ def _probe(trainer: BuiltTrainer, feed: BatchFeed) -> Probe:
             feed.peek,
             wanted=wanted,
             size=losses.size,
-            cut=functools.partial(first_part, blocks=trainer.recovery.blocks),
+            cut=functools.partial(parts_of, blocks=trainer.recovery.blocks),
             accumulation=args.gradient_accumulation_steps,
             processes=processes,
         )
@@ -437,18 +435,18 @@ def makes_muon(trainer: BuiltTrainer) -> bool:
     return trainer.args.optim == "muon" and not passed
 
 
-def leave_adapters_to_adamw(trainer: BuiltTrainer) -> None:
+def check_muon(trainer: BuiltTrainer) -> None:
     """
-    Undo the choice of Muon by `preset="fast"` where adapters are trained, unless the user wrote an option of Muon.
-
-    Muon ends no lower than AdamW there, and its best learning rate is not a fixed multiple of AdamW's
-    (benchmarks/speedup/rates.md, "`fast` with adapters").
+    Undo the choice of Muon by `preset="fast"` where adapters are trained, unless the user wrote an option of Muon. It
+    gains nothing there (benchmarks/speedup/rates.md, "`fast` with adapters"). Refuse it where it finds no matrix.
     """
-    options = trainer.hybrid_args
-    if options.preset != "fast" or not makes_muon(trainer) or not has_adapters(trainer.model):
+    if not makes_muon(trainer):
         return
-    if not any(was_given(trainer.args, name) for name in ("optim", "muon_momentum")):
-        trainer.args.optim = OptimizerNames(optimizer_name(TrainingArguments))
+    chosen = any(was_given(trainer.args, name) for name in ("optim", "muon_momentum"))
+    if trainer.hybrid_args.preset != "fast" or not optimizers.has_adapters(trainer.model) or chosen:
+        optimizers.check_hidden_matrices(trainer.model)
+    else:
+        trainer.args.optim = OptimizerNames(optimizers.optimizer_name(TrainingArguments))
         logger.warning("`preset=fast` trains adapters by AdamW: Muon gains nothing there. For Muon, set `optim=muon`.")
 
 
@@ -463,33 +461,27 @@ def build_optimizer(trainer: BuiltTrainer, model: torch.nn.Module) -> None:
         trainer.optimizer_cls_and_kwargs = (AdamW8bit, values)
     if makes_muon(trainer):
         common = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
-        groups = muon_groups(model, trainer.get_decay_parameter_names(model), **common)
+        groups = optimizers.muon_groups(model, trainer.get_decay_parameter_names(model), **common)
         momentum = options.preset_value("muon_momentum")
-        trainer.optimizer = MuonAdamW(groups, **common, betas=betas, eps=args.adam_epsilon, momentum=momentum)
-
-
-def share_optimizer(trainer: BuiltTrainer) -> None:
-    """Let Muon orthogonalise matrices together with other processes where FSDP2 has spread the weights over them."""
-    optimizer = inner_optimizer(trainer.optimizer)
-    if trainer.is_fsdp_enabled and isinstance(optimizer, MuonAdamW):
-        matrices = [p for group in optimizer.param_groups if group["algorithm"] == "muon" for p in group["params"]]
-        shards = shards_of(matrices)
-        if isinstance(shards, Shards) and shards.processes > 1:
-            optimizer.share(shards.in_rounds)
+        trainer.optimizer = optimizers.MuonAdamW(
+            groups, **common, betas=betas, eps=args.adam_epsilon, momentum=momentum
+        )
 
 
 # Where weights live.
 
 
-def leap_buffers(trainer: BuiltTrainer) -> LeapBuffers:
+def leap_buffers(trainer: BuiltTrainer) -> of_trainer.LeapBuffers:
     """Return what leaps hold beside the model, as far as it is known before a run begins."""
     direction, makes_leaps = direction_class(chosen_direction(trainer)), reason_no_leaps(trainer) is None
-    return LeapBuffers(direction.values_per_weight if makes_leaps else None, issubclass(direction, Orthogonal))
+    return of_trainer.LeapBuffers(
+        direction.values_per_weight if makes_leaps else None, issubclass(direction, Orthogonal)
+    )
 
 
 def estimator_for(trainer: BuiltTrainer, device_map: dict | None) -> tuple[Estimator, Setup]:
     """Return the estimator for a trainer's model, and the setup that its options ask for."""
-    return estimator_of(trainer, device_map, leap_buffers(trainer))
+    return of_trainer.estimator_of(trainer, device_map, leap_buffers(trainer))
 
 
 def make_plan(trainer: BuiltTrainer, device_map: dict | None) -> Plan:
@@ -513,14 +505,14 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
             check_separable(trainer.optimizer)
         except UnsupportedOptimizerError as error:
             nearest = "Nearest plan that works: no `optimizers`, and `optim=adamw_torch_fused`."
-            raise refuse(str(error), shape_of(model, device_map), nearest) from None
+            raise refuse(str(error), of_trainer.shape_of(model, device_map), nearest) from None
     plan = make_plan(trainer, device_map)
     logger.info("Memory plan: %s", plan.describe())
     if plan.mode == "resident":
         return Resident(plan.buffers_on_host)
     streamer = LayerStreamer(
         model,
-        streamed_layers(model, device_map),
+        of_trainer.streamed_layers(model, device_map),
         embeddings_and_head(model) if plan.stream_embeddings else (),
         device=trainer.args.device,
         ahead=plan.setup.prefetch_layers,
@@ -535,25 +527,29 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
     return Streamed(model, streamer, window, plan, host_memory=host_memory)
 
 
-def adapter_parts(trainer: BuiltTrainer) -> list[Part]:
-    """Return the parts that compute adapters with less memory, or with fewer kernels and casts under bf16 autocast."""
-    if not has_adapters(trainer.model):
-        return []
-    from hf_hybrid.phase_memory import adapters
+def memory_parts(trainer: BuiltTrainer) -> list[Part]:
+    """Return the parts that compute layers in another way, in less memory or time."""
+    parts = [] if trainer.memory.streams else _phase_memory_parts(trainer)
+    # Adapters with less memory, or with fewer kernels and casts under bf16 autocast.
+    casts = trainer.hybrid_args.exactness == "rounding" and trainer.accelerator.mixed_precision == "bf16"
+    if casts and trains_adapters(trainer):
+        from hf_hybrid.phase_memory import adapters
 
-    to_the_bit = trainer.can_leap and not trainer.hybrid_args.enable_predict
-    parts = [] if to_the_bit or trainer.accelerator.mixed_precision != "bf16" else adapters.adapter_parts(trainer)
-    experts = fused_experts_part(trainer)
-    return parts if experts is None else [*parts, experts]
+        parts += adapters.adapter_parts(trainer)
+    if (experts := fused_experts_part(trainer)) is not None:
+        parts.append(experts)
+    if trainer.args.torch_compile and trainer.rows is not None and trainer.rows.may_share:
+        from hf_hybrid.rows.compiled import CompiledLayers
+
+        parts.append(CompiledLayers(trainer, trainer.rows, vars(trainer).get("ref_model")))
+    return parts
 
 
 def fused_experts_part(trainer: BuiltTrainer) -> FusedExperts | None:
     """Return the part that multiplies adapters of fused experts, where sums may be in another order than PEFT's."""
     args, options = trainer.args, trainer.hybrid_args
-    to_the_bit = options.share_rows == "auto" and trainer.can_leap and not options.enable_predict
-    if options.share_rows == "off" or to_the_bit or args.torch_compile or sharding_of(args):
-        return None
-    if not has_adapters(trainer.accelerator.unwrap_model(trainer.model)):
+    as_peft = options.share_rows == "off" or options.exactness == "bits"
+    if as_peft or args.torch_compile or sharding_of(args) or not trains_adapters(trainer):
         return None
     from hf_hybrid.phase_memory.fused_experts import FusedExperts, adapted_experts
 
@@ -564,7 +560,7 @@ def fused_experts_part(trainer: BuiltTrainer) -> FusedExperts | None:
 def rows_part(trainer: BuiltTrainer) -> Part | None:
     """Return the part that computes windows as trees, if the options ask for it."""
     options = trainer.hybrid_args
-    if options.share_rows == "off" or (options.share_rows == "auto" and not options.enable_predict):
+    if options.share_rows == "off" or options.exactness == "bits":
         return None
     own = own_losses(trainer)
     if own or trainer.compute_loss_func is not None or trainer.args.label_smoothing_factor:
@@ -579,21 +575,10 @@ def rows_part(trainer: BuiltTrainer) -> Part | None:
     return kind(trainer, reason_not_shared(trainer))
 
 
-def compiled_parts(trainer: BuiltTrainer) -> list[Part]:
-    """Return the part that compiles layers one by one, where windows may be trees and `torch_compile` is set."""
-    if not trainer.args.torch_compile or trainer.rows is None or not trainer.rows.may_share:
-        return []
-    from hf_hybrid.rows.compiled import CompiledLayers
-
-    return [CompiledLayers(trainer, trainer.rows, vars(trainer).get("ref_model"))]
-
-
-def phase_memory_parts(trainer: BuiltTrainer) -> list[Part]:
+def _phase_memory_parts(trainer: BuiltTrainer) -> list[Part]:
     """Build the parts that change memory by phase, for models that are not streamed."""
     options, parts = trainer.hybrid_args, []
-    if trainer.memory.streams:
-        return parts
-    automatic = checkpointing(trainer.args) == "auto" and trainer.train_dataset is not None
+    automatic = of_trainer.checkpointing(trainer.args) == "auto" and trainer.train_dataset is not None
     if options.checkpoint_phases is not None or options.offload_activations or automatic:
         phases = (options.checkpoint_phases or "warmup,full,correct").replace(" ", "").split(",")
         from hf_hybrid.phase_memory.activations import ActivationCheckpointing
@@ -603,7 +588,7 @@ def phase_memory_parts(trainer: BuiltTrainer) -> list[Part]:
             leaps = leap_buffers(trainer)
             if leaps_are_automatic(trainer) and getattr(trainer.model, "name_or_path", ""):
                 leaps = leaps._replace(values_per_weight=None)  # a pretrained model makes none
-            layers = fewest_recomputed_layers(trainer, leaps)
+            layers = of_trainer.fewest_recomputed_layers(trainer, leaps)
         if layers is not None or options.checkpoint_phases is not None or options.offload_activations:
             parts.append(ActivationCheckpointing(phases, offload=options.offload_activations, layers=layers))
     if options.weight_precision is not None or options.predict_states != "stay":

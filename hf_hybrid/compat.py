@@ -55,11 +55,7 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def options_for_fewer_heads() -> dict[str, Any]:
-    """
-    Return what `torch.nn.attention.varlen.varlen_attn` has to be told where keys have fewer heads than queries.
-
-    2.12: `enable_gqa`. Until then it takes them as they are.
-    """
+    """Return what `varlen_attn` has to be told where keys have fewer heads than queries. 2.12: `enable_gqa`."""
     from torch.nn.attention import varlen
 
     return {"enable_gqa": True} if _takes(varlen.varlen_attn, "enable_gqa") else {}
@@ -85,9 +81,8 @@ def trl_error(error: ImportError) -> ImportError:
 @functools.cache
 def tells_factors(wrapper: type) -> bool:
     """
-    Whether wrappers of fused experts tell the two factors of an adapter, and say once if not.
-
-    0.21: `get_delta_factors`. The extra `peft` asks for it, but an older PEFT may have been there before.
+    Whether wrappers of fused experts tell the two factors of an adapter, and say once if not. 0.21:
+    `get_delta_factors`. The extra `peft` asks for it, but an older PEFT may have been there before.
     """
     tells = hasattr(wrapper, "get_delta_factors")
     if not tells:
@@ -119,11 +114,7 @@ def configs_of_layers(config: Any) -> list[Any]:
 
 
 def checkpointing_option() -> str:
-    """
-    Return the name of activation checkpointing in `TrainingArguments` and in the methods of a model.
-
-    5.23: `activation_checkpointing`; until then `gradient_checkpointing`.
-    """
+    """Return what options and methods begin with. 5.23: `activation_checkpointing`; before `gradient_checkpointing`."""
     from transformers import PreTrainedModel
 
     # Asked of the model, because `TrainingArguments` take a second longer to import.
@@ -139,11 +130,7 @@ def switch_checkpointing_on(model: nn.Module, options: dict[str, Any]) -> None:
 
 @functools.cache
 def cache_name() -> str:
-    """
-    Return the name of keys and values in the arguments and in the output of a model.
-
-    5.24: `cache`; until then `past_key_values`.
-    """
+    """Return the name of keys and values in a model's arguments and output. 5.24: `cache`; until then as below."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     return "cache" if _takes(CausalLMOutputWithPast, "cache") else "past_key_values"

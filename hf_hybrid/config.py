@@ -343,13 +343,8 @@ def _check_shards(args: TrainingArguments, options: HybridArguments) -> None:
 
 def check_leaps(args: TrainingArguments) -> None:
     """
-    Refuse options that `Trainer` and TRL's trainers take and leaps cannot work with.
-
-    Where a direction was named, they are refused when the config is made. Elsewhere the trainer asks, and trains
-    without leaps.
-
-    Raises:
-        LeapObstacleError: It names the option and the reason.
+    Refuse options that `Trainer` and TRL's trainers take and leaps cannot work with ([`LeapObstacleError`]). Where a
+    direction was named, this is when the config is made. Elsewhere the trainer asks, and trains without leaps.
     """
     optim, sharding = optimizer_name(args), sharding_of(args)
     another = "Choose another optimizer, for example `adamw_torch_fused`."
@@ -374,10 +369,7 @@ def check_leaps(args: TrainingArguments) -> None:
 
 
 def check_leap_optimizer(optimizer: Any) -> None:
-    """
-    Refuse leaps under an optimizer other than Adam or AdamW, an object, its class or a value of `optim`. An object may
-    be inside wrappers.
-    """
+    """Refuse leaps under an optimizer other than Adam or AdamW, an object (also wrapped), its class or an `optim`."""
     optimizer = inner_optimizer(optimizer)
     kind = optimizer if isinstance(optimizer, (str, type)) else type(optimizer)
     if not is_adam(kind) and not (isinstance(kind, type) and issubclass(kind, (torch.optim.Adam, torch.optim.AdamW))):

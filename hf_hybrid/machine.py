@@ -30,10 +30,8 @@ logger = logging.getLogger(__name__)
 
 class LeapObstacleError(ValueError):
     """
-    Leaps cannot work with something that trains well without them.
-
-    `reason` says what it is, and why, in whole sentences, and `advice` what to do about it if leaps are wanted.
-    `leaps_alone` tells whether all other parts of a run work with it.
+    Leaps cannot work with something that trains well without them. `reason` says what it is, and why, in whole
+    sentences, and `advice` what to do. `leaps_alone` tells whether all other parts of a run work with it.
     """
 
     def __init__(self, reason: str, advice: str, *, leaps_alone: bool = False):
@@ -55,14 +53,12 @@ _LAUNCHED = {
 }
 
 
-def sharding_of(args: TrainingArguments | None) -> str | None:
+def sharding_of(args: TrainingArguments) -> str | None:
     """
     Return the mechanism that shards weights, gradients or states; `None` with one process, or DDP. The options ask for
-    it (`None`: they are the defaults), or the environment that `accelerate launch` sets.
+    it, or the environment that `accelerate launch` sets.
     """
-    asked = {}
-    if args is not None:
-        asked = {"deepspeed": args.deepspeed, "fsdp": args.fsdp, "parallelism_config": args.parallelism_config}
+    asked = {"deepspeed": args.deepspeed, "fsdp": args.fsdp, "parallelism_config": args.parallelism_config}
     for name, variable in _LAUNCHED.items():
         if asked.get(name) or _is_on(variable):
             return name
@@ -78,12 +74,10 @@ def shards_by_fsdp2(args: TrainingArguments) -> bool:
     return os.environ.get("FSDP_VERSION") == "2"
 
 
-def mixed_precision_of(args: TrainingArguments | None) -> str:
-    """Return `"no"`, `"bf16"` or `"fp16"`, from the options (`None`: the defaults) or else from the launcher."""
-    if args is not None and args.fp16:
-        return "fp16"
-    if args is not None and args.bf16:
-        return "bf16"
+def mixed_precision_of(args: TrainingArguments) -> str:
+    """Return `"no"`, `"bf16"` or `"fp16"`, from the options or else from the launcher."""
+    if args.fp16 or args.bf16:
+        return "fp16" if args.fp16 else "bf16"
     return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
@@ -382,13 +376,10 @@ def page_locked_bytes() -> int:
 
 def keep_differentiable(model: torch.nn.Module) -> None:
     """
-    Keep bitsandbytes' 4-bit layers trainable, also after the model is evaluated on a CPU.
+    Keep bitsandbytes' 4-bit layers trainable, also after the model is evaluated on a CPU, or refuse packed ones.
 
     On CPUs with bf16 instructions these layers pack their weights anew at the first evaluation, for a kernel whose
     backward pass is wrong without an error: cosines with the right gradients were measured down to 0.56.
-
-    Raises:
-        ValueError: If the layers are packed already.
     """
     for name, module in model.named_modules():
         if not hasattr(module, "support_avx512bf16_for_cpu"):

@@ -120,9 +120,8 @@ _ADAM_OPTIONS = {
 
 def is_adam(optimizer: torch.optim.Optimizer | type | str) -> bool:
     """
-    Whether an optimizer steps as Adam or AdamW does: an object, its class, or a value of `optim`.
-
-    The class itself decides. A subclass may step otherwise, and nothing is known of other classes.
+    Whether an optimizer steps as Adam or AdamW does: an object, its class, or a value of `optim`. The class itself
+    decides. A subclass may step otherwise, and nothing is known of other classes.
     """
     if isinstance(optimizer, str):
         return optimizer in _ADAM_OPTIONS
@@ -243,12 +242,7 @@ class MuonAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     def share(self, in_rounds: InRounds) -> None:
-        """
-        Orthogonalise matrices together with other processes, which hold other rows of them.
-
-        `in_rounds` takes tasks (parameter, its shape, this process's rows of an update) and a function of parameter and
-        whole update. It returns pairs of parameter and this process's rows of the result.
-        """
+        """Orthogonalise matrices with other processes, which hold other rows of them ([`Shards.in_rounds`])."""
         self._in_rounds = in_rounds
 
     def add_param_group(self, param_group: dict) -> None:
@@ -462,10 +456,8 @@ def muon_groups(
 ) -> list[dict[str, Any]]:
     """
     Groups for [`MuonAdamW`]: AdamW's with and without weight decay, as `Trainer` makes them, then Muon's, matrices
-    before stacks. `decay_names` are from `Trainer.get_decay_parameter_names`.
-
-    Their `rate_scale` is [`RATE_SCALE`], or 1 with adapters, so that the learning rate that is best for AdamW alone is
-    right for both.
+    before stacks. Their `rate_scale` is [`RATE_SCALE`], or 1 with adapters, so that the learning rate that is best for
+    AdamW alone is right for both.
     """
     matrices, rest = split_parameters(model)
     rate_scale = 1.0 if has_adapters(model) else RATE_SCALE

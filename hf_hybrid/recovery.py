@@ -121,30 +121,25 @@ class MemoryGuard(Part):
             logger.info("Phase `%s` ends and `%s` begins with %s.", old.value, new.value, self._describe(*self.probe()))
 
     def end_step(self, step: Step) -> None:
-        step.asks_save |= self.after_step(step.index + 1)
-
-    def after_step(self, step: int) -> bool:
-        """Read the memory after this number of steps. Return whether a checkpoint should be written now."""
         if self.probe is None:
-            return False
+            return
         used, total = self.probe()
-        share, text = used / total, self._describe(used, total)
+        number, share, text = step.index + 1, used / total, self._describe(used, total)
         save = share > self.checkpoint_at and not self.asked
-        logger.debug("Step %d ends with %s.", step, text)
+        logger.debug("Step %d ends with %s.", number, text)
         if share <= self.warn_at:
             self.warned = self.asked = False
         elif not self.warned:
             self.warned = True
             logger.warning(
                 "Step %d ends with %s, above `guard_warn_at=%g`. Lower `per_device_train_batch_size` and raise "
-                "`gradient_accumulation_steps`, or see docs/memory.md for what takes less.", step, text, self.warn_at
+                "`gradient_accumulation_steps`, or see docs/memory.md for what takes less.", number, text, self.warn_at
             )  # fmt: skip
             free_memory()
         if save:
-            self.asked = True
-            most = 100 * self.checkpoint_at
-            logger.warning("Step %d ends with %s, above %.0f %%: a checkpoint is written now, once.", step, text, most)
-        return save
+            self.asked = step.asks_save = True
+            text = f"{text}, above {100 * self.checkpoint_at:.0f} %"
+            logger.warning("Step %d ends with %s: a checkpoint is written now, once.", number, text)
 
     @staticmethod
     def _describe(used: int, total: int) -> str:
@@ -209,11 +204,6 @@ def parts_of(batch: Any, most: int | None, blocks: int = 1) -> list:
         return [batch] if most is None or sequences_in(batch, blocks) <= most else split_batch(batch, most, blocks)
     except UnsplittableBatchError:
         return [batch]
-
-
-def first_part(batch: Any, most: int, blocks: int = 1) -> Any:
-    """Return the first `most` sequences of a batch, or all of it if it cannot be split."""
-    return parts_of(batch, most, blocks)[0]
 
 
 # Recovery.
@@ -348,10 +338,8 @@ class OutOfMemoryRecovery(Part):
         if self.policy.micro_batch_size is None:
             return [(batch, 1.0)]
         parts = parts_of(batch, self.policy.micro_batch_size, self.blocks)
-        if len(parts) == 1:
-            return [(batch, 1.0)]
-        count = sequences_in(batch, self.blocks)
-        return [(part, sequences_in(part, self.blocks) / count) for part in parts]
+        sizes = [1] if len(parts) == 1 else [sequences_in(part, self.blocks) for part in parts]
+        return [(part, size / sum(sizes)) for part, size in zip(parts, sizes)]
 
     def _begin_walk(self, window: Window) -> None:
         """Streamed layers walk a window in one go: losses that are means must count alike, or each part goes alone."""
@@ -405,12 +393,10 @@ class OutOfMemoryRecovery(Part):
         Take note of an out-of-memory error, and release what it holds. Raise `error` itself, if it is none or with
         `out_of_memory=raise`, and [`UnrecoveredMemoryError`] if nothing may be tried here.
         """
-        if isinstance(error, UnrecoveredMemoryError) or not is_out_of_memory(error):
-            raise error
-        if not self.retries:
+        if isinstance(error, UnrecoveredMemoryError) or not is_out_of_memory(error) or not self.retries:
             raise error
         self.reason = _first_line(error)
-        obstacle = self._obstacle()
+        obstacle = self._reason_not_repeated()
         if obstacle is not None:
             raise UnrecoveredMemoryError(f"{self.where()}: {self.reason} Nothing was tried: {obstacle}") from error
         drop_tensors_of(error)
@@ -555,7 +541,7 @@ class OutOfMemoryRecovery(Part):
         folder = trainer.run_folder / f"checkpoint-{step}"
         return f"The state after step {step}, the last good one, is in `{folder}`."
 
-    def _obstacle(self) -> str | None:
+    def _reason_not_repeated(self) -> str | None:
         """Return why a step cannot be computed again in this run, or `None`."""
         trainer, optim = self.trainer, optimizer_name(self.trainer.args)
         if trainer.accelerator.num_processes > 1 or trainer.args.n_gpu > 1:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from pathlib import Path
@@ -31,38 +30,15 @@ from accelerate.utils import send_to_device
 from transformers import DataCollator, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
+from hf_hybrid import build
 from hf_hybrid.arguments import HybridArguments
-from hf_hybrid.build import (
-    adapter_parts,
-    build_memory,
-    build_optimizer,
-    build_run,
-    check_trainable,
-    compiled_parts,
-    leave_adapters_to_adamw,
-    leave_out_leaps,
-    makes_muon,
-    phase_memory_parts,
-    prepare_leaps,
-    rows_part,
-    share_optimizer,
-    warn_of_kept_defaults,
-    warn_of_no_leaps,
-)
 from hf_hybrid.compat import warn_of_untested_versions
 from hf_hybrid.config import CONFIG_NAME, config_values
 from hf_hybrid.files import write_note
 from hf_hybrid.hub.publishing import PublishingMixin
 from hf_hybrid.leaps.directions import DirectionFactory
 from hf_hybrid.leaps.probe import SequenceLosses
-from hf_hybrid.machine import (
-    LeapObstacleError,
-    check_kernels,
-    copy_to_device_,
-    keep_differentiable,
-    warn_of_lone_process,
-)
-from hf_hybrid.optimizers import check_hidden_matrices
+from hf_hybrid.machine import check_kernels, copy_to_device_, keep_differentiable, warn_of_lone_process
 from hf_hybrid.part import Part, Phase, Step, check_parts
 from hf_hybrid.plan.accounting import ByteTable
 from hf_hybrid.plan.of_trainer import check_streamable
@@ -72,7 +48,7 @@ from hf_hybrid.records.profiler import MemoryProfilerCallback, held_bytes
 from hf_hybrid.records.redaction import shareable
 from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, device_probe
 from hf_hybrid.run.epochs import Epochs
-from hf_hybrid.run.monitor import numbers_of, overflowed
+from hf_hybrid.run.monitor import numbers_of
 from hf_hybrid.run.run import DataOrder, RandomStates, Run
 from hf_hybrid.run.trainer_view import SEAMS, Code, acts_beside_layers, acts_between, reads_gradients
 from hf_hybrid.saving.lock import check_output
@@ -218,27 +194,19 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.custom_direction, self._device_map, self._memory_is_planned = direction, device_map, False
         self._chunked_loss = ChunkedLossSwitch()
         self._held: ByteTable | None = None
-        self.saver, self.trial = Saver(self), None
-        self._ignored_in_evaluations = None
-        self._scheduled_rates: list[float] = []
-        self.epochs, self._around_forward = Epochs(self), False
+        """The bytes held between steps, by category and place."""
+        self.saver, self.trial, self._ignored_in_evaluations = Saver(self), None, None
+        self.epochs = Epochs(self)
         self._shows_gradients = False
         """Whether gradients of streamed layers are put on the parameters, for code of a user."""
-        self._seams: list[Any] = []
-        """What [`_who_acts`] was found out of."""
-        self._acts: str | None = None
-        self._code: tuple[Any, ...] = ()
-        """What [`_who_acts_beside_layers`] was found out of."""
-        self._beside: str | None = None
+        self._acts, self._acts_beside_layers = (None, None), (None, None)
+        """What code of a user acts between micro-batches and beside layers, each behind what it was found out of."""
         super().__init__(*args, **kwargs)
         check_kernels(self.args)
-        self.hybrid_args = (
-            self.args if isinstance(self.args, HybridArguments) else HybridArguments(enable_predict=self.can_leap)
-        )
-        options = self.hybrid_args
-        leave_adapters_to_adamw(self)
-        if makes_muon(self):
-            check_hidden_matrices(self.model)
+        # One that never leaps is not asked for bits.
+        default = HybridArguments() if self.can_leap else HybridArguments(enable_predict=False, share_rows="on")
+        self.hybrid_args = options = self.args if isinstance(self.args, HybridArguments) else default
+        build.check_muon(self)
         if self._memory_option != "off":
             self._plan_memory()
             self._move_model_to_device(self.model, self.args.device)
@@ -251,17 +219,10 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         if self.is_world_process_zero():
             warn_of_untested_versions()
         keep_differentiable(self.model)
-        self.rows = rows_part(self) if self.rows is None else self.rows
+        self.rows = build.rows_part(self) if self.rows is None else self.rows
         self.order = DataOrder(self.args.device, self.is_world_process_zero)
-        own = [self.order] if self.rows is None else [self.order, self.rows]
-        own += [
-            self.recovery,
-            self.memory_guard,
-            *phase_memory_parts(self),
-            *adapter_parts(self),
-            *compiled_parts(self),
-        ]
-        self.parts, self.probe_dataset = [*own, *self.own_parts(), *parts], probe_dataset
+        own = [self.order, *([] if self.rows is None else [self.rows]), self.recovery, self.memory_guard]
+        self.parts, self.probe_dataset = [*own, *build.memory_parts(self), *self.own_parts(), *parts], probe_dataset
         check_parts(self.parts)
         self.preemption = agree_on_preemption(self)
         self.callback_handler = HookRouter(self)
@@ -270,7 +231,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
 
             samples.install(self)
         if options.enable_predict:
-            prepare_leaps(self)
+            build.prepare_leaps(self)
 
     def own_parts(self) -> list[Part]:
         """Return the parts that trainers of this kind add to every run."""
@@ -303,8 +264,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
     def train(self, resume_from_checkpoint=None, trial=None, *args, **kwargs):
         self.trial = trial
         self.saver.begin(resume_from_checkpoint)
-        self.run, self._around_forward = Run(no_leaps=self.obstacle), False  # an error may have ended the last one
-        self._held = None
+        self.run, self._held = Run(no_leaps=self.obstacle), None  # an error may have ended the last one
         self._ignored_in_evaluations = args[0] if args else kwargs.get("ignore_keys_for_eval")
         self.epochs = Epochs(self)
         self.recovery.reset()
@@ -330,7 +290,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             if self.run.optimizer is not None:  # an error ended the run
                 vars(self.run.optimizer).pop("found_inf", None)
             if self._held is None and self.model is not None and self.optimizer is not None:
-                self._measure_memory()
+                self._held = held_bytes(self, self.model, self.optimizer)
             self.memory.end()
             self._chunked_loss.remove()
             self.saver.in_step = InStep()
@@ -345,24 +305,12 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         """Begin the run, after Trainer has made everything and restored its own part of a checkpoint."""
         folder = self.run_folder
         self.saver.make_room()
-        share_optimizer(self)
-        try:
-            if self.has_phases:
-                check_trainable(self)
-            self.run = build_run(self)
-        except LeapObstacleError as error:
-            leave_out_leaps(self, error)
-            self.run = build_run(self)
+        self.run = build.start_run(self)
         loader = self.callback_handler.train_dataloader
         if self.rows is not None and isinstance(loader, DataLoaderShard):
             loader.device = None  # rows are laid out on the host, and `get_batch_samples` moves the batches of a step
         self.log_file.begin(self.state.global_step, self.state.max_steps, folder, **self.environment())
-        if self.has_phases:
-            warn_of_no_leaps(self)
-        warn_of_kept_defaults(self)
         self.epochs.find_place()
-        self._scheduled_rates = []
-        self._around_forward = self.run.listens("before_forward", "after_backward")
         self.run.begin()
         self.saver.restore()
         if self.has_phases and self.args.should_save:
@@ -375,9 +323,9 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.epochs.restore_order()
 
     def _end_run(self) -> None:
-        had_phases, self._around_forward = self.run.has_phases, False
+        had_phases = self.run.has_phases
         if had_phases:
-            self._measure_memory()
+            self._held = held_bytes(self, self.model, self.optimizer)
         self.run.end()
         if had_phases and self.args.should_save:
             write_note(self.run_folder / SUMMARY_NAME, shareable(self.hybrid_summary()))
@@ -393,23 +341,16 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         if self.saver.evaluation_is_due and self.control.should_training_stop:  # which a callback decided in it
             return [], None
         self.saver.evaluation_is_due = self.epochs.is_at_start = False
-        in_step, feed, there = self.saver.in_step, self.run.feed, device
+        in_step, feed, get, there = self.saver.in_step, self.run.feed, super().get_batch_samples, device
         in_step.is_changing = True
         acts = self._who_acts()
         if acts is None and self.rows is not None and self.accelerator.num_processes == 1 and self.args.n_gpu <= 1:
-            device = torch.device("cpu")  # where the loader has labels; Trainer would wait for a copy of their count
+            there = torch.device("cpu")  # where the loader has labels; Trainer would wait for a copy of their count
         with self.order.reading():
-            if feed is None:
-                batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-            else:
-                feed.open(epoch_iterator)
-                coming = feed.peek(num_batches)
-                if coming:
-                    batches, items = super().get_batch_samples(iter(coming), len(coming), device)
-                else:
-                    batches, items = [], None  # a stream has ended
-        if torch.is_tensor(items) and items.device != there:
-            items = copy_to_device_(torch.empty_like(items, device=there), items)
+            fetch = get if feed is None else functools.partial(feed.fetch, get)
+            batches, items = fetch(epoch_iterator, num_batches, there)
+        if torch.is_tensor(items) and items.device != device:
+            items = copy_to_device_(torch.empty_like(items, device=device), items)
         if batches:
             rate, on_host, rows = 0.0 if feed is None else self._get_learning_rate(), batches, self.rows
             if acts is not None or (rows is not None and rows.in_every_pass):  # else those that are computed are moved
@@ -417,10 +358,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             self._loss_before = getattr(self, "_tr_loss", torch.zeros(())).clone() if acts is not None else 0.0
             self.run.accumulations.add(self.args.gradient_accumulation_steps)
             step = self.run.begin_step(self.state.global_step, batches, items, rate, on_host, acts)
-            if step.phase is Phase.PREDICT:  # trains on none of them: they stay the next
+            if step.phase is Phase.PREDICT:
                 batches = batches + batches[-1:] * (num_batches - len(batches))
-            elif feed is not None:
-                feed.begin(len(batches))
         in_step.is_changing, in_step.begun = False, self.state.global_step if batches else None
         if self.saver.start.in_step:
             # Saved after its batches were fetched, which may draw random numbers; Trainer restores them before.
@@ -442,8 +381,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         if inputs is None:
             model.train()  # as in a skipped step
             return torch.zeros((), device=self.args.device)
-        compute = functools.partial(super().training_step, model)
-        run: Callable[[Any], torch.Tensor] = lambda inputs: compute(inputs, *args, **kwargs)  # noqa: E731
+        compute = super().training_step
+        run: Callable[[Any], torch.Tensor] = lambda inputs: compute(model, inputs, *args, **kwargs)  # noqa: E731
         if self.memory.window is not None:  # layer by layer, the first call computes all of the window
             run = functools.partial(self.memory.window.next, run)
         loss = self.recovery.compute(inputs, functools.partial(self._compute, run), items)
@@ -460,19 +399,19 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             seams += streamed._optimizer_step_pre_hooks.values()
         for place in (self, *type(self).__mro__):
             seams += map(vars(place).get, SEAMS)
-        if seams != self._seams:
-            self._seams, self._acts = seams, acts_between(self)
-            self._shows_gradients = streamed is not None and (self._acts is not None or reads_gradients(self))
-        return self._acts
+        if seams != self._acts[0]:
+            self._acts = seams, acts_between(self)
+            self._shows_gradients = streamed is not None and (self._acts[1] is not None or reads_gradients(self))
+        return self._acts[1]
 
     def _who_acts_beside_layers(self) -> str | None:
         """Return what code of a user acts there, see [`acts_beside_layers`]: found out again where any is new."""
         losses = [vars(place).get("compute_loss") for place in (self, *type(self).__mro__)]
         seams = Code.of(self.accelerator.unwrap_model(self.model)), losses
-        if seams != self._code:
+        if seams != self._acts_beside_layers[0]:
             layers = [module for unit in self.memory.streamer.layers for module in unit.modules]
-            self._code, self._beside = seams, acts_beside_layers(self, seams[0], layers)
-        return self._beside
+            self._acts_beside_layers = seams, acts_beside_layers(self, seams[0], layers)
+        return self._acts_beside_layers[1]
 
     def _arrange(self, step: Step) -> None:
         """Decide how the micro-batches of a step are computed, now that `on_step_begin` has been called."""
@@ -497,24 +436,18 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
 
     def _compute(self, step: Callable[[Any], torch.Tensor], inputs: Any) -> torch.Tensor:
         """Run forward and backward of a micro-batch, or of a part of one after memory ran out."""
-        rows, in_step = self.rows, self.saver.in_step
-        around = rows is not None and (rows.in_every_pass or self.run.step.window is not None)
-        in_step.is_changing = True
-        if (window := self.memory.window) is not None and window.asks:
-            try:
+        run, rows, window, in_step = self.run, self.rows, self.memory.window, self.saver.in_step
+        with contextlib.ExitStack() as afterwards:
+            in_step.is_changing = True
+            afterwards.callback(setattr, in_step, "is_changing", False)
+            if window is not None and window.asks:
                 window.look(inputs)  # before parts exchange forward passes, whose gradients may be anywhere
-            except BaseException:
-                in_step.is_changing = False
-                raise
-        try:
-            if self._around_forward:
-                self.run.call("before_forward", self.run.phase)
-            with rows.around() if around else contextlib.nullcontext():
-                return step(inputs)
-        finally:
-            in_step.is_changing = False
-            if self._around_forward:
-                self.run.call("after_backward", self.run.phase)
+            if run.around_forward:
+                afterwards.callback(run.call, "after_backward", run.phase)
+                run.call("before_forward", run.phase)
+            if rows is not None and (rows.in_every_pass or run.step.window is not None):
+                afterwards.enter_context(rows.around())
+            return step(inputs)
 
     def _skip_step(self, model) -> torch.Tensor:
         model.train()  # as a real step does: TRL tells by it which metrics it logs
@@ -563,36 +496,22 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
                 self.rows.fallbacks.cannot_be_exact("a `training_step` of yours does not call that of this package")
         if not run.has_phases:
             return
+        accuracy, scaler = self.accuracy_of_step(), self.accelerator.scaler
         run.settle()
-        numbers, accuracy = numbers_of(run.step, self._gradient_norm, self.accelerator), self.accuracy_of_step()
+        numbers = numbers_of(run.step, self._gradient_norm, self.accelerator)
         if run.reads_later:
             run.read_later(numbers, accuracy)
-        else:
-            loss, norm, has_loss = numbers.tolist()
-            scaler = self.accelerator.scaler
-            if has_loss and math.isfinite(loss) and scaler is not None and overflowed(norm, scaler):
-                run.step.counts = False  # the scaler leaves the update out, and the parts are shown nothing
-            elif not run.before_update(loss if has_loss else None, norm, accuracy):
-                self._withhold_update()
-                if scaler is not None:
-                    scaler.update()  # what it noted of these gradients is over
-        # The learning rate is scaled here and nowhere else; `_after_update` takes the factor out again.
-        scale = run.rate_scale
-        self._scheduled_rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["lr"] * scale
+        elif not run.before_update(numbers.tolist(), accuracy, scaler=scaler):
+            self._withhold_update()
+            if scaler is not None:
+                scaler.update()  # what it noted of these gradients is over
+        run.scale_rates(self.optimizer.param_groups)
 
     def _after_update(self) -> None:
         self.recovery.stepping = False
-        if not self.run.has_phases or self.run.phase is Phase.PREDICT:
-            return
-        groups = self.optimizer.param_groups
-        if self.accelerator.sync_gradients and not self.accelerator.optimizer_step_was_skipped:
-            self.run.after_update([float(group["lr"]) * group.get("rate_scale", 1.0) for group in groups])
-        vars(self.run.optimizer).pop("found_inf", None)  # what the device decided
-        # Schedulers of the chained kind compute the next rate from the last: leave them theirs.
-        for group, rate in zip(groups, self._scheduled_rates):
-            group["lr"] = rate
+        if self.run.has_phases and self.run.phase is not Phase.PREDICT:
+            stepped = self.accelerator.sync_gradients and not self.accelerator.optimizer_step_was_skipped
+            self.run.after_update(self.optimizer.param_groups, stepped)
 
     def _end_step(self) -> None:
         """Close the step under way, once, if Trainer has counted it."""
@@ -608,13 +527,12 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
     # The loss.
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        chunked, compute = self._chunked_loss, functools.partial(super().compute_loss, model, inputs, *args, **kwargs)
-        given = dict(zip(("return_outputs", "num_items_in_batch"), args)) | kwargs
+        chunked, given = self._chunked_loss, dict(zip(("return_outputs", "num_items_in_batch"), args)) | kwargs
         items = given.get("num_items_in_batch")
-        if chunked.loss is None or given.get("return_outputs") or not chunked.applies(model, inputs, items):
-            return compute()
-        with chunked.loss.active(inputs):
-            return compute()
+        whole = chunked.loss is None or given.get("return_outputs") or not chunked.applies(model, inputs, items)
+        loss = None if whole else chunked.loss
+        with contextlib.nullcontext() if loss is None else loss.active(inputs):
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
     def accuracy_of_step(self) -> float | None:
         """Return the share of the preference pairs of the step under way, of all processes, that are ranked right."""
@@ -640,7 +558,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         super().create_accelerator_and_postprocess()
 
     def _plan_memory(self) -> None:
-        self.memory, self._memory_is_planned = build_memory(self, self._device_map), True
+        self.memory, self._memory_is_planned = build.build_memory(self, self._device_map), True
         if self.memory.streams:
             self.args._n_gpu = 1  # no DataParallel: as Trainer does where a model is spread over devices
             self.accelerator.device_placement = False
@@ -656,14 +574,10 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             self.memory = Resident()  # the last one gives its memory back first
             self._plan_memory()
             self._move_model_to_device(self.model, self.args.device)
-        build_optimizer(self, self.model if model is None else model)
+        build.build_optimizer(self, self.model if model is None else model)
         self.optimizer = self.memory.wrap(super().create_optimizer(model))
         self.memory.begin()
         return self.optimizer
-
-    def _measure_memory(self) -> None:
-        """Return the bytes held between steps, by category and place."""
-        self._held = held_bytes(self, self.model, self.optimizer)
 
     # Logging, evaluating, saving: always the real weights and what was really computed.
 
@@ -671,15 +585,12 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.run.amend_logs(self.state.global_step, logs)
         super().log(logs, *args, **kwargs)
 
-    def _show_real_weights(self) -> None:
-        self.run.before_export()
-
     def evaluate(self, *args, **kwargs):
-        self._show_real_weights()
+        self.run.before_export()
         return super().evaluate(*args, **kwargs)
 
     def predict(self, *args, **kwargs):
-        self._show_real_weights()
+        self.run.before_export()
         return super().predict(*args, **kwargs)
 
     def prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs):
@@ -692,7 +603,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir=None, *args, **kwargs):
-        self._show_real_weights()
+        self.run.before_export()
         self.saver.check_weights()
         super().save_model(output_dir, *args, **kwargs)
 
@@ -720,22 +631,17 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.saver.writer.wait()
         self.accelerator.wait_for_everyone()
         with self.memory.suspended():
-            if not self._load_converted(self.state.best_model_checkpoint, self.model):
+            if not load_converted(self, str(self.state.best_model_checkpoint), self.model):
                 super()._load_best_model()
 
-    def _load_converted(self, folder, model) -> bool:
-        return not (self.is_fsdp_enabled or self.is_deepspeed_enabled) and load_converted(folder, model)
-
     def push_to_hub(self, *args, **kwargs):
-        self._show_real_weights()
+        self.run.before_export()
         return super().push_to_hub(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         with restoring(resume_from_checkpoint):
-            into = self.model if model is None else model
-            if not (
-                load_weights(self, resume_from_checkpoint, into) or self._load_converted(resume_from_checkpoint, into)
-            ):
+            folder, into = resume_from_checkpoint, self.model if model is None else model
+            if not (load_weights(self, folder, into) or load_converted(self, folder, into)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
@@ -801,22 +707,10 @@ class HybridTrainer(HybridTrainerMixin, Trainer):
         **kwargs,
     ):
         super().__init__(
-            model=model,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            model_init=model_init,
-            compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            model=model, args=args, data_collator=data_collator, train_dataset=train_dataset,
+            eval_dataset=eval_dataset, processing_class=processing_class, model_init=model_init,
+            compute_loss_func=compute_loss_func, compute_metrics=compute_metrics, callbacks=callbacks,
+            optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            probe_dataset=probe_dataset,
-            parts=parts,
-            direction=direction,
-            device_map=device_map,
-            **kwargs,
-        )
+            probe_dataset=probe_dataset, parts=parts, direction=direction, device_map=device_map, **kwargs,
+        )  # fmt: skip

@@ -16,17 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = {
     "words": {"arguments", "compat", "part", "files", "optimizers", "machine"},
     "arithmetic": {"run", "leaps", "forecast", "streaming", "phase_memory", "plan"},
-    "engines": {
-        "config",
-        "recovery",
-        "rows",
-        "saving",
-        "build",
-        "records",
-        "hub",
-        "report",
-        "export",
-    },
+    "engines": {"config", "recovery", "rows", "saving", "build", "records", "hub", "report", "export"},
     "Trainer": {"trainer", "trl", "integrations", "cli"},
     "experiments": {"experimental"},
 }

@@ -198,6 +198,16 @@ def test_commands_know_their_words_and_the_keys_of_their_file(command, tmp_path)
 @pytest.mark.parametrize(
     "option, value, message",
     [
+        ("memory", "always", "`memory` must be one of off, auto, stream"),
+        ("vram_budget_gib", 0, "`vram_budget_gib` must be greater than 0"),
+        ("resident_layers", -1, "`resident_layers` must be at least 0"),
+        ("base_precision", "int8", "`base_precision=int8`"),
+        ("weight_precision", "int4", "int4"),
+        ("weight_precision", "predict=int8_bnb", "`int8_bnb`"),
+        ("predict_states", "disk", "`predict_states`"),
+        ("guard_warn_at", 1.5, "`guard_warn_at` must be between 0 and 1"),
+        ("guard_warn_at", -0.1, "`guard_warn_at` must be between 0 and 1"),
+        ("out_of_memory", "ignore", "`out_of_memory` must be one of retry, raise"),
         ("preset", "bold", "`preset` must be one of conservative, balanced, aggressive, fast, got `bold`"),
         ("direction", "up", "`direction` must be one of auto, orthogonal, gradient_memory, none, got `up`"),
         ("auto_lr", "yes", "`auto_lr` must be one of auto, on, off, got `yes`"),
@@ -218,6 +228,21 @@ def test_commands_know_their_words_and_the_keys_of_their_file(command, tmp_path)
 def test_values_that_cannot_work_are_refused(tmp_path, option, value, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         HybridConfig(**config_values(tmp_path, **{option: value}))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"weight_precision": "bf16", "memory": "stream"}, "`weight_precision`"),
+        ({"checkpoint_phases": "full", "enable_predict": False}, "`checkpoint_phases`"),
+        ({"optimizer_states": "8bit", "optim": "sgd"}, "`optimizer_states=8bit`"),
+        ({"optimizer_states": "8bit", "optim": "muon"}, "`optimizer_states=8bit` is an AdamW .*`optim=muon`"),
+        ({"muon_momentum": 0.9, "optim": "sgd"}, "`muon_momentum=0.9` is for `optim=muon`, and `optim` is `sgd`"),
+    ],
+)
+def test_options_that_cannot_be_combined_are_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        hybrid_config(tmp_path, **options)
 
 
 def test_yaml_files_may_say_on_off_and_numbers_as_they_are_written(tmp_path):
@@ -368,30 +393,6 @@ def test_unknown_keys_in_a_saved_config_are_named(tmp_path):
             HybridConfig.from_json(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "options,complaint",
-    [
-        ({"memory": "always"}, "`memory` must be one of off, auto, stream"),
-        ({"vram_budget_gib": 0}, "`vram_budget_gib` must be greater than 0"),
-        ({"resident_layers": -1}, "`resident_layers` must be at least 0"),
-        ({"base_precision": "int8"}, "`base_precision=int8`"),
-        ({"weight_precision": "int4"}, "int4"),
-        ({"weight_precision": "predict=int8_bnb"}, "`int8_bnb`"),
-        ({"weight_precision": "bf16", "memory": "stream"}, "`weight_precision`"),
-        ({"checkpoint_phases": "full", "enable_predict": False}, "`checkpoint_phases`"),
-        ({"predict_states": "disk"}, "`predict_states`"),
-    ],
-)
-def test_values_that_cannot_work(options, complaint, tmp_path):
-    with pytest.raises(ValueError, match=complaint):
-        hybrid_config(tmp_path, **options)
-
-
-def test_8bit_states_need_an_adamw(tmp_path):
-    with pytest.raises(ValueError, match="`optimizer_states=8bit`"):
-        hybrid_config(tmp_path, optimizer_states="8bit", optim="sgd")
-
-
 @pytest.mark.parametrize("optim", ["adamw_torch", "muon"])
 @pytest.mark.parametrize("asks", ["option", "launcher"])
 def test_deepspeed_is_refused_before_it_is_looked_for(tmp_path, monkeypatch, asks, optim):
@@ -402,9 +403,6 @@ def test_deepspeed_is_refused_before_it_is_looked_for(tmp_path, monkeypatch, ask
     what = "`optim=muon`" if optim == "muon" else "leaps"
     with pytest.raises(ValueError, match=f"`deepspeed` cannot be combined with {what}: .*its accessors.* Use FSDP2"):
         hybrid_config(tmp_path, optim=optim, enable_predict=optim != "muon", **{**ASKED, **given})
-
-
-def test_deepspeed_is_taken_without_leaps(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    args = SimpleNamespace(**{**PLAIN, "bf16": True})
-    check_training_arguments(args, HybridArguments(enable_predict=False))
+    if asks == "launcher":
+        args = SimpleNamespace(**{**PLAIN, "bf16": True})
+        check_training_arguments(args, HybridArguments(enable_predict=False))  # which has no leaps

@@ -22,20 +22,7 @@ from hf_hybrid.saving.manifest import last_checkpoint
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 
-RUNS = (
-    "base",
-    "resumed",
-    "whole",
-    "looked",
-    "unseen",
-    "muon",
-    "lora",
-    "iterable",
-    "off",
-    "plain",
-    "off_muon",
-    "off_lora",
-)
+RUNS = tuple("base resumed whole looked unseen muon lora iterable off plain off_muon off_lora".split())
 
 
 @pytest.fixture(scope="module")
@@ -128,15 +115,16 @@ def test_a_launch_that_started_one_process_instead_of_two_warns(monkeypatch, cap
 @pytest.mark.processes
 @pytest.mark.slow
 def test_the_plain_cpu_launch_trains_in_one_process_and_says_so(tmp_path):
-    command = [
-        "-m",
-        "accelerate.commands.launch",
-        "--cpu",
-        "--num_processes",
-        "2",
+    command = "-m accelerate.commands.launch --cpu --num_processes 2".split()
+    options = [
         ROOT / "examples/07_from_scratch.py",
+        "--max_steps",
+        "10",
+        "--output_dir",
+        tmp_path / "out",
+        "--report_to",
+        "none",
     ]
-    options = ["--max_steps", "10", "--output_dir", tmp_path / "out", "--report_to", "none"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}"}
     ended = subprocess.run(
         [sys.executable, *map(str, [*command, *options])],

@@ -24,11 +24,11 @@ from transformers import (
 
 from hf_hybrid import HybridArguments, HybridConfig, HybridTrainer, optimizers
 from hf_hybrid.optimizers import RATE_SCALE, MuonAdamW, muon_groups, split_parameters
+from hf_hybrid.part import Part
 from hf_hybrid.plan.accounting import ModelShape, WeightCount, storage_bytes
 from hf_hybrid.plan.estimate import Estimator, PlanError
 from hf_hybrid.plan.setups import Setup
 from hf_hybrid.run.adapters import adapter_rate
-from hf_hybrid.run.run import Run
 from hf_hybrid.streaming.layers import find_layers
 
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -349,47 +349,11 @@ def test_other_optimizers_stay_what_they_are(tmp_path):
         TrainingArguments(str(tmp_path), optim="muon")
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"optimizer_states": "8bit"}, "`optimizer_states=8bit` is an AdamW with 8-bit states .*`optim=muon`"),
-        ({"muon_momentum": 1.0}, "`muon_momentum` must be at least 0 and less than 1, got 1.0"),
-        ({"optim": "sgd", "muon_momentum": 0.9}, "`muon_momentum=0.9` is for `optim=muon`, and `optim` is `sgd`"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(options, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        HybridConfig(**config_values(tmp_path, **{"optim": "muon", **options}))
-
-
-@pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
-def test_sharding_is_refused_without_leaps_too(name, monkeypatch):
-    from types import SimpleNamespace
-
-    from hf_hybrid.config import check_training_arguments
-
-    monkeypatch.setattr("hf_hybrid.config.computes_on_cpu", lambda args: False)
-    args = SimpleNamespace(
-        **{
-            "fp16": False,
-            "deepspeed": None,
-            "fsdp": None,
-            "parallelism_config": None,
-            "fsdp_plugin_args": None,
-            "optim": "muon",
-            name: "full",
-        }
-    )
-    with pytest.raises(ValueError, match=f"`{name}` cannot be combined with `optim=muon`: .* Use FSDP2"):
-        check_training_arguments(args, HybridArguments(enable_predict=False))
-
-
 def test_a_model_without_hidden_matrices_is_refused(tmp_path, train_set):
     model = tiny_model()
     model.model.layers.requires_grad_(False)
-    with pytest.raises(
-        ValueError, match="`optim=muon` finds no hidden matrix to train in `LlamaForCausalLM`: of its 2"
-    ):
+    message = "`optim=muon` finds no hidden matrix to train in `LlamaForCausalLM`: of its 2"
+    with pytest.raises(ValueError, match=message):
         HybridTrainer(model, HybridConfig(**config_values(tmp_path, optim="muon")), train_dataset=train_set)
 
 
@@ -472,15 +436,21 @@ def test_training_of_adapters_alone(tmp_path, train_set):
     assert steps(trainer)[-1][0] < steps(trainer)[0][0]
 
 
-def test_phases_train(tmp_path, train_set, monkeypatch):
-    config = hybrid_config(tmp_path, optim="muon", direction="auto", max_steps=25)
-    trainer = HybridTrainer(tiny_model(), config, train_dataset=train_set)
-    seen, observe = [], Run.after_update
-    monkeypatch.setattr(Run, "after_update", lambda run, rates: (seen.append(rates), observe(run, rates)))
+class RatesOfParts(Part):
+    def __init__(self):
+        self.seen = []
+
+    def after_update(self, step, learning_rates):
+        self.seen.append(learning_rates)
+
+
+def test_phases_train(tmp_path, train_set):
+    config, rates = hybrid_config(tmp_path, optim="muon", direction="auto", max_steps=25), RatesOfParts()
+    trainer = HybridTrainer(tiny_model(), config, train_dataset=train_set, parts=[rates])
     trainer.train()
     summary = trainer.hybrid_summary()
     assert summary["steps_by_phase"]["full"] > 0 and summary["leaps_made"] == 0
-    assert max(map(max, seen)) == RATE_SCALE * config.learning_rate, "parts see the rate that weights move by"
+    assert max(map(max, rates.seen)) == RATE_SCALE * config.learning_rate, "parts see the rate that weights move by"
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0] - 0.5
     assert HybridConfig.from_json(tmp_path).optim == "muon"

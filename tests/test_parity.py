@@ -56,10 +56,9 @@ def history(trainer):
 @pytest.mark.long
 def test_disabled_equals_plain_trainer(case, tmp_path):
     overrides = {"eval_strategy": "steps", "eval_steps": 5, **CASES[case]}
-    plain = train(Trainer, TrainingArguments, tmp_path / "plain", lora=case == "lora", **overrides)
-    hybrid = train(
-        HybridTrainer, HybridConfig, tmp_path / "hybrid", lora=case == "lora", enable_predict=False, **overrides
-    )
+    overrides["lora"] = case == "lora"
+    plain = train(Trainer, TrainingArguments, tmp_path / "plain", **overrides)
+    hybrid = train(HybridTrainer, HybridConfig, tmp_path / "hybrid", enable_predict=False, **overrides)
     assert len(history(plain)) > 8
     assert history(hybrid) == history(plain)
     assert_same_weights(weights(hybrid.model), weights(plain.model))
@@ -71,14 +70,8 @@ def test_disabled_and_resumed_equals_plain_trainer(tmp_path):
     train(HybridTrainer, HybridConfig, tmp_path / "hybrid", enable_predict=False, **overrides)
     files = [sorted(os.listdir(tmp_path / arm)) for arm in ("plain", "hybrid")]
     assert files[0] == files[1] and "checkpoint-10" in files[0]
-    resumed = train(
-        HybridTrainer,
-        HybridConfig,
-        tmp_path / "resumed",
-        enable_predict=False,
-        resume=str(tmp_path / "hybrid" / "checkpoint-10"),
-        **overrides,
-    )
+    options = {**overrides, "enable_predict": False, "resume": str(tmp_path / "hybrid" / "checkpoint-10")}
+    resumed = train(HybridTrainer, HybridConfig, tmp_path / "resumed", **options)
     assert history(resumed)[:-1] == history(plain)[:-1]  # the last entry sums up one call of `train`
     assert_same_weights(weights(resumed.model), weights(plain.model))
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import operator
 
 import pytest
 import torch
@@ -26,12 +27,7 @@ from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.experimental.residuals import LeapResiduals
 from hf_hybrid.leaps import trajectory as trajectory_module
 from hf_hybrid.leaps.directions import Orthogonal
-from hf_hybrid.recovery import (
-    UnrecoveredMemoryError,
-    UnsplittableBatchError,
-    is_out_of_memory,
-    split_batch,
-)
+from hf_hybrid.recovery import UnrecoveredMemoryError, UnsplittableBatchError, is_out_of_memory, split_batch
 from hf_hybrid.run.run import RandomStates
 from hf_hybrid.saving.state import VALUES_NAME
 
@@ -70,6 +66,20 @@ def train_limited(trainer, most, **limit):
     with RowLimit(trainer, most, **limit).active() as device:
         trainer.train()
     return device
+
+
+def fails_at(monkeypatch, target, name, call, error=None):
+    """Let a function run out of memory at one call. Returns the list of its calls."""
+    real, calls = getattr(target, name), []
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == call:
+            raise error or oom()
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(target, name, failing)
+    return calls
 
 
 def events(trainer):
@@ -177,48 +187,43 @@ def test_a_run_that_never_ran_out_leaves_nothing_behind(tmp_path):
 # Stronger policy, and the end of the ladder.
 
 
-class NeedsCheckpointing:
-    """Fits one sequence at a time, and only with activation checkpointing."""
+def needs_checkpointing():
+    """A model that fits one sequence at a time, and only with activation checkpointing."""
 
-    def __init__(self, model):
-        self.layer = model.get_submodule("model.layers.1")
-        self.layer.register_forward_pre_hook(self._check, with_kwargs=True)
-
-    def _check(self, module, args, kwargs):
+    def check(module, args, kwargs):
         if torch.is_grad_enabled() and not (len(args[0]) == 1 and module.gradient_checkpointing):
             raise oom()
+
+    model = tiny_model()
+    model.get_submodule("model.layers.1").register_forward_pre_hook(check, with_kwargs=True)
+    return model
 
 
 @pytest.mark.parametrize("predict", mostly_slow([False, True], [True]))
 def test_activations_are_checkpointed_when_one_sequence_does_not_fit(tmp_path, smaller, predict):
-    model = tiny_model()
-    NeedsCheckpointing(model)
+    model = needs_checkpointing()
     options = {"enable_predict": predict, "save_strategy": "steps", "save_steps": 6, "max_steps": 12}
     trainer = build(tmp_path / "big", model=model, **options)
     trainer.train()
     assert [e["action"] for e in events(trainer)] == ["split micro-batches"] * 2 + ["activation checkpointing"]
     assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())  # as it was
     assert_same_weights(weights(trainer.model), weights(smaller(size=1, steps=8, enable_predict=predict).model))
-    again = tiny_model()
-    NeedsCheckpointing(again)
-    resumed = build(tmp_path / "resumed", model=again, **options)
+    resumed = build(tmp_path / "resumed", model=needs_checkpointing(), **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "big" / "checkpoint-6"))
     assert len(events(resumed)) == 3
     assert_same_weights(weights(resumed.model), weights(trainer.model))
 
 
 def test_nothing_is_recomputed_where_the_user_wrote_that(tmp_path):
-    model = tiny_model()
-    NeedsCheckpointing(model)
-    trainer = build(tmp_path, model=model, enable_predict=False, max_steps=2, **{checkpointing_option(): False})
+    options = {"enable_predict": False, "max_steps": 2, checkpointing_option(): False}
+    trainer = build(tmp_path, model=needs_checkpointing(), **options)
     with pytest.raises(UnrecoveredMemoryError):
         trainer.train()
     assert [event["action"] for event in events(trainer)] == ["split micro-batches"] * 2
 
 
 def test_checkpointing_by_phase_is_widened(tmp_path):
-    model = tiny_model()
-    NeedsCheckpointing(model)
+    model = needs_checkpointing()
     trainer = build(tmp_path, 1, 2, model=model, checkpoint_phases="full", max_steps=6)
     trainer.train()
     assert [(e["action"], e["phase"]) for e in events(trainer)] == [("activation checkpointing", "warmup")]
@@ -269,19 +274,19 @@ def _fail(*_):
     raise RuntimeError("not about memory")
 
 
-def test_several_processes_do_not_retry(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "place, value, message",
+    [
+        ("accelerator.__class__.num_processes", property(lambda self: 2), "more than one process"),
+        ("args.optim", "galore_adamw_layerwise", "inside the backward pass"),
+    ],
+)
+def test_what_cannot_be_retried(tmp_path, monkeypatch, place, value, message):
     trainer = build(tmp_path, enable_predict=False)
-    monkeypatch.setattr(type(trainer.accelerator), "num_processes", property(lambda self: 2))
+    of, _, name = place.rpartition(".")
+    monkeypatch.setattr(operator.attrgetter(of)(trainer), name, value)
     batch = trainer.data_collator([TEXT[i] for i in range(4)])
-    with RowLimit(trainer, 2).active(), pytest.raises(UnrecoveredMemoryError, match="more than one process"):
-        trainer.training_step(trainer.model, batch)
-
-
-def test_optimizers_that_step_within_backward_do_not_retry(tmp_path):
-    trainer = build(tmp_path, enable_predict=False)
-    trainer.args.optim = "galore_adamw_layerwise"
-    batch = trainer.data_collator([TEXT[i] for i in range(4)])
-    with RowLimit(trainer, 2).active(), pytest.raises(UnrecoveredMemoryError, match="inside the backward pass"):
+    with RowLimit(trainer, 2).active(), pytest.raises(UnrecoveredMemoryError, match=message):
         trainer.training_step(trainer.model, batch)
 
 
@@ -354,28 +359,20 @@ def train_watched(folder, **options):
 
 
 @pytest.mark.parametrize(
-    "fails_at, memory",
+    "place, memory",
     mostly_slow(
         list(itertools.product(("snapshot", "middle", "end"), ("off", "stream"))),
         [("snapshot", "off"), ("middle", "stream"), ("end", "off")],
     ),
 )
-def test_a_leap_that_does_not_fit_is_undone_to_the_last_bit(tmp_path, monkeypatch, fails_at, memory):
+def test_a_leap_that_does_not_fit_is_undone_to_the_last_bit(tmp_path, monkeypatch, place, memory):
     """Before anything is written, in the middle of it, and after it."""
     target, name, call = {
         "snapshot": (trajectory_module.Trajectory, "_save", 1),
         "middle": (trajectory_module, "_add", 2),
         "end": (LeapResiduals, "leap_made", 1),
-    }[fails_at]
-    real, calls = getattr(target, name), []
-
-    def fail_once(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == call:
-            raise oom()
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(target, name, fail_once)
+    }[place]
+    calls = fails_at(monkeypatch, target, name, call)
     trainer, around = train_watched(tmp_path, memory=memory)
     (event,) = events(trainer)
     assert event["action"] == "leap undone" and event["phase"] == "predict"
@@ -388,15 +385,7 @@ def test_a_leap_that_does_not_fit_is_undone_to_the_last_bit(tmp_path, monkeypatc
 
 def test_a_leap_that_the_host_cut_short_in_streamed_weights_is_undone(tmp_path, monkeypatch):
     """The leap was kept and is being written into the weights of streamed layers: the snapshot is whole by then."""
-    real, calls = trajectory_module._add, []
-
-    def add(parameter, delta):
-        calls.append(1)
-        if len(calls) == 8:
-            raise MemoryError
-        real(parameter, delta)
-
-    monkeypatch.setattr(trajectory_module, "_add", add)
+    fails_at(monkeypatch, trajectory_module, "_add", 8, MemoryError())
     trainer, around = train_watched(tmp_path, memory="stream")
     (event,) = events(trainer)
     assert event["action"] == "leap undone" and around.changed[event["step"] - 1] is False and any(around.changed)
@@ -427,18 +416,9 @@ def test_probes_that_do_not_fit(tmp_path, most):
 
 
 def test_a_judgement_that_does_not_fit_costs_its_lesson_only(tmp_path, monkeypatch):
-    real, calls = LeapResiduals.judge, []
-
-    def judge(self, rate):
-        calls.append(1)
-        if len(calls) == 1:
-            raise oom()
-        return real(self, rate)
-
-    monkeypatch.setattr(LeapResiduals, "judge", judge)
+    calls = fails_at(monkeypatch, LeapResiduals, "judge", 1)
     trainer = build(tmp_path / "limited", max_steps=16, parts=[LeapResiduals()])
     trainer.train()
-    monkeypatch.setattr(LeapResiduals, "judge", real)
     free = build(tmp_path / "free", max_steps=16, parts=[LeapResiduals()])
     free.train()
     (event,) = events(trainer)
@@ -450,15 +430,7 @@ def test_a_judgement_that_does_not_fit_costs_its_lesson_only(tmp_path, monkeypat
 
 
 def test_a_gradient_that_the_predictor_cannot_take_in_still_trains(tmp_path, monkeypatch):
-    real, calls = Orthogonal.observe_gradients, []
-
-    def observe(self):
-        calls.append(1)
-        if len(calls) == 2:
-            raise oom()
-        real(self)
-
-    monkeypatch.setattr(Orthogonal, "observe_gradients", observe)
+    fails_at(monkeypatch, Orthogonal, "observe_gradients", 2)
     trainer = build(tmp_path / "limited", max_steps=4, warmup_phase_steps=4)
     trainer.train()
     free = build(tmp_path / "free", max_steps=4, enable_predict=False)
@@ -469,15 +441,7 @@ def test_a_gradient_that_the_predictor_cannot_take_in_still_trains(tmp_path, mon
 
 
 def test_buffers_that_do_not_fit_go_to_the_host(tmp_path, monkeypatch):
-    real, calls = Orthogonal.__init__, []
-
-    def make(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) == 1:
-            raise oom()
-        real(self, *args, **kwargs)
-
-    monkeypatch.setattr(Orthogonal, "__init__", make)
+    fails_at(monkeypatch, Orthogonal, "__init__", 1)
     trainer = build(tmp_path)
     trainer.train()
     assert [e["action"] for e in events(trainer)] == ["buffers on the host"]
@@ -565,21 +529,13 @@ def test_a_walk_that_does_not_fit_goes_by_micro_batch(tmp_path):
 
 
 @pytest.mark.parametrize("states", mostly_slow(["exact", "8bit"], ["8bit"]))
-def test_a_streamed_update_that_was_cut_short_is_not_retried(tmp_path, states):
+def test_a_streamed_update_that_was_cut_short_is_not_retried(tmp_path, monkeypatch, states):
     trainer = stream(tmp_path, 2, 2, optimizer_states=states)
     streaming, begin = trainer.memory, trainer.memory.begin
 
     def fail_later():
         begin()
-        real, calls = streaming.optimizer._step, []
-
-        def step(*args):
-            calls.append(1)
-            if len(calls) == 3:
-                raise oom()
-            return real(*args)
-
-        streaming.optimizer._step = step
+        fails_at(monkeypatch, streaming.optimizer, "_step", 3)
 
     streaming.begin = fail_later
     with pytest.raises(UnrecoveredMemoryError, match="was cut short.*Resume from the last checkpoint"):

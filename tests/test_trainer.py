@@ -5,15 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import (
-    ByteText,
-    assert_same_weights,
-    config_values,
-    finite,
-    hybrid_config,
-    tiny_model,
-    weights,
-)
+from conftest import ByteText, assert_same_weights, config_values, finite, hybrid_config, tiny_model, weights
 from rig.trainers import build, train
 from transformers import Trainer, TrainerCallback, TrainingArguments
 

@@ -38,10 +38,7 @@ def quiet_imports() -> Generator[None]:
 
 @contextlib.contextmanager
 def quiet_dependencies() -> Generator[None]:
-    """
-    Context in which dependencies show no bars and speak of errors alone, unless the user asked for more
-    (`TRANSFORMERS_VERBOSITY`).
-    """
+    """Context in which dependencies show no bars and speak of errors alone, unless `TRANSFORMERS_VERBOSITY` is set."""
     with quiet_imports():
         import datasets
         import transformers
@@ -65,10 +62,7 @@ def quiet_dependencies() -> Generator[None]:
 
 @contextlib.contextmanager
 def speaking(unsaid: tuple[str, ...] = ()) -> Generator[None]:
-    """
-    Context in which dependencies are quiet, and warnings of the package are lines on the terminal; those of `unsaid`
-    (before their values are put in) are left out.
-    """
+    """Context in which dependencies are quiet, and warnings of the package are lines, see [`Said`]."""
     said, own = Said(unsaid), logging.getLogger("hf_hybrid")
     with quiet_dependencies():
         own.addHandler(said)
@@ -79,7 +73,7 @@ def speaking(unsaid: tuple[str, ...] = ()) -> Generator[None]:
 
 
 class Said(logging.Handler):
-    """Writes warnings of the package as lines of their own, past the bar, but those of `unsaid`."""
+    """Writes warnings of the package past the bar, but those of `unsaid` (before their values are put in)."""
 
     def __init__(self, unsaid: tuple[str, ...]):
         super().__init__(logging.WARNING)
@@ -176,12 +170,10 @@ def outcome(metrics: dict[str, Any]) -> str:
 
 
 def print_trainer(trainer: Any, *, by_rule: bool) -> None:
-    """
-    Say what is trained, in how many steps, at which rate (`by_rule`: chosen by the command), in how much memory if
-    layers are streamed, and where it is saved.
-    """
+    """Say what is trained, and how. `by_rule`: the command has chosen the rate."""
     from hf_hybrid.hub.card import count_parameters
     from hf_hybrid.machine import describe_device
+    from hf_hybrid.records.summary import format_bytes
 
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     parameters = list(model.parameters())
@@ -205,7 +197,9 @@ def print_trainer(trainer: Any, *, by_rule: bool) -> None:
     print_fact("steps", _steps(trainer))
     print_fact("rate", _rate(trainer, by_rule))
     if trainer.memory.streams:
-        print_fact("memory", _memory(trainer))
+        plan, where = trainer.memory.plan, "host" if args.device.type == "cpu" else "device"
+        text = f"{format_bytes(plan.peak_device_bytes)} planned on the {where} (an estimate), "
+        print_fact("memory", f"{text}{format_bytes(plan.peak_host_bytes)} on the host, from where layers are streamed")
     if (rows := _rows(trainer)) is not None:
         print_fact("rows", rows)
     steps = f"{args.save_steps:.0%} of the run" if args.save_steps < 1 else f"{int(args.save_steps):,} steps"
@@ -297,15 +291,6 @@ def _rows(trainer: Any) -> str | None:
     text = f"about {found.shared + found.padding:.0%} of the tokens are not computed ({found.shared:.0%} in shared "
     text += f"prefixes or after the last label, {found.padding:.0%} padding)"
     return "; ".join([text, *found.but])
-
-
-def _memory(trainer: Any) -> str:
-    """What the plan of streamed layers says, in words."""
-    from hf_hybrid.records.summary import format_bytes
-
-    plan, where = trainer.memory.plan, "host" if trainer.args.device.type == "cpu" else "device"
-    text = f"{format_bytes(plan.peak_device_bytes)} planned on the {where} (an estimate)"
-    return f"{text}, {format_bytes(plan.peak_host_bytes)} on the host, from where layers are streamed"
 
 
 def print_interruption(trainer: Any) -> None:

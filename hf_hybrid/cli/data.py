@@ -146,9 +146,8 @@ def _load_file(path: Path, kind: str, streaming: bool) -> Any:
 
 def shares(counts: Sequence[int], weights: Sequence[float]) -> list[int]:
     """
-    Return how many rows of each data set a mixture takes, so that their shares are `weights` and none is repeated.
-
-    The mixture is as large as the smallest data set, for its share, allows.
+    Return how many rows of each data set a mixture takes, so that their shares are `weights` and none is repeated. It
+    is as large as the smallest data set, for its share, allows.
     """
     parts = [weight / sum(weights) for weight in weights]
     most = min(count / part for count, part in zip(counts, parts, strict=True) if part > 0)
@@ -190,10 +189,6 @@ def held_out(rows: Any, share: float, seed: int) -> tuple[Any, Any]:
 
 
 # All data of a run.
-
-
-def silent(name: str, text: str) -> None:
-    """Tell nobody."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +244,7 @@ class Reader:
         return bool(self.data.eval_dataset or self.data.eval_split or self.eval_share)
 
     def train_and_eval(
-        self, tokenizer: Any, report: Report = silent, processes: int | None = None, config: Any = None
+        self, tokenizer: Any, report: Report = tokens.silent, processes: int | None = None, config: Any = None
     ) -> tuple[Any, Any]:
         """Return the rows to train on, and those to evaluate on or `None`. Raises [`OptionError`]."""
         data, sources = self.data, list(self.sources("dataset", tokenizer, report))
@@ -280,7 +275,7 @@ class Reader:
             tokens.report_learned(train_set, eval_set, self, learned, report, config)
         return train_set, eval_set
 
-    def eval_set(self, tokenizer: Any, report: Report = silent, processes: int | None = None) -> Any:
+    def eval_set(self, tokenizer: Any, report: Report = tokens.silent, processes: int | None = None) -> Any:
         """Return the rows to evaluate on alone; those to train on are not read where they do not decide."""
         if self.eval_share:
             return self.train_and_eval(tokenizer, report, processes)[1]

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from hf_hybrid.arguments import check_range
 from hf_hybrid.compat import trl_error
 from hf_hybrid.records.readings import as_dict, read_json
 
@@ -94,8 +95,7 @@ def held_out_batches(args: argparse.Namespace, folder: Path) -> list[dict[str, A
     from hf_hybrid.cli.options import OptionError, TextDataOptions
     from hf_hybrid.export.source import read_tokenizer
 
-    if args.eval_sequences < 1:
-        raise OptionError(f"`--eval_sequences {args.eval_sequences}` must be 1 or more.")
+    check_range("--eval_sequences", args.eval_sequences, {"at_least": 1})
     path = next((path for path in (folder / NOTE_NAME, folder.resolve().parent / NOTE_NAME) if path.is_file()), None)
     reader = None if path is None else read_note(path)
     if reader is None or reader.command != "train" and args.sequence_length is not None:

@@ -324,9 +324,8 @@ def recognise(
     command: str, columns: Iterable[str], first: Row, template: bool = True, where: str = "The data set"
 ) -> Format:
     """
-    Return the format of a data set (`where`) by its columns and its first row. Raises [`OptionError`] if it is none.
-
-    Without a chat template of the tokenizer (`template`), Alpaca's rows and questions become text.
+    Return the format of a data set (`where`) by its columns and its first row. Without a chat template of the tokenizer
+    (`template`), Alpaca's rows and questions become text.
     """
     columns = list(columns)
 
@@ -353,13 +352,8 @@ def convert_rows(
     where: str, rows: Any, command: str, renamed: dict[str, str], system: str | None, template: bool
 ) -> Source:
     """
-    Return a data set in TRL's form, of which messages say `where` it is.
-
-    Columns get new names by the old ones (`renamed`), chats without a system message get `system`, and `template` says
-    whether the tokenizer has a chat template.
-
-    Raises:
-        OptionError: If the rows have no format that the command takes, or a row has another form than the first.
+    Return a data set in TRL's form, of which messages say `where` it is. Columns get new names by the old ones
+    (`renamed`), chats without a system message get `system`, and `template`: the tokenizer has a chat template.
     """
 
     def with_number(convert: Callable[[Any], dict[str, Any]], row: Any, number: int) -> dict[str, Any]:

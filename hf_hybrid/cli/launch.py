@@ -110,8 +110,7 @@ def launch_arguments(line: CommandLine, processes: int) -> list[str]:
         if values.use_cpu and packaged.stem != "ddp_cpu":
             raise OptionError(f"`--accelerate_config {name}` needs GPUs. On the CPU leave it out (DDP over gloo).")
         # Port 0 is a free one, so that two runs on one machine do not meet.
-        command = ["--config_file", str(packaged), "--num_processes", str(processes)]
-        command += ["--main_process_port", "0"]
+        command = ["--config_file", str(packaged), "--num_processes", str(processes), "--main_process_port", "0"]
     return [*command, "--module", MODULE, line.command.name, *line.arguments]
 
 

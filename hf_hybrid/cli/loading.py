@@ -88,10 +88,7 @@ def take_adapter(options: Options) -> Path | None:
 
 
 def load_tokenizer(options: ModelOptions, trust_remote_code: bool = False, args: Any = None) -> Any:
-    """
-    Load the tokenizer that the options name, or else the model's, with the end-of-text token and the chat template of
-    TRL's options in `args`.
-    """
+    """Load the tokenizer, with the end-of-text token and the chat template of TRL's options in `args`."""
     from transformers import AutoTokenizer
 
     model = str(options.model)
@@ -122,12 +119,7 @@ def load_tokenizer(options: ModelOptions, trust_remote_code: bool = False, args:
 
 
 def read_config(options: ModelOptions, trust_remote_code: bool = False) -> Any:
-    """
-    Return the config of the model, and warn if only a part of the model is trained.
-
-    Raises:
-        OptionError: If it cannot be read, or the model is no causal language model.
-    """
+    """Return the config of a causal language model, and warn if only a part of the model is trained."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     name, revision = str(options.model), options.model_revision or "main"
@@ -211,13 +203,8 @@ def refusing(what: str, remedy: str = "") -> Generator[None]:
 
 def load_model(options: Options, config: Any, adapter: Path | None = None) -> Any:
     """
-    Load the model of a config, with the trained adapters of a folder (`adapter`) or without any.
-
-    The caller has set the seed that random weights are drawn with.
-
-    Raises:
-        OptionError: If the model cannot be loaded.
-        ImportError: If quantisation needs a package that is not installed; with the command that installs it.
+    Load the model of a config, with the trained adapters of a folder (`adapter`) or without any. The caller has set the
+    seed that random weights are drawn with. An `ImportError` says what to install for quantisation.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -316,7 +303,7 @@ def _quantization(adapters: AdapterOptions, args: Any) -> dict[str, Any]:
 
 
 def adapters_config(options: AdapterOptions) -> Any:
-    """Return the `peft.LoraConfig` of the options, `None` without adapters. Raises `ImportError` without peft."""
+    """Return the `peft.LoraConfig` of the options, `None` without adapters."""
     if not options.use_peft:
         if options.load_in_8bit or options.load_in_4bit:
             bits = 8 if options.load_in_8bit else 4

@@ -56,9 +56,8 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """
-    Run the command that the words after `hf-hybrid` name; by default those of the process.
-
-    Returns the exit status: 0; 1 if the command could not do its work; 2 after a message for what it cannot use.
+    Run the command that the words after `hf-hybrid` name. Returns the exit status: 0; 1 if the command could not do its
+    work; 2 after a message for what it cannot use.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments and COMMANDS.get(arguments[0], ("",))[0] == RECIPE:

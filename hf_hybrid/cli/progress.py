@@ -135,9 +135,8 @@ class Progress(TrainerCallback):
 
 def last_completion(trainer: Any) -> str:
     """
-    Return the last completion that TRL has noted: its rewards, the prompt and the text.
-
-    The texts are JSON, so that nothing that a model writes reaches the terminal as a command to it.
+    Return the last completion that TRL has noted: its rewards, the prompt and the text. The texts are JSON, so that
+    nothing that a model writes reaches the terminal as a command to it.
     """
     noted = trainer._logs
     prompt, completion = noted["prompt"][-1], noted["completion"][-1]

@@ -59,13 +59,10 @@ TRY_AGAIN = 75
 
 def run(name: str, arguments: Sequence[str]) -> int:
     """
-    Train, or print help.
-
-    Returns:
-        `int`: 0; 2 after a message if the options cannot work; 1 after a message if the training diverged or ran out of
-        memory for good, or if the disk is full; 75 if processes drifted apart and the same command shall go on; 130
-        after Ctrl-C; 143 if the job was asked to end before its last step; else the exit status of the process that
-        failed.
+    Train, or print help. Returns 0; 2 after a message if the options cannot work; 1 after a message if the training
+    diverged or ran out of memory for good, or if the disk is full; 75 if processes drifted apart and the same command
+    shall go on; 130 after Ctrl-C; 143 if the job was asked to end before its last step; else the exit status of the
+    process that failed.
     """
     command = TRAINING[name]
     if {"--help_all", "--help-all"} & set(arguments) or "--help all" in " ".join(arguments):
@@ -196,10 +193,7 @@ def train(line: CommandLine) -> int:
 
 
 def make_trainer(options: Options) -> Any:
-    """
-    Return the trainer of a command. Of several processes the first downloads and tokenises for all. What cannot be used
-    raises an [`OptionError`], `ValueError`, `TypeError` or `ImportError`.
-    """
+    """Return the trainer of a command. Of several processes the first downloads and tokenises for all."""
     from transformers import EarlyStoppingCallback, default_data_collator, set_seed
 
     command, args = options.command, options.config
@@ -325,10 +319,7 @@ def check_push(args: Any) -> None:
 
 
 def finish(trainer: Any, trained: dict[str, Any], options: Options, evaluated: dict[str, Any]) -> None:
-    """
-    Save the model, evaluate it unless that is `evaluated`, write its card, and push what was asked for. On a full disk
-    an `OSError` says how to end the run.
-    """
+    """Save the model, evaluate it unless that is `evaluated`, write its card, and push what was asked for."""
     try:
         trainer.save_metrics("train", trained)
         trainer.save_state()
@@ -358,11 +349,8 @@ def finish(trainer: Any, trained: dict[str, Any], options: Options, evaluated: d
 
 
 def _evaluated_last(trainer: Any) -> dict[str, Any]:
-    """
-    Return the metrics of the evaluation after the last step, if there was one and the model still has its weights. With
-    several data sets each has an entry of its own, and nothing is returned.
-    """
-    if trainer.args.load_best_model_at_end or isinstance(trainer.eval_dataset, dict):
+    """Return the metrics of the evaluation after the last step, if the model still has its weights."""
+    if trainer.args.load_best_model_at_end or isinstance(trainer.eval_dataset, dict):  # each has its own entry
         return {}
     logged, step = trainer.state.log_history, trainer.state.global_step
     last = next((entry for entry in reversed(logged) if "eval_loss" in entry and entry["step"] == step), {})

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from hf_hybrid.arguments import check_range
 from hf_hybrid.cli.console import write_out
 
 USUAL_SECONDS = 30
@@ -36,13 +37,11 @@ def run(args: argparse.Namespace) -> int:
     from hf_hybrid.report.page import write_report
 
     write = functools.partial(write_report, args.folder, args.output)
-    every = USUAL_SECONDS if args.every is None else args.every
     if args.every is not None and not args.follow:
         raise ValueError(f"`--every {args.every}` is for `--follow`. Add that, or leave it out.")
-    if every < 1:
-        raise ValueError(f"`--every` must be at least 1 second, got {every}.")
+    check_range("--every", args.every, {"at_least": 1})
     if args.follow:
-        _follow(write, every)
+        _follow(write, args.every or USUAL_SECONDS)
     else:
         _print_files(write())
     return 0

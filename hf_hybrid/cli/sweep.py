@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_hybrid.arguments import check_range
 from hf_hybrid.cli.console import quiet_imports, write_error, write_out
 from hf_hybrid.cli.options import COMMAND, TRAIN, TRAINING, Command, CommandLine, OptionError
 from hf_hybrid.cli.yaml_file import as_yaml
@@ -69,11 +70,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Range:
-    """
-    An option, spelled with underscores, and the numbers from `low` to `high`.
-
-    Numbers of an option that takes integers are integers.
-    """
+    """An option, spelled with underscores, and the numbers from `low` to `high`: integers if it takes such."""
 
     name: str
     low: float
@@ -131,12 +128,7 @@ class Range:
 
 
 def read_parameter(name: str, values: str, config: str, command: Command = TRAIN) -> Choices | Range:
-    """
-    Read `lo..hi` or `a,b,c`, as the command would read each value with this `--config`.
-
-    Raises:
-        OptionError: If the command has no such option, or refuses a value; if the range is empty or reversed.
-    """
+    """Read `lo..hi` or `a,b,c`, as the command would read each value with this `--config`."""
     name, shown = name.replace("-", "_"), f"`{values}` for `{name}`"
     if name in RESERVED or is_secret_name(name):
         raise OptionError(f"`{name}` cannot be swept. Set it in the file of `--config`, or leave it out.")
@@ -192,8 +184,7 @@ def _prepare(args: argparse.Namespace) -> Trials:
     from hf_hybrid.cli.trials import Trials
     from hf_hybrid.integrations.optuna import ForecastPruner  # says what to install
 
-    if args.trials < 1:
-        raise OptionError(f"`--trials {args.trials}` must be 1 or more.")
+    check_range("--trials", args.trials, {"at_least": 1})
     command = TRAINING[args.trainer]
     line = CommandLine(["--config", args.config], command)
     line.set_environment()
@@ -234,7 +225,7 @@ def _read_parameters(args: argparse.Namespace, command: Command) -> list[Choices
 
 
 def _work(trials: Trials) -> int:
-    """Run the rest of the sweep. Returns the exit status."""
+    """Run the rest of the sweep, and return the exit status."""
     from hf_hybrid.cli.trials import best_trial, table, tell
 
     trials.work()

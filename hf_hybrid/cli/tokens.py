@@ -80,9 +80,7 @@ class Answers:
     def blocks(self, source: Any, length: int) -> Any:
         """
         Join documents, with end-of-text tokens between, and cut them into rows of `length` tokens, all of them learned.
-
-        Conversations are formatted by the chat template. The rest of each 1,000 documents is left out. Raises
-        [`OptionError`] if a row cannot be formatted, or there are too few tokens.
+        Conversations are formatted by the chat template. The rest of each 1,000 documents is left out.
         """
         tokenizer, where = self.tokenizer, source.where
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -238,13 +236,14 @@ Report = Callable[[str, str], None]
 """Is told a fact: its name and a text."""
 
 
+def silent(name: str, text: str) -> None:
+    """Tell nobody."""
+
+
 def report_learned(rows: Any, eval_rows: Any, reader: Any, learned: str, report: Report, config: Any = None) -> None:
     """
     Say how many tokens of the rows from [`Answers.tokenise`] SFT learns, in which words, and how many rows are cut.
-
-    Raises:
-        OptionError: If there is nothing to learn or to evaluate on, or if rows are longer than the positions that the
-            model (`config`) learned.
+    Refuse rows of which nothing is learned, or which are longer than the positions that the model (`config`) learned.
     """
     length, longest = reader.max_length, 0
     for what, part in (("row", rows), ("evaluation row", eval_rows)):
@@ -272,7 +271,7 @@ def report_learned(rows: Any, eval_rows: Any, reader: Any, learned: str, report:
             report("packed", f"{how} of {length:,} tokens{long}")
         if length is not None and reader.packing in (None, "bfd"):  # the others glue or divide rows
             lost = sum(size > length and not count for size, _, count in counts)
-            _report_cut(what, sizes, lost, len(sizes), length, (lambda name, text: None) if streamed else report)
+            _report_cut(what, sizes, lost, len(sizes), length, silent if streamed else report)
     if config is not None:
         check_positions(config, min(longest, length or longest), "Set a lower `--max_length`.")
 
@@ -310,10 +309,7 @@ def _report_cut(what: str, sizes: list[int], lost: int, total: int, length: int,
 
 
 def report_pairs(trainer: Any, before: Sequence[Any], config: Any, report: Report) -> None:
-    """
-    Say how many preference pairs TRL cuts or leaves out, of those that there were `before`. Raises [`OptionError`] if
-    none is left, or if they are longer than the positions that the model learned.
-    """
+    """Say how many preference pairs TRL cuts or leaves out, of those that there were `before`, and refuse as above."""
     length, longest = trainer.args.max_length, 0
     names, after = ("pair", "evaluation pair"), (trainer.train_dataset, trainer.eval_dataset)
     for what, pairs, rows in zip(names, before, after, strict=True):

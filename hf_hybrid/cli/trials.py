@@ -112,9 +112,7 @@ def ended_early(folder: Path) -> bool:
 def held_out_loss(folder: Path) -> float | None:
     """
     Return the loss, or the negative reward, with which a training came to its end, NaN if it was not finite; `None` if
-    it did not.
-
-    `Trainer` writes its results in place, so a kill may have left half of a file.
+    it did not. `Trainer` writes its results in place, so a kill may have left half of a file.
     """
     if ended_early(folder):
         return None
@@ -171,17 +169,10 @@ class Trials:
     """
     The trials of one sweep: at most `count`, in a folder that exists. All have the `options`, which say under
     [`COMMAND`] what trains, if it is not `train`; `parameters` are what is tried (`Choices` and `Range`).
-
-    Raises an [`OptionError`] if the folder is of another sweep.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        options: dict[str, Any],
-        parameters: list[Any],
-        pruner: ForecastPruner,
-        count: int,
+        self, folder: Path, options: dict[str, Any], parameters: list[Any], pruner: ForecastPruner, count: int
     ):
         self.folder, self.options, self.parameters = folder, options, parameters
         self.distributions = {parameter.name: distribution(parameter) for parameter in parameters}

@@ -402,7 +402,7 @@ class Leaps(Part):
             if verdict.action is Action.NONE:
                 self._write(step.index, leap)
             else:
-                self.run.react(verdict, step)
+                self.run.call("react", step, verdict)
 
     def _may_leap(self, step: int) -> bool:
         if self.trajectory.clock.steps_in_block < self.shortest_block or self.gains.peak <= 0:

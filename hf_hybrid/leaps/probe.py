@@ -114,8 +114,8 @@ class NextBatches:
     """Sequences of a probe over all processes, at most; at least this many if nothing can be cut."""
     size: Callable[[Any], int]
     """From a micro-batch to its number of sequences."""
-    cut: Callable[[Any, int], Any]
-    """From a micro-batch and a number to that many of its sequences; all if it cannot be cut."""
+    cut: Callable[[Any, int], list[Any]]
+    """From a micro-batch and a number to parts of at most that many sequences; the whole if it cannot be cut."""
     accumulation: int
     """Micro-batches of a step."""
     processes: int
@@ -128,7 +128,7 @@ class NextBatches:
         drawn: list[ProbeBatch] = []
         missing = self.wanted
         while missing > 0 and len(batches := self.peek(len(drawn) + 1)) > len(drawn):
-            inputs = self.cut(batches[-1], math.ceil(missing / self.processes))
+            inputs = self.cut(batches[-1], math.ceil(missing / self.processes))[0]
             sequences = self.size(inputs)
             share = sequences / self.size(batches[-1])
             drawn.append(ProbeBatch(inputs, sequences * self.processes, share / (3.0 * self.accumulation)))

@@ -15,12 +15,7 @@ import torch
 
 from hf_hybrid.optimizers import text_config
 from hf_hybrid.run.rate import RateScale
-from hf_hybrid.run.trainer_view import (
-    TrainerView,
-    optimizer_unlike_adam,
-    trains_adapters,
-    unknown_loss,
-)
+from hf_hybrid.run.trainer_view import TrainerView, optimizer_unlike_adam, trains_adapters, unknown_loss
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +55,7 @@ def adapter_rate_scale(trainer: TrainerView) -> AdapterRate | None:
     Say the rate, or why there is none.
     """
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
-    if (reason := reason_no_rate(trainer)) is not None:
+    if (reason := reason_not_by_rule(trainer)) is not None:
         logger.warning(
             "Adapters are trained at `learning_rate=%g`, because %s. Adapters often need ten times the rate of full "
             "fine-tuning: choose `learning_rate` for them.",
@@ -84,7 +79,7 @@ def adapter_rate_scale(trainer: TrainerView) -> AdapterRate | None:
     return rate
 
 
-def reason_no_rate(trainer: TrainerView) -> str | None:
+def reason_not_by_rule(trainer: TrainerView) -> str | None:
     """Return why the rule says nothing about these adapters, their optimizer or their loss."""
     model, rate = trainer.accelerator.unwrap_model(trainer.model), trainer.args.learning_rate
     configs = model.peft_config.values()

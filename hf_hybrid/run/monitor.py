@@ -141,7 +141,7 @@ class DivergenceMonitor(Part):
         if verdict.action is not Action.NONE and not (in_warmup and is_finite):
             step.withheld = True
             self.run.record.skipped_batches += 1
-            self.run.react(verdict, step)
+            self.run.call("react", step, verdict)
             return
         forecast = None if step.leap is None else step.leap.forecast
         verdict = self.judge_step(step.loss, step.gradient_norm, predicted_loss=forecast, leap_open=leap_open)

@@ -59,10 +59,6 @@ class _Average:
         variance = max(0.0, self.second / self.weight - self.mean**2)
         return math.sqrt(variance * (1 - decay) / (1 + decay))
 
-    @property
-    def mean_log_scale(self) -> float:
-        return self.scale / self.weight
-
 
 class AccuracyWatch:
     """Notices when fewer preference pairs are ranked right: compares every `WINDOW` steps with the best ones before."""
@@ -97,7 +93,7 @@ class AccuracyWatch:
 
 
 class RateScale(Part):
-    """Base class of the parts that scale the learning rate. The trainer applies `run.rate_scale` in each real step."""
+    """Base class of the parts that scale the learning rate. The run applies it in each real step."""
 
     name = "rate"
     needs_numbers = False  # it learns from a step before the next update
@@ -217,7 +213,7 @@ class LearningRateSearch(RateScale):
         if self.steps <= self.patience:
             return
         # The averaged cosine lags behind the scale: stop at the scale that it was measured at.
-        seen_at = min(self.log_scale, self.average.mean_log_scale)
+        seen_at = min(self.log_scale, self.average.scale / self.average.weight)
         if mean <= self.STOP_BELOW * self.peak:
             self._hold_beyond(seen_at)
         elif mean > clear and cosine > 0:
@@ -321,7 +317,6 @@ def last_steps(gradient: Tensor, state: Mapping[str, Any], out: Tensor) -> Itera
 def step_cosine(weights: TrainedWeights) -> Callable[[], float | None] | None:
     """
     Order the cosine of a fresh gradient with the direction of the last step of Adam, which keeps it in its state.
-
     Return a function that waits for it, `None` if there is nothing to compare with. The cosine is positive if the last
     direction still leads downhill, and `None` if one of both is zero.
     """

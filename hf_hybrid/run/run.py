@@ -35,15 +35,8 @@ from accelerate.utils import reduce
 
 from hf_hybrid.machine import Look
 from hf_hybrid.part import Part, Phase, RealStep, Step, check_parts, listening, name_of
-from hf_hybrid.run.epochs import (
-    RandomGenerator,
-    generator_state,
-    generators_of,
-    restore_generator,
-    with_tensors,
-    without_tensors,
-)
-from hf_hybrid.run.monitor import Action, DivergenceMonitor, TrainingDivergedError, Verdict
+from hf_hybrid.run import epochs
+from hf_hybrid.run.monitor import Action, DivergenceMonitor, TrainingDivergedError, overflowed
 from hf_hybrid.run.rate import RateScale
 from hf_hybrid.run.record import HOST_IS_LIMIT, RunRecord, Speed
 from hf_hybrid.run.weights import TrainedWeights
@@ -133,6 +126,7 @@ class Run:
         """Work that can wait until the device is busy with the next micro-batch."""
         self.forecast: FinalLoss | None = None
         """The last one of the loss at the end of the run, if a part makes such."""
+        self._scheduled_rates: list[float] = []
         self._announced = Phase.FULL if self.warmup == 0 else Phase.WARMUP
         self.last_phase = self._announced if self.has_phases else None
         self._ended: dict[str, Any] | None = None
@@ -145,6 +139,8 @@ class Run:
         self.parts = list(parts)
         hooks = [name for name, value in vars(Part).items() if callable(value) and not name.startswith("_")]
         self._hooks = {hook: listening(self.parts, hook) for hook in hooks}
+        self.around_forward = bool(self._hooks["before_forward"] or self._hooks["after_backward"])
+        """Whether any part does something around the forward pass of a micro-batch."""
         self._with_state = [(name_of(part), part) for part in self.parts if listening([part], "state_dict")]
         self.monitor: Any = self.part(DivergenceMonitor)
         self._in_time = listening([part for part in self.parts if part is not self.monitor], "before_update")
@@ -168,10 +164,6 @@ class Run:
         """Call a hook of the parts."""
         for method in self._hooks[hook]:
             method(*args)
-
-    def listens(self, *hooks: str) -> bool:
-        """Whether any part does something at one of these hooks."""
-        return any(self._hooks[hook] for hook in hooks)
 
     @property
     def rate_scale(self) -> float:
@@ -225,6 +217,8 @@ class Run:
         if step.phase is not self._announced and step.phase is not None:
             old, self._announced = self._announced, step.phase
             self.call("on_phase_change", old, step.phase)
+        if self.feed is not None and step.phase is not Phase.PREDICT:  # which trains on none: they stay the next
+            self.feed.begin(len(batches))
         return step
 
     def count(self, inputs: dict, loss: torch.Tensor) -> None:
@@ -236,20 +230,23 @@ class Run:
             self.later.pop(0)()
 
     def before_update(
-        self, loss: float | None, gradient_norm: float, accuracy: float | None = None, step: Step | None = None
+        self, numbers: Sequence[float], accuracy: float | None = None, step: Step | None = None, scaler: Any = None
     ) -> bool:
         """
         Show the parts loss and gradients of the real step, the monitor first, which may raise `TrainingDivergedError`.
         Return whether the optimizer may step. If not, the caller must drop the gradients.
 
-        `loss` is `None` for a step in which no token has a label. It has no gradient, and the optimizer steps as with
-        `Trainer`, but nothing can be learnt from it: the parts are not shown it. `accuracy` is the share of the step's
-        preference pairs that the model ranks right, if it trains on such. `step` is the one under way, or one that is
-        over and was put off.
+        The `numbers` are those of [`~hf_hybrid.run.monitor.numbers_of`]. A step in which no token has a label has no
+        gradient, and the optimizer steps as with `Trainer`, but nothing can be learnt from it: the parts are not shown
+        it. `accuracy` is the share of the step's preference pairs that the model ranks right, if it trains on such.
+        `step` is the one under way, or one that is over and was put off.
         """
         hooks = self._hooks["before_update"] if step is None else [self.monitor.before_update]  # others looked in time
-        step = cast("RealStep", step or self.step)
-        if loss is None:
+        step, (loss, gradient_norm, has_loss) = cast("RealStep", step or self.step), numbers
+        if has_loss and math.isfinite(loss) and scaler is not None and overflowed(gradient_norm, scaler):
+            step.counts = False  # the scaler leaves the update out, and the parts are shown nothing
+            return True
+        if not has_loss:
             if not self._warned_of_no_label:
                 logger.warning(
                     "Step %d: no token of the batch has a label (every label is -100), so that it has no loss and a "
@@ -267,10 +264,7 @@ class Run:
         return step.counts
 
     def read_later(self, numbers: torch.Tensor, accuracy: float | None = None) -> None:
-        """
-        Show the parts the real step later ([`settle`]): its `numbers` ([`~hf_hybrid.run.monitor.numbers_of`]) are on
-        the device, which decides on the optimizer's step by itself. Only if it [`reads_later`].
-        """
+        """Show the parts the step later ([`settle`]): its `numbers` are on the device, which decides by itself."""
         self._unread = self.step, accuracy, Look(numbers)
         self.optimizer.found_inf = self.monitor.withheld(self.step, numbers)
         for method in self._in_time:
@@ -286,8 +280,7 @@ class Run:
         if self._unread is None or self._unread[0] is self.step:
             return
         (step, accuracy, numbers), self._unread = self._unread, None
-        loss, norm, has_loss = numbers.read()
-        self.before_update(loss if has_loss else None, norm, accuracy, step)
+        self.before_update(numbers.read(), accuracy, step)
         if self.rate is not None:
             self.rate.end_step(step)
         self._follow(step)
@@ -297,19 +290,28 @@ class Run:
         if step.counts:
             self.last_loss = step.loss
         if step.verdict is not None and step.verdict.action is not Action.NONE:
-            self.react(step.verdict, step)
+            self.call("react", step, step.verdict)
         real, finite = step.phase is not Phase.PREDICT, step.loss is None or math.isfinite(step.loss)
         for steps in (self.logged, self.trained):
             steps.count(real=real, finite=real and finite)
 
-    def after_update(self, learning_rates: list[float]) -> None:
-        """Tell the parts of a step of the optimizer with these learning rates (one per parameter group)."""
-        for method in self._hooks["after_update"]:
-            method(self.step, learning_rates)
+    def scale_rates(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Scale the learning rate for one step of the optimizer. This is done here and nowhere else."""
+        scale, self._scheduled_rates = self.rate_scale, []
+        for group in groups:
+            self._scheduled_rates.append(group["lr"])
+            group["lr"] = group["lr"] * scale
 
-    def react(self, verdict: Verdict, step: Step) -> None:
-        """Carry out the action of a verdict. The monitor writes it down, and raises an error if it is the last one."""
-        self.call("react", step, verdict)
+    def after_update(self, groups: Sequence[dict[str, Any]], stepped: bool) -> None:
+        """The optimizer `stepped` or not: tell the parts its learning rates, and take the scale out of them."""
+        if stepped:
+            rates = [float(group["lr"]) * group.get("rate_scale", 1.0) for group in groups]
+            for method in self._hooks["after_update"]:
+                method(self.step, rates)
+        vars(self.optimizer).pop("found_inf", None)  # what the device decided
+        # Schedulers of the chained kind compute the next rate from the last: leave them theirs.
+        for group, rate in zip(groups, self._scheduled_rates):
+            group["lr"] = rate
 
     def end_step(self) -> Step:
         """Close the step, and let the parts decide what comes next. Return the step that ended."""
@@ -342,13 +344,16 @@ class Run:
     def before_export(self) -> None:
         """Weights are evaluated, saved or pushed: the parts put them in place, and the clock stops until a step."""
         self.settle()
+        self._stop_clock()
+        for method in self._hooks["before_export"]:
+            method()
+
+    def _stop_clock(self) -> None:
         speed = self.speed
         if speed.clock is not None:
             speed.seconds, speed.clock = speed.seconds + time.perf_counter() - speed.clock, None
             if speed.driver is not None:
                 speed.read(keep=self.steps_done > 0)
-        for method in self._hooks["before_export"]:
-            method()
 
     def end(self) -> None:
         """End the run. Its parts are released, and the summary stays."""
@@ -389,10 +394,8 @@ class Run:
 
     def _end_clock(self) -> None:
         """The training is over: add up what all processes counted, and say so if the host was the limit."""
+        self._stop_clock()
         speed = self.speed
-        if speed.clock is not None:
-            speed.seconds, speed.clock = speed.seconds + time.perf_counter() - speed.clock, None
-            speed.read(keep=self.steps_done > 0)
         if PartialState().num_processes > 1:
             count = torch.tensor(math.nan if speed.tokens is None else float(speed.tokens))
             total = reduce(count.to(PartialState().device), "sum").item()
@@ -518,9 +521,10 @@ class BatchFeed:
         # has to be over by then, also where the first steps take no batch.
         self.peek(1)
 
-    def open(self, epoch_iterator: Iterator) -> None:
+    def fetch(self, get: Callable[..., Any], epoch_iterator: Iterator, count: int, device: Any) -> tuple[list, Any]:
         """
-        Read the next batches, from `Trainer`'s iterator of the epoch unless [`read`] made one of our own.
+        Return the next batches and their labels' count by `get`, which is `Trainer`'s `get_batch_samples`. They come
+        from `Trainer`'s iterator of the epoch unless [`read`] made one of our own.
 
         A window that a stream ended in the middle of was trained on, though no step came of it.
         """
@@ -528,6 +532,8 @@ class BatchFeed:
             self.close()
         if self._source is None:
             self._source = epoch_iterator
+        coming = self.peek(count)
+        return get(iter(coming), len(coming), device) if coming else ([], None)  # a stream has ended
 
     def peek(self, count: int) -> list:
         """Return the next `count` batches, or as many as the epoch still has, and leave them in the queue."""
@@ -574,9 +580,8 @@ DRAWS_LATE = (
 
 class DataOrder(Part):
     """
-    Keeps the generators that order the data in checkpoints.
-
-    One of them is that of `place`, the device that computes. `tells` says whether this process writes to the log.
+    Keeps the generators that order the data in checkpoints. One of them is that of `place`, the device that computes.
+    `tells` says whether this process writes to the log.
     """
 
     name = "order"
@@ -586,7 +591,7 @@ class DataOrder(Part):
         self.epoch: int | None = None
         """The one under way."""
         self._began: dict[str, Any] = {}
-        self._generators: dict[str, RandomGenerator] = {}
+        self._generators: dict[str, epochs.RandomGenerator] = {}
         self._restored: dict[str, Any] | None = None
         self._windows, self._draws_late = 0, False
 
@@ -598,12 +603,12 @@ class DataOrder(Part):
         Note the state of all generators before an epoch is read, or restore it where a resumed run goes on inside this
         epoch. After a resume it may be called again until the first batch is read.
         """
-        self.epoch, self._generators, self._windows = epoch, generators_of(dataloader), 0
+        self.epoch, self._generators, self._windows = epoch, epochs.generators_of(dataloader), 0
         if (restored := self._restored) is not None:
             inside = restored["epoch"] == epoch
             for name, state in restored["began" if inside else "now"]["generators"].items():
                 if name in self._generators:
-                    restore_generator(self._generators[name], state)
+                    epochs.restore_generator(self._generators[name], state)
             if inside:
                 RandomStates.from_state_dict(restored["began"]["random"], self.place).restore()
         self._began = {"random": RandomStates.now(self.place).state_dict(), "generators": self._states()}
@@ -622,7 +627,7 @@ class DataOrder(Part):
             logger.warning(DRAWS_LATE)
 
     def _states(self) -> dict[str, Any]:
-        return {name: generator_state(generator) for name, generator in self._generators.items()}
+        return {name: epochs.generator_state(generator) for name, generator in self._generators.items()}
 
     def state_dict(self) -> dict[str, Any]:
         if self.epoch is None:
@@ -659,13 +664,13 @@ class RandomStates:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the snapshot for a checkpoint: JSON values and tensors."""
-        python, numpy_state = with_tensors(self.python), with_tensors(self.numpy)
+        python, numpy_state = epochs.with_tensors(self.python), epochs.with_tensors(self.numpy)
         return {"python": python, "numpy": numpy_state, "host": self.host, "device": self.device}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any], place: torch.device) -> RandomStates:
         """Return the snapshot that [`state_dict`] returned. One of another kind of device says nothing of this one."""
-        python, numpy_state = without_tensors(state["python"]), without_tensors(state["numpy"])
+        python, numpy_state = epochs.without_tensors(state["python"]), epochs.without_tensors(state["numpy"])
         return cls(python, numpy_state, state["host"], None if place.type == "cpu" else state["device"], place)
 
     def same_as(self, other: RandomStates) -> bool:

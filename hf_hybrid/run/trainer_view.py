@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 
 
 class TrainerView(Protocol):
-    """
-    What is read of a trainer in many places. A function that reads more takes a view of its own, derived from this one.
-    """
+    """What is read of a trainer in many places. A function that reads more takes a view of its own, derived from it."""
 
     args: TrainingArguments
     hybrid_args: HybridArguments
@@ -58,7 +56,6 @@ class TrainerView(Protocol):
     is_fsdp_enabled: bool
     is_deepspeed_enabled: bool
     trains_preferences: bool
-    can_leap: bool
 
     @property
     def has_phases(self) -> bool: ...
@@ -104,9 +101,7 @@ LIBRARIES = ("hf_hybrid", "transformers", "trl", "peft", "accelerate", "torch")
 
 
 def package_of(function: Any, known: Collection[str] = LIBRARIES) -> str:
-    """
-    Return the package in which a function was written. Of one that others wrap it is the outermost that is not `known`.
-    """
+    """Return the package in which a function was written, of one that others wrap the outermost that is not `known`."""
     while True:
         while (inside := getattr(function, "func", None) or getattr(function, "__func__", None)) is not None:
             function = inside  # of a partial, a method

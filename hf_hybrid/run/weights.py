@@ -164,12 +164,7 @@ class Whole:
 
 
 class Shards(Whole):
-    """
-    Parameters of which each process holds some rows.
-
-    Raises:
-        LeapObstacleError: If not all are `DTensor`s that are placed as `Shard(0)` on one mesh of one dimension.
-    """
+    """Parameters of which each process holds some rows: `DTensor`s placed as `Shard(0)` on one mesh, or refused."""
 
     def __init__(self, originals: list[nn.Parameter]):
         import torch.distributed as distributed  # some builds of torch lack it
@@ -272,9 +267,8 @@ class Shards(Whole):
 
 class _Parts(Sequence[Tensor]):
     """
-    What this process holds of each parameter: a plain tensor in the parameter's own memory, and its gradient likewise.
-
-    Each is made when it is asked for, because FSDP2 may move the memory between two steps.
+    What this process holds of each parameter: a plain tensor in the parameter's own memory, and its gradient likewise,
+    made when it is asked for, because FSDP2 may move the memory between two steps.
     """
 
     def __init__(self, originals: list[nn.Parameter]):
@@ -385,12 +379,7 @@ class TrainedWeights:
         }
 
     def in_order(self, tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-        """
-        Return this process's parts of what [`whole`] returned, by kind.
-
-        Raises:
-            ValueError: If the parameters of the checkpoint are not those of the model.
-        """
+        """Return this process's parts of what [`whole`] returned, by kind, if they are of the model's parameters."""
         kinds: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             kind, name = key.split(".", 1)

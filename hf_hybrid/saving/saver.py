@@ -208,7 +208,7 @@ class Saver:
             trainer.accelerator.wait_for_everyone()
             self._folder = folder
             with self._as_before_step():
-                trainer._show_real_weights()
+                trainer.run.before_export()
                 if trainer.accelerator.num_processes > 1:
                     self._processes_agreed = compare_processes(trainer, agreed_before=self._processes_agreed)
                     self.check_weights(together=True)

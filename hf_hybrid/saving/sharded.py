@@ -44,14 +44,14 @@ def load_weights(trainer: TrainerView, folder: str | Path, model: torch.nn.Modul
     return True
 
 
-def load_converted(folder: str | Path, model: torch.nn.Module) -> bool:
+def load_converted(trainer: TrainerView, folder: str | Path, model: torch.nn.Module) -> bool:
     """
     Load weights that have other names in their files than in the model. Return whether this was the case.
 
     transformers saves the experts of a mixture one by one, as they are on the Hub, and joins them in
     `from_pretrained` alone. `Trainer` would go on with the experts that the model happens to have, and a warning.
     """
-    if not isinstance(model, PreTrainedModel):
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or not isinstance(model, PreTrainedModel):
         return False
     names: set[str] = set()
     for path in Path(folder).glob("model*.safetensors"):

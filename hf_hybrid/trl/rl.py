@@ -293,6 +293,7 @@ class RolloutConfigBase(ExactSkipArguments, TRLConfigBase, _Arguments):
     """The options and checks of [`HybridGRPOConfig`] and [`HybridRLOOConfig`]."""
 
     enable_predict: bool = option(False, f"Refused: {_NO_LEAPS}.")
+    exactness = "rounding"
 
     def __post_init__(self):
         for name, kind in get_type_hints(ExactSkipArguments).items():
@@ -361,7 +362,6 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         _, why, half_precision = options_of_rows(args)
         if args.torch_compile:
             why = "`torch_compile=True` would compile anew for each length of a generation"
-        # `auto` is on: without leaps the trainer is not asked to be TRL's to the bit.
         self.rows = SharedRows(getattr(args, "share_rows", "auto") == "off", why, half_precision)
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
@@ -86,6 +86,10 @@ class HybridDPOConfig(TRLConfigBase, DPOConfig):
             "computes a shared prompt once."
         },
     )
+
+    @property
+    def exactness(self) -> Literal["bits", "rounding"]:
+        return "rounding" if self.padding_free else super().exactness
 
     def __post_init__(self):
         super().__post_init__()
@@ -219,16 +223,14 @@ completions take 4 thirds.
 _PAIRS = ("input_ids", "attention_mask", "completion_mask")
 
 
-def options_of_rows(args: TrainingArguments | None) -> tuple[bool, str | None, bool]:
+def options_of_rows(args: TrainingArguments) -> tuple[bool, str | None, bool]:
     """
     Return the arguments of [`SharedRows`] for a trainer that computes losses from log-probabilities.
 
-    TRL's `__init__` may compute some already, so only its options are known here (`None`: defaults).
+    TRL's `__init__` may compute some already, so only its options are known here.
     """
     options = args if isinstance(args, HybridArguments) else HybridArguments()
-    asked_for = options.enable_predict or getattr(args, "padding_free", False)
-    off = options.share_rows == "off" or (options.share_rows == "auto" and not asked_for)
-    why = None
+    off, why = options.share_rows == "off" or options.exactness == "bits", None
     if (sharding := sharding_of(args)) is not None:
         why = f"`{sharding}` wants equally many forward passes of all processes, and the first batch has more"
     elif (alpha := getattr(args, "neftune_noise_alpha", None)) is not None:

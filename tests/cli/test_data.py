@@ -9,9 +9,9 @@ from conftest import mostly_slow
 from rig.byte_llama import assistant, chat_tokenizer, save_llama, user
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
-from hf_hybrid.cli.data import Reader, silent
+from hf_hybrid.cli.data import Reader
 from hf_hybrid.cli.options import DataOptions, OptionError
-from hf_hybrid.cli.tokens import Answers
+from hf_hybrid.cli.tokens import Answers, silent
 
 pytest.importorskip("trl")
 

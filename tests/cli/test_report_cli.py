@@ -25,7 +25,7 @@ def test_command(tmp_path, cli, refused, caplog):
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [(["--every", "5"], "is for `--follow`"), (["--follow", "--every", "0"], "`--every` must be at least 1 second")],
+    [(["--every", "5"], "is for `--follow`"), (["--follow", "--every", "0"], "`--every` must be at least 1, got 0")],
 )
 def test_bad_options_of_following(tmp_path, refused, words, expected):
     hybrid_run(tmp_path)

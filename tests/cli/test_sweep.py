@@ -120,7 +120,7 @@ def interrupt(folder):
     (["--param", "lora_r=0,2"], "`lora_r` must be at least 1, got 0"),
     (["--param", "optim=sgd..adamw_torch"], "is a range, and the option takes words"),
     (["--param", "output_dir=a,b"], "`output_dir` cannot be swept"),
-    (["--learning_rate", "1e-4..1e-2", "--trials", "0"], "`--trials 0` must be 1 or more"),
+    (["--learning_rate", "1e-4..1e-2", "--trials", "0"], "`--trials` must be at least 1, got 0"),
     (["--learning_rate", "1e-4..1e-2", "--threshold", "0.7"], "`threshold=0.7` must be at least 0 and below 0.5"),
 ])  # fmt: skip
 def test_what_cannot_be_tried_is_refused(start, folder, words, sentence):

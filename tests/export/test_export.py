@@ -506,7 +506,7 @@ def test_the_command_evaluates_on_one_sequence_or_more(run, tmp_path, capsys, nu
     output = str(tmp_path / "merged")
     words = ["--format", "merged", "--output", output, "--measure", "--eval_sequences", number]
     assert main(["export", str(run), *words]) == 2
-    assert f"`--eval_sequences {number}` must be 1 or more" in capsys.readouterr().err
+    assert f"`--eval_sequences` must be at least 1, got {number}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["model", "tokenizer", "base", "base tokenizer"])

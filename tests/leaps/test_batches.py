@@ -169,7 +169,7 @@ def test_data_that_give_no_batch_are_refused(tmp_path):
 def test_a_checkpoint_inside_a_step_counts_its_batches_as_not_trained_on():
     feed = BatchFeed()
     feed.enter(0)
-    feed.open(iter("abcdef"))
+    feed.fetch(lambda batches, count, device: (list(batches), None), iter("abcdef"), 2, None)
     assert feed.peek(4) == list("abcd")
     feed.begin(2)
     assert feed.state_dict()["trained"] == 0

@@ -75,7 +75,7 @@ def test_probe_counts_and_rotates():
 
 
 def next_batches(batches, wanted, **options):
-    values = {"size": len, "cut": lambda batch, most: batch[:most], "accumulation": 2, "processes": 1}
+    values = {"size": len, "cut": lambda batch, most: [batch[:most], batch[most:]], "accumulation": 2, "processes": 1}
     return NextBatches(lambda count: batches[:count], wanted=wanted, **{**values, **options}).draw()
 
 
@@ -84,14 +84,14 @@ def test_a_probe_takes_the_first_sequences_of_the_next_batches():
     assert [batch.inputs for batch in drawn] == ["abcd", "ef"]
     assert [batch.sequences for batch in drawn] == [4, 2]
     assert [batch.cost for batch in drawn] == [1 / 6, 1 / 12]  # a step is two micro-batches, forward and backward
-    whole = next_batches(["abcd", "efgh"], wanted=2, cut=lambda batch, most: batch)
+    whole = next_batches(["abcd", "efgh"], wanted=2, cut=lambda batch, most: [batch])
     assert [(batch.inputs, batch.cost) for batch in whole] == [("abcd", 1 / 6)]
     assert [batch.sequences for batch in next_batches(["abcd", "efgh"], wanted=6, processes=2)] == [6]
 
 
 def test_an_epoch_that_ends_has_too_few_sequences_for_a_probe():
     assert [batch.inputs for batch in next_batches(["a", "b"], wanted=8)] == ["a", "b"]
-    probe = Probe(NextBatches(lambda count: ["a"], wanted=8, size=len, cut=lambda b, n: b, accumulation=1, processes=1),
+    probe = Probe(NextBatches(lambda n: ["a"], wanted=8, size=len, cut=lambda b, n: [b], accumulation=1, processes=1),
                   None, price=1.0)  # fmt: skip
     assert not probe.choose()
 

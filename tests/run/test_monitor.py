@@ -15,14 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer, Part
 from hf_hybrid.part import Phase
-from hf_hybrid.run.monitor import (
-    Action,
-    DivergenceMonitor,
-    Level,
-    TrainingDivergedError,
-    linear_trend,
-    robust_trend,
-)
+from hf_hybrid.run.monitor import Action, DivergenceMonitor, Level, TrainingDivergedError, linear_trend, robust_trend
 from hf_hybrid.run.run import Run
 
 
@@ -47,25 +40,24 @@ def test_quiet_run_raises_no_alarm():
     assert verdict.level <= Level.CAUTION and verdict.action is not Action.ROLL_BACK
 
 
-def test_loss_jump_after_a_leap_is_rolled_back():
-    verdict = settled().judge_step(3.5, 1.0, predicted_loss=2.7, leap_open=True)
-    assert (verdict.level, verdict.action) == (Level.CRITICAL, Action.ROLL_BACK)
-    assert "standard deviations above its trend" in verdict.reason
+@pytest.mark.parametrize(
+    "loss, norm, predicted, leap_open, level, action",
+    [
+        (3.5, 1.0, 2.7, True, Level.CRITICAL, Action.ROLL_BACK),  # it jumps after a leap
+        (3.5, 1.0, None, False, Level.CRITICAL, Action.FORCE_FULL),
+        (1.0, 1.0, None, True, Level.NORMAL, Action.NONE),  # it lies below its trend
+        (2.7, 200.0, None, False, Level.WARNING, Action.FORCE_FULL),
+        (2.7, 1e-5, None, False, Level.WARNING, Action.FORCE_FULL),
+    ],
+)
+def test_a_step_after_a_quiet_run(loss, norm, predicted, leap_open, level, action):
+    verdict = settled().judge_step(loss, norm, predicted_loss=predicted, leap_open=leap_open)
+    assert (verdict.level, verdict.action) == (level, action)
+    assert level is not Level.CRITICAL or "standard deviations above its trend" in verdict.reason
 
 
-def test_loss_jump_without_a_leap_forces_real_steps():
-    verdict = settled().judge_step(3.5, 1.0, predicted_loss=None, leap_open=False)
-    assert (verdict.level, verdict.action) == (Level.CRITICAL, Action.FORCE_FULL)
-
-
-def test_loss_below_its_trend_is_no_alarm():
-    assert settled().judge_step(1.0, 1.0, predicted_loss=None, leap_open=True).level is Level.NORMAL
-
-
-def test_exploding_and_vanishing_gradients():
+def test_exploding_gradients_are_not_used():
     m = settled()
-    assert m.judge_step(2.7, 200.0, predicted_loss=None, leap_open=False).level is Level.WARNING
-    assert m.judge_step(2.7, 1e-5, predicted_loss=None, leap_open=False).level is Level.WARNING
     verdict = m.judge_gradients(2.7, 5000.0, leap_open=False)
     assert (verdict.level, verdict.action) == (Level.CRITICAL, Action.SKIP_BATCH)
     assert m.judge_gradients(2.7, 5000.0, leap_open=True).action is Action.ROLL_BACK
@@ -127,25 +119,16 @@ def test_a_loss_that_grows_step_by_step_is_noticed():
     assert verdict.level <= Level.CAUTION, "what stays is normal in the end"
 
 
-def test_a_resumed_watch_remembers_the_lowest_losses():
+def test_a_resumed_watch_goes_on():
+    """By its state as JSON, with the lowest losses."""
     m, rng = settled(), random.Random(2)
     again = monitor()
     again.load_state_dict(json.loads(json.dumps(m.state_dict())))
     for step in range(60):
-        loss = 2.7 * 1.02**step + rng.gauss(0, 0.02)
-        verdicts = [w.judge_step(loss, 1.0, predicted_loss=None, leap_open=False) for w in (m, again)]
+        loss, norm, predicted = 2.7 * 1.02**step + rng.gauss(0, 0.02), rng.choice([1.0, 9.0]), rng.choice([None, 2.0])
+        verdicts = [w.judge_step(loss, norm, predicted_loss=predicted, leap_open=step % 2 == 1) for w in (m, again)]
         assert verdicts[0] == verdicts[1]
-    assert m.best is not None and m.best == again.best
-
-
-def test_state_survives_json():
-    m = settled()
-    copy = monitor()
-    copy.load_state_dict(json.loads(json.dumps(m.state_dict())))
-    assert m.judge_step(3.5, 9.0, predicted_loss=2.0, leap_open=True) == copy.judge_step(
-        3.5, 9.0, predicted_loss=2.0, leap_open=True
-    )
-    assert m.state_dict() == copy.state_dict()
+    assert m.best is not None and m.state_dict() == again.state_dict()
 
 
 def test_a_robust_trend_is_that_of_the_values_without_the_jumps_of_bad_leaps():
@@ -188,13 +171,14 @@ def poisoned(poison):
     return model
 
 
+def poisoned_trainer(folder, poison, **options):
+    config = hybrid_config(folder, remove_unused_columns=False, **options)
+    return HybridTrainer(poisoned(poison), config, train_dataset=ByteText(400))
+
+
 @pytest.mark.parametrize("call", [2, 12, 25])
 def test_a_nan_batch_is_skipped(tmp_path, call):
-    trainer = HybridTrainer(
-        poisoned({call: math.nan}),
-        hybrid_config(tmp_path, max_steps=40, remove_unused_columns=False),
-        train_dataset=ByteText(400),
-    )
+    trainer = poisoned_trainer(tmp_path, {call: math.nan}, max_steps=40)
     trainer.train()
     summary = trainer.hybrid_summary()
     assert finite(trainer.model) and summary["skipped_batches"] == 1
@@ -206,8 +190,7 @@ def test_a_nan_batch_is_skipped(tmp_path, call):
 
 @pytest.mark.parametrize("factor, clip", [(1e6, 0.0), (math.inf, 1.0)])
 def test_a_poisoned_gradient_does_not_reach_weights_or_optimizer(tmp_path, factor, clip):
-    config = hybrid_config(tmp_path, max_steps=50, max_grad_norm=clip, remove_unused_columns=False)
-    trainer = HybridTrainer(poisoned({33: factor}), config, train_dataset=ByteText(400))
+    trainer = poisoned_trainer(tmp_path, {33: factor}, max_steps=50, max_grad_norm=clip)
     trainer.train()
     summary = trainer.hybrid_summary()
     assert finite(trainer.model) and summary["skipped_batches"] == 1
@@ -371,7 +354,7 @@ def test_the_device_decides_as_the_host():
             run.monitor.norms.extend(norms)
             run.step.phase = phase
             withheld = run.monitor.withheld(run.step, torch.tensor([loss, norm, has_loss], dtype=torch.float64))
-            may_step = run.before_update(loss if has_loss else None, norm)
+            may_step = run.before_update([loss, norm, has_loss])
             assert withheld.item() == float(not may_step), (loss, norm, has_loss, norms, phase)
 
 
@@ -457,8 +440,8 @@ def test_a_step_without_labels_whose_gradient_is_nan_changes_nothing(tmp_path):
 
 def test_endless_nan_aborts_and_names_the_last_good_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(DivergenceMonitor, "MAX_BAD_STEPS", 5)
-    config = hybrid_config(tmp_path, max_steps=60, save_strategy="steps", save_steps=10, remove_unused_columns=False)
-    trainer = HybridTrainer(poisoned({call: math.nan for call in range(20, 200)}), config, train_dataset=ByteText(400))
+    poison, saves = dict.fromkeys(range(20, 200), math.nan), {"save_strategy": "steps", "save_steps": 10}
+    trainer = poisoned_trainer(tmp_path, poison, max_steps=60, **saves)
     said = r"5 in a row.*in memory are those of the last good step.*last good checkpoint is `.*checkpoint-\d+`"
     with pytest.raises(TrainingDivergedError, match=said):
         trainer.train()

@@ -9,9 +9,9 @@ import pytest
 import torch
 from conftest import ByteText, assert_same_weights, config_values, tiny_model, weights
 from peft import IA3Config, LoraConfig, OFTConfig, get_peft_model
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
-from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid import HybridConfig, HybridTrainer, Part
 from hf_hybrid.run.adapters import MAX_ADAPTER_RATE, AdapterRate
 from hf_hybrid.run.rate import AccuracyWatch, LearningRateSearch, step_cosine
 from hf_hybrid.run.weights import TrainedWeights
@@ -45,30 +45,22 @@ def test_leaves_a_good_rate_alone(steps):
 
 
 def test_pure_noise_ends_at_one():
-    ends = [
-        play(LearningRateSearch(max_steps=300, max_scale=512), 300, edge=0, amplitude=0, noise=0.1, seed=seed)[-1]
-        for seed in range(20)
-    ]
+    noise, ends = {"edge": 0, "amplitude": 0, "noise": 0.1}, []
+    for seed in range(20):
+        ends += play(LearningRateSearch(max_steps=300, max_scale=512), 300, **noise, seed=seed)[-1:]
     assert sorted(ends)[17] < 1.5
 
 
 def test_is_bounded():
-    rescue = LearningRateSearch(max_steps=300, max_scale=8)
-    assert max(play(rescue, 300, edge=10)) <= 8.0 + 1e-9
+    assert max(play(LearningRateSearch(max_steps=300, max_scale=8), 300, edge=10)) <= 8.0 + 1e-9
 
 
-def test_instability_lowers_the_scale():
+def test_instability_lowers_the_scale_and_back_off_to_a_quarter_at_most():
     rescue = LearningRateSearch(max_steps=300, max_scale=512)
     before = play(rescue, 120, edge=4.0)[-1]
     after = play(rescue, 10, edge=4.0, loss=lambda t: 8.0)[-1]
-    assert after < before
-
-
-def test_back_off_is_a_quarter_at_most():
-    rescue = LearningRateSearch(max_steps=300, max_scale=512)
-    before = play(rescue, 120, edge=4.0)[-1]
     rescue.back_off()
-    assert rescue.scale <= before / 4
+    assert after < before and rescue.scale <= after / 4
 
 
 def accuracies(mean, count, *, pairs=8, seed=0):
@@ -154,12 +146,12 @@ def adapters(model=None, **options):
     return get_peft_model(model or tiny_model(hidden_size=64), LoraConfig(**config))
 
 
-def adapted(tmp_path, model=None, kind=HybridTrainer, keywords=None, **options):
+def adapted(tmp_path, model=None, kind=HybridTrainer, keywords=None, resume=None, **options):
     values = config_values(tmp_path, **{"max_steps": 12, "logging_steps": 1, "learning_rate": None, **options})
     args = (HybridConfig if kind is HybridTrainer else TrainingArguments)(**values)
     data = {"train_dataset": ByteText(200), "eval_dataset": ByteText(64, offset=900)}
     trainer = kind(model or adapters(), args, **data, **(keywords or {}))
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -255,25 +247,17 @@ def test_a_resumed_run_keeps_the_rate_of_its_adapters(tmp_path):
     """Also where it was reduced on the way."""
     options = {"save_strategy": "steps", "save_steps": 6}
 
-    class Alarm(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 4:
-                whole.run.rate.back_off()
+    class Alarm(Part):
+        def begin(self, run):
+            self.run = run
 
-    whole = HybridTrainer(
-        adapters(),
-        HybridConfig(**config_values(tmp_path, max_steps=12, logging_steps=1, learning_rate=None, **options)),
-        train_dataset=ByteText(200),
-        callbacks=[Alarm()],
-    )
-    whole.train()
+        def begin_step(self, step):
+            if step.index == 4:
+                self.run.rate.back_off()
+
+    whole = adapted(tmp_path, keywords={"parts": [Alarm()]}, **options)
     assert rates(whole)[4] == pytest.approx(RATE / 4 * (8 / 12))
-    resumed = HybridTrainer(
-        adapters(),
-        HybridConfig(**config_values(tmp_path / "b", max_steps=12, logging_steps=1, learning_rate=None, **options)),
-        train_dataset=ByteText(200),
-    )
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    resumed = adapted(tmp_path / "b", resume=str(tmp_path / "checkpoint-6"), **options)
     assert rates(resumed) == rates(whole) and resumed.hybrid_summary()["resumed"]["warnings"] == []
     assert_same_weights(weights(resumed.model), weights(whole.model))
 

@@ -1,5 +1,6 @@
 """`hf_hybrid/run/weights.py`: under FSDP2 a run on several processes is the run of one with the same global batch."""
 
+import itertools
 import json
 import os
 import signal
@@ -125,26 +126,21 @@ def check_that_it_is_one_run(launched: Runs, name: str, alone) -> None:
     check_that_it_ends_alike(launched.weights(name), expected, atol=atol)
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("name", RUNS)
-def test_two_processes_are_one_with_their_batches_together(two, alone, name):
-    check_that_it_is_one_run(two, name, alone)
+def slow(values):
+    return [pytest.param(*value, marks=pytest.mark.slow) for value in values]
 
 
 @pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_three_processes_are_one_with_their_batches_together(three, alone, name):
-    """Rows do not divide by three."""
-    check_that_it_is_one_run(three, name, alone)
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 3])
-@pytest.mark.parametrize("name", SLOW_RUNS)
-def test_more_options_on_several_processes(request, alone, processes, name):
-    check_that_it_is_one_run(request.getfixturevalue({2: "slow_two", 3: "slow_three"}[processes]), name, alone)
+@pytest.mark.parametrize(
+    "runs, name",
+    [
+        *itertools.product(["two"], RUNS),
+        *slow(itertools.product(["three"], RUNS)),  # rows do not divide by three
+        *slow(itertools.product(["slow_two", "slow_three"], SLOW_RUNS)),
+    ],
+)
+def test_processes_are_one_with_their_batches_together(request, alone, runs, name):
+    check_that_it_is_one_run(request.getfixturevalue(runs), name, alone)
 
 
 @pytest.mark.processes
@@ -185,8 +181,11 @@ def test_adapters_spread_over_processes_have_the_rate_of_their_shape(two):
     assert two.decisions("rescued_lora")["learning_rate_scale"] == pytest.approx(MAX_ADAPTER_RATE / 5e-5)
 
 
-def check_bytes(launched: Runs) -> None:
-    """Against the formula of docs/launch.md."""
+@pytest.mark.processes
+@pytest.mark.parametrize("runs", ["two", pytest.param("three", marks=pytest.mark.slow)])
+def test_leaps_send_as_many_bytes_as_the_docs_say(request, runs):
+    """By the formula of docs/launch.md."""
+    launched = request.getfixturevalue(runs)
     matrices, _ = split_parameters(tiny_model())
     count, held = launched.processes, sum(4 * matrix.numel() for matrix in matrices.values())
     results = launched.results("base")
@@ -204,17 +203,6 @@ def test_leaps_may_not_send_more_than_their_budget(two):
     decisions = two.decisions("bf16")
     # The first leap was formed twice, because it went farther than leaps may.
     assert decisions["leap_cost_steps"] == pytest.approx(leap / step * (len(decisions["leaps"]) + 1))
-
-
-@pytest.mark.processes
-def test_leaps_send_as_many_bytes_as_the_docs_say(two):
-    check_bytes(two)
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_leaps_of_three_processes_send_as_many_bytes_as_the_docs_say(three):
-    check_bytes(three)
 
 
 def check_that_it_ends_alike(found: dict, expected: dict, atol: float = 0.0) -> None:
