@@ -331,6 +331,9 @@ def measure() -> dict[str, dict[str, float]]:
         "a step of a reward model": of_steps(run_reward().later()),
         "a step of GRPO": of_steps(run_grpo().later()),
         "a streamed step": of_steps(run(memory="stream", leap_gain=0)[1].later()),
+        "a streamed window of four micro-batches": of_steps(
+            run(memory="stream", leap_gain=0, gradient_accumulation_steps=4)[1].later()
+        ),
         "a plain save": of_steps([events for step, events in saving.by_step.items() if step in saving.saves]),
         "a save with leaps": of_steps(real_steps(*saving_leaps, among=saving_leaps[1].saves)),
         "options to parts": of_first_visits(below(with_leaps.of_build_run, "build_run")),

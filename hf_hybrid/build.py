@@ -81,7 +81,7 @@ from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
 from hf_hybrid.run.trainer_view import own_losses, trains_adapters
 from hf_hybrid.run.weights import Gathered, Shards, TrainedWeights, canonical, shards_of
 from hf_hybrid.streaming.engine import Resident, Streamed
-from hf_hybrid.streaming.layers import embeddings_and_head, map_with_host_layers, obstacle_to_walking, working_dtypes
+from hf_hybrid.streaming.layers import embeddings_and_head, map_with_host_layers, working_dtypes
 from hf_hybrid.streaming.optimizer import UnsupportedOptimizerError, check_separable
 from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.walk import Window
@@ -530,8 +530,7 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
         graphs=plan.kept_graphs,
         in_flight=plan.setup.micro_batches_in_flight,
     )
-    obstacle = obstacle_to_walking(model)
-    window = Window(streamer, plan.setup.accumulation_walk, park=options.offload_activations, obstacle=obstacle)
+    window = Window(streamer, plan.setup.accumulation_walk, park=options.offload_activations)
     return Streamed(model, streamer, window, plan, host_memory=host_memory)
 
 
@@ -539,10 +538,11 @@ def adapter_parts(trainer: BuiltTrainer) -> list[Part]:
     """Return the parts that compute adapters with less memory, or with fewer kernels and casts under bf16 autocast."""
     if not has_adapters(trainer.model):
         return []
-    from hf_hybrid.phase_memory import adapters
+    from hf_hybrid.phase_memory import adapter_products
 
     to_the_bit = trainer.can_leap and not trainer.hybrid_args.enable_predict
-    parts = [] if to_the_bit or trainer.accelerator.mixed_precision != "bf16" else adapters.adapter_parts(trainer)
+    rounds = trainer.accelerator.mixed_precision == "bf16" and not to_the_bit
+    parts = adapter_products.adapter_parts(trainer) if rounds else []
     experts = fused_experts_part(trainer)
     return parts if experts is None else [*parts, experts]
 

@@ -105,7 +105,7 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-class _Beside:
+class UpdateBuffers:
     """
     What the update of a unit needs beside its weights: masters of weights that travel rounded, gradients, and states.
 
@@ -270,7 +270,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         """The inputs of a unit's step: its groups, and the scale of its gradients."""
         self._scale: Tensor | None = None
         self._checked = self._states_given = False
-        self._beside: dict[Unit, _Beside] = {}
+        self._beside: dict[Unit, UpdateBuffers] = {}
         self._ring: Ring | None = None
         self._ring_size = 0
         self._coming: dict[Unit, Slot] = {}
@@ -323,7 +323,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             kinds: dict[tuple, dict[str, Tensor]] = {}
             for unit, params in self._params.items():
                 states = self._states_of(params, group_of, kinds)
-                self._beside[unit] = _Beside(unit, params, states, in_backward=unit in self.in_backward)
+                self._beside[unit] = UpdateBuffers(unit, params, states, in_backward=unit in self.in_backward)
             of_layers, of_ends = (
                 max((self._beside[unit].size for unit in units if unit in self._beside), default=0)
                 for units in (self.streamer.travelling, self.streamer.ends)
@@ -616,7 +616,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         return {id(param.parameter): transfers.fetch(sent, after=after).take() for param, sent in arrived}
 
     def _step(
-        self, beside: _Beside, group: dict, scale: Tensor | None, masters: dict, gradients: dict, states: dict
+        self, beside: UpdateBuffers, group: dict, scale: Tensor | None, masters: dict, gradients: dict, states: dict
     ) -> None:
         """Step parameters of a unit by one call of the optimizer."""
         places, stepped = beside.states, []

@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_hybrid.compat import CACHES
 from hf_hybrid.machine import copy_to_device_
-from hf_hybrid.streaming.experts import Experts
+from hf_hybrid.streaming.expert_streaming import Experts
 from hf_hybrid.streaming.graphs import KeptGraph, computed_otherwise, refuse_second_derivative, updated_since
 from hf_hybrid.streaming.layers import save_packed_weights
 from hf_hybrid.streaming.placeholders import as_plain, become_placeholders

@@ -16,7 +16,7 @@ of params (streamed parameters):
 - Frozen matrices of an int8 base: codes and one scale per row are copied, and expanded on the device into a second
   buffer, which all units share because one unit computes at a time. There is no master.
 
-Frozen experts of a mixture travel by their use ([`hf_hybrid.streaming.experts`]).
+Frozen experts of a mixture travel by their use ([`hf_hybrid.streaming.expert_streaming`]).
 
 A [`SlotPool`] assigns units to slots. `ahead + 1` slots are for the unit that computes and those fetched ahead. A unit
 stays in its slot until another needs it, and the one whose last use is longest ago goes first. A training step goes
@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_hybrid.machine import host_buffer, host_tensor
-from hf_hybrid.streaming.experts import Experts, frozen_experts
+from hf_hybrid.streaming.expert_streaming import Experts, frozen_experts
 from hf_hybrid.streaming.low_bit import dequantize_rows, quantize_rows
 from hf_hybrid.streaming.placeholders import as_plain, plain_class
 from hf_hybrid.streaming.transfers import Event, Slot

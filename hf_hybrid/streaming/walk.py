@@ -54,7 +54,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_hybrid.machine import copies_beside
 from hf_hybrid.run.run import RandomStates
 from hf_hybrid.streaming.comparison import CannotWalkError, difference
-from hf_hybrid.streaming.layers import obstacle_to_walking
+from hf_hybrid.streaming.layers import reason_not_walked
 from hf_hybrid.streaming.streamer import LayerStreamer, autocast_now
 from hf_hybrid.streaming.transfers import Event, HostBuffers, Transfers
 from hf_hybrid.streaming.units import Unit
@@ -380,21 +380,20 @@ class Window:
     the first one is asked for, and hands out what it found when the others are.
 
     `order` is `"layer"`, `"micro_batch"`, or `"auto"`: by layer unless the model cannot be walked so. `park` keeps the
-    activations between layers on the host meanwhile. `obstacle` says why this model cannot be walked by layer, if that
-    is known before. Whether code of a user stands in the way is asked at each step, and the first window of a run is
-    compared ([`hf_hybrid.streaming.comparison`]).
+    activations between layers on the host meanwhile. Whether code of a user stands in the way is asked at each step,
+    and the first window of a run is compared ([`hf_hybrid.streaming.comparison`]).
 
     Raises:
-        CannotWalkError: If there is an obstacle, and `order` is `"layer"`.
+        CannotWalkError: If this model cannot be walked by layer, and `order` is `"layer"`.
     """
 
-    def __init__(self, streamer: LayerStreamer, order: str, *, park: bool = False, obstacle: str | None = None):
+    def __init__(self, streamer: LayerStreamer, order: str, *, park: bool = False):
         self.streamer, self.order = streamer, order
         self.parking = HostBuffers(pin=streamer.transfers.beside) if park else None
         self.by_layer = True
         """Windows of several micro-batches are walked by layer, if the order admits it."""
-        if obstacle is not None and (order != "micro_batch" or park):
-            self._cannot_walk(obstacle)
+        if (reason := reason_not_walked(streamer.model)) is not None and (order != "micro_batch" or park):
+            self._cannot_walk(reason)
         self.users: str | None = None
         """What code of a user stands in the way now, as a clause."""
         self.asks = False
@@ -422,7 +421,7 @@ class Window:
         """Find out whether the walk that begins may be one by layer. An out-of-memory error leaves that open."""
         window = [inputs] if self.order == "micro_batch" else self._inputs
         if self.by_layer and (len(window) > 1 or (window and self.parking is not None)):
-            why = obstacle_to_walking(self.streamer.model) if self.users is None else f"Code of a user: {self.users}."
+            why = reason_not_walked(self.streamer.model) if self.users is None else f"Code of a user: {self.users}."
             if why is None and not self.is_compared:
                 why = difference(self.streamer, LayerWalk(self.streamer).run, window)
                 self.is_compared = True

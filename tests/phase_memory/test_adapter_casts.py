@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.compat import checkpointing_option
-from hf_hybrid.phase_memory.adapters import FrozenInBf16, UncastInputs, plain_lora_layers
+from hf_hybrid.phase_memory.adapter_products import FrozenInBf16, UncastInputs, plain_lora_layers
 
 TEXT = ByteText(200)
 

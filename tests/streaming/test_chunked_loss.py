@@ -277,7 +277,7 @@ def test_peft_methods_that_cannot_work(case):
         "head": (peft.LoraConfig(target_modules=["q_proj", "lm_head"]), "lora.layer.Linear`"),
     }[case]
     model = peft.get_peft_model(tiny_model(tie_word_embeddings=False), config)
-    assert words in ChunkedCausalLoss.unsupported_reason(model)
+    assert words in ChunkedCausalLoss.reason_not_chunked(model)
 
 
 @pytest.mark.parametrize("model_type", OWN_LOSS + PADDED_VOCABULARY)
@@ -400,7 +400,7 @@ def test_model_works_as_usual_while_installed_and_afterwards():
         assert torch.equal(during.logits, before.logits) and torch.equal(during.loss, before.loss)
         with pytest.raises(RuntimeError, match="first, and only once"):
             chunked.install()
-        assert "replaced" in ChunkedCausalLoss.unsupported_reason(model)
+        assert "replaced" in ChunkedCausalLoss.reason_not_chunked(model)
     assert (set(vars(model)), set(vars(model.lm_head))) == state
     assert not model.lm_head._forward_hooks and not model.lm_head._forward_pre_hooks
     with pytest.raises(RuntimeError, match="install"):
@@ -419,7 +419,7 @@ def test_what_cannot_work_is_said_beforehand():
         (nn.Linear(2, 2), "transformers"),
     ]
     for model, words in cases:
-        assert words in ChunkedCausalLoss.unsupported_reason(model)
+        assert words in ChunkedCausalLoss.reason_not_chunked(model)
         with pytest.raises(ValueError, match=words):
             ChunkedCausalLoss(model)
 

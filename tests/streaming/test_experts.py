@@ -8,7 +8,7 @@ from rig.tiny_architectures import build_model, samples
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments, set_seed
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.streaming.experts import runs
+from hf_hybrid.streaming.expert_streaming import runs
 from hf_hybrid.streaming.streamer import LayerStreamer
 
 COUNT = 32
