@@ -34,8 +34,8 @@ from accelerate import PartialState, skip_first_batches
 from accelerate.utils import reduce
 
 from hf_hybrid.machine import Look
-from hf_hybrid.part import Part, Phase, RealStep, Step, check_parts, listening, name_of
-from hf_hybrid.run.epochs import (
+from hf_hybrid.part import Action, Part, Phase, RealStep, Step, Verdict, check_parts, listening, name_of
+from hf_hybrid.run.generators import (
     RandomGenerator,
     generator_state,
     generators_of,
@@ -43,7 +43,7 @@ from hf_hybrid.run.epochs import (
     with_tensors,
     without_tensors,
 )
-from hf_hybrid.run.monitor import Action, DivergenceMonitor, TrainingDivergedError, Verdict
+from hf_hybrid.run.monitor import DivergenceMonitor, TrainingDivergedError
 from hf_hybrid.run.rate import RateScale
 from hf_hybrid.run.record import HOST_IS_LIMIT, RunRecord, Speed
 from hf_hybrid.run.weights import TrainedWeights

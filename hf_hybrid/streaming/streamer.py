@@ -33,7 +33,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Generator, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,12 +45,17 @@ from hf_hybrid.machine import copy_to_device_
 from hf_hybrid.streaming.expert_streaming import Experts
 from hf_hybrid.streaming.graphs import KeptGraph, computed_otherwise, refuse_second_derivative, updated_since
 from hf_hybrid.streaming.layers import save_packed_weights
-from hf_hybrid.streaming.placeholders import as_plain, become_placeholders
+from hf_hybrid.streaming.placeholders import become_placeholders
 from hf_hybrid.streaming.transfers import Transfers
-from hf_hybrid.streaming.units import SlotPool, StreamedParameter, Unit, cannot_train, make_units
+from hf_hybrid.streaming.units import SlotPool, StreamedParameter, Unit, as_plain, cannot_train, make_units
 
-if TYPE_CHECKING:
-    from hf_hybrid.streaming.walk import LayerWalk
+
+class Walk(Protocol):
+    """What runs the layers of a window (walk.py), which drives the streamer."""
+
+    several: bool
+
+    def call(self, unit: Unit, function: Callable, args: tuple, kwargs: dict) -> Any: ...
 
 
 class Updates:
@@ -135,7 +140,7 @@ class LayerStreamer:
     ):
         self.model, self.device, self.ahead = model, device, ahead
         self.transfers = Transfers(device)
-        self.walk: LayerWalk | None = None
+        self.walk: Walk | None = None
         """Set while a window is walked layer by layer: it then runs the layers."""
         self.updates = Updates()
         self.bytes_spared = 0

@@ -42,9 +42,10 @@ from torch import Tensor, nn
 from hf_hybrid.machine import host_buffer, host_tensor
 from hf_hybrid.streaming.expert_streaming import Experts, frozen_experts
 from hf_hybrid.streaming.low_bit import dequantize_rows, quantize_rows
-from hf_hybrid.streaming.placeholders import as_plain, plain_class
 from hf_hybrid.streaming.transfers import Event, Slot
 
+as_plain = torch._C.DisableTorchFunctionSubclass
+"""Context in which a placeholder (placeholders.py) is a plain parameter."""
 ALIGNMENT = 256
 """Bytes: every tensor in a packed buffer starts at a multiple of it, as CUDA's allocator does."""
 
@@ -98,7 +99,8 @@ class StreamedParameter:
     """Ours on its gradient: the one that takes it, and one that comes before those of a user."""
 
     def __post_init__(self):
-        self.kind, self.shape = plain_class(self.parameter), self.parameter.shape
+        self.shape = self.parameter.shape
+        self.kind: type = getattr(self.parameter, "plain", type(self.parameter))  # of a placeholder, its class before
         self.nbytes = self.shape.numel() * self.dtype.itemsize
         self.planned = self.parameter.requires_grad
         """Whether it was trained when the units were made: if not, there is no place to train it."""
