@@ -30,7 +30,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 import math
 from collections.abc import Callable, Collection, Generator, Iterable
 from typing import Any, Protocol
@@ -166,7 +165,12 @@ class LayerStreamer:
         trained = max((sum(param.master.nbytes for param in unit.trainable) for unit in self.units), default=0)
         self.transfers.most_leaving = trained or max((unit.storage.packed_bytes for unit in self.units), default=0)
         self.keep_graphs(graphs, in_flight)
-        self._position = {unit: index for index, unit in enumerate(self.layers)}
+        self._next: dict[Unit, list[list[Unit]]] = {}
+        """What is fetched ahead while a layer computes, in the forward and in the backward pass."""
+        for place, unit in enumerate(self.layers):
+            ways = self.layers[place + 1 :], self.layers[:place][::-1]
+            most = ahead + unit.resident  # a resident unit leaves its slot to one more
+            self._next[unit] = [[other for other in way if not other.resident][:most] for way in ways]
         self._in_backward: Unit | None = None
         self._undo: list[Callable[[], None]] = []
         dtypes = {param.dtype for param in self.streamed.values()}
@@ -321,6 +325,18 @@ class LayerStreamer:
             "compute for this trainer. Copy it before the trainer is made, or take its `state_dict()`."
         )
 
+    def begin_window(self) -> None:
+        """Take note of what may have changed since the last step."""
+        for unit in self.units:
+            unit.open_graphs = 0  # of passes that had no part in the last loss, or ended in an error
+            # Layers of older transformers ask for their own checkpointing before their `forward` begins, and a callback
+            # may have switched it on. They are checkpointed here.
+            for module in unit.modules:
+                if getattr(module, "gradient_checkpointing", False):
+                    vars(module)["gradient_checkpointing"] = False
+        if self.attached:
+            self.look_at_parameters()
+
     def look_at_parameters(self) -> None:
         """
         Look at what a user may have changed of the parameters since the last step. Raise `RuntimeError` if one is to be
@@ -362,13 +378,6 @@ class LayerStreamer:
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
 
-    def checkpoint_alone(self) -> None:
-        """Switch transformers' own checkpointing of the units off, because they are checkpointed here."""
-        # Not when they are called: layers of older transformers ask before their `forward` begins.
-        for module in [module for unit in self.units for module in unit.modules]:
-            if getattr(module, "gradient_checkpointing", False):
-                vars(module)["gradient_checkpointing"] = False
-
     # A unit computes.
 
     def _call(self, unit: Unit, module: nn.Module, original: Callable, args: tuple, kwargs: dict):
@@ -379,7 +388,7 @@ class LayerStreamer:
             with self._for_forward(unit):
                 return original(*args, **kwargs)
         kwargs = _without_cache(module, kwargs)
-        if self.walk is not None and unit in self._position:
+        if self.walk is not None and unit in self._next:
             return self.walk.call(unit, original, args, kwargs)
 
         unit.open_calls += 1
@@ -476,16 +485,11 @@ class LayerStreamer:
 
     def bring_in(self, unit: Unit, *, backward: bool = False) -> None:
         """Make the unit's parameters its weights on the device, and fetch the next units of this direction."""
-        resident = unit.resident
-        if not resident:
+        if not unit.resident:
             self._bind(unit, backward=backward)
         unit.bound = True
-        if unit in self._position:
-            step = -1 if backward else 1
-            following = self.layers[self._position[unit] + step :: step] if self._position[unit] + step >= 0 else []
-            travelling = (other for other in following if not other.resident)
-            # A resident unit leaves its slot to one more.
-            coming = list(itertools.islice(travelling, self.ahead + resident))
+        if unit in self._next:
+            coming = self._next[unit][backward]
             if backward and self.last_pass and not coming:  # the next step begins with these
                 coming = self._first
             for other in coming:
@@ -595,13 +599,13 @@ class LayerStreamer:
 
     def _on_gradient(self, unit: Unit, param: StreamedParameter, parameter: nn.Parameter) -> None:
         if self.walk is None:
-            self.collect(unit, param)
-            return
-        with as_plain():  # embeddings and head are placeholders again
-            if self.walk.several and parameter.grad is not None and parameter.grad.dtype != param.master.dtype:
-                # A sum in bf16 would lose what later micro-batches add to it.
-                gradient, parameter.grad = parameter.grad.to(param.master.dtype), None
-                param.total = gradient if param.total is None else param.total.add_(gradient)
+            self._collect(unit, param)
+        elif self.walk.several:
+            with as_plain():  # embeddings and head are placeholders again
+                if parameter.grad is not None and parameter.grad.dtype != param.master_dtype:
+                    # A sum in bf16 would lose what later micro-batches add to it.
+                    gradient, parameter.grad = parameter.grad.to(param.master_dtype), None
+                    param.total = gradient if param.total is None else param.total.add_(gradient)
 
     def _add_sum_so_far(self, unit: Unit, param: StreamedParameter, parameter: nn.Parameter) -> None:
         """Add the sum of the window so far to a gradient that hooks of a user are about to see."""
@@ -619,7 +623,12 @@ class LayerStreamer:
         with as_plain():
             parameter.grad = gradient
 
-    def collect(self, unit: Unit, param: StreamedParameter) -> None:
+    def collect(self, unit: Unit) -> None:
+        """Let the gradients of a unit leave, which have added up over the micro-batches of a walk."""
+        for param in unit.trainable:
+            self._collect(unit, param)
+
+    def _collect(self, unit: Unit, param: StreamedParameter) -> None:
         """Move the gradient of a parameter of the unit into, or add it to, its master's."""
         with as_plain():
             gradient, param.parameter.grad = param.parameter.grad, None

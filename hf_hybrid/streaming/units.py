@@ -82,8 +82,8 @@ class StreamedParameter:
     dtype: torch.dtype
     """Of the weights on the device."""
     start: int = 0
-    scales_start: int = -1
-    """Where the scales of an int8 parameter lie; -1 for any other."""
+    is_int8: bool = False
+    scales_start: int = 0
     expanded_start: int = 0
     host_weights: nn.Parameter | None = None
     """The [`master`], if the parameter has one."""
@@ -99,15 +99,11 @@ class StreamedParameter:
     """Ours on its gradient: the one that takes it, and one that comes before those of a user."""
 
     def __post_init__(self):
-        self.shape = self.parameter.shape
+        self.shape, self.master_dtype = self.parameter.shape, self.parameter.dtype
         self.kind: type = getattr(self.parameter, "plain", type(self.parameter))  # of a placeholder, its class before
         self.nbytes = self.shape.numel() * self.dtype.itemsize
         self.planned = self.parameter.requires_grad
         """Whether it was trained when the units were made: if not, there is no place to train it."""
-
-    @property
-    def is_int8(self) -> bool:
-        return self.scales_start >= 0
 
     @property
     def master(self) -> nn.Parameter:
@@ -195,7 +191,7 @@ class UnitStorage:
         for param in self.params:
             param.start, frozen = self.packed_bytes, not param.parameter.requires_grad
             if int8 and frozen and param.parameter.is_floating_point() and param.parameter.dim() >= 2:
-                param.scales_start = param.start + padded(param.parameter.numel())
+                param.is_int8, param.scales_start = True, param.start + padded(param.parameter.numel())
                 param.expanded_start = self.expanded_bytes
                 self.expanded_bytes += padded(param.nbytes)
                 self.packed_bytes = param.scales_start + padded(4 * param.rows)
@@ -353,10 +349,9 @@ class Unit:
     open_graphs: int = 0
     """Of its open calls, those that do."""
 
-    @property
-    def resident(self) -> bool:
+    def __post_init__(self):
+        self.resident = not self.storage.params
         """It lives on the device: nothing of it travels."""
-        return not self.storage.params
 
     @property
     def trainable(self) -> list[StreamedParameter]:
