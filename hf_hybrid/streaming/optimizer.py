@@ -423,21 +423,16 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         A gradient that left the device is there no more, but its norm is, and the norm of a norm is that norm. With
         `now` the host waits for all gradients and the norm, because somebody reads them before the step.
         """
-        return self._norm([self.streamer.counterpart(parameter) for parameter in parameters], now=now)
-
-    def _norm(self, parameters: list[nn.Parameter], *, now: bool) -> Tensor:
         self.streamer.end_backward()
         parts: list[Tensor] = []
-        for parameter in parameters:
+        for parameter in map(self.streamer.counterpart, parameters):
             param = self.streamer.masters.get(id(parameter))
             if param is not None and param.norm is not None:  # its gradient may be gone
                 parts.append(param.norm)
                 param.norm = None
             elif parameter.grad is not None:
                 parts.append(parameter.grad)
-        on_host: list[int] = []
-        if self.streamer.device.type != "cpu":
-            on_host = [place for place, part in enumerate(parts) if part.device.type == "cpu"]
+        on_host = [place for place, part in enumerate(parts) if part.device.type != self.streamer.device.type]
         if on_host:  # code of a user may have changed them: their norms are computed there, and move at once
             norms = torch.stack([torch.linalg.vector_norm(parts[place]) for place in on_host])
             for place, of_part in zip(on_host, norms.to(self.streamer.device)):
@@ -466,7 +461,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         them before the step; otherwise they are scaled when their unit is stepped.
         """
         parameters = [self.streamer.counterpart(parameter) for parameter in parameters]
-        norm = self._norm(parameters, now=now)
+        norm = self.total_norm(parameters, now=now)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         self._scale = None
         for parameter in parameters:
@@ -656,9 +651,8 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
 
     def drop_gradients(self) -> None:
         """Drop gradients that no step used, because the step was withheld or an error cut the window short."""
-        for unit in self.streamer.units:
-            for param in unit.planned:
-                self.streamer.use_gradient(unit, param, None)
+        for unit, param in self._updated():
+            self.streamer.use_gradient(unit, param, None)
         self._scale = None
         self._gradients.clear()
 
@@ -672,8 +666,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. Those that a step has put off lie elsewhere."""
-        for unit, param in self._updated():
-            self.streamer.use_gradient(unit, param, None)
+        self.drop_gradients()
         for parameter in itertools.chain(*map(_members, self.param_groups)):
             parameter.grad = None
 

@@ -213,7 +213,9 @@ class LayerStreamer:
                 hook = functools.partial(self._on_choice, unit, experts)
                 self._undo.append(experts.called.register_forward_pre_hook(hook, with_kwargs=True).remove)
             for module in unit.modules:
-                self._wrap(unit, module)
+                own = [vars(module)["forward"]] if "forward" in vars(module) else []
+                self._undo.append(functools.partial(setattr if own else delattr, module, "forward", *own))
+                module.forward = _Forward(self, unit, module)
                 self._undo += save_packed_weights(module)
             for param in unit.planned:
                 hook, trains = functools.partial(self._on_gradient, unit, param), param.parameter.requires_grad
@@ -254,18 +256,6 @@ class LayerStreamer:
                 param.gradient = param.master.grad = None  # page-locked as long as it is there
         self.updates.detach(for_good=for_good)
 
-    def _wrap(self, unit: Unit, module: nn.Module) -> None:
-        own = module.__dict__.get("forward")
-
-        def restore():
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
-
-        module.forward = _Forward(self, unit, module)
-        self._undo.append(restore)
-
     # Code of a user reads and writes between passes, see placeholders.py.
 
     def weights_of(self, unit: Unit, param: StreamedParameter) -> Tensor:
@@ -288,12 +278,14 @@ class LayerStreamer:
         """Let weights and states travel anew that may have been written to."""
         self.updates.take_states()
         for unit in [unit for unit in self.units if unit.written]:
-            self._take_written(unit)
+            self.renew(unit)
 
-    def _take_written(self, unit: Unit) -> None:
-        unit.written = False
+    def renew(self, unit: Unit) -> None:
+        """Let the weights of a unit travel anew, because its masters have changed."""
+        unit.written = unit.loaded = False
         unit.storage.refresh()
-        self.forget(unit)
+        if unit.pool is not None:
+            unit.pool.forget(unit)
 
     def gradient_of(self, unit: Unit, param: StreamedParameter) -> Tensor | None:
         """
@@ -393,7 +385,7 @@ class LayerStreamer:
 
         unit.open_calls += 1
         if unit.open_graphs < unit.graphs:
-            with self._for_forward(unit), self.keeping_graph(unit, begin=self.begin_backward):
+            with self._for_forward(unit), self.keeping_graph(unit):
                 return original(*args, **kwargs)
         contexts: Any = self._for_forward(unit), _Recomputation(self, unit)
         compute = functools.partial(checkpoint, use_reentrant=False, context_fn=functools.partial(tuple, contexts))
@@ -452,14 +444,9 @@ class LayerStreamer:
         finally:
             self.release(unit)
 
-    def keeping_graph(
-        self, unit: Unit, *, begin: Callable[[Unit, bool], object] = lambda unit, again: None
-    ) -> contextlib.AbstractContextManager:
-        """
-        Context of a forward pass that is not recomputed; `begin` is called when a backward pass comes to it, and told
-        whether one has before.
-        """
-        return KeptGraph(unit, self._expanded, begin).saving()
+    def keeping_graph(self, unit: Unit) -> contextlib.AbstractContextManager:
+        """Context of a forward pass that is not recomputed. A walk brings the unit in for its backward pass."""
+        return KeptGraph(unit, self._expanded, None if self.walk else self.begin_backward).saving()
 
     def begin_backward(self, unit: Unit, again: bool) -> None:
         """
@@ -530,7 +517,7 @@ class LayerStreamer:
     def fetch(self, unit: Unit) -> None:
         """Start to copy a unit to the device. Without a free slot, do nothing."""
         if unit.written:
-            self._take_written(unit)
+            self.renew(unit)
         if unit.slot is None and not self._take_slot(unit):
             return
         if unit in self.updates.pending:
@@ -587,12 +574,6 @@ class LayerStreamer:
         self.transfers.release(slot)
         if unit.altered:
             unit.altered = False
-            unit.pool.forget(unit)
-
-    def forget(self, unit: Unit) -> None:
-        """Discard the copy of the unit on the device."""
-        unit.loaded = False
-        if unit.pool is not None:
             unit.pool.forget(unit)
 
     # Transfers of gradients.
