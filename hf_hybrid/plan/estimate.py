@@ -42,12 +42,7 @@ from typing import Any, TypeVar
 
 from hf_hybrid.plan.accounting import ByteTable, ModelShape, format_bytes
 from hf_hybrid.plan.setups import Setup, config_option
-from hf_hybrid.plan.step_memory import (
-    StreamedStep,
-    WeightBytes,
-    estimated_activations,
-    untraced_table,
-)
+from hf_hybrid.plan.step_memory import StreamedStep, WeightBytes, estimated_activations, untraced_table
 from hf_hybrid.plan.trace import TRACED, Activations, Tracer
 from hf_hybrid.streaming.expert_streaming import frozen_experts
 from hf_hybrid.streaming.layers import decoder_layers

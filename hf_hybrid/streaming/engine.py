@@ -92,13 +92,7 @@ class Streamed(Resident):
     window: Window  # ty: ignore[incompatible-mutable-override]  # nobody takes it away
 
     def __init__(
-        self,
-        model: nn.Module,
-        streamer: LayerStreamer,
-        window: Window,
-        plan: Any,
-        *,
-        host_memory: Callable[[], int],
+        self, model: nn.Module, streamer: LayerStreamer, window: Window, plan: Any, *, host_memory: Callable[[], int]
     ):
         super().__init__(plan.buffers_on_host)
         self.model, self.streamer, self.window, self.plan = model, streamer, window, plan

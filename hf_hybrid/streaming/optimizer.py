@@ -158,9 +158,8 @@ class UpdateBuffers:
 
     def needed(self) -> list[tuple[int, Tensor, Event]]:
         """Return what travels to the device: where it begins there, the host's buffer, and when it may leave."""
-        storage, found = self.unit.storage, []
-        for start, buffer in self.written(states=self.has_states):
-            found.append((start, buffer, storage.written))
+        storage = self.unit.storage
+        found = [(start, buffer, storage.written) for start, buffer in self.written(states=self.has_states)]
         if self._gradients is not None:  # last: those of the first units have only just been sent
             found.append((self._starts[1], self._gradients, storage.gradients_sent))
         return found
@@ -387,12 +386,10 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
     def settle_gradients(self) -> None:
         """Let the gradients be on the host as the step will use them, because code of a user reads or changes them."""
         self.streamer.gradients_arrived()
-        if self._scale is None:
-            return
-        scale, self._scale = self._scale.cpu(), None
-        for _, param in self._updated():
-            if param.master.grad is not None:
-                param.master.grad.mul_(scale)
+        if self._scale is not None:
+            scale, self._scale = self._scale.cpu(), None
+            for gradient in [param.master.grad for _, param in self._updated() if param.master.grad is not None]:
+                gradient.mul_(scale)
 
     @contextlib.contextmanager
     def showing_used_gradients(self) -> Generator[None]:
@@ -404,6 +401,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             self.shows_used = False
 
     def used_gradient(self, unit: Unit, param: StreamedParameter) -> Tensor | None:
+        """Return a copy of a gradient that the last step has used."""
         groups, scale = self.pending.get(unit, ((), None))
         if not any(master is param.host_weights for group in groups for master in group["params"]):
             return None
@@ -501,6 +499,8 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             optimizer = self._over(resident)
             optimizer.state = self.base.state
             optimizer.step()
+        # In the order in which the next forward pass needs them. The groups are copies, with the rate of this step: the
+        # scheduler will have set the next one when the unit is stepped.
         for unit in [unit for unit in self.streamer.units if unit in groups]:
             self.pending[unit] = groups[unit], scale
             for master in [master for group in groups[unit] for master in group["params"]]:
@@ -581,11 +581,11 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             ring.forget()
             self._coming.clear()
             self.begin_load(unit)
-        self._updating, slot = unit, self._coming.pop(unit)
+        self._updating, slot = unit, self._coming.pop(unit)  # an error from here on tears the unit: see `torn`
         unit.updates += 1
         transfers.wait(slot.ready)
         masters, gradients, states = beside.views(slot.buffer)
-        for group in groups:
+        for group in groups:  # one call of the optimizer for each: its options may differ within a layer
             self._step(beside, group, scale, masters, gradients | here, states)
         for start, buffer in beside.written():
             transfers.send(slot.buffer[start : start + len(buffer)], buffer, keep=False)
@@ -601,20 +601,22 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
     def _groups_of(self, unit: Unit, gradients: dict[int, Tensor]) -> list[dict]:
         """Return the groups with the parameters of a unit alone, of which there are gradients."""
         masters = {id(param.master) for param in unit.planned if id(param.parameter) in gradients}
-        chosen = [(group, [p for p in _members(group) if id(p) in masters]) for group in self.param_groups]
-        return [{**group, "params": parameters} for group, parameters in chosen if parameters]
+        groups = [{**group, "params": [p for p in _members(group) if id(p) in masters]} for group in self.param_groups]
+        return [group for group in groups if group["params"]]
 
     def _gradients_from_host(self, unit: Unit) -> dict[int, Tensor]:
         """Return the gradients of a unit that has no place for them beside its states."""
-        transfers, after = self.streamer.transfers, unit.storage.gradients_sent
-        arrived = [(param, param.gradient) for param in unit.planned if param.gradient is not None]
-        return {id(param.parameter): transfers.fetch(sent, after=after).take() for param, sent in arrived}
+        fetch, after = self.streamer.transfers.fetch, unit.storage.gradients_sent
+        sent = {id(param.parameter): param.gradient for param in unit.planned if param.gradient is not None}
+        return {key: fetch(gradient, after=after).take() for key, gradient in sent.items()}
 
     def _step(
         self, beside: UpdateBuffers, group: dict, scale: Tensor | None, masters: dict, gradients: dict, states: dict
     ) -> None:
         """Step parameters of a unit by one call of the optimizer."""
         places, stepped = beside.states, []
+        # The optimizer steps stand-ins. They lie in the slot of the unit (weights that travel as they are), or in that of
+        # the update: fp32 masters of weights in bf16, all gradients, and states, of AdamW two as large as the weights.
         for master in group["params"]:
             parameter = self.streamer.masters[id(master)].parameter
             stand_in = nn.Parameter(masters.get(id(parameter), parameter.data))

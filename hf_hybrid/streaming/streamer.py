@@ -58,53 +58,37 @@ class Walk(Protocol):
 
 
 class Updates:
-    """What a streamer calls while weights are updated. [`LazyOptimizer`] overrides it; without one nothing is done."""
+    """What a streamer calls while weights are updated. [`LazyOptimizer`] says what for; here nothing is done."""
 
     pending: dict[Unit, Any] = {}
     """Units that are updated on the device when they are needed next."""
     in_backward: Collection[Unit] = ()
     """Units that are updated inside the backward pass that completes their gradients."""
+    shows_used = False
+    """Whether gradients that the last step has used are still to be seen."""
 
     @property
     def torn(self) -> str | None:
         """Return a sentence, if an error now leaves weights or states that belong to no step."""
         return None
 
-    def attach(self) -> None:
-        """The model's layers are streamed from now on."""
+    def _nothing(self, *_: Any, **__: Any) -> Any:
+        return None
 
-    def detach(self, *, for_good: bool) -> None:
-        """They are not any more; nothing travels."""
-
-    def flush(self) -> None:
-        """Finish updates, because masters are about to be read."""
-
-    def drop_gradients(self) -> None:
-        """Drop gradients that no step has used."""
-
-    shows_used = False
-    """Whether gradients that the last step has used are still to be seen."""
-
-    def used_gradient(self, unit: Unit, param: StreamedParameter) -> Tensor | None:
-        """Return a copy of a gradient that the last step has used."""
-
-    def settle_gradients(self) -> None:
-        """Gradients on the host are about to be read or changed."""
-
-    def take_states(self) -> None:
-        """States may have been changed."""
-
-    def begin_load(self, unit: Unit) -> None:
-        """The weights of a pending unit are about to travel: what its update needs goes before them."""
-
-    def before_backward(self, unit: Unit) -> None:
-        """A unit of `in_backward` lies in its slot, before the backward that completes its gradients."""
-
-    def keep(self, param: StreamedParameter, gradient: Tensor) -> None:
-        """A gradient of such a unit is complete, and does not go to the host."""
-
-    def update(self, unit: Unit) -> None:
-        """A pending unit lies in its slot, before its forward; or one whose gradients were kept, after its backward."""
+    # The model's layers are streamed from now on, or not any more.
+    attach: Any = _nothing
+    detach: Any = _nothing
+    # Masters, states or gradients on the host are about to be read, or may have been changed.
+    flush: Any = _nothing
+    take_states: Any = _nothing
+    settle_gradients: Any = _nothing
+    used_gradient: Any = _nothing
+    drop_gradients: Any = _nothing
+    # A pending unit is about to travel, and then lies in its slot; one of `in_backward` does so before its backward.
+    begin_load: Any = _nothing
+    update: Any = _nothing
+    before_backward: Any = _nothing
+    keep: Any = _nothing
 
     def held(self) -> list[Tensor]:
         """Return what updates hold on the device."""
@@ -384,9 +368,11 @@ class LayerStreamer:
             return self.walk.call(unit, original, args, kwargs)
 
         unit.open_calls += 1
-        if unit.open_graphs < unit.graphs:
+        if unit.open_graphs < unit.graphs:  # the first passes of a window keep theirs, the others are recomputed
             with self._for_forward(unit), self.keeping_graph(unit):
                 return original(*args, **kwargs)
+        # Checkpointing enters one context around the forward pass, after which the weights leave, and the other around
+        # each recomputation, after which they stay until the gradients of the layer are complete.
         contexts: Any = self._for_forward(unit), _Recomputation(self, unit)
         compute = functools.partial(checkpoint, use_reentrant=False, context_fn=functools.partial(tuple, contexts))
         if not self.compares:
@@ -419,9 +405,9 @@ class LayerStreamer:
         """Compare samples of what a unit has computed. [`check_recomputed`] waits for what comes of it."""
         if [values.shape for values in before] != [values.shape for values in now]:
             raise computed_otherwise(f"`{unit.name}`")
+        autocast = autocast_now(self.device)
         for values, again in zip(before, now):
             # Half of the last place is left to kernels that add up in any order.
-            autocast = autocast_now(self.device)
             dtype = autocast["dtype"] if autocast["enabled"] else values.dtype
             most = max(torch.finfo(dtype).eps / 2, 1e-5)
             difference = torch.linalg.vector_norm((again - values).float())
@@ -454,7 +440,9 @@ class LayerStreamer:
         has left the unit.
         """
         if self._in_backward is not unit:
-            if self._in_backward is None:  # a backward pass begins
+            # Autograd says when it comes to a layer, and not when it leaves it. So a layer is released when it comes to
+            # the next one, and the last by a callback behind the whole pass, which is queued as the pass begins.
+            if self._in_backward is None:
                 torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
             self.end_backward()
             self.bring_in(unit, backward=True)
@@ -618,11 +606,12 @@ class LayerStreamer:
         master = param.host_weights
         if gradient is None or master is None:  # nothing came, or nothing is updated
             return
-        gradient = gradient.to(master.dtype)
+        gradient = gradient.to(master.dtype)  # from bf16 to fp32 on the device: the host adds nothing up
         if master.grad is not None and param.gradient is not None:
             # The sum so far comes back and is added to on the device, which is faster than the host is.
             before = self.transfers.fetch(param.gradient, after=unit.storage.gradients_sent)
             gradient = gradient.add_(before.take())
+        # Taken here, where the whole sum lies on the device: behind the last micro-batch it is that of the window.
         param.norm = torch.linalg.vector_norm(gradient)
         if unit in self.updates.in_backward and self.last_pass and not unit.open_calls:
             master.grad = None

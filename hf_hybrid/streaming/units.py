@@ -189,6 +189,8 @@ class UnitStorage:
         """When the gradient of the unit that was sent last has arrived on the host."""
         self.packed: Tensor | None = None
         for param in self.params:
+            # One after the other, in bytes: the weights in the dtype that they travel in, at 1, 2 or 4 each; of an int8
+            # matrix `[..., rows, columns]` a byte for each weight, and behind them an fp32 scale for each row.
             param.start, frozen = self.packed_bytes, not param.parameter.requires_grad
             if int8 and frozen and param.parameter.is_floating_point() and param.parameter.dim() >= 2:
                 param.is_int8, param.scales_start = True, param.start + padded(param.parameter.numel())
@@ -303,7 +305,10 @@ class SlotPool:
         """Return a slot for the unit, its own if it still has one, or `None` if all are in use."""
         slot = self.held.get(unit)
         if slot is None:
-            if not self._free and not self._evict():
+            if not self._free:
+                # The unit whose last use is longest ago goes first: a pass that turns round needs the last ones again.
+                self.forget(next((other for other in self.held if other.slot is None), unit))
+            if not self._free:
                 return None
             slot = self._free.pop()
         self.held[unit] = slot
@@ -314,13 +319,6 @@ class SlotPool:
         """Remove the unit from its slot, because its weights have changed on the host."""
         if unit in self.held and unit.slot is None:
             self._free.append(self.held.pop(unit))
-
-    def _evict(self) -> bool:
-        for unit in self.held:
-            if unit.slot is None:
-                self._free.append(self.held.pop(unit))
-                return True
-        return False
 
 
 @dataclass(eq=False)

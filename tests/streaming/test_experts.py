@@ -198,8 +198,7 @@ def test_trained_experts_travel_whole(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    mostly_slow(["gpt_oss", "lfm2_moe", "deepseek_v3", "nemotron_h"], ["gpt_oss", "lfm2_moe"]),
+    "kind", mostly_slow(["gpt_oss", "lfm2_moe", "deepseek_v3", "nemotron_h"], ["gpt_oss", "lfm2_moe"])
 )
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
 def test_architectures(kind, implementation, tmp_path, spoiled):

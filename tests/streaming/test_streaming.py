@@ -68,7 +68,7 @@ def assert_same_run(streamed, plain):
 
 
 def same_as_trainer(folder, data, build=llama, *, plain=None, streamed=BY_MICRO_BATCH, **shared):
-    """Train streamed and, unless `plain` has, with Trainer, by `shared` options. Return the first, if both are equal."""
+    """Train streamed and, unless `plain` has, with Trainer. Return the streamed trainer, if both runs are equal."""
     plain = train_plain(folder, data, build(), **shared) if plain is None else plain
     trainer = make_streamed(folder, data, build(), **streamed, **shared)
     trainer.train()
