@@ -421,9 +421,12 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         A gradient that left the device is there no more, but its norm is, and the norm of a norm is that norm. With
         `now` the host waits for all gradients and the norm, because somebody reads them before the step.
         """
+        return self._norm([self.streamer.counterpart(parameter) for parameter in parameters], now=now)
+
+    def _norm(self, parameters: list[nn.Parameter], *, now: bool) -> Tensor:
         self.streamer.end_backward()
         parts: list[Tensor] = []
-        for parameter in map(self.streamer.counterpart, parameters):
+        for parameter in parameters:
             param = self.streamer.masters.get(id(parameter))
             if param is not None and param.norm is not None:  # its gradient may be gone
                 parts.append(param.norm)
@@ -459,7 +462,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         them before the step; otherwise they are scaled when their unit is stepped.
         """
         parameters = [self.streamer.counterpart(parameter) for parameter in parameters]
-        norm = self.total_norm(parameters, now=now)
+        norm = self._norm(parameters, now=now)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         self._scale = None
         for parameter in parameters:
@@ -615,8 +618,8 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
     ) -> None:
         """Step parameters of a unit by one call of the optimizer."""
         places, stepped = beside.states, []
-        # The optimizer steps stand-ins. They lie in the slot of the unit (weights that travel as they are), or in that of
-        # the update: fp32 masters of weights in bf16, all gradients, and states, of AdamW two as large as the weights.
+        # The optimizer steps stand-ins. They lie in the slot of the unit (weights that travel as they are), or in that
+        # of the update: fp32 masters of weights in bf16, all gradients, and states (of AdamW two, of the same shape).
         for master in group["params"]:
             parameter = self.streamer.masters[id(master)].parameter
             stand_in = nn.Parameter(masters.get(id(parameter), parameter.data))

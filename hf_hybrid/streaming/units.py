@@ -306,10 +306,11 @@ class SlotPool:
         slot = self.held.get(unit)
         if slot is None:
             if not self._free:
-                # The unit whose last use is longest ago goes first: a pass that turns round needs the last ones again.
-                self.forget(next((other for other in self.held if other.slot is None), unit))
-            if not self._free:
-                return None
+                # The one whose last use is longest ago goes: a pass that turns round needs the others again.
+                idle = [other for other in self.held if other.slot is None]
+                if not idle:
+                    return None
+                self.forget(idle[0])
             slot = self._free.pop()
         self.held[unit] = slot
         self.held.move_to_end(unit)
