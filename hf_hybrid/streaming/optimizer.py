@@ -158,8 +158,9 @@ class UpdateBuffers:
 
     def needed(self) -> list[tuple[int, Tensor, Event]]:
         """Return what travels to the device: where it begins there, the host's buffer, and when it may leave."""
-        storage = self.unit.storage
-        found = [(start, buffer, storage.written) for start, buffer in self.written(states=self.has_states)]
+        storage, found = self.unit.storage, []
+        for start, buffer in self.written(states=self.has_states):
+            found.append((start, buffer, storage.written))
         if self._gradients is not None:  # last: those of the first units have only just been sent
             found.append((self._starts[1], self._gradients, storage.gradients_sent))
         return found
