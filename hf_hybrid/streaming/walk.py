@@ -289,6 +289,8 @@ class LayerWalk:
         with graph, torch.set_grad_enabled(keeps), torch.autocast(**call.autocast):
             outputs, structure = tree_flatten(call.function(*args, **kwargs))
         if results := _computed(outputs, inputs) if trains else {}:
+            # Hidden states mostly, `[batch, tokens, width]`. A leaf shares their memory and none of their graph: what the
+            # model computes with it, down to the next layer or the loss, is differentiated as far as here.
             leaves = {key: result.detach().requires_grad_() for key, result in results.items()}
             for leaf in leaves.values():
                 job.outputs[leaf] = _Output(leaf, self.streamer.transfers, self.parking)
@@ -307,13 +309,15 @@ class LayerWalk:
         while jobs[0].calls:
             calls = [job.calls.pop() for job in jobs]
             unit = calls[0].unit
-            unit.open_calls -= len(calls)
+            unit.open_calls -= len(calls)  # so that gradients count as complete behind these
             self.streamer.bring_in(unit, backward=True)
-            for output in _boundaries(calls):
+            for output in _boundaries(calls):  # all at once: that of one micro-batch comes while another computes
                 output.fetch()
             try:
                 for job, call, early in zip(jobs, calls, before):
                     self._differentiate(call)
+                    # Gradients have come to the leaves of cuts that begin with this call. Below it they are needed where
+                    # an earlier layer is: its outputs get theirs before its turn.
                     between: list[Cut] = []
                     for cut in call.cuts:
                         (between if _depends_on(cut[0], job.outputs) else early).append(cut)

@@ -898,9 +898,9 @@ def test_second_training_goes_on(tmp_path, train_set):
 def test_model_init(tmp_path, train_set):
     arguments = config_values(tmp_path, **OPTIONS)
 
-    plain = Trainer(model_init=llama, args=TrainingArguments(**arguments), train_dataset=train_set)
+    plain = Trainer(model_init=lambda: llama(), args=TrainingArguments(**arguments), train_dataset=train_set)
     config = HybridConfig(**arguments, **STREAMED, **BY_MICRO_BATCH)
-    streamed = HybridTrainer(model_init=llama, args=config, train_dataset=train_set)
+    streamed = HybridTrainer(model_init=lambda: llama(), args=config, train_dataset=train_set)
     plain.train()
     streamed.train()
     assert_same_run(streamed, plain)
