@@ -289,8 +289,8 @@ class LayerWalk:
         with graph, torch.set_grad_enabled(keeps), torch.autocast(**call.autocast):
             outputs, structure = tree_flatten(call.function(*args, **kwargs))
         if results := _computed(outputs, inputs) if trains else {}:
-            # Hidden states mostly, `[batch, tokens, width]`. A leaf shares their memory and none of their graph: what the
-            # model computes with it, down to the next layer or the loss, is differentiated as far as here.
+            # Hidden states mostly, `[batch, tokens, width]`. A leaf shares their memory and not their graph: what the
+            # model computes with it, up to the next layer or the loss, is differentiated down to here.
             leaves = {key: result.detach().requires_grad_() for key, result in results.items()}
             for leaf in leaves.values():
                 job.outputs[leaf] = _Output(leaf, self.streamer.transfers, self.parking)
@@ -316,8 +316,8 @@ class LayerWalk:
             try:
                 for job, call, early in zip(jobs, calls, before):
                     self._differentiate(call)
-                    # Gradients have come to the leaves of cuts that begin with this call. Below it they are needed where
-                    # an earlier layer is: its outputs get theirs before its turn.
+                    # The leaves of cuts that begin with this call have their gradients now. What earlier layers had a
+                    # part in goes down to these at once, before it is their turn.
                     between: list[Cut] = []
                     for cut in call.cuts:
                         (between if _depends_on(cut[0], job.outputs) else early).append(cut)
