@@ -142,9 +142,7 @@ def _new_storages(tensor: Tensor, seen: set[Storage]) -> Iterator[tuple[Storage,
 
 
 class ParameterCount(NamedTuple):
-    """
-    A parameter: its number of weights, whether they are trained, and whether autocast lets them travel rounded.
-    """
+    """A parameter: its number of weights, whether they are trained, and whether autocast lets them travel rounded."""
 
     count: int
     trained: bool

@@ -158,9 +158,8 @@ class Streamed(Resident):
 
     def walk_by_micro_batch(self) -> bool:
         """Compute micro-batches one by one to save memory, and return whether this changes anything."""
-        changes = self.window.order != "micro_batch"
-        self.window.order = "micro_batch"
-        return changes
+        before, self.window.order = self.window.order, "micro_batch"
+        return before != "micro_batch"
 
     def recompute_all(self) -> bool:
         """Recompute all layers to save memory, and return whether this changes anything."""

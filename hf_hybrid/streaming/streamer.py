@@ -384,7 +384,7 @@ class LayerStreamer:
         return outputs
 
     def _comparing(self, unit: Unit, function: Callable) -> Callable:
-        """Return a unit's function which compares what it computes the first time and again."""
+        """Return the function of a unit, which compares what it computes again: see [`check_recomputed`]."""
         before: tuple[list[str], list[Tensor]] | None = None
 
         def compute(*args, **kwargs):
@@ -393,25 +393,21 @@ class LayerStreamer:
             if before is not None and before[0] != choices:
                 raise computed_otherwise(f"`{unit.name}`")
             outputs = function(*args, **kwargs)
+            sample = _sample(outputs)
             if before is None:
-                before = choices, _sample(outputs)
-            else:
-                self._compare(unit, before[1], _sample(outputs))
+                before = choices, sample
+                return outputs
+            if [values.shape for values in before[1]] != [values.shape for values in sample]:
+                raise computed_otherwise(f"`{unit.name}`")
+            autocast = autocast_now(self.device)
+            for first, values in zip(before[1], sample):
+                # Half of the last place is left to kernels that add up in any order.
+                most = max(torch.finfo(autocast["dtype"] if autocast["enabled"] else first.dtype).eps / 2, 1e-5)
+                difference = torch.linalg.vector_norm((values - first).float())
+                self._compared.append((unit, difference > most * torch.linalg.vector_norm(first.float())))
             return outputs
 
         return compute
-
-    def _compare(self, unit: Unit, before: list[Tensor], now: list[Tensor]) -> None:
-        """Compare samples of what a unit has computed. [`check_recomputed`] waits for what comes of it."""
-        if [values.shape for values in before] != [values.shape for values in now]:
-            raise computed_otherwise(f"`{unit.name}`")
-        autocast = autocast_now(self.device)
-        for values, again in zip(before, now):
-            # Half of the last place is left to kernels that add up in any order.
-            dtype = autocast["dtype"] if autocast["enabled"] else values.dtype
-            most = max(torch.finfo(dtype).eps / 2, 1e-5)
-            difference = torch.linalg.vector_norm((again - values).float())
-            self._compared.append((unit, difference > most * torch.linalg.vector_norm(values.float())))
 
     def check_recomputed(self) -> None:
         """Raise `RuntimeError` if a unit that was recomputed has computed something else."""

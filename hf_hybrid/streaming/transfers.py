@@ -38,11 +38,6 @@ Event = Any
 """A device's event; `None` on a CPU, where a copy that was started is over."""
 
 
-def is_big(value: Any) -> bool:
-    """Whether an entry of an optimizer's state must move: it is a tensor and not a step counter."""
-    return torch.is_tensor(value) and value.numel() > 1
-
-
 class Slot:
     """Bytes of the device that hold one thing after the other, and when they may be written and read."""
 
