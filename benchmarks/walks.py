@@ -59,7 +59,8 @@ LIMITS = {
     "a step of shared rows": {"files": 11, "changes": 116, "depth": 11, "calls": 378},
     "a step of a reward model": {"files": 13, "changes": 285, "depth": 16, "calls": 1125},
     "a step of GRPO": {"files": 11, "changes": 66, "depth": 15, "calls": 149},
-    "a streamed step": {"files": 12, "changes": 275, "depth": 15, "calls": 850},
+    "a streamed step": {"files": 12, "changes": 251, "depth": 15, "calls": 670},
+    "a streamed window of four micro-batches": {"files": 15, "changes": 385, "depth": 12, "calls": 1299},
     "a plain save": {"files": 5, "changes": 40, "depth": 9, "calls": 89},
     "a save with leaps": {"files": 14, "changes": 77, "depth": 12, "calls": 413},
     "options to parts": {"files": 15, "stays": 34},
@@ -331,6 +332,9 @@ def measure() -> dict[str, dict[str, float]]:
         "a step of a reward model": of_steps(run_reward().later()),
         "a step of GRPO": of_steps(run_grpo().later()),
         "a streamed step": of_steps(run(memory="stream", leap_gain=0)[1].later()),
+        "a streamed window of four micro-batches": of_steps(
+            run(memory="stream", leap_gain=0, gradient_accumulation_steps=4)[1].later()
+        ),
         "a plain save": of_steps([events for step, events in saving.by_step.items() if step in saving.saves]),
         "a save with leaps": of_steps(real_steps(*saving_leaps, among=saving_leaps[1].saves)),
         "options to parts": of_first_visits(below(with_leaps.of_build_run, "build_run")),

@@ -63,7 +63,7 @@ from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
 from hf_hybrid.run.trainer_view import own_losses, trains_adapters
 from hf_hybrid.run.weights import Gathered, Shards, TrainedWeights, canonical, shards_of
 from hf_hybrid.streaming.engine import Resident, Streamed
-from hf_hybrid.streaming.layers import embeddings_and_head, map_with_host_layers, obstacle_to_walking, working_dtypes
+from hf_hybrid.streaming.layers import embeddings_and_head, map_with_host_layers, working_dtypes
 from hf_hybrid.streaming.optimizer import UnsupportedOptimizerError, check_separable
 from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.walk import Window
@@ -522,8 +522,7 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
         graphs=plan.kept_graphs,
         in_flight=plan.setup.micro_batches_in_flight,
     )
-    obstacle = obstacle_to_walking(model)
-    window = Window(streamer, plan.setup.accumulation_walk, park=options.offload_activations, obstacle=obstacle)
+    window = Window(streamer, plan.setup.accumulation_walk, park=options.offload_activations)
     return Streamed(model, streamer, window, plan, host_memory=host_memory)
 
 
@@ -533,9 +532,9 @@ def memory_parts(trainer: BuiltTrainer) -> list[Part]:
     # Adapters with less memory, or with fewer kernels and casts under bf16 autocast.
     casts = trainer.hybrid_args.exactness == "rounding" and trainer.accelerator.mixed_precision == "bf16"
     if casts and trains_adapters(trainer):
-        from hf_hybrid.phase_memory import adapters
+        from hf_hybrid.phase_memory import adapter_products
 
-        parts += adapters.adapter_parts(trainer)
+        parts += adapter_products.adapter_parts(trainer)
     if (experts := fused_experts_part(trainer)) is not None:
         parts.append(experts)
     if trainer.args.torch_compile and trainer.rows is not None and trainer.rows.may_share:

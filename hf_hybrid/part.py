@@ -39,16 +39,13 @@ Standard library only.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-
-    from hf_hybrid.run.monitor import Verdict
-    from hf_hybrid.run.record import Leap
-    from hf_hybrid.run.run import Run
 
 
 class Phase(str, enum.Enum):
@@ -66,6 +63,94 @@ class Phase(str, enum.Enum):
     @property
     def index(self) -> int:  # ty: ignore[incompatible-property-override]  # not that of `str`
         return list(Phase).index(self)
+
+
+class Level(enum.IntEnum):
+    """How serious the state of the run is."""
+
+    NORMAL = 0
+    CAUTION = 1
+    WARNING = 2
+    CRITICAL = 3
+
+
+class Action(str, enum.Enum):
+    """The recovery ladder, mildest first."""
+
+    NONE = "none"
+    SHORTEN = "shorten"
+    """Halve the next leaps."""
+    FORCE_FULL = "force_full"
+    """No leaps for a while."""
+    BACK_OFF = "back_off"
+    """No leaps for a while, longer each time, then shorter leaps. Every leap is probed until one is kept."""
+    ROLL_BACK = "roll_back"
+    """Restore the weights from before the last leap and lower the gain."""
+    SKIP_BATCH = "skip_batch"
+    """Drop these gradients: the optimizer does not step."""
+    RESET_PREDICTOR = "reset_predictor"
+    """Reset the direction's averages and the residuals."""
+    ABORT = "abort"
+    """Stop, and name the last good checkpoint."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A level, why, and the rung of the ladder that answers it."""
+
+    level: Level
+    reason: str
+    action: Action
+
+
+NORMAL = Verdict(Level.NORMAL, "", Action.NONE)
+
+
+@dataclass
+class Leap:
+    """
+    One leap, from the decision to make it until Correct has judged it.
+
+    While the leap can still be undone it is `Trajectory.open`; it is one of `RunRecord.leaps` too. Losses are means
+    over the sequences of its probe and `None` where the leap was not probed.
+    """
+
+    step: int  # before which it was made, from 0
+    real_steps: int  # since the last leap
+    gain: float = 0.0  # in units of these real steps, after the cap; 0 until the weights have moved
+    length: float = 0.0  # the same in real steps at the peak of the learning rate
+    verdict: str = "unprobed"  # or `kept`, `shrunk` (a part of it was kept), `rejected`, `rolled_back` by Correct
+    horizon: int = 0  # steps that were skipped for it
+    worth: float = 0.0  # steps that it was credited with
+    relative_norm: float = 0.0  # its norm over the norm of the weights
+    predicted_decrease: float = 0.0
+    """Fall of the training loss along it to first order (nats), by the direction's own expectation of the gradient."""
+    loss_before: float | None = None
+    loss_after: float | None = None
+    standard_error: float | None = None
+    accuracy_before: float | None = None
+    """Share of the pairs of the probe that the model ranks right; `None` where the sequences are no such pairs."""
+    accuracy_after: float | None = None
+    worse_in: str | None = None  # why the probe refused the leap as it was asked for: `loss` or `accuracy`
+    e: float | None = None
+    """Immediate gain in real steps by the probe: fall of the loss over its fall per real step before the leap."""
+    cosine: float | None = None  # of the leap with what the real steps of Correct did
+    norm_ratio: float | None = None  # length of what those did over that of the leap, each per unit of learning rate
+    forecast_error: float | None = None  # mean training loss in Correct minus the forecast of the trend before it
+    probe_cost_steps: float = 0.0  # price of its probe in real steps
+    decrease: float = 0.0
+    """Mean paired fall of the loss of its probe (nats); minus infinity where the loss after it is not finite."""
+    under_test: bool = False  # it is being tried right now, between its snapshot and its verdict
+    forecast: float | None = None  # loss that the trend before the leap forecast
+    deviation: float = 0.0  # around that trend
+    losses: list[float] = field(default_factory=list)  # of the training since the leap
+    rate: float = 0.0  # its gain times the learning rates of the real steps before it, added up
+
+    def summary(self) -> dict:
+        """Return plain values for summaries and JSON, with `None` for numbers that are not finite."""
+        inner = ("decrease", "under_test", "real_steps", "forecast", "deviation", "losses", "rate")
+        values = {name: value for name, value in asdict(self).items() if name not in inner}
+        return {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
 
 
 @dataclass
@@ -139,7 +224,6 @@ class Part:
     """
 
     name: str = ""
-    run: Run  # of parts whose `begin` keeps it
     needs_numbers = True
     """
     Whether `before_update`, `after_update`, `end_step` or `decide` of this part read the loss or norm of the step, or
@@ -154,7 +238,7 @@ class Part:
 
     # The run.
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: Any) -> None:
         """
         Called once, when model and optimizer are ready and before the first step.
 

@@ -59,6 +59,7 @@ from hf_hybrid.saving.sharded import load_converted, load_optimizer, load_weight
 from hf_hybrid.saving.start import restoring
 from hf_hybrid.streaming.engine import Resident
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
+from hf_hybrid.streaming.units import as_plain
 
 logger = logging.getLogger(__name__)
 
@@ -463,7 +464,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
     # A skipped step trains on nothing: its batch is that of the next real step, and counts there.
 
     def floating_point_ops(self, inputs):
-        return 0 if self.run.phase is Phase.PREDICT else super().floating_point_ops(inputs)
+        with as_plain():  # it asks each parameter for its size, which placeholders have as well
+            return 0 if self.run.phase is Phase.PREDICT else super().floating_point_ops(inputs)
 
     def _track_num_input_tokens(self, inputs):
         if self.run.phase is not Phase.PREDICT:

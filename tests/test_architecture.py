@@ -3,9 +3,10 @@
 import ast
 import importlib.util
 import re
+from collections.abc import Generator
 from pathlib import Path
 
-from rig.circles import circles, statements
+from rig.circles import circles
 
 TESTS = Path(__file__).parent
 ROOT = Path(__file__).parent.parent
@@ -35,8 +36,16 @@ def room(path: Path) -> str:
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
+def statements(tree: ast.AST) -> Generator[ast.AST]:
+    """All nodes but those that are for type checkers alone."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield node
+            yield from statements(node)
+
+
 def imported_rooms(tree: ast.AST) -> set[str]:
-    """Return what a file imports, but for optional rooms that it imports inside functions."""
+    """Return what a file imports, but for types, and for optional rooms that it imports inside functions."""
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     inside = {id(node) for function in functions for node in ast.walk(function)}
     rooms = set()

@@ -144,7 +144,7 @@ def run(case: dict[str, Any], arm: str, args: argparse.Namespace) -> dict[str, A
     lines = range(PROMPTS * rounds)
     prompts = [" ".join(f"w{draw.randrange(1 + max(ENDS), vocabulary)}" for _ in range(case["length"])) for _ in lines]
     rows = {"prompt": prompts, "easy": [number % 10 < 10 * EASY for number in lines]}
-    hidden = mock.patch("hf_hybrid.phase_memory.adapters.plain_lora_layers", lambda model: [])
+    hidden = mock.patch("hf_hybrid.phase_memory.adapter_products.plain_lora_layers", lambda model: [])
     with tempfile.TemporaryDirectory() as folder, hidden if arm == "hybrid_peft" else contextlib.nullcontext():
         config = config_class(
             folder,

@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.results import Results, command_line, provenance
 from hf_hybrid.part import Step
-from hf_hybrid.phase_memory.adapters import AdapterProducts, plain_lora_layers
+from hf_hybrid.phase_memory.adapter_products import AdapterProducts, plain_lora_layers
 from hf_hybrid.run.run import Run
 
 COUNTED = 14

@@ -19,9 +19,7 @@ from hf_hybrid.experimental.signals import SignalObserver, StepSignals
 from hf_hybrid.leaps.leap import LeapObserver, Leaps
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.leaps.trust import GainPlanner
-from hf_hybrid.part import Step
-from hf_hybrid.run.monitor import NORMAL, Action, Level, Verdict
-from hf_hybrid.run.record import Leap
+from hf_hybrid.part import NORMAL, Action, Leap, Level, Step, Verdict
 from hf_hybrid.run.run import Run
 from hf_hybrid.run.weights import inner_product, sums_of_squares
 

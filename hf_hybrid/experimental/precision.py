@@ -46,12 +46,17 @@ from hf_hybrid.streaming.low_bit import (
     dynamic_map,
     quantize_rows,
 )
-from hf_hybrid.streaming.transfers import Transfers, is_big
+from hf_hybrid.streaming.transfers import Transfers
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INT8 = ("int8", "int8_bitsandbytes")
 _CHOICES, _PHASES = ("auto", *DTYPES, *INT8), [phase.value for phase in Phase]
+
+
+def is_big(value: Any) -> bool:
+    """Whether an entry of an optimizer's state must move: it is a tensor and not a step counter."""
+    return torch.is_tensor(value) and value.numel() > 1
 
 
 def parse_precision(text: str) -> dict[Phase, str]:

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from hf_hybrid.leaps.leap import LeapObserver, Leaps
-from hf_hybrid.part import Step
-from hf_hybrid.run.record import Leap
+from hf_hybrid.part import Leap, Step
 from hf_hybrid.run.run import Run
 from hf_hybrid.run.weights import TrainedWeights
 

@@ -50,18 +50,8 @@ from torch import Tensor
 from hf_hybrid.leaps.probe import MIN_SEQUENCES, Losses, Probe, costs_accuracy, is_clearly_worse, paired_decrease
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.leaps.trust import GainPlanner, Trust
-from hf_hybrid.part import Part, Phase, Step
-from hf_hybrid.run.monitor import (
-    FORECAST_WINDOW,
-    MIN_FORECAST,
-    NORMAL,
-    Action,
-    DivergenceMonitor,
-    Level,
-    Verdict,
-    robust_trend,
-)
-from hf_hybrid.run.record import Leap
+from hf_hybrid.part import NORMAL, Action, Leap, Level, Part, Phase, Step, Verdict
+from hf_hybrid.run.monitor import FORECAST_WINDOW, MIN_FORECAST, DivergenceMonitor, robust_trend
 from hf_hybrid.run.run import Run
 
 # The phases.

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from hf_hybrid.leaps.directions import Clock, DirectionContext, DirectionFactory
-from hf_hybrid.run.record import Leap
+from hf_hybrid.part import Leap
 from hf_hybrid.run.weights import TrainedWeights, inner_product, sum_of_squares
 
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from hf_hybrid.compat import norm_of_experts, shards_experts, tells_factors
 from hf_hybrid.optimizers import wraps_parameter
 from hf_hybrid.part import Part
-from hf_hybrid.phase_memory.adapters import is_looked_into
+from hf_hybrid.phase_memory.adapter_products import is_looked_into
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import Run
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_hybrid.optimizers import ask, elements_at_once, inner_optimizer, text_config
 from hf_hybrid.streaming.layers import rounded_by_autocast
-from hf_hybrid.streaming.placeholders import as_plain
+from hf_hybrid.streaming.units import as_plain
 
 Storage = tuple[torch.device, int]  # and its address there
 
@@ -142,9 +142,7 @@ def _new_storages(tensor: Tensor, seen: set[Storage]) -> Iterator[tuple[Storage,
 
 
 class ParameterCount(NamedTuple):
-    """
-    A parameter: its number of weights, whether they are trained, and whether autocast lets them travel rounded.
-    """
+    """A parameter: its number of weights, whether they are trained, and whether autocast lets them travel rounded."""
 
     count: int
     trained: bool

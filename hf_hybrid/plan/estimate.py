@@ -42,14 +42,9 @@ from typing import Any, TypeVar
 
 from hf_hybrid.plan.accounting import ByteTable, ModelShape, format_bytes
 from hf_hybrid.plan.setups import Setup, config_option
-from hf_hybrid.plan.step_memory import (
-    StreamedStep,
-    WeightBytes,
-    estimated_activations,
-    untraced_table,
-)
+from hf_hybrid.plan.step_memory import StreamedStep, WeightBytes, estimated_activations, untraced_table
 from hf_hybrid.plan.trace import TRACED, Activations, Tracer
-from hf_hybrid.streaming.experts import frozen_experts
+from hf_hybrid.streaming.expert_streaming import frozen_experts
 from hf_hybrid.streaming.layers import decoder_layers
 
 logger = logging.getLogger(__name__)
@@ -181,9 +176,9 @@ class Estimator:
         self.shape, self.tracer = shape, tracer
 
     @property
-    def cannot_chunk(self) -> str | None:
+    def reason_not_chunked(self) -> str | None:
         """Why the loss cannot be computed in chunks. Without a tracer this is not known, and `None`."""
-        return None if self.tracer is None else self.tracer.cannot_chunk
+        return None if self.tracer is None else self.tracer.reason_not_chunked
 
     def plan(self, setup: Setup) -> Plan:
         """Return the best plan. If nothing fits, raise [`PlanError`] with the bytes and the nearest plan that works."""
@@ -283,7 +278,7 @@ class Estimator:
         """Bytes of the 16-bit copies in which the trainer multiplies adapters, and of their gradients in fp32."""
         if self.tracer is None or not setup.autocast:
             return 0
-        from hf_hybrid.phase_memory.adapters import lora_weights, plain_lora_layers
+        from hf_hybrid.phase_memory.adapter_products import lora_weights, plain_lora_layers
 
         excerpt, counts = self.tracer.excerpt, []
         for layer in decoder_layers(excerpt.model):
@@ -316,7 +311,7 @@ class Estimator:
         has_base = any(layer.frozen for layer in self.shape.layers)
         is_adamw = setup.states_per_weight == 2 and self.shape.total.trainable and not self.shape.total.muon
         levers = [
-            (not setup.chunked_loss and self.cannot_chunk is None, 1, {"chunked_loss": True}),
+            (not setup.chunked_loss and self.reason_not_chunked is None, 1, {"chunked_loss": True}),
             (setup.resident_layers is not None, 1, {"resident_layers": None}),
             (not setup.offload_activations, 2, {"offload_activations": True}),
             (setup.memory == "off" and not setup.activation_checkpointing, 2, {"activation_checkpointing": True}),

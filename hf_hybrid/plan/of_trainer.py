@@ -63,7 +63,7 @@ def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBu
     chunks = options.chunked_loss == "on" or (options.chunked_loss == "auto" and pays)
     chunks = chunks or bool(on_gpu and trainer.more_inputs)  # TRL's kernels hold about as much
     recomputed, decided = checkpointing(args), dict[str, Any](options.plan_values)
-    reason = _reason_all_are_recomputed(trainer)
+    reason = _reason_not_fewest(trainer)
     if recomputed == "auto" and reason is not None:
         recomputed = True
     if reason is not None:  # streamed ones too
@@ -81,7 +81,7 @@ def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBu
         autocast=args.bf16,
         activation_checkpointing=recomputed,
         offload_activations=options.offload_activations,
-        chunked_loss=chunks and ChunkedCausalLoss.unsupported_reason(model) is None,
+        chunked_loss=chunks and ChunkedCausalLoss.reason_not_chunked(model) is None,
         optimizer_states=options.optimizer_states,
         states_per_weight=STATES_PER_WEIGHT.get(optimizer_name(args), 2),
         base_precision=options.base_precision,
@@ -105,7 +105,7 @@ def checkpointing(args: TrainingArguments) -> bool | str:
 def fewest_recomputed_layers(trainer: PlannedTrainer, leaps: LeapBuffers) -> int | None:
     """Return how many layers have to be recomputed so that a step fits on its device; `None`: not known, so all."""
     args, options, model = trainer.args, trainer.hybrid_args, trainer.model
-    if (reason := _reason_all_are_recomputed(trainer)) is not None:
+    if (reason := _reason_not_fewest(trainer)) is not None:
         logger.info("`activation_checkpointing=auto` recomputes all layers: %s.", reason)
         return None
     estimator, setup = estimator_of(trainer, None, leaps)
@@ -123,7 +123,7 @@ def fewest_recomputed_layers(trainer: PlannedTrainer, leaps: LeapBuffers) -> int
     return int(trainer.accelerator.gather(count).max())
 
 
-def _reason_all_are_recomputed(trainer: TrainerView) -> str | None:
+def _reason_not_fewest(trainer: TrainerView) -> str | None:
     if trainer.hybrid_args.offload_activations:
         return "`offload_activations=True` keeps what they leave on the host"
     if (sharding := sharding_of(trainer.args)) is not None:

@@ -145,7 +145,7 @@ class Planner:
 
         `own_loss`: the trainer computes the loss in chunks by itself. `can_stream`: it takes streamed layers.
         """
-        can_chunk = self._estimator(loaded(dtype, "full")[0], "full").cannot_chunk is None
+        can_chunk = self._estimator(loaded(dtype, "full")[0], "full").reason_not_chunked is None
         chunks = "never" if not can_chunk else "always" if own_loss else "maybe"
         ways = usual_ways(dtype, self.setup, kinds, chunks=chunks, can_stream=can_stream)
         plans = [self.plan(way) for way in ways]
@@ -156,7 +156,7 @@ class Planner:
     def plan(self, way: Way) -> WayPlan:
         """Plan one way to train. Raises `ValueError` if the model cannot be trained in this way."""
         estimator = self._estimator(way.weights, way.kind)
-        reason = estimator.cannot_chunk
+        reason = estimator.reason_not_chunked
         if way.setup.chunked_loss and reason is not None:
             raise ValueError(f"`chunked_loss=True` cannot be used: {reason}. Leave it out.")
         setup = way.setup if way.kind == "full" else replace(way.setup, values_per_weight=None)

@@ -605,9 +605,9 @@ class Tracer:
             return None
 
     @functools.cached_property
-    def cannot_chunk(self) -> str | None:
+    def reason_not_chunked(self) -> str | None:
         """Why the loss cannot be computed in chunks, if so."""
-        return ChunkedCausalLoss.unsupported_reason(self.excerpt.model)
+        return ChunkedCausalLoss.reason_not_chunked(self.excerpt.model)
 
     def peak(self, setup: Setup, at_update: int) -> Peak:
         """Of the resident model, without optimizer states."""

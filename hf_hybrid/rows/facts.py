@@ -19,7 +19,8 @@ from hf_hybrid.rows.costs import Costs
 from hf_hybrid.rows.experts import OPTION, Router
 from hf_hybrid.rows.randomness import Drawn
 from hf_hybrid.rows.states import again, layers_with_state
-from hf_hybrid.run.trainer_view import LIBRARIES, own_forward, package_of
+from hf_hybrid.run.packages import LIBRARIES, package_of
+from hf_hybrid.run.trainer_view import own_forward
 from hf_hybrid.streaming.layers import base_model
 
 Model = Any

@@ -17,68 +17,23 @@ last good checkpoint. A loss that a rolled-back leap caused never becomes part o
 
 from __future__ import annotations
 
-import enum
 import logging
 import math
 import operator
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_hybrid.part import Part, Phase, RealStep, Step
+from hf_hybrid.part import NORMAL, Action, Level, Part, Phase, RealStep, Step, Verdict
+from hf_hybrid.run.record import RunView
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from hf_hybrid.run.run import Run
-
 logger = logging.getLogger(__name__)
-
-
-class Level(enum.IntEnum):
-    """How serious the state of the run is."""
-
-    NORMAL = 0
-    CAUTION = 1
-    WARNING = 2
-    CRITICAL = 3
-
-
-class Action(str, enum.Enum):
-    """The recovery ladder, mildest first."""
-
-    NONE = "none"
-    SHORTEN = "shorten"
-    """Halve the next leaps."""
-    FORCE_FULL = "force_full"
-    """No leaps for a while."""
-    BACK_OFF = "back_off"
-    """No leaps for a while, longer each time, then shorter leaps. Every leap is probed until one is kept."""
-    ROLL_BACK = "roll_back"
-    """Restore the weights from before the last leap and lower the gain."""
-    SKIP_BATCH = "skip_batch"
-    """Drop these gradients: the optimizer does not step."""
-    RESET_PREDICTOR = "reset_predictor"
-    """Reset the direction's averages and the residuals."""
-    ABORT = "abort"
-    """Stop, and name the last good checkpoint."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A level, why, and the rung of the ladder that answers it."""
-
-    level: Level
-    reason: str
-    action: Action
-
-
-NORMAL = Verdict(Level.NORMAL, "", Action.NONE)
-
 
 FORECAST_WINDOW = 32
 """Losses of real steps that a forecast continues."""
@@ -131,7 +86,7 @@ class DivergenceMonitor(Part):
 
     # As a part of a run.
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: RunView) -> None:
         self.run = run
 
     def before_update(self, step: RealStep) -> None:

@@ -22,17 +22,14 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_hybrid.part import Part, Step
-from hf_hybrid.run.monitor import Action, Level, Verdict
+from hf_hybrid.part import Action, Level, Part, Step, Verdict
+from hf_hybrid.run.record import RunView
 from hf_hybrid.run.weights import TrainedWeights, inner_product, sum_of_squares
-
-if TYPE_CHECKING:
-    from hf_hybrid.run.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +97,7 @@ class RateScale(Part):
     scale: float
     """Factor on the scheduled learning rate."""
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: RunView) -> None:
         self.run = run
 
     def end_step(self, step: Step) -> None:

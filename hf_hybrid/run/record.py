@@ -11,63 +11,17 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
-from hf_hybrid.part import Phase
+from hf_hybrid.part import Leap, Phase
 
 if TYPE_CHECKING:
     from hf_hybrid.machine import Driver
 
 MOST_LEAPS, MOST_EVENTS = 100, 20
 """Leaps, and events and changes of the scale, that a record keeps: the last ones."""
-
-
-@dataclass
-class Leap:
-    """
-    One leap, from the decision to make it until Correct has judged it.
-
-    While the leap can still be undone it is `Trajectory.open`; it is one of `RunRecord.leaps` too. Losses are means
-    over the sequences of its probe and `None` where the leap was not probed.
-    """
-
-    step: int  # before which it was made, from 0
-    real_steps: int  # since the last leap
-    gain: float = 0.0  # in units of these real steps, after the cap; 0 until the weights have moved
-    length: float = 0.0  # the same in real steps at the peak of the learning rate
-    verdict: str = "unprobed"  # or `kept`, `shrunk` (a part of it was kept), `rejected`, `rolled_back` by Correct
-    horizon: int = 0  # steps that were skipped for it
-    worth: float = 0.0  # steps that it was credited with
-    relative_norm: float = 0.0  # its norm over the norm of the weights
-    predicted_decrease: float = 0.0
-    """Fall of the training loss along it to first order (nats), by the direction's own expectation of the gradient."""
-    loss_before: float | None = None
-    loss_after: float | None = None
-    standard_error: float | None = None
-    accuracy_before: float | None = None
-    """Share of the pairs of the probe that the model ranks right; `None` where the sequences are no such pairs."""
-    accuracy_after: float | None = None
-    worse_in: str | None = None  # why the probe refused the leap as it was asked for: `loss` or `accuracy`
-    e: float | None = None
-    """Immediate gain in real steps by the probe: fall of the loss over its fall per real step before the leap."""
-    cosine: float | None = None  # of the leap with what the real steps of Correct did
-    norm_ratio: float | None = None  # length of what those did over that of the leap, each per unit of learning rate
-    forecast_error: float | None = None  # mean training loss in Correct minus the forecast of the trend before it
-    probe_cost_steps: float = 0.0  # price of its probe in real steps
-    decrease: float = 0.0
-    """Mean paired fall of the loss of its probe (nats); minus infinity where the loss after it is not finite."""
-    under_test: bool = False  # it is being tried right now, between its snapshot and its verdict
-    forecast: float | None = None  # loss that the trend before the leap forecast
-    deviation: float = 0.0  # around that trend
-    losses: list[float] = field(default_factory=list)  # of the training since the leap
-    rate: float = 0.0  # its gain times the learning rates of the real steps before it, added up
-
-    def summary(self) -> dict:
-        """Return plain values for summaries and JSON, with `None` for numbers that are not finite."""
-        inner = ("decrease", "under_test", "real_steps", "forecast", "deviation", "losses", "rate")
-        values = {name: value for name, value in asdict(self).items() if name not in inner}
-        return {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
 
 
 def _per_phase(zero):
@@ -140,6 +94,17 @@ class RunRecord:
         for leap in state["leaps"]:
             infinite: dict = {name: float(value) for name, value in leap.items() if value in ("inf", "-inf")}
             self.leaps.append(Leap(**{**leap, **infinite}))  # text in a checkpoint, because JSON has no infinity
+
+
+class RunView(Protocol):
+    """What the monitor and the rate ask of the run (run.py), which knows both."""
+
+    record: RunRecord
+    survive: Callable[[Exception, str], None]
+    write: Callable[[dict], None]
+    diverged: Callable[[Any], Exception]
+
+    def call(self, event: str, *args: Any) -> None: ...
 
 
 HOST_IS_LIMIT = "The host is the limit: the device computed in %.0f %% of the time. %s"

@@ -34,9 +34,9 @@ from accelerate import PartialState, skip_first_batches
 from accelerate.utils import reduce
 
 from hf_hybrid.machine import Look
-from hf_hybrid.part import Part, Phase, RealStep, Step, check_parts, listening, name_of
-from hf_hybrid.run import epochs
-from hf_hybrid.run.monitor import Action, DivergenceMonitor, TrainingDivergedError, overflowed
+from hf_hybrid.part import Action, Part, Phase, RealStep, Step, check_parts, listening, name_of
+from hf_hybrid.run import generators
+from hf_hybrid.run.monitor import DivergenceMonitor, TrainingDivergedError, overflowed
 from hf_hybrid.run.rate import RateScale
 from hf_hybrid.run.record import HOST_IS_LIMIT, RunRecord, Speed
 from hf_hybrid.run.weights import TrainedWeights
@@ -591,7 +591,7 @@ class DataOrder(Part):
         self.epoch: int | None = None
         """The one under way."""
         self._began: dict[str, Any] = {}
-        self._generators: dict[str, epochs.RandomGenerator] = {}
+        self._generators: dict[str, generators.RandomGenerator] = {}
         self._restored: dict[str, Any] | None = None
         self._windows, self._draws_late = 0, False
 
@@ -603,12 +603,12 @@ class DataOrder(Part):
         Note the state of all generators before an epoch is read, or restore it where a resumed run goes on inside this
         epoch. After a resume it may be called again until the first batch is read.
         """
-        self.epoch, self._generators, self._windows = epoch, epochs.generators_of(dataloader), 0
+        self.epoch, self._generators, self._windows = epoch, generators.generators_of(dataloader), 0
         if (restored := self._restored) is not None:
             inside = restored["epoch"] == epoch
             for name, state in restored["began" if inside else "now"]["generators"].items():
                 if name in self._generators:
-                    epochs.restore_generator(self._generators[name], state)
+                    generators.restore_generator(self._generators[name], state)
             if inside:
                 RandomStates.from_state_dict(restored["began"]["random"], self.place).restore()
         self._began = {"random": RandomStates.now(self.place).state_dict(), "generators": self._states()}
@@ -627,7 +627,7 @@ class DataOrder(Part):
             logger.warning(DRAWS_LATE)
 
     def _states(self) -> dict[str, Any]:
-        return {name: epochs.generator_state(generator) for name, generator in self._generators.items()}
+        return {name: generators.generator_state(generator) for name, generator in self._generators.items()}
 
     def state_dict(self) -> dict[str, Any]:
         if self.epoch is None:
@@ -664,13 +664,13 @@ class RandomStates:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the snapshot for a checkpoint: JSON values and tensors."""
-        python, numpy_state = epochs.with_tensors(self.python), epochs.with_tensors(self.numpy)
+        python, numpy_state = generators.with_tensors(self.python), generators.with_tensors(self.numpy)
         return {"python": python, "numpy": numpy_state, "host": self.host, "device": self.device}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any], place: torch.device) -> RandomStates:
         """Return the snapshot that [`state_dict`] returned. One of another kind of device says nothing of this one."""
-        python, numpy_state = epochs.without_tensors(state["python"]), epochs.without_tensors(state["numpy"])
+        python, numpy_state = generators.without_tensors(state["python"]), generators.without_tensors(state["numpy"])
         return cls(python, numpy_state, state["host"], None if place.type == "cpu" else state["device"], place)
 
     def same_as(self, other: RandomStates) -> bool:

@@ -15,9 +15,10 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_hybrid.optimizers import has_adapters, is_adam, optimizer_name, text_config, users_optimizer
+from hf_hybrid.run.packages import LIBRARIES, package_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -95,21 +96,6 @@ def optimizer_unlike_adam(trainer: TrainerView) -> str | None:
 
 
 # What users put in place of a method.
-
-LIBRARIES = ("hf_hybrid", "transformers", "trl", "peft", "accelerate", "torch")
-"""Packages whose functions are no code of a user."""
-
-
-def package_of(function: Any, known: Collection[str] = LIBRARIES) -> str:
-    """Return the package in which a function was written, of one that others wrap the outermost that is not `known`."""
-    while True:
-        while (inside := getattr(function, "func", None) or getattr(function, "__func__", None)) is not None:
-            function = inside  # of a partial, a method
-        # `functools.wraps` copies `__module__`, but no globals.
-        home = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
-        package, function = home.partition(".")[0], getattr(function, "__wrapped__", None)
-        if function is None or package not in known:
-            return package
 
 
 def overridden(trainer: Any, *names: str, below: type | None = None) -> str | None:

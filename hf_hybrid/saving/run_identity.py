@@ -27,7 +27,6 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ from hf_hybrid.records.redaction import is_secret_name, shareable
 from hf_hybrid.run.trainer_view import TrainerView
 from hf_hybrid.run.weights import canonical
 from hf_hybrid.saving.manifest import CheckpointError, digest_of, read_json
-from hf_hybrid.saving.state import SCHEMA_VERSION, VALUES_NAME
+from hf_hybrid.saving.state import SCHEMA_VERSION, VALUES_NAME, Differences
 
 ROWS, LONGEST = 16, 1 << 16
 """Rows of the data that are hashed, and elements of an array in one."""
@@ -90,20 +89,6 @@ def check_identity(trainer: TrainerView, folder: str) -> Differences:
 
 
 # Comparing.
-
-
-@dataclass
-class Differences:
-    """What a run differs in from the one that a checkpoint is of."""
-
-    refused: list[str] = field(default_factory=list)
-    """Why it cannot be the same run, and what to do, a text for each reason."""
-    changed: dict[str, list] = field(default_factory=dict)
-    """Options whose new values hold, as `[saved, current]`."""
-    notes: list[str] = field(default_factory=list)
-    """What else the user has to know, a sentence each."""
-    other_batches: bool = False
-    """Whether the position in the data, as a number of batches, means nothing any more."""
 
 
 def compare(

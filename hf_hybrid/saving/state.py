@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -32,9 +33,6 @@ from hf_hybrid.files import own_folder, write_json
 from hf_hybrid.leaps.leap import Leaps
 from hf_hybrid.run.trainer_view import TrainerView
 from hf_hybrid.saving.manifest import DELETABLE, MANIFEST_NAME, CheckpointError
-
-if TYPE_CHECKING:
-    from hf_hybrid.saving.run_identity import Differences
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +128,20 @@ def _joined(tensors: dict[str, Tensor], values: Any) -> Any:
 
 
 # Resuming.
+
+
+@dataclass
+class Differences:
+    """What a run differs in from the one that a checkpoint is of."""
+
+    refused: list[str] = field(default_factory=list)
+    """Why it cannot be the same run, and what to do, a text for each reason."""
+    changed: dict[str, list] = field(default_factory=dict)
+    """Options whose new values hold, as `[saved, current]`."""
+    notes: list[str] = field(default_factory=list)
+    """What else the user has to know, a sentence each."""
+    other_batches: bool = False
+    """Whether the position in the data, as a number of batches, means nothing any more."""
 
 
 def restore(trainer: TrainerView, checkpoint: str, differences: Differences) -> Report:

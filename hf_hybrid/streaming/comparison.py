@@ -25,9 +25,8 @@ from torch import Tensor
 
 from hf_hybrid.machine import is_out_of_memory
 from hf_hybrid.run.run import RandomStates, as_before
-from hf_hybrid.streaming.placeholders import as_plain
 from hf_hybrid.streaming.streamer import LayerStreamer, Updates
-from hf_hybrid.streaming.units import StreamedParameter
+from hf_hybrid.streaming.units import StreamedParameter, as_plain
 
 TOKENS = 16
 """Of the first micro-batch. The second one is shorter, so that what is noted of it does not fit the first."""

@@ -1,8 +1,8 @@
 """
 The place of a run's weights: `Resident` on the device, or `Streamed` from the host.
 
-The trainer asks one object, `trainer.memory`, wherever the place matters. `Resident` is plain Trainer: each of its
-methods does nothing, or calls what Trainer would have called. `Streamed` joins the modules of this folder:
+The trainer asks one object, `trainer.memory`, wherever the place matters. `Resident` is plain Trainer, and has nothing
+to do. `Streamed` joins the modules of this folder, and its methods say what the trainer asks for:
 
 - `LayerStreamer` (streamer.py) copies a layer to the device when it computes and collects its gradients;
 - `Window` (walk.py) computes the micro-batches of an optimizer step layer by layer, so weights are copied twice per
@@ -50,68 +50,35 @@ class Resident(InPlace):
 
     @property
     def torn(self) -> str | None:
-        """Name of the update that an error cut short, if any: its weights and states belong to no step."""
         return None
 
     def is_for(self, model: nn.Module) -> bool:
-        """Whether this object was made for `model`, and for what of it is trained."""
         return True
 
-    # A run.
-
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer that the run uses instead of Trainer's."""
         return optimizer
 
-    def begin(self) -> None:
-        """Take over the model at the start of a run."""
-
-    def end(self) -> None:
-        """Release the model at the end of a run."""
-
     def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that the optimizer updates instead of a parameter of the model."""
         return parameter
 
-    # A step.
-
-    def walk_by_micro_batch(self) -> bool:
-        """Compute micro-batches one by one to save memory, and return whether this changes anything."""
-        return False
-
-    def recompute_all(self) -> bool:
-        """Recompute all layers to save memory, and return whether this changes anything."""
-        return False
-
-    def discard_gradients(self) -> None:
-        """Drop gradients that the optimizer has not used."""
-
-    # Access to the weights.
-
-    def overlay(self, displaced: Callable[[nn.Parameter], Tensor | None]) -> None:
-        """Add what `displaced` returns to weights on their way to the device."""
-
-    def suspended(self) -> contextlib.AbstractContextManager:
-        """Context in which the model holds its own weights, so that they can be saved or loaded."""
-        return contextlib.nullcontext()
-
-    def running(self) -> contextlib.AbstractContextManager:
-        """Context in which the model can compute on the device, so that it can be evaluated."""
-        return contextlib.nullcontext()
-
-    # Reports.
-
-    def statistics(self) -> dict | None:
-        """Loads, bytes moved and seconds waited; `None` if nothing is streamed."""
-        return None
-
     def tensors_held(self, extra: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
-        """`extra` and all other tensors held beside the model between steps, by category."""
         return extra
 
+    def _nothing(self) -> Any:
+        """There is nothing to do, nothing to tell, and nothing changes."""
+
+    begin = end = discard_gradients = walk_by_micro_batch = recompute_all = statistics = _nothing
+
+    def overlay(self, displaced: Callable[[nn.Parameter], Tensor | None]) -> None:
+        """Weights are what they are: a leap under test is in them."""
+
     def host_tensors(self, buffers: Iterable[Tensor]) -> list[Tensor] | None:
-        """If the device is the host itself: the tensors that would be on the host of a GPU; `None` if unknown."""
         return None
+
+    def running(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+    suspended = running
 
 
 class Streamed(Resident):
@@ -125,29 +92,25 @@ class Streamed(Resident):
     window: Window  # ty: ignore[incompatible-mutable-override]  # nobody takes it away
 
     def __init__(
-        self,
-        model: nn.Module,
-        streamer: LayerStreamer,
-        window: Window,
-        plan: Any,
-        *,
-        host_memory: Callable[[], int],
+        self, model: nn.Module, streamer: LayerStreamer, window: Window, plan: Any, *, host_memory: Callable[[], int]
     ):
         super().__init__(plan.buffers_on_host)
         self.model, self.streamer, self.window, self.plan = model, streamer, window, plan
         self.host_memory = host_memory
 
     def is_for(self, model: nn.Module) -> bool:
+        """Whether this object was made for `model`, and for what of it is trained."""
         params = [param for unit in self.streamer.units for param in unit.storage.params]
         more = any(param.parameter.requires_grad and not param.planned for param in params)
         return self.model is model and not (more and self.optimizer is None)  # with an optimizer it is too late
 
     @property
     def torn(self) -> str | None:
+        """Name of the update that an error cut short, if any: its weights and states belong to no step."""
         return None if self.optimizer is None else self.optimizer.torn
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer that updates a layer when that layer is streamed."""
+        """Return the optimizer that the run uses instead of Trainer's: it updates a layer when that is streamed."""
         for layer in optimizer_layers(optimizer):  # in a second run accelerate has wrapped the first's
             if isinstance(layer, LazyOptimizer):
                 self.optimizer = layer
@@ -156,6 +119,7 @@ class Streamed(Resident):
         return self.optimizer
 
     def begin(self) -> None:
+        """Take over the model at the start of a run."""
         self.window.is_compared = False
         self.streamer.attach()
 
@@ -187,21 +151,24 @@ class Streamed(Resident):
         return needed <= available
 
     def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the parameter that the optimizer updates instead of a parameter of the model."""
         self.streamer.gradients_arrived()  # whoever asks may read them
         found = self.streamer.counterpart(parameter)
         return nn.Parameter(torch.empty(0)) if isinstance(found, Placeholder) else found  # there is an int8 base alone
 
     def walk_by_micro_batch(self) -> bool:
-        changes = self.window.order != "micro_batch"
-        self.window.order = "micro_batch"
-        return changes
+        """Compute micro-batches one by one to save memory, and return whether this changes anything."""
+        before, self.window.order = self.window.order, "micro_batch"
+        return before != "micro_batch"
 
     def recompute_all(self) -> bool:
+        """Recompute all layers to save memory, and return whether this changes anything."""
         changes = any(unit.graphs for unit in self.streamer.layers)
         self.streamer.keep_graphs(0, 1)
         return changes
 
     def discard_gradients(self) -> None:
+        """Drop gradients that the optimizer has not used."""
         self.streamer.gradients_arrived()
         if self.optimizer is not None:
             self.optimizer.drop_gradients()
@@ -215,14 +182,15 @@ class Streamed(Resident):
 
     def changed(self) -> None:
         for unit in self.streamer.units:
-            unit.storage.refresh()
-            self.streamer.forget(unit)
+            self.streamer.renew(unit)
 
     def overlay(self, displaced: Callable[[nn.Parameter], Tensor | None]) -> None:
+        """Add what `displaced` returns to weights on their way to the device."""
         self.streamer.overlay = displaced
 
     @contextlib.contextmanager
     def suspended(self) -> Generator[None]:
+        """Context in which the model holds its own weights, so that they can be saved or loaded."""
         attached = self.streamer.attached
         if attached:
             self.finish_updates()
@@ -236,6 +204,7 @@ class Streamed(Resident):
 
     @contextlib.contextmanager
     def running(self) -> Generator[None]:
+        """Context in which the model can compute on the device, so that it can be evaluated."""
         attached = self.streamer.attached
         self.streamer.attach()
         try:
@@ -248,6 +217,7 @@ class Streamed(Resident):
         return self.streamer.statistics()
 
     def tensors_held(self, extra: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+        """Return `extra` and all other tensors held beside the model between steps, by category."""
         if self.optimizer is None:
             return extra
         held = self.streamer.tensors_held()
@@ -260,6 +230,7 @@ class Streamed(Resident):
         }
 
     def host_tensors(self, buffers: Iterable[Tensor]) -> list[Tensor] | None:
+        """If the device is the host itself: the tensors that would be on the host of a GPU; `None` if unknown."""
         if self.optimizer is None:
             return None
         held, masters = self.streamer.tensors_held(), [param.master for param in self.streamer.masters.values()]

@@ -25,8 +25,8 @@ from hf_hybrid.streaming.units import Unit
 class _Place(NamedTuple):
     """Where a weight lies that autograd saved."""
 
-    expanded: bool
-    """In the buffer into which int8 weights are expanded, not in the slot."""
+    buffer: int
+    """0: that into which int8 weights are expanded; 1: the slot."""
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -39,27 +39,27 @@ class KeptGraph:
     The graph of one pass through a unit, built inside [`saving`], with places instead of weights.
 
     `begin` is called before a tensor of it is read while the unit does not lie on the device, and is told whether the
-    graph was read before.
+    graph was read before. The unit lies in its slot when this is made.
     """
 
-    def __init__(self, unit: Unit, expanded: Tensor, begin: Callable[[Unit, bool], object]):
+    def __init__(self, unit: Unit, expanded: Tensor, begin: Callable[[Unit, bool], object] | None):
         self.unit, self.expanded, self.begin = unit, expanded, begin
         self._begun, self._updates = False, unit.updates
+        # By the address of their storage, which all views share: asked once, and not for each tensor that is saved.
+        self._memory = {buffer.untyped_storage()._cdata: place for place, buffer in enumerate(self._buffers())}
         unit.open_graphs += 1
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Context of the forward pass."""
         return torch.autograd.graph.saved_tensors_hooks(self._save, self._read)
 
-    def _buffers(self) -> tuple[Tensor | None, Tensor]:
-        return (None if self.unit.slot is None else self.unit.slot.buffer), self.expanded
+    def _buffers(self) -> list[Tensor]:
+        """Return where weights lie: int8 ones that are expanded, and all others in the slot, if there is one now."""
+        return [self.expanded] if self.unit.slot is None else [self.expanded, self.unit.slot.buffer]
 
     def _save(self, tensor: Tensor) -> Tensor | _Place:
-        memory = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
-        for expanded, buffer in enumerate(self._buffers()):
-            if buffer is not None and buffer.untyped_storage()._cdata == memory:
-                shape = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-                return _Place(bool(expanded), tensor.dtype, *shape)
+        if tensor.layout is torch.strided and (buffer := self._memory.get(tensor.untyped_storage()._cdata)) is not None:
+            return _Place(buffer, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         # Without its node, which would otherwise keep itself if it saved its own output and no backward pass comes.
         return tensor.detach()
 
@@ -68,20 +68,20 @@ class KeptGraph:
             if self._updates != self.unit.updates:
                 raise updated_since(self.unit)
             self.unit.open_graphs -= not self._begun
-            self.begin(self.unit, self._begun)
+            if self.begin is not None:
+                self.begin(self.unit, self._begun)
             self._begun = True
         if torch.is_grad_enabled():
             refuse_second_derivative(self.unit)
         if isinstance(saved, Tensor):
             return saved
-        buffer = self._buffers()[saved.expanded]
-        if buffer is None or not self.unit.bound:
+        if not self.unit.bound:
             raise RuntimeError(
                 f"`{self.unit.name}` is differentiated when it does not lie on the device (`memory=stream`): code of "
                 "yours computes gradients of it at another time than its layers do. Set "
                 "`accumulation_walk=micro_batch`, or train with `memory=off`."
             )
-        return buffer.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+        return self._buffers()[saved.buffer].view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
 
 # What streamed layers cannot differentiate.

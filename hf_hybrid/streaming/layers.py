@@ -123,7 +123,7 @@ def map_with_host_layers(model: nn.Module) -> dict | None:
     return device_map if device_map is not None and layers_on_host(find_layers(model), device_map) else None
 
 
-def obstacle_to_walking(model: nn.Module) -> str | None:
+def reason_not_walked(model: nn.Module) -> str | None:
     """Return why the layers of a model cannot be walked one after the other, if so."""
     for name in ("output_router_logits", "output_attentions", "output_hidden_states"):
         if getattr(text_config(model), name, False):

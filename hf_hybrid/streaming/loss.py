@@ -178,7 +178,7 @@ class ChunkedCausalLoss:
     `targets` on.
 
     `model` is a causal LM or the PEFT model around it, not yet wrapped for several devices; `chunk_tokens` is that of
-    `linear_cross_entropy`. Raises `ValueError` where `unsupported_reason` has one.
+    `linear_cross_entropy`. Raises `ValueError` where `reason_not_chunked` has one.
     """
 
     TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-4, 1e-2  # relative; a bfloat16 model also rounds capped and scaled logits
@@ -186,7 +186,7 @@ class ChunkedCausalLoss:
     PROBE = (2.0**-10, 1e6, 0.0, 1.0, -1.0, 10.0, -100.0, 1000.0)  # the first gives the factor, the second the cap
 
     def __init__(self, model: nn.Module, chunk_tokens: int = 512):
-        reason, base = self.unsupported_reason(model), base_model(model)
+        reason, base = self.reason_not_chunked(model), base_model(model)
         head = head_of(base)
         if reason is not None or not (isinstance(base, PreTrainedModel) and isinstance(head, nn.Linear)):
             raise ValueError(f"`model` cannot use the chunked loss: {reason}. Leave its loss as it is.")
@@ -198,7 +198,7 @@ class ChunkedCausalLoss:
         self._hooks: list[Any] = []
 
     @staticmethod
-    def unsupported_reason(model: nn.Module) -> str | None:
+    def reason_not_chunked(model: nn.Module) -> str | None:
         """Return why `model` cannot use the chunked loss, or `None`. Only `agrees` makes a forward pass."""
         base = base_model(model)
         if not isinstance(base, PreTrainedModel):
@@ -407,7 +407,7 @@ class ChunkedLossSwitch:
         if self.loss is not None or not (self._required or (options.chunked_loss == "auto" and pays)):
             return
         self._agreed = None
-        reason = ChunkedCausalLoss.unsupported_reason(trainer.model)
+        reason = ChunkedCausalLoss.reason_not_chunked(trainer.model)
         if trainer.args.label_smoothing_factor or trainer.compute_loss_func is not None:
             reason = "the trainer has its own loss (`compute_loss_func` or `label_smoothing_factor`)"
         if reason is None:

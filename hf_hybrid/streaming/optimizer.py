@@ -54,7 +54,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_hybrid.machine import host_buffer
-from hf_hybrid.run.trainer_view import LIBRARIES, package_of
+from hf_hybrid.run.packages import LIBRARIES, package_of
 from hf_hybrid.streaming.streamer import LayerStreamer, Updates
 from hf_hybrid.streaming.transfers import Event, Ring, Slot
 from hf_hybrid.streaming.units import Packing, StreamedParameter, Unit, cannot_train
@@ -105,7 +105,7 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-class _Beside:
+class UpdateBuffers:
     """
     What the update of a unit needs beside its weights: masters of weights that travel rounded, gradients, and states.
 
@@ -270,7 +270,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         """The inputs of a unit's step: its groups, and the scale of its gradients."""
         self._scale: Tensor | None = None
         self._checked = self._states_given = False
-        self._beside: dict[Unit, _Beside] = {}
+        self._beside: dict[Unit, UpdateBuffers] = {}
         self._ring: Ring | None = None
         self._ring_size = 0
         self._coming: dict[Unit, Slot] = {}
@@ -323,7 +323,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             kinds: dict[tuple, dict[str, Tensor]] = {}
             for unit, params in self._params.items():
                 states = self._states_of(params, group_of, kinds)
-                self._beside[unit] = _Beside(unit, params, states, in_backward=unit in self.in_backward)
+                self._beside[unit] = UpdateBuffers(unit, params, states, in_backward=unit in self.in_backward)
             of_layers, of_ends = (
                 max((self._beside[unit].size for unit in units if unit in self._beside), default=0)
                 for units in (self.streamer.travelling, self.streamer.ends)
@@ -387,12 +387,10 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
     def settle_gradients(self) -> None:
         """Let the gradients be on the host as the step will use them, because code of a user reads or changes them."""
         self.streamer.gradients_arrived()
-        if self._scale is None:
-            return
-        scale, self._scale = self._scale.cpu(), None
-        for _, param in self._updated():
-            if param.master.grad is not None:
-                param.master.grad.mul_(scale)
+        if self._scale is not None:
+            scale, self._scale = self._scale.cpu(), None
+            for gradient in [param.master.grad for _, param in self._updated() if param.master.grad is not None]:
+                gradient.mul_(scale)
 
     @contextlib.contextmanager
     def showing_used_gradients(self) -> Generator[None]:
@@ -404,6 +402,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             self.shows_used = False
 
     def used_gradient(self, unit: Unit, param: StreamedParameter) -> Tensor | None:
+        """Return a copy of a gradient that the last step has used."""
         groups, scale = self.pending.get(unit, ((), None))
         if not any(master is param.host_weights for group in groups for master in group["params"]):
             return None
@@ -435,9 +434,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
                 param.norm = None
             elif parameter.grad is not None:
                 parts.append(parameter.grad)
-        on_host: list[int] = []
-        if self.streamer.device.type != "cpu":
-            on_host = [place for place, part in enumerate(parts) if part.device.type == "cpu"]
+        on_host = [place for place, part in enumerate(parts) if part.device.type != self.streamer.device.type]
         if on_host:  # code of a user may have changed them: their norms are computed there, and move at once
             norms = torch.stack([torch.linalg.vector_norm(parts[place]) for place in on_host])
             for place, of_part in zip(on_host, norms.to(self.streamer.device)):
@@ -506,6 +503,8 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             optimizer = self._over(resident)
             optimizer.state = self.base.state
             optimizer.step()
+        # In the order in which the next forward pass needs them. The groups are copies, with the rate of this step: the
+        # scheduler will have set the next one when the unit is stepped.
         for unit in [unit for unit in self.streamer.units if unit in groups]:
             self.pending[unit] = groups[unit], scale
             for master in [master for group in groups[unit] for master in group["params"]]:
@@ -586,11 +585,11 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
             ring.forget()
             self._coming.clear()
             self.begin_load(unit)
-        self._updating, slot = unit, self._coming.pop(unit)
+        self._updating, slot = unit, self._coming.pop(unit)  # an error from here on tears the unit: see `torn`
         unit.updates += 1
         transfers.wait(slot.ready)
         masters, gradients, states = beside.views(slot.buffer)
-        for group in groups:
+        for group in groups:  # one call of the optimizer for each: its options may differ within a layer
             self._step(beside, group, scale, masters, gradients | here, states)
         for start, buffer in beside.written():
             transfers.send(slot.buffer[start : start + len(buffer)], buffer, keep=False)
@@ -606,20 +605,22 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
     def _groups_of(self, unit: Unit, gradients: dict[int, Tensor]) -> list[dict]:
         """Return the groups with the parameters of a unit alone, of which there are gradients."""
         masters = {id(param.master) for param in unit.planned if id(param.parameter) in gradients}
-        chosen = [(group, [p for p in _members(group) if id(p) in masters]) for group in self.param_groups]
-        return [{**group, "params": parameters} for group, parameters in chosen if parameters]
+        groups = [{**group, "params": [p for p in _members(group) if id(p) in masters]} for group in self.param_groups]
+        return [group for group in groups if group["params"]]
 
     def _gradients_from_host(self, unit: Unit) -> dict[int, Tensor]:
         """Return the gradients of a unit that has no place for them beside its states."""
-        transfers, after = self.streamer.transfers, unit.storage.gradients_sent
-        arrived = [(param, param.gradient) for param in unit.planned if param.gradient is not None]
-        return {id(param.parameter): transfers.fetch(sent, after=after).take() for param, sent in arrived}
+        fetch, after = self.streamer.transfers.fetch, unit.storage.gradients_sent
+        sent = {id(param.parameter): param.gradient for param in unit.planned if param.gradient is not None}
+        return {key: fetch(gradient, after=after).take() for key, gradient in sent.items()}
 
     def _step(
-        self, beside: _Beside, group: dict, scale: Tensor | None, masters: dict, gradients: dict, states: dict
+        self, beside: UpdateBuffers, group: dict, scale: Tensor | None, masters: dict, gradients: dict, states: dict
     ) -> None:
         """Step parameters of a unit by one call of the optimizer."""
         places, stepped = beside.states, []
+        # The optimizer steps stand-ins. They lie in the slot of the unit (weights that travel as they are), or in that
+        # of the update: fp32 masters of weights in bf16, all gradients, and states (of AdamW two, of the same shape).
         for master in group["params"]:
             parameter = self.streamer.masters[id(master)].parameter
             stand_in = nn.Parameter(masters.get(id(parameter), parameter.data))
@@ -656,9 +657,8 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
 
     def drop_gradients(self) -> None:
         """Drop gradients that no step used, because the step was withheld or an error cut the window short."""
-        for unit in self.streamer.units:
-            for param in unit.planned:
-                self.streamer.use_gradient(unit, param, None)
+        for unit, param in self._updated():
+            self.streamer.use_gradient(unit, param, None)
         self._scale = None
         self._gradients.clear()
 
@@ -672,8 +672,7 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. Those that a step has put off lie elsewhere."""
-        for unit, param in self._updated():
-            self.streamer.use_gradient(unit, param, None)
+        self.drop_gradients()
         for parameter in itertools.chain(*map(_members, self.param_groups)):
             parameter.grad = None
 

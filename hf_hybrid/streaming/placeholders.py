@@ -23,18 +23,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-if TYPE_CHECKING:
-    from hf_hybrid.streaming.streamer import LayerStreamer
-    from hf_hybrid.streaming.units import StreamedParameter, Unit
-
-as_plain = torch._C.DisableTorchFunctionSubclass
-"""Context in which a placeholder is a plain parameter."""
+from hf_hybrid.streaming.units import StreamedParameter, Unit, as_plain
 
 _OF_WEIGHTS = {"data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__"}
 """Properties that are read of the weights. All others are the placeholder's."""
@@ -51,10 +46,25 @@ _SHARED = ("data", "detach")
 _NO_OPERATORS = {"__index__", "__int__", "__invert__", "__iter__"}
 
 
+class Streamer(Protocol):
+    """What placeholders ask of the streamer (streamer.py), which makes them."""
+
+    device: torch.device
+    updates: Any
+
+    def weights_of(self, unit: Unit, param: StreamedParameter) -> Tensor: ...
+
+    def gradient_of(self, unit: Unit, param: StreamedParameter) -> Tensor | None: ...
+
+    def use_gradient(self, unit: Unit, param: StreamedParameter, gradient: Tensor | None) -> None: ...
+
+
 class Placeholder(nn.Parameter):
     """Mixed into the class of a streamed parameter while its layer does not compute."""
 
-    holder: tuple[LayerStreamer, Unit, StreamedParameter]
+    holder: tuple[Streamer, Unit, StreamedParameter]
+    plain: type
+    """The class while it is none."""
 
     @classmethod
     def __torch_function__(cls, func, types, args: tuple[Any, ...] = (), kwargs=None):
@@ -80,31 +90,26 @@ class Placeholder(nn.Parameter):
         return _computed(func, asked, args, kwargs)
 
     def __deepcopy__(self, memo):
-        return memo.setdefault(id(self), plain_class(self)(self.data.clone(), self.requires_grad))
+        return memo.setdefault(id(self), self.plain(self.data.clone(), self.requires_grad))
 
     def __reduce_ex__(self, proto):
-        return plain_class(self)(self.data, self.requires_grad).__reduce_ex__(proto)
+        return self.plain(self.data, self.requires_grad).__reduce_ex__(proto)
 
 
 @functools.cache
 def _placeholder_class(kind: type) -> type:
-    return type(kind.__name__, (Placeholder, kind), {"__module__": kind.__module__})
+    return type(kind.__name__, (Placeholder, kind), {"__module__": kind.__module__, "plain": kind})
 
 
-def plain_class(parameter: nn.Parameter) -> type:
-    """Return the class of a parameter while it is no placeholder."""
-    return type(parameter).__mro__[2] if isinstance(parameter, Placeholder) else type(parameter)
-
-
-def become_placeholders(streamer: LayerStreamer, unit: Unit, nothing: dict[torch.dtype, Tensor]) -> None:
+def become_placeholders(streamer: Streamer, unit: Unit, nothing: dict[torch.dtype, Tensor]) -> None:
     """Let the parameters of a unit be `nothing`, one number for each dtype, and answer for their weights."""
     with as_plain():
         for param in unit.storage.params:
-            parameter = param.parameter
+            parameter: Any = param.parameter
             parameter.data = nothing[param.dtype].expand(param.shape)
             if type(parameter) is param.kind:
                 parameter.__class__ = _placeholder_class(param.kind)
-                parameter.holder = streamer, unit, param  # ty: ignore[missing-attribute]
+                parameter.holder = streamer, unit, param
 
 
 def _assign(parameter: Any, new: Tensor) -> None:
@@ -160,7 +165,7 @@ def _computed(func: Any, asked: str, args: tuple, kwargs: dict) -> Any:
         return tree_map_only(Tensor, placed, result) if alone else result
 
 
-def _shared(streamer: LayerStreamer, unit: Unit, param: StreamedParameter) -> Tensor:
+def _shared(streamer: Streamer, unit: Unit, param: StreamedParameter) -> Tensor:
     """
     Return the weights themselves. All who ask get the same tensor, as long as one of them holds it. Of those that are
     packed as int8 it has no values: state dicts name them too.

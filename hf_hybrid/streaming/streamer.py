@@ -30,10 +30,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 import math
 from collections.abc import Callable, Collection, Generator, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,65 +41,54 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_hybrid.compat import CACHES
 from hf_hybrid.machine import copy_to_device_
-from hf_hybrid.streaming.experts import Experts
+from hf_hybrid.streaming.expert_streaming import Experts
 from hf_hybrid.streaming.graphs import KeptGraph, computed_otherwise, refuse_second_derivative, updated_since
 from hf_hybrid.streaming.layers import save_packed_weights
-from hf_hybrid.streaming.placeholders import as_plain, become_placeholders
+from hf_hybrid.streaming.placeholders import become_placeholders
 from hf_hybrid.streaming.transfers import Transfers
-from hf_hybrid.streaming.units import SlotPool, StreamedParameter, Unit, cannot_train, make_units
+from hf_hybrid.streaming.units import SlotPool, StreamedParameter, Unit, as_plain, cannot_train, make_units
 
-if TYPE_CHECKING:
-    from hf_hybrid.streaming.walk import LayerWalk
+
+class Walk(Protocol):
+    """What runs the layers of a window (walk.py), which drives the streamer."""
+
+    several: bool
+
+    def call(self, unit: Unit, function: Callable, args: tuple, kwargs: dict) -> Any: ...
 
 
 class Updates:
-    """What a streamer calls while weights are updated. [`LazyOptimizer`] overrides it; without one nothing is done."""
+    """What a streamer calls while weights are updated. [`LazyOptimizer`] says what for; here nothing is done."""
 
     pending: dict[Unit, Any] = {}
     """Units that are updated on the device when they are needed next."""
     in_backward: Collection[Unit] = ()
     """Units that are updated inside the backward pass that completes their gradients."""
+    shows_used = False
+    """Whether gradients that the last step has used are still to be seen."""
 
     @property
     def torn(self) -> str | None:
         """Return a sentence, if an error now leaves weights or states that belong to no step."""
         return None
 
-    def attach(self) -> None:
-        """The model's layers are streamed from now on."""
+    def _nothing(self, *_: Any, **__: Any) -> Any:
+        return None
 
-    def detach(self, *, for_good: bool) -> None:
-        """They are not any more; nothing travels."""
-
-    def flush(self) -> None:
-        """Finish updates, because masters are about to be read."""
-
-    def drop_gradients(self) -> None:
-        """Drop gradients that no step has used."""
-
-    shows_used = False
-    """Whether gradients that the last step has used are still to be seen."""
-
-    def used_gradient(self, unit: Unit, param: StreamedParameter) -> Tensor | None:
-        """Return a copy of a gradient that the last step has used."""
-
-    def settle_gradients(self) -> None:
-        """Gradients on the host are about to be read or changed."""
-
-    def take_states(self) -> None:
-        """States may have been changed."""
-
-    def begin_load(self, unit: Unit) -> None:
-        """The weights of a pending unit are about to travel: what its update needs goes before them."""
-
-    def before_backward(self, unit: Unit) -> None:
-        """A unit of `in_backward` lies in its slot, before the backward that completes its gradients."""
-
-    def keep(self, param: StreamedParameter, gradient: Tensor) -> None:
-        """A gradient of such a unit is complete, and does not go to the host."""
-
-    def update(self, unit: Unit) -> None:
-        """A pending unit lies in its slot, before its forward; or one whose gradients were kept, after its backward."""
+    # The model's layers are streamed from now on, or not any more.
+    attach: Any = _nothing
+    detach: Any = _nothing
+    # Masters, states or gradients on the host are about to be read, or may have been changed.
+    flush: Any = _nothing
+    take_states: Any = _nothing
+    settle_gradients: Any = _nothing
+    used_gradient: Any = _nothing
+    drop_gradients: Any = _nothing
+    # A pending unit is about to travel, and then lies in its slot; one of `in_backward` does so before its backward.
+    begin_load: Any = _nothing
+    update: Any = _nothing
+    before_backward: Any = _nothing
+    keep: Any = _nothing
 
     def held(self) -> list[Tensor]:
         """Return what updates hold on the device."""
@@ -135,7 +123,7 @@ class LayerStreamer:
     ):
         self.model, self.device, self.ahead = model, device, ahead
         self.transfers = Transfers(device)
-        self.walk: LayerWalk | None = None
+        self.walk: Walk | None = None
         """Set while a window is walked layer by layer: it then runs the layers."""
         self.updates = Updates()
         self.bytes_spared = 0
@@ -161,7 +149,12 @@ class LayerStreamer:
         trained = max((sum(param.master.nbytes for param in unit.trainable) for unit in self.units), default=0)
         self.transfers.most_leaving = trained or max((unit.storage.packed_bytes for unit in self.units), default=0)
         self.keep_graphs(graphs, in_flight)
-        self._position = {unit: index for index, unit in enumerate(self.layers)}
+        self._next: dict[Unit, list[list[Unit]]] = {}
+        """What is fetched ahead while a layer computes, in the forward and in the backward pass."""
+        for place, unit in enumerate(self.layers):
+            ways = self.layers[place + 1 :], self.layers[:place][::-1]
+            most = ahead + unit.resident  # a resident unit leaves its slot to one more
+            self._next[unit] = [[other for other in way if not other.resident][:most] for way in ways]
         self._in_backward: Unit | None = None
         self._undo: list[Callable[[], None]] = []
         dtypes = {param.dtype for param in self.streamed.values()}
@@ -204,7 +197,9 @@ class LayerStreamer:
                 hook = functools.partial(self._on_choice, unit, experts)
                 self._undo.append(experts.called.register_forward_pre_hook(hook, with_kwargs=True).remove)
             for module in unit.modules:
-                self._wrap(unit, module)
+                own = [vars(module)["forward"]] if "forward" in vars(module) else []
+                self._undo.append(functools.partial(setattr if own else delattr, module, "forward", *own))
+                module.forward = _Forward(self, unit, module)
                 self._undo += save_packed_weights(module)
             for param in unit.planned:
                 hook, trains = functools.partial(self._on_gradient, unit, param), param.parameter.requires_grad
@@ -245,18 +240,6 @@ class LayerStreamer:
                 param.gradient = param.master.grad = None  # page-locked as long as it is there
         self.updates.detach(for_good=for_good)
 
-    def _wrap(self, unit: Unit, module: nn.Module) -> None:
-        own = module.__dict__.get("forward")
-
-        def restore():
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
-
-        module.forward = _Forward(self, unit, module)
-        self._undo.append(restore)
-
     # Code of a user reads and writes between passes, see placeholders.py.
 
     def weights_of(self, unit: Unit, param: StreamedParameter) -> Tensor:
@@ -279,12 +262,14 @@ class LayerStreamer:
         """Let weights and states travel anew that may have been written to."""
         self.updates.take_states()
         for unit in [unit for unit in self.units if unit.written]:
-            self._take_written(unit)
+            self.renew(unit)
 
-    def _take_written(self, unit: Unit) -> None:
-        unit.written = False
+    def renew(self, unit: Unit) -> None:
+        """Let the weights of a unit travel anew, because its masters have changed."""
+        unit.written = unit.loaded = False
         unit.storage.refresh()
-        self.forget(unit)
+        if unit.pool is not None:
+            unit.pool.forget(unit)
 
     def gradient_of(self, unit: Unit, param: StreamedParameter) -> Tensor | None:
         """
@@ -315,6 +300,18 @@ class LayerStreamer:
             "A model whose layers are streamed (`memory=stream`) cannot be copied as a whole in a run: its modules "
             "compute for this trainer. Copy it before the trainer is made, or take its `state_dict()`."
         )
+
+    def begin_window(self) -> None:
+        """Take note of what may have changed since the last step."""
+        for unit in self.units:
+            unit.open_graphs = 0  # of passes that had no part in the last loss, or ended in an error
+            # Layers of older transformers ask for their own checkpointing before their `forward` begins, and a callback
+            # may have switched it on. They are checkpointed here.
+            for module in unit.modules:
+                if getattr(module, "gradient_checkpointing", False):
+                    vars(module)["gradient_checkpointing"] = False
+        if self.attached:
+            self.look_at_parameters()
 
     def look_at_parameters(self) -> None:
         """
@@ -357,13 +354,6 @@ class LayerStreamer:
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
 
-    def checkpoint_alone(self) -> None:
-        """Switch transformers' own checkpointing of the units off, because they are checkpointed here."""
-        # Not when they are called: layers of older transformers ask before their `forward` begins.
-        for module in [module for unit in self.units for module in unit.modules]:
-            if getattr(module, "gradient_checkpointing", False):
-                vars(module)["gradient_checkpointing"] = False
-
     # A unit computes.
 
     def _call(self, unit: Unit, module: nn.Module, original: Callable, args: tuple, kwargs: dict):
@@ -374,13 +364,15 @@ class LayerStreamer:
             with self._for_forward(unit):
                 return original(*args, **kwargs)
         kwargs = _without_cache(module, kwargs)
-        if self.walk is not None and unit in self._position:
+        if self.walk is not None and unit in self._next:
             return self.walk.call(unit, original, args, kwargs)
 
         unit.open_calls += 1
-        if unit.open_graphs < unit.graphs:
-            with self._for_forward(unit), self.keeping_graph(unit, begin=self.begin_backward):
+        if unit.open_graphs < unit.graphs:  # the first passes of a window keep theirs, the others are recomputed
+            with self._for_forward(unit), self.keeping_graph(unit):
                 return original(*args, **kwargs)
+        # Checkpointing enters one context around the forward pass, after which the weights leave, and the other around
+        # each recomputation, after which they stay until the gradients of the layer are complete.
         contexts: Any = self._for_forward(unit), _Recomputation(self, unit)
         compute = functools.partial(checkpoint, use_reentrant=False, context_fn=functools.partial(tuple, contexts))
         if not self.compares:
@@ -392,7 +384,7 @@ class LayerStreamer:
         return outputs
 
     def _comparing(self, unit: Unit, function: Callable) -> Callable:
-        """Return a unit's function which compares what it computes the first time and again."""
+        """Return the function of a unit, which compares what it computes again: see [`check_recomputed`]."""
         before: tuple[list[str], list[Tensor]] | None = None
 
         def compute(*args, **kwargs):
@@ -401,25 +393,21 @@ class LayerStreamer:
             if before is not None and before[0] != choices:
                 raise computed_otherwise(f"`{unit.name}`")
             outputs = function(*args, **kwargs)
+            sample = _sample(outputs)
             if before is None:
-                before = choices, _sample(outputs)
-            else:
-                self._compare(unit, before[1], _sample(outputs))
+                before = choices, sample
+                return outputs
+            if [values.shape for values in before[1]] != [values.shape for values in sample]:
+                raise computed_otherwise(f"`{unit.name}`")
+            autocast = autocast_now(self.device)
+            for first, values in zip(before[1], sample):
+                # Half of the last place is left to kernels that add up in any order.
+                most = max(torch.finfo(autocast["dtype"] if autocast["enabled"] else first.dtype).eps / 2, 1e-5)
+                difference = torch.linalg.vector_norm((values - first).float())
+                self._compared.append((unit, difference > most * torch.linalg.vector_norm(first.float())))
             return outputs
 
         return compute
-
-    def _compare(self, unit: Unit, before: list[Tensor], now: list[Tensor]) -> None:
-        """Compare samples of what a unit has computed. [`check_recomputed`] waits for what comes of it."""
-        if [values.shape for values in before] != [values.shape for values in now]:
-            raise computed_otherwise(f"`{unit.name}`")
-        for values, again in zip(before, now):
-            # Half of the last place is left to kernels that add up in any order.
-            autocast = autocast_now(self.device)
-            dtype = autocast["dtype"] if autocast["enabled"] else values.dtype
-            most = max(torch.finfo(dtype).eps / 2, 1e-5)
-            difference = torch.linalg.vector_norm((again - values).float())
-            self._compared.append((unit, difference > most * torch.linalg.vector_norm(values.float())))
 
     def check_recomputed(self) -> None:
         """Raise `RuntimeError` if a unit that was recomputed has computed something else."""
@@ -438,14 +426,9 @@ class LayerStreamer:
         finally:
             self.release(unit)
 
-    def keeping_graph(
-        self, unit: Unit, *, begin: Callable[[Unit, bool], object] = lambda unit, again: None
-    ) -> contextlib.AbstractContextManager:
-        """
-        Context of a forward pass that is not recomputed; `begin` is called when a backward pass comes to it, and told
-        whether one has before.
-        """
-        return KeptGraph(unit, self._expanded, begin).saving()
+    def keeping_graph(self, unit: Unit) -> contextlib.AbstractContextManager:
+        """Context of a forward pass that is not recomputed. A walk brings the unit in for its backward pass."""
+        return KeptGraph(unit, self._expanded, None if self.walk else self.begin_backward).saving()
 
     def begin_backward(self, unit: Unit, again: bool) -> None:
         """
@@ -453,7 +436,9 @@ class LayerStreamer:
         has left the unit.
         """
         if self._in_backward is not unit:
-            if self._in_backward is None:  # a backward pass begins
+            # Autograd says when it comes to a layer, and not when it leaves it. So a layer is released when it comes to
+            # the next one, and the last by a callback behind the whole pass, which is queued as the pass begins.
+            if self._in_backward is None:
                 torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
             self.end_backward()
             self.bring_in(unit, backward=True)
@@ -471,16 +456,11 @@ class LayerStreamer:
 
     def bring_in(self, unit: Unit, *, backward: bool = False) -> None:
         """Make the unit's parameters its weights on the device, and fetch the next units of this direction."""
-        resident = unit.resident
-        if not resident:
+        if not unit.resident:
             self._bind(unit, backward=backward)
         unit.bound = True
-        if unit in self._position:
-            step = -1 if backward else 1
-            following = self.layers[self._position[unit] + step :: step] if self._position[unit] + step >= 0 else []
-            travelling = (other for other in following if not other.resident)
-            # A resident unit leaves its slot to one more.
-            coming = list(itertools.islice(travelling, self.ahead + resident))
+        if unit in self._next:
+            coming = self._next[unit][backward]
             if backward and self.last_pass and not coming:  # the next step begins with these
                 coming = self._first
             for other in coming:
@@ -521,7 +501,7 @@ class LayerStreamer:
     def fetch(self, unit: Unit) -> None:
         """Start to copy a unit to the device. Without a free slot, do nothing."""
         if unit.written:
-            self._take_written(unit)
+            self.renew(unit)
         if unit.slot is None and not self._take_slot(unit):
             return
         if unit in self.updates.pending:
@@ -580,23 +560,17 @@ class LayerStreamer:
             unit.altered = False
             unit.pool.forget(unit)
 
-    def forget(self, unit: Unit) -> None:
-        """Discard the copy of the unit on the device."""
-        unit.loaded = False
-        if unit.pool is not None:
-            unit.pool.forget(unit)
-
     # Transfers of gradients.
 
     def _on_gradient(self, unit: Unit, param: StreamedParameter, parameter: nn.Parameter) -> None:
         if self.walk is None:
-            self.collect(unit, param)
-            return
-        with as_plain():  # embeddings and head are placeholders again
-            if self.walk.several and parameter.grad is not None and parameter.grad.dtype != param.master.dtype:
-                # A sum in bf16 would lose what later micro-batches add to it.
-                gradient, parameter.grad = parameter.grad.to(param.master.dtype), None
-                param.total = gradient if param.total is None else param.total.add_(gradient)
+            self._collect(unit, param)
+        elif self.walk.several:
+            with as_plain():  # embeddings and head are placeholders again
+                if parameter.grad is not None and parameter.grad.dtype != param.master_dtype:
+                    # A sum in bf16 would lose what later micro-batches add to it.
+                    gradient, parameter.grad = parameter.grad.to(param.master_dtype), None
+                    param.total = gradient if param.total is None else param.total.add_(gradient)
 
     def _add_sum_so_far(self, unit: Unit, param: StreamedParameter, parameter: nn.Parameter) -> None:
         """Add the sum of the window so far to a gradient that hooks of a user are about to see."""
@@ -614,7 +588,12 @@ class LayerStreamer:
         with as_plain():
             parameter.grad = gradient
 
-    def collect(self, unit: Unit, param: StreamedParameter) -> None:
+    def collect(self, unit: Unit) -> None:
+        """Let the gradients of a unit leave, which have added up over the micro-batches of a walk."""
+        for param in unit.trainable:
+            self._collect(unit, param)
+
+    def _collect(self, unit: Unit, param: StreamedParameter) -> None:
         """Move the gradient of a parameter of the unit into, or add it to, its master's."""
         with as_plain():
             gradient, param.parameter.grad = param.parameter.grad, None
@@ -623,11 +602,12 @@ class LayerStreamer:
         master = param.host_weights
         if gradient is None or master is None:  # nothing came, or nothing is updated
             return
-        gradient = gradient.to(master.dtype)
+        gradient = gradient.to(master.dtype)  # from bf16 to fp32 on the device: the host adds nothing up
         if master.grad is not None and param.gradient is not None:
             # The sum so far comes back and is added to on the device, which is faster than the host is.
             before = self.transfers.fetch(param.gradient, after=unit.storage.gradients_sent)
             gradient = gradient.add_(before.take())
+        # Taken here, where the whole sum lies on the device: behind the last micro-batch it is that of the window.
         param.norm = torch.linalg.vector_norm(gradient)
         if unit in self.updates.in_backward and self.last_pass and not unit.open_calls:
             master.grad = None

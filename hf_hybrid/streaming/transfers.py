@@ -38,16 +38,11 @@ Event = Any
 """A device's event; `None` on a CPU, where a copy that was started is over."""
 
 
-def is_big(value: Any) -> bool:
-    """Whether an entry of an optimizer's state must move: it is a tensor and not a step counter."""
-    return torch.is_tensor(value) and value.numel() > 1
-
-
 class Slot:
     """Bytes of the device that hold one thing after the other, and when they may be written and read."""
 
-    def __init__(self, buffer: Tensor):
-        self.buffer = buffer
+    def __init__(self, buffer: Tensor, place: range = range(0)):
+        self.buffer, self.place = buffer, place  # in its ring, if it is a part of one
         self.ready: Event = None  # what was loaded has arrived
         self.idle: Event = None  # what computed with it is over
         self.sent: Event = None  # what was last copied out of the slot has left
@@ -64,41 +59,40 @@ class Ring:
 
     def __init__(self, size: int, device: torch.device):
         self.whole = Slot(torch.empty(size, dtype=torch.uint8, device=device))
-        self._lent: list[tuple[range, Slot]] = []
-        self._left: list[tuple[range, Slot]] = []
-        """Given back, in the order in which their contents leave."""
+        self._slots: list[Slot] = []
+        """Those that were given back in the order in which their contents leave, and among them those that are lent."""
+        self._lent: set[Slot] = set()
 
     def take(self, size: int) -> Slot | None:
         """Return `size` bytes whose contents left first, or `None` where none are free."""
-        last, best, least = len(self.whole.buffer) - size, None, len(self._left)
-        for start in sorted({0, last, *(place.stop for place, _ in (*self._lent, *self._left))}, reverse=True):
-            stop = start + size
-            if start > last or any(start < lent.stop and lent.start < stop for lent, _ in self._lent):
-                continue
-            covered = [i for i, (left, _) in enumerate(self._left) if start < left.stop and left.start < stop]
-            age = covered[-1] if covered else -1
-            if age < least:
-                best, least = range(start, stop), age
+        last, best, covered, least = len(self.whole.buffer) - size, None, [], len(self._slots)
+        for start in sorted({0, last, *(slot.place.stop for slot in self._slots)}, reverse=True):
+            here = [slot for slot in self._slots if start < slot.place.stop and slot.place.start < start + size]
+            age = self._slots.index(here[-1]) if here else -1
+            if start <= last and age < least and self._lent.isdisjoint(here):
+                best, covered, least = range(start, start + size), here, age
         if best is None:
             return None
-        slot = Slot(self.whole.buffer[best.start : best.stop])
+        slot = Slot(self.whole.buffer[best.start : best.stop], best)
         slot.idle = self.whole.idle
-        for earlier in [one for one in self._left if best.start < one[0].stop and one[0].start < best.stop]:
+        for earlier in covered:
             # Of the last: the copies out of the others are over before it. Copies in keep their order too, so those
             # into the rest of such a place need not wait again.
-            self._left.remove(earlier)
-            slot.sent = earlier[1].sent
-        self._lent.append((best, slot))
+            self._slots.remove(earlier)
+            slot.sent = earlier.sent
+        self._slots.append(slot)
+        self._lent.add(slot)
         return slot
 
     def give_back(self, slot: Slot) -> None:
         """Give back a slot, whose `sent` tells when its contents have left."""
-        (place,) = [place for place, lent in self._lent if lent is slot]
-        self._lent.remove((place, slot))
-        self._left.append((place, slot))
+        self._lent.remove(slot)
+        self._slots.remove(slot)
+        self._slots.append(slot)
 
     def forget(self) -> None:
         """Drop what was loaded and will not be used. Copies in keep their order, so nothing has to be waited for."""
+        self._slots = [slot for slot in self._slots if slot not in self._lent]
         self._lent.clear()
 
 

@@ -16,7 +16,7 @@ of params (streamed parameters):
 - Frozen matrices of an int8 base: codes and one scale per row are copied, and expanded on the device into a second
   buffer, which all units share because one unit computes at a time. There is no master.
 
-Frozen experts of a mixture travel by their use ([`hf_hybrid.streaming.experts`]).
+Frozen experts of a mixture travel by their use ([`hf_hybrid.streaming.expert_streaming`]).
 
 A [`SlotPool`] assigns units to slots. `ahead + 1` slots are for the unit that computes and those fetched ahead. A unit
 stays in its slot until another needs it, and the one whose last use is longest ago goes first. A training step goes
@@ -40,11 +40,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_hybrid.machine import host_buffer, host_tensor
-from hf_hybrid.streaming.experts import Experts, frozen_experts
+from hf_hybrid.streaming.expert_streaming import Experts, frozen_experts
 from hf_hybrid.streaming.low_bit import dequantize_rows, quantize_rows
-from hf_hybrid.streaming.placeholders import as_plain, plain_class
 from hf_hybrid.streaming.transfers import Event, Slot
 
+as_plain = torch._C.DisableTorchFunctionSubclass
+"""Context in which a placeholder (placeholders.py) is a plain parameter."""
 ALIGNMENT = 256
 """Bytes: every tensor in a packed buffer starts at a multiple of it, as CUDA's allocator does."""
 
@@ -81,8 +82,8 @@ class StreamedParameter:
     dtype: torch.dtype
     """Of the weights on the device."""
     start: int = 0
-    scales_start: int = -1
-    """Where the scales of an int8 parameter lie; -1 for any other."""
+    is_int8: bool = False
+    scales_start: int = 0
     expanded_start: int = 0
     host_weights: nn.Parameter | None = None
     """The [`master`], if the parameter has one."""
@@ -98,14 +99,11 @@ class StreamedParameter:
     """Ours on its gradient: the one that takes it, and one that comes before those of a user."""
 
     def __post_init__(self):
-        self.kind, self.shape = plain_class(self.parameter), self.parameter.shape
+        self.shape, self.master_dtype = self.parameter.shape, self.parameter.dtype
+        self.kind: type = getattr(self.parameter, "plain", type(self.parameter))  # of a placeholder, its class before
         self.nbytes = self.shape.numel() * self.dtype.itemsize
         self.planned = self.parameter.requires_grad
         """Whether it was trained when the units were made: if not, there is no place to train it."""
-
-    @property
-    def is_int8(self) -> bool:
-        return self.scales_start >= 0
 
     @property
     def master(self) -> nn.Parameter:
@@ -191,9 +189,11 @@ class UnitStorage:
         """When the gradient of the unit that was sent last has arrived on the host."""
         self.packed: Tensor | None = None
         for param in self.params:
+            # One after the other, in bytes: the weights in the dtype that they travel in, at 1, 2 or 4 each; of an int8
+            # matrix `[..., rows, columns]` a byte for each weight, and behind them an fp32 scale for each row.
             param.start, frozen = self.packed_bytes, not param.parameter.requires_grad
             if int8 and frozen and param.parameter.is_floating_point() and param.parameter.dim() >= 2:
-                param.scales_start = param.start + padded(param.parameter.numel())
+                param.is_int8, param.scales_start = True, param.start + padded(param.parameter.numel())
                 param.expanded_start = self.expanded_bytes
                 self.expanded_bytes += padded(param.nbytes)
                 self.packed_bytes = param.scales_start + padded(4 * param.rows)
@@ -305,8 +305,12 @@ class SlotPool:
         """Return a slot for the unit, its own if it still has one, or `None` if all are in use."""
         slot = self.held.get(unit)
         if slot is None:
-            if not self._free and not self._evict():
-                return None
+            if not self._free:
+                # The one whose last use is longest ago goes: a pass that turns round needs the others again.
+                idle = [other for other in self.held if other.slot is None]
+                if not idle:
+                    return None
+                self.forget(idle[0])
             slot = self._free.pop()
         self.held[unit] = slot
         self.held.move_to_end(unit)
@@ -316,13 +320,6 @@ class SlotPool:
         """Remove the unit from its slot, because its weights have changed on the host."""
         if unit in self.held and unit.slot is None:
             self._free.append(self.held.pop(unit))
-
-    def _evict(self) -> bool:
-        for unit in self.held:
-            if unit.slot is None:
-                self._free.append(self.held.pop(unit))
-                return True
-        return False
 
 
 @dataclass(eq=False)
@@ -351,10 +348,9 @@ class Unit:
     open_graphs: int = 0
     """Of its open calls, those that do."""
 
-    @property
-    def resident(self) -> bool:
+    def __post_init__(self):
+        self.resident = not self.storage.params
         """It lives on the device: nothing of it travels."""
-        return not self.storage.params
 
     @property
     def trainable(self) -> list[StreamedParameter]:

@@ -8,7 +8,7 @@ exist for all micro-batches at once; they can be offloaded to the host meanwhile
 
 **Exchanging the loops without knowing the model.** What a model does between its layers (masks, positions, the head,
 the loss) is its own code, and it calls the layers, not the other way round. So every micro-batch runs the model's own
-forward, on a thread that stops wherever a streamed layer is called ([`_MicroBatch.compute`]). When all have stopped at
+forward, on a thread that stops wherever a streamed layer is called ([`_MicroBatch.wait_for`]). When all have stopped at
 the same layer, it is brought in, and the caller's thread computes it for all of them in one loop. Then the threads go
 on to the next layer, one after the other. Only one thread runs at a time, so this is a way to pause functions, not
 parallelism; nothing in the model needs to be thread-safe. Micro-batches may differ in length.
@@ -39,27 +39,31 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import itertools
 import logging
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_hybrid.machine import copies_beside
 from hf_hybrid.run.run import RandomStates
 from hf_hybrid.streaming.comparison import CannotWalkError, difference
-from hf_hybrid.streaming.layers import obstacle_to_walking
+from hf_hybrid.streaming.layers import reason_not_walked
 from hf_hybrid.streaming.streamer import LayerStreamer, autocast_now
 from hf_hybrid.streaming.transfers import Event, HostBuffers, Transfers
 from hf_hybrid.streaming.units import Unit
 
 logger = logging.getLogger(__name__)
+
+Cut = tuple[Tensor, Tensor]
+"""A tensor that was computed between layers, and the leaf that stands for it in the layers that it enters."""
 
 
 class _Abandoned(BaseException):
@@ -101,59 +105,57 @@ class _Output:
             self._parking.give_back(self._host)
         return self._here
 
-    @property
-    def gradient(self) -> Tensor | None:
-        """Return the sum of the gradients over all uses."""
-        parts = [leaf.grad for leaf in self._leaves() if leaf.grad is not None]
-        return None if not parts else parts[0] if len(parts) == 1 else parts[0] + parts[1]
-
-    def drop_gradient(self) -> None:
-        for leaf in self._leaves():
-            leaf.grad = None
-
-    def _leaves(self) -> list[Tensor]:
-        """The leaf that came back from the host, and the original if it is still alive."""
-        original, here = self._original(), self._here
-        return [leaf for leaf in (here, None if original is here else original) if leaf is not None]
+    def take_gradient(self) -> Tensor | None:
+        """Return the sum of the gradients over all uses, and drop it."""
+        total = None
+        # After parking there are two leaves: the copy that came back for the next layer, and the original, if the model
+        # used it elsewhere too (a loss of hidden states, say) and its graph still holds it.
+        for leaf in (self._here, self._original()):
+            if leaf is not None and leaf.grad is not None:
+                gradient, leaf.grad = leaf.grad, None
+                total = gradient if total is None else total + gradient
+        return total
 
 
-@dataclass
+@dataclass(eq=False)
 class _Call:
     """One call of one layer by one micro-batch."""
 
     unit: Unit
     function: Callable
-    inputs: tuple[tuple, dict]
-    """Outputs of earlier layers stand for themselves in it, so that they can be parked."""
-    outputs: list[_Output]
-    cuts: list[tuple[Tensor, Tensor]]
-    """Tensors computed between layers, and the leaves that stand for them from this call on."""
-    random_states: RandomStates
+    inputs: list
+    """The arguments, flat. Behind the call outputs of earlier layers stand for themselves, so that they can leave."""
+    structure: TreeSpec
+    cuts: list[Cut]
+    """Those that begin with this call."""
+    context: contextvars.Context
     autocast: dict
-    results: list[Tensor] | None
+    random_states: Any = None
+    """From which it was computed."""
+    outputs: list[_Output] = field(default_factory=list)
+    results: dict[int, Tensor] | None = None
     """What the call computed, with its graph, if that is kept."""
 
 
 class _MicroBatch(threading.Thread):
     """Runs one micro-batch up to the next streamed layer whenever it is its turn."""
 
-    def __init__(self, function: Callable[[], Any], device: torch.device):
+    def __init__(self, function: Callable[[], Any], stream: torch.Stream | None):
         super().__init__(daemon=True)
-        self.function = function
+        self.function, self.stream = function, stream
         self.calls: list[_Call] = []
-        self.waiting_for: Unit | None = None
+        """Computed, and to be differentiated in reverse order."""
+        self.waiting_for: _Call | None = None
+        self.computed: Any = None
+        """What that call has returned."""
         self.result: Any = None
         self.error: BaseException | None = None
         self.abandoned = False
         self.outputs: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """By the leaf that stands for it."""
-        self.cuts: dict[int, tuple[Tensor, Tensor]] = {}
-        self._work: Any = None
-        self._computed: Any = None
+        self.cuts: dict[int, Cut] = {}
         self._turn, self._parked = threading.Semaphore(0), threading.Semaphore(0)
-        self._context = contextvars.copy_context()
-        self._threads = torch.get_num_threads()
-        self._stream = torch.accelerator.current_stream(device) if copies_beside(device) else None
+        self._context, self._threads = contextvars.copy_context(), torch.get_num_threads()
 
     def advance(self) -> None:
         """Let the micro-batch run until it waits at a layer or is done."""
@@ -167,8 +169,8 @@ class _MicroBatch(threading.Thread):
     def run(self) -> None:
         self._turn.acquire()
         torch.set_num_threads(self._threads)
-        if self._stream is not None:
-            torch.accelerator.set_stream(self._stream)  # every thread begins with the first device, and its default one
+        if self.stream is not None:
+            torch.accelerator.set_stream(self.stream)  # every thread begins with the first device, and its default one
         try:
             if not self.abandoned:
                 self.result = self._context.run(self.function)
@@ -176,23 +178,18 @@ class _MicroBatch(threading.Thread):
             pass
         except BaseException as error:
             self.error = error
-        self.waiting_for = None
         self._parked.release()
 
-    def compute(self, unit: Unit, work: Callable[[], Any]) -> Any:
-        """Pause this thread while the walk does the work of the unit, and return what that returned."""
-        self.waiting_for, self._work = unit, functools.partial(contextvars.copy_context().run, work)
+    def wait_for(self, call: _Call) -> Any:
+        """Pause this thread while the walk computes a call, and return what that returned."""
+        self.waiting_for = call
         self._parked.release()
         self._turn.acquire()
+        # Nothing of the call may outlive its turn here: an activation would stay until the next layer.
+        computed, self.computed, self.waiting_for = self.computed, None, None
         if self.abandoned:
             raise _Abandoned
-        computed, self._computed = self._computed, None
         return computed
-
-    def work(self) -> None:
-        """Do the work that the thread waits for, on the walk's thread."""
-        work, self._work = self._work, None
-        self._computed = work()
 
 
 @dataclass
@@ -216,13 +213,15 @@ class LayerWalk:
                 that is neither tensor nor plain value, or what is computed before the layers is used after them too.
                 Some gradients may have been accumulated then.
         """
-        jobs = [_MicroBatch(function, self.streamer.device) for function in functions]
+        device = self.streamer.device
+        stream = torch.accelerator.current_stream(device) if copies_beside(device) else None
+        jobs = [_MicroBatch(function, stream) for function in functions]
         self.streamer.walk, self.several = self, len(jobs) > 1
         try:
-            self._forward(jobs)
-            self._collect_ends()
-            self._backward(jobs)
-            self._collect_ends()
+            for way in (self._forward, self._backward):
+                way(jobs)
+                for unit in self.streamer.ends:  # the head, then the embeddings: all micro-batches have added to them
+                    self.streamer.collect(unit)
         except BaseException:
             # Activations that leave, or come back to nobody, are still copied: their memory goes with this error.
             self.streamer.transfers.finish()
@@ -241,36 +240,23 @@ class LayerWalk:
     def _forward(self, jobs: list[_MicroBatch]) -> None:
         for job in jobs:
             job.advance()
-        while any(job.waiting_for is not None for job in jobs):
-            unit = jobs[0].waiting_for
-            if unit is None or any(job.waiting_for is not unit for job in jobs):
+        while calls := [job.waiting_for for job in jobs if job.waiting_for is not None]:
+            unit = calls[0].unit
+            if len(calls) < len(jobs) or any(call.unit is not unit for call in calls):
                 raise CannotWalkError("The micro-batches of a window do not call the same layers in the same order.")
             try:
-                for job in jobs:
+                for job, call in zip(jobs, calls):
                     if not unit.bound:  # at first, or taken by a pass without gradients inside a micro-batch
                         self.streamer.bring_in(unit)
-                    job.work()
+                    job.computed = call.context.run(self._compute, job, call)
             finally:
                 self.streamer.release(unit)
             if self.parking is not None:
-                self._each_input(jobs, _Output.park)
+                for output in _boundaries(calls):
+                    output.park()
             for job in jobs:
                 job.advance()
         self.streamer.end_backward()
-
-    def _collect_ends(self) -> None:
-        """Let the gradients of embeddings and head leave, which have added up over all micro-batches."""
-        for unit in self.streamer.ends:
-            for param in unit.trainable:
-                self.streamer.collect(unit, param)
-
-    @staticmethod
-    def _each_input(jobs: list[_MicroBatch], do: Callable[[_Output], None]) -> None:
-        """For the outputs of earlier layers that went into the last call."""
-        for job in jobs:
-            for value in tree_leaves(job.calls[-1].inputs) if job.calls else ():
-                if isinstance(value, _Output):
-                    do(value)
 
     # A layer is called.
 
@@ -279,97 +265,88 @@ class LayerWalk:
         job = threading.current_thread()
         if not isinstance(job, _MicroBatch):
             raise RuntimeError(f"`{unit.name}` is called on a thread that computes no micro-batch of the window.")
-        cuts: list[tuple[Tensor, Tensor]] = []
-        inputs = tree_map_only(Tensor, lambda tensor: self._cut(job, tensor, cuts), (args, kwargs))
-        _refuse_side_channels(unit, (args, kwargs))
-        autocast = autocast_now(self.streamer.device)
-        return job.compute(unit, lambda: self._compute(job, unit, function, inputs, cuts, autocast))
+        _refuse_side_channels(unit, (*args, *kwargs.values()))
+        inputs, structure = tree_flatten((args, kwargs))
+        cuts: list[Cut] = []
+        for place, value in enumerate(inputs):
+            if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
+                if id(value) not in job.cuts:
+                    cuts.append((value, value.detach().requires_grad_()))
+                    job.cuts[id(value)] = cuts[-1]
+                inputs[place] = job.cuts[id(value)][1]
+        context, autocast = contextvars.copy_context(), autocast_now(self.streamer.device)
+        return job.wait_for(_Call(unit, function, inputs, structure, cuts, context, autocast))
 
-    def _compute(self, job: _MicroBatch, unit: Unit, function: Callable, inputs: tuple, cuts: list, autocast: dict):
-        state = RandomStates.now(self.streamer.device)
-        own = {id(tensor) for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor)}
-        needs_gradient = any(t.requires_grad for t in tree_leaves(inputs) if isinstance(t, Tensor)) or any(
-            parameter.requires_grad for module in unit.modules for parameter in module.parameters()
-        )
-        keeps = needs_gradient and unit.open_graphs < unit.graphs
+    def _compute(self, job: _MicroBatch, call: _Call) -> Any:
+        """Compute a call, and return leaves in place of its outputs, as far as a gradient may come to them."""
+        unit, inputs, call.inputs = call.unit, call.inputs, []
+        call.random_states = RandomStates.now(self.streamer.device)
+        takes_gradients = itertools.chain(inputs, *map(nn.Module.parameters, unit.modules))
+        trains = any(isinstance(value, Tensor) and value.requires_grad for value in takes_gradients)
+        keeps = trains and unit.open_graphs < unit.graphs
         graph = self.streamer.keeping_graph(unit) if keeps else contextlib.nullcontext()
-        with graph, torch.set_grad_enabled(keeps), torch.autocast(**autocast):
-            outputs = function(*inputs[0], **inputs[1])
-        entered: list[_Output] = []
-        results: list[Tensor] = []
-
-        def enter(tensor: Tensor) -> Tensor:
-            if id(tensor) in own or not tensor.is_floating_point() or not needs_gradient:
-                return tensor
-            leaf = tensor.detach().requires_grad_()
-            results.append(tensor)
-            entered.append(_Output(leaf, self.streamer.transfers, self.parking))
-            job.outputs[leaf] = entered[-1]
-            return leaf
-
-        outputs = tree_map_only(Tensor, enter, outputs)
-        if entered:
-            inputs = tree_map_only(Tensor, lambda tensor: job.outputs.get(tensor, tensor), inputs)
-            job.calls.append(_Call(unit, function, inputs, entered, cuts, state, autocast, results if keeps else None))
+        args, kwargs = tree_unflatten(inputs, call.structure)
+        with graph, torch.set_grad_enabled(keeps), torch.autocast(**call.autocast):
+            outputs, structure = tree_flatten(call.function(*args, **kwargs))
+        if results := _computed(outputs, inputs) if trains else {}:
+            # Hidden states mostly, `[batch, tokens, width]`. A leaf shares their memory and not their graph: what the
+            # model computes with it, up to the next layer or the loss, is differentiated down to here.
+            leaves = {key: result.detach().requires_grad_() for key, result in results.items()}
+            for leaf in leaves.values():
+                job.outputs[leaf] = _Output(leaf, self.streamer.transfers, self.parking)
+                call.outputs.append(job.outputs[leaf])
+            outputs = [leaves.get(id(value), value) for value in outputs]
+            call.inputs = [job.outputs.get(v, v) if isinstance(v, Tensor) else v for v in inputs]
+            call.results = results if keeps else None
+            job.calls.append(call)
             unit.open_calls += 1
-        return outputs
-
-    @staticmethod
-    def _cut(job: _MicroBatch, tensor: Tensor, cuts: list[tuple[Tensor, Tensor]]) -> Tensor:
-        if not tensor.requires_grad or tensor.is_leaf:
-            return tensor
-        if id(tensor) not in job.cuts:
-            job.cuts[id(tensor)] = (tensor, tensor.detach().requires_grad_())
-            cuts.append(job.cuts[id(tensor)])
-        return job.cuts[id(tensor)][1]
+        return tree_unflatten(outputs, structure)
 
     # Backward, on the caller's thread.
 
     def _backward(self, jobs: list[_MicroBatch]) -> None:
-        before: list[list[tuple[Tensor, Tensor]]] = [[] for _ in jobs]
+        before: list[list[Cut]] = [[] for _ in jobs]
         while jobs[0].calls:
             calls = [job.calls.pop() for job in jobs]
             unit = calls[0].unit
-            unit.open_calls -= len(calls)
+            unit.open_calls -= len(calls)  # so that gradients count as complete behind these
             self.streamer.bring_in(unit, backward=True)
-            self._each_input(jobs, _Output.fetch)
+            for output in _boundaries(calls):  # all at once: that of one micro-batch comes while another computes
+                output.fetch()
             try:
                 for job, call, early in zip(jobs, calls, before):
                     self._differentiate(call)
-                    early.extend(self._differentiate_between(job, call))
-                for param in unit.trainable:
-                    self.streamer.collect(unit, param)
+                    # The leaves of cuts that begin with this call have their gradients now. What earlier layers had a
+                    # part in goes down to these at once, before it is their turn.
+                    between: list[Cut] = []
+                    for cut in call.cuts:
+                        (between if _depends_on(cut[0], job.outputs) else early).append(cut)
+                    if between:
+                        _backward_through(between)
+                self.streamer.collect(unit)
                 if unit in self.streamer.updates.in_backward:
                     self.streamer.updates.update(unit)
             finally:
                 self.streamer.release(unit)
         for early in before:
             # Computed before the first layer (embeddings): differentiated once, when all layers have contributed.
-            _backward_through([(tensor, leaf) for tensor, leaf in early if leaf.grad is not None])
+            _backward_through(early)
 
     def _differentiate(self, call: _Call) -> None:
-        gradients = [output.gradient for output in call.outputs]
-        args, kwargs = tree_map_only(_Output, _Output.bring_back, call.inputs)
+        """Compute a call again, unless its graph was kept, and let gradients go from its outputs to its inputs."""
+        gradients = [output.take_gradient() for output in call.outputs]
+        inputs = [value.bring_back() if isinstance(value, _Output) else value for value in call.inputs]
         if all(gradient is None for gradient in gradients):
             return
         results = call.results
         if results is None:
-            own = {id(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+            args, kwargs = tree_unflatten(inputs, call.structure)
             with call.random_states.again(), torch.enable_grad(), torch.autocast(**call.autocast):
-                results = tree_leaves(call.function(*args, **kwargs))
-            results = [t for t in results if isinstance(t, Tensor) and t.is_floating_point() and id(t) not in own]
-        reached = [(r, g) for r, g in zip(results, gradients) if g is not None and r.requires_grad]
-        torch.autograd.backward([result for result, _ in reached], [gradient for _, gradient in reached])
-        for output in call.outputs:
-            output.drop_gradient()
-
-    def _differentiate_between(self, job: _MicroBatch, call: _Call) -> list[tuple[Tensor, Tensor]]:
-        """Differentiate the graph between this call and earlier ones, and return the pieces that depend on no layer."""
-        between, early = [], []
-        for tensor, leaf in call.cuts:
-            (between if _depends_on(tensor, job.outputs) else early).append((tensor, leaf))
-        _backward_through([(tensor, leaf) for tensor, leaf in between if leaf.grad is not None])
-        return early
+                outputs = call.function(*args, **kwargs)
+            results = _computed(tree_leaves(outputs), inputs)
+        if reached := [(r, g) for r, g in zip(results.values(), gradients) if g is not None and r.requires_grad]:
+            tensors, arrived = zip(*reached)
+            torch.autograd.backward(tensors, arrived)
 
 
 class Window:
@@ -380,49 +357,48 @@ class Window:
     the first one is asked for, and hands out what it found when the others are.
 
     `order` is `"layer"`, `"micro_batch"`, or `"auto"`: by layer unless the model cannot be walked so. `park` keeps the
-    activations between layers on the host meanwhile. `obstacle` says why this model cannot be walked by layer, if that
-    is known before. Whether code of a user stands in the way is asked at each step, and the first window of a run is
-    compared ([`hf_hybrid.streaming.comparison`]).
+    activations between layers on the host meanwhile. Whether code of a user stands in the way is asked at each step,
+    and the first window of a run is compared ([`hf_hybrid.streaming.comparison`]).
 
     Raises:
-        CannotWalkError: If there is an obstacle, and `order` is `"layer"`.
+        CannotWalkError: If this model cannot be walked by layer, and `order` is `"layer"`.
     """
 
-    def __init__(self, streamer: LayerStreamer, order: str, *, park: bool = False, obstacle: str | None = None):
+    def __init__(self, streamer: LayerStreamer, order: str, *, park: bool = False):
         self.streamer, self.order = streamer, order
         self.parking = HostBuffers(pin=streamer.transfers.beside) if park else None
         self.by_layer = True
         """Windows of several micro-batches are walked by layer, if the order admits it."""
-        if obstacle is not None and (order != "micro_batch" or park):
-            self._cannot_walk(obstacle)
         self.users: str | None = None
         """What code of a user stands in the way now, as a clause."""
         self.asks = False
         """Whether [`look`] is to be called before the first micro-batch of the window."""
         self.is_compared = False
         """Whether the walks were compared in this run."""
-        self._inputs: list = []
-        self._results: list = []
         self.updates_late = False
         """No layer is updated in the backward pass: gradients are clipped, or code of a user sees them first."""
+        self._inputs: list = []
+        self._results: list = []
         self._left = 0
         """Micro-batches that are yet to be computed."""
+        if (reason := reason_not_walked(streamer.model)) is not None and (order != "micro_batch" or park):
+            self._cannot_walk(reason)
 
     def begin(self, inputs: list) -> None:
         """Begin a window, whose micro-batches are `inputs`."""
-        self.streamer.checkpoint_alone()  # a callback may have switched it on since the last
-        if self.streamer.attached:
-            self.streamer.look_at_parameters()
-        for unit in self.streamer.layers:
-            unit.open_graphs = 0  # of passes that had no part in the last loss, or ended in an error
+        self.streamer.begin_window()
         self._inputs, self._results, self._left = list(inputs), [], len(inputs)
         self.asks = len(inputs) > 1 or self.parking is not None
+
+    def _goes_by_layer(self, window: list) -> bool:
+        """Whether this is walked by layer. A single micro-batch is, if its activations are parked."""
+        return self.by_layer and len(window) > (self.parking is None)
 
     def look(self, inputs: Any) -> None:
         """Find out whether the walk that begins may be one by layer. An out-of-memory error leaves that open."""
         window = [inputs] if self.order == "micro_batch" else self._inputs
-        if self.by_layer and (len(window) > 1 or (window and self.parking is not None)):
-            why = obstacle_to_walking(self.streamer.model) if self.users is None else f"Code of a user: {self.users}."
+        if self._goes_by_layer(window):
+            why = reason_not_walked(self.streamer.model) if self.users is None else f"Code of a user: {self.users}."
             if why is None and not self.is_compared:
                 why = difference(self.streamer, LayerWalk(self.streamer).run, window)
                 self.is_compared = True
@@ -432,23 +408,22 @@ class Window:
 
     def next(self, step: Callable[[Any], Any], inputs: Any) -> Any:
         """Compute a micro-batch with `step`, or the whole window at its first, and return this micro-batch's result."""
-        window, self._inputs = self._inputs, []
+        if self._results:
+            return self._results.pop(0)
+        window, self._inputs = [inputs] if self.order == "micro_batch" else self._inputs, []
         self.streamer.take_written()
-        if self.order == "micro_batch":
-            window = [inputs]
-        if self.by_layer and (len(window) > 1 or (window and self.parking is not None)):
+        if self._goes_by_layer(window):
             try:
                 self.streamer.last_pass = not self.updates_late
                 walk = LayerWalk(self.streamer, self.parking)
                 self._results = walk.run([functools.partial(step, inputs) for inputs in window])
+                return self._results.pop(0)
             except CannotWalkError as error:
                 self._cannot_walk(str(error))
                 # There are no others: a window is a whole step, which is computed from its beginning now.
                 for parameter in self.streamer.model.parameters():
                     parameter.grad = None
                 self.streamer.updates.drop_gradients()
-        if self._results:
-            return self._results.pop(0)
         self._left -= 1
         self.streamer.last_pass = self._left == 0 and not self.updates_late
         result = step(inputs)
@@ -464,11 +439,24 @@ class Window:
         self.by_layer = False
 
 
-def _backward_through(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    if pairs:
+def _boundaries(calls: list[_Call]) -> list[_Output]:
+    """Return the outputs of earlier layers that went into calls."""
+    return [value for call in calls for value in call.inputs if isinstance(value, _Output)]
+
+
+def _computed(values: list, inputs: list) -> dict[int, Tensor]:
+    """Return the tensors among `values` that may have gradients and were not given, by their identity."""
+    given = set(map(id, inputs))
+    return {id(v): v for v in values if isinstance(v, Tensor) and v.is_floating_point() and id(v) not in given}
+
+
+def _backward_through(cuts: list[Cut]) -> None:
+    """Let the gradients that have come to the leaves of cuts go on through what was computed between layers."""
+    if reached := [(tensor, leaf.grad) for tensor, leaf in cuts if leaf.grad is not None]:
         try:
             # Kept: parts of the graph may be shared with what a later call still has to differentiate.
-            torch.autograd.backward([t for t, _ in pairs], [leaf.grad for _, leaf in pairs], retain_graph=True)
+            tensors, gradients = zip(*reached)
+            torch.autograd.backward(tensors, gradients, retain_graph=True)
         except RuntimeError as error:
             if "a second time" not in str(error):
                 raise
@@ -492,10 +480,9 @@ def _depends_on(tensor: Tensor, leaves: WeakIdKeyDictionary) -> bool:
 PLAIN = (Tensor, int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, slice)
 
 
-def _refuse_side_channels(unit: Unit, inputs: tuple[tuple, dict]) -> None:
+def _refuse_side_channels(unit: Unit, arguments: tuple) -> None:
     """Refuse layers that get an object to write into (a cache, a dictionary): its tensors would escape the cuts."""
-    args, kwargs = inputs
-    for value in (*args, *kwargs.values()):
+    for value in arguments:
         mutable = isinstance(value, (dict, list)) and value
         for part in tree_leaves(value):
             if mutable or not (isinstance(part, PLAIN) or getattr(part, "holds_no_activations", False)):

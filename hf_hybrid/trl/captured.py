@@ -21,8 +21,8 @@ is of use later or is worth it ([`WORTH_A_CAPTURE`]). To capture a pass is to co
 The model and the logits processors are those of transformers, and the model makes its masks as for a `StaticCache`.
 These become numbers once, not in each layer ([`numbers_of`]). Heads that read the same keys are computed together
 ([`packing`]). A table says which tokens end a row. Adapters compute with fewer kernels than in PEFT
-(phase_memory/adapters.py), from copies that are brought up to date before each generation. Tokens are drawn outside of
-the graph.
+(phase_memory/adapter_products.py), from copies that are brought up to date before each generation. Tokens are drawn
+outside of the graph.
 
 The host never waits for the token that it has just drawn. What a row gets (its token, or padding), whether it has ended
 and after how many tokens are tensors on the device. Every [`EVERY`] tokens the host orders a copy of three numbers,
@@ -71,7 +71,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_hybrid.compat import packs_heads
 from hf_hybrid.machine import Look, device_memory
-from hf_hybrid.phase_memory.adapters import users_forward
+from hf_hybrid.phase_memory.adapter_products import users_forward
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.attention import attention
 from hf_hybrid.rows.facts import of_user
@@ -86,7 +86,7 @@ from hf_hybrid.trl.completions import (
 )
 
 if TYPE_CHECKING:
-    from hf_hybrid.phase_memory.adapters import AdapterProducts
+    from hf_hybrid.phase_memory.adapter_products import AdapterProducts
 
 CAPTURING = {"cuda"}
 """Types of devices on which passes are captured."""

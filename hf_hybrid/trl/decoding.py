@@ -112,7 +112,7 @@ from hf_hybrid.trl.completions import (
 )
 
 if TYPE_CHECKING:
-    from hf_hybrid.phase_memory.adapters import AdapterProducts
+    from hf_hybrid.phase_memory.adapter_products import AdapterProducts
 
 ROWWISE = frozenset({
     EpsilonLogitsWarper, EtaLogitsWarper, ExponentialDecayLengthPenalty, ForcedBOSTokenLogitsProcessor,
@@ -163,7 +163,7 @@ def adapters_of(model: Any) -> AdapterProducts | None:
     whole = all(weight.numel() and getattr(weight, "device_mesh", None) is None for weight in model.parameters())
     if model.device.type not in CAPTURING or not has_adapters(model) or not whole:
         return None
-    from hf_hybrid.phase_memory.adapters import AdapterProducts, plain_lora_layers
+    from hf_hybrid.phase_memory.adapter_products import AdapterProducts, plain_lora_layers
 
     if not (layers := plain_lora_layers(model)):
         return None

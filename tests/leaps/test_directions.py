@@ -24,7 +24,7 @@ from hf_hybrid.leaps.directions import (
 from hf_hybrid.leaps.leap import Leaps
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.optimizers import orthogonalisation_flops, split_parameters
-from hf_hybrid.run.record import Leap
+from hf_hybrid.part import Leap
 from hf_hybrid.run.weights import TrainedWeights
 
 EVERY = pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=str)

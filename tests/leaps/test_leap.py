@@ -15,8 +15,8 @@ from hf_hybrid.leaps.leap import Leaps, PhaseController, PhaseLengths
 from hf_hybrid.leaps.probe import HeldOutBatches, Losses, Probe, ProbeBatch
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.leaps.trust import GainPlanner, Trust
-from hf_hybrid.part import Phase
-from hf_hybrid.run.monitor import DivergenceMonitor, Level
+from hf_hybrid.part import Level, Phase
+from hf_hybrid.run.monitor import DivergenceMonitor
 from hf_hybrid.run.run import Run
 from hf_hybrid.run.weights import TrainedWeights
 

@@ -9,7 +9,7 @@ import torch
 from hf_hybrid.leaps import trajectory as trajectory_module
 from hf_hybrid.leaps.directions import GradientMemory, NoDirection, has_second_moments
 from hf_hybrid.leaps.trajectory import Trajectory
-from hf_hybrid.run.record import Leap
+from hf_hybrid.part import Leap
 from hf_hybrid.run.weights import TrainedWeights
 
 

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.compat import checkpointing_option
-from hf_hybrid.phase_memory.adapters import FrozenInBf16, UncastInputs, plain_lora_layers
+from hf_hybrid.phase_memory.adapter_products import FrozenInBf16, UncastInputs, plain_lora_layers
 
 TEXT = ByteText(200)
 
@@ -35,10 +35,7 @@ def part_of(trainer):
 
 @pytest.mark.parametrize("options", [{}, {checkpointing_option(): True}], ids=["stored", "recomputed"])
 def test_weights_are_those_of_trainer_to_the_last_bit(options, tmp_path):
-    plain = build(Trainer, TrainingArguments, tmp_path / "plain", **options)
-    ours = build(HybridTrainer, HybridConfig, tmp_path / "ours", share_rows="off", **options)
-    for trainer in (plain, ours):
-        trainer.train()
+    _, (plain, ours) = both(tmp_path, lambda model: None, lora, **options)
     assert part_of(ours).layers
     assert_same_weights(weights(plain.model), weights(ours.model))
     assert losses(plain) == losses(ours)
@@ -113,13 +110,14 @@ class Looks(TrainerCallback):
         self.seen.append(self.look(model))
 
 
-def both(folder, look, make=saved_in_bf16, **options):
-    """What plain Trainer and we saw, and the trainers."""
+def both(folder, look, make=saved_in_bf16, callbacks=(), given=lambda model: {}, own=None, **options):
+    """What plain Trainer and we saw, and the trainers. `given` returns options for a model; `own` are ours alone."""
     seen, trainers = [], []
     for kind, config in ((Trainer, TrainingArguments), (HybridTrainer, HybridConfig)):
-        looks = Looks(look)
-        more = {"share_rows": "off"} if kind is HybridTrainer else {}
-        trainers.append(build(kind, config, folder / kind.__name__, make(), [looks], **more, **options))
+        looks, model = Looks(look), make()
+        more = {"share_rows": "off", **(own or {})} if kind is HybridTrainer else {}
+        more |= {**options, **given(model)}
+        trainers.append(build(kind, config, folder / kind.__name__, model, [looks, *callbacks], **more))
         trainers[-1].train()
         seen.append(looks.seen)
     return seen, trainers
@@ -199,13 +197,11 @@ class Unfreezes(TrainerCallback):
 
 
 def test_frozen_weights_that_are_trained_later_are_trained_in_fp32(tmp_path):
-    trained = []
-    for kind, config, more in ((Trainer, TrainingArguments, {}), (HybridTrainer, HybridConfig, {"share_rows": "off"})):
-        model = saved_in_bf16()
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad or p is of_base(model)], lr=0.1)
-        more |= {"optimizers": (optimizer, None), "auto_lr": "off"} if more else {"optimizers": (optimizer, None)}
-        trained.append(build(kind, config, tmp_path / kind.__name__, model, [Unfreezes()], **more))
-        trained[-1].train()
+    def optimizer(model):
+        trained = [p for p in model.parameters() if p.requires_grad or p is of_base(model)]
+        return {"optimizers": (torch.optim.SGD(trained, lr=0.1), None)}
+
+    _, trained = both(tmp_path, lambda model: None, callbacks=[Unfreezes()], given=optimizer, own={"auto_lr": "off"})
     plain, ours = (trainer.model for trainer in trained)
     assert holder(trained[1]).layers and not torch.equal(of_base(plain), of_base(saved_in_bf16()))
     assert_same_weights(weights(plain), weights(ours))

@@ -13,7 +13,7 @@ from benchmarks.skips.adapters import kernels_per_layer, llama, micro_batch, par
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.part import Step
-from hf_hybrid.phase_memory.adapters import AdapterProducts, plain_lora_layers
+from hf_hybrid.phase_memory.adapter_products import AdapterProducts, plain_lora_layers
 from hf_hybrid.run.run import Run
 
 TEXT = ByteText(200)

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.phase_memory.adapters import AdapterProducts, UncastInputs
+from hf_hybrid.phase_memory.adapter_products import AdapterProducts, UncastInputs
 
 TEXT = ByteText(40)
 ROUNDING = 1e-4

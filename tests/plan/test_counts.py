@@ -96,12 +96,7 @@ def test_small_buffers_are_powers_of_two_and_large_ones_whole_pages():
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"bf16": True},
-        {"optimizer_states": "8bit"},
-        {"offload_activations": True, "gradient_accumulation_steps": 2},
-    ],
+    [{}, {"bf16": True}, {"optimizer_states": "8bit"}, {"offload_activations": True, "gradient_accumulation_steps": 2}],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 @pytest.mark.long

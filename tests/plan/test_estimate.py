@@ -42,34 +42,19 @@ def plan(shape: ModelShape, **setup) -> Plan:
     return Estimator(shape).plan(Setup(**setup))
 
 
-def llama_8b(**changes) -> ModelShape:
-    shape = ModelShape(
-        layers=(WeightCount(218_112_000),) * 32,
-        embedding=WeightCount(128256 * 4096),
-        head=WeightCount(128256 * 4096),
-        rest=WeightCount(4096),
-        hidden=4096,
-        vocab=128256,
-        element_bytes=2,
-        trainable_bytes=2,
-        largest_trainable=128256 * 4096,
+def llama_8b() -> ModelShape:
+    sizes = {"hidden": 4096, "vocab": 128256, "element_bytes": 2, "trainable_bytes": 2}
+    words = WeightCount(128256 * 4096)
+    return ModelShape(
+        (WeightCount(218_112_000),) * 32, words, words, WeightCount(4096), **sizes, largest_trainable=128256 * 4096
     )
-    return replace(shape, **changes)
 
 
 def adapters_on_50b() -> ModelShape:
     """64 layers of 8192, rank 16 on four matrices each, in fp32 on a bf16 base."""
-    return ModelShape(
-        layers=(WeightCount(1_500_000, 748_400_000),) * 64,
-        embedding=WeightCount(0, 128256 * 8192),
-        head=WeightCount(0, 128256 * 8192),
-        rest=WeightCount(0, 8192),
-        hidden=8192,
-        vocab=128256,
-        element_bytes=2,
-        trainable_bytes=4,
-        largest_trainable=16 * 28672,
-    )
+    sizes = {"hidden": 8192, "vocab": 128256, "element_bytes": 2, "trainable_bytes": 4}
+    layers, words = (WeightCount(1_500_000, 748_400_000),) * 64, WeightCount(0, 128256 * 8192)
+    return ModelShape(layers, words, words, WeightCount(0, 8192), **sizes, largest_trainable=16 * 28672)
 
 
 def columns(table, place):
@@ -81,14 +66,8 @@ def test_resident_by_hand(tiny):
     result = plan(tiny, sequence_length=TOKENS)
     drift = TOTAL * (4 + 4) + 4 * EMBEDDING
     assert result.mode == "resident" and result.setup == Setup(TOKENS)
-    assert columns(result.table, "device") == [
-        4 * TOTAL,
-        4 * TOTAL,
-        8 * TOTAL,
-        2 * SAVED + 2.5 * LOGITS,
-        drift,
-        buffers,
-    ]
+    held = [4 * TOTAL, 4 * TOTAL, 8 * TOTAL, 2 * SAVED + 2.5 * LOGITS, drift, buffers]
+    assert columns(result.table, "device") == held
     assert result.peak_host_bytes == 0
     with_host = plan(tiny, sequence_length=TOKENS, buffers_device="cpu", activation_checkpointing=True)
     assert with_host.table.get("activations", "device") == 2 * BOUNDARY + -(-1.15 * SAVED // 1)
@@ -348,12 +327,8 @@ def test_resident_layers_fill_the_budget():
 
 
 def test_the_lightest_technique_that_fits_is_chosen():
-    options = {
-        "sequence_length": 2048,
-        "optimizer_states": "8bit",
-        "enable_predict": False,
-        "activation_checkpointing": True,
-    }
+    options = {"sequence_length": 2048, "optimizer_states": "8bit"}
+    options |= {"enable_predict": False, "activation_checkpointing": True}
     chosen = [plan(llama_8b(), vram=budget * GIB, **options) for budget in (80, 24, 6)]
     assert [p.mode for p in chosen] == ["resident", "streamed", "streamed"]
     assert [p.stream_embeddings for p in chosen] == [False, False, True]

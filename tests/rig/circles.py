@@ -1,23 +1,14 @@
-"""Files of the package that import each other in a circle. Imports inside functions count, those for types do not."""
+"""Files of the package that import each other in a circle. Imports inside functions count, and those for types."""
 
 import ast
-from collections.abc import Generator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "hf_hybrid"
 
 
-def statements(tree: ast.AST) -> Generator[ast.AST]:
-    """All nodes but those that are for type checkers alone."""
-    for node in ast.iter_child_nodes(tree):
-        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
-            yield node
-            yield from statements(node)
-
-
 def imports_of(path: Path, files: dict[str, Path]) -> set[Path]:
     imported = set()
-    for node in statements(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             imported |= {files.get(f"{node.module}.{name.name}", files.get(node.module)) for name in node.names}
     return imported - {None, path, PACKAGE / "__init__.py"}

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer, Part
-from hf_hybrid.part import Phase
-from hf_hybrid.run.monitor import Action, DivergenceMonitor, Level, TrainingDivergedError, linear_trend, robust_trend
+from hf_hybrid.part import Action, Level, Phase
+from hf_hybrid.run.monitor import DivergenceMonitor, TrainingDivergedError, linear_trend, robust_trend
 from hf_hybrid.run.run import Run
 
 

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hf_hybrid.part import Leap
 from hf_hybrid.run import record as record_module
 from hf_hybrid.run import run as run_module
-from hf_hybrid.run.record import MOST_EVENTS, MOST_LEAPS, Leap, RunRecord, Speed
+from hf_hybrid.run.record import MOST_EVENTS, MOST_LEAPS, RunRecord, Speed
 from hf_hybrid.run.run import Run
 
 

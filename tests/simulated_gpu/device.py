@@ -345,13 +345,16 @@ def _on_stream(stream: Stream | None):
         _thread.stream = before
 
 
+def _count_stop(kind: str) -> None:
+    owner = _owner()
+    found.stops[owner, kind] += 1
+    found.stop_sites[f"{owner}: {kind} @ {_show(_site())}"] += 1
+
+
 def _stop(kind: str, stream: Stream | None = None, event: Event | None = None) -> None:
     """The host waits: for an event, or for all that a stream was given."""
-    # A thread that only waits and computes on the host leaves nothing undone on the device.
-    owner = _owner() if not threading.current_thread().name.startswith("lazy_update") else "lazy_update"
     with _lock:
-        found.stops[owner, kind] += 1
-        found.stop_sites[f"{owner}: {kind} @ {_show(_site())}"] += 1
+        _count_stop(kind)
         if event is not None:
             trace.EventSynchronizationCallbacks.fire_callbacks(id(event))
             stream, count = event.place
@@ -373,8 +376,7 @@ def synchronize(device=None) -> None:
     """Wait for every stream."""
     trace.DeviceSynchronizationCallbacks.fire_callbacks()
     with _lock:
-        found.stops[_owner(), "device.synchronize"] += 1
-        found.stop_sites[f"{_owner()}: device.synchronize @ {_show(_site())}"] += 1
+        _count_stop("device.synchronize")
         for stream in Stream.all:
             stream.run()
             _join(_host, stream.clock)

@@ -259,6 +259,13 @@ def trainer_of(place: Place, made: torch.nn.Module, data=None, **options) -> Hyb
     )
 
 
+def trained(place: Place, trainer: HybridTrainer) -> dict[str, Tensor]:
+    """Train, count, and return the weights."""
+    with place.counted(trainer):
+        trainer.train()
+    return weights_of(trainer)
+
+
 # Kinds of scenarios.
 
 
@@ -273,10 +280,9 @@ def train(place: Place, *, tied: bool = True, lora: bool = False, architecture: 
         made.cuda()
     data = rows(lengths=options.pop("lengths", (12,)), distinct=options.pop("distinct", 64))
     trainer = trainer_of(place, adapted(made) if lora else made, data, **options)
-    with place.counted(trainer):
-        trainer.train()
+    weights = trained(place, trainer)
     place.facts |= told_by(trainer)
-    return weights_of(trainer)
+    return weights
 
 
 class Peak(TrainerCallback):
@@ -515,8 +521,7 @@ def lora_four_bits(place: Place) -> dict[str, Tensor]:
     options = STREAM if place.on_device else {}
     made = adapted(packed(model(layers=4, width=64)))
     trainer = trainer_of(place, made, **options, **({"accumulation_walk": "micro_batch"} if options else {}))
-    with place.counted(trainer):
-        trainer.train()
+    trained(place, trainer)
     return {name: weight for name, weight in weights_of(trainer).items() if "lora" in name}
 
 
@@ -609,9 +614,7 @@ def interrupted(place: Place, *, after: bool, **options) -> dict[str, Tensor]:
     with place.watched(), contextlib.suppress(KeyboardInterrupt):
         trainer.train()
     trainer.remove_callback(interrupts)
-    with place.counted(trainer):
-        trainer.train()
-    return weights_of(trainer)
+    return trained(place, trainer)
 
 
 for _name, _after in {"in_predict": False, "after_predict": True}.items():
@@ -727,8 +730,7 @@ def trained_twice(place: Place) -> dict[str, Tensor]:
     with place.watched():
         trainer.train()
         trainer.evaluate()
-    with place.counted(trainer):
-        trainer.train()
+    trained(place, trainer)
     trainer.evaluate()
     return weights_of(trainer)
 
@@ -739,8 +741,7 @@ def two_trainers(place: Place) -> dict[str, Tensor]:
     streamed, resident = trainer_of(place, model(), **STREAM), trainer_of(place, model(seed=1), max_steps=3)
     with place.watched():
         resident.train()
-    with place.counted(streamed):
-        streamed.train()
+    trained(place, streamed)
     with place.watched():
         resident.evaluate()
     return weights_of(streamed) | {f"resident.{name}": value for name, value in weights_of(resident).items()}
@@ -759,9 +760,7 @@ def error_in_the_middle(place: Place) -> dict[str, Tensor]:
     with place.watched(), contextlib.suppress(KeyboardInterrupt):
         trainer.train()
     again = trainer_of(place, trainer.model, **STREAM)
-    with place.counted(again):
-        again.train()
-    return weights_of(again)
+    return trained(place, again)
 
 
 @scenario(beside="resident", left=ROUNDED_STATES["left"])
@@ -783,9 +782,7 @@ def looked_at_before_a_step(place: Place) -> dict[str, Tensor]:
     callbacks = [] if place.resident else [Looks()]
     options = {**STREAM, "plan_values": ENDS, "optimizer_states": "8bit"}
     trainer = trainer_of(place, made, **options, callbacks=callbacks)
-    with place.counted(trainer):
-        trainer.train()
-    return weights_of(trainer)
+    return trained(place, trainer)
 
 
 @scenario()
@@ -798,9 +795,7 @@ def a_layer_left_out(place: Place) -> dict[str, Tensor]:
 
     options = {} if place.name == "cpu" else {**STREAM, "plan_values": ENDS}
     trainer = trainer_of(place, model(layers=4), **options, max_steps=5, callbacks=[LeavesOut()])
-    with place.counted(trainer):
-        trainer.train()
-    return weights_of(trainer)
+    return trained(place, trainer)
 
 
 @scenario()
@@ -815,9 +810,7 @@ def a_call_that_does_not_count(place: Place) -> dict[str, Tensor]:
 
     made.model.layers[2].register_forward_hook(call)
     trainer = trainer_of(place, made, **options, gradient_accumulation_steps=1)
-    with place.counted(trainer):
-        trainer.train()
-    return weights_of(trainer)
+    return trained(place, trainer)
 
 
 @scenario(**AS_RESIDENT)
@@ -836,8 +829,7 @@ def gradients_looked_at(place: Place) -> dict[str, Tensor]:
     trainer = trainer_of(
         place, model(), **options, bf16=True, gradient_accumulation_steps=1, max_grad_norm=1e3, callbacks=callbacks
     )
-    with place.counted(trainer):
-        trainer.train()
+    trained(place, trainer)
     norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
     return {**seen, "norms": torch.tensor(norms)}
 
@@ -858,9 +850,7 @@ def of_a_user(place: Place, **options) -> dict[str, Tensor]:
     data = rows(lengths=(12, 9), distinct=8)
     config = place.config(**options, gradient_accumulation_steps=2, share_rows="on")
     trainer = OfAUser(model(), config, train_dataset=data, data_collator=padded)
-    with place.counted(trainer):
-        trainer.train()
-    return weights_of(trainer)
+    return trained(place, trainer)
 
 
 @scenario(stops=99, keeps_model=True)
@@ -919,9 +909,7 @@ def weights_of_the_user(place: Place) -> dict[str, Tensor]:
     """Code of a user reads and writes weights of streamed layers."""
     config = place.config(**STREAM)
     trainer = Penalised(model(), config, train_dataset=rows(), data_collator=padded, callbacks=[OnWeights()])
-    with place.counted(trainer):
-        trainer.train()
-    return weights_of(trainer)
+    return trained(place, trainer)
 
 
 @scenario()
@@ -932,9 +920,7 @@ def failed_evaluation(place: Place) -> dict[str, Tensor]:
     with place.watched(), contextlib.suppress(ArithmeticError):
         trainer.evaluate()
     handle.remove()
-    with place.counted(trainer):
-        trainer.train()
-    return weights_of(trainer)
+    return trained(place, trainer)
 
 
 def _fail(*_) -> None:
@@ -1066,8 +1052,7 @@ def within(place: Place, known: bool) -> dict[str, Tensor]:
     trainer = trainer_of(place, model(layers=6, width=32), data, **options)
     if place.on_device:
         torch.cuda.set_per_process_memory_fraction((1 + MARGIN) * limit / place.simulator.TOTAL)
-    with place.counted(trainer):
-        trainer.train()
+    trained(place, trainer)
     summary = trainer.hybrid_summary()
     place.facts["recomputed"] = summary.get("recomputed_layers")
     place.facts["actions"] = [event["action"] for event in summary["out_of_memory"]]
@@ -1097,8 +1082,7 @@ def streamed_within(place: Place, kept: int | None = None) -> dict[str, Tensor]:
         torch.cuda.set_per_process_memory_fraction((1 + MARGIN) * limit / place.simulator.TOTAL)
         place.facts["graphs"] = trainer.memory.plan.kept_graphs
         torch.cuda.reset_peak_memory_stats()
-    with place.counted(trainer):
-        trainer.train()
+    trained(place, trainer)
     if place.on_device:
         place.facts["peak"] = torch.cuda.max_memory_allocated(), limit
     place.facts["actions"] = [event["action"] for event in trainer.hybrid_summary()["out_of_memory"]]
@@ -1154,8 +1138,7 @@ def told(place: Place) -> dict[str, Tensor]:
     """What profiler and card say of a device."""
     profiler = MemoryProfilerCallback()
     trainer = trainer_of(place, model(), **STREAM, callbacks=[profiler])
-    with place.counted(trainer):
-        trainer.train()
+    trained(place, trainer)
     trainer.create_model_card()
     card = (Path(trainer.args.output_dir) / "README.md").read_text()
     place.facts |= {"card": card, "profile": profiler.summary()["peak"]}
@@ -1192,8 +1175,7 @@ def guarded(place: Place) -> dict[str, Tensor]:
         torch.cuda.set_per_process_memory_fraction(600_000 / place.simulator.TOTAL)
     trainer = trainer_of(place, model(), guard_warn_at=0.1)
     trainer.memory_guard.checkpoint_at = 0.2
-    with place.counted(trainer):
-        trainer.train()
+    trained(place, trainer)
     place.facts |= told_by(trainer)
     weights = weights_of(trainer)
     place.facts["checkpoints"] = len(list(place.folder.rglob("checkpoint-*")))
@@ -1224,10 +1206,9 @@ def sft(place: Place, **options) -> dict[str, Tensor]:
     config = place.config(HybridSFTConfig, bf16=False, max_length=32, **options)
     made = model(layers=2, vocab_size=320)
     trainer = HybridSFTTrainer(made, args=config, train_dataset=data, processing_class=tokenizer())
-    with place.counted(trainer):
-        trainer.train()
+    weights = trained(place, trainer)
     place.facts |= told_by(trainer)
-    return weights_of(trainer)
+    return weights
 
 
 SCENARIOS["sft"] = Scenario(partial(sft, **A_LEAP, **ALONG_GRADIENTS), keeps_model=True, tolerance=1e-5)
@@ -1249,8 +1230,7 @@ def shared_rows(place: Place, **options) -> dict[str, Tensor]:
     if place.name != "device":
         options = {name: value for name, value in options.items() if name not in STREAMED}
     trainer = trainer_of(place, model(), chats(), share_rows="on", gradient_accumulation_steps=2, **options)
-    with place.counted(trainer):
-        trainer.train()
+    trained(place, trainer)
     place.facts |= told_by(trainer)
     summary = trainer.hybrid_summary()
     assert summary["tokens_shared"] > 0.3 * summary["tokens"] and summary["plain_rows_because"] is None
@@ -1266,8 +1246,7 @@ def nothing_to_save(place: Place, *, lora: bool = False, **options) -> dict[str,
     """Rows of one length that begin differently: what is looked at is what the loader holds on the host."""
     options = {"gradient_accumulation_steps": 2, **options}
     trainer = trainer_of(place, adapted(model()) if lora else model(), rows(), **options)
-    with place.counted(trainer):
-        trainer.train()
+    trained(place, trainer)
     place.facts |= told_by(trainer)
     assert trainer.hybrid_summary()["plain_rows_because"] == "less than 5 % would be saved"
     return weights_of(trainer)
@@ -1302,8 +1281,7 @@ def withheld(place: Place) -> dict[str, Tensor]:
     last.register_hook(lambda gradient: gradient * next(factors))
     trainer = trainer_of(place, made, rows(), gradient_accumulation_steps=1, max_steps=6, enable_predict=True)
     trainer.model_accepts_loss_kwargs = False  # so labels are looked for in the batches
-    with place.counted(trainer):
-        trainer.train()
+    trained(place, trainer)
     place.facts |= told_by(trainer)
     place.facts["withheld"] = [event["step"] for event in trainer.hybrid_summary()["divergence_events"]]
     return weights_of(trainer)
@@ -1343,8 +1321,7 @@ def dpo(place: Place, **options) -> dict[str, Tensor]:
         made, ref_model=reference, args=place.config(HybridDPOConfig, **options),
         train_dataset=datasets.Dataset.from_list(pairs), processing_class=tokenizer(),
     )  # fmt: skip
-    with place.counted(trainer):
-        trainer.train()
+    trained(place, trainer)
     merged = trainer.hybrid_summary()["micro_batches_saved"]
     assert bool(merged) == (place.on_device and trainer.args.gradient_accumulation_steps > 1)
     place.facts |= told_by(trainer)

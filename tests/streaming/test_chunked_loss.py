@@ -70,6 +70,14 @@ def assert_same_training(model, inputs, chunked, num_items=None, **tolerance):
     assert_same_gradients(found, expected, **tolerance)
 
 
+def assert_is_the_models_own(model, inputs=None, counts=(40,), **options):
+    inputs = batch() if inputs is None else inputs
+    with ChunkedCausalLoss(model, **options) as chunked:
+        assert chunked.agrees(model, inputs, 40), chunked.disagreement
+        for num_items in counts:
+            assert_same_training(model, inputs, chunked, num_items)
+
+
 def loss_in_chunks(chunked, model, inputs, num_items=None):
     """The model's loss, computed in chunks whether or not it agrees."""
     if chunked._transfer is None:
@@ -219,11 +227,7 @@ def test_equal_to_the_models_own_loss(model_type):
         setattr(model.config, name, value)
     if model_type == "falcon_h1":
         model.lm_head_multiplier = 0.5
-    inputs = batch()
-    with ChunkedCausalLoss(model, chunk_tokens=5) as chunked:
-        assert chunked.agrees(model, inputs, 40), chunked.disagreement
-        for num_items in (None, 40, torch.tensor(40)):
-            assert_same_training(model, inputs, chunked, num_items)
+    assert_is_the_models_own(model, counts=(None, 40, torch.tensor(40)), chunk_tokens=5)
 
 
 def test_loss_in_use_without_being_compared_first():
@@ -249,9 +253,7 @@ def test_lora(target):
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter)
-    with ChunkedCausalLoss(model) as chunked:
-        assert chunked.agrees(model, batch()), chunked.disagreement
-        assert_same_training(model, batch(), chunked, 40)
+    assert_is_the_models_own(model)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -263,9 +265,7 @@ def test_a_copy_of_the_head_that_is_trained(tied):
     copy = model.base_model.model.lm_head.modules_to_save["default"]
     assert copy.weight.requires_grad
     nn.init.normal_(copy.weight, std=0.05)
-    with ChunkedCausalLoss(model) as chunked:
-        assert chunked.agrees(model, batch()), chunked.disagreement
-        assert_same_training(model, batch(), chunked, 40)
+    assert_is_the_models_own(model)
     assert copy.weight.grad.any()
 
 
@@ -277,7 +277,7 @@ def test_peft_methods_that_cannot_work(case):
         "head": (peft.LoraConfig(target_modules=["q_proj", "lm_head"]), "lora.layer.Linear`"),
     }[case]
     model = peft.get_peft_model(tiny_model(tie_word_embeddings=False), config)
-    assert words in ChunkedCausalLoss.unsupported_reason(model)
+    assert words in ChunkedCausalLoss.reason_not_chunked(model)
 
 
 @pytest.mark.parametrize("model_type", OWN_LOSS + PADDED_VOCABULARY)
@@ -333,10 +333,10 @@ def test_changes_of_the_logits_are_found_even_if_today_they_do_nothing(change, a
 
 
 def test_learned_scale_is_refused():
-    model, inputs = scaled(lambda model, logits: logits * model.scale), batch()
+    model = scaled(lambda model, logits: logits * model.scale)
     model.scale = nn.Parameter(torch.tensor(2.0))
     with ChunkedCausalLoss(model) as chunked, pytest.raises(RuntimeError, match="learns how to scale"):
-        loss_in_chunks(chunked, model, inputs)
+        loss_in_chunks(chunked, model, batch())
 
 
 def test_labels_changed_by_the_model_are_refused():
@@ -400,7 +400,7 @@ def test_model_works_as_usual_while_installed_and_afterwards():
         assert torch.equal(during.logits, before.logits) and torch.equal(during.loss, before.loss)
         with pytest.raises(RuntimeError, match="first, and only once"):
             chunked.install()
-        assert "replaced" in ChunkedCausalLoss.unsupported_reason(model)
+        assert "replaced" in ChunkedCausalLoss.reason_not_chunked(model)
     assert (set(vars(model)), set(vars(model.lm_head))) == state
     assert not model.lm_head._forward_hooks and not model.lm_head._forward_pre_hooks
     with pytest.raises(RuntimeError, match="install"):
@@ -412,14 +412,9 @@ def test_what_cannot_work_is_said_beforehand():
     other_head, other_loss = tiny_model(), tiny_model()
     other_head.lm_head = nn.Sequential(nn.Linear(32, VOCAB))
     other_loss.loss_function = lambda logits, labels, **kwargs: logits.sum()
-    cases = [
-        (t5, "encoder-decoder"),
-        (other_head, "Sequential`"),
-        (other_loss, "loss"),
-        (nn.Linear(2, 2), "transformers"),
-    ]
-    for model, words in cases:
-        assert words in ChunkedCausalLoss.unsupported_reason(model)
+    cases = {t5: "encoder-decoder", other_head: "Sequential`", other_loss: "loss", nn.Linear(2, 2): "transformers"}
+    for model, words in cases.items():
+        assert words in ChunkedCausalLoss.reason_not_chunked(model)
         with pytest.raises(ValueError, match=words):
             ChunkedCausalLoss(model)
 

@@ -8,7 +8,7 @@ from rig.tiny_architectures import build_model, samples
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments, set_seed
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.streaming.experts import runs
+from hf_hybrid.streaming.expert_streaming import runs
 from hf_hybrid.streaming.streamer import LayerStreamer
 
 COUNT = 32
@@ -33,6 +33,13 @@ def lora(model, **options):
 
 def mixture():
     return lora(base())
+
+
+def frozen_experts(model):
+    """Everything else is trained."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".experts." not in name)
+    return model
 
 
 def rows(count, words, length=24):
@@ -66,6 +73,14 @@ def spoiled(monkeypatch):
     monkeypatch.setattr(LayerStreamer, "fetch", spoiling)
 
 
+def whole(monkeypatch, *given, **options):
+    """The same run, in which experts travel with their layer."""
+    monkeypatch.setattr("hf_hybrid.streaming.units.frozen_experts", lambda modules: [])
+    trainer = streamed(*given, **options)
+    trainer.train()
+    return trainer
+
+
 def assert_same_run(one, other):
     def logged(trainer):
         return [(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e]
@@ -82,10 +97,7 @@ def test_a_run_is_that_of_trainer_with_fewer_copies(walk, words, tmp_path, spoil
     trainer.train()
     assert_same_run(trainer, plain(tmp_path, data, mixture()))
     moved = trainer.memory.statistics()
-    monkeypatch.setattr("hf_hybrid.streaming.units.frozen_experts", lambda modules: [])
-    whole = streamed(tmp_path, data, mixture(), accumulation_walk=walk)
-    whole.train()
-    before = whole.memory.statistics()
+    before = whole(monkeypatch, tmp_path, data, mixture(), accumulation_walk=walk).memory.statistics()
     assert moved["loads"] == before["loads"] and before["bytes_spared"] == 0
     assert moved["bytes_in"] + moved["bytes_spared"] == before["bytes_in"]
     assert moved["bytes_in"] < (0.6 if words == 3 else 1.0) * before["bytes_in"]
@@ -143,32 +155,23 @@ def test_generation_copies_a_few_experts_per_token(tmp_path):
 
 @pytest.mark.parametrize("walk", mostly_slow(["micro_batch", "layer"], ["layer"]))
 def test_an_int8_base_is_expanded_expert_by_expert(walk, tmp_path, spoiled, monkeypatch):
-    data = rows(16, 3)
-    trainer = streamed(tmp_path, data, mixture(), base_precision="int8", accumulation_walk=walk)
+    data, options = rows(16, 3), {"base_precision": "int8", "accumulation_walk": walk}
+    trainer = streamed(tmp_path, data, mixture(), **options)
     trainer.train()
-    moved = trainer.memory.statistics()["bytes_in"]
-    monkeypatch.setattr("hf_hybrid.streaming.units.frozen_experts", lambda modules: [])
-    whole = streamed(tmp_path, data, mixture(), base_precision="int8", accumulation_walk=walk)
-    whole.train()
-    assert_same_run(trainer, whole)
-    assert moved < 0.8 * whole.memory.statistics()["bytes_in"]
+    together = whole(monkeypatch, tmp_path, data, mixture(), **options)
+    assert_same_run(trainer, together)
+    assert trainer.memory.statistics()["bytes_in"] < 0.8 * together.memory.statistics()["bytes_in"]
 
 
 def test_experts_stay_what_they_are_where_the_rest_is_trained(tmp_path, spoiled):
     """An update writes a layer back without its experts: most of them are not in the slot."""
 
-    def build():
-        model = base(4)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(".experts." not in name)
-        return model
-
     data = rows(16, 1)
-    trainer = streamed(tmp_path, data, build())
+    trainer = streamed(tmp_path, data, frozen_experts(base(4)))
     assert all(unit.storage.experts and unit.trainable for unit in trainer.memory.streamer.layers)
     trainer.train()
     assert trainer.memory.statistics()["bytes_spared"] > 0
-    assert_same_run(trainer, plain(tmp_path, data, build()))
+    assert_same_run(trainer, plain(tmp_path, data, frozen_experts(base(4))))
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
@@ -198,16 +201,13 @@ def test_trained_experts_travel_whole(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    mostly_slow(["gpt_oss", "lfm2_moe", "deepseek_v3", "nemotron_h"], ["gpt_oss", "lfm2_moe"]),
+    "kind", mostly_slow(["gpt_oss", "lfm2_moe", "deepseek_v3", "nemotron_h"], ["gpt_oss", "lfm2_moe"])
 )
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
 def test_architectures(kind, implementation, tmp_path, spoiled):
     def build():
-        model = build_model(kind)
+        model = frozen_experts(build_model(kind))
         model.set_experts_implementation(implementation)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(".experts." not in name)
         return model
 
     data = samples(16)

@@ -30,12 +30,23 @@ OPTIONS = {
 STREAMED = {"memory": "stream", "enable_predict": False}
 
 
+BY_MICRO_BATCH = {"accumulation_walk": "micro_batch"}
+
+
+def llama(**options):
+    return tiny_model(**{"num_hidden_layers": LAYERS, **options})
+
+
+def untied():
+    return llama(tie_word_embeddings=False)
+
+
 def steps(trainer):
     return [(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e]
 
 
 def train_plain(folder, data, model=None, **overrides):
-    model = tiny_model(num_hidden_layers=LAYERS) if model is None else model
+    model = llama() if model is None else model
     arguments = TrainingArguments(**config_values(folder, **{**OPTIONS, **overrides}))
     trainer = Trainer(model, arguments, train_dataset=data)
     trainer.train()
@@ -43,7 +54,7 @@ def train_plain(folder, data, model=None, **overrides):
 
 
 def make_streamed(folder, data, model=None, callbacks=(), device_map=None, **overrides):
-    model = tiny_model(num_hidden_layers=LAYERS) if model is None else model
+    model = llama() if model is None else model
     decided = ("stream_embeddings", "prefetch_layers", "kept_graphs")
     plan_values = {name: overrides.pop(name) for name in decided if name in overrides}
     config = HybridConfig(**config_values(folder, **{**OPTIONS, **STREAMED, **overrides}))
@@ -56,9 +67,22 @@ def assert_same_run(streamed, plain):
     assert_same_weights(weights(streamed.model), weights(plain.model))
 
 
+def same_as_trainer(folder, data, build=llama, *, plain=None, streamed=BY_MICRO_BATCH, **shared):
+    """Train streamed and, unless `plain` has, with Trainer. Return the streamed trainer, if both runs are equal."""
+    plain = train_plain(folder, data, build(), **shared) if plain is None else plain
+    trainer = make_streamed(folder, data, build(), **streamed, **shared)
+    trainer.train()
+    assert_same_run(trainer, plain)
+    return trainer
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     return train_plain(tmp_path_factory.mktemp("plain"), ByteText(400))
+
+
+def params_of(trainer):
+    return [param for unit in trainer.memory.streamer.units for param in unit.storage.params]
 
 
 def layer_passes(trainer):
@@ -84,9 +108,7 @@ def layer_passes(trainer):
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.long
 def test_equal_to_trainer(walk, ends, tied, plain, tmp_path, train_set):
-    def build():
-        return tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=tied)
-
+    build = llama if tied else untied
     if not tied:
         plain = train_plain(tmp_path, train_set, build())
     trainer = make_streamed(tmp_path, train_set, build(), accumulation_walk=walk, stream_embeddings=ends)
@@ -105,9 +127,7 @@ def test_equal_to_trainer(walk, ends, tied, plain, tmp_path, train_set):
     ids=str,
 )
 def test_prefetch_and_residency_change_no_number(options, plain, tmp_path, train_set):
-    trainer = make_streamed(tmp_path, train_set, **options, accumulation_walk="micro_batch")
-    trainer.train()
-    assert_same_run(trainer, plain)
+    same_as_trainer(tmp_path, train_set, plain=plain, streamed=BY_MICRO_BATCH | options)
 
 
 GRAPHS = [
@@ -127,9 +147,8 @@ def test_passes_that_keep_their_graphs_are_not_recomputed(options, tmp_path, tra
     """Slots are the next layers' in between, and residents' and others' gradients are those of Trainer."""
     options = {"kept_graphs": 5, **options}
     shared = {name: options[name] for name in ("max_grad_norm", "bf16", "optim") if name in options}
-    plain = train_plain(tmp_path, train_set, tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=False), **shared)
-    model = tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=False)
-    trainer = make_streamed(tmp_path, train_set, model, **options)
+    plain = train_plain(tmp_path, train_set, untied(), **shared)
+    trainer = make_streamed(tmp_path, train_set, untied(), **options)
     counted = layer_passes(trainer)
     trainer.train()
     in_flight = 3 if options["accumulation_walk"] == "layer" else 1
@@ -139,28 +158,37 @@ def test_passes_that_keep_their_graphs_are_not_recomputed(options, tmp_path, tra
     assert_same_run(trainer, plain)
 
 
+def adapted(kind="lora", targets=("q_proj",), base=llama):
+    """A model with adapters of a kind."""
+    peft = pytest.importorskip("peft")
+    kinds = {
+        "lora": lambda **names: peft.LoraConfig(r=4, init_lora_weights=False, **names),
+        "ia3": lambda **names: peft.IA3Config(feedforward_modules=[], **names),
+        "dora": lambda **names: peft.LoraConfig(r=4, use_dora=True, **names),
+        "shira": lambda **names: peft.ShiraConfig(r=4, random_seed=0, **names),
+    }
+    torch.manual_seed(1)
+    return peft.get_peft_model(base(), kinds[kind](target_modules=list(targets)))
+
+
+def lora(base=llama):
+    return adapted(targets=("q_proj", "v_proj"), base=base)
+
+
+def wide():
+    return llama(hidden_size=64)
+
+
 @pytest.mark.parametrize("kind", mostly_slow(["lora", "ia3", "dora", "shira", "int8"], ["dora", "int8"]))
 @pytest.mark.parametrize("walk", ["micro_batch", "layer"])
 @pytest.mark.usefixtures("of_a_library")
 def test_graphs_over_a_frozen_base(walk, kind, tmp_path, train_set):
     """The places of frozen weights too are found again, also where they are expanded from int8 or read by adapters."""
-    peft = pytest.importorskip("peft")
-    kinds = {
-        "lora": peft.LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False),
-        "ia3": peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
-        "dora": peft.LoraConfig(target_modules=["q_proj"], r=4, use_dora=True),
-        "shira": peft.ShiraConfig(target_modules=["q_proj"], r=4, random_seed=0),
-    }
+    own = {"accumulation_walk": walk, "base_precision": "int8" if kind == "int8" else "same"}
 
     def train(graphs):
-        torch.manual_seed(1)
-        model = peft.get_peft_model(
-            tiny_model(num_hidden_layers=LAYERS, hidden_size=64), kinds.get(kind, kinds["lora"])
-        )
-        precision = "int8" if kind == "int8" else "same"
-        trainer = make_streamed(
-            tmp_path, train_set, model, base_precision=precision, accumulation_walk=walk, kept_graphs=graphs
-        )
+        model = adapted("lora" if kind == "int8" else kind, base=wide)
+        trainer = make_streamed(tmp_path, train_set, model, **own, kept_graphs=graphs)
         counted = layer_passes(trainer)
         trainer.train()
         return trainer, len(counted)
@@ -179,19 +207,18 @@ def test_experts_that_travel_by_use_are_recomputed(tmp_path):
     assert trainer.memory.statistics()["kept_graphs"] == 0
 
 
-@pytest.mark.parametrize("optim", mostly_slow(["adamw_torch", "sgd", "adafactor", "rmsprop"], ["sgd", "adafactor"]))
-def test_other_optimizers(optim, tmp_path, train_set):
-    plain = train_plain(tmp_path, train_set, optim=optim)
-    trainer = make_streamed(tmp_path, train_set, optim=optim, accumulation_walk="micro_batch")
-    trainer.train()
-    assert_same_run(trainer, plain)
+OTHERS = [
+    *({"optim": name} for name in ("adamw_torch", "sgd", "adafactor", "rmsprop")),
+    {"max_grad_norm": 0.0},
+    {"attention_dropout": 0.2},  # drops the same when it is computed again
+]
 
 
-def test_no_clipping(tmp_path, train_set):
-    plain = train_plain(tmp_path, train_set, max_grad_norm=0.0)
-    trainer = make_streamed(tmp_path, train_set, max_grad_norm=0.0, accumulation_walk="micro_batch")
-    trainer.train()
-    assert_same_run(trainer, plain)
+@pytest.mark.parametrize("options", mostly_slow(OTHERS, [OTHERS[1], OTHERS[2], *OTHERS[4:]]), ids=str)
+def test_other_optimizers_no_clipping_and_dropout(options, tmp_path, train_set):
+    options = dict(options)
+    dropout = {"attention_dropout": options.pop("attention_dropout", 0.0)}
+    same_as_trainer(tmp_path, train_set, lambda: llama(**dropout), **options)
 
 
 IN_BACKWARD = {"max_grad_norm": 0.0, "out_of_memory": "raise"}
@@ -219,16 +246,13 @@ def test_layers_are_updated_in_the_backward_pass_where_nothing_is_clipped(option
         def on_step_end(self, *args, **kwargs):
             held.append([unit.name for unit in streamer.layers if any(p.gradient is not None for p in unit.trainable)])
 
-    def model():
-        return tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=False)
-
     of_trainer = {name: options[name] for name in options if name in ("gradient_accumulation_steps", "bf16")}
     if "optim" in options:
-        plain = make_streamed(tmp_path, train_set, model(), memory="off", max_grad_norm=0.0, **options)
+        plain = make_streamed(tmp_path, train_set, untied(), memory="off", max_grad_norm=0.0, **options)
         plain.train()
     else:
-        plain = train_plain(tmp_path, train_set, model(), max_grad_norm=0.0, **of_trainer)
-    trainer = make_streamed(tmp_path, train_set, model(), [Gradients()], **IN_BACKWARD, **options)
+        plain = train_plain(tmp_path, train_set, untied(), max_grad_norm=0.0, **of_trainer)
+    trainer = make_streamed(tmp_path, train_set, untied(), [Gradients()], **IN_BACKWARD, **options)
     streamer = trainer.memory.streamer
     trainer.train()
     assert_same_run(trainer, plain)
@@ -243,8 +267,8 @@ def test_layers_are_updated_in_the_backward_pass_where_nothing_is_clipped(option
 def test_a_layer_whose_calls_do_not_all_count_is_updated_before_its_next_forward(tmp_path, train_set):
     """The backward pass never comes to such a call, so nobody can say that the gradients are complete."""
 
-    def model():
-        model = tiny_model(num_hidden_layers=LAYERS)
+    def build():
+        model = llama()
 
         def call(*_):
             model.model.layers[1](torch.ones(1, 1, 32), position_embeddings=(torch.ones(1, 1, 16),) * 2)
@@ -252,11 +276,8 @@ def test_a_layer_whose_calls_do_not_all_count_is_updated_before_its_next_forward
         model.model.layers[2].register_forward_hook(call)
         return model
 
-    options = {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0}
-    plain = train_plain(tmp_path, train_set, model(), **options)
-    trainer = make_streamed(tmp_path, train_set, model(), **options | IN_BACKWARD)
-    trainer.train()
-    assert_same_run(trainer, plain)
+    own, options = {"out_of_memory": "raise"}, {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0}
+    same_as_trainer(tmp_path, train_set, build, streamed=own, **options)
 
 
 @pytest.mark.usefixtures("of_a_library")
@@ -276,30 +297,23 @@ def test_weights_of_no_step_are_not_saved(tmp_path, train_set, caplog):
             trainer._save_checkpoint(trainer.model, trial=None)
             assert not list(tmp_path.glob("checkpoint-*"))
 
-    def model():
-        return tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=False)
-
-    trainer = make_streamed(tmp_path, train_set, model(), [Fails()], **IN_BACKWARD, max_steps=5)
+    trainer = make_streamed(tmp_path, train_set, untied(), [Fails()], **IN_BACKWARD, max_steps=5)
     trainer.model.model.layers[0].register_full_backward_hook(save)
     with pytest.raises(RuntimeError, match="planted"), caplog.at_level("WARNING"):
         trainer.train()
     assert "of no step. Load the last checkpoint" in caplog.text
     (saved,) = tmp_path.glob("checkpoint-*")
     assert saved.name == "checkpoint-3"
-    plain = train_plain(tmp_path / "plain", train_set, model(), max_grad_norm=0.0, max_steps=5)
-    resumed = make_streamed(tmp_path, train_set, model(), **IN_BACKWARD, max_steps=5)
+    plain = train_plain(tmp_path / "plain", train_set, untied(), max_grad_norm=0.0, max_steps=5)
+    resumed = make_streamed(tmp_path, train_set, untied(), **IN_BACKWARD, max_steps=5)
     resumed.train(resume_from_checkpoint=str(saved))
     assert_same_weights(weights(resumed.model), weights(plain.model))
 
 
 def test_bf16_autocast(tmp_path, train_set):
     """Matrices travel rounded to bf16, which is what autocast computes with."""
-    plain = train_plain(tmp_path, train_set, bf16=True)
-    trainer = make_streamed(tmp_path, train_set, bf16=True, accumulation_walk="micro_batch")
-    trainer.train()
-    params = [param for unit in trainer.memory.streamer.units for param in unit.storage.params]
+    params = params_of(same_as_trainer(tmp_path, train_set, bf16=True))
     assert {param.dtype for param in params if "proj" in param.name} == {torch.bfloat16}
-    assert_same_run(trainer, plain)
 
 
 def test_updates_come_in_the_order_in_which_weights_are_needed(tmp_path, train_set, monkeypatch):
@@ -308,8 +322,7 @@ def test_updates_come_in_the_order_in_which_weights_are_needed(tmp_path, train_s
     real = optimizer.LazyOptimizer.update
     noting = lambda self, unit: (order.append(unit.name), real(self, unit))  # noqa: E731
     monkeypatch.setattr(optimizer.LazyOptimizer, "update", noting)
-    model = tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=False)
-    trainer = make_streamed(tmp_path, train_set, model, stream_embeddings=True, max_steps=1)
+    trainer = make_streamed(tmp_path, train_set, untied(), stream_embeddings=True, max_steps=1)
     trainer.train()
     layers = [unit.name for unit in trainer.memory.streamer.layers]
     assert len(layers) == LAYERS and order[1:-1] == layers
@@ -328,8 +341,7 @@ def test_embeddings_come_while_the_step_before_ends(walk, tmp_path, train_set, m
 
     monkeypatch.setattr(LayerStreamer, "fetch", fetch)
     monkeypatch.setattr(optimizer.LazyOptimizer, "step", lambda *args: (order.append("step"), step(*args)))
-    model = tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=False)
-    trainer = make_streamed(tmp_path, train_set, model, stream_embeddings=True, max_steps=3, accumulation_walk=walk)
+    trainer = make_streamed(tmp_path, train_set, untied(), stream_embeddings=True, max_steps=3, accumulation_walk=walk)
     trainer.train()
     ends = [index for index, name in enumerate(order) if name == "step"]
     assert len(ends) == 3 and all("embed" in order[end - 1] for end in ends), order
@@ -350,19 +362,10 @@ def test_gradients_of_bf16_copies_add_up_in_fp32(tmp_path, train_set):
 
 
 def test_trainers_own_checkpointing_is_not_done_twice(plain, tmp_path, train_set):
-    trainer = make_streamed(tmp_path, train_set, accumulation_walk="micro_batch", **{checkpointing_option(): True})
-    trainer.train()
+    own = {**BY_MICRO_BATCH, checkpointing_option(): True}
+    trainer = same_as_trainer(tmp_path, train_set, plain=plain, streamed=own)
     calls = sum(unit.calls for unit in trainer.memory.streamer.layers)
     assert calls == OPTIONS["max_steps"] * OPTIONS["gradient_accumulation_steps"] * LAYERS
-    assert_same_run(trainer, plain)
-
-
-def test_dropout_drops_the_same(tmp_path, train_set):
-    dropout = {"num_hidden_layers": LAYERS, "attention_dropout": 0.2}
-    plain = train_plain(tmp_path, train_set, tiny_model(**dropout))
-    trainer = make_streamed(tmp_path, train_set, tiny_model(**dropout), accumulation_walk="micro_batch")
-    trainer.train()
-    assert_same_run(trainer, plain)
 
 
 @pytest.mark.parametrize(
@@ -370,10 +373,7 @@ def test_dropout_drops_the_same(tmp_path, train_set):
 )
 def test_architectures(model_type, tmp_path):
     """A cross-section; all of them: `python -m benchmarks.equality.streamed`."""
-    plain = train_plain(tmp_path, samples(), build_model(model_type))
-    trainer = make_streamed(tmp_path, samples(), build_model(model_type), accumulation_walk="micro_batch")
-    trainer.train()
-    assert_same_run(trainer, plain)
+    same_as_trainer(tmp_path, samples(), lambda: build_model(model_type))
 
 
 def test_router_losses_reach_the_routers(tmp_path, caplog):
@@ -386,59 +386,31 @@ def test_router_losses_reach_the_routers(tmp_path, caplog):
         return model
 
     data = ByteText(64)
-    plain = train_plain(tmp_path, data, build(), max_steps=4)
-    streamed = make_streamed(tmp_path, data, build(), max_steps=4)
-    assert "output_router_logits" in caplog.text
-    streamed.train()
-    assert_same_run(streamed, plain)
+    make_streamed(tmp_path, data, build())
+    assert "output_router_logits" in caplog.text, "before it trains"
+    same_as_trainer(tmp_path, data, build, streamed={}, max_steps=4)
     with pytest.raises(RuntimeError, match="accumulation_walk=micro_batch"):
         make_streamed(tmp_path, data, build(), accumulation_walk="layer")
 
 
-def lora(model):
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(1)
-    return get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False))
-
-
 @pytest.mark.parametrize("walk", ["micro_batch", "layer"])
 def test_lora_over_a_streamed_base(walk, tmp_path, train_set):
-    plain = train_plain(tmp_path, train_set, lora(tiny_model(num_hidden_layers=LAYERS)))
-    trainer = make_streamed(tmp_path, train_set, lora(tiny_model(num_hidden_layers=LAYERS)), accumulation_walk=walk)
-    trainer.train()
-    assert all("lora" not in param.name for u in trainer.memory.streamer.units for param in u.storage.params)
-    assert_same_run(trainer, plain)
+    trainer = same_as_trainer(tmp_path, train_set, lora, streamed={"accumulation_walk": walk})
+    assert all("lora" not in param.name for param in params_of(trainer))
 
 
 @pytest.mark.parametrize("kind", mostly_slow(["lora", "ia3", "dora", "shira"], ["lora", "dora", "shira"]))
 def test_a_base_that_adapters_read_travels_as_it_is(kind, tmp_path, train_set):
     """DoRA takes norms of an fp32 base under autocast, SHiRA adds to it; others call the layer, which rounds."""
-    peft = pytest.importorskip("peft")
-    configs = {
-        "lora": peft.LoraConfig(target_modules=["q_proj"], r=4),
-        "ia3": peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
-        "dora": peft.LoraConfig(target_modules=["q_proj"], r=4, use_dora=True),
-        "shira": peft.ShiraConfig(target_modules=["q_proj"], r=4, random_seed=0),
-    }
-
-    def adapted():
-        torch.manual_seed(1)
-        return peft.get_peft_model(tiny_model(num_hidden_layers=LAYERS), configs[kind])
-
-    plain = train_plain(tmp_path, train_set, adapted(), bf16=True)
-    trainer = make_streamed(tmp_path, train_set, adapted(), bf16=True)
-    trainer.train()
-    params = [param for unit in trainer.memory.streamer.units for param in unit.storage.params]
+    params = params_of(same_as_trainer(tmp_path, train_set, lambda: adapted(kind), streamed={}, bf16=True))
     rounded = torch.bfloat16 if kind in ("lora", "ia3") else torch.float32
     assert {param.dtype for param in params if "q_proj.base_layer" in param.name} == {rounded}
     assert {param.dtype for param in params if "k_proj" in param.name} == {torch.bfloat16}
-    assert_same_run(trainer, plain)
 
 
 def test_lora_over_an_int8_base(tmp_path, train_set):
     """The base is what int8 holds of it, and one byte per weight on the host."""
-    model = lora(tiny_model(num_hidden_layers=LAYERS, hidden_size=64))
+    model = lora(wide)
     before = weights(model)
     trainer = make_streamed(tmp_path, train_set, model, base_precision="int8")
     storage = trainer.memory.streamer.layers[0].storage
@@ -455,7 +427,7 @@ def test_lora_over_an_int8_base(tmp_path, train_set):
 
 
 def test_int8_base_stays_packed_where_it_does_not_fit(tmp_path, train_set, monkeypatch, caplog):
-    model = lora(tiny_model(num_hidden_layers=LAYERS, hidden_size=64))
+    model = lora(wide)
     trainer = make_streamed(tmp_path, train_set, model, base_precision="int8", max_steps=4)
     monkeypatch.setattr(trainer.memory, "host_memory", lambda: 1000)
     trainer.train()
@@ -476,7 +448,7 @@ def test_int8_base_stays_packed_where_it_does_not_fit(tmp_path, train_set, monke
 def quantised(kind):
     """A base in bitsandbytes' 4-bit or 8-bit form."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    model = tiny_model(num_hidden_layers=LAYERS, hidden_size=64)
+    model = wide()
     for parent in [part for layer in model.model.layers for part in (layer.self_attn, layer.mlp)]:
         for name, old in list(parent.named_children()):
             if isinstance(old, torch.nn.Linear):
@@ -491,7 +463,7 @@ def quantised(kind):
                     weight = bitsandbytes.nn.Int8Params(old.weight.data, requires_grad=False, has_fp16_weights=False)
                 new.weight = weight
                 setattr(parent, name, new.to("cpu"))
-    return lora(model)
+    return lora(lambda: model)
 
 
 @pytest.fixture(scope="module")
@@ -513,11 +485,9 @@ def plain_4bit(tmp_path_factory):
 )
 def test_lora_over_a_4bit_base(options, plain_4bit, tmp_path, train_set):
     """The packed bytes travel."""
-    trainer = make_streamed(tmp_path, train_set, quantised("nf4"), **options)
-    trainer.train()
-    params = [param for unit in trainer.memory.streamer.units for param in unit.storage.params]
+    build = lambda: quantised("nf4")  # noqa: E731
+    params = params_of(same_as_trainer(tmp_path, train_set, build, plain=plain_4bit, streamed=options))
     assert sum(param.nbytes for param in params if param.dtype == torch.uint8) > 0.9 * sum(p.nbytes for p in params)
-    assert_same_run(trainer, plain_4bit)
 
 
 def test_bitsandbytes_int8_base_is_refused(tmp_path, train_set):
@@ -527,15 +497,11 @@ def test_bitsandbytes_int8_base_is_refused(tmp_path, train_set):
 
 def test_partly_frozen_model(tmp_path, train_set):
     def build():
-        model = tiny_model(num_hidden_layers=LAYERS)
-        for layer in model.model.layers[:2]:
-            layer.requires_grad_(False)
+        model = llama()
+        model.model.layers[:2].requires_grad_(False)
         return model
 
-    plain = train_plain(tmp_path, train_set, build())
-    trainer = make_streamed(tmp_path, train_set, build(), accumulation_walk="micro_batch")
-    trainer.train()
-    assert_same_run(trainer, plain)
+    same_as_trainer(tmp_path, train_set, build)
 
 
 class SaveInTheMiddle(TrainerCallback):
@@ -565,9 +531,9 @@ def test_a_callback_that_saves_gets_weights(states, tmp_path, train_set):
 
 def test_training_again_after_an_error(tmp_path, train_set):
     """Gradients of the window that failed are not in the next."""
-    model = tiny_model(num_hidden_layers=LAYERS)
+    model = llama()
     plain = train_plain(tmp_path, train_set, max_steps=2)
-    trainer = make_streamed(tmp_path, train_set, model, max_steps=2, accumulation_walk="micro_batch")
+    trainer = make_streamed(tmp_path, train_set, model, max_steps=2, **BY_MICRO_BATCH)
     calls = []
 
     def fail_once(*_):
@@ -691,20 +657,14 @@ def test_resident_layers_travel_less(tmp_path, train_set):
 
 def test_a_model_that_uses_its_embeddings_after_its_layers_too_falls_back(tmp_path, caplog):
     """The loss frees a graph that the walk needs. What that window had added is dropped, and computed again."""
-    data = samples()
-    plain = train_plain(tmp_path, data, build_model("hrm_text"), max_steps=2)
-    trainer = make_streamed(tmp_path, data, build_model("hrm_text"), max_steps=2)
-    trainer.train()
+    same_as_trainer(tmp_path, samples(), lambda: build_model("hrm_text"), streamed={}, max_steps=2)
     assert "uses what it computed before its layers after them too" in caplog.text
-    assert_same_run(trainer, plain)
 
 
 def test_a_model_that_cannot_be_walked_is_found_before_a_layer_is_updated(tmp_path, caplog):
-    plain = train_plain(tmp_path, samples(), build_model("blt"), max_grad_norm=0.0)
-    trainer = make_streamed(tmp_path, samples(), build_model("blt"), **IN_BACKWARD)
-    trainer.train()
+    own = {"out_of_memory": "raise"}
+    same_as_trainer(tmp_path, samples(), lambda: build_model("blt"), streamed=own, max_grad_norm=0.0)
     assert "after them too" in caplog.text
-    assert_same_run(trainer, plain)
 
 
 def test_it_does_not_begin_again_after_a_layer_was_updated(tmp_path, monkeypatch):
@@ -752,10 +712,7 @@ def test_gradients_of_uneven_windows(tmp_path):
         config = HybridConfig(
             **config_values(tmp_path, **STREAMED, max_steps=1, gradient_accumulation_steps=8, accumulation_walk=walk)
         )
-        trainer = HybridTrainer(
-            tiny_model(num_hidden_layers=LAYERS), config, train_dataset=Uneven(), data_collator=collate
-        )
-
+        trainer = HybridTrainer(llama(), config, train_dataset=Uneven(), data_collator=collate)
         trainer.add_callback(KeepGradients(trainer))
         trainer.train()
         found[walk] = trainer.callback_handler.callbacks[-1].gradients
@@ -787,13 +744,10 @@ class StreamedWithReference(WithReference, HybridTrainer):
 def test_a_second_pass_inside_a_window(prefetch, tmp_path, train_set):
     arguments = config_values(tmp_path, **{**OPTIONS, "max_steps": 4})
 
-    def build():
-        return tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=False)
-
-    plain = PlainWithReference(build(), TrainingArguments(**arguments), train_dataset=train_set)
+    plain = PlainWithReference(untied(), TrainingArguments(**arguments), train_dataset=train_set)
     config = HybridConfig(**arguments, **STREAMED, accumulation_walk="layer")
     config.plan_values = {"prefetch_layers": prefetch}
-    streamed = StreamedWithReference(build(), config, train_dataset=train_set)
+    streamed = StreamedWithReference(untied(), config, train_dataset=train_set)
     plain.train()
     streamed.train()
     assert_same_run(streamed, plain)
@@ -834,7 +788,7 @@ def test_a_micro_batch_that_fails_at_once_ends_the_walk(monkeypatch):
 @pytest.mark.usefixtures("of_a_library")
 def test_micro_batches_that_part_are_not_counted_twice(tmp_path, train_set, plain, caplog):
     """One goes through fewer layers, so its loss has left gradients when that shows."""
-    model, calls = tiny_model(num_hidden_layers=LAYERS), []
+    model, calls = llama(), []
 
     def shorten(module, *_):
         calls.append(1)
@@ -849,7 +803,7 @@ def test_micro_batches_that_part_are_not_counted_twice(tmp_path, train_set, plai
 
 @pytest.mark.usefixtures("of_a_library")
 def test_an_error_in_one_micro_batch_leaves_the_weights(tmp_path, train_set):
-    model = tiny_model(num_hidden_layers=LAYERS)
+    model = llama()
     before, calls = weights(model), []
 
     def fail(*_):
@@ -874,16 +828,16 @@ def test_checkpoints_are_those_of_trainer(tmp_path, train_set):
     """Streamed saves are read by plain Trainer, and the other way round."""
     saving = {"save_strategy": "steps", "save_steps": 3}
     plain = train_plain(tmp_path / "plain", train_set, **saving)
-    trainer = make_streamed(tmp_path / "streamed", train_set, accumulation_walk="micro_batch", **saving)
+    trainer = make_streamed(tmp_path / "streamed", train_set, **BY_MICRO_BATCH, **saving)
     trainer.train()
     assert_same_run(trainer, plain)
     for folder in ("plain", "streamed"):
         checkpoint = str(tmp_path / folder / "checkpoint-3")
-        resumed = make_streamed(tmp_path / f"{folder}-1", train_set, accumulation_walk="micro_batch")
+        resumed = make_streamed(tmp_path / f"{folder}-1", train_set, **BY_MICRO_BATCH)
         resumed.train(resume_from_checkpoint=checkpoint)
         assert_same_weights(weights(resumed.model), weights(plain.model))
     arguments = TrainingArguments(**config_values(tmp_path / "again", **OPTIONS))
-    again = Trainer(tiny_model(num_hidden_layers=LAYERS), arguments, train_dataset=train_set)
+    again = Trainer(llama(), arguments, train_dataset=train_set)
     again.train(resume_from_checkpoint=str(tmp_path / "streamed" / "checkpoint-3"))
     assert_same_weights(weights(again.model), weights(plain.model))
 
@@ -896,7 +850,7 @@ def test_evaluations_and_saves_make_each_update_once(tmp_path, train_set, monkey
     loads = {}
     for name, options in {"saved": often, "both": {**often, "eval_strategy": "steps", "eval_steps": 1}}.items():
         config = HybridConfig(**config_values(tmp_path / name, **{**OPTIONS, **STREAMED, **options}))
-        model, held_out = tiny_model(num_hidden_layers=LAYERS), ByteText(8, offset=500)
+        model, held_out = llama(), ByteText(8, offset=500)
         trainer = HybridTrainer(model, config, train_dataset=train_set, eval_dataset=held_out)
         updates.clear()
         trainer.train()
@@ -906,26 +860,19 @@ def test_evaluations_and_saves_make_each_update_once(tmp_path, train_set, monkey
 
 
 def test_evaluation_and_best_model(tmp_path, train_set):
-    options = {
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "load_best_model_at_end": True,
-    }
+    options = {name: "steps" for name in ("eval_strategy", "save_strategy")}
+    options |= {"eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
     held_out = ByteText(16, offset=500)
     plain = Trainer(
-        tiny_model(num_hidden_layers=LAYERS),
+        llama(),
         TrainingArguments(**config_values(tmp_path / "plain", **{**OPTIONS, **options})),
         train_dataset=train_set,
         eval_dataset=held_out,
     )
     config = HybridConfig(
-        **config_values(tmp_path / "streamed", **{**OPTIONS, **options, **STREAMED}), accumulation_walk="micro_batch"
+        **config_values(tmp_path / "streamed", **{**OPTIONS, **options, **STREAMED}), **BY_MICRO_BATCH
     )
-    streamed = HybridTrainer(
-        tiny_model(num_hidden_layers=LAYERS), config, train_dataset=train_set, eval_dataset=held_out
-    )
+    streamed = HybridTrainer(llama(), config, train_dataset=train_set, eval_dataset=held_out)
     before = plain.evaluate()["eval_loss"]
     assert streamed.evaluate()["eval_loss"] == before
     assert_same_weights(weights(streamed.model), weights(plain.model))
@@ -941,7 +888,7 @@ def test_evaluation_and_best_model(tmp_path, train_set):
 
 def test_second_training_goes_on(tmp_path, train_set):
     plain = train_plain(tmp_path, train_set, max_steps=4)
-    streamed = make_streamed(tmp_path, train_set, max_steps=4, accumulation_walk="micro_batch")
+    streamed = make_streamed(tmp_path, train_set, max_steps=4, **BY_MICRO_BATCH)
     streamed.train()
     plain.train()
     streamed.train()
@@ -951,12 +898,9 @@ def test_second_training_goes_on(tmp_path, train_set):
 def test_model_init(tmp_path, train_set):
     arguments = config_values(tmp_path, **OPTIONS)
 
-    def build():
-        return tiny_model(num_hidden_layers=LAYERS)
-
-    plain = Trainer(model_init=build, args=TrainingArguments(**arguments), train_dataset=train_set)
-    config = HybridConfig(**arguments, **STREAMED, accumulation_walk="micro_batch")
-    streamed = HybridTrainer(model_init=build, args=config, train_dataset=train_set)
+    plain = Trainer(model_init=lambda: llama(), args=TrainingArguments(**arguments), train_dataset=train_set)
+    config = HybridConfig(**arguments, **STREAMED, **BY_MICRO_BATCH)
+    streamed = HybridTrainer(model_init=lambda: llama(), args=config, train_dataset=train_set)
     plain.train()
     streamed.train()
     assert_same_run(streamed, plain)
@@ -964,10 +908,9 @@ def test_model_init(tmp_path, train_set):
 
 def test_device_map_says_what_lives_where(plain, tmp_path, train_set):
     places = {"": 0, **{f"model.layers.{index}": "cpu" for index in (1, 3)}}
-    trainer = make_streamed(tmp_path, train_set, device_map=places, accumulation_walk="micro_batch")
-    trainer.train()
+    own = {**BY_MICRO_BATCH, "device_map": places}
+    trainer = same_as_trainer(tmp_path, train_set, plain=plain, streamed=own)
     assert [unit.name for unit in trainer.memory.streamer.units] == ["model.layers.1", "model.layers.3"]
-    assert_same_run(trainer, plain)
 
 
 @pytest.mark.parametrize(
@@ -987,10 +930,7 @@ def test_model_offloaded_by_accelerate(plain, tmp_path, train_set):
     """`accelerate.cpu_offload` trains nothing; its hooks are taken off."""
     from accelerate import cpu_offload
 
-    model = cpu_offload(tiny_model(num_hidden_layers=LAYERS), execution_device="cpu")
-    trainer = make_streamed(tmp_path, train_set, model, accumulation_walk="micro_batch")
-    trainer.train()
-    assert_same_run(trainer, plain)
+    same_as_trainer(tmp_path, train_set, lambda: cpu_offload(llama(), execution_device="cpu"), plain=plain)
 
 
 # Leaps.
@@ -1001,8 +941,8 @@ def test_leaps_of_streamed_weights(direction, tmp_path, train_set):
     runs = []
     for memory in ("off", "stream"):
         options = {**OPTIONS, "max_steps": 18, "direction": direction, "probe_budget": 0.2, "memory": memory}
-        config = hybrid_config(tmp_path, **options, accumulation_walk="micro_batch")
-        trainer = HybridTrainer(tiny_model(num_hidden_layers=LAYERS), config, train_dataset=train_set)
+        config = hybrid_config(tmp_path, **options, **BY_MICRO_BATCH)
+        trainer = HybridTrainer(llama(), config, train_dataset=train_set)
         trainer.train()
         runs.append(trainer)
     resident, streamed = (trainer.hybrid_summary() for trainer in runs)
@@ -1031,7 +971,7 @@ def test_unsupported_optimizer_is_refused(tmp_path, train_set):
     class Coupled(torch.optim.SGD):
         pass
 
-    model = tiny_model(num_hidden_layers=LAYERS)
+    model = llama()
     config = HybridConfig(**config_values(tmp_path, **OPTIONS, **STREAMED))
     with pytest.raises(PlanError, match="Coupled"):
         HybridTrainer(model, config, train_dataset=train_set, optimizers=(Coupled(model.parameters(), lr=0.1), None))
@@ -1062,7 +1002,7 @@ class Reverses(TrainerCallback):
 def test_gradients_are_where_a_callback_looks_for_them(own, tmp_path, train_set):
     same = {**OPTIONS, "max_steps": 4, "gradient_accumulation_steps": 1, **({"max_grad_norm": 0.0} if own else {})}
     plain = Trainer(
-        tiny_model(num_hidden_layers=LAYERS),
+        llama(),
         TrainingArguments(**config_values(tmp_path / "plain", **same)),
         train_dataset=train_set,
         callbacks=[Reverses()],
@@ -1082,7 +1022,7 @@ def test_weights_that_were_assigned_are_trained(tmp_path, train_set):
     for memory in ({}, STREAMED):
         kind, config = (HybridTrainer, HybridConfig) if memory else (Trainer, TrainingArguments)
         values = config_values(tmp_path / str(len(found)), **{**OPTIONS, "gradient_accumulation_steps": 1}, **memory)
-        trainer = kind(tiny_model(num_hidden_layers=LAYERS), config(**values), train_dataset=train_set)
+        trainer = kind(llama(), config(**values), train_dataset=train_set)
         for _ in range(2):
             halve(trainer.model)
             trainer.train()

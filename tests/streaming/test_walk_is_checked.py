@@ -300,17 +300,13 @@ def test_nothing_remains_of_the_comparison(name, tmp_path, monkeypatch, caplog):
     for look in (looked, lambda *_: None):
         monkeypatch.setattr(walk, "difference", look)
         counts = Bytes()
-        base = type("Ours", (HybridTrainer,), {})
-        given = {**options, "callbacks": [counts]}
-        monkeypatch.setattr(Bytes, "trainer", None, raising=False)
-        real = base.train
 
-        def train(self, *args, counts=counts, real=real, **kwargs):
-            counts.trainer = self
-            return real(self, *args, **kwargs)
+        class Ours(HybridTrainer):
+            def train(self, *args, counts=counts, **kwargs):
+                counts.trainer = self
+                return super().train(*args, **kwargs)
 
-        base.train = train
-        runs.append((trained(base, tmp_path, make(), **given), counts.seen))
+        runs.append((trained(Ours, tmp_path, make(), **options, callbacks=[counts]), counts.seen))
     (compared, bytes_of_it), (alone, bytes_alone) = runs
     assert found == [None] and compared.memory.window.by_layer
     assert "micro-batch by micro-batch" not in caplog.text
@@ -361,11 +357,8 @@ def test_memory_that_runs_out_in_the_comparison(call, tmp_path, monkeypatch):
         if len(calls) == call:
             raise torch.OutOfMemoryError("planted")
 
-    def model():
-        return model_of()
-
-    plain = trained(Trainer, tmp_path, model())
-    failing = model()
+    plain = trained(Trainer, tmp_path, model_of())
+    failing = model_of()
     failing.model.layers[1].register_forward_hook(fail)
     streamed = trained(HybridTrainer, tmp_path, failing, plan_values={"kept_graphs": 0})
     assert [event["error"] for event in streamed.recovery.events] == ["planted"]

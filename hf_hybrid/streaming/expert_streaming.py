@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,17 +31,17 @@ from torch import Tensor, nn
 from hf_hybrid.compat import shards_experts
 from hf_hybrid.optimizers import wraps_parameter
 
-if TYPE_CHECKING:
-    from hf_hybrid.streaming.units import StreamedParameter
-
 NEARLY_ALL = 0.9
 """Share of a layer's experts from which on all are fetched ahead. Chosen, not measured: a tenth of them is at stake."""
 
 
 class Experts:
-    """The frozen experts of one module, in the slot of their unit. `called` is that module, or its adapter."""
+    """
+    The frozen experts of one module, in the slot of their unit. `called` is that module, or its adapter, and `params`
+    are the [`~hf_hybrid.streaming.units.StreamedParameter`]s of all of them.
+    """
 
-    def __init__(self, called: nn.Module, params: list[StreamedParameter]):
+    def __init__(self, called: nn.Module, params: list[Any]):
         self.called, self.params, self.count = called, params, len(params[0].parameter)
         self.reached: set[int] = set()
         """By the last forward pass, or by the one under way."""

@@ -19,7 +19,7 @@ The products have the operands of PEFT's, rounded to the same 16 bits. PEFT then
 scaled value, the sum), and this once: weights after a step are nearer to those of fp32 (`benchmarks.skips.adapters`).
 What is not plain LoRA ([`plain_lora_layers`]) keeps PEFT's forward, as does what is neither of the two. A callback may
 change that in a run: it freezes `A` and `B` in turn, registers a hook, or puts other weights in place. So when the
-first layer of a micro-batch is called, all are asked what they are by then ([`_Layer.obstacle`]).
+first layer of a micro-batch is called, all are asked what they are by then ([`_Layer.reason_not_plain`]).
 
 Two savings change no bit. PEFT casts the input of an adapter to fp32, and the product casts it back at once, but the
 copy is kept for the backward pass: where PEFT's forward stays, [`UncastInputs`] switches that off. And autocast rounds
@@ -185,7 +185,7 @@ class AdapterProducts(Part):
         """
         self._is_fresh = True
         for group in self._groups:
-            if (reason := group.obstacle()) is not None:
+            if (reason := group.reason_not_plain()) is not None:
                 self.fallbacks.cannot_be_exact(reason)
             group.is_used = reason is None
         if layers := self.used:
@@ -253,12 +253,12 @@ class _Layer:
         """`s`, which PEFT's `set_scale` may change."""
         return float(self.module.scaling[self.name])
 
-    def obstacle(self) -> str | None:
+    def reason_not_plain(self) -> str | None:
         """
         Return why PEFT's forward and backward are more than the two products of these weights; `None` if they are not.
         That is asked often, so nothing here waits for the device or looks a module up by PEFT's own, slow, way.
         """
-        if (reason := self.obstacle_in_forward()) is not None:
+        if (reason := self.reason_not_plain_forward()) is not None:
             return reason
         for product, weight, shape in self._weights:
             own = product._parameters
@@ -270,7 +270,7 @@ class _Layer:
                 return "hooks change the gradients of a layer"
         return None if isinstance(self.module.scaling[self.name], (int, float)) else "the scale of a layer is no number"
 
-    def obstacle_in_forward(self) -> str | None:
+    def reason_not_plain_forward(self) -> str | None:
         """Return why PEFT's forward is more than two products, of whatever weights."""
         module, name, parts = self.module, self.name, self.module._modules
         if module._disable_adapters or module.merged_adapters or module._active_adapter not in self.active:
@@ -305,11 +305,11 @@ class _Group:
         self.layers, self.down, self.ranks, self.is_used = layers, down, [len(layer.a) for layer in layers], False
         self.forget()
 
-    def obstacle(self) -> str | None:
+    def reason_not_plain(self) -> str | None:
         """Return why one of the layers is not plain now. Then all of them are PEFT's, because they share a leaf."""
         if has_any_global_hook():
             return "a hook looks into all modules"
-        return next(filter(None, (layer.obstacle() for layer in self.layers)), None)
+        return next(filter(None, (layer.reason_not_plain() for layer in self.layers)), None)
 
     def forget(self) -> None:
         self._input: Tensor | None = None
@@ -352,7 +352,7 @@ def _is_plain(module: Any, uses: Counter[int]) -> bool:
         return False
     products: tuple[Any, ...] = module.lora_A[name], module.lora_B[name]
     alone = all(type(product) is nn.Linear and uses[id(product.weight)] == 1 for product in products)
-    return alone and _Layer(module).obstacle() is None
+    return alone and _Layer(module).reason_not_plain() is None
 
 
 class UncastInputs(Part):
@@ -365,7 +365,7 @@ class UncastInputs(Part):
         self._switched_off: list[Any] = []
 
     def before_forward(self, phase: Phase | None) -> None:
-        self._switched_off = [layer.module for layer in self._plain if layer.obstacle_in_forward() is None]
+        self._switched_off = [layer.module for layer in self._plain if layer.reason_not_plain_forward() is None]
         for module in self._switched_off:
             module.cast_input_dtype_enabled = False
 

@@ -1,0 +1,85 @@
+"""The random generators that order the data, and their states in a checkpoint."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import IterableDataset, Sampler
+
+RandomGenerator = torch.Generator | random.Random | numpy.random.Generator | numpy.random.RandomState
+"""Objects that draw random numbers for somebody who does not use the global generators."""
+
+
+def generator_state(generator: RandomGenerator) -> Any:
+    """Return the state of a generator for a checkpoint: JSON values and tensors."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return with_tensors(generator.getstate())
+    if isinstance(generator, numpy.random.Generator):
+        return with_tensors(generator.bit_generator.state)
+    return with_tensors(generator.get_state(legacy=False))
+
+
+def restore_generator(generator: RandomGenerator, state: Any) -> None:
+    """Set a generator to what [`generator_state`] returned."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(without_tensors(state))
+    elif isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = without_tensors(state)
+    else:
+        generator.set_state(without_tensors(state))
+
+
+def with_tensors(state: Any) -> Any:
+    """Turn the long rows of numbers in the state of a generator into tensors."""
+    if isinstance(state, dict):
+        return {key: with_tensors(value) for key, value in state.items()}
+    if isinstance(state, numpy.ndarray):
+        return {"array": torch.from_numpy(state.copy())}
+    if isinstance(state, tuple) and len(state) > 3:
+        return {"tuple": torch.tensor(state)}
+    return [with_tensors(value) for value in state] if isinstance(state, tuple) else state
+
+
+def without_tensors(state: Any) -> Any:
+    """Return what [`with_tensors`] took."""
+    if isinstance(state, dict) and set(state) == {"array"}:
+        return state["array"].numpy()
+    if isinstance(state, dict) and set(state) == {"tuple"}:
+        return tuple(state["tuple"].tolist())
+    if isinstance(state, dict):
+        return {key: without_tensors(value) for key, value in state.items()}
+    return tuple(map(without_tensors, state)) if isinstance(state, list) else state
+
+
+_LOADERS = ("base_dataloader", "dataloader", "batch_sampler", "sampler", "synchronized_generator", "generator")
+
+
+def generators_of(dataloader: Any) -> dict[str, RandomGenerator]:
+    """
+    Return the generators that a loader, its samplers and its stream hold, each by the attributes that lead to it.
+
+    A data set that is no stream is left out: a resume skips its first rows without reading them.
+    """
+    generators: dict[str, RandomGenerator] = {}
+    seen: set[int] = set()
+
+    def visit(value: Any, at: str) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, RandomGenerator) and not isinstance(value, random.SystemRandom):
+            generators[at] = value
+            return
+        for name, held in list(getattr(value, "__dict__", {}).items()):
+            if name in _LOADERS or isinstance(held, (RandomGenerator, Sampler, IterableDataset)):
+                visit(held, f"{at}.{name}" if at else name)
+
+    visit(dataloader, "")
+    return generators
