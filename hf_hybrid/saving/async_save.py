@@ -170,7 +170,6 @@ class AsyncSaver:
         self._writes, self.is_async = [], False
 
     def join(self) -> None:
-        """Wait for the save in flight."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None

@@ -71,7 +71,6 @@ class Saver:
         self._reset()
 
     def _reset(self) -> None:
-        """Forget the last training."""
         self.start = Start()
         self.resumed_from: str | None = None
         """The checkpoint, from when `Trainer` has restored its files until the first batch is read."""
@@ -95,7 +94,6 @@ class Saver:
 
     @property
     def saves_checkpoints(self) -> bool:
-        """Whether the training saves any."""
         args = self._trainer.args
         return args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint
 
