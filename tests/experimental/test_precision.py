@@ -39,10 +39,7 @@ def test_reads_what_people_write(text, expected):
     "text, message",
     [
         ("bfloat16", r"`bfloat16` in `weight_precision=bfloat16` is not a precision: .*Did you mean `bf16`\?"),
-        (
-            "ful=bf16",
-            r"`ful` in `weight_precision=ful=bf16` is not a phase: choose .*Did you mean `full`\?",
-        ),
+        ("ful=bf16", r"`ful` in `weight_precision=ful=bf16` is not a phase: choose .*Did you mean `full`\?"),
         ("full=xyz", r"choose one of auto, fp32, fp16, bf16, int8, int8_bitsandbytes\.$"),
         ("predict=int8_bnb", r"`int8_bnb` in .* is not a precision: .* int8_bitsandbytes\. Did you mean `int8\S*`\?"),
         ("", "`` in `weight_precision=` is not a precision"),

@@ -88,11 +88,7 @@ def test_a_planner_that_wants_no_leap_makes_none(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"planner": "bandit", "corrects": True},
-        {"direction": "gradient_memory"},
-        {"memory": "stream"},
-    ],
+    [{"planner": "bandit", "corrects": True}, {"direction": "gradient_memory"}, {"memory": "stream"}],
     ids=["bandit and corrected gains", "gradient memory", "streamed"],
 )
 @pytest.mark.long
@@ -174,10 +170,7 @@ def test_every_step_does_what_its_phase_says(tmp_path):
             phases.append(trainer.run.last_phase)
 
     trainer = HybridTrainer(
-        tiny_model(),
-        hybrid_config(tmp_path, max_steps=40),
-        train_dataset=ByteText(400),
-        callbacks=[recorder],
+        tiny_model(), hybrid_config(tmp_path, max_steps=40), train_dataset=ByteText(400), callbacks=[recorder]
     )
     trainer.add_callback(Phases)
     trainer.train()

@@ -23,10 +23,7 @@ class Toy:
             (name, torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
             for name, shape in (("a", (4, 3)), ("b", (5,)), ("c", (2, 2, 2)))
         ]
-        groups = [
-            {"params": [self.named[0][1]], "lr": 1e-2},
-            {"params": [p for _, p in self.named[1:]], "lr": 2e-2},
-        ]
+        groups = [{"params": [self.named[0][1]], "lr": 1e-2}, {"params": [p for _, p in self.named[1:]], "lr": 2e-2}]
         self.optimizer = optimizer(groups)
         self.trajectory = Trajectory(
             TrainedWeights(self.named, self.optimizer),

@@ -13,13 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.records import profiler as profiler_module
-from hf_hybrid.records.profiler import (
-    DeviceMemory,
-    Driver,
-    HostMemory,
-    MemoryProbes,
-    MemoryProfilerCallback,
-)
+from hf_hybrid.records.profiler import DeviceMemory, Driver, HostMemory, MemoryProbes, MemoryProfilerCallback
 from hf_hybrid.records.readings import Totals
 
 MIB = 2**20

@@ -166,13 +166,7 @@ def documented(prefix: str) -> list[str]:
 
 def test_the_page_lists_every_value(tmp_path):
     trainer = make(
-        tmp_path,
-        disable_tqdm=True,
-        max_steps=20,
-        eval_strategy="steps",
-        eval_steps=10,
-        auto_lr="on",
-        planner="bandit",
+        tmp_path, disable_tqdm=True, max_steps=20, eval_strategy="steps", eval_steps=10, auto_lr="on", planner="bandit"
     )
     output = trainer.train()
     history = trainer.state.log_history

@@ -466,12 +466,7 @@ def test_what_is_not_restored_is_told(uninterrupted, tmp_path, caplog):
     shutil.copytree(uninterrupted[0] / "checkpoint-40", folder)
     for name in ("rng_state.pth", "hybrid_manifest.json"):
         (folder / name).unlink()
-    changed = {
-        "planner": "bandit",
-        "direction": "gradient_memory",
-        "auto_lr": "off",
-        "max_grad_norm": 0.5,
-    }
+    changed = {"planner": "bandit", "direction": "gradient_memory", "auto_lr": "off", "max_grad_norm": 0.5}
     trainer = build(tmp_path, save_strategy="no", learning_rate=1e-3, ignore_data_skip=True, **changed)
     trainer.train(resume_from_checkpoint=str(folder))
     report, warnings = trainer.hybrid_summary()["resumed"], ours(caplog, logging.WARNING)
