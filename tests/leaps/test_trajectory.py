@@ -130,21 +130,6 @@ def test_one_leap_at_a_time():
         toy.trajectory.roll_back()
 
 
-def test_a_second_leap_starts_from_the_same_snapshot():
-    toy = Toy(steps=5)
-    before = toy.weights()
-    with toy.trajectory.trial(Leap(step=0, real_steps=5)):
-        toy.trajectory.leap(4.0)
-        toy.trajectory.leap(1.0)
-        second = toy.weights()
-        toy.trajectory.keep()
-    toy.trajectory.roll_back()
-    assert toy.holds(before)
-    fresh = Toy(steps=5)
-    fresh.leap(1.0)
-    assert fresh.holds(second)
-
-
 def test_the_cap_limits_the_relative_norm():
     toy = Toy()
     toy.trajectory.max_relative_norm = 0.01

@@ -110,24 +110,10 @@ def comparable(summary):
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("options", [{}, {"memory": "stream"}], ids=["resident", "streamed"])
 @pytest.mark.parametrize("phase", mostly_slow(list(Phase), [Phase.PREDICT]))
-def test_kill_and_resume(phase, uninterrupted, tmp_path):
-    summary, resumed = kill_and_resume(phase, uninterrupted, tmp_path)
-    assert comparable(resumed) == comparable(summary)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "phase", [pytest.param(p, marks=[] if p is Phase.PREDICT else pytest.mark.slow) for p in Phase]
-)
-def test_kill_and_resume_streamed(phase, uninterrupted, tmp_path):
-    """Layers streamed, and still the weights of a run that was neither interrupted nor streamed."""
-    summary, resumed = kill_and_resume(phase, uninterrupted, tmp_path, memory="stream")
-    assert resumed["leaps"] == summary["leaps"]
-    assert resumed["memory"]["plan"]["mode"] == "streamed"
-
-
-def kill_and_resume(phase, uninterrupted, tmp_path, **options):
+def test_kill_and_resume(phase, options, uninterrupted, tmp_path):
+    """Also with streamed layers to the weights of a run that was neither interrupted nor streamed."""
     _, expected, summary, phases = uninterrupted
     # The checkpoint of a step whose successor is in the phase: behind the first epoch where that can be.
     steps = [
@@ -140,9 +126,13 @@ def kill_and_resume(phase, uninterrupted, tmp_path, **options):
             shutil.rmtree(folder)
     trainer = build(tmp_path, **options)
     trainer.train(resume_from_checkpoint=True)
-    assert trainer.hybrid_summary()["steps"] == STEPS
+    resumed = trainer.hybrid_summary()
+    assert resumed["steps"] == STEPS
     assert_same_weights(weights(trainer.model), expected)
-    return summary, trainer.hybrid_summary()
+    if options:
+        assert resumed["leaps"] == summary["leaps"] and resumed["memory"]["plan"]["mode"] == "streamed"
+    else:
+        assert comparable(resumed) == comparable(summary)
 
 
 @pytest.mark.long
@@ -164,7 +154,7 @@ def test_the_run_that_is_resumed_has_it_all(uninterrupted):
     """The comparison above means something: leaps of several kinds, predicted steps, a moving learning rate."""
     _, _, summary, _ = uninterrupted
     assert all(count > 0 for count in summary["steps_by_phase"].values())
-    assert summary["learning_rate_scale"] > 1.0
+    assert summary["learning_rate_scale"] > 1.0 and summary["resumed"] is None
     assert {"kept", "shrunk"} & set(summary["leaps_by_verdict"])
 
 
@@ -186,10 +176,8 @@ def test_resume_without_hybrid_state_says_so_and_trains(uninterrupted, tmp_path,
 
 
 def test_options_that_changed_since_the_checkpoint_are_named(uninterrupted, tmp_path, caplog):
-    trainer = build(tmp_path, save_strategy="no", leap_gain=1.0)
-    trainer.train(resume_from_checkpoint=str(uninterrupted[0] / "checkpoint-40"))
+    on_from(uninterrupted, tmp_path, leap_gain=1.0)
     assert re.search(r"the new ones hold from here on:\n.*\n  `leap_gain`  None  1.0", caplog.text)
-    assert trainer.state.global_step == STEPS
 
 
 class Drawn(Sampler):
@@ -501,10 +489,6 @@ def test_a_checkpoint_that_says_less_resumes(uninterrupted, tmp_path, caplog):
     trainer.train(resume_from_checkpoint=str(folder))
     assert len(ours(caplog, logging.WARNING)) == 1  # that there is no manifest
     assert_same_weights(weights(trainer.model), uninterrupted[1])
-
-
-def test_a_run_that_begins_anew_was_not_resumed(uninterrupted):
-    assert uninterrupted[2]["resumed"] is None
 
 
 # What a checkpoint holds.
