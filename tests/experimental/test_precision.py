@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, config_values, hybrid_config, losses, tiny_model, weights
+from conftest import ByteText, assert_same_weights, hybrid_config, losses, tiny_model, weights
 from rig import trainers
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -197,10 +197,7 @@ def test_bf16_copies_change_no_bit_of_a_bf16_run(case, tmp_path):
 
 def test_bf16_copies_in_warmup_are_plain_trainer(tmp_path):
     values = {"bf16": True, "gradient_accumulation_steps": 2, "max_steps": 6}
-    plain = Trainer(
-        tiny_model(), TrainingArguments(**config_values(tmp_path / "plain", **values)), train_dataset=ByteText(400)
-    )
-    plain.train()
+    plain = trainers.train(tmp_path / "plain", Trainer, TrainingArguments, **values)
     plugin = PhaseMemory("bf16", autocast="bf16")
     hybrid = train(tmp_path / "hybrid", plugin, warmup_phase_steps=6)
     assert losses(hybrid) == losses(plain)

@@ -105,6 +105,17 @@ def given(exports: dict, name: str) -> tuple[Path, dict]:
     return exports[name]
 
 
+def train_command(folder: Path, **more) -> list[str]:
+    """The words that train a tiny model on a text for six steps, in `out` below a folder."""
+    tiny_model(vocab_size=264).config.save_pretrained(folder / "model")
+    bpe_tokenizer().save_pretrained(folder / "model")
+    (folder / "text.txt").write_text("\n\n".join(["The other thing is there, and then some more of them."] * 80))
+    words = {"model": folder / "model", "dataset": folder / "text.txt", "output_dir": folder / "out", **more}
+    words |= {"sequence_length": 32, "max_steps": 6, "save_steps": 3, "per_device_train_batch_size": 2}
+    words |= {"report_to": "none", "use_cpu": "true", "disable_tqdm": "true"}
+    return ["train", *(word for name, value in words.items() for word in (f"--{name}", str(value)))]
+
+
 # What an export is.
 
 
@@ -273,14 +284,8 @@ def test_a_streamed_run_is_exported(tmp_path):
 
 def test_the_command_measures_on_what_the_run_held_out(tmp_path, capsys):
     pytest.importorskip("torchao")
-    tiny_model(vocab_size=264).config.save_pretrained(tmp_path / "model")
-    bpe_tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "text.txt").write_text("\n\n".join(["The other thing is there, and then some more of them."] * 80))
     out = tmp_path / "out"
-    words = {"model": tmp_path / "model", "dataset": tmp_path / "text.txt", "output_dir": out, "sequence_length": 32}
-    words |= {"max_steps": 6, "save_steps": 3, "per_device_train_batch_size": 2, "report_to": "none", "use_cpu": "true"}
-    options = [word for name, value in words.items() for word in (f"--{name}", str(value))]
-    assert main(["train", *options, "--disable_tqdm", "true"]) == 0
+    assert main(train_command(tmp_path)) == 0
     evaluated = json.loads((out / "eval_results.json").read_text())["eval_loss"]
     capsys.readouterr()
     assert main(["export", str(out), "--format", "int8", "--measure"]) == 0

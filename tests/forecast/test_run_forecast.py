@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ByteText, config_values, hybrid_config, tiny_model
+from rig import trainers
 from transformers import Trainer, TrainingArguments, get_scheduler
 
 from hf_hybrid import ForecastCallback, HybridTrainer
@@ -72,11 +73,14 @@ def test_a_scaled_rate_scales_the_rates_to_come():
     assert rates[20:] == pytest.approx(4e-3 * (1 - np.arange(20, 100) / 100))
 
 
-def test_a_resumed_run_goes_on_with_its_history():
-    whole, resumed = begun(), begun(history=[entry(step) for step in range(1, 31)])
-    for step in range(1, 32):
-        expected = log(whole, step, entry(step))
-    assert log(resumed, 31, entry(31)) == expected
+@pytest.mark.parametrize("evaluated", [[], [{"eval_loss": 3.1, "step": 20}]], ids=["", "with an evaluation"])
+def test_a_resumed_run_goes_on_with_its_history(evaluated):
+    whole, history = begun(), [entry(step) for step in range(1, 31)]
+    history[20:20] = evaluated
+    for row in history:
+        log(whole, row["step"], row)
+    resumed = begun(history=history)
+    assert resumed.log_values(31, entry(31)) == log(whole, 31, entry(31))
     assert log(resumed, 31, entry(31)) == {}  # nothing is counted twice
 
 
@@ -109,14 +113,6 @@ def test_an_evaluation_forecasts_the_held_out_loss_in_the_entries_after_it():
     assert forecast.summary()["held_out"] == {"step": 40, "loss": loss, "low": low, "high": high}
 
 
-def test_a_resumed_run_remembers_its_last_evaluation():
-    whole, history = begun(), [entry(step) for step in range(1, 31)]
-    history.insert(20, {"eval_loss": 3.1, "step": 20})
-    for row in history:
-        log(whole, row["step"], row)
-    assert begun(history=history).log_values(31, entry(31)) == log(whole, 31, entry(31))
-
-
 def test_endless_runs_have_no_forecast():
     forecast = RunForecast(MOST_STEPS + 1, scheduler())
     assert log(forecast, 1, entry(1)) == {}
@@ -133,13 +129,11 @@ def test_the_progress_bar_shows_the_end():
     assert "+-" not in str(RunPosition("full", 2.31, 2**30, forecast.last)), "the run has ended"
 
 
-def test_the_callback_leaves_plain_training_as_it_is(tmp_path, train_set):
+def test_the_callback_leaves_plain_training_as_it_is(tmp_path):
     logs = []
     for callbacks in ([], [ForecastCallback()]):
-        arguments = TrainingArguments(**config_values(tmp_path, eval_strategy="steps", eval_steps=10))
-        sets = {"train_dataset": train_set, "eval_dataset": ByteText(16)}
-        trainer = Trainer(tiny_model(), arguments, **sets, callbacks=callbacks)
-        trainer.train()
+        options = {"eval_strategy": "steps", "eval_steps": 10, "eval_dataset": ByteText(16), "callbacks": callbacks}
+        trainer = trainers.train(tmp_path, Trainer, TrainingArguments, **options)
         logs.append([row for row in trainer.state.log_history if "loss" in row])
     plain, forecast = logs
     assert [row["loss"] for row in plain] == [row["loss"] for row in forecast]
@@ -149,10 +143,9 @@ def test_the_callback_leaves_plain_training_as_it_is(tmp_path, train_set):
 
 @pytest.mark.parametrize("options", [{}, {"forecast": False}, {"enable_predict": False}])
 @pytest.mark.long
-def test_hybrid_trainer_forecasts_unless_told_otherwise(tmp_path, train_set, options):
-    config = hybrid_config(tmp_path, eval_strategy="steps", eval_steps=10, **options)
-    trainer = HybridTrainer(tiny_model(), config, train_dataset=train_set, eval_dataset=ByteText(16))
-    trainer.train()
+def test_hybrid_trainer_forecasts_unless_told_otherwise(tmp_path, options):
+    evaluates = {"eval_strategy": "steps", "eval_steps": 10, "eval_dataset": ByteText(16)}
+    trainer = trainers.train(tmp_path, **evaluates, **options)
     last = [row for row in trainer.state.log_history if "loss" in row][-1]
     assert (set(KEYS + EVAL_KEYS) <= set(last)) is (not options)
     assert not any(key.startswith("hybrid/") for key in trainer.evaluate()), "searches add metrics up"
@@ -168,10 +161,8 @@ def test_hybrid_trainer_forecasts_unless_told_otherwise(tmp_path, train_set, opt
     assert len(run.series("hybrid/forecast_loss")) > 15
 
 
-def test_a_run_of_five_steps(tmp_path, train_set):
-    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path, max_steps=5), train_dataset=train_set)
-    trainer.train()
-    for row in trainer.state.log_history:
+def test_a_run_of_five_steps(tmp_path):
+    for row in trainers.train(tmp_path, max_steps=5).state.log_history:
         assert row.get("hybrid/forecast_low", 1.0) > 0
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ByteText, hybrid_config, tiny_model, weights
+from rig import trainers
 from rig.processes import together
 from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
@@ -44,13 +45,10 @@ class Asked(TrainerCallback):
 
 def trainer_of(folder, callbacks=(), leaps=False, **options):
     torch.manual_seed(0)
-    options = {"direction": "orthogonal"} | options if leaps else {"enable_predict": False} | options
-    config = hybrid_config(
-        folder, max_steps=STEPS, per_device_train_batch_size=1, save_strategy="steps", save_steps=STEPS,
-        ddp_find_unused_parameters=False, enable_jit_checkpoint=True, **options,
-    )  # fmt: skip
+    values = {"max_steps": STEPS, "per_device_train_batch_size": 1, "save_strategy": "steps", "save_steps": STEPS}
+    values |= {"ddp_find_unused_parameters": False, "enable_jit_checkpoint": True, "enable_predict": leaps, **options}
     model = tiny_model(attention_dropout=0.1)
-    return HybridTrainer(model, config, train_dataset=ByteText(200), callbacks=list(callbacks))
+    return trainers.build(folder, model=model, samples=200, callbacks=list(callbacks), **values)
 
 
 def preempted(folder: Path, delays, leaps: bool, number: int = signal.SIGTERM) -> None:
@@ -212,15 +210,17 @@ class Ended(TrainerCallback):
 def evaluated(folder, strategy, ended, resume=None, **options):
     """Train six steps with an evaluation after every second one, or each epoch of three."""
     torch.manual_seed(0)
-    config = hybrid_config(
-        folder, max_steps=6, per_device_train_batch_size=2, eval_strategy=strategy, eval_steps=2, logging_steps=1,
-        save_strategy=strategy, save_steps=2, load_best_model_at_end=True, metric_for_best_model="loss",
-        enable_jit_checkpoint=True, **options,
-    )  # fmt: skip
-    data = {"train_dataset": ByteText(6), "eval_dataset": ByteText(4, offset=99)}
-    trainer = HybridTrainer(tiny_model(attention_dropout=0.1), config, callbacks=[ended], **data)
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+    values = {"max_steps": 6, "per_device_train_batch_size": 2, "eval_strategy": strategy, "eval_steps": 2}
+    values |= {
+        "save_strategy": strategy,
+        "save_steps": 2,
+        "load_best_model_at_end": True,
+        "enable_jit_checkpoint": True,
+    }
+    values |= {"metric_for_best_model": "loss", "enable_jit_checkpoint": True, "samples": 6, **options}
+    model = tiny_model(attention_dropout=0.1)
+    data = {"eval_dataset": ByteText(4, offset=99)}
+    return trainers.train(folder, model=model, callbacks=[ended], resume=resume, **data, **values)
 
 
 def logged(trainer):
