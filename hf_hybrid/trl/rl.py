@@ -123,7 +123,6 @@ class Rollouts(Part):
         self.by_prompt = False  # rows of the same prompt are put together
         tells = trainer.is_world_process_zero
         self.every_row = Fallbacks("Every row is computed, also those without advantage (`exact_skips`)", tells)
-        self.own_prompts = Fallbacks("No prompt is computed once for several completions", tells)
         self.users_rewards = Fallbacks("Rewards are asked for where TRL asks, and all advantages are TRL's", tells)
         self.window_begins_at = 0  # TRL's number of the first micro-batch of the window
         self.counts: Counter[str] = Counter()
@@ -136,7 +135,7 @@ class Rollouts(Part):
     def begin(self, run: Run) -> None:
         trainer = self.trainer
         self.skips, self._before = ExactSkips(trainer._mean, trainer._rows_that_count, trainer._agree), None
-        self.every_row.because = self.own_prompts.because = self._settings = None
+        self.every_row.because = self._settings = None
         self.counts = run.counts
         vars(self).pop("users", None)
 
@@ -171,14 +170,7 @@ class Rollouts(Part):
             self.every_row.cannot_be_exact(reason.why, advice=advice if reason.change else "")
         shares = trainer.rows.may_share
         may_move = self.leaves_out or (shares and self.skips.mean != "tokens" and trainer._why_rows_stay() is None)
-        self.by_prompt = may_move and shares and trainer._drawn_in_training() == "nothing"
-        if self.leaves_out and trainer._drawn_in_training() != "nothing":
-            self.own_prompts.cannot_be_exact(
-                "the model draws random numbers in training (dropout), each row its own",
-                advice="Rows without advantage are left out: the update has TRL's distribution, but not its random "
-                "numbers. To share prompts and to have TRL's numbers, set `lora_dropout=0`, `disable_dropout=True`, or "
-                "the rates in the model's config.",
-            )
+        self.by_prompt = may_move and shares and trainer._drawn_in_training() != "by batch"
         # What a process finds out about itself, another may not: all of them plan, or none.
         every_row, own_prompts = trainer._agree(int(not self.leaves_out)), trainer._agree(int(not self.by_prompt))
         if self.leaves_out and every_row:
@@ -423,8 +415,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             return f"with `{self._sharding}` processes generate in step"
         if (why := why_plain_model(model)) is not None:
             return why
-        if self.model.training and self._drawn_in_training() != "nothing":
-            return "a forward pass in training is random (dropout), and completions would share the masks of a prompt"
+        if self.model.training and self._drawn_in_training() == "by batch":
+            return "a forward pass in training draws a random number for several rows"
         return None
 
     def _drawn_in_training(self) -> Drawn:
