@@ -22,7 +22,7 @@ from transformers import ProcessorMixin
 
 from hf_hybrid.arguments import HybridArguments, as_declared, check_range, hybrid_values, option, options_of
 from hf_hybrid.compat import trl_error
-from hf_hybrid.machine import Look, sharding_of
+from hf_hybrid.machine import Look, sharding_of, shards_by_fsdp2
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
 from hf_hybrid.recovery import is_out_of_memory
@@ -539,7 +539,10 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         counts = ~self._own_rows(alike)
         if self.mask_truncated_completions:
             counts &= attention_mask[:, -kept:].any(dim=1).cpu()
-        return counts.nonzero()[:, 0].tolist()
+        if self._sharding is None:
+            return counts.nonzero()[:, 0].tolist()
+        # All processes gather sharded layers, in equally many passes. Some fill up with rows that do not count.
+        return sorted(counts.int().argsort(descending=True, stable=True)[: self._agree(int(counts.sum()))].tolist())
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         scoring, chosen = self._scoring, None
@@ -620,7 +623,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             return RowsStay(self.run.step.acts)
         if any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in self.model.parameters()):
             return RowsStay("a hook on a weight sees the gradient of each micro-batch")
-        if self._sharding is not None:
+        if self._sharding is not None and not shards_by_fsdp2(self.args):
             return RowsStay(f"`{self._sharding}` counts the backward passes of a step")
         if isinstance(self.processing_class, ProcessorMixin):
             return RowsStay("tensors of images do not have one row per completion")
