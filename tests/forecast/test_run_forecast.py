@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import ByteText, config_values, hybrid_config, tiny_model
+from conftest import ByteText
 from rig import trainers
 from transformers import Trainer, TrainingArguments, get_scheduler
 
-from hf_hybrid import ForecastCallback, HybridTrainer
+from hf_hybrid import ForecastCallback
 from hf_hybrid.forecast.run_forecast import MOST_STEPS, RunForecast, schedule_of
 from hf_hybrid.records.summary import RunPosition
 from hf_hybrid.report.run_folder import load_run
@@ -182,15 +182,15 @@ class Losses:
 
 @pytest.mark.parametrize("filtered", [True, False])
 def test_a_plain_run_whose_loss_is_not_finite_any_more(tmp_path, train_set, filtered):
-    arguments = TrainingArguments(**config_values(tmp_path, max_steps=30, logging_nan_inf_filter=filtered))
-    losses, callback = Losses(breaks_at=15), ForecastCallback()
-    Trainer(tiny_model(), arguments, train_dataset=train_set, compute_loss_func=losses, callbacks=[callback]).train()
+    options = {"max_steps": 30, "logging_nan_inf_filter": filtered, "compute_loss_func": Losses(breaks_at=15)}
+    options |= {"train_dataset": train_set, "callbacks": [callback := ForecastCallback()]}
+    trainers.train(tmp_path, Trainer, TrainingArguments, **options)
     assert callback.forecast.last is None
 
 
 def test_a_hybrid_run_whose_loss_is_not_finite_any_more(tmp_path, train_set):
-    values = {"train_dataset": train_set, "compute_loss_func": Losses(breaks_at=15)}
-    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path, max_steps=50), **values)
+    losses = Losses(breaks_at=15)
+    trainer = trainers.build(tmp_path, train_dataset=train_set, compute_loss_func=losses, max_steps=50)
     with pytest.raises(TrainingDivergedError):
         trainer.train()
     rows = [row for row in trainer.state.log_history if KEYS[0] in row]
@@ -201,9 +201,8 @@ def test_a_hybrid_run_whose_loss_is_not_finite_any_more(tmp_path, train_set):
 
 
 def test_a_hybrid_run_with_a_constant_loss(tmp_path, train_set):
-    values = {"train_dataset": train_set, "compute_loss_func": Losses(constant=2.0)}
-    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path, max_steps=30), **values)
-    trainer.train()
+    losses = Losses(constant=2.0)
+    trainer = trainers.train(tmp_path, train_dataset=train_set, compute_loss_func=losses, max_steps=30)
     rows = [row for row in trainer.state.log_history if KEYS[0] in row]
     assert len(rows) > 10
     for row in rows:

@@ -472,9 +472,7 @@ def test_no_leaps_by_choice_take_no_memory_and_no_words(chosen, tmp_path, caplog
 
 def test_runs_without_leaps_have_no_words_of_them(tmp_path):
     model = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj", "up_proj"], r=4))
-    trainer = HybridTrainer(
-        model, hybrid_config(tmp_path, direction="auto", max_steps=6, auto_lr="on"), train_dataset=ByteText(40)
-    )
+    trainer = trainers.build(tmp_path, model=model, samples=40, direction="auto", max_steps=6, auto_lr="on")
     shown = []
 
     class Look(TrainerCallback):

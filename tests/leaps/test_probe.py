@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from conftest import ByteText, hybrid_config, tiny_model
+from rig import trainers
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.probe import (
@@ -148,10 +149,7 @@ def test_custom_losses_are_probed_sequence_by_sequence(tmp_path):
     def compute_loss(outputs, labels, num_items_in_batch=None):
         return outputs.logits.float().square().mean() + 1.0
 
-    trainer = HybridTrainer(
-        tiny_model(), hybrid_config(tmp_path), train_dataset=ByteText(400), compute_loss_func=compute_loss
-    )
-    trainer.train()
+    trainer = trainers.train(tmp_path, compute_loss_func=compute_loss)
     probed = [leap for leap in trainer.hybrid_summary()["leaps"] if leap["loss_before"] is not None]
     assert probed and all(leap["loss_before"] >= 1.0 and math.isfinite(leap["loss_after"]) for leap in probed)
 
@@ -168,8 +166,7 @@ def test_padding_does_not_count_in_probes(tmp_path):
                 "labels": torch.where(mask, item["labels"], -100),
             }
 
-    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=Padded(400))
-    trainer.train()
+    trainer = trainers.train(tmp_path, train_dataset=Padded(400))
     losses = SequenceLosses(trainer)
     batch = next(iter(trainer.get_train_dataloader()))
     together = losses(batch)

@@ -19,7 +19,6 @@ from rig.processes import together
 from rig.run_folders import change, reseal
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
-from hf_hybrid import HybridTrainer
 from hf_hybrid.records.log import LOG_NAME
 from hf_hybrid.report.findings import findings
 from hf_hybrid.report.run_folder import load_run
@@ -316,8 +315,8 @@ def test_the_best_checkpoint_has_its_name_in_every_checkpoint(tmp_path):
     def train(folder, steps, resume=None):
         options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
         options |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 1}
-        config = hybrid_config(folder, enable_predict=False, max_steps=steps, **options)
-        trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(30), eval_dataset=ByteText(4))
+        options |= {"max_steps": steps, "samples": 30, "eval_dataset": ByteText(4)}
+        trainer = trainers.build(folder, enable_predict=False, **options)
         trainer._evaluate = lambda trial, ignored: {"eval_loss": next(losses)}
         trainer.train(resume_from_checkpoint=resume)
         return trainer
