@@ -74,7 +74,6 @@ SLOWEST_FIRST = (
     "documents/test_docs.py",
     "cli/test_data.py",
     "trl/test_grpo.py",
-    "documents/test_examples_peft_trl.py",
     "plan/test_shared_plans.py",
     "simulated_gpu/test_commands.py",
     "trl/test_vllm.py",

@@ -136,6 +136,7 @@ def results_() -> str:
     rows = [
         [
             "[SFT](sft.md)",
+            "`rows/`, `trl/`",
             "every token of a step once: no padding, shared beginnings once",
             f"{times(sft['instructions', 'trainer'], 2)} (instructions) and {times(sft['system', 'trainer'], 2)} times "
             f"(a common system prompt) fewer CPU seconds than `Trainer`, {times(sft['instructions', 'trl'], 2)} and "
@@ -145,6 +146,7 @@ def results_() -> str:
         ],
         [
             "[DPO](dpo.md)",
+            "`rows/`, `trl/`",
             "a prompt once for both completions",
             f"{times(prompts('pairs')['ratio'], 2)} times fewer CPU seconds than TRL at 2 : 1, "
             f"{times(prompts('pairs of different lengths')['ratio'], 2)} where TRL pads",
@@ -153,6 +155,7 @@ def results_() -> str:
         ],
         [
             "[reward models, KTO, ORPO](exact_skips.md#other-losses)",
+            "`rows/`",
             "with the mixin, the backbone computes every token once",
             f"{', '.join(times(others.get(trainer=name)['ratio'], 2) for name in OTHERS)} "
             "times fewer CPU seconds than TRL; the head scores padding as before",
@@ -161,6 +164,7 @@ def results_() -> str:
         ],
         [
             "[mixtures, layers with a state](exact_skips.md#mixtures-of-experts)",
+            "`rows/`",
             "every token of a step once, with the router's loss",
             f"{times(of_agents['mixture', 'kept'], 2)} and "
             f"{times(of_agents['states', 'kept'], 2)} times fewer CPU seconds than `Trainer` on "
@@ -171,6 +175,7 @@ def results_() -> str:
         ],
         [
             "[GRPO](grpo.md)",
+            "`trl/`, `rows/`",
             "prompts once, ended rows leave, rows without advantage are left out",
             f"{times(grpo[0], 2)} to {times(grpo[-1], 2)} times fewer CPU seconds than TRL for a whole run "
             f"(prompts of 64 tokens), {times(short[0], 2)} with 20 tokens; {' and '.join(map(times, verified_runs()))} "
@@ -181,6 +186,7 @@ def results_() -> str:
         ],
         [
             "[LoRA](peft_and_trl.md)",
+            "`run/`",
             "a rate that follows from the adapters' shape if you set none; no leaps",
             f"ends {percent(lowest)} to {percent(highest)} from AdamW at its best rate, without a search",
             "none",
@@ -188,6 +194,7 @@ def results_() -> str:
         ],
         [
             "[full fine-tuning](../benchmarks/speedup/pretrained.md)",
+            "`phase_memory/`, `plan/`",
             "plain `Trainer`'s update; no leaps; `activation_checkpointing=\"auto\"` is an option",
             f"recomputing nothing where all fits: TRL's default takes {times(recomputed('all weights', 'auto')[1], 2)} "
             f"times as long ({times(recomputed('adapters', 'auto')[1], 2)} with LoRA)",
@@ -196,6 +203,7 @@ def results_() -> str:
         ],
         [
             "[from scratch](from_scratch.md)",
+            "`leaps/`, `optimizers.py`",
             "leaps under AdamW",
             f"S {s_of(code)} after 600 steps (all costs {code['S_all_costs']:.2f}); on a task without tuning "
             f"{' / '.join(f'{value:.2f}' for value in s)}; `fast` has {s_of(arms('code')['fast'])}",
@@ -204,6 +212,7 @@ def results_() -> str:
         ],
         [
             "[does not fit](memory.md)",
+            "`streaming/`, `plan/`",
             '`memory="auto"` streams layers, and recomputes those whose graphs do not fit; the plan says what fits',
             f"{streamed['device_used'] / GIB:.1f} instead of {resident['device_used'] / GIB:.1f} GiB; plans within "
             f"{100 * worst_plan(False):.2f} % (tracker) and {100 * worst_plan(True):.2f} % (H100) for resident models; "
@@ -215,6 +224,7 @@ def results_() -> str:
         ],
         [
             "[8-bit states](mixed_precision.md)",
+            "`streaming/`",
             'off; `optimizer_states="8bit"`',
             f"{low_bit()['bf16-8bit-stochastic']['bytes_per_weight']:.2f} instead of "
             f"{low_bit()['adamw']['bytes_per_weight']:.1f} bytes per weight",
@@ -224,6 +234,7 @@ def results_() -> str:
         ],
         [
             "[small export](export.md)",
+            "`export/`",
             "int8, nf4, GGUF; the loss before and after is measured and printed",
             f"{size(small['exported']['disk_bytes'])} (`gguf-q4_m`) and "
             f"{size(int8['exported']['disk_bytes'])} (`int8`) in place of {size(int8['original']['disk_bytes'])}",
@@ -232,6 +243,7 @@ def results_() -> str:
         ],
         [
             "[restart](resume.md)",
+            "`saving/`",
             "the same command goes on; saves are written behind the step",
             f"a save stops training {saves[0]:.2f} (135M) and {saves[1]:.2f} times (27M) as long as plain `Trainer`'s",
             "a copy of weights and states on the host; the steps beside a save are slower on one core",
@@ -239,6 +251,7 @@ def results_() -> str:
         ],
         [
             "[your own code](exact_skips.md#your-own-code)",
+            "`run/`, `rows/`",
             "what a subclass, patch, callback, collator or hook changes is what is computed",
             "the training of `Trainer` or TRL, or a refusal that says why, in 697 crossings of place, change, trainer "
             "and weights, and in 991 of [code and streamed layers](streamed_code.md)",
@@ -249,6 +262,7 @@ def results_() -> str:
         ],
         [
             "[sweep of rates](sweeps.md)",
+            "`cli/`, `forecast/`",
             "trials that cannot win are ended",
             f"{min(found['steps_percent'] for found in sweeps):.0f} to "
             f"{max(found['steps_percent'] for found in sweeps):.0f} % of the grid's steps",
@@ -256,5 +270,5 @@ def results_() -> str:
             "four tasks, two seeds, replayed on recorded curves",
         ],
     ]  # fmt: skip
-    heading = ["use", "by default", "gain", "cost", "evidence"]
+    heading = ["use", "rooms", "by default", "gain", "cost", "evidence"]
     return markdown(heading, rows)

@@ -94,7 +94,6 @@ class RunForecast:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a forecast is due."""
         return self.is_due or self.evaluation is not None
 
     def make(self) -> None:

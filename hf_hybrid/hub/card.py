@@ -1,8 +1,8 @@
 """
 The model card: facts of a run, read off its trainer as plain values and filled into `card_template.md`.
 
-The template holds all words and their order; this file says where each value comes from, with the help of py
-(what the model was made from) and provenance.py (how and where). Three rules:
+The template holds all words and their order; this file says where each value comes from, with the help of
+provenance.py (how and where the model was made). Three rules:
 
 - What is not known is left out. A card has no empty section, no `None` and no "More information needed".
 - Names, paths and messages come from anywhere, so the template escapes every value that is not [`Markdown`] already.

@@ -41,10 +41,7 @@ def listed(value: str | Iterable | None) -> list:
     return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 
-_OWN_MODULES = {
-    "hf_hybrid": "hf-hybrid",
-    "hf_hybrid.cli.trial": "hf-hybrid train",
-}
+_OWN_MODULES = {"hf_hybrid": "hf-hybrid", "hf_hybrid.cli.trial": "hf-hybrid train"}
 """What to type instead of `python -m` with a module of ours; `hf-hybrid train` starts its processes with the first."""
 
 

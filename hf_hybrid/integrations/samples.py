@@ -26,7 +26,7 @@ from hf_hybrid.machine import sharding_of
 from hf_hybrid.optimizers import text_config
 from hf_hybrid.records.log import append_line
 from hf_hybrid.report.samples import SAMPLES_NAME, checked_prompts, read_prompts
-from hf_hybrid.run.run import RandomStates
+from hf_hybrid.run.run import as_before
 
 logger = logging.getLogger(__name__)
 
@@ -164,25 +164,17 @@ def complete(model: Any, processing_class: Any, prompts: Sequence[str], max_new_
     listed = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
     known = sorted({token for token in listed if token is not None})
     pad = next((token for token in (tokenizer.pad_token_id, *known) if token is not None), 0)
-    training = [module for module in model.modules() if module.training]
-    before = RandomStates.now(device)
-    model.eval()
-    try:
-        # Not `inference_mode`: buffers that it makes could not be trained with later.
-        with torch.no_grad():
-            for prompt in prompts:
-                tokens = tokens_of(prompt, processing_class).to(device)
-                length = tokens.shape[1]
-                room = max_new_tokens if positions is None else min(max_new_tokens, positions - length)
-                ids = {"pad_token_id": pad, "eos_token_id": known or None}
-                config = GenerationConfig(do_sample=False, num_beams=1, max_new_tokens=room, **ids)
-                sequence = model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
-                new = sequence[0, length:].tolist()
-                completion = tokenizer.decode(new, skip_special_tokens=True)
-                ended = bool(new) and new[-1] in known
-                samples.append({"prompt": prompt, "completion": completion, "tokens": len(new), "ended": ended})
-    finally:
-        for module in training:
-            module.training = True
-        before.restore()
+    with as_before(model, device):
+        model.eval()
+        for prompt in prompts:
+            tokens = tokens_of(prompt, processing_class).to(device)
+            length = tokens.shape[1]
+            room = max_new_tokens if positions is None else min(max_new_tokens, positions - length)
+            ids = {"pad_token_id": pad, "eos_token_id": known or None}
+            config = GenerationConfig(do_sample=False, num_beams=1, max_new_tokens=room, **ids)
+            sequence = model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
+            new = sequence[0, length:].tolist()
+            completion = tokenizer.decode(new, skip_special_tokens=True)
+            ended = bool(new) and new[-1] in known
+            samples.append({"prompt": prompt, "completion": completion, "tokens": len(new), "ended": ended})
     return samples

@@ -82,9 +82,7 @@ class DirectionContext(TrainedWeights):
         host: bool = False,
         matrices: Collection[str] = (),
     ):
-        self.names, self.shards, self.parameters = weights.names, weights.shards, weights.parameters
-        self.groups, self.optimizer, self.store = weights.groups, weights.optimizer, weights.store
-        self.scratches = weights.scratches
+        vars(self).update(vars(weights))
         self.clock, self.memory_steps, self.host, self.matrices = clock, memory_steps, host, matrices
         self.finish_updates = weights.store.finish_updates
 

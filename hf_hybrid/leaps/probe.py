@@ -47,12 +47,10 @@ class Losses:
         return sum(self.accuracies) / len(self.accuracies) if self.accuracies else None
 
     def first(self, count: int) -> Losses:
-        """Return those of the first `count` sequences."""
         return Losses(self.values[:count], None if self.accuracies is None else self.accuracies[:count])
 
     @classmethod
     def joined(cls, parts: Iterable[Losses]) -> Losses:
-        """Return the losses of several batches as one."""
         parts = list(parts)
         pairs = [part.accuracies for part in parts if part.accuracies is not None]
         return cls([loss for part in parts for loss in part.values], sum(pairs, []) if pairs else None)
@@ -124,7 +122,6 @@ class NextBatches:
     """Kept for a later resume with held-out batches."""
 
     def draw(self) -> list[ProbeBatch]:
-        """Return batches with as many sequences as wanted."""
         drawn: list[ProbeBatch] = []
         missing = self.wanted
         while missing > 0 and len(batches := self.peek(len(drawn) + 1)) > len(drawn):
@@ -145,7 +142,6 @@ class HeldOutBatches:
         self.next_batch = 0
 
     def draw(self) -> list[ProbeBatch]:
-        """Return batches with as many sequences as wanted, or some more."""
         drawn: list[ProbeBatch] = []
         while sum(batch.sequences for batch in drawn) < self.wanted:
             drawn.append(self.batches[self.next_batch % len(self.batches)])
@@ -174,7 +170,6 @@ class Probe:
         return sum(batch.sequences for batch in self._current) >= MIN_SEQUENCES
 
     def losses(self) -> Losses:
-        """Return one loss per chosen sequence, at the current weights."""
         losses = []
         for batch in self._current:
             losses.append(self.evaluate(batch.inputs).first(batch.sequences))
@@ -183,7 +178,6 @@ class Probe:
         return Losses.joined(losses)
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on with the counts of a saved run."""
         self.source.next_batch = state["next_batch"]
         self.price, self.forward_passes = state["price"], state["forward_passes"]
         self.cost_steps = state["cost_steps"]
@@ -224,7 +218,6 @@ class SequenceLosses:
             return list(self.trainer.get_test_dataloader(self.trainer.probe_dataset))
 
     def size(self, batch) -> int:
-        """Sequences in a batch."""
         return _rows(batch)
 
     def __call__(self, batch) -> Losses:

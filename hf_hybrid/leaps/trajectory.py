@@ -193,7 +193,6 @@ class Trajectory:
         return None if delta is None else parameter.detach().float().add(delta).to(parameter.dtype)
 
     def predicted_gradients(self) -> list[Tensor | None]:
-        """Return the gradient that the direction expects of every parameter; `None` if it expects none."""
         return [self.direction.predicted_gradient(index) for index in range(len(self.parameters))]
 
     def _delta(self, index: int, gain: float) -> Tensor | None:
@@ -240,7 +239,6 @@ class Trajectory:
 
     @torch.no_grad()
     def reset_memory(self) -> None:
-        """Reset the direction, for example after bad leaps."""
         self.direction.reset()
         self.clock.steps_seen = 0
 
@@ -254,11 +252,9 @@ class Trajectory:
         }
 
     def tensors_held(self) -> list[Tensor]:
-        """All buffers."""
         return [tensor for tensors in self._buffers().values() for tensor in tensors]
 
     def bytes_held(self) -> dict[str, int]:
-        """Return the exact bytes of the buffers by kind."""
         return {kind: sum(t.numel() * t.element_size() for t in held) for kind, held in self._buffers().items()}
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict]:

@@ -32,7 +32,6 @@ class GainPlanner:
         self.peak, self.power, self.worth = peak, power, worth
 
     def gain(self, progress: float) -> float:
-        """Return the gain of a leap made now."""
         return self.peak * progress**self.power if self.power else self.peak
 
     def worth_of(self, gain: float, real_steps: int) -> float:
@@ -150,10 +149,8 @@ class Trust:
         self.refusals, self.kept_since = self.refusals + 1, 0
 
     def shorten(self) -> None:
-        """Halve later leaps, until kept leaps raise the level again."""
         self.level = max(self.level / 2, self.LOWEST_LEVEL)
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore the attributes of the saved one, but for the options."""
         state = {**state, "probe_budget": self.probe_budget, "max_steps": self.max_steps}
         vars(self).update(state, proven=float(state["proven"]), refused=float(state["refused"]))

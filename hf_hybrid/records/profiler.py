@@ -74,7 +74,6 @@ class HostMemory:
         return {"rss": rss, "peak_rss": max(rss, peak), "pinned": machine.page_locked_bytes()}
 
     def reset_peak(self) -> None:
-        """Count the peak from now on."""
         self._sampled = 0
         if self.peak_source != "sampled":
             os.pwrite(self._marks.fileno(), b"5", 0)  # resets the mark and nothing else, see proc(5)
@@ -102,7 +101,6 @@ class MemoryProbes:
         }
 
     def reset_peaks(self) -> None:
-        """Count peaks from now on."""
         if self.device is not None:
             self.device.reset_peak()
         self.host.reset_peak()
@@ -262,7 +260,6 @@ class MemoryProfilerCallback(TrainerCallback):
         self._close("save")
 
     def _close(self, phase: str) -> dict:
-        """Close the record since the last one."""
         ended, readings = time.perf_counter(), self._probes.read()
         self._elapsed = ended - self._begun
         device, host = readings["device"], readings["host"]

@@ -107,10 +107,7 @@ class HybridSummary(dict):
         "rows decoded": ("rows decoded saved", "prompt tokens shared"),
     }
     """What was computed, and what of it was not computed again or not at all."""
-    _REASONS = {
-        "rows were padded": "plain_rows_because",
-        "completions were left to TRL": "plain_rollouts_because",
-    }
+    _REASONS = {"rows were padded": "plain_rows_because", "completions were left to TRL": "plain_rollouts_because"}
 
     def _counts(self, labels: Iterable[str]) -> list[tuple[str, str]]:
         """Those of these counts that are not zero."""

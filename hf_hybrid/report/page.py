@@ -182,12 +182,7 @@ _PEAKS = " ".join(f"{peak}.{key}" for peak in ("peak_allocated", "peak_rss") for
 _HELD = " ".join(f"accounted.held.{name}.{place}" for place in ("device", "host") for name in _CATEGORIES)
 _BYTES = re.compile(r"(bytes|device|host|unexplained|measured|peak_\w+\.\w+)$")
 """Columns of bytes."""
-_HEADINGS = {
-    "name": " ",
-    "phase": "kind",
-    "from_size": "before",
-    "to_size": "after",
-}
+_HEADINGS = {"name": " ", "phase": "kind", "from_size": "before", "to_size": "after"}
 _SECTIONS = {
     "Savings": [("What was not computed", "savings", "name value")],
     "Samples": [

@@ -15,16 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_hybrid.records.log import CHECKPOINT, LOG_NAME, PROFILE, Log, load_log
-from hf_hybrid.records.readings import (
-    PHASES,
-    Totals,
-    as_dict,
-    count_of,
-    dicts_of,
-    number,
-    read_json,
-    with_steps,
-)
+from hf_hybrid.records.readings import PHASES, Totals, as_dict, count_of, dicts_of, number, read_json, with_steps
 from hf_hybrid.saving.manifest import runs_of
 
 Points = list[tuple[int, float]]

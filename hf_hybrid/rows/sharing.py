@@ -505,10 +505,12 @@ class SharedRows(Part):
         return {**counts, "dropout_drawn_once": self.draws_once, "plain_rows_because": self.plain_because}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"plain_because": self.plain_because} if self.plain_because else {}
+        state = {"plain_because": self.plain_because, "draws_once": self.draws_once}
+        return {name: value for name, value in state.items() if value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.fallbacks.because = state.get("plain_because")
+        self.draws_once = state.get("draws_once", False)
 
     # Batches on the host.
 

@@ -119,13 +119,13 @@ class AsyncSaver:
         self._writes: list[Callable[[], Any]] = []
         self._logged_reasons: set[str] = set()
 
-    def begin(self, reason_sync: str | None) -> None:
+    def begin(self, reason_not_async: str | None) -> None:
         """Begin a save, which is async unless there is a reason not to. Waits for the one before."""
         self.wait()
-        self._writes, self.is_async = [], reason_sync is None
-        if reason_sync is not None and reason_sync not in self._logged_reasons:
-            self._logged_reasons.add(reason_sync)
-            logger.info("Checkpoints are written before training goes on: %s.", reason_sync)
+        self._writes, self.is_async = [], reason_not_async is None
+        if reason_not_async is not None and reason_not_async not in self._logged_reasons:
+            self._logged_reasons.add(reason_not_async)
+            logger.info("Checkpoints are written before training goes on: %s.", reason_not_async)
 
     def staged(self, name: str, value: Any, unwritten: Iterable[Tensor] = ()) -> Any:
         """Return a value as it is now, also after training has gone on. In a save that is written at once, itself."""
@@ -170,7 +170,6 @@ class AsyncSaver:
         self._writes, self.is_async = [], False
 
     def join(self) -> None:
-        """Wait for the save in flight."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
@@ -193,7 +192,7 @@ class AsyncSaver:
         self._staging.copies.clear()
 
 
-def reason_sync_save(trainer: TrainerView) -> str | None:
+def reason_not_async(trainer: TrainerView) -> str | None:
     """Return why the save that begins is written before training goes on, or `None` if it may be async."""
     args, state, control = trainer.args, trainer.state, trainer.control
     at_the_end = control.should_training_stop or 0 < state.max_steps <= state.global_step

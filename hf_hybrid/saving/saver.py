@@ -36,7 +36,7 @@ from hf_hybrid.files import note_base
 from hf_hybrid.run.monitor import TrainingDivergedError
 from hf_hybrid.run.run import RandomStates
 from hf_hybrid.saving import manifest, state
-from hf_hybrid.saving.async_save import AsyncSaver, reason_sync_save
+from hf_hybrid.saving.async_save import AsyncSaver, reason_not_async
 from hf_hybrid.saving.drift import compare_processes
 from hf_hybrid.saving.lock import FolderLock
 from hf_hybrid.saving.run_identity import Differences, check_identity, identity_of
@@ -71,7 +71,6 @@ class Saver:
         self._reset()
 
     def _reset(self) -> None:
-        """Forget the last training."""
         self.start = Start()
         self.resumed_from: str | None = None
         """The checkpoint, from when `Trainer` has restored its files until the first batch is read."""
@@ -95,7 +94,6 @@ class Saver:
 
     @property
     def saves_checkpoints(self) -> bool:
-        """Whether the training saves any."""
         args = self._trainer.args
         return args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint
 
@@ -198,7 +196,7 @@ class Saver:
             return
         trainer._end_step()
         folder = Path(trainer._get_output_dir(trial), f"checkpoint-{trainer.state.global_step}")
-        self.writer.begin(reason_sync_save(trainer))
+        self.writer.begin(reason_not_async(trainer))
         try:
             if trainer.args.should_save:
                 temporary = folder.parent / manifest.SAVING_NAME

@@ -22,9 +22,9 @@ ELSEWHERE = {"node_modules/"}
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
-def table(heading: str) -> list[list[str]]:
+def table(heading: str, text: str = TEXT) -> list[list[str]]:
     """The rows of the table with these columns."""
-    lines = TEXT.split(f"| {heading} |\n", 1)[1].splitlines()[1:]
+    lines = text.split(f"| {heading} |\n", 1)[1].splitlines()[1:]
     rows = lines[: next(index for index, line in enumerate(lines) if not line.startswith("|"))]
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
 

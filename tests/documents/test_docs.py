@@ -69,10 +69,7 @@ STAND_INS: dict[str, list[tuple[str, str]]] = {
     "docs/grpo.md": [
         ('"Qwen/Qwen2-0.5B-Instruct"', "TINY"),
         ('load_dataset("trl-lib/DeepMath-103K", split="train")', "conversations.select([0]).map(lambda _: PROBLEM)"),
-        (
-            "from trl.rewards import accuracy_reward",
-            "accuracy_reward = lambda prompts, **_: [1.0] * len(prompts)",
-        ),
+        ("from trl.rewards import accuracy_reward", "accuracy_reward = lambda prompts, **_: [1.0] * len(prompts)"),
     ],
     "docs/planning.md": [('"Qwen/Qwen2.5-7B"', "QWEN_CONFIG")],
     # Real pushes, to a local Hub, are in tests/hub/test_card_and_hub.py: a process fixes its endpoint when it starts

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
+from rig import trainers
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.experimental.precision import PhaseMemory, layer_linears
@@ -209,7 +210,6 @@ def test_int8_probes_on_bitsandbytes(tmp_path, train_set, monkeypatch):
     monkeypatch.setattr(functional, "int8_linear_matmul", counted)
     model = tiny_model(num_hidden_layers=2, hidden_size=256, intermediate_size=256)
     options = {"weight_precision": "predict=int8_bitsandbytes", "probe_budget": 0.3, "leap_budget": 100.0}
-    trainer = HybridTrainer(model, hybrid_config(tmp_path, max_steps=24, **options), train_dataset=train_set)
-    trainer.train()
+    trainer = trainers.train(tmp_path, model=model, train_dataset=train_set, max_steps=24, **options)
     assert products and any(leap["verdict"] != "unprobed" for leap in trainer.hybrid_summary()["leaps"])
     assert all(type(module.weight) is torch.nn.Parameter for module in model.modules() if hasattr(module, "weight"))

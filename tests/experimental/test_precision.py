@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, config_values, hybrid_config, losses, tiny_model, weights
+from conftest import ByteText, assert_same_weights, hybrid_config, losses, tiny_model, weights
 from rig import trainers
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -39,10 +39,7 @@ def test_reads_what_people_write(text, expected):
     "text, message",
     [
         ("bfloat16", r"`bfloat16` in `weight_precision=bfloat16` is not a precision: .*Did you mean `bf16`\?"),
-        (
-            "ful=bf16",
-            r"`ful` in `weight_precision=ful=bf16` is not a phase: choose .*Did you mean `full`\?",
-        ),
+        ("ful=bf16", r"`ful` in `weight_precision=ful=bf16` is not a phase: choose .*Did you mean `full`\?"),
         ("full=xyz", r"choose one of auto, fp32, fp16, bf16, int8, int8_bitsandbytes\.$"),
         ("predict=int8_bnb", r"`int8_bnb` in .* is not a precision: .* int8_bitsandbytes\. Did you mean `int8\S*`\?"),
         ("", "`` in `weight_precision=` is not a precision"),
@@ -200,10 +197,7 @@ def test_bf16_copies_change_no_bit_of_a_bf16_run(case, tmp_path):
 
 def test_bf16_copies_in_warmup_are_plain_trainer(tmp_path):
     values = {"bf16": True, "gradient_accumulation_steps": 2, "max_steps": 6}
-    plain = Trainer(
-        tiny_model(), TrainingArguments(**config_values(tmp_path / "plain", **values)), train_dataset=ByteText(400)
-    )
-    plain.train()
+    plain = trainers.train(tmp_path / "plain", Trainer, TrainingArguments, **values)
     plugin = PhaseMemory("bf16", autocast="bf16")
     hybrid = train(tmp_path / "hybrid", plugin, warmup_phase_steps=6)
     assert losses(hybrid) == losses(plain)

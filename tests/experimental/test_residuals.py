@@ -8,11 +8,7 @@ import torch
 from conftest import ByteText, hybrid_config, tiny_model
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.experimental.residuals import (
-    LeapResiduals,
-    group_of,
-    secant_minimum,
-)
+from hf_hybrid.experimental.residuals import LeapResiduals, group_of, secant_minimum
 from hf_hybrid.run.weights import TrainedWeights
 
 pytestmark = pytest.mark.slow

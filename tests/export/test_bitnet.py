@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, hybrid_config, losses, tiny_model, weights
+from conftest import ByteText, assert_same_weights, losses, tiny_model, weights
+from rig import trainers
 from safetensors.torch import load_file
+from test_export import train_command
 from transformers import AutoModelForCausalLM
 
 from hf_hybrid import HybridTrainer
@@ -32,10 +34,8 @@ def eager():
 
 def trainer_of(folder: Path, model=None, resume: bool = False, **options) -> HybridTrainer:
     model = to_bitnet(tiny_model()) if model is None else model
-    data = {"train_dataset": ByteText(400), "eval_dataset": ByteText(8, offset=500)}
-    trainer = HybridTrainer(model, hybrid_config(folder, **{"max_steps": 24, **options}), **data)
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+    options = {"max_steps": 24, "eval_dataset": ByteText(8, offset=500), **options}
+    return trainers.train(folder, model=model, resume=resume, **options)
 
 
 @pytest.fixture(scope="module")
@@ -177,15 +177,7 @@ def test_what_cannot_work_is_refused(trained, tmp_path):
 
 
 def test_the_command_trains_resumes_and_exports(tmp_path, capsys):
-    from test_export import bpe_tokenizer
-
-    tiny_model(vocab_size=264).config.save_pretrained(tmp_path / "model")
-    bpe_tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "text.txt").write_text("\n\n".join(["The other thing is there, and then some more of them."] * 80))
-    words = {"model": tmp_path / "model", "dataset": tmp_path / "text.txt", "output_dir": tmp_path / "out"}
-    words |= {"sequence_length": 32, "max_steps": 6, "save_steps": 3, "per_device_train_batch_size": 2, "qat": "bitnet"}
-    words |= {"report_to": "none", "use_cpu": "true", "disable_tqdm": "true"}
-    command = ["train", *(word for name, value in words.items() for word in (f"--{name}", str(value)))]
+    command = train_command(tmp_path, qat="bitnet")
     assert main([*command, "--peft", "lora"]) == 2
     assert main(command) == 0
     first = (tmp_path / "out" / "model.safetensors").read_bytes()

@@ -16,6 +16,7 @@ import torch
 from conftest import ByteText, mostly_slow, tiny_model
 from huggingface_hub import ModelCard
 from rig import trainers
+from rig.run_folders import change
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -102,6 +103,17 @@ def given(exports: dict, name: str) -> tuple[Path, dict]:
     if name not in exports:
         pytest.skip(f"{PACKAGES[name]} is not installed")
     return exports[name]
+
+
+def train_command(folder: Path, **more) -> list[str]:
+    """The words that train a tiny model on a text for six steps, in `out` below a folder."""
+    tiny_model(vocab_size=264).config.save_pretrained(folder / "model")
+    bpe_tokenizer().save_pretrained(folder / "model")
+    (folder / "text.txt").write_text("\n\n".join(["The other thing is there, and then some more of them."] * 80))
+    words = {"model": folder / "model", "dataset": folder / "text.txt", "output_dir": folder / "out", **more}
+    words |= {"sequence_length": 32, "max_steps": 6, "save_steps": 3, "per_device_train_batch_size": 2}
+    words |= {"report_to": "none", "use_cpu": "true", "disable_tqdm": "true"}
+    return ["train", *(word for name, value in words.items() for word in (f"--{name}", str(value)))]
 
 
 # What an export is.
@@ -272,14 +284,8 @@ def test_a_streamed_run_is_exported(tmp_path):
 
 def test_the_command_measures_on_what_the_run_held_out(tmp_path, capsys):
     pytest.importorskip("torchao")
-    tiny_model(vocab_size=264).config.save_pretrained(tmp_path / "model")
-    bpe_tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "text.txt").write_text("\n\n".join(["The other thing is there, and then some more of them."] * 80))
     out = tmp_path / "out"
-    words = {"model": tmp_path / "model", "dataset": tmp_path / "text.txt", "output_dir": out, "sequence_length": 32}
-    words |= {"max_steps": 6, "save_steps": 3, "per_device_train_batch_size": 2, "report_to": "none", "use_cpu": "true"}
-    options = [word for name, value in words.items() for word in (f"--{name}", str(value))]
-    assert main(["train", *options, "--disable_tqdm", "true"]) == 0
+    assert main(train_command(tmp_path)) == 0
     evaluated = json.loads((out / "eval_results.json").read_text())["eval_loss"]
     capsys.readouterr()
     assert main(["export", str(out), "--format", "int8", "--measure"]) == 0
@@ -320,6 +326,24 @@ def test_the_command_shows_no_bar_over_the_tensors_of_a_gguf_file(tmp_path, capf
 # What is refused.
 
 
+def written(name: str, value) -> Callable[[Path], object]:
+    """A damage: a file with this text, or with this value as JSON."""
+    return lambda folder: (folder / name).write_text(value if isinstance(value, str) else json.dumps(value))
+
+
+def index_of(value) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder.parent / "secret.safetensors")
+        written("model.safetensors.index.json", value)(folder)
+
+    return damage
+
+
+def options_of(name: str, **values) -> Callable[[Path], None]:
+    """A damage: other values in a file of JSON."""
+    return lambda folder: change(folder / name, **values)
+
+
 def cut_short(folder: Path) -> None:
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
@@ -341,17 +365,7 @@ def without_a_shard(folder: Path) -> None:
 
 def without_a_layer(folder: Path) -> None:
     tiny_model(vocab_size=264, hidden_size=64, num_hidden_layers=1).save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
-
-
-def damaged_config(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
-
-
-def quantised_already(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    change(folder / "config.json", num_hidden_layers=2)
 
 
 @pytest.mark.parametrize(
@@ -361,8 +375,8 @@ def quantised_already(folder: Path) -> None:
         (only_checkpoints, r"holds no model.*export its last checkpoint: `hf-hybrid export .*checkpoint-6`"),
         (without_a_shard, r"is not whole: `model-00002-of-\d+.safetensors` is missing"),
         (without_a_layer, r"lacks weights of its model.*`model.layers.1"),
-        (damaged_config, r"cannot be read"),
-        (quantised_already, r"is quantised already \(`fp8`\)"),
+        (written("config.json", "{"), r"cannot be read"),
+        (options_of("config.json", quantization_config={"quant_method": "fp8"}), r"is quantised already \(`fp8`\)"),
         (shutil.rmtree, r"is no folder"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -374,28 +388,6 @@ def test_a_run_that_is_not_whole_is_refused(run, tmp_path, damage, says):
     with pytest.raises(ExportError, match=f"(?s){says}"):
         exporter.export(tmp_path / "out", tmp_path / "export", "gguf-q8_0", batches=batches(1))
     assert {path.name for path in tmp_path.iterdir()} <= {"out"}
-
-
-def written(name: str, value) -> Callable[[Path], object]:
-    """A damage: a file with this text, or with this value as JSON."""
-    return lambda folder: (folder / name).write_text(value if isinstance(value, str) else json.dumps(value))
-
-
-def index_of(value) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        (folder / "model.safetensors").rename(folder.parent / "secret.safetensors")
-        written("model.safetensors.index.json", value)(folder)
-
-    return damage
-
-
-def options_of(name: str, **values) -> Callable[[Path], None]:
-    """A damage: other values in a file of JSON."""
-
-    def damage(folder: Path) -> None:
-        (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **values}))
-
-    return damage
 
 
 INDEX = "model.safetensors.index.json"
@@ -445,24 +437,23 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/x", "a/../../x", "C:\\x", "..\\x", ["x"], 1, None])
-def test_an_index_names_files_in_its_folder_alone(tmp_path, name):
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(ValueError, match="outside of its folder|is damaged"):
+OUTSIDE = ["../x.safetensors", "/etc/x", "a/../../x", "C:\\x", "..\\x"]
+DAMAGED = ["", "{", "[]", "1", "{}", '{"weight_map": ["x"]}', '{"weight_map": {}}', "[" * 9000]
+DAMAGED += [json.dumps({"weight_map": {"a": name}}) for name in (["x"], 1, None)]
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [*((json.dumps({"weight_map": {"a": name}}), "lies outside of its folder") for name in OUTSIDE),
+     *((text, "is damaged") for text in DAMAGED)],
+)  # fmt: skip
+def test_an_index_names_each_of_its_files_once_and_none_outside_of_its_folder(tmp_path, text, said):
+    index = tmp_path / "index.json"
+    index.write_text(text)
+    with pytest.raises(ValueError, match=said):
         source.shard_names(index)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "1", "{}", '{"weight_map": ["x"]}', '{"weight_map": {}}', "[" * 9000])
-def test_a_damaged_index_is_refused(tmp_path, text):
-    (tmp_path / "index.json").write_text(text)
-    with pytest.raises(ValueError, match="is damaged"):
-        source.shard_names(tmp_path / "index.json")
-
-
-def test_an_index_names_each_file_once(tmp_path):
-    (tmp_path / "index.json").write_text(json.dumps({"weight_map": {"a": "2.bin", "b": "1.bin", "c": "2.bin"}}))
-    assert source.shard_names(tmp_path / "index.json") == ["1.bin", "2.bin"]
+    index.write_text(json.dumps({"weight_map": {"a": "2.bin", "b": "1.bin", "c": "2.bin"}}))
+    assert source.shard_names(index) == ["1.bin", "2.bin"]
 
 
 QUICK = ("config and the texts to measure on", "index of lists", "index that leads out", "note is a list",
@@ -525,7 +516,7 @@ def test_code_that_a_folder_brings_is_neither_run_nor_asked_about(tmp_path, caps
     (brings / "other.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Other: pass\n")
     classes = {"AutoTokenizer": ["other.Other", None]} if "tokenizer" in where else {"AutoConfig": "other.Other"}
     unknown = {"tokenizer_class": "Other"} if "tokenizer" in where else {"model_type": "other"}
-    file.write_text(json.dumps({**json.loads(file.read_text()), "auto_map": classes, **unknown}))
+    change(file, auto_map=classes, **unknown)
     monkeypatch.setattr("builtins.input", lambda prompt: pytest.fail(f"a question: {prompt}"))
     status = main(["export", str(run), "--format", "merged"])
     assert not (tmp_path / "ran").exists()

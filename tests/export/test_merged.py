@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ByteText, hybrid_config, tiny_model
+from conftest import ByteText, tiny_model
+from rig import trainers
 from safetensors.torch import load_file
 from test_export import batches, bpe_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_hybrid import HybridTrainer
 from hf_hybrid.cli.main import main
 from hf_hybrid.export import exporter, measure
 from hf_hybrid.export.formats import FORMATS, ExportError
@@ -187,23 +187,14 @@ def test_a_run_without_adapters_is_written_in_16_bits(tmp_path, capsys):
     stored = sum(tensor.nbytes for tensor in written.values())
     assert stored == 2 * sum(weights.numel() for weights in exact.parameters()) and "lm_head.weight" in written
     card = (tmp_path / "run-merged" / "README.md").read_text()
-    assert (
-        "## Merged export" in card
-        and "quantized" not in card
-        and "They are in bfloat16, rounded stochastically." in card
-    )
+    assert "## Merged export" in card and "quantized" not in card
+    assert "They are in bfloat16, rounded stochastically." in card
 
 
 def test_a_trainer_exports_its_adapters_as_a_plain_model(tmp_path):
     model = adapted(base_folder(tmp_path / "base"))
-    trainer = HybridTrainer(
-        model,
-        hybrid_config(tmp_path / "out", max_steps=6, learning_rate=1e-2),
-        train_dataset=ByteText(40),
-        eval_dataset=ByteText(8, offset=200),
-        processing_class=bpe_tokenizer(),
-    )
-    trainer.train()
+    options = {"max_steps": 6, "learning_rate": 1e-2, "processing_class": bpe_tokenizer()}
+    trainer = trainers.train(tmp_path / "out", model=model, samples=40, eval_dataset=ByteText(8, offset=200), **options)
     trainer.save_model()
     trainer.create_model_card(model_name="small")
     result = trainer.export("merged", max_shard_size="60KB")
@@ -225,14 +216,8 @@ def four_bits() -> dict:
 
 def test_a_base_that_trained_in_4_bits_is_dequantised(tmp_path):
     load, base = four_bits(), base_folder(tmp_path / "base")
-    model = adapted(base, load)
-    trainer = HybridTrainer(
-        model,
-        hybrid_config(tmp_path / "out", max_steps=6, save_steps=3, save_strategy="steps"),
-        train_dataset=ByteText(40),
-        eval_dataset=ByteText(8, offset=200),
-    )
-    trainer.train()
+    options = {"max_steps": 6, "save_steps": 3, "save_strategy": "steps", "eval_dataset": ByteText(8, offset=200)}
+    trainer = trainers.train(tmp_path / "out", model=adapted(base, load), samples=40, **options)
     wanted, loss = logits(trainer.model), trainer.evaluate()["eval_loss"]
     checkpoint = tmp_path / "out" / "checkpoint-6"
     result = exporter.export(checkpoint, tmp_path / "merged", "merged", dtype="float32", batches=batches())
@@ -263,9 +248,7 @@ def test_a_base_that_is_saved_in_4_bits_is_dequantised(tmp_path):
 def test_the_note_of_a_quantised_base_goes_with_the_next_run(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / BASE_NAME).write_text("{}")  # of an earlier run in 4 bits
-    model = adapted(base_folder(tmp_path / "base"))
-    trainer = HybridTrainer(model, hybrid_config(tmp_path / "out", max_steps=1), train_dataset=ByteText(20))
-    trainer.save_model()
+    trainers.build(tmp_path / "out", model=adapted(base_folder(tmp_path / "base")), max_steps=1).save_model()
     assert not (tmp_path / "out" / BASE_NAME).exists()
 
 

@@ -42,12 +42,6 @@ def test_the_held_out_loss_follows_the_training_loss(ratio):
     assert found.low < ratio * clean[-1] < found.high
 
 
-def test_the_last_evaluation_is_its_forecast():
-    losses, rates = a_run()
-    found = forecast_final_loss(range(1, 401), losses, rates, len(rates), 3.5)
-    assert (found.low, found.median, found.high) == pytest.approx((3.5, 3.5, 3.5))
-
-
 @pytest.mark.parametrize("held_out", [0.0, -1.0, math.nan, math.inf])
 def test_there_is_no_held_out_forecast_from_a_loss_that_says_nothing(held_out):
     losses, rates = a_run()
@@ -61,11 +55,12 @@ def test_the_interval_shrinks_as_the_run_goes_on():
     assert widths == sorted(widths, reverse=True)
 
 
-def test_the_end_of_a_run_is_its_forecast():
+def test_the_end_of_a_run_and_its_last_evaluation_are_their_forecasts():
     losses, rates = a_run()
     came = losses[-final_steps(len(losses)) :].mean()
-    found = forecast(losses, rates, len(losses))
-    assert (found.low, found.median, found.high) == pytest.approx((came, came, came))
+    for held_out, expected in ((None, came), (3.5, 3.5)):
+        found = forecast_final_loss(range(1, 401), losses, rates, len(rates), held_out)
+        assert (found.low, found.median, found.high) == pytest.approx((expected, expected, expected))
 
 
 def test_a_decaying_rate_is_known_in_advance():

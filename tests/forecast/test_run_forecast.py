@@ -5,10 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import ByteText, config_values, hybrid_config, tiny_model
+from conftest import ByteText
+from rig import trainers
 from transformers import Trainer, TrainingArguments, get_scheduler
 
-from hf_hybrid import ForecastCallback, HybridTrainer
+from hf_hybrid import ForecastCallback
 from hf_hybrid.forecast.run_forecast import MOST_STEPS, RunForecast, schedule_of
 from hf_hybrid.records.summary import RunPosition
 from hf_hybrid.report.run_folder import load_run
@@ -72,11 +73,14 @@ def test_a_scaled_rate_scales_the_rates_to_come():
     assert rates[20:] == pytest.approx(4e-3 * (1 - np.arange(20, 100) / 100))
 
 
-def test_a_resumed_run_goes_on_with_its_history():
-    whole, resumed = begun(), begun(history=[entry(step) for step in range(1, 31)])
-    for step in range(1, 32):
-        expected = log(whole, step, entry(step))
-    assert log(resumed, 31, entry(31)) == expected
+@pytest.mark.parametrize("evaluated", [[], [{"eval_loss": 3.1, "step": 20}]], ids=["", "with an evaluation"])
+def test_a_resumed_run_goes_on_with_its_history(evaluated):
+    whole, history = begun(), [entry(step) for step in range(1, 31)]
+    history[20:20] = evaluated
+    for row in history:
+        log(whole, row["step"], row)
+    resumed = begun(history=history)
+    assert resumed.log_values(31, entry(31)) == log(whole, 31, entry(31))
     assert log(resumed, 31, entry(31)) == {}  # nothing is counted twice
 
 
@@ -109,14 +113,6 @@ def test_an_evaluation_forecasts_the_held_out_loss_in_the_entries_after_it():
     assert forecast.summary()["held_out"] == {"step": 40, "loss": loss, "low": low, "high": high}
 
 
-def test_a_resumed_run_remembers_its_last_evaluation():
-    whole, history = begun(), [entry(step) for step in range(1, 31)]
-    history.insert(20, {"eval_loss": 3.1, "step": 20})
-    for row in history:
-        log(whole, row["step"], row)
-    assert begun(history=history).log_values(31, entry(31)) == log(whole, 31, entry(31))
-
-
 def test_endless_runs_have_no_forecast():
     forecast = RunForecast(MOST_STEPS + 1, scheduler())
     assert log(forecast, 1, entry(1)) == {}
@@ -133,13 +129,11 @@ def test_the_progress_bar_shows_the_end():
     assert "+-" not in str(RunPosition("full", 2.31, 2**30, forecast.last)), "the run has ended"
 
 
-def test_the_callback_leaves_plain_training_as_it_is(tmp_path, train_set):
+def test_the_callback_leaves_plain_training_as_it_is(tmp_path):
     logs = []
     for callbacks in ([], [ForecastCallback()]):
-        arguments = TrainingArguments(**config_values(tmp_path, eval_strategy="steps", eval_steps=10))
-        sets = {"train_dataset": train_set, "eval_dataset": ByteText(16)}
-        trainer = Trainer(tiny_model(), arguments, **sets, callbacks=callbacks)
-        trainer.train()
+        options = {"eval_strategy": "steps", "eval_steps": 10, "eval_dataset": ByteText(16), "callbacks": callbacks}
+        trainer = trainers.train(tmp_path, Trainer, TrainingArguments, **options)
         logs.append([row for row in trainer.state.log_history if "loss" in row])
     plain, forecast = logs
     assert [row["loss"] for row in plain] == [row["loss"] for row in forecast]
@@ -149,10 +143,9 @@ def test_the_callback_leaves_plain_training_as_it_is(tmp_path, train_set):
 
 @pytest.mark.parametrize("options", [{}, {"forecast": False}, {"enable_predict": False}])
 @pytest.mark.long
-def test_hybrid_trainer_forecasts_unless_told_otherwise(tmp_path, train_set, options):
-    config = hybrid_config(tmp_path, eval_strategy="steps", eval_steps=10, **options)
-    trainer = HybridTrainer(tiny_model(), config, train_dataset=train_set, eval_dataset=ByteText(16))
-    trainer.train()
+def test_hybrid_trainer_forecasts_unless_told_otherwise(tmp_path, options):
+    evaluates = {"eval_strategy": "steps", "eval_steps": 10, "eval_dataset": ByteText(16)}
+    trainer = trainers.train(tmp_path, **evaluates, **options)
     last = [row for row in trainer.state.log_history if "loss" in row][-1]
     assert (set(KEYS + EVAL_KEYS) <= set(last)) is (not options)
     assert not any(key.startswith("hybrid/") for key in trainer.evaluate()), "searches add metrics up"
@@ -168,10 +161,8 @@ def test_hybrid_trainer_forecasts_unless_told_otherwise(tmp_path, train_set, opt
     assert len(run.series("hybrid/forecast_loss")) > 15
 
 
-def test_a_run_of_five_steps(tmp_path, train_set):
-    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path, max_steps=5), train_dataset=train_set)
-    trainer.train()
-    for row in trainer.state.log_history:
+def test_a_run_of_five_steps(tmp_path):
+    for row in trainers.train(tmp_path, max_steps=5).state.log_history:
         assert row.get("hybrid/forecast_low", 1.0) > 0
 
 
@@ -191,15 +182,15 @@ class Losses:
 
 @pytest.mark.parametrize("filtered", [True, False])
 def test_a_plain_run_whose_loss_is_not_finite_any_more(tmp_path, train_set, filtered):
-    arguments = TrainingArguments(**config_values(tmp_path, max_steps=30, logging_nan_inf_filter=filtered))
-    losses, callback = Losses(breaks_at=15), ForecastCallback()
-    Trainer(tiny_model(), arguments, train_dataset=train_set, compute_loss_func=losses, callbacks=[callback]).train()
+    options = {"max_steps": 30, "logging_nan_inf_filter": filtered, "compute_loss_func": Losses(breaks_at=15)}
+    options |= {"train_dataset": train_set, "callbacks": [callback := ForecastCallback()]}
+    trainers.train(tmp_path, Trainer, TrainingArguments, **options)
     assert callback.forecast.last is None
 
 
 def test_a_hybrid_run_whose_loss_is_not_finite_any_more(tmp_path, train_set):
-    values = {"train_dataset": train_set, "compute_loss_func": Losses(breaks_at=15)}
-    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path, max_steps=50), **values)
+    losses = Losses(breaks_at=15)
+    trainer = trainers.build(tmp_path, train_dataset=train_set, compute_loss_func=losses, max_steps=50)
     with pytest.raises(TrainingDivergedError):
         trainer.train()
     rows = [row for row in trainer.state.log_history if KEYS[0] in row]
@@ -210,9 +201,8 @@ def test_a_hybrid_run_whose_loss_is_not_finite_any_more(tmp_path, train_set):
 
 
 def test_a_hybrid_run_with_a_constant_loss(tmp_path, train_set):
-    values = {"train_dataset": train_set, "compute_loss_func": Losses(constant=2.0)}
-    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path, max_steps=30), **values)
-    trainer.train()
+    losses = Losses(constant=2.0)
+    trainer = trainers.train(tmp_path, train_dataset=train_set, compute_loss_func=losses, max_steps=30)
     rows = [row for row in trainer.state.log_history if KEYS[0] in row]
     assert len(rows) > 10
     for row in rows:

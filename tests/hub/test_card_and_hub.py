@@ -15,6 +15,7 @@ import torch
 import yaml
 from conftest import ByteText, hybrid_config, tiny_model
 from huggingface_hub import ModelCard, ModelCardData
+from rig import trainers
 from rig.hub_server import TOKEN, YAML_BLOCK, card_errors
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -43,14 +44,15 @@ def section(card: str, heading: str) -> str:
     return found.group(1).strip() if found else ""
 
 
-def new_trainer(folder, model=None, train_set=None, **overrides) -> HybridTrainer:
-    keys = ("eval_dataset", "callbacks", "compute_metrics", "processing_class")
-    given = {key: overrides.pop(key) for key in keys if key in overrides}
-    given.setdefault("eval_dataset", ByteText(16, offset=500))
-    data = ByteText(400) if train_set is None else train_set
-    return HybridTrainer(
-        model or tiny_model(), hybrid_config(folder, **{"max_steps": 20, **overrides}), train_dataset=data, **given
-    )
+def new_trainer(folder, model=None, **options) -> HybridTrainer:
+    options = {"eval_dataset": ByteText(16, offset=500), "max_steps": 20, **options}
+    return trainers.build(folder, model=model, **options)
+
+
+def after_training(folder, model=None, **options) -> HybridTrainer:
+    trainer = new_trainer(folder, model, **options)
+    trainer.train()
+    return trainer
 
 
 def card_of(trainer, **kwargs) -> str:
@@ -71,8 +73,9 @@ def card_of(trainer, **kwargs) -> str:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> HybridTrainer:
-    trainer = new_trainer(tmp_path_factory.mktemp("card") / "small", eval_strategy="steps", eval_steps=10, max_steps=30)
-    trainer.train()
+    trainer = after_training(
+        tmp_path_factory.mktemp("card") / "small", eval_strategy="steps", eval_steps=10, max_steps=30
+    )
     trainer.evaluate()
     return trainer
 
@@ -190,8 +193,7 @@ def test_what_was_not_evaluated_says_so(tmp_path):
 
 
 def test_only_an_evaluation_of_the_final_weights_is_a_result(tmp_path):
-    trainer = new_trainer(tmp_path / "out", eval_strategy="steps", eval_steps=15)
-    trainer.train()
+    trainer = after_training(tmp_path / "out", eval_strategy="steps", eval_steps=15)
     log = trainer.state.log_history
     log[:] = [entry for entry in log if "eval_loss" not in entry or entry["step"] == 15]  # Trainer adds one at the end
     card = card_of(trainer)
@@ -223,24 +225,21 @@ def test_wall_time_is_that_of_all_starts(tmp_path, leaps):
 
 
 def test_perplexity_is_not_claimed_of_other_losses(tmp_path):
-    trainer = new_trainer(tmp_path / "out", label_smoothing_factor=0.1, max_steps=6)
-    trainer.train()
+    trainer = after_training(tmp_path / "out", label_smoothing_factor=0.1, max_steps=6)
     trainer.evaluate()
     assert "erplexity" not in section(card_of(trainer), "Results")
     assert [m["type"] for m in metadata_of(card_of(trainer))["model-index"][0]["results"][0]["metrics"]] == ["loss"]
 
 
 def test_without_phases_there_is_no_table_of_phases(tmp_path):
-    trainer = new_trainer(tmp_path / "out", enable_predict=False, max_steps=4)
-    trainer.train()
+    trainer = after_training(tmp_path / "out", enable_predict=False, max_steps=4)
     card = card_of(trainer)
     assert section(card, "Phases") == "" and "held out" not in card
     assert "hf-hybrid" in metadata_of(card)["tags"] and "hf-hybrid" in trainer.model.model_tags
 
 
 def test_savings_that_did_not_work_are_named(tmp_path):
-    trainer = new_trainer(tmp_path / "out", enable_predict=False, max_steps=1)
-    trainer.train()
+    trainer = after_training(tmp_path / "out", enable_predict=False, max_steps=1)
     assert "did not work" not in card_of(trainer)
     failed = [f"no tree (KeyError: '{Path.home()}/private/a|b')", "no <b>window</b>"]
     trainer.parts.append(type("Failing", (Part,), {"failed": failed})())
@@ -250,11 +249,8 @@ def test_savings_that_did_not_work_are_named(tmp_path):
 
 
 def test_memory_is_that_of_the_profiler_where_there_is_one(tmp_path):
-    from hf_hybrid.records.profiler import MemoryProfilerCallback
-
     profiler = MemoryProfilerCallback()
-    trainer = new_trainer(tmp_path / "out", callbacks=[profiler])
-    trainer.train()
+    trainer = after_training(tmp_path / "out", callbacks=[profiler])
     memory = section(card_of(trainer), "Memory")
     for phase, found in profiler.summary()["phases"].items():
         assert f"| {phase.capitalize()} | {found['records']} |" in memory
@@ -303,8 +299,7 @@ def test_weights_in_four_bits_are_counted_as_what_they_stand_for():
 def test_adapter_says_how_to_load_it(tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2)
-    trainer = new_trainer(tmp_path / "out", peft.get_peft_model(tiny_model(), config), max_steps=6)
-    trainer.train()
+    trainer = after_training(tmp_path / "out", peft.get_peft_model(tiny_model(), config), max_steps=6)
     trainer.save_model()  # PEFT writes a card of its own
     card = card_of(trainer)
     fields = metadata_of(card)
@@ -326,8 +321,7 @@ def test_a_lora_card_has_its_settings_and_nothing_of_leaps(monkeypatch, tmp_path
     defaults = dict.fromkeys(("warmup_phase_steps", "full_phase_steps", "correct_phase_steps", "max_predict_steps"))
     options = {**defaults, "leap_worth": None, **options}
     model, profiler = peft.get_peft_model(tiny_model(), config), MemoryProfilerCallback()
-    trainer = new_trainer(tmp_path / "out", model, callbacks=[profiler], max_steps=12, auto_lr="off", **options)
-    trainer.train()
+    trainer = after_training(tmp_path / "out", model, callbacks=[profiler], max_steps=12, auto_lr="off", **options)
     card = card_of(trainer)
     rows = dict(re.findall(r"^\| `(\w+)` \| `(.*)` \|$", section(card, "Adapter"), re.MULTILINE))
     assert rows == {
@@ -444,8 +438,7 @@ def test_trackers_in_use_are_linked(monkeypatch, trained):
 
 
 def test_method_of_the_trainer_is_named_and_cited(tmp_path):
-    trainer = new_trainer(tmp_path / "out", max_steps=4)
-    trainer.train()
+    trainer = after_training(tmp_path / "out", max_steps=4)
     trainer.evaluate()
     trainer._name = "DPO"
     trainer._paper = {"title": "Direct {Preference}", "id": "2305.18290", "citation": "@inproceedings{x}"}
@@ -477,14 +470,12 @@ def test_the_software_is_cited_as_the_repository_says(trained, tmp_path):
     known = {reference["title"]: reference["url"] for reference in cff["references"]}
     by_direction = {"orthogonal": ["Muon: An", "Muon is"], "gradient_memory": ["The AdEMAMix"], "none": []}
     for direction, papers in by_direction.items():
-        trainer = new_trainer(tmp_path / direction, direction=direction)
-        trainer.train()
+        trainer = after_training(tmp_path / direction, direction=direction)
         assert trainer.hybrid_summary()["leaps"]
         links = dict(re.findall(r"^- \[(.*)\]\((.*)\)$", section(card_of(trainer), "Citation"), re.MULTILINE))
         assert links.items() <= known.items() and len(links) == len(papers)
         assert all(title.startswith(start) for title, start in zip(links, papers))
-    trainer = new_trainer(tmp_path / "muon", optim="muon", enable_predict=False, max_steps=2)
-    trainer.train()
+    trainer = after_training(tmp_path / "muon", optim="muon", enable_predict=False, max_steps=2)
     assert "Muon is Scalable" in section(card_of(trainer), "Citation")
 
 
@@ -560,11 +551,7 @@ def test_what_was_pushed_loads_elsewhere(scenario):
     whole = {f"last-checkpoint/hybrid_{name}" for name in ("state.safetensors", "manifest.json")}
     assert whole <= set(push["files"])
     assert push["multipart"] and push["messages"][-1] == "End of training"
-
-
-@pytest.mark.processes
-def test_private_is_passed_on(scenario):
-    assert scenario["push"]["private"] and scenario["push"]["create"]["visibility"] == "private"
+    assert push["private"] and push["create"]["visibility"] == "private"
 
 
 @pytest.mark.processes

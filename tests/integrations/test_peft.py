@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
+from conftest import ByteText, assert_same_weights, hybrid_config, losses, tiny_model, weights
 from rig import trainers
 from transformers import Trainer, TrainingArguments
 
@@ -125,18 +125,10 @@ def test_adapters_resume(trained, tmp_path):
 @pytest.mark.parametrize("method", ["lora", "prompt"])
 def test_warmup_equals_plain_trainer(method, tmp_path):
     """Dropout in the adapters included: looking at held-out sequences draws no random numbers."""
-    plain = Trainer(
-        adapted(method),
-        TrainingArguments(**config_values(tmp_path / "plain", max_steps=8)),
-        train_dataset=ByteText(400),
-    )
-    plain.train()
-    args = hybrid_config(tmp_path / "hybrid", max_steps=8, warmup_phase_steps=8)
-    probe = ByteText(16, offset=500)
-    hybrid = HybridTrainer(adapted(method), args, train_dataset=ByteText(400), probe_dataset=probe)
-    hybrid.train()
-    losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (plain, hybrid)]
-    assert losses[0] == losses[1]
+    plain = trainers.train(tmp_path / "plain", Trainer, TrainingArguments, model=adapted(method), max_steps=8)
+    options = {"max_steps": 8, "warmup_phase_steps": 8, "probe_dataset": ByteText(16, offset=500)}
+    hybrid = trainers.train(tmp_path / "hybrid", model=adapted(method), **options)
+    assert losses(hybrid) == losses(plain)
     assert_same_weights(weights(hybrid.model), weights(plain.model))
 
 
@@ -176,10 +168,8 @@ def test_qlora_in_all_phases_with_evaluations(base_folder, tmp_path):
     options = {"max_steps": 20, "save_strategy": "steps", "save_steps": 5, "eval_strategy": "steps", "eval_steps": 7}
 
     def build(folder=tmp_path):
-        config = hybrid_config(folder, **{**LEAPING, **options})
-        return HybridTrainer(
-            qlora(base_folder), config, train_dataset=ByteText(400), eval_dataset=ByteText(4, offset=500)
-        )
+        data = {"eval_dataset": ByteText(4, offset=500)}
+        return trainers.build(folder, model=qlora(base_folder), **data, **LEAPING, **options)
 
     trainer = build()
     before = weights(trainer.model)
@@ -210,9 +200,7 @@ def gradients(model):
 
 def test_evaluations_leave_gradients_of_4_bit_layers_right(base_folder, tmp_path):
     """On a CPU with bf16 instructions bitsandbytes would pack them for a kernel without a right backward pass."""
-    trainer = HybridTrainer(
-        qlora(base_folder), hybrid_config(tmp_path), train_dataset=ByteText(400), eval_dataset=ByteText(4, offset=500)
-    )
+    trainer = trainers.build(tmp_path, model=qlora(base_folder), eval_dataset=ByteText(4, offset=500))
     before = gradients(trainer.model)
     trainer.evaluate()
     after = gradients(trainer.model)
@@ -229,39 +217,20 @@ def test_a_model_that_was_packed_for_inference_is_refused(base_folder, tmp_path)
 
 
 def test_streamed_4_bit_base_equals_the_resident_one(base_folder, tmp_path):
-    losses = []
-    for memory in ("off", "stream"):
-        trainer = train(tmp_path / memory, qlora(base_folder), max_steps=6, memory=memory)
-        losses.append([e["loss"] for e in trainer.state.log_history if "loss" in e])
-    assert losses[0] == losses[1]
+    resident, streamed = (
+        train(tmp_path / memory, qlora(base_folder), max_steps=6, memory=memory) for memory in ("off", "stream")
+    )
+    assert losses(resident) == losses(streamed)
 
 
 @pytest.mark.processes
 def test_loaders_with_persistent_workers_are_not_mixed_up(tmp_path):
     """`Trainer` keeps one evaluation loader for all data sets then; probes must not be it, nor take it for theirs."""
     held_out, evaluation = ByteText(6, offset=500), ByteText(10, offset=600)
-    options = {
-        "dataloader_num_workers": 1,
-        "dataloader_persistent_workers": True,
-        "max_steps": 4,
-        "warmup_phase_steps": 2,
-    }
-    trainer = HybridTrainer(
-        tiny_model(), hybrid_config(tmp_path, **options), train_dataset=ByteText(100), eval_dataset=evaluation,
-        probe_dataset=held_out,
-    )  # fmt: skip
+    options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "max_steps": 4}
+    options |= {"warmup_phase_steps": 2, "eval_dataset": evaluation, "probe_dataset": held_out}
+    trainer = trainers.build(tmp_path, samples=100, **options)
     first = trainer.evaluate()["eval_loss"]
     batches = trainer.sequence_losses(trainer).held_out()
     assert torch.equal(torch.cat([batch["input_ids"] for batch in batches]), held_out.blocks)
     assert trainer.evaluate()["eval_loss"] == first
-
-
-@pytest.mark.slow  # leaps of adapters are asked for by name alone
-def test_adapters_leap_and_the_base_stays(tmp_path):
-    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    base = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
-    trainer = HybridTrainer(model, hybrid_config(tmp_path), train_dataset=ByteText(400))
-    trainer.train()
-    assert trainer.hybrid_summary()["predicted_steps"] > 0
-    now = dict(trainer.model.named_parameters())
-    assert all(torch.equal(value, now[name]) for name, value in base.items())

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
+from conftest import ByteText, assert_same_weights, config_values, hybrid_config, losses, tiny_model, weights
 from rig import trainers
 from transformers import LlamaForSequenceClassification, Trainer, TrainingArguments
 
@@ -37,8 +37,7 @@ def test_prompts_are_completed_at_evaluations_and_no_bit_of_the_training_changes
     plain = train(tmp_path / "plain")
     sampled = train(tmp_path / "sampled", callbacks=[SampleCallback(prompts, 5)])
     assert_same_weights(weights(plain.model), weights(sampled.model))
-    losses = [[entry.get("loss") for entry in trainer.state.log_history] for trainer in (plain, sampled)]
-    assert losses[0] == losses[1]
+    assert losses(plain) == losses(sampled)
     assert not (tmp_path / "plain" / "samples.jsonl").exists()
     found = samples_of(tmp_path / "sampled")
     assert [(line["step"], line["prompt"]) for line in found] == [
@@ -93,22 +92,21 @@ def test_trainers_of_trl(tmp_path, prompts, kind):
 
     def run(folder, **options):
         values = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4, **options}
-        model, common = rollouts.policy(), {"processing_class": TOKENIZER}
+        more = {}
         if kind == "grpo":
-            of_grpo = {"num_generations": 2, "max_completion_length": 4}
-            config = rollouts.HybridGRPOConfig(**config_values(folder, **of_grpo, **values))
-            data = rollouts.prompts(0.3)
-            common |= {"train_dataset": data, "eval_dataset": data.select(range(2))}
-            trainer = rollouts.HybridGRPOTrainer(model, rollouts.reward, config, **common)
+            trainer, config, data = rollouts.HybridGRPOTrainer, rollouts.HybridGRPOConfig, rollouts.prompts(0.3)
+            values |= {"num_generations": 2, "max_completion_length": 4}
+            more["reward_funcs"] = rollouts.reward
         elif kind == "sft":
+            trainer, config = HybridSFTTrainer, HybridSFTConfig
             data = Dataset.from_dict({"text": [f"easy {number % 9} is good" for number in range(24)]})
-            common |= {"train_dataset": data, "eval_dataset": data.select(range(4))}
-            trainer = HybridSFTTrainer(model, HybridSFTConfig(**config_values(folder, **values)), **common)
         else:
+            trainer, config = HybridDPOTrainer, HybridDPOConfig
             rows = [{"prompt": f"a {n % 9}", "chosen": " good", "rejected": " bad"} for n in range(24)]
             data = Dataset.from_list(rows)
-            common |= {"train_dataset": data, "eval_dataset": data.select(range(4))}
-            trainer = HybridDPOTrainer(model, args=HybridDPOConfig(**config_values(folder, **values)), **common)
+        more |= {"train_dataset": data, "eval_dataset": data.select(range(2 if kind == "grpo" else 4))}
+        args = config(**config_values(folder, **values))
+        trainer = trainer(rollouts.policy(), args=args, processing_class=TOKENIZER, **more)
         trainer.train()
         return weights(trainer.model)
 

@@ -68,11 +68,7 @@ KINDS = {
     "incomplete_batches_dropped": (lambda: ROWS[:9], {"dataloader_drop_last": True, "num_train_epochs": 10}),
     "grouped_by_length": (
         ragged,
-        {
-            "train_sampling_strategy": "group_by_length",
-            "per_device_train_batch_size": 1,
-            "num_train_epochs": 1,
-        },
+        {"train_sampling_strategy": "group_by_length", "per_device_train_batch_size": 1, "num_train_epochs": 1},
     ),
 }
 

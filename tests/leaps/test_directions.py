@@ -89,48 +89,44 @@ def test_any_optimizer_leaps_as_far_as_it_went(make, shape):
 # What holds for every direction.
 
 
-def advance(toy, steps):
-    for _ in range(steps):
-        toy.real_step()
-
-
-def check_rollback(direction, dtype):
-    """Undoing a leap restores the weights exactly, at once and after real steps."""
-    toy = Toy(direction=direction, dtype=dtype)
-    advance(toy, 7)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@EVERY
+def test_rollback_is_exact_at_once_and_after_real_steps(direction, dtype):
+    toy = Toy(direction=direction, dtype=dtype, steps=7)
     before = toy.weights()
     with toy.trajectory.trial(Leap(0, 7)):
         toy.trajectory.leap(0.5)
-        assert direction is NoDirection or any(not torch.equal(a, b) for a, b in zip(before, toy.weights()))
-    assert all(torch.equal(a, b) for a, b in zip(before, toy.weights()))
-    advance(toy, 3)
+        assert direction is NoDirection or not toy.holds(before)
+    assert toy.holds(before)
+    toy.advance(3)
     before = toy.weights()
     toy.leap(0.5)
-    advance(toy, 2)
+    toy.advance(2)
     toy.trajectory.roll_back()
-    assert all(torch.equal(a, b) for a, b in zip(before, toy.weights()))
+    assert toy.holds(before)
 
 
-def check_second_leap(direction):
-    """A leap that is formed again starts from the same weights."""
-    first, second = Toy(direction=direction), Toy(direction=direction)
-    for toy in (first, second):
-        advance(toy, 8)
+@EVERY
+def test_a_leap_that_is_formed_again_starts_from_the_same_weights(direction):
+    first, second = Toy(direction=direction, steps=8), Toy(direction=direction, steps=8)
+    before = first.weights()
     with first.trajectory.trial(Leap(0, 8)), second.trajectory.trial(Leap(0, 8)):
         for gain in (2.0, -1.0, 0.5):
             first.trajectory.leap(gain)
         second.trajectory.leap(0.5)
-        assert first.trajectory.open == second.trajectory.open
-        assert all(torch.equal(a, b) for a, b in zip(first.weights(), second.weights()))
+        assert first.trajectory.open == second.trajectory.open and first.holds(second.weights())
         first.trajectory.max_relative_norm = 1e-6
         first.trajectory.leap(3.0)
         capped = first.trajectory.open.relative_norm
         assert direction is NoDirection or capped == pytest.approx(1e-6, rel=1e-2)
+        first.trajectory.keep()
+    first.trajectory.roll_back()
+    assert first.holds(before)
 
 
 def resumed(toy, fresh):
     """`fresh`, brought to the state of `toy` through what a checkpoint holds."""
-    advance(fresh, 1)
+    fresh.advance(1)
     fresh.optimizer.load_state_dict(deepcopy(toy.optimizer.state_dict()))
     for (_, there), (_, here) in zip(toy.named, fresh.named):
         here.data.copy_(there.data)
@@ -141,97 +137,59 @@ def resumed(toy, fresh):
     return fresh
 
 
-MOMENTS = ("before the first leap", "in a block", "while a leap is open")
-
-
-def check_resume(direction, moment, optimizer):
-    """A resumed run goes on bit for bit."""
-    toy = Toy(direction=direction, optimizer=optimizer)
-    advance(toy, 7)
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("moment", ["before the first leap", "in a block", "before a roll back", "before a leap stays"])
+@EVERY
+def test_a_resumed_run_goes_on_bit_for_bit(direction, moment, optimizer):
+    toy = Toy(direction=direction, optimizer=optimizer, steps=7)
     if moment != "before the first leap":
         toy.leap(0.5)
-        advance(toy, 2)
+        toy.advance(2)
     if moment == "in a block":
         toy.trajectory.accept()
-        advance(toy, 1)
+        toy.advance(1)
     copy = resumed(toy, Toy(direction=direction, optimizer=optimizer))
     for t in (toy, copy):
-        if moment == "while a leap is open":
+        if moment == "before a roll back":
             t.trajectory.roll_back()
-        advance(t, 3)
+        t.advance(3)
+        if moment == "before a leap stays":
+            t.trajectory.accept()
         t.leap(1.0)
-        advance(t, 2)
+        t.advance(2)
         t.trajectory.accept()
         t.leap(0.5)
-    assert all(torch.equal(a, b) for a, b in zip(toy.weights(), copy.weights()))
-    assert toy.trajectory.bytes_held() == copy.trajectory.bytes_held()
-
-
-def check_values_per_weight(direction):
-    """Buffers on the host and beside the weights hold as many bytes, and no more than plans count."""
-    here, there = (
-        Trajectory(
-            TrainedWeights(toy.named, toy.optimizer),
-            direction=direction, memory_steps=4, max_relative_norm=10.0, host=host,
-        )
-        for toy, host in ((Toy(), False), (Toy(), True))
-    )  # fmt: skip
-    assert here.bytes_held() == there.bytes_held()
-    toy = Toy(direction=direction)
-    advance(toy, 8)
-    toy.leap(0.5)
-    held = toy.trajectory.bytes_held()
-    buffers = sum(held.values()) - held["snapshot"] - held["scratch"]
-    assert buffers <= direction_class(direction).values_per_weight * 4 * (12 + 5 + 8)
-    return buffers
-
-
-def check_reset(direction):
-    """A reset clears the memories, and the direction learns anew."""
-    toy = Toy(direction=direction)
-    advance(toy, 7)
-    toy.trajectory.reset_memory()
-    kinds = toy.trajectory.direction.buffers
-    assert all(not t.any() for kind in ("memory", "history") for t in kinds.get(kind, []))
-    advance(toy, 7)
-    assert toy.trajectory.direction.ready and (direction is NoDirection or toy.leap(1.0).relative_norm > 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@EVERY
-def test_rollback_is_exact_before_and_after_real_steps(direction, dtype):
-    check_rollback(direction, dtype)
-
-
-@EVERY
-def test_a_leap_that_is_formed_again_starts_anew(direction):
-    check_second_leap(direction)
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
-@pytest.mark.parametrize("moment", MOMENTS)
-@EVERY
-def test_resume_is_bit_exact(direction, moment, optimizer):
-    check_resume(direction, moment, optimizer)
+    assert toy.holds(copy.weights()) and toy.trajectory.bytes_held() == copy.trajectory.bytes_held()
 
 
 @EVERY
 def test_buffers_are_those_that_plans_count(direction):
-    check_values_per_weight(direction)
+    """On the host and beside the weights as many bytes."""
+    here, there = (Toy(direction=direction, host=host).trajectory for host in (False, True))
+    assert here.bytes_held() == there.bytes_held()
+    toy = Toy(direction=direction, steps=8)
+    toy.leap(0.5)
+    held = toy.trajectory.bytes_held()
+    buffers = sum(held.values()) - held["snapshot"] - held["scratch"]
+    assert buffers <= direction_class(direction).values_per_weight * 4 * (12 + 5 + 8)
 
 
 @EVERY
-def test_a_reset_clears_the_memories(direction):
-    check_reset(direction)
+def test_a_reset_clears_the_memories_and_the_direction_learns_anew(direction):
+    toy = Toy(direction=direction, steps=7)
+    toy.trajectory.reset_memory()
+    kinds = toy.trajectory.direction.buffers
+    assert all(not t.any() for kind in ("memory", "history") for t in kinds.get(kind, []))
+    toy.advance(7)
+    assert toy.trajectory.direction.ready and (direction is NoDirection or toy.leap(1.0).relative_norm > 0)
 
 
 def test_another_direction_starts_anew():
-    toy = Toy(direction=GradientMemory)
-    advance(toy, 7)
+    toy = Toy(direction=GradientMemory, steps=7)
     copy = resumed(toy, Toy(direction=Orthogonal))
     assert copy.trajectory.direction.name == "orthogonal"
     assert copy.trajectory.clock.steps_in_block == toy.trajectory.clock.steps_in_block
-    advance(copy, 7)
+    copy.advance(7)
     assert copy.leap(1.0).relative_norm > 0
 
 
@@ -264,13 +222,11 @@ class RandomDirection(Direction):
         self.leaps = values["leaps"]
 
 
-@pytest.mark.parametrize("optim, layers, expected", [
-    ("adamw_torch", True, Orthogonal), ("adamw_torch", False, GradientMemory),
-])  # fmt: skip
-def test_gradient_memory_leads_where_nothing_is_orthogonalised(optim, layers, expected, tmp_path, train_set):
+@pytest.mark.parametrize("layers, expected", [(True, Orthogonal), (False, GradientMemory)])
+def test_gradient_memory_leads_where_nothing_is_orthogonalised(layers, expected, tmp_path):
     model = tiny_model()
     model.model.layers.requires_grad_(layers)
-    trainer = HybridTrainer(model, hybrid_config(tmp_path, optim=optim), train_dataset=train_set)
+    trainer = trainers.build(tmp_path, model=model, optim="adamw_torch")
     trainer.create_optimizer()
     assert direction_of(trainer, split_parameters(model)[0]) is expected
 

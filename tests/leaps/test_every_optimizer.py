@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, config_values, finite, hybrid_config, tiny_model, weights
+from conftest import ByteText, assert_same_weights, config_values, finite, hybrid_config, losses, tiny_model, weights
+from rig import trainers
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
@@ -35,11 +36,9 @@ def test_optimizers_that_leaps_are_tested_with(tmp_path, optim):
         pytest.importorskip("bitsandbytes")
         model = tiny_model(num_hidden_layers=1, hidden_size=64, intermediate_size=128)  # smaller ones stay in fp32
     leaps = {"leap_gain": 0.05, "leap_budget": 100.0, "leap_worth": 1.0, "probe_budget": 0.0}
-    config = hybrid_config(tmp_path, optim=optim, max_steps=12, learning_rate=1e-3, **leaps)
-    trainer = HybridTrainer(model, config, train_dataset=ByteText(400))
-    trainer.train()
-    summary, losses = trainer.hybrid_summary(), [e["loss"] for e in trainer.state.log_history if "loss" in e]
-    assert finite(trainer.model) and losses[-1] < losses[0]
+    trainer = trainers.train(tmp_path, model=model, optim=optim, max_steps=12, learning_rate=1e-3, **leaps)
+    summary = trainer.hybrid_summary()
+    assert finite(trainer.model) and losses(trainer)[-1] < losses(trainer)[0]
     assert summary["predicted_steps"] > 0 and any(leap["relative_norm"] > 0 for leap in summary["leaps"])
     types = {v.dtype for state in trainer.optimizer.state.values() for v in state.values() if torch.is_tensor(v)}
     assert (torch.uint8 in types) == optim.endswith("8bit")
@@ -114,37 +113,29 @@ def test_leaps_refuse_an_optimizer_with_two_sets_of_weights(tmp_path, make, name
 
 
 def test_an_optimizer_with_two_sets_of_weights_trains_if_nobody_asked_for_leaps(tmp_path, caplog):
-    made = {}
-    for kind in (HybridTrainer, Trainer):
-        model = tiny_model(num_hidden_layers=1)
-        options = {"max_steps": 4, "learning_rate": 0.1}
-        args = hybrid_config(tmp_path / "hybrid", direction="auto", **options)
-        if kind is Trainer:
-            args = TrainingArguments(**config_values(tmp_path / "plain", **options))
+    made = []
+    for kind, config, leaps in (
+        (HybridTrainer, hybrid_config, {"direction": "auto"}),
+        (HybridTrainer, hybrid_config, {"enable_predict": False}),
+        (Trainer, TrainingArguments, {}),
+    ):
+        model, options = tiny_model(num_hidden_layers=1), {"max_steps": 4, "learning_rate": 0.1, "samples": 40, **leaps}
         optimizers = (TwoSets(model.parameters(), lr=0.1), None)
-        made[kind] = kind(model, args, train_dataset=ByteText(40), optimizers=optimizers)
-        made[kind].train()
-    assert_same_weights(*(weights(trainer.model) for trainer in made.values()))
+        folder = tmp_path / str(len(made))
+        made.append(trainers.train(folder, kind, config, model=model, optimizers=optimizers, **options))
+    for trainer in made[:2]:
+        assert_same_weights(weights(trainer.model), weights(made[2].model))
     told = [r.getMessage() for r in caplog.records if "makes no leaps" in r.getMessage()]
     assert len(told) == 1 and told[0].startswith("`TwoSets` keeps two sets of weights")
-    assert "two sets" in made[HybridTrainer].hybrid_summary()["no_leaps"]
-
-
-def test_an_optimizer_with_two_sets_of_weights_trains_without_leaps(tmp_path):
-    model = tiny_model(num_hidden_layers=1)
-    config = hybrid_config(tmp_path, max_steps=1, enable_predict=False)
-    optimizers = (TwoSets(model.parameters(), lr=0.1), None)
-    HybridTrainer(model, config, train_dataset=ByteText(40), optimizers=optimizers).train()
-    assert finite(model)
+    assert "two sets" in made[0].hybrid_summary()["no_leaps"]
 
 
 def test_an_optimizer_inside_two_wrappers_trains_leaps_and_resumes_as_without(tmp_path):
     def train(folder, wrap, resume=None):
         model = tiny_model(num_hidden_layers=1)
         optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
-        config = hybrid_config(folder, max_steps=14, save_strategy="steps", save_steps=9)
-        trainer = HybridTrainer(model, config, train_dataset=ByteText(400), optimizers=(optimizer, None))
-        trainer.train(resume_from_checkpoint=resume)
+        options = {"max_steps": 14, "save_strategy": "steps", "save_steps": 9, "optimizers": (optimizer, None)}
+        trainer = trainers.train(folder, model=model, resume=resume, **options)
         return weights(model), [(leap["step"], leap["relative_norm"]) for leap in trainer.hybrid_summary()["leaps"]]
 
     expected, leaps = train(tmp_path / "plain", lambda optimizer: optimizer)

@@ -88,11 +88,7 @@ def test_a_planner_that_wants_no_leap_makes_none(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"planner": "bandit", "corrects": True},
-        {"direction": "gradient_memory"},
-        {"memory": "stream"},
-    ],
+    [{"planner": "bandit", "corrects": True}, {"direction": "gradient_memory"}, {"memory": "stream"}],
     ids=["bandit and corrected gains", "gradient memory", "streamed"],
 )
 @pytest.mark.long
@@ -102,8 +98,7 @@ def test_a_run_resumes_bit_for_bit(options, tmp_path):
     parts = lambda: [LeapResiduals(correct_gain=True)] if corrects else []  # noqa: E731
     whole = train(tmp_path / "whole", parts=parts(), **options)
     summary = whole.hybrid_summary()
-    losses = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
-    assert losses[-1] < losses[0] - 0.5 and len(summary["leaps"]) > 5
+    assert losses(whole)[-1] < losses(whole)[0] - 0.5 and len(summary["leaps"]) > 5
     for step in (19, 38):
         checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
         resumed = train(tmp_path / f"again-{step}", resume=checkpoint, parts=parts(), **options)
@@ -128,14 +123,6 @@ def test_leaps_are_the_same_wherever_weights_and_buffers_are(build, tmp_path):
     assert [leap["verdict"] for leap in host.hybrid_summary()["leaps"]] == [leap["verdict"] for leap in leaps]
     expected = weights(resident.model)
     assert all(torch.allclose(weight, expected[name], atol=1e-4) for name, weight in weights(host.model).items())
-
-
-def test_adapters_leap_and_their_base_stays(tmp_path):
-    model = lora()
-    before = weights(model)
-    trained_model = train(tmp_path, model).model
-    for name, weight in weights(trained_model).items():
-        assert torch.equal(weight, before[name]) == ("lora_" not in name)
 
 
 # The weights: what moves them, and what puts them back.
@@ -173,13 +160,7 @@ def test_every_step_does_what_its_phase_says(tmp_path):
         def on_step_end(self, args, state, control, **kwargs):
             phases.append(trainer.run.last_phase)
 
-    trainer = HybridTrainer(
-        tiny_model(),
-        hybrid_config(tmp_path, max_steps=40),
-        train_dataset=ByteText(400),
-        callbacks=[recorder],
-    )
-    trainer.add_callback(Phases)
+    trainer = trainers.build(tmp_path, max_steps=40, callbacks=[recorder, Phases])
     trainer.train()
     summary = trainer.hybrid_summary()
     assert set(phases) == set(Phase)
@@ -217,24 +198,31 @@ def test_a_leap_is_not_clipped_by_max_grad_norm(tmp_path):
     assert norms[0][0] > 1e-3 and norms[1][0] == pytest.approx(norms[0][0], rel=0.3)
 
 
-class Spy:
-    """Stands in for `Trajectory.leap` and keeps the weights around it."""
+@pytest.fixture
+def restored(monkeypatch):
+    """The weights after each roll-back."""
+    states, rolled = [], Trajectory.roll_back
 
-    def __init__(self, monkeypatch, factor=1.0):
-        original = Trajectory.leap
-        self.before = []
+    def roll_back(trajectory):
+        rolled(trajectory)
+        states.append([p.detach().clone() for p in trajectory.parameters])
 
-        def leap(trajectory, gain):
-            if trajectory.open.gain == 0:  # not moved yet
-                self.before.append([p.detach().clone() for p in trajectory.parameters])
-            trajectory.max_relative_norm = 1e3
-            return original(trajectory, gain * factor)
+    monkeypatch.setattr(Trajectory, "roll_back", roll_back)
+    return states
 
-        monkeypatch.setattr(Trajectory, "leap", leap)
+
+def is_among(weights, states):
+    return any(all(torch.equal(a, b) for a, b in zip(weights, state)) for state in states)
 
 
 def test_rejected_leaps_leave_the_weights_bit_equal(tmp_path, monkeypatch):
-    Spy(monkeypatch, factor=-5000.0)  # uphill, far
+    original = Trajectory.leap
+
+    def leap(trajectory, gain):  # uphill, far
+        trajectory.max_relative_norm = 1e3
+        return original(trajectory, -5000.0 * gain)
+
+    monkeypatch.setattr(Trajectory, "leap", leap)
     monkeypatch.setattr(Orthogonal, "most_per_step", math.inf)
     recorder = Recorder()
     trainer = run(tmp_path, callbacks=[recorder], probe_budget=1.0)
@@ -253,49 +241,36 @@ def test_leaps_at_a_rate_that_is_far_too_high_do_no_harm(tmp_path):
     for seed in range(3):
         ends = []
         for enable_predict in (False, True):
-            values = config_values(tmp_path, max_steps=60, learning_rate=0.06, seed=seed, logging_steps=1000)
+            values = {"max_steps": 60, "learning_rate": 0.06, "seed": seed, "logging_steps": 1000, "auto_lr": "off"}
             values |= {"enable_predict": enable_predict, "direction": "orthogonal", "leap_budget": 100.0}
-            torch.manual_seed(seed)
             data = {"train_dataset": ByteText(600), "eval_dataset": ByteText(64, offset=700)}
-            trainer = HybridTrainer(tiny_model(), HybridConfig(**values, auto_lr="off"), **data)
-            trainer.train()
+            trainer = trainers.train(tmp_path, config=HybridConfig, **values, **data, model_seed=seed)
             ends.append(trainer.evaluate()["eval_loss"])
         assert trainer.hybrid_summary()["leaps_made"] > 0
         above.append(ends[1] / ends[0] - 1)
     assert sum(above) / len(above) < 0.01 and max(above) < 0.03
 
 
-def test_terrible_leap_that_was_not_probed_is_rolled_back(tmp_path, monkeypatch):
+def test_terrible_leap_that_was_not_probed_is_rolled_back(tmp_path, monkeypatch, restored):
     """Probed at first, terrible later when nobody looks: Correct sees the loss jump and goes back exactly."""
-    original = Trajectory.leap
-    at_leap = []
+    original, at_leap = Trajectory.leap, []
 
     def leap(trajectory, gain):
-        trajectory.max_relative_norm = 10.0
         terrible = trajectory.clock.steps_seen > 60 and not at_leap
         if terrible:
             at_leap.extend(p.detach().clone() for p in trajectory.parameters)
         trajectory.max_relative_norm = 10.0
         return original(trajectory, -600.0 if terrible else gain)
 
-    restored = []
-    rolled = Trajectory.roll_back
-
-    def roll_back(trajectory):
-        rolled(trajectory)
-        restored.append([p.detach().clone() for p in trajectory.parameters])
-
     monkeypatch.setattr(Trajectory, "leap", leap)
-    monkeypatch.setattr(Trajectory, "roll_back", roll_back)
     trainer = run(tmp_path, max_steps=90, probe_budget=0.0, direction="gradient_memory")
     summary = trainer.hybrid_summary()
     terrible = [leap for leap in summary["leaps"] if leap["gain"] < -100]
     assert [leap["verdict"] for leap in terrible] == ["rolled_back"]
     back = [event for event in summary["divergence_events"] if event["action"] == "roll_back"]
     assert len(back) == summary["roll_backs"] and back[-1]["step"] <= terrible[0]["step"] + 2
-    assert any(all(torch.equal(a, b) for a, b in zip(at_leap, state)) for state in restored)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert sum(losses[-10:]) < sum(losses[:10]) - 5
+    assert is_among(at_leap, restored)
+    assert sum(losses(trainer)[-10:]) < sum(losses(trainer)[:10]) - 5
 
 
 def test_leaps_do_not_depend_on_how_a_batch_is_accumulated(tmp_path):
@@ -309,17 +284,17 @@ def test_leaps_do_not_depend_on_how_a_batch_is_accumulated(tmp_path):
         found[size] = (
             [entry["hybrid/phase"] for entry in log if "hybrid/phase" in entry],
             [(leap["step"], leap["horizon"], leap["verdict"]) for leap in summary["leaps"]],
-            [entry["loss"] for entry in log if "loss" in entry],
+            losses(trainer),
             [leap["loss_after"] for leap in summary["leaps"] if leap["loss_after"] is not None],
         )
-    phases, leaps, losses, probed = found[8]
+    phases, leaps, logged, probed = found[8]
     assert set(phases) == {phase.index for phase in Phase} and len(leaps) >= 4 and probed
     assert found[2][:2] == (phases, leaps)
-    assert found[2][2] == pytest.approx(losses, abs=1e-5)
+    assert found[2][2] == pytest.approx(logged, abs=1e-5)
     assert found[2][3] == pytest.approx(probed, abs=1e-5)
 
 
-def test_a_leap_into_nan_is_rolled_back(tmp_path, monkeypatch):
+def test_a_leap_into_nan_is_rolled_back(tmp_path, monkeypatch, restored):
     """Correct is shorter than the row of bad steps that the monitor waits for: the way back must not close."""
     original, before = Trajectory.leap, []
 
@@ -329,20 +304,9 @@ def test_a_leap_into_nan_is_rolled_back(tmp_path, monkeypatch):
             before.extend(saved.clone() for saved in trajectory.snapshot)
             trajectory.parameters[0].data.fill_(math.nan)
 
-    restored, rolled = [], Trajectory.roll_back
-
-    def roll_back(trajectory):
-        rolled(trajectory)
-        restored.append([p.detach().clone() for p in trajectory.parameters])
-
     monkeypatch.setattr(Trajectory, "leap", leap)
-    monkeypatch.setattr(Trajectory, "roll_back", roll_back)
-    trainer = HybridTrainer(
-        tiny_model(), hybrid_config(tmp_path, max_steps=50, probe_budget=0.0), train_dataset=ByteText(400)
-    )
-    trainer.train()
-    assert before and finite(trainer.model)
-    assert any(all(torch.equal(a, b) for a, b in zip(before, state)) for state in restored)
+    trainer = trainers.train(tmp_path, max_steps=50, probe_budget=0.0)
+    assert before and finite(trainer.model) and is_among(before, restored)
     assert "rolled_back" in trainer.hybrid_summary()["leaps_by_verdict"]
 
 
@@ -360,18 +324,15 @@ class OfFewWords(ByteText):
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
     """A model whose loss is below half of the logarithm of its vocabulary."""
-    args = TrainingArguments(**config_values(tmp_path_factory.mktemp("base"), max_steps=25, learning_rate=1e-2))
-    trainer = Trainer(tiny_model(), args, train_dataset=OfFewWords(200))
-    trainer.train()
+    given = {"train_dataset": OfFewWords(200), "max_steps": 25, "learning_rate": 1e-2}
+    trainer = trainers.train(tmp_path_factory.mktemp("base"), Trainer, TrainingArguments, **given)
     assert losses(trainer)[-1] < math.log(256) / 2 < losses(trainer)[0]
     return trainer.model
 
 
 def without_being_asked(model, folder, resume=None, **options):
     values = {"direction": "auto", "leap_budget": 100.0, "logging_steps": 1, **options}
-    trainer = HybridTrainer(copy.deepcopy(model), hybrid_config(folder, **values), train_dataset=OfFewWords(200))
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+    return trainers.train(folder, model=copy.deepcopy(model), train_dataset=OfFewWords(200), resume=resume, **values)
 
 
 @pytest.mark.parametrize("kind, why", [("pretrained", "the model is pretrained"), ("adapters", "adapters are trained")])
@@ -383,10 +344,8 @@ def test_runs_where_leaps_did_not_pay_are_plain_trainers(kind, why, pretrained, 
     assert sum(summary["buffer_bytes"].values()) == 0
     assert [why in record.getMessage() for record in caplog.records] == [True]
 
-    plain = Trainer(
-        copy.deepcopy(model), TrainingArguments(**config_values(tmp_path / "plain")), train_dataset=OfFewWords(200)
-    )
-    plain.train()
+    given = {"model": copy.deepcopy(model), "train_dataset": OfFewWords(200)}
+    plain = trainers.train(tmp_path / "plain", Trainer, TrainingArguments, **given)
     assert losses(hybrid) == losses(plain)
     assert_same_weights(weights(hybrid.model), weights(plain.model))
 
@@ -513,9 +472,7 @@ def test_no_leaps_by_choice_take_no_memory_and_no_words(chosen, tmp_path, caplog
 
 def test_runs_without_leaps_have_no_words_of_them(tmp_path):
     model = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj", "up_proj"], r=4))
-    trainer = HybridTrainer(
-        model, hybrid_config(tmp_path, direction="auto", max_steps=6, auto_lr="on"), train_dataset=ByteText(40)
-    )
+    trainer = trainers.build(tmp_path, model=model, samples=40, direction="auto", max_steps=6, auto_lr="on")
     shown = []
 
     class Look(TrainerCallback):
@@ -592,9 +549,7 @@ def test_fp16_keeps_the_monitor_and_the_rule_of_adapters(tmp_path):
 
 def test_fp16_is_refused_if_leaps_are_asked_for(tmp_path):
     own = {"direction": lambda context: None}
-    args = hybrid_config(tmp_path, fp16=True, direction="auto")
-    with pytest.raises(ValueError, match="`fp16=True` cannot be combined with leaps"):
-        HybridTrainer(tiny_model(), args, train_dataset=ByteText(60), **own)
-    args = hybrid_config(tmp_path, fp16=True, direction="auto", checkpoint_phases="full")
-    with pytest.raises(ValueError, match="`fp16=True` cannot be combined with leaps"):
-        HybridTrainer(tiny_model(), args, train_dataset=ByteText(60))
+    for options, given in (({}, own), ({"checkpoint_phases": "full"}, {})):
+        args = hybrid_config(tmp_path, fp16=True, direction="auto", **options)
+        with pytest.raises(ValueError, match="`fp16=True` cannot be combined with leaps"):
+            HybridTrainer(tiny_model(), args, train_dataset=ByteText(60), **given)

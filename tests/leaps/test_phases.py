@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from hf_hybrid.leaps.leap import PhaseController, PhaseLengths
 from hf_hybrid.part import Phase
 
@@ -35,20 +37,14 @@ def names(phases):
     return "".join(phase.value[0] for phase in phases)
 
 
-def test_cycle():
-    assert names(walk(TwoInARow(LENGTHS), 17)) == "wwfffppccppccfffp"
-
-
-def test_leap_worth_less_than_a_step_goes_straight_to_correct():
-    assert names(walk(TwoInARow(LENGTHS), 12, horizon=0)) == "wwfffccccfff"
-
-
-def test_no_leap_while_backing_off():
-    assert names(walk(PhaseController(LENGTHS), 20, leap_allowed=False)) == "ww" + 18 * "f"
-
-
-def test_horizon_is_capped():
-    assert names(walk(PhaseController(LENGTHS), 10, horizon=99)) == "wwfffppppc"
+@pytest.mark.parametrize("kind, options, expected", [
+    (TwoInARow, {}, "wwfffppccppccfffp"),
+    (TwoInARow, {"horizon": 0}, "wwfffccccfff"),  # a leap that is worth less than a step goes straight to Correct
+    (PhaseController, {"leap_allowed": False}, "ww" + 18 * "f"),  # as while leaps back off
+    (PhaseController, {"horizon": 99}, "wwfffppppc"),  # it is capped
+])  # fmt: skip
+def test_the_order_of_phases(kind, options, expected):
+    assert names(walk(kind(LENGTHS), len(expected), **options)) == expected
 
 
 def test_rejected_leap_returns_to_full():

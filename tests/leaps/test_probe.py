@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from conftest import ByteText, hybrid_config, tiny_model
+from rig import trainers
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.probe import (
@@ -20,21 +21,13 @@ from hf_hybrid.leaps.probe import (
 )
 
 
-def test_pairing_removes_the_spread_between_sequences():
-    before = [1.0, 5.0, 9.0, 3.0]
-    decrease, standard_error = paired_decrease(before, [loss - 0.01 for loss in before])
-    assert decrease == pytest.approx(0.01)
-    assert standard_error < 1e-12
-
-
-def test_standard_error_is_that_of_the_mean_difference():
-    decrease, standard_error = paired_decrease([1.0, 1.0, 1.0, 1.0], [0.9, 1.1, 0.9, 1.1])
-    assert decrease == pytest.approx(0.0)
-    assert standard_error == pytest.approx(math.sqrt(0.04 / 3) / 2)
-
-
-def test_nan_after_a_leap_is_an_infinite_rise():
-    assert paired_decrease([1.0, 1.0], [math.nan, 1.0]) == (-math.inf, 0.0)
+@pytest.mark.parametrize("before, after, decrease, error", [
+    ([1.0, 5.0, 9.0, 3.0], [0.99, 4.99, 8.99, 2.99], 0.01, 0.0),  # no spread between sequences
+    ([1.0, 1.0, 1.0, 1.0], [0.9, 1.1, 0.9, 1.1], 0.0, math.sqrt(0.04 / 3) / 2),  # of the mean difference
+    ([1.0, 1.0], [math.nan, 1.0], -math.inf, 0.0),
+])  # fmt: skip
+def test_losses_are_compared_in_pairs(before, after, decrease, error):
+    assert paired_decrease(before, after) == pytest.approx((decrease, error), abs=1e-12)
 
 
 def test_a_leap_stays_unless_it_is_clearly_worse():
@@ -156,10 +149,7 @@ def test_custom_losses_are_probed_sequence_by_sequence(tmp_path):
     def compute_loss(outputs, labels, num_items_in_batch=None):
         return outputs.logits.float().square().mean() + 1.0
 
-    trainer = HybridTrainer(
-        tiny_model(), hybrid_config(tmp_path), train_dataset=ByteText(400), compute_loss_func=compute_loss
-    )
-    trainer.train()
+    trainer = trainers.train(tmp_path, compute_loss_func=compute_loss)
     probed = [leap for leap in trainer.hybrid_summary()["leaps"] if leap["loss_before"] is not None]
     assert probed and all(leap["loss_before"] >= 1.0 and math.isfinite(leap["loss_after"]) for leap in probed)
 
@@ -176,8 +166,7 @@ def test_padding_does_not_count_in_probes(tmp_path):
                 "labels": torch.where(mask, item["labels"], -100),
             }
 
-    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=Padded(400))
-    trainer.train()
+    trainer = trainers.train(tmp_path, train_dataset=Padded(400))
     losses = SequenceLosses(trainer)
     batch = next(iter(trainer.get_train_dataloader()))
     together = losses(batch)

@@ -11,22 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, config_values, hybrid_config, losses, tiny_model, weights
+from conftest import ByteText, assert_same_weights, losses, weights
+from rig import trainers
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_hybrid import HybridTrainer
 from hf_hybrid.records.log import load_log
 from hf_hybrid.records.profiler import MemoryProfilerCallback
 
 MIB = 2**20
 
 
-def plain(folder, *callbacks, model=None, samples=400, **values):
-    args = TrainingArguments(**config_values(folder, **{"max_steps": 6, **values}))
-    model = tiny_model() if model is None else model
-    return Trainer(
-        model, args, train_dataset=ByteText(samples), eval_dataset=ByteText(16, 400), callbacks=list(callbacks)
-    )
+def plain(folder, *callbacks, **values):
+    values = {"max_steps": 6, "eval_dataset": ByteText(16, 400), "callbacks": list(callbacks), **values}
+    return trainers.build(folder, Trainer, TrainingArguments, **values)
 
 
 def all_lines(folder) -> list[dict]:
@@ -54,10 +51,9 @@ def forked(function) -> int:
 
 
 def test_an_option_profiles_the_run(tmp_path):
-    options = {"max_steps": 4, "enable_predict": False}
-    silent = HybridTrainer(tiny_model(), hybrid_config(tmp_path / "a", **options), train_dataset=ByteText(64))
-    asked = hybrid_config(tmp_path / "b", **options, profile_memory=True)
-    profiled = HybridTrainer(tiny_model(), asked, train_dataset=ByteText(64))
+    options = {"max_steps": 4, "enable_predict": False, "samples": 64}
+    silent = trainers.build(tmp_path / "a", **options)
+    profiled = trainers.build(tmp_path / "b", **options, profile_memory=True)
     (tmp_path / "home").mkdir()
     (tmp_path / "b").mkdir(exist_ok=True)
     (tmp_path / "b" / "profile").symlink_to(tmp_path / "home")
@@ -74,9 +70,8 @@ def test_an_option_profiles_the_run(tmp_path):
 
 def test_a_profiler_that_is_given_stays_the_only_one(tmp_path):
     given = MemoryProfilerCallback(account_every=3)
-    config = hybrid_config(tmp_path, max_steps=2, enable_predict=False, profile_memory=True)
-    trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(64), callbacks=[given])
-    trainer.train()
+    options = {"max_steps": 2, "enable_predict": False, "profile_memory": True}
+    trainer = trainers.train(tmp_path, callbacks=[given], **options)
     assert [c for c in trainer.callback_handler.callbacks if isinstance(c, MemoryProfilerCallback)] == [given]
 
 
@@ -87,10 +82,8 @@ def test_a_profiler_that_is_given_stays_the_only_one(tmp_path):
 def test_losses_and_weights_are_bit_equal_with_and_without(tmp_path, accumulation):
     values = {"gradient_accumulation_steps": accumulation, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 4}
     values["save_strategy"] = "steps"
-    without, watched = (
-        plain(tmp_path / "a", **values),
-        plain(tmp_path / "b", MemoryProfilerCallback(account_every=1), **values),
-    )
+    without = plain(tmp_path / "a", **values)
+    watched = plain(tmp_path / "b", MemoryProfilerCallback(account_every=1), **values)
     without.train()
     watched.train()
     assert losses(watched) == losses(without) and len(losses(without)) == 6
@@ -102,9 +95,7 @@ def test_losses_and_weights_are_bit_equal_with_and_without(tmp_path, accumulatio
 def test_hybrid_losses_are_bit_equal_with_and_without(tmp_path):
     runs = []
     for name, callbacks in (("without", []), ("watched", [MemoryProfilerCallback(account_every=1)])):
-        trainer = HybridTrainer(
-            tiny_model(), hybrid_config(tmp_path / name), train_dataset=ByteText(400), callbacks=callbacks
-        )
+        trainer = trainers.build(tmp_path / name, callbacks=callbacks)
         for callback in callbacks:
             callback.attach(trainer)
         trainer.train()
@@ -165,10 +156,8 @@ def test_what_nobody_counts_is_shown_as_unexplained(tmp_path):
 
 def test_the_sum_of_a_hybrid_run_has_all_phases_and_adds_up(tmp_path):
     profiler = MemoryProfilerCallback()
-    config = hybrid_config(tmp_path, eval_strategy="steps", eval_steps=15)
-    data = {"train_dataset": ByteText(400), "eval_dataset": ByteText(16, 400)}
-    trainer = HybridTrainer(tiny_model(), config, **data, callbacks=[profiler])
-    trainer.train()
+    options = {"eval_strategy": "steps", "eval_steps": 15, "eval_dataset": ByteText(16, 400)}
+    trainer = trainers.train(tmp_path, callbacks=[profiler], **options)
     phases = profiler.summary()["phases"]
     steps = trainer.hybrid_summary()["steps_by_phase"]
     assert {name: phases[name]["records"] for name in steps} == steps and min(steps.values()) > 0
@@ -188,9 +177,7 @@ def test_the_sum_of_a_hybrid_run_has_all_phases_and_adds_up(tmp_path):
 
 def test_streamed_layers_are_counted_where_they_would_lie(tmp_path):
     profiler = MemoryProfilerCallback(account_every=1)
-    config = hybrid_config(tmp_path, enable_predict=False, memory="stream", max_steps=4)
-    trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(400), callbacks=[profiler])
-    trainer.train()
+    trainer = trainers.train(tmp_path, callbacks=[profiler], enable_predict=False, memory="stream", max_steps=4)
     held = lines(tmp_path)[-1]["held"]
     layers = sum(p.nbytes for p in trainer.model.model.layers.parameters())
     embeddings = sum(p.nbytes for p in trainer.model.parameters()) - layers
@@ -301,17 +288,10 @@ def test_a_killed_run_keeps_every_step(tmp_path):
 # Bad input.
 
 
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ({"account_every": 0}, "`account_every`.*`0`"),
-        ({"account_every": 2.5}, "`account_every`.*`2.5`"),
-        ({"account_every": True}, "`account_every`.*`True`"),
-    ],
-)
-def test_bad_arguments_are_refused(values, text):
-    with pytest.raises(ValueError, match=text):
-        MemoryProfilerCallback(**values)
+@pytest.mark.parametrize("steps", [0, 2.5, True])
+def test_bad_arguments_are_refused(steps):
+    with pytest.raises(ValueError, match=f"`account_every`.*`{steps}`"):
+        MemoryProfilerCallback(account_every=steps)
 
 
 def test_before_and_after_a_training_it_does_nothing(tmp_path):

@@ -8,18 +8,12 @@ import types
 import pynvml
 import pytest
 import torch
-from conftest import ByteText, config_values, hybrid_config, tiny_model
+from conftest import tiny_model
+from rig import trainers
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
-from hf_hybrid import HybridTrainer
 from hf_hybrid.records import profiler as profiler_module
-from hf_hybrid.records.profiler import (
-    DeviceMemory,
-    Driver,
-    HostMemory,
-    MemoryProbes,
-    MemoryProfilerCallback,
-)
+from hf_hybrid.records.profiler import DeviceMemory, Driver, HostMemory, MemoryProbes, MemoryProfilerCallback
 from hf_hybrid.records.readings import Totals
 
 MIB = 2**20
@@ -96,10 +90,7 @@ def fake(monkeypatch):
 
 
 def run(folder, *callbacks, **values):
-    args = TrainingArguments(**config_values(folder, **{"max_steps": 8, **values}))
-    trainer = Trainer(tiny_model(), args, train_dataset=ByteText(400), callbacks=list(callbacks))
-    trainer.train()
-    return trainer
+    return trainers.train(folder, Trainer, TrainingArguments, callbacks=list(callbacks), **{"max_steps": 8, **values})
 
 
 def lines(folder, name="steps.jsonl"):
@@ -125,12 +116,8 @@ def test_on_a_device_the_categories_add_up_to_its_peak(tmp_path, fake):
         assert sum(held.values()) + record["unexplained"] == record["measured"]
         assert record["nvml"] == {"used": 900 * MIB, "total": 1000 * MIB}
     summary = profiler.summary()
-    assert summary["peak"] == {
-        "bytes": FakeSteps.KEPT + FakeSteps.UPDATE,
-        "where": "device",
-        "step": 1,
-        "phase": "train",
-    }
+    peak = FakeSteps.KEPT + FakeSteps.UPDATE
+    assert summary["peak"] == {"bytes": peak, "where": "device", "step": 1, "phase": "train"}
     accounted = summary["phases"]["train"]["accounted"]
     assert sum(p["device"] for p in accounted["held"].values()) + accounted["unexplained"] == accounted["measured"]
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -141,8 +128,7 @@ def test_on_a_device_the_categories_add_up_to_its_peak(tmp_path, fake):
 
 def test_on_a_device_every_hybrid_phase_adds_up(tmp_path, fake):
     profiler = MemoryProfilerCallback(account_every=1)
-    data = ByteText(400)
-    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=data, callbacks=[FakeSteps(fake)])
+    trainer = trainers.build(tmp_path, callbacks=[FakeSteps(fake)])
     trainer.add_callback(profiler)
     profiler.attach(trainer)
     trainer.callback_handler.callbacks.insert(0, trainer.pop_callback(FakeSteps))

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import psutil
 import torch
-from conftest import ByteText, config_values, hybrid_config, tiny_model
+from conftest import ByteText, hybrid_config, tiny_model
+from rig import trainers
 from transformers import ProgressCallback, Trainer, TrainingArguments
 from transformers.integrations.integration_utils import rewrite_logs
 
@@ -20,9 +21,8 @@ STEPS = 15
 
 
 def make(folder, config=hybrid_config, trainer_class=HybridTrainer, **overrides):
-    args = config(folder, **{"max_steps": STEPS, "disable_tqdm": False, **overrides})
-    data = {"train_dataset": ByteText(200), "eval_dataset": ByteText(8, offset=500)}
-    return trainer_class(tiny_model(), args, **data)
+    values = {"max_steps": STEPS, "disable_tqdm": False, "eval_dataset": ByteText(8, offset=500), **overrides}
+    return trainers.build(folder, trainer_class, config, samples=200, **values)
 
 
 def console(text: str) -> list[str]:
@@ -98,11 +98,8 @@ def test_without_bars(tmp_path, capfd):
 
 def test_without_phases_the_bar_is_trainers(tmp_path, capfd):
     shown, kinds = [], []
-    plain = {
-        "config": lambda folder, **values: TrainingArguments(**config_values(folder, **values)),
-        "trainer_class": Trainer,
-    }
-    ours = {"config": lambda folder, **values: HybridConfig(**config_values(folder, **values), enable_predict=False)}
+    plain, ours = {"config": TrainingArguments, "trainer_class": Trainer}, {"enable_predict": False}
+    ours["config"] = HybridConfig
     for index, arm in enumerate((plain, ours)):
         trainer = make(tmp_path / str(index), logging_steps=5, **arm)
         kinds.append([type(callback) for callback in trainer.callback_handler.callbacks])
@@ -166,13 +163,7 @@ def documented(prefix: str) -> list[str]:
 
 def test_the_page_lists_every_value(tmp_path):
     trainer = make(
-        tmp_path,
-        disable_tqdm=True,
-        max_steps=20,
-        eval_strategy="steps",
-        eval_steps=10,
-        auto_lr="on",
-        planner="bandit",
+        tmp_path, disable_tqdm=True, max_steps=20, eval_strategy="steps", eval_steps=10, auto_lr="on", planner="bandit"
     )
     output = trainer.train()
     history = trainer.state.log_history
@@ -191,10 +182,3 @@ def test_the_page_lists_every_value(tmp_path):
 def test_trackers_show_the_values_as_the_page_says():
     assert list(rewrite_logs({"hybrid/phase": 1})) == ["train/hybrid/phase"]
     assert "`train/hybrid/phase`" in (ROOT / "docs" / "logging.md").read_text(encoding="utf-8")
-
-
-def test_the_progress_bar_shows_phase_and_loss(tmp_path, capfd):
-    make(tmp_path).train()
-    text = capfd.readouterr().err
-    assert "phase=warmup loss=" in text and "phase=correct loss=" in text
-    assert text.count("15/15") >= 1

@@ -5,11 +5,10 @@ import math
 import sys
 
 import pytest
-from conftest import ByteText, hybrid_config, tiny_model
+from rig import trainers
 from rig.run_folders import GIB, NASTY, hybrid_run, leap, log, phases, plain_run, profile, step_record, write
 from transformers import TrainerCallback
 
-from hf_hybrid import HybridTrainer
 from hf_hybrid.records.log import load_log
 from hf_hybrid.records.profiler import MemoryProfilerCallback
 from hf_hybrid.report.findings import PROFILER_HINT, findings
@@ -22,6 +21,10 @@ from hf_hybrid.report.series import speed, speed_of
 def undrawn(monkeypatch):
     """Without matplotlib, as plots take most of the time."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
+def write_log(folder, lines):
+    (folder / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def series_by_name(found):
@@ -62,7 +65,7 @@ def test_a_killed_run_is_told_from_its_last_checkpoint_and_what_was_profiled_aft
     profile(tmp_path, [step_record(step, so_far[step]) for step in range(1, 94)])
     last = {"step": 90, "loss": 1.5, "learning_rate": 1e-4, "hybrid/backward_passes": 86.0, "seconds": 93.0}
     lines = [{"step": 80, "begun": True}, {**last, "hybrid/predicted_steps": 4, "hybrid/leaps": 5}]
-    (tmp_path / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_log(tmp_path, lines)
     recovery = {"policy": {}, "events": [{"step": 7, "action": "smaller micro-batches"}]}
     state = tmp_path / "checkpoint-80" / "hybrid_state.json"
     saved = json.loads(state.read_text())
@@ -206,7 +209,7 @@ def test_a_log_adds_nothing_to_what_the_checkpoints_of_a_whole_run_say(tmp_path)
 def test_a_run_that_ended_and_was_resumed_with_more_steps_has_not_finished(tmp_path):
     lines = [{"step": 0, "begun": True}, {"step": 50, "loss": 2.0}, {"step": 50, "train_runtime": 3.0}]
     lines += [{"step": 50, "begun": True}, {"step": 60, "loss": 1.0}]
-    (tmp_path / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_log(tmp_path, lines)
     found = findings(load_run(tmp_path))
     assert not found["finished"] and found["headline"]["seconds"]["value"] is None
 
@@ -229,13 +232,9 @@ def test_trials_of_a_search_are_named_where_nothing_else_is(tmp_path):
 def test_wall_time_adds_up_over_the_starts_of_a_run(tmp_path):
     lines = [{"step": 0, "begun": True}, {"step": 9, "loss": 7.0, "seconds": 99.0}]  # an earlier run
     lines += [{"step": 0, "begun": True}, {"step": 50, "loss": 2.0, "seconds": 10.0}]  # killed, saved at step 40
-    lines += [
-        {"step": 40, "begun": True},
-        {"step": 50, "loss": 2.0, "seconds": 2.0},
-        {"step": 60, "train_runtime": 5.0},
-    ]
-    lines += [{"step": 60, "eval_loss": 1.0, "seconds": 300.0}]
-    (tmp_path / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines += [{"step": 40, "begun": True}, {"step": 50, "loss": 2.0, "seconds": 2.0}]
+    lines += [{"step": 60, "train_runtime": 5.0}, {"step": 60, "eval_loss": 1.0, "seconds": 300.0}]
+    write_log(tmp_path, lines)
     seconds = findings(load_run(tmp_path))["headline"]["seconds"]
     assert seconds == {"value": 15.0, "source": "log, over 2 starts"} and load_log(tmp_path).wall_time() == (15.0, 2)
 
@@ -246,7 +245,7 @@ def test_the_report_of_a_long_run_is_short_and_says_what_it_leaves_out(tmp_path,
     lines = [{"step": made["step"] + 1, "leap": made} for made in leaps]
     lines += [{"step": step, "event": {"step": step, "reason": "risen"}} for step in range(60_001, 62_001)]
     lines += [{"step": step, "loss": 1.0} for step in range(62_001, 64_001)]
-    (tmp_path / LOG).write_text("".join(json.dumps(line) + "\n" for line in [{"step": 0, "begun": True}, *lines]))
+    write_log(tmp_path, [{"step": 0, "begun": True}, *lines])
     files = write_report(tmp_path)
     assert sum(file.stat().st_size for file in files) < 1e6
     found = json.loads(files[1].read_text())
@@ -316,7 +315,7 @@ def logged(folder, lines):
     """A run of ten steps with these lines in its log, between its begin and its end."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [{"step": 0, "begun": True, "max_steps": 10}, *lines]
-    (folder / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_log(folder, lines)
     return load_run(folder)
 
 
@@ -388,8 +387,8 @@ class Stop(TrainerCallback):
 
 def test_a_real_run_that_was_cut_short(tmp_path):
     profiler = MemoryProfilerCallback(account_every=1)
-    config = hybrid_config(tmp_path, save_strategy="steps", save_steps=20, probe_budget=0.2)
-    trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(160), callbacks=[profiler, Stop()])
+    options = {"samples": 160, "save_strategy": "steps", "save_steps": 20, "probe_budget": 0.2}
+    trainer = trainers.build(tmp_path, callbacks=[profiler, Stop()], **options)
     profiler.attach(trainer)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
@@ -409,7 +408,7 @@ def test_a_checkpoint_that_is_committed_late_takes_no_steps_away(tmp_path):
     losses = [{"step": step, "loss": 3 - step / 100, "seconds": step / 10} for step in range(1, 25)]
     late = {"step": 20, "sealed": {"model.safetensors": "0" * 32}, "seconds": 2.5}
     lines = [{"step": 0, "begun": True, "max_steps": 36}, *losses, late]
-    (tmp_path / "hybrid_log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_log(tmp_path, lines)
     run = load_run(tmp_path)
     assert run.last_step == 24 and [step for step, _ in run.series("loss")] == list(range(1, 25))
 

@@ -5,6 +5,7 @@ import shutil
 import sys
 
 from conftest import ByteText, hybrid_config, tiny_model
+from rig import trainers
 from transformers import AutoModelForCausalLM
 
 from hf_hybrid import HybridTrainer
@@ -44,9 +45,8 @@ def test_no_shared_file_holds_a_secret(monkeypatch, tmp_path):
     address = "https://a.blob.core.windows.net/c/rows?sv=1&sig=s3cr3tValue9"
     monkeypatch.setattr(sys, "argv", ["train.py", "--data", address, "--header", "Authorization: Bearer s3cr3tValue9"])
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    config = hybrid_config(tmp_path, max_steps=8, run_name=address, fsdp_config={"api_key": "s3cr3tValue9"})
-    trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(64))
-    trainer.train()
+    options = {"max_steps": 8, "run_name": address, "fsdp_config": {"api_key": "s3cr3tValue9"}}
+    trainer = trainers.train(tmp_path, samples=64, **options)
     trainer.log({"loss": 1.0, "said": "password=s3cr3tValue9", "token": "s3cr3tValue9"})
     trainer.create_model_card()
     write_report(tmp_path)

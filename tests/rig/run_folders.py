@@ -66,6 +66,11 @@ def write(path: Path, values) -> None:
     path.write_text(json.dumps(values))
 
 
+def change(path: Path, **values) -> None:
+    """Give a dictionary in a file other values."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
 def hybrid_run(folder: Path, *, steps: int = 100, finished: bool = True, leaps: list[dict] | None = None) -> list[dict]:
     """A hybrid run of 100 planned steps, checkpoints every 40; returns its leaps."""
     leaps = [leap(20), leap(30, "rejected", loss_after=3.2), leap(50)] if leaps is None else leaps

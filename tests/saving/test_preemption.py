@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ByteText, hybrid_config, tiny_model, weights
+from conftest import ByteText, tiny_model, weights
+from rig import trainers
 from rig.processes import together
 from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
@@ -44,13 +45,10 @@ class Asked(TrainerCallback):
 
 def trainer_of(folder, callbacks=(), leaps=False, **options):
     torch.manual_seed(0)
-    options = {"direction": "orthogonal"} | options if leaps else {"enable_predict": False} | options
-    config = hybrid_config(
-        folder, max_steps=STEPS, per_device_train_batch_size=1, save_strategy="steps", save_steps=STEPS,
-        ddp_find_unused_parameters=False, enable_jit_checkpoint=True, **options,
-    )  # fmt: skip
+    values = {"max_steps": STEPS, "per_device_train_batch_size": 1, "save_strategy": "steps", "save_steps": STEPS}
+    values |= {"ddp_find_unused_parameters": False, "enable_jit_checkpoint": True, "enable_predict": leaps, **options}
     model = tiny_model(attention_dropout=0.1)
-    return HybridTrainer(model, config, train_dataset=ByteText(200), callbacks=list(callbacks))
+    return trainers.build(folder, model=model, samples=200, callbacks=list(callbacks), **values)
 
 
 def preempted(folder: Path, delays, leaps: bool, number: int = signal.SIGTERM) -> None:
@@ -154,7 +152,7 @@ def test_outside_of_the_main_thread_it_is_said_that_no_signal_is_handled(tmp_pat
 
 
 def test_without_the_option_nothing_is_added(tmp_path):
-    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=ByteText(8))
+    trainer = trainers.build(tmp_path, samples=8)
     assert trainer.preemption is None
     assert not [c for c in trainer.callback_handler.callbacks if isinstance(c, Preemption)]
 
@@ -166,12 +164,8 @@ def test_an_evaluation_that_is_no_best_one_does_not_keep_the_checkpoint_from_bei
             found.metrics["eval_loss"] = 1.0 + self.state.global_step
             return found
 
-    config = hybrid_config(
-        tmp_path, max_steps=STEPS, per_device_train_batch_size=1, enable_predict=False, enable_jit_checkpoint=True,
-        eval_strategy="steps", eval_steps=1, save_strategy="best", metric_for_best_model="eval_loss",
-    )  # fmt: skip
-    asked = Asked([0.0], signal.SIGUSR1)
-    trainer = Worse(tiny_model(), config, train_dataset=ByteText(200), eval_dataset=ByteText(2), callbacks=[asked])
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "metric_for_best_model": "eval_loss"}
+    trainer = trainer_of(tmp_path, [Asked([0.0], signal.SIGUSR1)], kind=Worse, eval_dataset=ByteText(2), **options)
     trainer.train()
     step = trainer.state.global_step
     assert 5 <= step < STEPS and is_committed(tmp_path / f"checkpoint-{step}")
@@ -179,14 +173,9 @@ def test_an_evaluation_that_is_no_best_one_does_not_keep_the_checkpoint_from_bei
 
 def test_the_last_checkpoint_stays_though_another_is_the_best(tmp_path):
     """`Trainer` deletes it with `save_total_limit=1` at the end of a training."""
-    torch.manual_seed(0)
-    config = hybrid_config(
-        tmp_path, max_steps=12, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
-        save_total_limit=1, load_best_model_at_end=True, metric_for_best_model="loss", enable_predict=False,
-        enable_jit_checkpoint=True,
-    )  # fmt: skip
-    data = {"train_dataset": ByteText(100), "eval_dataset": ByteText(4)}
-    trainer = HybridTrainer(tiny_model(), config, callbacks=[Asked([0.0], signal.SIGUSR1, step=4, pause=0.1)], **data)
+    options = {"max_steps": 12, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "save_total_limit": 1}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "eval_dataset": ByteText(4)}
+    trainer = trainer_of(tmp_path, [Asked([0.0], signal.SIGUSR1, step=4, pause=0.1)], **options)
     losses = iter(range(1, 20))
     trainer._evaluate = lambda trial, ignored: {"eval_loss": float(next(losses))}
     trainer.train()
@@ -212,15 +201,12 @@ class Ended(TrainerCallback):
 def evaluated(folder, strategy, ended, resume=None, **options):
     """Train six steps with an evaluation after every second one, or each epoch of three."""
     torch.manual_seed(0)
-    config = hybrid_config(
-        folder, max_steps=6, per_device_train_batch_size=2, eval_strategy=strategy, eval_steps=2, logging_steps=1,
-        save_strategy=strategy, save_steps=2, load_best_model_at_end=True, metric_for_best_model="loss",
-        enable_jit_checkpoint=True, **options,
-    )  # fmt: skip
-    data = {"train_dataset": ByteText(6), "eval_dataset": ByteText(4, offset=99)}
-    trainer = HybridTrainer(tiny_model(attention_dropout=0.1), config, callbacks=[ended], **data)
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+    values = {"max_steps": 6, "per_device_train_batch_size": 2, "eval_strategy": strategy, "eval_steps": 2}
+    values |= {"save_strategy": strategy, "save_steps": 2, "load_best_model_at_end": True}
+    values |= {"metric_for_best_model": "loss", "enable_jit_checkpoint": True, "samples": 6, **options}
+    model = tiny_model(attention_dropout=0.1)
+    data = {"eval_dataset": ByteText(4, offset=99)}
+    return trainers.train(folder, model=model, callbacks=[ended], resume=resume, **data, **values)
 
 
 def logged(trainer):

@@ -20,7 +20,6 @@ from conftest import (
     TIMES,
     ByteText,
     assert_same_weights,
-    config_values,
     hybrid_config,
     mostly_slow,
     tiny_model,
@@ -106,28 +105,15 @@ def die_at(folder: Path, step: int, **options) -> None:
 
 
 def comparable(summary):
-    return {key: value for key, value in summary.items() if key not in (*TIMES, "resumed")}
+    of_a_start = (*TIMES, "resumed", "shared_if_together")  # the last one is of the first rows that a start has seen
+    return {key: value for key, value in summary.items() if key not in of_a_start}
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("options", [{}, {"memory": "stream"}], ids=["resident", "streamed"])
 @pytest.mark.parametrize("phase", mostly_slow(list(Phase), [Phase.PREDICT]))
-def test_kill_and_resume(phase, uninterrupted, tmp_path):
-    summary, resumed = kill_and_resume(phase, uninterrupted, tmp_path)
-    assert comparable(resumed) == comparable(summary)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "phase", [pytest.param(p, marks=[] if p is Phase.PREDICT else pytest.mark.slow) for p in Phase]
-)
-def test_kill_and_resume_streamed(phase, uninterrupted, tmp_path):
-    """Layers streamed, and still the weights of a run that was neither interrupted nor streamed."""
-    summary, resumed = kill_and_resume(phase, uninterrupted, tmp_path, memory="stream")
-    assert resumed["leaps"] == summary["leaps"]
-    assert resumed["memory"]["plan"]["mode"] == "streamed"
-
-
-def kill_and_resume(phase, uninterrupted, tmp_path, **options):
+def test_kill_and_resume(phase, options, uninterrupted, tmp_path):
+    """Also with streamed layers to the weights of a run that was neither interrupted nor streamed."""
     _, expected, summary, phases = uninterrupted
     # The checkpoint of a step whose successor is in the phase: behind the first epoch where that can be.
     steps = [
@@ -140,9 +126,13 @@ def kill_and_resume(phase, uninterrupted, tmp_path, **options):
             shutil.rmtree(folder)
     trainer = build(tmp_path, **options)
     trainer.train(resume_from_checkpoint=True)
-    assert trainer.hybrid_summary()["steps"] == STEPS
+    resumed = trainer.hybrid_summary()
+    assert resumed["steps"] == STEPS
     assert_same_weights(weights(trainer.model), expected)
-    return summary, trainer.hybrid_summary()
+    if options:
+        assert resumed["leaps"] == summary["leaps"] and resumed["memory"]["plan"]["mode"] == "streamed"
+    else:
+        assert comparable(resumed) == comparable(summary)
 
 
 @pytest.mark.long
@@ -164,7 +154,7 @@ def test_the_run_that_is_resumed_has_it_all(uninterrupted):
     """The comparison above means something: leaps of several kinds, predicted steps, a moving learning rate."""
     _, _, summary, _ = uninterrupted
     assert all(count > 0 for count in summary["steps_by_phase"].values())
-    assert summary["learning_rate_scale"] > 1.0
+    assert summary["learning_rate_scale"] > 1.0 and summary["resumed"] is None
     assert {"kept", "shrunk"} & set(summary["leaps_by_verdict"])
 
 
@@ -186,10 +176,8 @@ def test_resume_without_hybrid_state_says_so_and_trains(uninterrupted, tmp_path,
 
 
 def test_options_that_changed_since_the_checkpoint_are_named(uninterrupted, tmp_path, caplog):
-    trainer = build(tmp_path, save_strategy="no", leap_gain=1.0)
-    trainer.train(resume_from_checkpoint=str(uninterrupted[0] / "checkpoint-40"))
+    on_from(uninterrupted, tmp_path, leap_gain=1.0)
     assert re.search(r"the new ones hold from here on:\n.*\n  `leap_gain`  None  1.0", caplog.text)
-    assert trainer.state.global_step == STEPS
 
 
 class Drawn(Sampler):
@@ -307,8 +295,8 @@ def test_draws_with_every_batch_are_said(tmp_path, caplog):
             draw(batch)
             return default_data_collator(batch)
 
-        config = hybrid_config(tmp_path, max_steps=6, per_device_train_batch_size=2)
-        HybridTrainer(tiny_model(), config, collate, ByteText(20)).train()
+        options = {"max_steps": 6, "per_device_train_batch_size": 2}
+        trainers.train(tmp_path, samples=20, data_collator=collate, **options)
         assert (caplog.text.count("draws from the global random generators with every batch") == 1) is says
 
 
@@ -326,13 +314,8 @@ def test_data_order_of_real_steps_survives_a_resume(tmp_path):
 
     def go(folder, resume=None):
         data = Recording()
-        trainer = HybridTrainer(
-            tiny_model(),
-            hybrid_config(folder, **{**OPTIONS, "save_steps": 10, "auto_lr": "off"}),
-            train_dataset=data,
-            probe_dataset=ByteText(16, offset=300),
-        )
-        trainer.train(resume_from_checkpoint=resume)
+        options = {**OPTIONS, "save_steps": 10, "auto_lr": "off", "probe_dataset": ByteText(16, offset=300)}
+        trainers.train(folder, train_dataset=data, resume=resume, **options)
         return data.seen
 
     whole = go(tmp_path / "a")
@@ -360,12 +343,9 @@ def of_short_run(folder, callback=None, late=False, **options):
     torch.manual_seed(0)
     options = {"save_strategy": "no", "max_steps": 12, "gradient_accumulation_steps": 2, **options}
     options |= {"learning_rate": 1e-3, "probe_budget": 0.2, "leap_worth": 1.0, "max_predict_steps": 3}
-    trainer = HybridTrainer(
-        tiny_model(attention_dropout=0.1),
-        hybrid_config(folder, per_device_train_batch_size=4, include_num_input_tokens_seen="all", **options),
-        train_dataset=ByteText(60),
-        callbacks=[callback] if callback and not late else None,
-    )
+    options |= {"per_device_train_batch_size": 4, "include_num_input_tokens_seen": "all"}
+    options |= {"model": tiny_model(attention_dropout=0.1), "samples": 60}
+    trainer = trainers.build(folder, callbacks=[callback] if callback and not late else None, **options)
     if callback and late:
         trainer.add_callback(callback)
     if callback:
@@ -466,12 +446,7 @@ def test_what_is_not_restored_is_told(uninterrupted, tmp_path, caplog):
     shutil.copytree(uninterrupted[0] / "checkpoint-40", folder)
     for name in ("rng_state.pth", "hybrid_manifest.json"):
         (folder / name).unlink()
-    changed = {
-        "planner": "bandit",
-        "direction": "gradient_memory",
-        "auto_lr": "off",
-        "max_grad_norm": 0.5,
-    }
+    changed = {"planner": "bandit", "direction": "gradient_memory", "auto_lr": "off", "max_grad_norm": 0.5}
     trainer = build(tmp_path, save_strategy="no", learning_rate=1e-3, ignore_data_skip=True, **changed)
     trainer.train(resume_from_checkpoint=str(folder))
     report, warnings = trainer.hybrid_summary()["resumed"], ours(caplog, logging.WARNING)
@@ -506,10 +481,6 @@ def test_a_checkpoint_that_says_less_resumes(uninterrupted, tmp_path, caplog):
     trainer.train(resume_from_checkpoint=str(folder))
     assert len(ours(caplog, logging.WARNING)) == 1  # that there is no manifest
     assert_same_weights(weights(trainer.model), uninterrupted[1])
-
-
-def test_a_run_that_begins_anew_was_not_resumed(uninterrupted):
-    assert uninterrupted[2]["resumed"] is None
 
 
 # What a checkpoint holds.
@@ -604,24 +575,16 @@ def test_evaluate_and_save_see_the_weights_of_the_moment(tmp_path):
             held[state.global_step] = weights(model)
             phases.add(trainer.run.last_phase)
 
-    trainer = HybridTrainer(
-        tiny_model(),
-        hybrid_config(tmp_path, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1),
-        train_dataset=ByteText(400),
-        eval_dataset=ByteText(32, offset=800),
-        callbacks=[Keep],
-    )
+    options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = trainers.build(tmp_path, eval_dataset=ByteText(32, offset=800), callbacks=[Keep], **options)
     trainer.train()
     assert phases == set(Phase)
     evals = {e["step"]: e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}
     for step in (2, 6, 12, 20, 29):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{step}")
         assert_same_weights(weights(loaded), held[step])
-        fresh = HybridTrainer(
-            loaded,
-            HybridConfig(**config_values(tmp_path / "e"), enable_predict=False),
-            eval_dataset=trainer.eval_dataset,
-        )
+        data = {"eval_dataset": trainer.eval_dataset}
+        fresh = trainers.build(tmp_path / "e", config=HybridConfig, model=loaded, enable_predict=False, **data)
         assert fresh.evaluate()["eval_loss"] == evals[step]
 
 
