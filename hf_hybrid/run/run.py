@@ -33,7 +33,7 @@ import torch
 from accelerate import PartialState, skip_first_batches
 from accelerate.utils import reduce
 
-from hf_hybrid.machine import Look
+from hf_hybrid.machine import PendingRead
 from hf_hybrid.part import Part, Phase, RealStep, Step, check_parts, listening, name_of
 from hf_hybrid.run.epochs import (
     RandomGenerator,
@@ -116,7 +116,7 @@ class Run:
         self.logged, self.trained = LoggedSteps(), LoggedSteps()
         self.step = Step(0)
         """The one under way; an empty one between steps."""
-        self._unread: tuple[Step, float | None, Look] | None = None
+        self._unread: tuple[Step, float | None, PendingRead] | None = None
         """A step that is put off until its numbers are on the host: with its accuracy, and with them."""
         self.has_phases = self.warmup is not None
         """Whether training goes in phases, with leaps or without."""
@@ -271,7 +271,7 @@ class Run:
         Show the parts the real step later ([`settle`]): its `numbers` ([`~hf_hybrid.run.monitor.numbers_of`]) are on
         the device, which decides on the optimizer's step by itself. Only if it [`reads_later`].
         """
-        self._unread = self.step, accuracy, Look(numbers)
+        self._unread = self.step, accuracy, PendingRead(numbers)
         self.optimizer.found_inf = self.monitor.withheld(self.step, numbers)
         for method in self._in_time:
             method(self.step)

@@ -29,7 +29,7 @@ and after how many tokens are tensors on the device. Every [`EVERY`] tokens the 
 launches one more token, and then reads them. So it learns of the end up to nine tokens late. These tokens are cut off,
 and the random generator is set to its state after the last one that counts: its states are kept on the host for so
 long. `torch.multinomial` would make the host wait twice per token, because it checks its probabilities there;
-[`drawn`] draws the same tokens from the same random numbers, and the check is one of the three numbers.
+[`sample_tokens`] draws the same tokens from the same random numbers, and the check is one of the three numbers.
 
 Small buffers and their graphs stay for the next generation: to capture costs as much as tens of tokens. A graph reads
 the weights where they were when it was captured, and knows nothing of Python: so it is used again only if every weight
@@ -70,7 +70,7 @@ from transformers.cache_utils import LinearAttentionLayer, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_hybrid.compat import packs_heads
-from hf_hybrid.machine import Look, device_memory
+from hf_hybrid.machine import PendingRead, device_memory
 from hf_hybrid.phase_memory.adapters import users_forward
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.attention import attention
@@ -80,8 +80,8 @@ from hf_hybrid.trl.completions import (
     PlainRolloutsError,
     Prefilled,
     RowwiseProcessors,
-    drawn,
     exchange_states,
+    sample_tokens,
     states_of,
 )
 
@@ -120,7 +120,7 @@ class LittleMemoryError(PlainRolloutsError):
     advice = "Fewer rows in a generation, or shorter ones, take less, and are computed several times as fast."
 
 
-def why_not_captured(model: Any) -> str | None:
+def reason_not_captured(model: Any) -> str | None:
     """Return why a pass of this model, without adapters around it, cannot be captured; `None` if it may be."""
     if not model._can_compile_fullgraph:
         return f"`{type(model).__name__}` does not say that it takes keys and values of a fixed size"
@@ -499,7 +499,7 @@ class RowsInPlace:
         if sample:
             probabilities = scores.softmax(dim=-1)
             self.invalid |= probabilities[:, 0].isnan().any()  # then all of the row are
-            tokens = drawn(probabilities, self.count, self.places)
+            tokens = sample_tokens(probabilities, self.count, self.places)
             torch.gather(probabilities, 1, tokens[:, None], out=self.chosen[:, column : column + 1])
         else:
             tokens = scores.argmax(dim=-1)
@@ -509,9 +509,9 @@ class RowsInPlace:
         self.lengths += self.active
         return tokens
 
-    def look(self) -> Look:
+    def look(self) -> PendingRead:
         """Order a copy of: how many rows go on, how many tokens the longest completion has, `invalid`."""
-        return Look(torch.stack([self.active.sum(), self.lengths.max(), self.invalid.long()]))
+        return PendingRead(torch.stack([self.active.sum(), self.lengths.max(), self.invalid.long()]))
 
     def write_into(self, tokens: Tensor, chosen: Tensor) -> None:
         """Write into what belongs to the whole batch, and is the rows' own until some of them have left."""
@@ -531,7 +531,7 @@ class RowsInPlace:
         return rows
 
 
-class States:
+class GeneratorStates:
     """The states of the device's random generator after each of the last tokens, on the host."""
 
     def __init__(self, device: torch.device):
@@ -597,7 +597,7 @@ class Captured:
         """
         width, most = input_ids.shape[1], config.max_length - input_ids.shape[1]
         rows = RowsInPlace.of(input_ids, config.max_length, padding, processors)
-        whole, states, look, passes = (rows.tokens, rows.chosen), States(input_ids.device), None, list[int]()
+        whole, states, look, passes = (rows.tokens, rows.chosen), GeneratorStates(input_ids.device), None, list[int]()
         buffers = self._prepared(model, prefilled, most, inputs)
         logits, held, go_on, longest, invalid = prefilled.logits, prefilled.width, len(input_ids), 0, 0
         ends = ends_of(criteria, max(logits.shape[1], (padding or 0) + 1), input_ids.device)

@@ -10,9 +10,9 @@ are rows that are padded at the left:
                   s s s s p p p
                   . . s s s s q            padding has those of any slot: the mask hides it
 
-Whether a model can do that is asked as for the rows of an update ([`why_no_tree`]): two short rows are computed in both
-ways. Models that cannot, those that are not told positions, and those with a state along the row compute prompts as
-rows of one padded pass ([`padded`]). So does every model if a tree saves less than [`WORTH`].
+Whether a model can do that is asked as for the rows of an update ([`reason_not_tree`]): two short rows are computed in
+both ways. Models that cannot, those that are not told positions, and those with a state along the row compute prompts
+as rows of one padded pass ([`padded`]). So does every model if a tree saves less than [`WORTH`].
 
 The cache keeps every token. `generate` prepares layers that forget what is outside of a sliding window; but the mask
 and the layout of a tree hide it, so nothing has to be forgotten.
@@ -222,7 +222,7 @@ def flat(model: Any, prompts: Prompts, tree: Tree, facts: ModelFacts, empty: Any
     return Prefilled(outputs.logits[0].index_select(0, owner), outputs.get(CACHE), owner, places, width, tree.size)
 
 
-def why_no_tree(model: Any, facts: ModelFacts, prompts: Prompts, model_inputs: dict[str, Any]) -> str | None:
+def reason_not_tree(model: Any, facts: ModelFacts, prompts: Prompts, model_inputs: dict[str, Any]) -> str | None:
     """
     Return why prompts cannot be computed as a tree; `None` if they can. Two rows of few tokens are computed in both
     ways, and two that are longer than the window of the layers as soon as a prompt is.
@@ -275,7 +275,7 @@ class RowwiseProcessors(LogitsProcessorList):
         return of_rows
 
 
-def drawn(probabilities: Tensor, count: int, places: Tensor | None) -> Tensor:
+def sample_tokens(probabilities: Tensor, count: int, places: Tensor | None) -> Tensor:
     """
     Draw a token of each row, shape [rows], as `torch.multinomial` does, and without a wait.
 
@@ -368,7 +368,7 @@ def complete_on_cpu(
             probabilities = scores.softmax(dim=-1)
             if probabilities[:, 0].isnan().any():  # then all of the row are
                 raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-            tokens = drawn(probabilities, count, rows.places)
+            tokens = sample_tokens(probabilities, count, rows.places)
             chosen[places, length] = probabilities.gather(1, tokens[:, None])[:, 0]
         else:
             tokens = scores.argmax(dim=-1)

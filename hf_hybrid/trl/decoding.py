@@ -30,9 +30,9 @@ and then calls [`Decoding`] in place of its own loop: it takes a loop as `custom
 model without this argument. So [`Decoding.completing`] puts a function in front of it, on this one model and until TRL
 has its completions.
 
-If the result is not known to be exact, transformers generates the whole batch; [`why_plain_model`] and
-[`_reason_plain`] list these cases. [`PlainRolloutsError`] ends the call, and `generate` is called as TRL calls it. It
-is called too if the loop raises an error that nobody foresaw, from then on for the rest of the run. The random
+If the result is not known to be exact, transformers generates the whole batch; [`reason_not_this_model`] and
+[`reason_not_this_call`] list these cases. [`PlainRolloutsError`] ends the call, and `generate` is called as TRL calls
+it. It is called too if the loop raises an error that nobody foresaw, from then on for the rest of the run. The random
 generators are set back first, so the completions are still TRL's.
 
 **A CPU** has a loop of its own (completions.py). There a token costs what the rows in the batch cost. On a GPU it costs
@@ -99,7 +99,7 @@ from hf_hybrid.rows.facts import ModelFacts
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import RandomStates, Run
 from hf_hybrid.run.trainer_view import module_of_user
-from hf_hybrid.trl.captured import CAPTURING, Captured, why_not_captured
+from hf_hybrid.trl.captured import CAPTURING, Captured, reason_not_captured
 from hf_hybrid.trl.completions import (
     CACHE,
     PlainRolloutsError,
@@ -108,7 +108,7 @@ from hf_hybrid.trl.completions import (
     complete_on_cpu,
     flat,
     padded,
-    why_no_tree,
+    reason_not_tree,
 )
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ COUNTS = ("rows_decoded", "rows_decoded_saved", "prompt_tokens_shared")
 # What is left to transformers.
 
 
-def why_plain_model(model: Any) -> str | None:
+def reason_not_this_model(model: Any) -> str | None:
     """Return why completions of this model, which may have adapters, are left to transformers; `None` if not."""
     for adapter in getattr(model, "peft_config", {}).values():
         if adapter.is_prompt_learning:
@@ -152,7 +152,7 @@ def why_plain_model(model: Any) -> str | None:
     if getattr(base, "is_loaded_in_8bit", False):
         return "matrix products in 8 bits look at all rows at once"
     if base.device.type in CAPTURING:
-        return why_not_captured(base)
+        return reason_not_captured(base)
     if base.device.type != "cpu":
         return f"passes are not captured on `{base.device.type}`, and fewer rows are not faster there"
     return None
@@ -172,7 +172,7 @@ def adapters_of(model: Any) -> AdapterProducts | None:
     return products
 
 
-def why_plain_cache(cache: Any, longest: int, *, captures: bool, chunks: bool) -> str | None:
+def reason_not_this_cache(cache: Any, longest: int, *, captures: bool, chunks: bool) -> str | None:
     """
     Return why rows cannot be taken out of this cache; `None` if they can.
 
@@ -196,7 +196,7 @@ def why_plain_cache(cache: Any, longest: int, *, captures: bool, chunks: bool) -
     return None
 
 
-def why_plain_positions(config: Any, longest: int) -> str | None:
+def reason_not_these_positions(config: Any, longest: int) -> str | None:
     """Return why positions of a row depend on other rows; `None` if they do not."""
     rope = getattr(config, "rope_parameters", None) or {}
     for values in (rope, *(value for value in rope.values() if isinstance(value, dict))):
@@ -207,7 +207,7 @@ def why_plain_positions(config: Any, longest: int) -> str | None:
     return None
 
 
-def _reason_plain(
+def reason_not_this_call(
     model: Any,
     input_ids: Tensor,
     processors: LogitsProcessorList,
@@ -244,7 +244,7 @@ def _reason_plain(
     longest, text = config.max_length, model.config.get_text_config(decoder=True)
     kinds = {"captures": input_ids.device.type in CAPTURING}
     kinds["chunks"] = "chunked_attention" in (getattr(text, "layer_types", None) or ())
-    return why_plain_cache(model_inputs[CACHE], longest, **kinds) or why_plain_positions(text, longest)
+    return reason_not_this_cache(model_inputs[CACHE], longest, **kinds) or reason_not_these_positions(text, longest)
 
 
 # The part.
@@ -344,7 +344,7 @@ class Decoding(Part):
         positions = model_inputs.get("position_ids")
         if positions is not None and positions.dim() == 3 and (positions == positions[:1]).all():
             model_inputs["position_ids"] = positions[0]  # in text the parts of a position are equal
-        reason = _reason_plain(model, input_ids, processors, criteria, config, model_inputs, rows)
+        reason = reason_not_this_call(model, input_ids, processors, criteria, config, model_inputs, rows)
         if reason is not None:
             raise PlainRolloutsError(reason)
         count, width = input_ids.shape
@@ -380,7 +380,7 @@ class Decoding(Part):
         """Return what is known of a model that takes trees; `None` of others, and say why."""
         if (facts := self._facts.get(model)) is None or not facts.is_still(model):
             facts = self._facts[model] = ModelFacts.of(model, compiles=False)
-        if (reason := why_no_tree(model, facts, prompts, model_inputs)) is None:
+        if (reason := reason_not_tree(model, facts, prompts, model_inputs)) is None:
             return facts
         facts.reason = reason
         self.padded.cannot_be_exact(reason)

@@ -56,7 +56,7 @@ the distribution of TRL's, but its random numbers are others. A prompt that is c
 would have one mask for all of them. So no prompt is shared then, neither in the update nor in generation. Where a
 number belongs to several rows (LayerDrop), every row is computed; randomness.py finds out.
 
-Where the result would not be exact, every row is computed, and the log says why; see `_why_every_row`.
+Where the result would not be exact, every row is computed, and the log says why; see `_reason_not_left_out`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from transformers import ProcessorMixin
 
 from hf_hybrid.arguments import HybridArguments, as_declared, check_range, hybrid_values, option, options_of
 from hf_hybrid.compat import trl_error
-from hf_hybrid.machine import Look, sharding_of
+from hf_hybrid.machine import PendingRead, sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
 from hf_hybrid.recovery import is_out_of_memory
@@ -35,7 +35,7 @@ from hf_hybrid.run.trainer_view import module_of_user, overridden
 from hf_hybrid.saving.state import OWN
 from hf_hybrid.streaming.layers import base_model
 from hf_hybrid.trl.completions import indices
-from hf_hybrid.trl.decoding import Decoding, why_plain_model
+from hf_hybrid.trl.decoding import Decoding, reason_not_this_model
 from hf_hybrid.trl.groups import (
     MEAN_OF_LOSS,
     ON_HOST,
@@ -163,14 +163,14 @@ class Rollouts(Part):
         self._settings, self.skips.mean, trainer._drawn = settings, trainer._mean, None
         vars(self).pop("users", None)
         self.leaves_out = getattr(trainer.args, "exact_skips", "auto") == "auto"
-        if self.leaves_out and (reason := trainer._why_every_row()) is not None:
+        if self.leaves_out and (reason := trainer._reason_not_left_out()) is not None:
             self.leaves_out = False
             advice = (
                 f"To leave them out, {reason.change}. TRL logs the share of their groups as `frac_reward_zero_std`."
             )
             self.every_row.cannot_be_exact(reason.why, advice=advice if reason.change else "")
         shares = trainer.rows.may_share
-        may_move = self.leaves_out or (shares and self.skips.mean != "tokens" and trainer._why_rows_stay() is None)
+        may_move = self.leaves_out or (shares and self.skips.mean != "tokens" and trainer._reason_not_moved() is None)
         self.by_prompt = may_move and shares and trainer._drawn_in_training() == "nothing"
         if self.leaves_out and trainer._drawn_in_training() != "nothing":
             self.own_prompts.cannot_be_exact(
@@ -402,7 +402,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         self._turns += 1
         if not decoding.off:
             model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
-            if (why := self._why_plain_rollouts(model)) is None:
+            if (why := self._reason_not_decoded(model)) is None:
                 prompts = None if self.rollouts.users[OF_TURN] else prompt_ids
                 completing = decoding.completing(model, prompts, counts=self.model.training)
             else:
@@ -414,14 +414,14 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     def _sharding(self) -> str | None:
         return sharding_of(self.args)
 
-    def _why_plain_rollouts(self, model: Any) -> str | None:
+    def _reason_not_decoded(self, model: Any) -> str | None:
         """Return why completions are left to TRL or to another engine; `None` if they are not."""
         for engine in ("use_vllm", "use_transformers_continuous_batching"):
             if getattr(self, engine, False):
                 return f"`{engine}=True` has an engine of its own"
         if self._sharding is not None:
             return f"with `{self._sharding}` processes generate in step"
-        if (why := why_plain_model(model)) is not None:
+        if (why := reason_not_this_model(model)) is not None:
             return why
         if self.model.training and self._drawn_in_training() != "nothing":
             return "a forward pass in training is random (dropout), and completions would share the masks of a prompt"
@@ -446,7 +446,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
 
     _scoring: Scoring | None = None
     _sampled_last: Sampled
-    _rewards: Look
+    _rewards: PendingRead
     """Of all processes, shape [rows, functions]."""
 
     def _sampled(self, prompts: list[Any], output: tuple) -> Sampled:
@@ -478,7 +478,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             return scoring.rewards
         copies = [*map(list, completion_ids_list)]  # reward functions may change them, and a plan reads them later
         rewards = super()._calculate_rewards(inputs, prompts, completions, copies)
-        self._rewards = Look(rewards)  # TRL waits for some of them before anybody reads these
+        self._rewards = PendingRead(rewards)  # TRL waits for some of them before anybody reads these
         return rewards
 
     def _generate(self, prompts):
@@ -580,7 +580,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     """How often the model completed rows of this generation batch."""
     _in_loss: Batch | None = None
     """The micro-batch whose loss is computed."""
-    _distance: Look | None = None
+    _distance: PendingRead | None = None
     """How far log-probabilities of the sampler are from those of training in the last micro-batch: mean and largest."""
     _distances = (0.0, 0, 0.0)
     """Of those before it since the last log: the sum of their means, how many they are, and the largest."""
@@ -601,7 +601,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             distance = (log_probs - of_sampler).abs().masked_fill(~mask, 0.0)
             found = torch.stack([distance.sum() / mask.sum().clamp(min=1), distance.max()])
         self._read_distance()  # TRL has waited for metrics that were computed after it
-        self._distance = Look(self.accelerator.gather(found) if several else found)
+        self._distance = PendingRead(self.accelerator.gather(found) if several else found)
 
     def _read_distance(self) -> None:
         if self._distance is not None:
@@ -616,11 +616,11 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             return count
         return int(self.accelerator.gather(torch.tensor([count], device=self.args.device)).max())
 
-    def _why_every_row(self) -> RowsStay | None:
+    def _reason_not_left_out(self) -> RowsStay | None:
         """Return why leaving rows out would change the update, or `None` if it would not."""
-        return self._why_rows_stay()
+        return self._reason_not_moved()
 
-    def _why_rows_stay(self) -> RowsStay | None:
+    def _reason_not_moved(self) -> RowsStay | None:
         """Return why other rows in a micro-batch would change the update, or `None` if they would not."""
         if (place := self.rollouts.users[OF_MICRO_BATCHES]) is not None:
             return RowsStay(f"`{place}` is not TRL's, and sees each micro-batch", f"train without `{place}`")
@@ -744,13 +744,13 @@ class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):  # ty: ignore[incompa
             return None  # the batch has a part in each advantage
         return total_rewards(torch.tensor(self._rewards.read()), self.reward_weights)
 
-    def _why_every_row(self) -> RowsStay | None:
+    def _reason_not_left_out(self) -> RowsStay | None:
         if self.beta != 0.0:
             why = f"with `beta={self.beta}` every row has a loss, its distance from the reference"
             return RowsStay(why, "set `beta=0.0`, TRL's default")
-        return super()._why_every_row()
+        return super()._reason_not_left_out()
 
-    def _why_rows_stay(self) -> RowsStay | None:
+    def _reason_not_moved(self) -> RowsStay | None:
         if self.loss_type not in MEAN_OF_LOSS:
             return RowsStay(f"nothing is known of `loss_type={self.loss_type}`")
         if self._entropy_bonus_enabled:
@@ -759,7 +759,7 @@ class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):  # ty: ignore[incompa
         if self.top_entropy_quantile < 1.0:
             why = f"the threshold of `top_entropy_quantile={self.top_entropy_quantile}` is taken over every row"
             return RowsStay(why, "set `top_entropy_quantile=1.0`, TRL's default")
-        return super()._why_rows_stay()
+        return super()._reason_not_moved()
 
 
 class HybridRLOOTrainer(RolloutTrainerMixin, RLOOTrainer):  # ty: ignore[incompatible-method-override]

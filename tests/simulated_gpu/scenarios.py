@@ -1397,14 +1397,14 @@ def _drawn_on_host(place: Place) -> Iterator[None]:
         return
     from hf_hybrid.trl import captured
 
-    def drawn(probabilities: Tensor, count: int, places: Tensor | None, draw=captured.drawn) -> Tensor:
+    def sample_tokens(probabilities: Tensor, count: int, places: Tensor | None, draw=captured.sample_tokens) -> Tensor:
         on_host = draw(probabilities.cpu(), count, None if places is None else places.cpu())
         return on_host.to(probabilities.device)
 
-    def states(device: torch.device, of=captured.States) -> captured.States:
+    def states(device: torch.device, of=captured.GeneratorStates) -> captured.GeneratorStates:
         return of(torch.device("cpu"))
 
-    with patched(vars(captured), "drawn", drawn), patched(vars(captured), "States", states):
+    with patched(vars(captured), "sample_tokens", sample_tokens), patched(vars(captured), "GeneratorStates", states):
         yield
 
 

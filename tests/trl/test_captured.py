@@ -48,9 +48,9 @@ from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 from hf_hybrid import HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
 from hf_hybrid.run.run import Run  # noqa: E402
 from hf_hybrid.trl import captured  # noqa: E402
-from hf_hybrid.trl.captured import Buffers, HostReads, Look, PlainRolloutsError  # noqa: E402
-from hf_hybrid.trl.completions import drawn  # noqa: E402
-from hf_hybrid.trl.decoding import Decoding, adapters_of, why_plain_model  # noqa: E402
+from hf_hybrid.trl.captured import Buffers, HostReads, PendingRead, PlainRolloutsError  # noqa: E402
+from hf_hybrid.trl.completions import sample_tokens  # noqa: E402
+from hf_hybrid.trl.decoding import Decoding, adapters_of, reason_not_this_model  # noqa: E402
 from hf_hybrid.trl.rl import SAMPLER  # noqa: E402
 
 OTHERS = ("gemma3_text", "gpt_oss", "mixtral", "deepseek_v3", "olmo2")
@@ -88,7 +88,7 @@ def called(monkeypatch):
 
     for name in ("widen", "grow", "move", "compute", "capture"):
         counted(Buffers, name)
-    counted(Look, "read")
+    counted(PendingRead, "read")
     return counts
 
 
@@ -234,7 +234,7 @@ def test_draws_are_those_of_multinomial():
     for places in (None, torch.tensor([1, 2, 5])):
         torch.manual_seed(3)
         rows = probabilities if places is None else probabilities[places]
-        assert torch.equal(drawn(rows, 6, places), whole if places is None else whole[places])
+        assert torch.equal(sample_tokens(rows, 6, places), whole if places is None else whole[places])
         assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -300,8 +300,12 @@ def test_one_replay_a_token_and_one_wait_in_eight(way, called, monkeypatch):
 def test_a_wait_is_for_tokens_drawn_before(monkeypatch):
     """Between the copy and its reading a token is drawn, and its pass is under way."""
     events = []
-    look, read, compute = captured.RowsInPlace.look, Look.read, Buffers.compute
-    for kind, name, call in ((captured.RowsInPlace, "look", look), (Look, "read", read), (Buffers, "compute", compute)):
+    look, read, compute = captured.RowsInPlace.look, PendingRead.read, Buffers.compute
+    for kind, name, call in (
+        (captured.RowsInPlace, "look", look),
+        (PendingRead, "read", read),
+        (Buffers, "compute", compute),
+    ):
         monkeypatch.setattr(kind, name, lambda *args, n=name, c=call: (events.append(n), c(*args))[1])
     rows, inputs = batch([5, 9])
     completed(model("llama"), rows, inputs, config(eos_token_id=[95]), Decoding(off=False))
@@ -529,14 +533,14 @@ def test_a_hook_is_not_captured():
     adapted = get_peft_model(model.__wrapped__("llama"), every)
     adapted.enable_input_require_grads()
     layers_of(adapted)[0].lora_A["default"].weight.register_hook(lambda gradient: gradient)
-    assert why_plain_model(adapted) is None
+    assert reason_not_this_model(adapted) is None
     handle = layers_of(adapted)[3].lora_B["default"].register_forward_hook(lambda *_: None)
-    assert "hook" in why_plain_model(adapted)
+    assert "hook" in reason_not_this_model(adapted)
     handle.remove()
     with contextlib.closing(contextlib.ExitStack()) as stack:
         stack.callback(torch.nn.modules.module.register_module_forward_hook(lambda *_: None).remove)
-        assert "hook" in why_plain_model(adapted)
-    assert why_plain_model(adapted) is None
+        assert "hook" in reason_not_this_model(adapted)
+    assert reason_not_this_model(adapted) is None
 
 
 LAUNCH_NOTHING = {"empty", "empty_like", "new_empty", "_unsafe_view", "lift_fresh"}
@@ -598,15 +602,15 @@ def test_buffers_are_kept_if_they_are_small(monkeypatch):
 
 
 def test_models_that_are_not_captured(monkeypatch):
-    assert why_plain_model(model("llama")) is None
+    assert reason_not_this_model(model("llama")) is None
     made = model.__wrapped__("llama")
     monkeypatch.setattr(made.config, "_attn_implementation", "flash_attention_2")
-    assert "`attn_implementation='flash_attention_2'`" in why_plain_model(made)
+    assert "`attn_implementation='flash_attention_2'`" in reason_not_this_model(made)
     made = model.__wrapped__("llama")
     made.model.norm.to("meta")
-    assert "several devices: cpu, meta" in why_plain_model(made)
+    assert "several devices: cpu, meta" in reason_not_this_model(made)
     monkeypatch.setattr(type(made), "_can_compile_fullgraph", False)
-    assert "keys and values of a fixed size" in why_plain_model(made)
+    assert "keys and values of a fixed size" in reason_not_this_model(made)
 
 
 def check_left(reading, reason) -> Decoding:

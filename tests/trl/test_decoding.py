@@ -41,8 +41,8 @@ from hf_hybrid.trl import decoding as decoding_module  # noqa: E402
 from hf_hybrid.trl.completions import Prompts, RowsLeft  # noqa: E402
 from hf_hybrid.trl.decoding import (  # noqa: E402
     Decoding,
-    why_plain_cache,
-    why_plain_model,
+    reason_not_this_cache,
+    reason_not_this_model,
 )
 
 WITH_WINDOWS = ("gemma3_text", "gpt_oss")
@@ -177,7 +177,7 @@ def test_what_is_computed_of_prompts_that_begin_alike():
 def test_windows_that_rows_outgrow(name, takes_trees, monkeypatch):
     """Some prompts, and the completions of others. The cache keeps every token, and the mask hides those outside."""
     if not takes_trees:
-        monkeypatch.setattr(decoding_module, "why_no_tree", lambda *_: "it is padded here")
+        monkeypatch.setattr(decoding_module, "reason_not_tree", lambda *_: "it is padded here")
     made = model(name, sliding_window=12) if name in ARCHITECTURES else build_model(name).eval()
     rows, inputs = batch([5, 9, 30, 31])
     decoding = check_equal(made, rows, inputs, config(eos_token_id=[*range(2, 30)]))
@@ -336,12 +336,12 @@ def test_a_model_of_states_alone_is_left_to_transformers():
 def test_caches_that_are_left_to_transformers():
     """Layers that attend and have a state, where passes are captured; chunks of a batch's columns."""
     cache = DynamicCache(config=model("falcon_h1").config)
-    assert why_plain_cache(cache, 10, captures=False, chunks=False) is None
-    assert "are not captured" in why_plain_cache(cache, 10, captures=True, chunks=False)
-    assert why_plain_cache(DynamicCache(config=model("bamba").config), 10, captures=True, chunks=False) is None
+    assert reason_not_this_cache(cache, 10, captures=False, chunks=False) is None
+    assert "are not captured" in reason_not_this_cache(cache, 10, captures=True, chunks=False)
+    assert reason_not_this_cache(DynamicCache(config=model("bamba").config), 10, captures=True, chunks=False) is None
     cache = DynamicCache(config=model("mistral, a window that fits").config)
-    assert why_plain_cache(cache, 100, captures=False, chunks=True) is None
-    assert "a chunk of 100 tokens" in why_plain_cache(cache, 101, captures=False, chunks=True)
+    assert reason_not_this_cache(cache, 100, captures=False, chunks=True) is None
+    assert "a chunk of 100 tokens" in reason_not_this_cache(cache, 101, captures=False, chunks=True)
 
 
 def test_images_and_others_are_left_to_transformers():
@@ -372,20 +372,20 @@ class Own(LlamaForCausalLM):
 
 def test_models_that_are_left_to_transformers():
     llama = model("llama")
-    assert why_plain_model(llama) is None
+    assert reason_not_this_model(llama) is None
     encoder = T5ForConditionalGeneration(T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
-    assert "encoder" in why_plain_model(encoder)
-    assert "`Own` has a `generate` of its own" in why_plain_model(Own(llama.config))
+    assert "encoder" in reason_not_this_model(encoder)
+    assert "`Own` has a `generate` of its own" in reason_not_this_model(Own(llama.config))
     tuned = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
-    assert "before the prompt" in why_plain_model(get_peft_model(model.__wrapped__("llama"), tuned))
+    assert "before the prompt" in reason_not_this_model(get_peft_model(model.__wrapped__("llama"), tuned))
     adapters = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    assert why_plain_model(get_peft_model(model.__wrapped__("llama"), adapters)) is None
+    assert reason_not_this_model(get_peft_model(model.__wrapped__("llama"), adapters)) is None
     activated = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[9])
-    assert "activated" in why_plain_model(get_peft_model(model.__wrapped__("llama"), activated))
+    assert "activated" in reason_not_this_model(get_peft_model(model.__wrapped__("llama"), activated))
     eight_bit = model.__wrapped__("llama")
     eight_bit.is_loaded_in_8bit = True
-    assert "8 bits" in why_plain_model(eight_bit)
-    assert "passes are not captured on `meta`" in why_plain_model(model.__wrapped__("llama").to("meta"))
+    assert "8 bits" in reason_not_this_model(eight_bit)
+    assert "passes are not captured on `meta`" in reason_not_this_model(model.__wrapped__("llama").to("meta"))
 
 
 def test_what_is_used_of_transformers_is_there():
@@ -490,7 +490,7 @@ def test_other_engines_are_left_alone(tmp_path, monkeypatch, caplog):
         trainer._generate_single_turn([])
         assert f"`{name}=True`" in trainer.decoding.plain_because
         setattr(trainer, name, False)
-    assert trainer._why_plain_rollouts(trainer.model) is None
+    assert trainer._reason_not_decoded(trainer.model) is None
     assert {record.levelname for record in caplog.records if "`rollouts`" in record.message} == {"INFO"}
 
 
