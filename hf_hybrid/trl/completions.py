@@ -1,5 +1,5 @@
 """
-What a CPU and a GPU do alike to complete prompts, and the loop of a CPU.
+Prompts and their completions: what every device does alike, and how a CPU computes a token.
 
 Each prompt is computed once, and what prompts share at their beginning once too: [`flat`] computes them as a tree
 (rows/tree.py) in one pass, without padding. Then keys and values are brought into the order of the completions, which
@@ -16,25 +16,42 @@ as rows of one padded pass ([`padded`]). So does every model if a tree saves les
 
 The cache keeps every token. `generate` prepares layers that forget what is outside of a sliding window; but the mask
 and the layout of a tree hide it, so nothing has to be forgotten.
+
+Then one loop draws a token of each row and computes it, until the last row has ended ([`complete`]). What a row gets
+(its token, or padding), whether it has ended and after how many tokens are tensors on the device. How tokens are
+computed, and which rows stay, the device decides ([`Passes`]). On a GPU the host reads late which rows have ended
+(captured.py): tokens that were drawn meanwhile are cut off, and the random generator is set back to its state after
+the last one that counts. A CPU has nothing to wait for: rows leave as soon as a quarter of those in the batch has
+ended, and with them the columns that are padding for all that stay ([`GrowingRows`]).
+
+`torch.multinomial` would make the host wait twice per token, because it checks its probabilities there.
+[`sample_tokens`] draws the same tokens from the same random numbers, and the check is one of the numbers that are read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+)
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_hybrid.compat import cache_name
+from hf_hybrid.machine import PendingRead
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.attention import ARGUMENT, Layout, attention, no_mask, tree_attention
 from hf_hybrid.rows.comparison import FEW, TOLERANCES, apart
@@ -46,10 +63,12 @@ from hf_hybrid.run.run import as_before
 
 CACHE = cache_name()
 """Argument and output of a model that holds keys and values."""
-
-
+PER_ROW = {"attention_mask", "position_ids", CACHE}
+"""What `generate` prepares for the model row by row."""
 KEEP = 0.75
-"""Rows leave when at most this share of the rows in the batch goes on: to leave costs a copy of the cache."""
+"""On a CPU rows leave when at most this share of those in the batch goes on: to leave costs a copy of the cache."""
+EVERY = 8
+"""Tokens after which a host that reads late orders what it reads."""
 WORTH = 32
 """Tokens of padded rows that a tree has to save."""
 
@@ -162,7 +181,7 @@ def exchange_states(layer: Any, change: Callable[[Tensor], Tensor]) -> None:
         setattr(layer, name, {index: state if state is None else change(state) for index, state in held.items()})
 
 
-# A pass.
+# Prompts.
 
 
 def indices(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -170,22 +189,15 @@ def indices(numbers: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)
 
 
-def cut(model_inputs: dict[str, Any], rows: Tensor | None, columns: slice, padded: bool) -> dict[str, Any]:
-    """Take rows (`None`: all) and columns of the mask and the positions. Without padding there is no mask."""
-    inputs = dict(model_inputs)
-    for name in ("attention_mask", "position_ids"):
-        if (tensor := model_inputs.get(name)) is not None:
-            inputs[name] = tensor[:, columns] if rows is None else tensor[:, columns].index_select(0, rows)
-    if not padded:
-        inputs["attention_mask"] = None
-    return inputs
-
-
 def padded(model: Any, input_ids: Tensor, prompts: Prompts, model_inputs: dict[str, Any]) -> Prefilled:
     """Compute prompts as rows of one pass, padded as those of `input_ids`, with what `generate` has prepared."""
     rows, width = indices(prompts.first, input_ids.device), input_ids.shape[1]
-    is_padded = model_inputs.get("position_ids") is None or min(prompts.lengths) < width
-    part = cut({**model_inputs, CACHE: whole(model_inputs[CACHE])}, rows, slice(None), is_padded)
+    part = {**model_inputs, CACHE: whole(model_inputs[CACHE])}
+    for name in PER_ROW - {CACHE}:
+        if (tensor := model_inputs.get(name)) is not None:
+            part[name] = tensor.index_select(0, rows)
+    if model_inputs.get("position_ids") is not None and min(prompts.lengths) == width:
+        part["attention_mask"] = None  # nothing is padded
     tokens, options = input_ids.index_select(0, rows), {"next_sequence_length": width, "is_first_iteration": True}
     outputs = model(**model.prepare_inputs_for_generation(tokens, **options, **part), return_dict=True)
     owner, computed = indices(prompts.owner, input_ids.device), sum(prompts.lengths)
@@ -256,7 +268,7 @@ def reason_not_tree(model: Any, facts: ModelFacts, prompts: Prompts, model_input
     return None
 
 
-# The next token of rows, also in captured passes.
+# The next token.
 
 
 class RowwiseProcessors(LogitsProcessorList):
@@ -288,107 +300,236 @@ def sample_tokens(probabilities: Tensor, count: int, places: Tensor | None) -> T
     return torch.div(probabilities, numbers, out=numbers).argmax(dim=-1)
 
 
-# The loop of a CPU.
+def ends_of(criteria: StoppingCriteriaList, vocabulary: int, device: torch.device) -> Tensor:
+    """
+    Return which tokens end a row, as booleans, shape [vocabulary + 1]: one look-up where `EosTokenCriteria` compares
+    with each, or sorts them and lets the host wait. The last is no token: ids that the model cannot choose.
+    """
+    ends = torch.zeros(vocabulary + 1, dtype=torch.bool, device=device)
+    for criterion in criteria:
+        if isinstance(criterion, EosTokenCriteria):
+            ids = criterion.eos_token_id.to(device, non_blocking=True)
+            ends.index_fill_(0, ids.where((ids >= 0) & (ids < vocabulary), vocabulary), True)
+    return ends
 
 
-def _keep(cache: Any, rows: Tensor, cut: int) -> None:
-    """Take rows out of a cache, and its first columns. Layers one after the other, so that little memory is taken."""
-    for layer in cache.layers:
-        if isinstance(layer, LinearAttentionLayer):
-            exchange_states(layer, lambda state: state.index_select(0, rows))
-        if not isinstance(layer, DynamicLayer):
-            continue
-        attends: Any = layer  # of a model that has computed something
-        attends.keys = attends.keys[:, :, cut:].index_select(0, rows)
-        attends.values = attends.values[:, :, cut:].index_select(0, rows)
+class GeneratorStates:
+    """The states of the device's random generator after each of the last tokens, on the host."""
+
+    def __init__(self, device: torch.device):
+        self._module: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+        self._device = () if device.type == "cpu" else (device,)
+        self._after: deque[Tensor] = deque(maxlen=EVERY + 2)
+
+    def note(self) -> None:
+        self._after.append(self._module.get_rng_state(*self._device))
+
+    def go_back(self, tokens: int) -> None:
+        """Set the generator to its state so many tokens ago."""
+        if tokens:
+            self._module.set_rng_state(self._after[-1 - tokens], *self._device)
+
+
+# The loop.
 
 
 @dataclass
-class RowsLeft:
-    """The rows that are still completed. Those that have ended leave the batch."""
+class Generation:
+    """A batch of rows, and what `generate` has prepared to complete them."""
 
-    tokens: Tensor  # prompts, at full width, and completions so far: [rows left, width and tokens]
-    active: Tensor  # which of them go on, as booleans: [rows left]
-    prompt_lengths: list[int]  # tokens of their prompts
+    model: Any
+    input_ids: Tensor  # prompts, padded at the left: [rows, width]
+    processors: RowwiseProcessors
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    inputs: dict[str, Any]  # what the model gets beside tokens
+    prompts: Prompts
+
+    @property
+    def padding(self) -> int | None:
+        """What follows the end of a row; `None` if rows have no end but the longest length."""
+        return self.config.pad_token_id if EosTokenCriteria in map(type, self.criteria) else None
+
+    @property
+    def most(self) -> int:
+        """Tokens of the longest possible completion."""
+        return self.config.max_length - self.input_ids.shape[1]
+
+    def fixed_inputs(self) -> dict[str, Any]:
+        """Return what the model gets in each pass alike."""
+        return {name: value for name, value in self.inputs.items() if name not in PER_ROW}
+
+
+class Passes(Protocol):
+    """How the next token of rows is computed; first that of all rows of a batch."""
+
+    reads_late: bool
+    """Whether the host reads which rows have ended only after it has launched one token more, and not of each token."""
+
+    def rows_for(self, rows: int, go_on: int, left: int) -> int:
+        """Return how many of the rows stay if so many go on, and at most so many tokens are left."""
+        ...
+
+    def move(self, rows: Tensor) -> None:
+        """Keep these rows, [rows]."""
+        ...
+
+    def compute(self, tokens: Tensor) -> Tensor:
+        """Compute these tokens, [rows], which follow those computed so far. Return the logits of the next."""
+        ...
+
+
+@dataclass
+class RowsInPass:
+    """The rows that a pass computes, all on the device."""
+
+    tokens: Tensor  # prompts, completions so far and padding: [rows, longest]
+    chosen: Tensor  # probability with which each token was drawn, 1 elsewhere: [rows, longest]
+    active: Tensor  # which of them go on, as booleans: [rows]
+    lengths: Tensor  # tokens of their completions: [rows]
+    invalid: Tensor  # whether a row had no probabilities to draw from: []
     processors: RowwiseProcessors  # of these rows
-    places: Tensor | None = None  # where they are in the whole batch, [rows left]; `None` if no row has left
+    padding: int | None  # what follows the end of a row; `None` if rows have no end
+    count: int  # rows of the whole batch
+    places: Tensor | None = None  # where they are in the whole batch, [rows]; `None` if they are all of it
 
-    def drop_ended(self, goes_on: list[bool], completed: int, model_inputs: dict[str, Any]) -> dict[str, Any]:
-        """
-        Keep the rows that go on, without columns that are padding for all of them. Return what the model gets for them.
+    @classmethod
+    def of(cls, generation: Generation) -> RowsInPass:
+        ids, padding = generation.input_ids, generation.padding
+        tokens = F.pad(ids, (0, generation.most), value=padding or 0)
+        active, invalid = torch.ones_like(ids[:, 0], dtype=torch.bool), ids.new_zeros((), dtype=torch.bool)
+        chosen, lengths = torch.ones_like(tokens, dtype=torch.float32), torch.zeros_like(ids[:, 0])
+        return cls(tokens, chosen, active, lengths, invalid, generation.processors, padding, len(ids))
 
-        `goes_on` is `active` on the host. The last of the `completed` tokens of a completion is not computed yet.
-        """
-        rows = self.active.int().argsort(descending=True, stable=True)[: sum(goes_on)]
-        self.prompt_lengths = lengths = [length for length, active in zip(self.prompt_lengths, goes_on) if active]
-        self.tokens, self.active = self.tokens.index_select(0, rows), self.active.index_select(0, rows)
-        self.processors = self.processors.of(rows)
-        self.places = rows if self.places is None else self.places.index_select(0, rows)
-        positions, held = model_inputs.get("position_ids"), model_inputs[CACHE].get_seq_length()
-        gone = 0 if positions is None else held - (max(lengths) + completed - 1)
-        _keep(model_inputs[CACHE], rows, gone)
-        # Mask and positions have a column for the token that is computed next.
-        columns = slice(gone - held - 1, None)
-        return cut(model_inputs, rows, columns, padded=positions is None or min(lengths) < max(lengths))
-
-
-def complete_on_cpu(
-    prompts: Prompts,
-    model: Any,
-    input_ids: Tensor,
-    prefilled: Prefilled,
-    processors: RowwiseProcessors,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    padding: int | None,
-    model_inputs: dict[str, Any],
-) -> tuple[Tensor, Tensor, int]:
-    """
-    Complete the rows of `input_ids`, shape [rows, width], which leave when they have ended. Arguments and results are
-    those of [`Captured.complete`].
-    """
-    device, (count, width) = input_ids.device, input_ids.shape
-    completions = input_ids.new_full((count, config.max_length - width), padding or 0)
-    chosen = torch.ones(completions.shape, device=device)
-    logits, lengths = prefilled.logits, [*map(prompts.lengths.__getitem__, prompts.owner)]
-    is_padded = model_inputs.get("position_ids") is None or min(lengths) < prefilled.width
-    for layer, keys, values in prefilled.of_all_rows():
-        layer.keys, layer.values = keys, values
-    model_inputs = cut({**model_inputs, CACHE: prefilled.cache}, None, slice(-prefilled.width, None), is_padded)
-    filled = CausalLMOutputWithPast(**{CACHE: prefilled.cache})
-    model_inputs = model._update_model_kwargs_for_generation(filled, model_inputs)
-    rows = RowsLeft(input_ids, torch.ones(count, dtype=torch.bool, device=device), lengths, processors)
-    length = computed = 0
-    while True:
-        # One token of each row, padding where a row has ended.
-        places = slice(None) if rows.places is None else rows.places
-        logits = logits.to(dtype=torch.float32, device=device, copy=True)
-        scores: Any = rows.processors(rows.tokens, logits)  # ty: ignore[invalid-argument-type]
-        if config.do_sample:
+    def next_tokens(self, logits: Tensor, column: int, sample: bool) -> Tensor:
+        """Choose a token of each row, shape [rows], for this column: padding where a row has ended."""
+        logits = logits.to(dtype=torch.float32, copy=True)
+        scores: Any = self.processors(self.tokens[:, :column], logits)  # ty: ignore[invalid-argument-type]
+        if sample:
             probabilities = scores.softmax(dim=-1)
-            if probabilities[:, 0].isnan().any():  # then all of the row are
-                raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-            tokens = sample_tokens(probabilities, count, rows.places)
-            chosen[places, length] = probabilities.gather(1, tokens[:, None])[:, 0]
+            self.invalid |= probabilities[:, 0].isnan().any()  # then all of the row are
+            tokens = sample_tokens(probabilities, self.count, self.places)
+            torch.gather(probabilities, 1, tokens[:, None], out=self.chosen[:, column : column + 1])
         else:
             tokens = scores.argmax(dim=-1)
-        if padding is not None:
-            tokens = tokens.masked_fill(~rows.active, padding)
-        completions[places, length] = tokens
-        rows.tokens, length = torch.cat([rows.tokens, tokens[:, None]], dim=1), length + 1
-        if width + length >= config.max_length:
-            break
-        if padding is not None:
-            rows.active = rows.active & ~criteria(rows.tokens, None)
-            goes_on = rows.active.tolist()
-            if not any(goes_on):
+        if self.padding is not None:
+            tokens = tokens.masked_fill(~self.active, self.padding)
+        self.tokens[:, column] = tokens
+        self.lengths += self.active
+        return tokens
+
+    def read(self) -> PendingRead:
+        """Order a copy of: how many rows go on, how many tokens the longest completion has, `invalid`."""
+        return PendingRead(torch.stack([self.active.sum(), self.lengths.max(), self.invalid.long()]))
+
+    def write_into(self, tokens: Tensor, chosen: Tensor) -> None:
+        """Write into what belongs to the whole batch, and is the rows' own until some of them have left."""
+        if self.places is not None:
+            tokens.index_copy_(0, self.places, self.tokens)
+            chosen.index_copy_(0, self.places, self.chosen)
+
+    def keep(self, count: int) -> Tensor:
+        """Keep so many rows, first of all those that go on. Return which they are."""
+        # Those that go on have the longest completions. Next come those that ended last, which say how long TRL's are.
+        rows = (2 * self.lengths + self.active).argsort(descending=True, stable=True)[:count]
+        self.tokens, self.chosen, self.active, self.lengths = (
+            states.index_select(0, rows) for states in (self.tokens, self.chosen, self.active, self.lengths)
+        )
+        self.processors = self.processors.of(rows)
+        self.places = rows if self.places is None else self.places.index_select(0, rows)
+        return rows
+
+
+def complete(generation: Generation, prefilled: Prefilled, passes: Passes) -> tuple[Tensor, Tensor, int]:
+    """
+    Complete the rows of a batch. Return their completions, [rows, tokens of the longest], the probability with which
+    each token was drawn, of the same shape, and how many rows all passes for these tokens computed.
+
+    Raises:
+        PlainRolloutsError: If a pass cannot be computed in this way. Tokens may be drawn already.
+        RuntimeError: If there is a row without probabilities, as of `torch.multinomial`.
+    """
+    rows, (_, width), most = RowsInPass.of(generation), generation.input_ids.shape, generation.most
+    whole, states, computed = (rows.tokens, rows.chosen), GeneratorStates(rows.tokens.device), list[int]()
+    logits, go_on, longest, ordered = prefilled.logits, len(rows.tokens), 0, None
+    ends = ends_of(generation.criteria, max(logits.shape[1], (rows.padding or 0) + 1), logits.device)
+    for length in range(1, most + 1):
+        tokens = rows.next_tokens(logits, width + length - 1, generation.config.do_sample)
+        states.note()
+        if rows.padding is not None:
+            rows.active &= ~ends.index_select(0, tokens)
+        if passes.reads_late and length < most:
+            read, ordered = ordered, rows.read() if length % EVERY == 0 else None
+        else:
+            read = rows.read()
+        if read is not None:
+            go_on, longest, invalid = read.read()
+            if invalid:
+                raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+            if not go_on or length == most:
                 break
-            if sum(goes_on) <= KEEP * len(goes_on):
-                model_inputs = rows.drop_ended(goes_on, length, model_inputs)
-        # The logits of the next token.
-        inputs = model.prepare_inputs_for_generation(rows.tokens, next_sequence_length=1, **model_inputs)
-        outputs = model(**inputs, return_dict=True)
-        model_inputs = model._update_model_kwargs_for_generation(outputs, model_inputs)
-        logits, computed = outputs.logits[:, -1], computed + len(rows.tokens)
-        del outputs
-    return completions[:, :length], chosen[:, :length], computed
+        if (stay := passes.rows_for(len(tokens), go_on, most - length)) < len(tokens):
+            rows.write_into(*whole)
+            kept = rows.keep(stay)
+            passes.move(kept)
+            tokens = tokens.index_select(0, kept)
+        logits = passes.compute(tokens)
+        computed.append(len(tokens))
+    states.go_back(length - longest)
+    rows.write_into(*whole)
+    completions, chosen = (tensor[:, width : width + longest] for tensor in whole)
+    return completions, chosen, sum(computed[: longest - 1])
+
+
+# How a CPU computes a token.
+
+
+class GrowingRows:
+    """Rows whose keys and values grow by a column for each token, in the cache of the prompts."""
+
+    reads_late = False
+
+    def __init__(self, generation: Generation, prefilled: Prefilled):
+        self._model, self._cache, self._inputs = generation.model, prefilled.cache, generation.fixed_inputs()
+        for layer, keys, values in prefilled.of_all_rows():
+            layer.keys, layer.values = keys, values
+        lengths, inputs = generation.prompts.lengths, generation.inputs
+        self._lengths = torch.tensor([lengths[prompt] for prompt in generation.prompts.owner])
+        self._width = prefilled.width  # columns of prompts, with padding
+        mask, self._positions = inputs.get("attention_mask"), inputs.get("position_ids")
+        self._mask = None if mask is None else mask[:, -self._width :]
+        if self._positions is not None:
+            self._positions = self._positions[:, -1:]
+        self._leave_out_mask()
+
+    def _leave_out_mask(self) -> None:
+        """Without padding there is no mask, unless a model counts its positions there."""
+        if self._positions is not None and int(self._lengths.min()) == self._width:
+            self._mask = None
+
+    def rows_for(self, rows: int, go_on: int, left: int) -> int:
+        return go_on if go_on <= KEEP * rows else rows
+
+    def move(self, rows: Tensor) -> None:
+        self._lengths, gone = self._lengths.index_select(0, rows), 0
+        if self._positions is not None:
+            self._positions, longest = self._positions.index_select(0, rows), int(self._lengths.max())
+            gone, self._width = self._width - longest, longest
+        if self._mask is not None:
+            self._mask = self._mask[:, gone:].index_select(0, rows)
+        self._leave_out_mask()
+        for layer in self._cache.layers:  # one after the other, so that little memory is taken
+            exchange_states(layer, lambda state: state.index_select(0, rows))
+            if isinstance(layer, DynamicLayer):
+                attends: Any = layer  # of a model that has computed something
+                attends.keys = attends.keys[:, :, gone:].index_select(0, rows)
+                attends.values = attends.values[:, :, gone:].index_select(0, rows)
+
+    def compute(self, tokens: Tensor) -> Tensor:
+        inputs = {**self._inputs, CACHE: self._cache}
+        if self._mask is not None:
+            inputs["attention_mask"] = self._mask = F.pad(self._mask, (0, 1), value=1)
+        if self._positions is not None:
+            inputs["position_ids"] = self._positions = self._positions + 1
+        inputs = self._model.prepare_inputs_for_generation(tokens[:, None], next_sequence_length=1, **inputs)
+        return self._model(**inputs, return_dict=True).logits[:, -1]

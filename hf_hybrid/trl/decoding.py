@@ -62,11 +62,9 @@ from transformers import (
     ExponentialDecayLengthPenalty,
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
-    GenerationConfig,
     GenerationMixin,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
-    LogitsProcessorList,
     MaxLengthCriteria,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -75,7 +73,6 @@ from transformers import (
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
-    StoppingCriteriaList,
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
@@ -102,10 +99,12 @@ from hf_hybrid.run.trainer_view import module_of_user
 from hf_hybrid.trl.captured import CAPTURING, Captured, reason_not_captured
 from hf_hybrid.trl.completions import (
     CACHE,
+    Generation,
+    GrowingRows,
     PlainRolloutsError,
     Prompts,
     RowwiseProcessors,
-    complete_on_cpu,
+    complete,
     flat,
     padded,
     reason_not_tree,
@@ -207,44 +206,38 @@ def reason_not_these_positions(config: Any, longest: int) -> str | None:
     return None
 
 
-def reason_not_this_call(
-    model: Any,
-    input_ids: Tensor,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    model_inputs: dict[str, Any],
-    rows: Sequence[Sequence[int]],
-) -> str | None:
-    """Return why a call is left to transformers; `None` if it is not. See [`Decoding._decode`]."""
+def reason_not_this_call(generation: Generation) -> str | None:
+    """Return why a call is left to transformers; `None` if it is not."""
+    config, inputs, prompts = generation.config, generation.inputs, generation.prompts
     if (mode := config.get_generation_mode()) not in ("greedy_search", "sample"):
         return f"the generation config asks for `{mode.value}`"
     for name in ("return_dict_in_generate", "prefill_chunk_size", "token_healing"):
         if getattr(config, name, None):
             return f"the generation config has `{name}={getattr(config, name)}`"
-    if len(input_ids) != len(rows):
-        return f"{len(input_ids)} rows are asked for, and there are {len(rows)} prompts"
-    if not all(map(len, rows)):
+    if (rows := len(generation.input_ids)) != len(prompts.owner):
+        return f"{rows} rows are asked for, and there are {len(prompts.owner)} prompts"
+    if not min(prompts.lengths):
         return "a prompt has no tokens"
-    if others := sorted(name for name, value in model_inputs.items() if value not in (None, {}) and name not in KNOWN):
+    if others := sorted(name for name, value in inputs.items() if value not in (None, {}) and name not in KNOWN):
         return f"the model gets `{others[0]}` beside tokens"
-    for processor in processors:
+    for processor in generation.processors:
         if type(processor) not in ROWWISE:
             return f"`{type(processor).__name__}` is not known to look at one row at a time"
-    kinds = set(map(type, criteria))
+    kinds = set(map(type, generation.criteria))
     if others := sorted(kind.__name__ for kind in kinds - {MaxLengthCriteria, EosTokenCriteria}):
         return f"`{others[0]}` is not known to look at one row at a time"
     if MaxLengthCriteria not in kinds or (EosTokenCriteria in kinds and config.pad_token_id is None):
         return "there is no length at which rows end, or no padding token"
-    positions = model_inputs.get("position_ids")
-    if positions is not None and positions.shape != input_ids.shape:
+    positions = inputs.get("position_ids")
+    if positions is not None and positions.shape != generation.input_ids.shape:
         return "positions have another shape than tokens"
-    if not model_inputs.get("use_cache") or model_inputs.get(CACHE) is None:
+    if not inputs.get("use_cache") or inputs.get(CACHE) is None:
         return "there is no cache of keys and values (`use_cache=False`, or a model with a state of its own)"
-    longest, text = config.max_length, model.config.get_text_config(decoder=True)
-    kinds = {"captures": input_ids.device.type in CAPTURING}
-    kinds["chunks"] = "chunked_attention" in (getattr(text, "layer_types", None) or ())
-    return reason_not_this_cache(model_inputs[CACHE], longest, **kinds) or reason_not_these_positions(text, longest)
+    longest, text = config.max_length, generation.model.config.get_text_config(decoder=True)
+    captures = generation.input_ids.device.type in CAPTURING
+    chunks = "chunked_attention" in (getattr(text, "layer_types", None) or ())
+    reason = reason_not_this_cache(inputs[CACHE], longest, captures=captures, chunks=chunks)
+    return reason or reason_not_these_positions(text, longest)
 
 
 # The part.
@@ -334,7 +327,6 @@ class Decoding(Part):
         prompts and completions, shape [rows, width and tokens of the longest completion], or raise
         `PlainRolloutsError`. The model gets `model_inputs` beside tokens.
         """
-        processors, criteria, config = logits_processor, stopping_criteria, generation_config
         if rows is None:
             mask = model_inputs.get("attention_mask")
             kept = torch.ones_like(input_ids, device="cpu") if mask is None else mask.cpu()
@@ -344,18 +336,14 @@ class Decoding(Part):
         positions = model_inputs.get("position_ids")
         if positions is not None and positions.dim() == 3 and (positions == positions[:1]).all():
             model_inputs["position_ids"] = positions[0]  # in text the parts of a position are equal
-        reason = reason_not_this_call(model, input_ids, processors, criteria, config, model_inputs, rows)
+        prepared = RowwiseProcessors(logits_processor), stopping_criteria, generation_config, model_inputs
+        generation = Generation(model, input_ids, *prepared, prompts := Prompts.of(rows))
+        captures = input_ids.device.type in CAPTURING
+        reason = reason_not_this_call(generation) or (self.captured.refused if captures else None)
         if reason is not None:
             raise PlainRolloutsError(reason)
-        count, width = input_ids.shape
-        padding = config.pad_token_id if EosTokenCriteria in map(type, criteria) else None
-        call = (RowwiseProcessors(processors), criteria, config, padding)
-        captures = input_ids.device.type in CAPTURING
-        if captures and self.captured.refused is not None:
-            raise PlainRolloutsError(self.captured.refused)
-        prompts = Prompts.of(rows)
         tree = prompts.tree_if_worth()
-        facts = None if tree is None else self._facts_of(model, prompts, model_inputs)
+        facts = None if tree is None else self._facts_of(generation)
         if tree is None or facts is None:
             prefilled = padded(model, input_ids, prompts, model_inputs)
         else:
@@ -365,22 +353,27 @@ class Decoding(Part):
         for layer in prefilled.cache.layers:
             if isinstance(layer, DynamicLayer) and layer.keys is None:
                 raise PlainRolloutsError("without images the model leaves layers of its cache empty")
-        complete: Any = self.captured.complete if captures else functools.partial(complete_on_cpu, prompts)
-        with model._optimize_model_for_decode():
-            completions, chosen, computed = complete(model, input_ids, prefilled, *call, model_inputs)
-        self.chosen = chosen if config.do_sample else None
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(model._optimize_model_for_decode())
+            if captures:
+                passes = stack.enter_context(self.captured.passes(generation, prefilled))
+            else:
+                passes = GrowingRows(generation, prefilled)
+            completions, chosen, computed = complete(generation, prefilled, passes)
+        self.chosen = chosen if generation_config.do_sample else None
         if counts:
             self.counts["rows_decoded"] += computed
-            self.counts["rows_decoded_saved"] += count * (completions.shape[1] - 1) - computed
+            self.counts["rows_decoded_saved"] += len(input_ids) * (completions.shape[1] - 1) - computed
             of_all_rows = sum(map(prompts.lengths.__getitem__, prompts.owner))
             self.counts["prompt_tokens_shared"] += of_all_rows - prefilled.computed
         return torch.cat([input_ids, completions], dim=1)
 
-    def _facts_of(self, model: Any, prompts: Prompts, model_inputs: dict[str, Any]) -> ModelFacts | None:
+    def _facts_of(self, generation: Generation) -> ModelFacts | None:
         """Return what is known of a model that takes trees; `None` of others, and say why."""
+        model = generation.model
         if (facts := self._facts.get(model)) is None or not facts.is_still(model):
             facts = self._facts[model] = ModelFacts.of(model, compiles=False)
-        if (reason := reason_not_tree(model, facts, prompts, model_inputs)) is None:
+        if (reason := reason_not_tree(model, facts, generation.prompts, generation.inputs)) is None:
             return facts
         facts.reason = reason
         self.padded.cannot_be_exact(reason)

@@ -1395,16 +1395,21 @@ def _drawn_on_host(place: Place) -> Iterator[None]:
     if not (place.on_device and isinstance(place.simulator, RealDevice)):
         yield
         return
-    from hf_hybrid.trl import captured
+    from hf_hybrid.trl import completions
 
-    def sample_tokens(probabilities: Tensor, count: int, places: Tensor | None, draw=captured.sample_tokens) -> Tensor:
+    def sample_tokens(
+        probabilities: Tensor, count: int, places: Tensor | None, draw=completions.sample_tokens
+    ) -> Tensor:
         on_host = draw(probabilities.cpu(), count, None if places is None else places.cpu())
         return on_host.to(probabilities.device)
 
-    def states(device: torch.device, of=captured.GeneratorStates) -> captured.GeneratorStates:
+    def states(device: torch.device, of=completions.GeneratorStates) -> completions.GeneratorStates:
         return of(torch.device("cpu"))
 
-    with patched(vars(captured), "sample_tokens", sample_tokens), patched(vars(captured), "GeneratorStates", states):
+    with (
+        patched(vars(completions), "sample_tokens", sample_tokens),
+        patched(vars(completions), "GeneratorStates", states),
+    ):
         yield
 
 

@@ -46,11 +46,13 @@ from transformers import EosTokenCriteria, LlamaConfig, LlamaForCausalLM  # noqa
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
+from hf_hybrid.machine import PendingRead  # noqa: E402
 from hf_hybrid.run.run import Run  # noqa: E402
 from hf_hybrid.trl import captured  # noqa: E402
-from hf_hybrid.trl.captured import Buffers, HostReads, PendingRead, PlainRolloutsError  # noqa: E402
-from hf_hybrid.trl.completions import sample_tokens  # noqa: E402
+from hf_hybrid.trl.captured import Buffers, PlainRolloutsError  # noqa: E402
+from hf_hybrid.trl.completions import RowsInPass, sample_tokens  # noqa: E402
 from hf_hybrid.trl.decoding import Decoding, adapters_of, reason_not_this_model  # noqa: E402
+from hf_hybrid.trl.host_reads import READ_ON_HOST, HostReads  # noqa: E402
 from hf_hybrid.trl.rl import SAMPLER  # noqa: E402
 
 OTHERS = ("gemma3_text", "gpt_oss", "mixtral", "deepseek_v3", "olmo2")
@@ -258,7 +260,7 @@ class HostMeets(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         HostMeets.operations += 1
-        HostMeets.reads += func in captured.READ_ON_HOST
+        HostMeets.reads += func in READ_ON_HOST
         return func(*args, **(kwargs or {}))
 
 
@@ -300,18 +302,16 @@ def test_one_replay_a_token_and_one_wait_in_eight(way, called, monkeypatch):
 def test_a_wait_is_for_tokens_drawn_before(monkeypatch):
     """Between the copy and its reading a token is drawn, and its pass is under way."""
     events = []
-    look, read, compute = captured.RowsInPlace.look, PendingRead.read, Buffers.compute
-    for kind, name, call in (
-        (captured.RowsInPlace, "look", look),
-        (PendingRead, "read", read),
-        (Buffers, "compute", compute),
-    ):
-        monkeypatch.setattr(kind, name, lambda *args, n=name, c=call: (events.append(n), c(*args))[1])
+    for kind, name, event in (
+        (RowsInPass, "read", "order"), (PendingRead, "read", "read"), (Buffers, "compute", "compute")
+    ):  # fmt: skip
+        call = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *args, e=event, c=call: (events.append(e), c(*args))[1])
     rows, inputs = batch([5, 9])
     completed(model("llama"), rows, inputs, config(eos_token_id=[95]), Decoding(off=False))
     reads = [place for place, event in enumerate(events) if event == "read"][:-1]  # the last one is at the end
     assert len(reads) == (NEW - 1) // 8
-    assert all(events[place - 2 : place + 1] == ["look", "compute", "read"] for place in reads)
+    assert all(events[place - 2 : place + 1] == ["order", "compute", "read"] for place in reads)
 
 
 # From one generation to the next.
@@ -767,12 +767,6 @@ def test_probabilities_that_are_none():
     for how in (None, Decoding(off=False)):
         with pytest.raises(RuntimeError, match="probability tensor contains"):
             completed(broken, rows, inputs, config(), how)
-
-
-def test_without_graphs_the_pass_is_called_again(monkeypatch):
-    monkeypatch.delattr(torch.cpu, "CUDAGraph")
-    rows, inputs = batch([5, 9, 30, 31])
-    assert check_equal(model("llama"), rows, inputs, config()).plain_because is None
 
 
 # A run.

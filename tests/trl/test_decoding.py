@@ -38,7 +38,7 @@ from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
 from hf_hybrid.trl import decoding as decoding_module  # noqa: E402
-from hf_hybrid.trl.completions import Prompts, RowsLeft  # noqa: E402
+from hf_hybrid.trl.completions import GrowingRows, Prompts  # noqa: E402
 from hf_hybrid.trl.decoding import (  # noqa: E402
     Decoding,
     reason_not_this_cache,
@@ -264,15 +264,15 @@ def test_an_unforeseen_error_is_told_and_changes_no_completion(passes, monkeypat
     """Before the first random number and after some: `generate` begins anew, with the same numbers."""
     rows, inputs = batch([5, 9, 30, 31])
     theirs, state = completed(model("llama"), rows, inputs, config())
-    calls, drop_ended = [], RowsLeft.drop_ended
+    calls, move = [], GrowingRows.move
 
-    def fails(left, goes_on, completed, model_inputs):
-        calls.append(completed)
+    def fails(passes_of, rows):
+        calls.append(rows)
         if len(calls) > passes:
             raise IndexError("of a new version")
-        return drop_ended(left, goes_on, completed, model_inputs)
+        move(passes_of, rows)
 
-    monkeypatch.setattr(RowsLeft, "drop_ended", fails)
+    monkeypatch.setattr(GrowingRows, "move", fails)
     decoding = Decoding(off=False)
     for _ in range(2):
         ours, state_of_ours = completed(model("llama"), rows, inputs, config(), decoding)
@@ -289,7 +289,7 @@ def test_a_lack_of_memory_is_no_fault_of_the_loop(monkeypatch):
         raise torch.OutOfMemoryError("out of memory")
 
     rows, inputs = batch([5, 9])
-    monkeypatch.setattr(RowsLeft, "drop_ended", ends)
+    monkeypatch.setattr(GrowingRows, "move", ends)
     decoding = Decoding(off=False)
     with pytest.raises(torch.OutOfMemoryError):
         completed(model("llama"), rows, inputs, config(), decoding)
@@ -390,7 +390,6 @@ def test_models_that_are_left_to_transformers():
 
 def test_what_is_used_of_transformers_is_there():
     """CONTRIBUTING.md lists it: read the new `_sample` of transformers before this test is changed."""
-    assert callable(GenerationMixin._update_model_kwargs_for_generation)
     assert callable(GenerationMixin._optimize_model_for_decode)
     # Where the check for the end is deferred, a token more is drawn.
     assert not DeferredStopCheck.is_supported(torch.device("cuda"), None, False, is_assistant=False)
