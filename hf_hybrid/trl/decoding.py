@@ -6,14 +6,18 @@ prompt. `generate` computes every copy, and pads short prompts to the longest of
 with a system prompt or worked examples, are computed in full each. Then it computes one token of each row per pass
 until the last row has ended. It also computes rows that have ended, and discards the result.
 
-What is computed instead, here for two prompts with three completions each:
+What is computed instead, here for two prompts with three completions each (completions.py):
 
     prompts        s s s s p p p p          each once, and the beginning that they share once, without padding
-                           q q q            (completions.py); then keys and values are repeated for the completions
+                           q q q            Then keys and values are repeated for the completions
     completions    p: a a a .  .            a row that has ended leaves the batch, as soon as a quarter of the rows in
                    p: b b b b  b b          it have. The columns that are padding for all rows that are left go too
                    p: c .  .
                    q: ...
+
+That is how a CPU computes tokens, where each costs what the rows in the batch cost. On a GPU it costs what the host
+needs to start the kernels: rows that leave save nothing, and each new shape costs more. So on a CUDA device passes are
+captured (captured.py). On every other accelerator TRL's call stays as it is.
 
 Why the completions are the same. A row of a transformer does not depend on other rows. Positions and masks of a row are
 those that it has in TRL's batch, so its logits are the same too, up to the rounding of a batch of another shape.
@@ -34,12 +38,6 @@ If the result is not known to be exact, transformers generates the whole batch; 
 [`reason_not_this_call`] list these cases. [`PlainRolloutsError`] ends the call, and `generate` is called as TRL calls
 it. It is called too if the loop raises an error that nobody foresaw, from then on for the rest of the run. The random
 generators are set back first, so the completions are still TRL's.
-
-**A CPU** has a loop of its own (completions.py). There a token costs what the rows in the batch cost. On a GPU it costs
-what the host needs to start the kernels, so rows that leave save nothing, and each new shape costs more: without a mask
-`scaled_dot_product_attention` plans anew for each length of the keys. On an H200 this loop took 1.5 to 2.4 times the
-seconds of `generate`. So on a CUDA device captured.py completes the prompts. On every other accelerator TRL's call
-stays as it is.
 """
 
 from __future__ import annotations
@@ -54,39 +52,14 @@ from weakref import WeakKeyDictionary
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    EosTokenCriteria,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    GenerationMixin,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MaxLengthCriteria,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers import DynamicCache, EosTokenCriteria, GenerationMixin, MaxLengthCriteria
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
 )
+from transformers.generation import logits_process as processors
 
 from hf_hybrid.compat import layers_that_keep_nothing
 from hf_hybrid.optimizers import has_adapters
@@ -114,22 +87,21 @@ if TYPE_CHECKING:
     from hf_hybrid.phase_memory.adapters import AdapterProducts
 
 ROWWISE = frozenset({
-    EpsilonLogitsWarper, EtaLogitsWarper, ExponentialDecayLengthPenalty, ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor, InfNanRemoveLogitsProcessor, LogitNormalization, MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor, MinPLogitsWarper, NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor, SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor, TemperatureLogitsWarper, TopHLogitsWarper, TopKLogitsWarper, TopPLogitsWarper,
-    TypicalLogitsWarper,
+    processors.EpsilonLogitsWarper, processors.EtaLogitsWarper, processors.ExponentialDecayLengthPenalty,
+    processors.ForcedBOSTokenLogitsProcessor, processors.ForcedEOSTokenLogitsProcessor,
+    processors.InfNanRemoveLogitsProcessor, processors.LogitNormalization, processors.MinLengthLogitsProcessor,
+    processors.MinNewTokensLengthLogitsProcessor, processors.MinPLogitsWarper, processors.NoBadWordsLogitsProcessor,
+    processors.NoRepeatNGramLogitsProcessor, processors.RepetitionPenaltyLogitsProcessor,
+    processors.SequenceBiasLogitsProcessor, processors.SuppressTokensAtBeginLogitsProcessor,
+    processors.SuppressTokensLogitsProcessor, processors.TemperatureLogitsWarper, processors.TopHLogitsWarper,
+    processors.TopKLogitsWarper, processors.TopPLogitsWarper, processors.TypicalLogitsWarper,
 })  # fmt: skip
 """Logits processors that compute a row from this row alone. [`RowwiseProcessors`] tells one of them of its rows."""
 KNOWN = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"}
 """What `generate` may give the model beside tokens."""
 KINDS_OF_LAYERS = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-)
+    DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer,
+)  # fmt: skip
 """Of a cache from which rows can be taken."""
 COUNTS = ("rows_decoded", "rows_decoded_saved", "prompt_tokens_shared")
 
@@ -247,11 +219,9 @@ class Decoding(Part):
     """
     Samples the completions of a run.
 
-    It counts, on this process and in training: `rows_decoded`, rows of the forward passes that
-    computed one token of each; `rows_decoded_saved`, those that transformers would compute beside them; and
-    `prompt_tokens_shared`, tokens of prompts that it would compute once more. `plain_rollouts_because` in the summary
-    says why the last completions that were left to transformers were. With `off` everything is left to them, without a
-    word. `tells` says whether this process writes to the log.
+    It counts [`COUNTS`], on this process and in training: rows of the forward passes that computed one token of each;
+    those that transformers would compute beside them; and tokens of prompts that it would compute once more. With `off`
+    everything is left to transformers, without a word. `tells` says whether this process writes to the log.
     """
 
     name = "decoding"
@@ -353,13 +323,13 @@ class Decoding(Part):
         for layer in prefilled.cache.layers:
             if isinstance(layer, DynamicLayer) and layer.keys is None:
                 raise PlainRolloutsError("without images the model leaves layers of its cache empty")
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(model._optimize_model_for_decode())
+        with model._optimize_model_for_decode():
             if captures:
-                passes = stack.enter_context(self.captured.passes(generation, prefilled))
+                opened = self.captured.passes(generation, prefilled)
             else:
-                passes = GrowingRows(generation, prefilled)
-            completions, chosen, computed = complete(generation, prefilled, passes)
+                opened = contextlib.nullcontext(GrowingRows(generation, prefilled))
+            with opened as passes:
+                completions, chosen, computed = complete(generation, prefilled, passes)
         self.chosen = chosen if generation_config.do_sample else None
         if counts:
             self.counts["rows_decoded"] += computed

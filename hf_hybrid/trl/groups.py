@@ -43,10 +43,10 @@ go on as in TRL. Parameters that a left-out row would have reached get a zero gr
 Rewards first. TRL needs log-probabilities of the sampling policy if completions are trained on in several steps or come
 from vLLM. It computes them for all rows before it calls the reward functions. Here the reward functions are called when
 TRL starts to compute the log-probabilities, once and with TRL's arguments, and TRL gets the rewards when it asks for
-them ([`Scoring`]). So rows of groups with equal rewards are left out of this pass too, and their places hold zeros. No
-computation with a gradient reads them. With vLLM they hold NaN until TRL has compared them with vLLM's. TRL reads that
-as log-probabilities that vLLM could not give. So the importance ratio is 1, and the metrics of the difference are those
-of the computed rows.
+them ([`GenerationBatch`]). So rows of groups with equal rewards are left out of this pass too, and their places hold
+zeros. No computation with a gradient reads them. With vLLM they hold NaN until TRL has compared them with vLLM's. TRL
+reads that as log-probabilities that vLLM could not give. So the importance ratio is 1, and the metrics of the
+difference are those of the computed rows.
 
 Several processes exchange gradients and metrics in each micro-batch. They agree on the number of rows, and a process
 with fewer rows adds rows without advantage.
@@ -69,6 +69,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hf_hybrid.machine import PendingRead
 from hf_hybrid.rows.tree import IGNORED, Rows
 
 Batch = dict[str, Any]
@@ -294,15 +295,21 @@ class Sampled:
 
 
 @dataclass
-class Scoring:
-    """A generation batch between its sampling and its advantages."""
+class GenerationBatch:
+    """A generation batch from its sampling to its advantages."""
 
-    inputs: list[dict[str, Any]]
+    inputs: list[dict[str, Any]] = field(default_factory=list)
     """Rows of the dataset on this process."""
-    with_grad: bool
+    with_grad: bool = False
     """Whether gradients were on. TRL turns them off for log-probabilities, not for rewards."""
+    rewards_first: bool = False
+    """Whether rewards are asked for before TRL does, until it has its batch."""
+    turns: int = 0
+    """How often the model completed rows."""
     sampled: Sampled | None = None
     rewards: Tensor | None = None
-    """Of all processes, once they were asked for, shape [rows, functions]."""
+    """Of all processes, once they were asked for before TRL does, shape [rows, functions]."""
+    on_host: PendingRead | None = None
+    """The same, whoever asked."""
     left_out: Tensor | None = None
     """Which rows of this process have no log-probabilities of the sampling policy, as booleans of shape [rows]."""

@@ -41,9 +41,9 @@ from hf_hybrid.trl.groups import (
     ON_HOST,
     Batch,
     ExactSkips,
+    GenerationBatch,
     Mean,
     Sampled,
-    Scoring,
     rewarded_alike,
     rows_of_completions,
     rows_that_count,
@@ -374,7 +374,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
 
     def own_parts(self) -> list[Part]:
-        self.rollouts = Rollouts(self)
+        self.rollouts, self.generation = Rollouts(self), GenerationBatch()
         self.decoding = Decoding(getattr(self.args, "rollouts", "auto") == "off", self.is_world_process_zero)
         return [*super().own_parts(), self.rollouts, self.decoding]
 
@@ -399,7 +399,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         decoding, completing = self.decoding, contextlib.nullcontext()
-        self._turns += 1
+        self.generation.turns += 1
         if not decoding.off:
             model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
             if (why := self._reason_not_decoded(model)) is None:
@@ -444,18 +444,14 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
 
     # Rewards and advantages.
 
-    _scoring: Scoring | None = None
-    _sampled_last: Sampled
-    _rewards: PendingRead
-    """Of all processes, shape [rows, functions]."""
-
     def _sampled(self, prompts: list[Any], output: tuple) -> Sampled:
         """Return what is needed of the tuple that TRL's `_generate` returns."""
         raise NotImplementedError
 
     def _total_rewards(self) -> Tensor | None:
         """Return the rewards that are compared within a group, shape [rows]; `None` if others take part."""
-        raise NotImplementedError
+        pending: Any = self.generation.on_host
+        return total_rewards(torch.tensor(pending.read()), self.reward_weights)
 
     def _rewarded_alike(self) -> Tensor | None:
         """
@@ -473,59 +469,59 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         return values[self.accelerator.process_index * count :][:count]
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        scoring = self._scoring
-        if scoring is not None and scoring.rewards is not None:
-            return scoring.rewards
+        generation = self.generation
+        if generation.rewards_first and generation.rewards is not None:
+            return generation.rewards
         copies = [*map(list, completion_ids_list)]  # reward functions may change them, and a plan reads them later
         rewards = super()._calculate_rewards(inputs, prompts, completions, copies)
-        self._rewards = PendingRead(rewards)  # TRL waits for some of them before anybody reads these
+        generation.on_host = PendingRead(rewards)  # TRL waits for some of them before anybody reads these
         return rewards
 
     def _generate(self, prompts):
         output = super()._generate(prompts)
-        self._sampled_last = self._sampled(prompts, output)
-        if self._scoring is not None:
-            self._scoring.sampled = self._sampled_last
+        self.generation.sampled = self._sampled(prompts, output)
         return output
 
     def _generate_and_score_completions(self, inputs):
-        self.decoding.chosen, self._turns = None, 0
-        if (place := self.rollouts.users[OF_GENERATION]) is not None:
-            self.rollouts.users_rewards.cannot_be_exact(f"`{place}` is not TRL's")
-            return super()._generate_and_score_completions(inputs)
         # Log-probabilities of rows without advantage are read by nobody: rewards are asked for first.
-        rewards_first = self.rollouts.leaves_out and self.model.training
-        self._scoring = scoring = Scoring(inputs, torch.is_grad_enabled()) if rewards_first else None
+        users, rewards_first = self.rollouts.users[OF_GENERATION], self.rollouts.leaves_out and self.model.training
+        generation = GenerationBatch(inputs, torch.is_grad_enabled(), rewards_first and users is None)
+        self.generation, self.decoding.chosen = generation, None
         try:
             batch: Batch = super()._generate_and_score_completions(inputs)
         finally:
-            self._scoring = None
-        if scoring is not None and scoring.left_out is not None and "old_per_token_logps" in batch:
-            batch["old_per_token_logps"].masked_fill_(scoring.left_out[:, None], 0.0)
+            generation.rewards_first = False
+        if users is not None:
+            self.rollouts.users_rewards.cannot_be_exact(f"`{users}` is not TRL's")
+            return batch
+        if generation.left_out is not None and "old_per_token_logps" in batch:
+            batch["old_per_token_logps"].masked_fill_(generation.left_out[:, None], 0.0)
         # RLOO keeps sums over the tokens of a row, with which they cannot be compared.
-        if (chosen := self.decoding.chosen) is not None and self._turns == 1 and "old_logps" not in batch:
+        if (chosen := self.decoding.chosen) is not None and generation.turns == 1 and "old_logps" not in batch:
             padding = batch["completion_ids"].shape[1] - chosen.shape[1]
             batch[OF_SAMPLER] = torch.nn.functional.pad(chosen.log(), (0, padding))
         if (alike := self._rewarded_alike()) is not None:
             self._zero_advantages(batch, alike)
-        sampled, advantages = self._sampled_last, batch["advantages"]
         plans = self.model.training and (self.rollouts.leaves_out or self.rollouts.by_prompt)
-        if plans and sampled.is_whole and not self.mask_truncated_completions and advantages.dim() == 1:
-            # As TRL had it on the host. It is shuffled and divided with the rest.
-            logged: Any = self._logs["advantages"]
-            logged = torch.tensor([*logged][-len(advantages) * self.accelerator.num_processes :])
+        sampled, one_each = generation.sampled, batch["advantages"].dim() == 1
+        if plans and sampled is not None and sampled.is_whole and not self.mask_truncated_completions and one_each:
+            # It is shuffled and divided with the rest.
             widths = batch["prompt_ids"].shape[1], batch["completion_ids"].shape[1]
-            batch[ON_HOST] = sampled.on_host(*widths, self._own_rows(logged))
+            batch[ON_HOST] = sampled.on_host(*widths, self._logged_advantages(len(batch["advantages"])))
         return batch
+
+    def _logged_advantages(self, rows: int) -> Tensor:
+        """Return the last advantages of so many rows of this process, as TRL had them on the host."""
+        logged: Any = self._logs["advantages"]
+        return self._own_rows(torch.tensor([*logged][-rows * self.accelerator.num_processes :]))
 
     def _zero_advantages(self, batch: Batch, alike: Tensor) -> None:
         """Set the advantages of these rows of all processes to zero, also where TRL logs them."""
         advantages, own = batch["advantages"], self._own_rows(alike)
         batch["advantages"] = advantages.masked_fill(own.to(advantages.device, non_blocking=True), 0.0)
-        logged: Any = self._logs["advantages"]  # of all processes, on the host
         if self.model.training:
-            theirs = self._own_rows(torch.tensor([*logged][-len(alike) :]))
-            self.rollouts.counts["rows_of_rounding"] += int(theirs[own].ne(0).sum())
+            self.rollouts.counts["rows_of_rounding"] += int(self._logged_advantages(len(own))[own].ne(0).sum())
+        logged: Any = self._logs["advantages"]  # of all processes, on the host
         for place, zero in zip(range(-1, -len(logged) - 1, -1), reversed(alike.tolist())):
             logged[place] = 0.0 if zero else logged[place]
 
@@ -535,13 +531,12 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
 
         `attention_mask`, of shape [rows, width], is that of prompts and completions; `kept` the width of the latter.
         """
-        scoring: Any = self._scoring
-        sampled = scoring.sampled
-        sampled.extend(scoring.inputs)
-        with torch.set_grad_enabled(scoring.with_grad):
-            scoring.rewards = self._calculate_rewards(
-                scoring.inputs, sampled.prompts, sampled.completions, sampled.completion_ids
-            )
+        generation, inputs = self.generation, self.generation.inputs
+        sampled: Any = generation.sampled
+        sampled.extend(inputs)
+        with torch.set_grad_enabled(generation.with_grad):
+            of_rows = sampled.prompts, sampled.completions, sampled.completion_ids
+            generation.rewards = self._calculate_rewards(inputs, *of_rows)
         if (alike := self._rewarded_alike()) is None:
             return None
         counts = ~self._own_rows(alike)
@@ -550,11 +545,11 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         return counts.nonzero()[:, 0].tolist()
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
-        scoring, chosen = self._scoring, None
-        if scoring is not None and scoring.sampled is not None and scoring.rewards is None:
+        generation, chosen = self.generation, None
+        if generation.rewards_first and generation.sampled is not None and generation.rewards is None:
             chosen = self._old_rows(attention_mask, logits_to_keep)
         with self.rows.on(self.accelerator.unwrap_model(model)):
-            if scoring is None or chosen is None or len(chosen) == len(input_ids):
+            if chosen is None or len(chosen) == len(input_ids):
                 log_probs, *others = super()._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
                 )
@@ -567,8 +562,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             shape = (len(input_ids), logits_to_keep)
             log_probs = torch.full(shape, float("nan") if corrects else 0.0, device=input_ids.device)
             rows = indices(chosen, input_ids.device)
-            scoring.left_out = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
-            scoring.left_out[rows] = False
+            generation.left_out = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+            generation.left_out[rows] = False
             if chosen:
                 computed, *_ = super()._get_per_token_logps_and_entropies(
                     model, input_ids[rows], attention_mask[rows], logits_to_keep, *args, **kwargs
@@ -576,8 +571,6 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
                 log_probs = log_probs.to(computed.dtype).index_copy(0, rows, computed)
             return log_probs, None, None
 
-    _turns = 0
-    """How often the model completed rows of this generation batch."""
     _in_loss: Batch | None = None
     """The micro-batch whose loss is computed."""
     _distance: PendingRead | None = None
@@ -742,7 +735,7 @@ class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):  # ty: ignore[incompa
     def _total_rewards(self) -> Tensor | None:
         if self.multi_objective_aggregation != "sum_then_normalize":
             return None  # the batch has a part in each advantage
-        return total_rewards(torch.tensor(self._rewards.read()), self.reward_weights)
+        return super()._total_rewards()
 
     def _reason_not_left_out(self) -> RowsStay | None:
         if self.beta != 0.0:
@@ -782,8 +775,8 @@ class HybridRLOOTrainer(RolloutTrainerMixin, RLOOTrainer):  # ty: ignore[incompa
     def _total_rewards(self) -> Tensor | None:
         if self.beta != 0.0 or self.normalize_advantages:
             return None  # the distance from the reference, or the batch, has a part in each advantage
-        total, limits = total_rewards(torch.tensor(self._rewards.read()), self.reward_weights), self.reward_clip_range
-        return total.clamp(*limits) if limits else total
+        total, limits = super()._total_rewards(), self.reward_clip_range
+        return total.clamp(*limits) if limits and total is not None else total
 
     def __init__(self, model, reward_funcs, *positional, **kwargs):
         super().__init__(model, reward_funcs, *positional, **kwargs)
