@@ -24,12 +24,8 @@ These become numbers once, not in each layer ([`numbers_of`]). Heads that read t
 (phase_memory/adapters.py), from copies that are brought up to date before each generation. Tokens are drawn outside of
 the graph.
 
-The host never waits for the token that it has just drawn. What a row gets (its token, or padding), whether it has ended
-and after how many tokens are tensors on the device. Every [`EVERY`] tokens the host orders a copy of three numbers,
-launches one more token, and then reads them. So it learns of the end up to nine tokens late. These tokens are cut off,
-and the random generator is set to its state after the last one that counts: its states are kept on the host for so
-long. `torch.multinomial` would make the host wait twice per token, because it checks its probabilities there;
-[`sample_tokens`] draws the same tokens from the same random numbers, and the check is one of the three numbers.
+The host never waits for the token that it has just drawn. Every eight tokens it orders a copy of what it has to
+know, launches one more token, and then reads: so it learns of the end up to nine tokens late.
 
 Small buffers and their graphs stay for the next generation: to capture costs as much as tens of tokens. A graph reads
 the weights where they were when it was captured, and knows nothing of Python: so it is used again only if every weight
@@ -37,8 +33,7 @@ is at the same place and the adapters are the same ([`_identity`]).
 
 A pass that reads a value on the host, or brings one from there, cannot be captured. The pass that warms up is watched
 for this ([`HostReads`]), and TRL's `generate` is called instead. So it is after an error in a capture, and for the rest
-of the run. Without a device that has graphs the pass is called again for each token, with everything else as above:
-that is how the tests run it.
+of the run.
 """
 
 from __future__ import annotations

@@ -61,6 +61,7 @@ Where the result would not be exact, every row is computed, and the log says why
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -292,6 +293,37 @@ class Sampled:
             of_rows = values if isinstance(values, list) else [values] * len(inputs)
             for row, value in zip(inputs, of_rows):
                 row[name] = value
+
+
+SAMPLER = "sampling/sampling_logp_difference/"
+"""TRL's names for distances of vLLM's log-probabilities from those of training: their mean, and the largest."""
+
+
+class SamplerDistance:
+    """How far log-probabilities of the sampler are from those of training, since the last log."""
+
+    def __init__(self):
+        self._pending: PendingRead | None = None
+        self._means, self._largest = list[float](), 0.0
+
+    def add(self, numbers: Tensor) -> None:
+        """Add the mean and the largest distance in a micro-batch, of all processes; NaN where one has none."""
+        self._read()  # TRL has waited for metrics that were computed after it
+        self._pending = PendingRead(numbers)
+
+    def _read(self) -> None:
+        if self._pending is not None:
+            for mean, largest in torch.tensor(self._pending.read()).view(-1, 2).tolist():
+                if not math.isnan(mean):
+                    self._means.append(mean)
+                    self._largest = max(self._largest, largest)
+            self._pending = None
+
+    def take(self) -> dict[str, float]:
+        """Return what is logged, and begin anew."""
+        self._read()
+        means, largest, self._means, self._largest = self._means, self._largest, [], 0.0
+        return {SAMPLER + "mean": sum(means) / len(means), SAMPLER + "max": largest} if means else {}
 
 
 @dataclass

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +43,7 @@ from hf_hybrid.trl.groups import (
     GenerationBatch,
     Mean,
     Sampled,
+    SamplerDistance,
     rewarded_alike,
     rows_of_completions,
     rows_that_count,
@@ -102,8 +102,6 @@ OF_TURN = ("_generate_single_turn",)
 """That which sees prompts: where a user has one, it may complete others than TRL gives."""
 SETTINGS = ("beta", "loss_type", "top_entropy_quantile", "_entropy_bonus_enabled", "aux_loss_enabled")
 """Attributes of a trainer that decide whether rows may be left out. A callback may change them, and put methods in."""
-SAMPLER = "sampling/sampling_logp_difference/"
-"""TRL's names for distances of vLLM's log-probabilities from those of training: their mean, and the largest."""
 
 
 class Rollouts(Part):
@@ -374,7 +372,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
 
     def own_parts(self) -> list[Part]:
-        self.rollouts, self.generation = Rollouts(self), GenerationBatch()
+        self.rollouts, self.generation, self.distance = Rollouts(self), GenerationBatch(), SamplerDistance()
         self.decoding = Decoding(getattr(self.args, "rollouts", "auto") == "off", self.is_world_process_zero)
         return [*super().own_parts(), self.rollouts, self.decoding]
 
@@ -573,10 +571,6 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
 
     _in_loss: Batch | None = None
     """The micro-batch whose loss is computed."""
-    _distance: PendingRead | None = None
-    """How far log-probabilities of the sampler are from those of training in the last micro-batch: mean and largest."""
-    _distances = (0.0, 0, 0.0)
-    """Of those before it since the last log: the sum of their means, how many they are, and the largest."""
 
     def _compare_with_sampler(self, inputs: Batch, log_probs: Tensor) -> None:
         """
@@ -593,16 +587,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
                 log_probs, mask = old, mask & old.ne(0)  # zero: a row without advantage, for which it was not computed
             distance = (log_probs - of_sampler).abs().masked_fill(~mask, 0.0)
             found = torch.stack([distance.sum() / mask.sum().clamp(min=1), distance.max()])
-        self._read_distance()  # TRL has waited for metrics that were computed after it
-        self._distance = PendingRead(self.accelerator.gather(found) if several else found)
-
-    def _read_distance(self) -> None:
-        if self._distance is not None:
-            for mean, largest in torch.tensor(self._distance.read()).view(-1, 2).tolist():
-                if not math.isnan(mean):
-                    means, count, most = self._distances
-                    self._distances = means + mean, count + 1, max(most, largest)
-            self._distance = None
+        self.distance.add(self.accelerator.gather(found) if several else found)
 
     def _agree(self, count: int) -> int:
         if self.accelerator.num_processes == 1:
@@ -675,11 +660,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             self._in_loss = None
 
     def log(self, logs, *args, **kwargs):
-        self._read_distance()
-        if "loss" in logs and self._distances[1]:
-            means, count, largest = self._distances  # of all processes
-            logs |= {SAMPLER + "mean": means / count, SAMPLER + "max": largest}
-            self._distances = type(self)._distances
+        if "loss" in logs:
+            logs |= self.distance.take()
         left_out = self.rollouts.leaves_out and self._buffered_inputs and not self._metrics["train"].get("entropy")
         # Of several processes each computes a row in every window, and a callback may log on one alone.
         if left_out and "loss" in logs and self.model.training and self.accelerator.num_processes == 1:

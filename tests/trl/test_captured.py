@@ -52,8 +52,8 @@ from hf_hybrid.trl import captured  # noqa: E402
 from hf_hybrid.trl.captured import Buffers, PlainRolloutsError  # noqa: E402
 from hf_hybrid.trl.completions import RowsInPass, sample_tokens  # noqa: E402
 from hf_hybrid.trl.decoding import Decoding, adapters_of, reason_not_this_model  # noqa: E402
+from hf_hybrid.trl.groups import SAMPLER  # noqa: E402
 from hf_hybrid.trl.host_reads import READ_ON_HOST, HostReads  # noqa: E402
-from hf_hybrid.trl.rl import SAMPLER  # noqa: E402
 
 OTHERS = ("gemma3_text", "gpt_oss", "mixtral", "deepseek_v3", "olmo2")
 """Windows that rows outgrow, with and without sinks; experts; keys and values of different sizes."""
