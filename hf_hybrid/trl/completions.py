@@ -34,7 +34,7 @@ import contextlib
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -114,6 +114,33 @@ class Prompts:
 
 
 @dataclass
+class Generation:
+    """A batch of rows, and what `generate` has prepared to complete them."""
+
+    model: Any
+    input_ids: Tensor  # prompts, padded at the left: [rows, width]
+    processors: RowwiseProcessors
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    inputs: dict[str, Any]  # what the model gets beside tokens
+    prompts: Prompts
+
+    @property
+    def padding(self) -> int | None:
+        """What follows the end of a row; `None` if rows have no end but the longest length."""
+        return self.config.pad_token_id if EosTokenCriteria in map(type, self.criteria) else None
+
+    @property
+    def most(self) -> int:
+        """Tokens of the longest possible completion."""
+        return self.config.max_length - self.input_ids.shape[1]
+
+    def fixed_inputs(self) -> dict[str, Any]:
+        """Return what the model gets in each pass alike."""
+        return {name: value for name, value in self.inputs.items() if name not in PER_ROW}
+
+
+@dataclass
 class Prefilled:
     """The prompts, each computed once."""
 
@@ -189,23 +216,26 @@ def indices(numbers: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)
 
 
-def padded(model: Any, input_ids: Tensor, prompts: Prompts, model_inputs: dict[str, Any]) -> Prefilled:
-    """Compute prompts as rows of one pass, padded as those of `input_ids`, with what `generate` has prepared."""
-    rows, width = indices(prompts.first, input_ids.device), input_ids.shape[1]
-    part = {**model_inputs, CACHE: whole(model_inputs[CACHE])}
-    for name in PER_ROW - {CACHE}:
-        if (tensor := model_inputs.get(name)) is not None:
-            part[name] = tensor.index_select(0, rows)
-    if model_inputs.get("position_ids") is not None and min(prompts.lengths) == width:
-        part["attention_mask"] = None  # nothing is padded
-    tokens, options = input_ids.index_select(0, rows), {"next_sequence_length": width, "is_first_iteration": True}
-    outputs = model(**model.prepare_inputs_for_generation(tokens, **options, **part), return_dict=True)
-    owner, computed = indices(prompts.owner, input_ids.device), sum(prompts.lengths)
-    return Prefilled(outputs.logits[:, -1].index_select(0, owner), outputs.get(CACHE), owner, None, width, computed)
+def padded(generation: Generation) -> Prefilled:
+    """Compute prompts as rows of one pass, padded as the rows of the batch, with what `generate` has prepared."""
+    model, ids, prompts = generation.model, generation.input_ids, generation.prompts
+    rows, width, inputs = indices(prompts.first, ids.device), ids.shape[1], dict(generation.inputs)
+    inputs[CACHE] = whole(inputs[CACHE])
+    for name in ("attention_mask", "position_ids"):
+        if inputs.get(name) is not None:
+            inputs[name] = inputs[name].index_select(0, rows)
+    if inputs.get("position_ids") is not None and min(prompts.lengths) == width:
+        inputs["attention_mask"] = None  # nothing is padded
+    options = {"next_sequence_length": width, "is_first_iteration": True}
+    prepared = model.prepare_inputs_for_generation(ids.index_select(0, rows), **options, **inputs)
+    outputs, owner = model(**prepared, return_dict=True), indices(prompts.owner, ids.device)
+    logits, computed = outputs.logits[:, -1].index_select(0, owner), sum(prompts.lengths)
+    return Prefilled(logits, outputs.get(CACHE), owner, None, width, computed)
 
 
-def flat(model: Any, prompts: Prompts, tree: Tree, facts: ModelFacts, empty: Any) -> Prefilled:
-    """Compute the tree of prompts in one pass. `empty` is the cache that `generate` has prepared."""
+def flat(generation: Generation, tree: Tree, facts: ModelFacts) -> Prefilled:
+    """Compute the tree of prompts in one pass."""
+    model, prompts = generation.model, generation.prompts
     device, width = model.device, max(prompts.lengths)
     slots = np.zeros((len(tree.rows), width), np.int64)
     for row, spans in zip(tree.rows, tree.spans):
@@ -230,16 +260,17 @@ def flat(model: Any, prompts: Prompts, tree: Tree, facts: ModelFacts, empty: Any
         stack.callback(facts.backbone.register_forward_hook(behind).remove)
         Layout.known[layout.number] = layout
         stack.callback(Layout.known.pop, layout.number)
-        outputs = model(**inputs, **{CACHE: whole(empty)}, use_cache=True, return_dict=True)
+        outputs = model(**inputs, **{CACHE: whole(generation.inputs[CACHE])}, use_cache=True, return_dict=True)
     return Prefilled(outputs.logits[0].index_select(0, owner), outputs.get(CACHE), owner, places, width, tree.size)
 
 
-def reason_not_tree(model: Any, facts: ModelFacts, prompts: Prompts, model_inputs: dict[str, Any]) -> str | None:
+def reason_not_tree(generation: Generation, facts: ModelFacts) -> str | None:
     """
     Return why prompts cannot be computed as a tree; `None` if they can. Two rows of few tokens are computed in both
     ways, and two that are longer than the window of the layers as soon as a prompt is.
     """
-    if model_inputs.get("position_ids") is None:
+    model, prompts = generation.model, generation.prompts
+    if generation.inputs.get("position_ids") is None:
         return "the model is not told positions, and may count padding"
     if facts.reason is not None or facts.with_state:
         return facts.reason or "a state runs along the row, and completions go on from that of each prompt"
@@ -250,14 +281,13 @@ def reason_not_tree(model: Any, facts: ModelFacts, prompts: Prompts, model_input
         return None
     tokens = np.resize(longest, FEW if len(longest) <= facts.window else int(facts.window) + FEW).tolist()
     ids = torch.tensor([tokens, tokens[: -FEW // 2] + tokens[: -FEW // 2 - 1 : -1]], device=model.device)
-    positions, empty = torch.arange(len(tokens), device=model.device).expand(2, -1), model_inputs[CACHE]
-    inputs = {"position_ids": positions, CACHE: empty, "use_cache": True}
-    two, half = Prompts.of(ids.tolist()), torch.is_autocast_enabled(model.device.type)
-    half = half or model.dtype != torch.float32
+    positions = torch.arange(len(tokens), device=model.device).expand(2, -1)
+    inputs = {"position_ids": positions, CACHE: generation.inputs[CACHE], "use_cache": True}
+    two = replace(generation, input_ids=ids, inputs=inputs, prompts=Prompts.of(ids.tolist()))
+    half = torch.is_autocast_enabled(model.device.type) or model.dtype != torch.float32
     try:
         with as_before(model, model.device):
-            plain = padded(model, ids, two, inputs).logits
-            distance = apart(plain, flat(model, two, two.tree(), facts, empty).logits)
+            distance = apart(padded(two).logits, flat(two, two.prompts.tree(), facts).logits)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -331,33 +361,6 @@ class GeneratorStates:
 
 
 # The loop.
-
-
-@dataclass
-class Generation:
-    """A batch of rows, and what `generate` has prepared to complete them."""
-
-    model: Any
-    input_ids: Tensor  # prompts, padded at the left: [rows, width]
-    processors: RowwiseProcessors
-    criteria: StoppingCriteriaList
-    config: GenerationConfig
-    inputs: dict[str, Any]  # what the model gets beside tokens
-    prompts: Prompts
-
-    @property
-    def padding(self) -> int | None:
-        """What follows the end of a row; `None` if rows have no end but the longest length."""
-        return self.config.pad_token_id if EosTokenCriteria in map(type, self.criteria) else None
-
-    @property
-    def most(self) -> int:
-        """Tokens of the longest possible completion."""
-        return self.config.max_length - self.input_ids.shape[1]
-
-    def fixed_inputs(self) -> dict[str, Any]:
-        """Return what the model gets in each pass alike."""
-        return {name: value for name, value in self.inputs.items() if name not in PER_ROW}
 
 
 class Passes(Protocol):

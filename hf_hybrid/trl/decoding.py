@@ -314,10 +314,7 @@ class Decoding(Part):
             raise PlainRolloutsError(reason)
         tree = prompts.tree_if_worth()
         facts = None if tree is None else self._facts_of(generation)
-        if tree is None or facts is None:
-            prefilled = padded(model, input_ids, prompts, model_inputs)
-        else:
-            prefilled = flat(model, prompts, tree, facts, model_inputs[CACHE])
+        prefilled = padded(generation) if tree is None or facts is None else flat(generation, tree, facts)
         if prefilled.cache is None:
             raise PlainRolloutsError("the model keeps its state to itself")
         for layer in prefilled.cache.layers:
@@ -343,7 +340,7 @@ class Decoding(Part):
         model = generation.model
         if (facts := self._facts.get(model)) is None or not facts.is_still(model):
             facts = self._facts[model] = ModelFacts.of(model, compiles=False)
-        if (reason := reason_not_tree(model, facts, generation.prompts, generation.inputs)) is None:
+        if (reason := reason_not_tree(generation, facts)) is None:
             return facts
         facts.reason = reason
         self.padded.cannot_be_exact(reason)

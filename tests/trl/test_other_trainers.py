@@ -16,6 +16,7 @@ from datasets import Dataset  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from rig.processes import together  # noqa: E402
 from rig.rollouts import TOKENIZER  # noqa: E402
+from rig.trainers import fitted  # noqa: E402
 from transformers import (  # noqa: E402
     LlamaConfig,
     LlamaForCausalLM,
@@ -236,8 +237,7 @@ def test_other_losses_of_a_trainer(option, tmp_path):
         smoothed = {"label_smoothing_factor": 0.1} if option == "label_smoothing_factor" else {}
         args = config(str(tmp_path / kind.__name__), **values, **smoothed, **options)
         more = {} if smoothed else {"compute_loss_func": loss}
-        trainer = kind(tiny_model(), args, data_collator=pad, train_dataset=rows, **more)
-        trainer.train()
+        trainer = fitted(kind(tiny_model(), args, data_collator=pad, train_dataset=rows, **more))
         return trainer
 
     theirs = run(Trainer, TrainingArguments)
