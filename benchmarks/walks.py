@@ -58,7 +58,7 @@ LIMITS = {
     "a step with `enable_predict=False`": {"files": 3, "changes": 13, "depth": 6, "calls": 35},
     "a step of shared rows": {"files": 11, "changes": 117, "depth": 11, "calls": 379},
     "a step of a reward model": {"files": 13, "changes": 286, "depth": 16, "calls": 1126},
-    "a step of GRPO": {"files": 11, "changes": 66, "depth": 15, "calls": 150},
+    "a step of GRPO": {"files": 11, "changes": 64, "depth": 15, "calls": 150},
     "a streamed step": {"files": 12, "changes": 279, "depth": 15, "calls": 852},
     "a plain save": {"files": 5, "changes": 42, "depth": 9, "calls": 91},
     "a save with leaps": {"files": 14, "changes": 79, "depth": 12, "calls": 415},

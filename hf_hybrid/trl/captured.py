@@ -60,7 +60,15 @@ from hf_hybrid.phase_memory.adapters import users_forward
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.attention import attention
 from hf_hybrid.rows.facts import of_user
-from hf_hybrid.trl.completions import CACHE, Generation, PlainRolloutsError, Prefilled, exchange_states, states_of
+from hf_hybrid.trl.completions import (
+    CACHE,
+    PER_ROW,
+    Generation,
+    PlainRolloutsError,
+    Prefilled,
+    exchange_states,
+    states_of,
+)
 from hf_hybrid.trl.host_reads import HostReads
 
 if TYPE_CHECKING:
@@ -218,7 +226,7 @@ class Buffers:
     def __init__(
         self, generation: Generation, prefilled: Prefilled, length: int, adapters: AdapterProducts | None, stream: Any
     ):
-        self.model, self.inputs, self._stream, self._pool = generation.model, generation.fixed_inputs(), stream, None
+        self.model, self.inputs, self._stream, self._pool = generation.model, fixed_inputs(generation), stream, None
         self._adapts = contextlib.nullcontext if adapters is None else adapters.computing
         self.rows, self.length, self.graphs = len(prefilled.logits), length, dict[tuple[int, int], CapturedPass]()
         self.columns, self.stays = length, False
@@ -246,8 +254,9 @@ class Buffers:
     def fill(self, generation: Generation, prefilled: Prefilled) -> None:
         """Write the prompts of all rows, the first of the buffers."""
         count, width, inputs = len(prefilled.logits), prefilled.width, generation.inputs
-        self.held, self.longest = width, width + generation.most
-        for (keys, values), (_, of_keys, of_values) in zip(self.layers, prefilled.of_all_rows(), strict=True):
+        self.held, self.longest = width, longest_of(generation, prefilled)
+        taken = filter(None, map(prefilled.take, prefilled.cache.layers))
+        for (keys, values), (of_keys, of_values) in zip(self.layers, taken, strict=True):
             keys[:count, :, :width], values[:count, :, :width] = of_keys, of_values
         for number, layer in enumerate(prefilled.cache.layers):
             if self.with_state[number] is None and isinstance(layer, LinearAttentionLayer):
@@ -371,6 +380,16 @@ def attending_layers(prefilled: Prefilled) -> list[Any]:
     return [layer for layer in prefilled.cache.layers if not isinstance(layer, LinearAttentionLayer)]
 
 
+def fixed_inputs(generation: Generation) -> dict[str, Any]:
+    """Return what the model gets in each pass alike."""
+    return {name: value for name, value in generation.inputs.items() if name not in PER_ROW}
+
+
+def longest_of(generation: Generation, prefilled: Prefilled) -> int:
+    """Return the columns that the longest possible completion takes. Those of `prefilled` may have less padding."""
+    return prefilled.width + generation.config.max_length - generation.input_ids.shape[1]
+
+
 def room_for(length: int) -> int:
     """Return the columns of buffers for rows of so many tokens."""
     return -(-length // BLOCK) * BLOCK
@@ -423,7 +442,8 @@ class Captured:
             self.adapters.refresh()
         used = None if self.adapters is None else self.adapters.used
         identity, rows, device = (_identity(generation), used), len(prefilled.logits), prefilled.logits.device
-        first, longest = (room_for(prefilled.width + more) for more in (min(generation.most, BLOCK), generation.most))
+        longest = longest_of(generation, prefilled)
+        first, longest = room_for(min(longest, prefilled.width + BLOCK)), room_for(longest)
         buffers, self._buffers = self._buffers, None  # until it is known that all went well
         if buffers is None or identity != self._identity or buffers.rows < rows or buffers.length < longest:
             buffers = None  # before others are made
@@ -473,5 +493,5 @@ def _identity(generation: Generation) -> Any:
         model.config._attn_implementation,
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         generation.inputs.get("position_ids") is None,
-        generation.fixed_inputs(),
+        fixed_inputs(generation),
     )

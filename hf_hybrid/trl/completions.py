@@ -33,7 +33,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -125,20 +125,6 @@ class Generation:
     inputs: dict[str, Any]  # what the model gets beside tokens
     prompts: Prompts
 
-    @property
-    def padding(self) -> int | None:
-        """What follows the end of a row; `None` if rows have no end but the longest length."""
-        return self.config.pad_token_id if EosTokenCriteria in map(type, self.criteria) else None
-
-    @property
-    def most(self) -> int:
-        """Tokens of the longest possible completion."""
-        return self.config.max_length - self.input_ids.shape[1]
-
-    def fixed_inputs(self) -> dict[str, Any]:
-        """Return what the model gets in each pass alike."""
-        return {name: value for name, value in self.inputs.items() if name not in PER_ROW}
-
 
 @dataclass
 class Prefilled:
@@ -151,26 +137,22 @@ class Prefilled:
     width: int  # columns of a row
     computed: int  # tokens of prompts that were computed, without padding
 
-    def of_all_rows(self) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    def take(self, layer: Any) -> tuple[Tensor, Tensor] | None:
         """
-        Yield each layer of the cache that attends, and its keys and values for all rows, [rows, heads, width, size].
-        The cache forgets them, so that little memory is taken. Layers with a state get that of all rows.
+        Return keys and values of a layer of the cache for all rows, [rows, heads, width, size]; `None` if it does not
+        attend. The cache forgets them, so that little memory is taken. A layer with a state gets that of all rows.
         """
-        for layer in self.cache.layers:
-            if isinstance(layer, LinearAttentionLayer):
-                exchange_states(layer, lambda state: state.index_select(0, self.owner))
-            if not isinstance(layer, DynamicLayer):
-                continue
-            both = []
-            for states in (layer.keys, layer.values):
-                assert states is not None  # `generate` was left to transformers else
-                if self.slots is not None:
-                    heads, slots, size = states.shape[1:]
-                    places = self.slots[:, None] + slots * torch.arange(heads, device=states.device)[:, None]
-                    states = F.embedding(places, states.reshape(-1, size))
-                both.append(states.index_select(0, self.owner))
-            layer.keys = layer.values = None
-            yield layer, both[0], both[1]
+        if isinstance(layer, LinearAttentionLayer):
+            exchange_states(layer, lambda state: state.index_select(0, self.owner))
+        if not isinstance(layer, DynamicLayer):
+            return None
+        both: Any = (layer.keys, layer.values)  # `generate` was left to transformers where there are none
+        layer.keys = layer.values = None
+        if self.slots is not None:
+            heads, slots = both[0].shape[1:3]
+            places = self.slots[:, None] + slots * torch.arange(heads, device=self.slots.device)[:, None]
+            both = [F.embedding(places, states.reshape(-1, states.shape[-1])) for states in both]
+        return both[0].index_select(0, self.owner), both[1].index_select(0, self.owner)
 
 
 # Caches.
@@ -398,32 +380,16 @@ class RowsInPass:
 
     @classmethod
     def of(cls, generation: Generation) -> RowsInPass:
-        ids, padding = generation.input_ids, generation.padding
-        tokens = F.pad(ids, (0, generation.most), value=padding or 0)
+        ids, ends = generation.input_ids, EosTokenCriteria in map(type, generation.criteria)
+        padding = generation.config.pad_token_id if ends else None
+        tokens = F.pad(ids, (0, generation.config.max_length - ids.shape[1]), value=padding or 0)
         active, invalid = torch.ones_like(ids[:, 0], dtype=torch.bool), ids.new_zeros((), dtype=torch.bool)
         chosen, lengths = torch.ones_like(tokens, dtype=torch.float32), torch.zeros_like(ids[:, 0])
         return cls(tokens, chosen, active, lengths, invalid, generation.processors, padding, len(ids))
 
-    def next_tokens(self, logits: Tensor, column: int, sample: bool) -> Tensor:
-        """Choose a token of each row, shape [rows], for this column: padding where a row has ended."""
-        logits = logits.to(dtype=torch.float32, copy=True)
-        scores: Any = self.processors(self.tokens[:, :column], logits)  # ty: ignore[invalid-argument-type]
-        if sample:
-            probabilities = scores.softmax(dim=-1)
-            self.invalid |= probabilities[:, 0].isnan().any()  # then all of the row are
-            tokens = sample_tokens(probabilities, self.count, self.places)
-            torch.gather(probabilities, 1, tokens[:, None], out=self.chosen[:, column : column + 1])
-        else:
-            tokens = scores.argmax(dim=-1)
-        if self.padding is not None:
-            tokens = tokens.masked_fill(~self.active, self.padding)
-        self.tokens[:, column] = tokens
-        self.lengths += self.active
-        return tokens
-
-    def read(self) -> PendingRead:
-        """Order a copy of: how many rows go on, how many tokens the longest completion has, `invalid`."""
-        return PendingRead(torch.stack([self.active.sum(), self.lengths.max(), self.invalid.long()]))
+    def numbers(self) -> Tensor:
+        """Return how many rows go on, how many tokens the longest completion has, and `invalid`."""
+        return torch.stack([self.active.sum(), self.lengths.max(), self.invalid.long()])
 
     def write_into(self, tokens: Tensor, chosen: Tensor) -> None:
         """Write into what belongs to the whole batch, and is the rows' own until some of them have left."""
@@ -452,36 +418,55 @@ def complete(generation: Generation, prefilled: Prefilled, passes: Passes) -> tu
         PlainRolloutsError: If a pass cannot be computed in this way. Tokens may be drawn already.
         RuntimeError: If there is a row without probabilities, as of `torch.multinomial`.
     """
-    rows, (_, width), most = RowsInPass.of(generation), generation.input_ids.shape, generation.most
-    whole, states, computed = (rows.tokens, rows.chosen), GeneratorStates(rows.tokens.device), list[int]()
-    logits, go_on, longest, ordered = prefilled.logits, len(rows.tokens), 0, None
+    rows, samples, (count, width) = RowsInPass.of(generation), generation.config.do_sample, generation.input_ids.shape
+    whole, most, computed = (rows.tokens, rows.chosen), rows.tokens.shape[1] - width, list[int]()
+    logits, go_on, longest, invalid, ordered = prefilled.logits, count, 0, False, None
+    states = GeneratorStates(logits.device) if passes.reads_late else None
     ends = ends_of(generation.criteria, max(logits.shape[1], (rows.padding or 0) + 1), logits.device)
     for length in range(1, most + 1):
-        tokens = rows.next_tokens(logits, width + length - 1, generation.config.do_sample)
-        states.note()
-        if rows.padding is not None:
-            rows.active &= ~ends.index_select(0, tokens)
-        if passes.reads_late and length < most:
-            read, ordered = ordered, rows.read() if length % EVERY == 0 else None
+        # A token of each row; padding where a row has ended.
+        column = width + length - 1
+        logits = logits.to(dtype=torch.float32, copy=True)
+        scores: Any = rows.processors(rows.tokens[:, :column], logits)  # ty: ignore[invalid-argument-type]
+        if samples:
+            probabilities = scores.softmax(dim=-1)
+            rows.invalid |= probabilities[:, 0].isnan().any()  # then all of the row are
+            tokens = sample_tokens(probabilities, count, rows.places)
+            torch.gather(probabilities, 1, tokens[:, None], out=rows.chosen[:, column : column + 1])
         else:
-            read = rows.read()
-        if read is not None:
-            go_on, longest, invalid = read.read()
-            if invalid:
-                raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-            if not go_on or length == most:
-                break
-        if (stay := passes.rows_for(len(tokens), go_on, most - length)) < len(tokens):
+            tokens = scores.argmax(dim=-1)
+        rows.lengths += rows.active
+        if rows.padding is not None:
+            tokens = tokens.masked_fill(~rows.active, rows.padding)
+            rows.active &= ~ends.index_select(0, tokens)
+        rows.tokens[:, column] = tokens
+
+        # Which rows have ended.
+        if states is None:
+            go_on, longest, invalid = int(rows.active.sum()), length, bool(rows.invalid)
+        else:
+            states.note()
+            is_due = length % EVERY == 0 or length == most
+            read, ordered = ordered, PendingRead(rows.numbers()) if is_due else None
+            if (read := ordered if length == most else read) is not None:
+                go_on, longest, invalid = read.read()
+        if invalid:
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+        if not go_on or length == most:
+            break
+        if go_on < len(tokens) and (stay := passes.rows_for(len(tokens), go_on, most - length)) < len(tokens):
             rows.write_into(*whole)
             kept = rows.keep(stay)
             passes.move(kept)
             tokens = tokens.index_select(0, kept)
+
         logits = passes.compute(tokens)
         computed.append(len(tokens))
-    states.go_back(length - longest)
+    if states is not None:
+        states.go_back(length - longest)
     rows.write_into(*whole)
-    completions, chosen = (tensor[:, width : width + longest] for tensor in whole)
-    return completions, chosen, sum(computed[: longest - 1])
+    tokens, chosen = whole
+    return tokens[:, width : width + longest], chosen[:, width : width + longest], sum(computed[: longest - 1])
 
 
 # How a CPU computes a token.
@@ -493,22 +478,19 @@ class GrowingRows:
     reads_late = False
 
     def __init__(self, generation: Generation, prefilled: Prefilled):
-        self._model, self._cache, self._inputs = generation.model, prefilled.cache, generation.fixed_inputs()
-        for layer, keys, values in prefilled.of_all_rows():
-            layer.keys, layer.values = keys, values
+        self._model, self._cache, self._inputs = generation.model, prefilled.cache, generation.inputs
+        for layer in prefilled.cache.layers:
+            if (both := prefilled.take(layer)) is not None:
+                layer.keys, layer.values = both
         lengths, inputs = generation.prompts.lengths, generation.inputs
         self._lengths = torch.tensor([lengths[prompt] for prompt in generation.prompts.owner])
         self._width = prefilled.width  # columns of prompts, with padding
         mask, self._positions = inputs.get("attention_mask"), inputs.get("position_ids")
-        self._mask = None if mask is None else mask[:, -self._width :]
+        # Without padding there is no mask, unless a model counts its positions there.
+        needs_mask = mask is not None and (self._positions is None or min(lengths) < self._width)
+        self._mask = mask[:, -self._width :] if needs_mask else None
         if self._positions is not None:
             self._positions = self._positions[:, -1:]
-        self._leave_out_mask()
-
-    def _leave_out_mask(self) -> None:
-        """Without padding there is no mask, unless a model counts its positions there."""
-        if self._positions is not None and int(self._lengths.min()) == self._width:
-            self._mask = None
 
     def rows_for(self, rows: int, go_on: int, left: int) -> int:
         return go_on if go_on <= KEEP * rows else rows
@@ -518,9 +500,10 @@ class GrowingRows:
         if self._positions is not None:
             self._positions, longest = self._positions.index_select(0, rows), int(self._lengths.max())
             gone, self._width = self._width - longest, longest
+            if int(self._lengths.min()) == longest:
+                self._mask = None
         if self._mask is not None:
             self._mask = self._mask[:, gone:].index_select(0, rows)
-        self._leave_out_mask()
         for layer in self._cache.layers:  # one after the other, so that little memory is taken
             exchange_states(layer, lambda state: state.index_select(0, rows))
             if isinstance(layer, DynamicLayer):
@@ -529,10 +512,11 @@ class GrowingRows:
                 attends.values = attends.values[:, :, gone:].index_select(0, rows)
 
     def compute(self, tokens: Tensor) -> Tensor:
-        inputs = {**self._inputs, CACHE: self._cache}
         if self._mask is not None:
-            inputs["attention_mask"] = self._mask = F.pad(self._mask, (0, 1), value=1)
+            self._mask = F.pad(self._mask, (0, 1), value=1)
         if self._positions is not None:
-            inputs["position_ids"] = self._positions = self._positions + 1
+            self._positions = self._positions + 1
+        of_rows = {"attention_mask": self._mask, "position_ids": self._positions, CACHE: self._cache}
+        inputs = {**self._inputs, **of_rows}
         inputs = self._model.prepare_inputs_for_generation(tokens[:, None], next_sequence_length=1, **inputs)
         return self._model(**inputs, return_dict=True).logits[:, -1]

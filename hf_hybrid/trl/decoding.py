@@ -265,7 +265,7 @@ class Decoding(Part):
                 what = others[0] if others else "inputs"
                 self.fallbacks.cannot_be_exact(f"`generate` is given `{what}` beside tokens")
                 return plain(*args, **kwargs)
-            if self.failed:
+            if self.fallbacks.failed:
                 return plain(**kwargs)
             before = RandomStates.now(model.device)
             try:

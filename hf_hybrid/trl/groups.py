@@ -205,10 +205,6 @@ class ExactSkips:
         self._reached: dict[torch.nn.Parameter, bool] = {}
         """Whether a parameter got a gradient, for those that were trained when something was computed."""
 
-    def begin_window(self) -> None:
-        """Forget what an exception left of the window before."""
-        self.planned.clear()
-
     def plan(
         self, batches: list[Batch], *, ends_window: bool, needs_one: bool, leave_out: bool, by_prompt: bool
     ) -> dict[str, int]:
@@ -236,10 +232,6 @@ class ExactSkips:
         self.computed, self.planned = computed, deque([*[None] * avoided, *computed])
         self.on_host = [{name: here[name][part] for name in here} for part in parts]
         return {"rows": total, "rows_skipped": total - needed, "backward_passes_avoided_exactly": avoided}
-
-    def next(self) -> Batch | None:
-        """Return the next micro-batch, or `None` where nothing is computed."""
-        return self.planned.popleft()
 
     def knows(self, model: torch.nn.Module) -> bool:
         """Whether a pass has shown which of the parameters that are trained now get gradients."""

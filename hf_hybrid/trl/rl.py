@@ -188,7 +188,7 @@ class Rollouts(Part):
         return self.every_row.failed
 
     def begin_step(self, step: Step) -> None:
-        self.skips.begin_window()
+        self.skips.planned.clear()  # of what an exception has left of the window before
         self.window_begins_at, self._before = self.trainer._step, self._place()
 
     def end_step(self, step: Step) -> None:
@@ -198,8 +198,8 @@ class Rollouts(Part):
         """
         Plan the micro-batches up to the end of the window or of the generation batch. Return those that are computed.
         """
-        trainer, per_generation = self.trainer, self.trainer.per_generation
-        generated: Any = trainer._buffered_inputs
+        trainer, generated = self.trainer, self.trainer._buffered_inputs or []
+        per_generation = len(generated)
         window_ends_at = self.window_begins_at + int(trainer.current_gradient_accumulation_steps)
         generates_at = trainer._step - trainer._step % (per_generation * trainer.num_iterations)
         generates_at += per_generation * trainer.num_iterations
@@ -228,7 +228,8 @@ class Rollouts(Part):
     def _place(self) -> dict[str, Any]:
         """Return where the run stands in TRL's generation batches."""
         trainer = self.trainer
-        generates = trainer._step % (trainer.per_generation * trainer.num_iterations) == 0
+        per_generation: Any = trainer.args.steps_per_generation  # TRL's config fills it in
+        generates = trainer._step % (per_generation * trainer.num_iterations) == 0
         return {
             "step": trainer._step,
             "batches": [] if generates else [dict(batch) for batch in trainer.generated],
@@ -377,11 +378,6 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         return [*super().own_parts(), self.rollouts, self.decoding]
 
     @property
-    def per_generation(self) -> int:
-        """Micro-batches of a generation batch."""
-        return self.args.steps_per_generation  # ty: ignore[invalid-explicit-return] - TRL's config fills it in
-
-    @property
     def generated(self) -> list[Batch]:
         """The micro-batches of TRL's generation batch; none before the first."""
         return self._buffered_inputs or []
@@ -498,30 +494,24 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         if (chosen := self.decoding.chosen) is not None and generation.turns == 1 and "old_logps" not in batch:
             padding = batch["completion_ids"].shape[1] - chosen.shape[1]
             batch[OF_SAMPLER] = torch.nn.functional.pad(chosen.log(), (0, padding))
+        logged: Any = self._logs["advantages"]  # of all processes, on the host
+        training, rows = self.model.training, len(batch["advantages"]) * self.accelerator.num_processes
+        of_log = self._own_rows(torch.tensor([*logged][-rows:])) if training else torch.empty(0)
         if (alike := self._rewarded_alike()) is not None:
-            self._zero_advantages(batch, alike)
-        plans = self.model.training and (self.rollouts.leaves_out or self.rollouts.by_prompt)
-        sampled, one_each = generation.sampled, batch["advantages"].dim() == 1
-        if plans and sampled is not None and sampled.is_whole and not self.mask_truncated_completions and one_each:
+            own = self._own_rows(alike)
+            batch["advantages"] = batch["advantages"].masked_fill(own.to(self.args.device, non_blocking=True), 0.0)
+            if training:
+                self.rollouts.counts["rows_of_rounding"] += int(of_log[own].ne(0).sum())
+                of_log[own] = 0.0
+            for place, zero in zip(range(-1, -len(logged) - 1, -1), reversed(alike.tolist())):
+                logged[place] = 0.0 if zero else logged[place]
+        sampled, plans = generation.sampled, training and (self.rollouts.leaves_out or self.rollouts.by_prompt)
+        is_plain = batch["advantages"].dim() == 1 and not self.mask_truncated_completions
+        if plans and is_plain and sampled is not None and sampled.is_whole:
             # It is shuffled and divided with the rest.
             widths = batch["prompt_ids"].shape[1], batch["completion_ids"].shape[1]
-            batch[ON_HOST] = sampled.on_host(*widths, self._logged_advantages(len(batch["advantages"])))
+            batch[ON_HOST] = sampled.on_host(*widths, of_log)
         return batch
-
-    def _logged_advantages(self, rows: int) -> Tensor:
-        """Return the last advantages of so many rows of this process, as TRL had them on the host."""
-        logged: Any = self._logs["advantages"]
-        return self._own_rows(torch.tensor([*logged][-rows * self.accelerator.num_processes :]))
-
-    def _zero_advantages(self, batch: Batch, alike: Tensor) -> None:
-        """Set the advantages of these rows of all processes to zero, also where TRL logs them."""
-        advantages, own = batch["advantages"], self._own_rows(alike)
-        batch["advantages"] = advantages.masked_fill(own.to(advantages.device, non_blocking=True), 0.0)
-        if self.model.training:
-            self.rollouts.counts["rows_of_rounding"] += int(self._logged_advantages(len(own))[own].ne(0).sum())
-        logged: Any = self._logs["advantages"]  # of all processes, on the host
-        for place, zero in zip(range(-1, -len(logged) - 1, -1), reversed(alike.tolist())):
-            logged[place] = 0.0 if zero else logged[place]
 
     def _old_rows(self, attention_mask: Tensor, kept: int) -> list[int] | None:
         """
@@ -647,7 +637,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             planned = rollouts.plan()
             here = rollouts.skips.on_host
             self.rows.copy_ahead([batch["completion_ids"] for batch in planned], map(rows_of_completions, here))
-        return rollouts.skips.next()
+        return rollouts.skips.planned.popleft()
 
     def _compute_loss(self, model, inputs):
         if inputs is None:
@@ -668,7 +658,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             # Every row since the last entry was left out, and callbacks count on TRL's metrics of tokens. Its loss
             # measures them. One forward pass of the last micro-batch is little beside the steps that were left out, and
             # the values are those of real rows. Under dropout it draws random numbers, which training draws again.
-            inputs = dict(self.generated[(self._step - 1) % self.per_generation])
+            inputs = dict(self.generated[(self._step - 1) % len(self.generated)])
             inputs.pop("old_per_token_logps", None)  # not computed for these rows: their ratios are taken to be 1
             inputs.pop(OF_SAMPLER, None)  # of a policy that has moved since
             as_before = RandomStates.now(self.args.device).again()

@@ -215,7 +215,7 @@ def test_a_wait_is_for_tokens_drawn_before(monkeypatch):
     """Between the copy and its reading a token is drawn, and its pass is under way."""
     events = []
     for kind, name, event in (
-        (RowsInPass, "read", "order"), (PendingRead, "read", "read"), (Buffers, "compute", "compute")
+        (RowsInPass, "numbers", "order"), (PendingRead, "read", "read"), (Buffers, "compute", "compute")
     ):  # fmt: skip
         call = getattr(kind, name)
         monkeypatch.setattr(kind, name, lambda *args, e=event, c=call: (events.append(e), c(*args))[1])
