@@ -372,24 +372,15 @@ class RowsInPass:
     chosen: Tensor  # probability with which each token was drawn, 1 elsewhere: [rows, longest]
     active: Tensor  # which of them go on, as booleans: [rows]
     lengths: Tensor  # tokens of their completions: [rows]
-    invalid: Tensor  # whether a row had no probabilities to draw from: []
     processors: RowwiseProcessors  # of these rows
-    padding: int | None  # what follows the end of a row; `None` if rows have no end
-    count: int  # rows of the whole batch
     places: Tensor | None = None  # where they are in the whole batch, [rows]; `None` if they are all of it
 
     @classmethod
-    def of(cls, generation: Generation) -> RowsInPass:
-        ids, ends = generation.input_ids, EosTokenCriteria in map(type, generation.criteria)
-        padding = generation.config.pad_token_id if ends else None
+    def of(cls, generation: Generation, padding: int | None) -> RowsInPass:
+        ids = generation.input_ids
         tokens = F.pad(ids, (0, generation.config.max_length - ids.shape[1]), value=padding or 0)
-        active, invalid = torch.ones_like(ids[:, 0], dtype=torch.bool), ids.new_zeros((), dtype=torch.bool)
-        chosen, lengths = torch.ones_like(tokens, dtype=torch.float32), torch.zeros_like(ids[:, 0])
-        return cls(tokens, chosen, active, lengths, invalid, generation.processors, padding, len(ids))
-
-    def numbers(self) -> Tensor:
-        """Return how many rows go on, how many tokens the longest completion has, and `invalid`."""
-        return torch.stack([self.active.sum(), self.lengths.max(), self.invalid.long()])
+        chosen, active = torch.ones_like(tokens, dtype=torch.float32), torch.ones_like(ids[:, 0], dtype=torch.bool)
+        return cls(tokens, chosen, active, torch.zeros_like(ids[:, 0]), generation.processors)
 
     def write_into(self, tokens: Tensor, chosen: Tensor) -> None:
         """Write into what belongs to the whole batch, and is the rows' own until some of them have left."""
@@ -418,39 +409,42 @@ def complete(generation: Generation, prefilled: Prefilled, passes: Passes) -> tu
         PlainRolloutsError: If a pass cannot be computed in this way. Tokens may be drawn already.
         RuntimeError: If there is a row without probabilities, as of `torch.multinomial`.
     """
-    rows, samples, (count, width) = RowsInPass.of(generation), generation.config.do_sample, generation.input_ids.shape
-    whole, most, computed = (rows.tokens, rows.chosen), rows.tokens.shape[1] - width, list[int]()
-    logits, go_on, longest, invalid, ordered = prefilled.logits, count, 0, False, None
+    config, (count, width) = generation.config, generation.input_ids.shape
+    padding = config.pad_token_id if EosTokenCriteria in map(type, generation.criteria) else None  # behind the end
+    rows, most, computed = RowsInPass.of(generation, padding), config.max_length - width, list[int]()
+    whole, logits, ordered = (rows.tokens, rows.chosen), prefilled.logits, None
+    go_on, longest, is_invalid, invalid = count, 0, False, rows.active.new_zeros(())
     states = GeneratorStates(logits.device) if passes.reads_late else None
-    ends = ends_of(generation.criteria, max(logits.shape[1], (rows.padding or 0) + 1), logits.device)
+    ends = ends_of(generation.criteria, max(logits.shape[1], (padding or 0) + 1), logits.device)
     for length in range(1, most + 1):
         # A token of each row; padding where a row has ended.
         column = width + length - 1
         logits = logits.to(dtype=torch.float32, copy=True)
         scores: Any = rows.processors(rows.tokens[:, :column], logits)  # ty: ignore[invalid-argument-type]
-        if samples:
+        if config.do_sample:
             probabilities = scores.softmax(dim=-1)
-            rows.invalid |= probabilities[:, 0].isnan().any()  # then all of the row are
+            invalid |= probabilities[:, 0].isnan().any()  # then all of the row are
             tokens = sample_tokens(probabilities, count, rows.places)
             torch.gather(probabilities, 1, tokens[:, None], out=rows.chosen[:, column : column + 1])
         else:
             tokens = scores.argmax(dim=-1)
         rows.lengths += rows.active
-        if rows.padding is not None:
-            tokens = tokens.masked_fill(~rows.active, rows.padding)
+        if padding is not None:
+            tokens = tokens.masked_fill(~rows.active, padding)
             rows.active &= ~ends.index_select(0, tokens)
         rows.tokens[:, column] = tokens
 
         # Which rows have ended.
         if states is None:
-            go_on, longest, invalid = int(rows.active.sum()), length, bool(rows.invalid)
+            go_on, longest, is_invalid = int(rows.active.sum()), length, bool(invalid)
         else:
             states.note()
-            is_due = length % EVERY == 0 or length == most
-            read, ordered = ordered, PendingRead(rows.numbers()) if is_due else None
+            read, ordered = ordered, None
+            if length % EVERY == 0 or length == most:
+                ordered = PendingRead(torch.stack([rows.active.sum(), rows.lengths.max(), invalid.long()]))
             if (read := ordered if length == most else read) is not None:
-                go_on, longest, invalid = read.read()
-        if invalid:
+                go_on, longest, is_invalid = read.read()
+        if is_invalid:
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         if not go_on or length == most:
             break

@@ -46,7 +46,7 @@ from hf_hybrid.machine import PendingRead  # noqa: E402
 from hf_hybrid.run.run import Run  # noqa: E402
 from hf_hybrid.trl import captured  # noqa: E402
 from hf_hybrid.trl.captured import Buffers, PlainRolloutsError  # noqa: E402
-from hf_hybrid.trl.completions import RowsInPass, sample_tokens  # noqa: E402
+from hf_hybrid.trl.completions import sample_tokens  # noqa: E402
 from hf_hybrid.trl.decoding import Decoding, adapters_of, reason_not_this_model  # noqa: E402
 from hf_hybrid.trl.groups import SAMPLER  # noqa: E402
 from hf_hybrid.trl.host_reads import READ_ON_HOST, HostReads  # noqa: E402
@@ -215,7 +215,7 @@ def test_a_wait_is_for_tokens_drawn_before(monkeypatch):
     """Between the copy and its reading a token is drawn, and its pass is under way."""
     events = []
     for kind, name, event in (
-        (RowsInPass, "numbers", "order"), (PendingRead, "read", "read"), (Buffers, "compute", "compute")
+        (PendingRead, "__init__", "order"), (PendingRead, "read", "read"), (Buffers, "compute", "compute")
     ):  # fmt: skip
         call = getattr(kind, name)
         monkeypatch.setattr(kind, name, lambda *args, e=event, c=call: (events.append(e), c(*args))[1])

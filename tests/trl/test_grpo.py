@@ -45,6 +45,7 @@ from hf_hybrid.run.run import RandomStates  # noqa: E402
 from hf_hybrid.trl.groups import (  # noqa: E402
     MEAN_OF_LOSS,
     ON_HOST,
+    SAMPLER,
     ExactSkips,
     on_host,
     rebin,
@@ -52,7 +53,7 @@ from hf_hybrid.trl.groups import (  # noqa: E402
     rows_that_count,
     total_rewards,
 )
-from hf_hybrid.trl.rl import _OF_LEAPS, SAMPLER  # noqa: E402
+from hf_hybrid.trl.rl import _OF_LEAPS  # noqa: E402
 
 LOSSES = sorted(MEAN_OF_LOSS)
 SHARES = (0.0, 0.3, 0.7, 1.0)
