@@ -26,10 +26,11 @@ window. A layer that asks for an attention that a tree does not have raises an e
 model is trained on trees, a backward pass of few tokens is tried. After a mismatch or an error the padded rows are
 computed, and the log says why.
 
-**Dropout.** In padded rows each copy of a prefix has random numbers of its own, so that it cannot be computed once. But
-padding can be left out: rows follow each other in the flat row, and each token draws numbers of its own. The update has
-the distribution of `Trainer`'s, not its bits. Which numbers a model draws is found by drawing (randomness.py). If one
-number belongs to many tokens (layer drop), padded rows are computed.
+**Dropout** draws numbers for each token. A prefix draws its own once, for all rows that share it. So the loss of a row
+has the distribution that it has in `Trainer`, and a sum of losses has the same expected gradient; only rows that share
+become correlated. A loss that compares rows (a pair's, a router's) has another expectation, by terms of second order in
+what is dropped: trees of a router's loss share nothing then. Which numbers a model draws is found by drawing
+(randomness.py). If one number belongs to many tokens (layer drop), padded rows are computed.
 
 **Is it worth it?** Only where a tree computes clearly less than the padded rows (costs.py).
 """
@@ -374,6 +375,8 @@ class SharedRows(Part):
         """Rows are exchanged for trees that cost less than this share of them; compiled layers get no other shape."""
         self.fallbacks = Fallbacks("Rows are computed padded, each for itself (`share_rows`)")
         self.shares_nothing = Fallbacks("Padding is left out, but no shared prefix (`share_rows`)")
+        self.draws_once = False
+        """Whether rows shared a prefix under dropout."""
         self.apart = Fallbacks("Each micro-batch is computed by itself (`share_rows`)")
         self.counts: Counter[str] = Counter()
         """Those of the run, once it begins."""
@@ -498,7 +501,8 @@ class SharedRows(Part):
             self._is_counting = before
 
     def summary(self) -> dict[str, Any]:
-        return {**{name: self.counts[name] for name in COUNTS}, "plain_rows_because": self.plain_because}
+        counts = {name: self.counts[name] for name in COUNTS}
+        return {**counts, "dropout_drawn_once": self.draws_once, "plain_rows_because": self.plain_because}
 
     def state_dict(self) -> dict[str, Any]:
         return {"plain_because": self.plain_because} if self.plain_because else {}
@@ -680,19 +684,24 @@ class SharedRows(Part):
                 way.comparing = before
         return drawn[model.training]
 
-    def _note_drawn(self, model: nn.Module, drawn: Drawn, rows: Sequence[Row]) -> None:
-        """Say once what random numbers of these rows cost: the share of their tokens that is not saved."""
-        if self._said_drawn:
-            return
-        saved, rate = share_saved(Tree.of(rows)), dropout_of(model)
+    def _shares(self, model: nn.Module, drawn: Drawn, rows: Sequence[Row], balances: bool) -> bool:
+        """Whether rows share prefixes if a forward pass draws these numbers. Says once what that means, or costs."""
+        shares = drawn == "by token" and not (balances and self.facts_of(model).router)
+        saved = 0.0 if self._said_drawn else share_saved(Tree.of(rows))
+        if self._said_drawn or (drawn == "by token" and saved <= 1 - WORTH):
+            return shares
+        self._said_drawn, self.draws_once, rate = True, shares, dropout_of(model)
         numbers = f"dropout ({rate:g})" if rate else "the random numbers of a forward pass"
         change = "`lora_dropout=0`" if hasattr(model, "peft_config") else "the rates of dropout in its config at 0"
         cost = f"About {saved:.0%} of the tokens would be saved with {change}."
-        self._said_drawn = drawn == "by batch" or saved > 1 - WORTH
-        if drawn == "by batch":
+        if shares:
+            logger.info("A shared prefix draws %s once for its rows; each has the loss that `Trainer` draws.", numbers)
+        elif drawn == "by batch":
             self.fallbacks.cannot_be_exact(f"{numbers} would be drawn for more than one row at a time", advice=cost)
-        elif self._said_drawn:
-            self.shares_nothing.cannot_be_exact(f"{numbers} would be drawn once for all rows that share", advice=cost)
+        else:
+            why = f"{numbers} would be drawn once for rows that the router's loss compares"
+            self.shares_nothing.cannot_be_exact(why, advice=cost)
+        return shares
 
     def _plan(
         self,
@@ -718,11 +727,10 @@ class SharedRows(Part):
         padded_cost = sum(facts.costs.padded(batch, compact=compact) for batch in batches)
         if not rows or (drawn := self._drawn(model, device)) is None:
             return Plan(self.reason_plain or facts.reason, padded=padded_cost)
-        if drawn != "nothing":
-            self._note_drawn(model, drawn, rows)
+        shares = drawn == "nothing" or self._shares(model, drawn, rows, balances)
         if drawn == "by batch":
             return Plan(self.plain_because)
-        trees = divide(rows, shares=drawn == "nothing", again=facts.again)
+        trees = divide(rows, shares=shares, again=facts.again)
         if max(tree.size for tree in trees) > facts.most_slots:
             reason = f"rows of more than {facts.most_slots} tokens would be scaled by place, or attend by chunks"
             self.fallbacks.cannot_be_exact(reason)
@@ -791,7 +799,7 @@ class SharedRows(Part):
                 reason = difference(observe, rows, batches, TOLERANCES[half_precision])
                 if reason is None and trains and facts.drawn.get(True, "nothing") != "nothing":
                     model.train()
-                    observe("tree", *padded(Tree.of(rows.rows, shares=False), batches))
+                    observe("tree", *padded(rows, batches))
                 if reason is None and runs_backward and not facts.ran_backward:
                     model.eval()
                     doing = "the backward pass of a tree does not run"

@@ -206,7 +206,8 @@ class SharedWindows(SharedRows):
             tokens = sum(batch.tokens for batch in batches)
             size = sum(batch.ids.numel() for batch in batches)
             of_window = [row for of_batch in rows for row in of_batch or ()]
-            trees = self._divider(batches)(of_window, shares=not dropout, again=facts.again) if of_window else []
+            shares = not (dropout and self._balances)
+            trees = self._divider(batches)(of_window, shares=shares, again=facts.again) if of_window else []
             cost = sum(map(facts.costs.tree, trees))
             of_padded = sum(facts.costs.padded(batch, compact=self._compact()) for batch in batches)
             total += size
@@ -215,7 +216,8 @@ class SharedWindows(SharedRows):
                 shared += tokens - sum(tree.size for tree in trees)
         if not shared + padding:
             return Foreseen(LITTLE)
-        but = [f"no prefix is shared, as dropout ({dropout:g}) draws numbers for each row"] if dropout else []
+        draws = "a shared prefix draws it once" if shared else "no prefix is shared beside a router's loss"
+        but = [f"under dropout ({dropout:g}) {draws}"] if dropout else []
         if facts.again:
             but.append("layers with a state compute a prefix for each row")
         if layers_with_state(self.model):
