@@ -7,6 +7,7 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 |---|---|
 | `adapter_changes.py` | what a callback may change about adapters |
 | `bit_flips.py` | bits that change in memory, behind torch's back |
+| `chats.py` | chats and pairs of Python's help, and SFT and DPO of them |
 | `circles.py` | which files of the package import each other |
 | `completions.py` | tiny models that complete prompts, and `generate` beside this package |
 | `crossings.py` | a user's code in its places, in trainings of Trainer, of TRL and of this package |
@@ -24,6 +25,7 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 | `llama_cpp.mjs` | a GGUF file in llama.cpp: its loss and its token ids |
 | `own_code.py` | what people do in a run to weights, gradients, an optimizer or a pass |
 | `pages.py` | a page of HTML taken apart |
+| `pairs.py` | pairs of words, tiny models of many kinds, and DPO of them |
 | `processes.py` | forked processes that train together |
 | `rollouts.py` | tiny GRPO and RLOO trainings, in which a share of the rows has no advantage |
 | `run_folders.py` | output folders as runs leave them, with known numbers |
