@@ -29,6 +29,7 @@ _LAZY = {
     "Part": "hf_hybrid.part",
     "SampleCallback": "hf_hybrid.integrations.samples",
     "UnrecoveredMemoryError": "hf_hybrid.recovery",
+    "hybrid_config": "hf_hybrid.trl.sft_dpo",
     "plan_memory": "hf_hybrid.plan.planner",
 }
 # Without those of integrations/, of which most need TRL or Optuna: `from hf_hybrid import *` works without them.
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from hf_hybrid.trl.sft_dpo import HybridDPOTrainer as HybridDPOTrainer
     from hf_hybrid.trl.sft_dpo import HybridSFTConfig as HybridSFTConfig
     from hf_hybrid.trl.sft_dpo import HybridSFTTrainer as HybridSFTTrainer
+    from hf_hybrid.trl.sft_dpo import hybrid_config as hybrid_config
 
 
 def __getattr__(name: str):

@@ -290,7 +290,7 @@ def copy_to_device_(target: Tensor, source: Tensor) -> Tensor:
     return target.copy_(source)
 
 
-class Look:
+class PendingRead:
     """A tensor of the device that the host reads later: it is copied beside what the device computes meanwhile."""
 
     def __init__(self, numbers: Tensor):

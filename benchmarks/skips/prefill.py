@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StoppingCriteriaList
 
 from benchmarks.results import Results, command_line, provenance
 from hf_hybrid.rows.facts import ModelFacts
-from hf_hybrid.trl.completions import CACHE, Prompts, flat, padded
+from hf_hybrid.trl.completions import CACHE, Generation, Prompts, RowwiseProcessors, flat, padded
 
 COPIES = 4
 
@@ -50,19 +50,24 @@ def measure(model, facts: ModelFacts, questions: list[list[int]], rounds: int) -
     inputs = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), "use_cache": True}
     once, every = Prompts.of(rows), Prompts([*range(len(rows))], [*range(len(rows))], rows, [*map(len, rows)])
     inputs["logits_to_keep"] = 1
+
+    def generation(prompts: Prompts) -> Generation:
+        prepared = RowwiseProcessors(), StoppingCriteriaList(), model.generation_config
+        return Generation(model, ids, *prepared, {**inputs, CACHE: DynamicCache(config=model.config)}, prompts)
+
     ways = {
-        "copies": lambda empty: padded(model, ids, every, {**inputs, CACHE: empty}),
-        "once": lambda empty: padded(model, ids, once, {**inputs, CACHE: empty}),
-        "tree": lambda empty: flat(model, once, once.tree(), facts, empty),
+        "copies": lambda: padded(generation(every)),
+        "once": lambda: padded(generation(once)),
+        "tree": lambda: flat(generation(once), once.tree(), facts),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     found = {}
     for number in range(rounds):
         for name in sorted(ways, reverse=bool(number % 2)):
             start = time.process_time()
-            found[name] = ways[name](DynamicCache(config=model.config))
-            for _ in found[name].of_all_rows():  # keys and values of all rows
-                pass
+            found[name] = ways[name]()
+            for layer in found[name].cache.layers:  # keys and values of all rows
+                found[name].take(layer)
             seconds[name].append(time.process_time() - start)
     spent = {name: statistics.median(values) for name, values in seconds.items()}
     return {

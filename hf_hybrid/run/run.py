@@ -33,7 +33,7 @@ import torch
 from accelerate import PartialState, skip_first_batches
 from accelerate.utils import reduce
 
-from hf_hybrid.machine import Look
+from hf_hybrid.machine import PendingRead
 from hf_hybrid.part import Action, Part, Phase, RealStep, Step, check_parts, listening, name_of
 from hf_hybrid.run import generators
 from hf_hybrid.run.monitor import DivergenceMonitor, TrainingDivergedError, overflowed
@@ -109,7 +109,7 @@ class Run:
         self.logged, self.trained = LoggedSteps(), LoggedSteps()
         self.step = Step(0)
         """The one under way; an empty one between steps."""
-        self._unread: tuple[Step, float | None, Look] | None = None
+        self._unread: tuple[Step, float | None, PendingRead] | None = None
         """A step that is put off until its numbers are on the host: with its accuracy, and with them."""
         self.has_phases = self.warmup is not None
         """Whether training goes in phases, with leaps or without."""
@@ -265,7 +265,7 @@ class Run:
 
     def read_later(self, numbers: torch.Tensor, accuracy: float | None = None) -> None:
         """Show the parts the step later ([`settle`]): its `numbers` are on the device, which decides by itself."""
-        self._unread = self.step, accuracy, Look(numbers)
+        self._unread = self.step, accuracy, PendingRead(numbers)
         self.optimizer.found_inf = self.monitor.withheld(self.step, numbers)
         for method in self._in_time:
             method(self.step)

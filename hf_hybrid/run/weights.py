@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.machine import LeapObstacleError, Look
+from hf_hybrid.machine import LeapObstacleError, PendingRead
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -80,7 +80,10 @@ def totals(lists: list[list[Tensor]]) -> Tensor:
 
 def totals_later(lists: list[list[Tensor]]) -> Callable[[], Tensor]:
     """Order these sums of scalars of one device, and return a function that waits for them."""
-    look, sizes = Look(torch.stack([scalar.float() for scalars in lists for scalar in scalars])), [*map(len, lists)]
+    look, sizes = (
+        PendingRead(torch.stack([scalar.float() for scalars in lists for scalar in scalars])),
+        [*map(len, lists)],
+    )
     return lambda: torch.stack([part.sum() for part in torch.tensor(look.read()).split(sizes)])
 
 

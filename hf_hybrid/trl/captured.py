@@ -24,12 +24,8 @@ These become numbers once, not in each layer ([`numbers_of`]). Heads that read t
 (phase_memory/adapter_products.py), from copies that are brought up to date before each generation. Tokens are drawn
 outside of the graph.
 
-The host never waits for the token that it has just drawn. What a row gets (its token, or padding), whether it has ended
-and after how many tokens are tensors on the device. Every [`EVERY`] tokens the host orders a copy of three numbers,
-launches one more token, and then reads them. So it learns of the end up to nine tokens late. These tokens are cut off,
-and the random generator is set to its state after the last one that counts: its states are kept on the host for so
-long. `torch.multinomial` would make the host wait twice per token, because it checks its probabilities there;
-[`drawn`] draws the same tokens from the same random numbers, and the check is one of the three numbers.
+The host never waits for the token that it has just drawn. Every eight tokens it orders a copy of what it has to
+know, launches one more token, and then reads: so it learns of the end up to nine tokens late.
 
 Small buffers and their graphs stay for the next generation: to capture costs as much as tens of tokens. A graph reads
 the weights where they were when it was captured, and knows nothing of Python: so it is used again only if every weight
@@ -37,8 +33,7 @@ is at the same place and the adapters are the same ([`_identity`]).
 
 A pass that reads a value on the host, or brings one from there, cannot be captured. The pass that warms up is watched
 for this ([`HostReads`]), and TRL's `generate` is called instead. So it is after an error in a capture, and for the rest
-of the run. Without a device that has graphs the pass is called again for each token, with everything else as above:
-that is how the tests run it.
+of the run.
 """
 
 from __future__ import annotations
@@ -46,9 +41,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,42 +49,33 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import _has_any_global_hook as has_any_global_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from transformers import (
-    AttentionInterface,
-    Cache,
-    EosTokenCriteria,
-    GenerationConfig,
-    StaticCache,
-    StoppingCriteriaList,
-)
+from transformers import AttentionInterface, Cache, StaticCache
 from transformers.cache_utils import LinearAttentionLayer, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_hybrid.compat import packs_heads
-from hf_hybrid.machine import Look, device_memory
+from hf_hybrid.machine import device_memory
 from hf_hybrid.phase_memory.adapter_products import users_forward
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.attention import attention
 from hf_hybrid.rows.facts import of_user
 from hf_hybrid.trl.completions import (
     CACHE,
+    PER_ROW,
+    Generation,
     PlainRolloutsError,
     Prefilled,
-    RowwiseProcessors,
-    drawn,
     exchange_states,
     states_of,
 )
+from hf_hybrid.trl.host_reads import HostReads
 
 if TYPE_CHECKING:
     from hf_hybrid.phase_memory.adapter_products import AdapterProducts
 
 CAPTURING = {"cuda"}
 """Types of devices on which passes are captured."""
-EVERY = 8
-"""Tokens after which the host looks which rows have ended."""
 BLOCK = 256
 """Columns by which buffers grow."""
 FEWEST_ROWS = 8
@@ -105,14 +89,6 @@ WORTH_A_CAPTURE = 200
 ATTENTION = frozenset({"sdpa", "eager"})
 """Attention that computes a token against a buffer with a mask, without a look at it on the host."""
 
-aten = torch.ops.aten
-READ_ON_HOST = frozenset({
-    aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default,
-    aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default, aten.repeat_interleave.Tensor,
-    aten.bincount.default,
-})  # fmt: skip
-INDEXING = frozenset({aten.index.Tensor, aten.index_put.default, aten.index_put_.default})
-
 
 class LittleMemoryError(PlainRolloutsError):
     """There is too little memory on the device."""
@@ -120,7 +96,7 @@ class LittleMemoryError(PlainRolloutsError):
     advice = "Fewer rows in a generation, or shorter ones, take less, and are computed several times as fast."
 
 
-def why_not_captured(model: Any) -> str | None:
+def reason_not_captured(model: Any) -> str | None:
     """Return why a pass of this model, without adapters around it, cannot be captured; `None` if it may be."""
     if not model._can_compile_fullgraph:
         return f"`{type(model).__name__}` does not say that it takes keys and values of a fixed size"
@@ -190,76 +166,11 @@ class FixedCache(StaticCache):
         Cache.__init__(self, layers=layers)
 
 
-class HostReads(TorchDispatchMode):
-    """
-    Inside, an operation that makes the host read a value of the device, or the device one of the host, raises
-    [`PlainRolloutsError`].
-    """
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        reads = func in READ_ON_HOST or self._by_mask(func, args) or self._by_group(func, args)
-        if (reads := reads or self._to_host(args, result)) or self._from_host(func, args, result):
-            what = "reads values on" if reads else "copies values from"
-            raise PlainRolloutsError(f"a forward pass of the model {what} the host (`{func}`)")
-        return result
-
-    @staticmethod
-    def _by_mask(op: Any, args: Sequence[Any]) -> bool:
-        """Whether values are chosen by a mask, whose number the host has to know."""
-        return op in INDEXING and not _fills(args) and any(map(_is_mask, args[1]))
-
-    @staticmethod
-    def _by_group(op: Any, args: Sequence[Any]) -> bool:
-        """
-        Whether the host has to know where groups of experts end. torch's own products ask it, but for those of bf16 on
-        the devices for which there is a kernel (`_grouped_mm_cuda` in ATen/native/cuda/GroupedBlas.cpp).
-        """
-        if op is not aten._grouped_mm.default:
-            return str(op) == "transformers.grouped_mm_fallback.default"
-        device = args[0].device
-        has_kernel = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
-        in_bf16 = all(factor.dtype == torch.bfloat16 for factor in args[:2])
-        return device.type != "cpu" and not (has_kernel and in_bf16)
-
-    @staticmethod
-    def _to_host(args: Sequence[Any], result: Any) -> bool:
-        on_device = any(isinstance(value, Tensor) and value.device.type != "cpu" for value in args)
-        return on_device and isinstance(result, Tensor) and result.device.type == "cpu"
-
-    @staticmethod
-    def _from_host(op: Any, args: Sequence[Any], result: Any) -> bool:
-        """Whether values come from the host. The memory that a replay would copy them from is gone by then."""
-        copied: Sequence[Any] = args if op in (aten._to_copy.default, aten.copy_.default) else ()
-        if op in INDEXING:
-            copied = args[1] if _fills(args) else (*args[1], *args[2:])
-        made = op is aten.lift_fresh.default  # by `torch.tensor(values, device=...)`
-        comes = made or any(isinstance(value, Tensor) and value.device.type == "cpu" for value in copied)
-        return comes and isinstance(result, Tensor) and result.device.type != "cpu"
-
-
-def _is_mask(index: Tensor | None) -> bool:
-    return index is not None and index.dtype in (torch.bool, torch.uint8)
-
-
-def _fills(args: Sequence[Any]) -> bool:
-    """Whether a number is written where a mask says so, which needs no number of places."""
-    number = len(args) > 2 and args[2].numel() == 1 and args[2].device.type == "cpu"
-    return number and any(map(_is_mask, args[1]))
-
-
 class CapturedPass:
-    """
-    A pass over fixed tensors, as a graph. `output` is overwritten by each [`replay`]. On devices without graphs the
-    function is called again.
-    """
+    """A pass over fixed tensors, as a graph. `output` is overwritten by each [`replay`]."""
 
-    def __init__(self, compute: Callable[[], Tensor], device: torch.device, stream: Any = None, pool: Any = None):
-        self._compute, self._graph, module = compute, None, torch.get_device_module(device)
-        if not hasattr(module, "CUDAGraph"):
-            with HostReads():
-                self.output = compute()
-            return
+    def __init__(self, compute: Callable[[], Tensor], device: torch.device, stream: Any, pool: Any):
+        module = torch.get_device_module(device)
         stream.wait_stream(module.current_stream())
         with module.stream(stream):
             for _ in range(WARM_UPS):
@@ -285,10 +196,7 @@ class CapturedPass:
 
     def replay(self) -> Tensor:
         """Compute the next token's logits, [rows, vocabulary]."""
-        if self._graph is None:
-            self.output = self._compute()
-        else:
-            self._graph.replay()
+        self._graph.replay()
         return self.output
 
 
@@ -305,24 +213,25 @@ def give_back(device: torch.device, pool: Any) -> None:
 
 class Buffers:
     """
-    Fixed tensors for `rows` rows of at most `length` tokens, and the graphs that work on them, by their number of rows
-    and of columns: each works on the first of them. All are captured on one `stream`, which no other graph may have:
-    torch 2.12 frees what graphs of a stream share as soon as one of them is dropped, so they are dropped together.
+    Fixed tensors for the rows of a generation, of at most `length` tokens, and the graphs that work on them, by their
+    number of rows and of columns: each works on the first of them. All are captured on one `stream`, which no other
+    graph may have: torch 2.12 frees what graphs of a stream share as soon as one of them is dropped, so they are
+    dropped together.
     """
 
+    reads_late = True
+    refused: str | None = None
+    """Why a pass could not be captured."""
+
     def __init__(
-        self,
-        model: Any,
-        prefilled: Prefilled,
-        length: int,
-        inputs: dict[str, Any],
-        adapters: AdapterProducts | None = None,
-        stream: Any = None,
+        self, generation: Generation, prefilled: Prefilled, length: int, adapters: AdapterProducts | None, stream: Any
     ):
-        self.model, self.inputs = model, {k: v for k, v in inputs.items() if k not in PER_ROW}
+        self.model, self.inputs, self._stream, self._pool = generation.model, fixed_inputs(generation), stream, None
         self._adapts = contextlib.nullcontext if adapters is None else adapters.computing
         self.rows, self.length, self.graphs = len(prefilled.logits), length, dict[tuple[int, int], CapturedPass]()
-        self.columns, self.stays, self._stream, self._pool = length, False, stream, None
+        self.columns, self.stays = length, False
+        self.held = self.longest = 0
+        """Columns with tokens, and those at the end of the longest possible completion."""
         self.device = device = prefilled.logits.device
         self.with_state: list[Any] = [None for _ in prefilled.cache.layers]  # layers of a cache, or `None`
         attending = attending_layers(prefilled)
@@ -331,7 +240,7 @@ class Buffers:
         self.token = torch.zeros(self.rows, 1, dtype=torch.long, device=device)
         self.place = torch.zeros((), dtype=torch.long, device=device)
         self.mask = torch.ones(self.rows, length, dtype=torch.long, device=device)
-        self.positions = None if inputs.get("position_ids") is None else torch.zeros_like(self.token)
+        self.positions = None if generation.inputs.get("position_ids") is None else torch.zeros_like(self.token)
 
     def _of_layer(self, states: Tensor) -> Tensor:
         """Zeros, as what is hidden by a mask must be finite."""
@@ -342,10 +251,12 @@ class Buffers:
         """Those of layers with a state, each [rows, ...]."""
         return list(itertools.chain(*map(states_of, self.with_state)))
 
-    def fill(self, prefilled: Prefilled, inputs: dict[str, Any]) -> None:
+    def fill(self, generation: Generation, prefilled: Prefilled) -> None:
         """Write the prompts of all rows, the first of the buffers."""
-        count, width = len(prefilled.logits), prefilled.width
-        for (keys, values), (_, of_keys, of_values) in zip(self.layers, prefilled.of_all_rows(), strict=True):
+        count, width, inputs = len(prefilled.logits), prefilled.width, generation.inputs
+        self.held, self.longest = width, longest_of(generation, prefilled)
+        taken = filter(None, map(prefilled.take, prefilled.cache.layers))
+        for (keys, values), (of_keys, of_values) in zip(self.layers, taken, strict=True):
             keys[:count, :, :width], values[:count, :, :width] = of_keys, of_values
         for number, layer in enumerate(prefilled.cache.layers):
             if self.with_state[number] is None and isinstance(layer, LinearAttentionLayer):
@@ -359,16 +270,17 @@ class Buffers:
         if self.positions is not None:
             self.positions[:count] = inputs["position_ids"][:, -1:] + 1
 
-    def pays(self, count: int, left: int) -> bool:
-        """Whether to go on with so many rows is worth a graph, if at most so many tokens are left."""
-        return self.stays or (count, self.columns) in self.graphs or left >= WORTH_A_CAPTURE
+    def rows_for(self, rows: int, go_on: int, left: int) -> int:
+        fewest = fewest_rows(rows, go_on)
+        is_due = self.stays or self.held == self.columns or (fewest, self.columns) in self.graphs
+        return fewest if is_due or left >= WORTH_A_CAPTURE else rows
 
-    def widen(self, rows: int, longest: int) -> None:
-        """Let passes see more columns, of rows of which there are so many, and are to have at most `longest` tokens."""
+    def widen(self, rows: int) -> None:
+        """Let passes see more columns, of rows of which there are so many."""
         if self.columns < self.length:
             self.columns = min(room_for(2 * self.columns), self.length)
         else:
-            self.grow(rows, room_for(min(max(self.length + BLOCK, self.length * 5 // 4), longest)))
+            self.grow(rows, room_for(min(max(self.length + BLOCK, self.length * 5 // 4), self.longest)))
 
     def grow(self, rows: int, length: int) -> None:
         """Make room for longer rows, of which there are so many. The graphs are of no use any more."""
@@ -383,26 +295,43 @@ class Buffers:
         self.positions = None if self.positions is None else self.positions[:rows]
 
     def move(self, rows: Tensor) -> None:
-        """Bring these rows, shape [rows], to the front."""
+        """Bring these rows to the front."""
         positions = () if self.positions is None else (self.positions,)
         seen = (states[:, :, : self.columns] for states in itertools.chain(*self.layers))
         for states in itertools.chain(seen, self.states, (self.mask,), positions):
             states[: len(rows)] = states.index_select(0, rows)
 
     def compute(self, tokens: Tensor) -> Tensor:
-        """Compute these tokens, shape [rows], which follow those computed so far. Return the logits of the next."""
         count = len(tokens)
+        with self._refusing():
+            if self.held == self.columns:
+                self.widen(count)
+            if (count, self.columns) not in self.graphs:
+                self.capture(count)
         self.token[:count, 0] = tokens
         logits = self.graphs[count, self.columns].replay()
+        self.held += 1
         self.place += 1
         if self.positions is not None:
             self.positions += 1
         return logits
 
+    @contextlib.contextmanager
+    def _refusing(self) -> Generator[None]:
+        """After an error inside no pass is captured any more: it may come again, and take more with it."""
+        try:
+            yield
+        except Exception as error:
+            self.refused = str(error)
+            if is_out_of_memory(error):
+                self.refused = "memory ran out when a pass was captured"
+                raise LittleMemoryError(self.refused) from None
+            raise
+
     def capture(self, count: int) -> None:
         """Capture the pass of so many rows. It is computed meanwhile, and writes to the column of the next token."""
         module = torch.get_device_module(self.device)
-        if not self.graphs and hasattr(module, "CUDAGraph"):
+        if not self.graphs:
             self._pool = module.graph_pool_handle()  # no two of them run at the same time
         before = [*map(torch.clone, self.states)]
         self.graphs[count, self.columns] = CapturedPass(self._pass(count), self.device, self._stream, self._pool)
@@ -451,8 +380,14 @@ def attending_layers(prefilled: Prefilled) -> list[Any]:
     return [layer for layer in prefilled.cache.layers if not isinstance(layer, LinearAttentionLayer)]
 
 
-PER_ROW = {"attention_mask", "position_ids", CACHE}
-"""What `generate` prepares for the model row by row, and the buffers hold."""
+def fixed_inputs(generation: Generation) -> dict[str, Any]:
+    """Return what the model gets in each pass alike."""
+    return {name: value for name, value in generation.inputs.items() if name not in PER_ROW}
+
+
+def longest_of(generation: Generation, prefilled: Prefilled) -> int:
+    """Return the columns that the longest possible completion takes. Those of `prefilled` may have less padding."""
+    return prefilled.width + generation.config.max_length - generation.input_ids.shape[1]
 
 
 def room_for(length: int) -> int:
@@ -467,89 +402,8 @@ def fewest_rows(rows: int, go_on: int) -> int:
     return rows
 
 
-# The loop.
-
-
-@dataclass
-class RowsInPlace:
-    """The rows that a graph computes, all on the device."""
-
-    tokens: Tensor  # prompts, completions so far and padding: [rows, longest]
-    chosen: Tensor  # probability with which each token was drawn, 1 elsewhere: [rows, longest]
-    active: Tensor  # which of them go on, as booleans: [rows]
-    lengths: Tensor  # tokens of their completions: [rows]
-    invalid: Tensor  # whether a row had no probabilities to draw from: []
-    processors: RowwiseProcessors  # of these rows
-    padding: int | None  # what follows the end of a row; `None` if rows have no end
-    count: int  # rows of the whole batch
-    places: Tensor | None = None  # where they are in the whole batch, [rows]; `None` if they are all of it
-
-    @classmethod
-    def of(cls, input_ids: Tensor, longest: int, padding: int | None, processors: RowwiseProcessors) -> RowsInPlace:
-        tokens = pad(input_ids, (0, longest - input_ids.shape[1]), value=padding or 0)
-        active = torch.ones_like(input_ids[:, 0], dtype=torch.bool)
-        invalid = torch.zeros((), dtype=torch.bool, device=input_ids.device)
-        chosen, lengths = torch.ones_like(tokens, dtype=torch.float32), torch.zeros_like(input_ids[:, 0])
-        return cls(tokens, chosen, active, lengths, invalid, processors, padding, len(input_ids))
-
-    def next_tokens(self, logits: Tensor, column: int, sample: bool) -> Tensor:
-        """Choose a token of each row, shape [rows], for this column: padding where a row has ended."""
-        logits = logits.to(dtype=torch.float32, copy=True)
-        scores: Any = self.processors(self.tokens[:, :column], logits)  # ty: ignore[invalid-argument-type]
-        if sample:
-            probabilities = scores.softmax(dim=-1)
-            self.invalid |= probabilities[:, 0].isnan().any()  # then all of the row are
-            tokens = drawn(probabilities, self.count, self.places)
-            torch.gather(probabilities, 1, tokens[:, None], out=self.chosen[:, column : column + 1])
-        else:
-            tokens = scores.argmax(dim=-1)
-        if self.padding is not None:
-            tokens = tokens.masked_fill(~self.active, self.padding)
-        self.tokens[:, column] = tokens
-        self.lengths += self.active
-        return tokens
-
-    def look(self) -> Look:
-        """Order a copy of: how many rows go on, how many tokens the longest completion has, `invalid`."""
-        return Look(torch.stack([self.active.sum(), self.lengths.max(), self.invalid.long()]))
-
-    def write_into(self, tokens: Tensor, chosen: Tensor) -> None:
-        """Write into what belongs to the whole batch, and is the rows' own until some of them have left."""
-        if self.places is not None:
-            tokens.index_copy_(0, self.places, self.tokens)
-            chosen.index_copy_(0, self.places, self.chosen)
-
-    def keep(self, count: int) -> Tensor:
-        """Keep so many rows, first of all those that go on. Return which they are."""
-        # Those that go on have the longest completions. Next come those that ended last, which say how long TRL's are.
-        rows = (2 * self.lengths + self.active).argsort(descending=True, stable=True)[:count]
-        self.tokens, self.chosen, self.active, self.lengths = (
-            states.index_select(0, rows) for states in (self.tokens, self.chosen, self.active, self.lengths)
-        )
-        self.processors = self.processors.of(rows)
-        self.places = rows if self.places is None else self.places.index_select(0, rows)
-        return rows
-
-
-class States:
-    """The states of the device's random generator after each of the last tokens, on the host."""
-
-    def __init__(self, device: torch.device):
-        self._module: Any = torch if device.type == "cpu" else torch.get_device_module(device)
-        self._device = () if device.type == "cpu" else (device,)
-        self._after: deque[Tensor] = deque(maxlen=EVERY + 2)
-
-    def note(self) -> None:
-        self._after.append(self._module.get_rng_state(*self._device))
-
-    def go_back(self, tokens: int) -> None:
-        """Set the generator to its state so many tokens ago."""
-        if tokens:
-            self._module.set_rng_state(self._after[-1 - tokens], *self._device)
-
-
 class Captured:
-    """Completes batches by captured passes, and keeps buffers and graphs from one to the next."""
+    """Captures passes, and keeps buffers and graphs from one generation to the next."""
 
     def __init__(self):
         self.keeps = True
@@ -572,89 +426,24 @@ class Captured:
         kept = [] if self._buffers is None else [*itertools.chain(*self._buffers.layers), *self._buffers.states]
         return kept if self.adapters is None else [*kept, *self.adapters.tensors_held()]
 
-    def complete(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        prefilled: Prefilled,
-        processors: RowwiseProcessors,
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-        padding: int | None,
-        inputs: dict[str, Any],
-    ) -> tuple[Tensor, Tensor, int]:
-        """
-        Complete the rows of `input_ids`, shape [rows, width]. Return their completions, [rows, tokens of the longest],
-        the probability with which each token was drawn, of the same shape, and how many rows all passes for these
-        tokens computed.
-
-        `padding` follows the end of a row; `None` if rows have no end but the longest length. The model gets `inputs`
-        beside tokens.
-
-        Raises:
-            PlainRolloutsError: If the pass cannot be captured. Tokens may be drawn already.
-            RuntimeError: If there is a row without probabilities, as of `torch.multinomial`.
-        """
-        width, most = input_ids.shape[1], config.max_length - input_ids.shape[1]
-        rows = RowsInPlace.of(input_ids, config.max_length, padding, processors)
-        whole, states, look, passes = (rows.tokens, rows.chosen), States(input_ids.device), None, list[int]()
-        buffers = self._prepared(model, prefilled, most, inputs)
-        logits, held, go_on, longest, invalid = prefilled.logits, prefilled.width, len(input_ids), 0, 0
-        ends = ends_of(criteria, max(logits.shape[1], (padding or 0) + 1), input_ids.device)
-        for length in range(1, most + 1):
-            tokens = rows.next_tokens(logits, width + length - 1, config.do_sample)
-            states.note()
-            if length == most:
-                _, longest, invalid = rows.look().read()
-                break
-            if padding is not None:
-                rows.active &= ~ends.index_select(0, tokens)
-            if look is not None:
-                go_on, longest, invalid = look.read()
-                if not go_on or invalid:
-                    break
-            fewest, full = fewest_rows(len(tokens), go_on), held == buffers.columns
-            if fewest < len(tokens) and (full or buffers.pays(fewest, most - length)):
-                rows.write_into(*whole)
-                kept = rows.keep(fewest)
-                buffers.move(kept)
-                tokens = tokens.index_select(0, kept)
-            look = rows.look() if length % EVERY == 0 else None
-            with self._refusing():
-                if full:
-                    buffers.widen(len(tokens), prefilled.width + most)
-                if (len(tokens), buffers.columns) not in buffers.graphs:
-                    buffers.capture(len(tokens))
-            logits = buffers.compute(tokens)
-            held += 1
-            passes.append(len(tokens))
-        if invalid:
-            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-        states.go_back(length - longest)
-        rows.write_into(*whole)
-        self._buffers = buffers if buffers.stays else None
-        completions, chosen = (tensor[:, width : width + longest] for tensor in whole)
-        return completions, chosen, sum(passes[: longest - 1])
-
     @contextlib.contextmanager
-    def _refusing(self) -> Generator[None]:
-        """After an error inside no pass is captured any more: it may come again, and take more with it."""
+    def passes(self, generation: Generation, prefilled: Prefilled) -> Generator[Buffers]:
+        """Inside, captured passes compute the tokens of a generation, from buffers that are kept if they are small."""
+        buffers = self._prepared(generation, prefilled)
         try:
-            yield
-        except Exception as error:
-            self.refused = str(error)
-            if is_out_of_memory(error):
-                self.refused = "memory ran out when a pass was captured"
-                raise LittleMemoryError(self.refused) from None
-            raise
+            yield buffers
+            self._buffers = buffers if buffers.stays else None
+        finally:
+            self.refused = buffers.refused
 
-    def _prepared(self, model: Any, prefilled: Prefilled, most: int, inputs: dict[str, Any]) -> Buffers:
+    def _prepared(self, generation: Generation, prefilled: Prefilled) -> Buffers:
         """Return buffers with all prompts, which are those of the last generation if they are of use."""
         if self.adapters is not None:
             self.adapters.refresh()
         used = None if self.adapters is None else self.adapters.used
-        identity, rows, device = (_identity(model, inputs), used), len(prefilled.logits), prefilled.logits.device
-        first, longest = (room_for(prefilled.width + more) for more in (min(most, BLOCK), most))
+        identity, rows, device = (_identity(generation), used), len(prefilled.logits), prefilled.logits.device
+        longest = longest_of(generation, prefilled)
+        first, longest = room_for(min(longest, prefilled.width + BLOCK)), room_for(longest)
         buffers, self._buffers = self._buffers, None  # until it is known that all went well
         if buffers is None or identity != self._identity or buffers.rows < rows or buffers.length < longest:
             buffers = None  # before others are made
@@ -667,10 +456,10 @@ class Captured:
                 what = f"buffers for keys, values and states take {needed / 2**30:.1f} GiB"
                 raise LittleMemoryError(f"{what}, and {free / 2**30:.1f} GiB are free")
             self._stream = self._stream or module.Stream()
-            buffers = Buffers(model, prefilled, length, inputs, self.adapters, self._stream)
+            buffers = Buffers(generation, prefilled, length, self.adapters, self._stream)
             self._identity, buffers.stays = identity, stays
         buffers.columns = first
-        buffers.fill(prefilled, inputs)
+        buffers.fill(generation, prefilled)
         return buffers
 
 
@@ -682,24 +471,12 @@ def bytes_of(prefilled: Prefilled, length: int) -> int:
     return rows * (of_a_token * length + 2 * of_states)
 
 
-def ends_of(criteria: StoppingCriteriaList, vocabulary: int, device: torch.device) -> Tensor:
-    """
-    Return which tokens end a row, as booleans, shape [vocabulary + 1]: one look-up where `EosTokenCriteria` compares
-    with each, or sorts them and lets the host wait. The last is no token: ids that the model cannot choose.
-    """
-    ends = torch.zeros(vocabulary + 1, dtype=torch.bool, device=device)
-    for criterion in criteria:
-        if isinstance(criterion, EosTokenCriteria):
-            ids = criterion.eos_token_id.to(device, non_blocking=True)
-            ends.index_fill_(0, ids.where((ids >= 0) & (ids < vocabulary), vocabulary), True)
-    return ends
-
-
-def _identity(model: Any, inputs: dict[str, Any]) -> Any:
+def _identity(generation: Generation) -> Any:
     """
     What a graph depends on beside the values of its buffers and of the weights, compared by `==`: where the weights
     are, which adapters are active and how strong, how modules compute, and what else the model is given.
     """
+    model = generation.model
     device = model.device.type
     adapters = [
         (tuple(module.active_adapters), module.disable_adapters, tuple(module.merged_adapters), scaling.copy())
@@ -710,11 +487,12 @@ def _identity(model: Any, inputs: dict[str, Any]) -> Any:
         id(model),
         [tensor.data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())],
         adapters,
-        [(type(module), users_forward(module)) for module in model.modules()],
+        [*map(type, model.modules())],
+        {id(module): users_forward(module) for module in model.modules() if "forward" in vars(module)},
         [module.p for module in model.modules() if isinstance(module, _DropoutNd)],
         model.training,
         model.config._attn_implementation,
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
-        inputs.get("position_ids") is None,
-        {name: value for name, value in inputs.items() if name not in PER_ROW},
+        generation.inputs.get("position_ids") is None,
+        fixed_inputs(generation),
     )

@@ -1,5 +1,5 @@
 """
-What a CPU and a GPU do alike to complete prompts, and the loop of a CPU.
+Prompts and their completions: what every device does alike, and how a CPU computes a token.
 
 Each prompt is computed once, and what prompts share at their beginning once too: [`flat`] computes them as a tree
 (rows/tree.py) in one pass, without padding. Then keys and values are brought into the order of the completions, which
@@ -10,31 +10,48 @@ are rows that are padded at the left:
                   s s s s p p p
                   . . s s s s q            padding has those of any slot: the mask hides it
 
-Whether a model can do that is asked as for the rows of an update ([`why_no_tree`]): two short rows are computed in both
-ways. Models that cannot, those that are not told positions, and those with a state along the row compute prompts as
-rows of one padded pass ([`padded`]). So does every model if a tree saves less than [`WORTH`].
+Whether a model can do that is asked as for the rows of an update ([`reason_not_tree`]): two short rows are computed in
+both ways. Models that cannot, those that are not told positions, and those with a state along the row compute prompts
+as rows of one padded pass ([`padded`]). So does every model if a tree saves less than [`WORTH`].
 
 The cache keeps every token. `generate` prepares layers that forget what is outside of a sliding window; but the mask
 and the layout of a tree hide it, so nothing has to be forgotten.
+
+Then one loop draws a token of each row and computes it, until the last row has ended ([`complete`]). What a row gets
+(its token, or padding), whether it has ended and after how many tokens are tensors on the device. How tokens are
+computed, and which rows stay, the device decides ([`Passes`]). On a GPU the host reads late which rows have ended
+(captured.py): tokens that were drawn meanwhile are cut off, and the random generator is set back to its state after
+the last one that counts. A CPU has nothing to wait for: rows leave as soon as a quarter of those in the batch has
+ended, and with them the columns that are padding for all that stay ([`GrowingRows`]).
+
+`torch.multinomial` would make the host wait twice per token, because it checks its probabilities there.
+[`sample_tokens`] draws the same tokens from the same random numbers, and the check is one of the numbers that are read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+)
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_hybrid.compat import cache_name
+from hf_hybrid.machine import PendingRead
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.attention import ARGUMENT, Layout, attention, no_mask, tree_attention
 from hf_hybrid.rows.comparison import FEW, TOLERANCES, apart
@@ -46,10 +63,12 @@ from hf_hybrid.run.run import as_before
 
 CACHE = cache_name()
 """Argument and output of a model that holds keys and values."""
-
-
+PER_ROW = {"attention_mask", "position_ids", CACHE}
+"""What `generate` prepares for the model row by row."""
 KEEP = 0.75
-"""Rows leave when at most this share of the rows in the batch goes on: to leave costs a copy of the cache."""
+"""On a CPU rows leave when at most this share of those in the batch goes on: to leave costs a copy of the cache."""
+EVERY = 8
+"""Tokens after which a host that reads late orders what it reads."""
 WORTH = 32
 """Tokens of padded rows that a tree has to save."""
 
@@ -95,6 +114,19 @@ class Prompts:
 
 
 @dataclass
+class Generation:
+    """A batch of rows, and what `generate` has prepared to complete them."""
+
+    model: Any
+    input_ids: Tensor  # prompts, padded at the left: [rows, width]
+    processors: RowwiseProcessors
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    inputs: dict[str, Any]  # what the model gets beside tokens
+    prompts: Prompts
+
+
+@dataclass
 class Prefilled:
     """The prompts, each computed once."""
 
@@ -105,26 +137,22 @@ class Prefilled:
     width: int  # columns of a row
     computed: int  # tokens of prompts that were computed, without padding
 
-    def of_all_rows(self) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    def take(self, layer: Any) -> tuple[Tensor, Tensor] | None:
         """
-        Yield each layer of the cache that attends, and its keys and values for all rows, [rows, heads, width, size].
-        The cache forgets them, so that little memory is taken. Layers with a state get that of all rows.
+        Return keys and values of a layer of the cache for all rows, [rows, heads, width, size]; `None` if it does not
+        attend. The cache forgets them, so that little memory is taken. A layer with a state gets that of all rows.
         """
-        for layer in self.cache.layers:
-            if isinstance(layer, LinearAttentionLayer):
-                exchange_states(layer, lambda state: state.index_select(0, self.owner))
-            if not isinstance(layer, DynamicLayer):
-                continue
-            both = []
-            for states in (layer.keys, layer.values):
-                assert states is not None  # `generate` was left to transformers else
-                if self.slots is not None:
-                    heads, slots, size = states.shape[1:]
-                    places = self.slots[:, None] + slots * torch.arange(heads, device=states.device)[:, None]
-                    states = F.embedding(places, states.reshape(-1, size))
-                both.append(states.index_select(0, self.owner))
-            layer.keys = layer.values = None
-            yield layer, both[0], both[1]
+        if isinstance(layer, LinearAttentionLayer):
+            exchange_states(layer, lambda state: state.index_select(0, self.owner))
+        if not isinstance(layer, DynamicLayer):
+            return None
+        both: Any = (layer.keys, layer.values)  # `generate` was left to transformers where there are none
+        layer.keys = layer.values = None
+        if self.slots is not None:
+            heads, slots = both[0].shape[1:3]
+            places = self.slots[:, None] + slots * torch.arange(heads, device=self.slots.device)[:, None]
+            both = [F.embedding(places, states.reshape(-1, states.shape[-1])) for states in both]
+        return both[0].index_select(0, self.owner), both[1].index_select(0, self.owner)
 
 
 # Caches.
@@ -162,7 +190,7 @@ def exchange_states(layer: Any, change: Callable[[Tensor], Tensor]) -> None:
         setattr(layer, name, {index: state if state is None else change(state) for index, state in held.items()})
 
 
-# A pass.
+# Prompts.
 
 
 def indices(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -170,30 +198,26 @@ def indices(numbers: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)
 
 
-def cut(model_inputs: dict[str, Any], rows: Tensor | None, columns: slice, padded: bool) -> dict[str, Any]:
-    """Take rows (`None`: all) and columns of the mask and the positions. Without padding there is no mask."""
-    inputs = dict(model_inputs)
+def padded(generation: Generation) -> Prefilled:
+    """Compute prompts as rows of one pass, padded as the rows of the batch, with what `generate` has prepared."""
+    model, ids, prompts = generation.model, generation.input_ids, generation.prompts
+    rows, width, inputs = indices(prompts.first, ids.device), ids.shape[1], dict(generation.inputs)
+    inputs[CACHE] = whole(inputs[CACHE])
     for name in ("attention_mask", "position_ids"):
-        if (tensor := model_inputs.get(name)) is not None:
-            inputs[name] = tensor[:, columns] if rows is None else tensor[:, columns].index_select(0, rows)
-    if not padded:
-        inputs["attention_mask"] = None
-    return inputs
+        if inputs.get(name) is not None:
+            inputs[name] = inputs[name].index_select(0, rows)
+    if inputs.get("position_ids") is not None and min(prompts.lengths) == width:
+        inputs["attention_mask"] = None  # nothing is padded
+    options = {"next_sequence_length": width, "is_first_iteration": True}
+    prepared = model.prepare_inputs_for_generation(ids.index_select(0, rows), **options, **inputs)
+    outputs, owner = model(**prepared, return_dict=True), indices(prompts.owner, ids.device)
+    logits, computed = outputs.logits[:, -1].index_select(0, owner), sum(prompts.lengths)
+    return Prefilled(logits, outputs.get(CACHE), owner, None, width, computed)
 
 
-def padded(model: Any, input_ids: Tensor, prompts: Prompts, model_inputs: dict[str, Any]) -> Prefilled:
-    """Compute prompts as rows of one pass, padded as those of `input_ids`, with what `generate` has prepared."""
-    rows, width = indices(prompts.first, input_ids.device), input_ids.shape[1]
-    is_padded = model_inputs.get("position_ids") is None or min(prompts.lengths) < width
-    part = cut({**model_inputs, CACHE: whole(model_inputs[CACHE])}, rows, slice(None), is_padded)
-    tokens, options = input_ids.index_select(0, rows), {"next_sequence_length": width, "is_first_iteration": True}
-    outputs = model(**model.prepare_inputs_for_generation(tokens, **options, **part), return_dict=True)
-    owner, computed = indices(prompts.owner, input_ids.device), sum(prompts.lengths)
-    return Prefilled(outputs.logits[:, -1].index_select(0, owner), outputs.get(CACHE), owner, None, width, computed)
-
-
-def flat(model: Any, prompts: Prompts, tree: Tree, facts: ModelFacts, empty: Any) -> Prefilled:
-    """Compute the tree of prompts in one pass. `empty` is the cache that `generate` has prepared."""
+def flat(generation: Generation, tree: Tree, facts: ModelFacts) -> Prefilled:
+    """Compute the tree of prompts in one pass."""
+    model, prompts = generation.model, generation.prompts
     device, width = model.device, max(prompts.lengths)
     slots = np.zeros((len(tree.rows), width), np.int64)
     for row, spans in zip(tree.rows, tree.spans):
@@ -218,16 +242,17 @@ def flat(model: Any, prompts: Prompts, tree: Tree, facts: ModelFacts, empty: Any
         stack.callback(facts.backbone.register_forward_hook(behind).remove)
         Layout.known[layout.number] = layout
         stack.callback(Layout.known.pop, layout.number)
-        outputs = model(**inputs, **{CACHE: whole(empty)}, use_cache=True, return_dict=True)
+        outputs = model(**inputs, **{CACHE: whole(generation.inputs[CACHE])}, use_cache=True, return_dict=True)
     return Prefilled(outputs.logits[0].index_select(0, owner), outputs.get(CACHE), owner, places, width, tree.size)
 
 
-def why_no_tree(model: Any, facts: ModelFacts, prompts: Prompts, model_inputs: dict[str, Any]) -> str | None:
+def reason_not_tree(generation: Generation, facts: ModelFacts) -> str | None:
     """
     Return why prompts cannot be computed as a tree; `None` if they can. Two rows of few tokens are computed in both
     ways, and two that are longer than the window of the layers as soon as a prompt is.
     """
-    if model_inputs.get("position_ids") is None:
+    model, prompts = generation.model, generation.prompts
+    if generation.inputs.get("position_ids") is None:
         return "the model is not told positions, and may count padding"
     if facts.reason is not None or facts.with_state:
         return facts.reason or "a state runs along the row, and completions go on from that of each prompt"
@@ -238,14 +263,13 @@ def why_no_tree(model: Any, facts: ModelFacts, prompts: Prompts, model_inputs: d
         return None
     tokens = np.resize(longest, FEW if len(longest) <= facts.window else int(facts.window) + FEW).tolist()
     ids = torch.tensor([tokens, tokens[: -FEW // 2] + tokens[: -FEW // 2 - 1 : -1]], device=model.device)
-    positions, empty = torch.arange(len(tokens), device=model.device).expand(2, -1), model_inputs[CACHE]
-    inputs = {"position_ids": positions, CACHE: empty, "use_cache": True}
-    two, half = Prompts.of(ids.tolist()), torch.is_autocast_enabled(model.device.type)
-    half = half or model.dtype != torch.float32
+    positions = torch.arange(len(tokens), device=model.device).expand(2, -1)
+    inputs = {"position_ids": positions, CACHE: generation.inputs[CACHE], "use_cache": True}
+    two = replace(generation, input_ids=ids, inputs=inputs, prompts=Prompts.of(ids.tolist()))
+    half = torch.is_autocast_enabled(model.device.type) or model.dtype != torch.float32
     try:
         with as_before(model, model.device):
-            plain = padded(model, ids, two, inputs).logits
-            distance = apart(plain, flat(model, two, two.tree(), facts, empty).logits)
+            distance = apart(padded(two).logits, flat(two, two.prompts.tree(), facts).logits)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -256,7 +280,7 @@ def why_no_tree(model: Any, facts: ModelFacts, prompts: Prompts, model_inputs: d
     return None
 
 
-# The next token of rows, also in captured passes.
+# The next token.
 
 
 class RowwiseProcessors(LogitsProcessorList):
@@ -275,7 +299,7 @@ class RowwiseProcessors(LogitsProcessorList):
         return of_rows
 
 
-def drawn(probabilities: Tensor, count: int, places: Tensor | None) -> Tensor:
+def sample_tokens(probabilities: Tensor, count: int, places: Tensor | None) -> Tensor:
     """
     Draw a token of each row, shape [rows], as `torch.multinomial` does, and without a wait.
 
@@ -288,107 +312,205 @@ def drawn(probabilities: Tensor, count: int, places: Tensor | None) -> Tensor:
     return torch.div(probabilities, numbers, out=numbers).argmax(dim=-1)
 
 
-# The loop of a CPU.
+def ends_of(criteria: StoppingCriteriaList, vocabulary: int, device: torch.device) -> Tensor:
+    """
+    Return which tokens end a row, as booleans, shape [vocabulary + 1]: one look-up where `EosTokenCriteria` compares
+    with each, or sorts them and lets the host wait. The last is no token: ids that the model cannot choose.
+    """
+    ends = torch.zeros(vocabulary + 1, dtype=torch.bool, device=device)
+    for criterion in criteria:
+        if isinstance(criterion, EosTokenCriteria):
+            ids = criterion.eos_token_id.to(device, non_blocking=True)
+            ends.index_fill_(0, ids.where((ids >= 0) & (ids < vocabulary), vocabulary), True)
+    return ends
 
 
-def _keep(cache: Any, rows: Tensor, cut: int) -> None:
-    """Take rows out of a cache, and its first columns. Layers one after the other, so that little memory is taken."""
-    for layer in cache.layers:
-        if isinstance(layer, LinearAttentionLayer):
-            exchange_states(layer, lambda state: state.index_select(0, rows))
-        if not isinstance(layer, DynamicLayer):
-            continue
-        attends: Any = layer  # of a model that has computed something
-        attends.keys = attends.keys[:, :, cut:].index_select(0, rows)
-        attends.values = attends.values[:, :, cut:].index_select(0, rows)
+class GeneratorStates:
+    """The states of the device's random generator after each of the last tokens, on the host."""
+
+    def __init__(self, device: torch.device):
+        self._module: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+        self._device = () if device.type == "cpu" else (device,)
+        self._after: deque[Tensor] = deque(maxlen=EVERY + 2)
+
+    def note(self) -> None:
+        self._after.append(self._module.get_rng_state(*self._device))
+
+    def go_back(self, tokens: int) -> None:
+        """Set the generator to its state so many tokens ago."""
+        if tokens:
+            self._module.set_rng_state(self._after[-1 - tokens], *self._device)
+
+
+# The loop.
+
+
+class Passes(Protocol):
+    """How the next token of rows is computed; first that of all rows of a batch."""
+
+    reads_late: bool
+    """Whether the host reads which rows have ended only after it has launched one token more, and not of each token."""
+
+    def rows_for(self, rows: int, go_on: int, left: int) -> int:
+        """Return how many of the rows stay if so many go on, and at most so many tokens are left."""
+        ...
+
+    def move(self, rows: Tensor) -> None:
+        """Keep these rows, [rows]."""
+        ...
+
+    def compute(self, tokens: Tensor) -> Tensor:
+        """Compute these tokens, [rows], which follow those computed so far. Return the logits of the next."""
+        ...
 
 
 @dataclass
-class RowsLeft:
-    """The rows that are still completed. Those that have ended leave the batch."""
+class RowsInPass:
+    """The rows that a pass computes, all on the device."""
 
-    tokens: Tensor  # prompts, at full width, and completions so far: [rows left, width and tokens]
-    active: Tensor  # which of them go on, as booleans: [rows left]
-    prompt_lengths: list[int]  # tokens of their prompts
+    tokens: Tensor  # prompts, completions so far and padding: [rows, longest]
+    chosen: Tensor  # probability with which each token was drawn, 1 elsewhere: [rows, longest]
+    active: Tensor  # which of them go on, as booleans: [rows]
+    lengths: Tensor  # tokens of their completions: [rows]
     processors: RowwiseProcessors  # of these rows
-    places: Tensor | None = None  # where they are in the whole batch, [rows left]; `None` if no row has left
+    places: Tensor | None = None  # where they are in the whole batch, [rows]; `None` if they are all of it
 
-    def drop_ended(self, goes_on: list[bool], completed: int, model_inputs: dict[str, Any]) -> dict[str, Any]:
-        """
-        Keep the rows that go on, without columns that are padding for all of them. Return what the model gets for them.
+    @classmethod
+    def of(cls, generation: Generation, padding: int | None) -> RowsInPass:
+        ids = generation.input_ids
+        tokens = F.pad(ids, (0, generation.config.max_length - ids.shape[1]), value=padding or 0)
+        chosen, active = torch.ones_like(tokens, dtype=torch.float32), torch.ones_like(ids[:, 0], dtype=torch.bool)
+        return cls(tokens, chosen, active, torch.zeros_like(ids[:, 0]), generation.processors)
 
-        `goes_on` is `active` on the host. The last of the `completed` tokens of a completion is not computed yet.
-        """
-        rows = self.active.int().argsort(descending=True, stable=True)[: sum(goes_on)]
-        self.prompt_lengths = lengths = [length for length, active in zip(self.prompt_lengths, goes_on) if active]
-        self.tokens, self.active = self.tokens.index_select(0, rows), self.active.index_select(0, rows)
+    def write_into(self, tokens: Tensor, chosen: Tensor) -> None:
+        """Write into what belongs to the whole batch, and is the rows' own until some of them have left."""
+        if self.places is not None:
+            tokens.index_copy_(0, self.places, self.tokens)
+            chosen.index_copy_(0, self.places, self.chosen)
+
+    def keep(self, count: int) -> Tensor:
+        """Keep so many rows, first of all those that go on. Return which they are."""
+        # Those that go on have the longest completions. Next come those that ended last, which say how long TRL's are.
+        rows = (2 * self.lengths + self.active).argsort(descending=True, stable=True)[:count]
+        self.tokens, self.chosen, self.active, self.lengths = (
+            states.index_select(0, rows) for states in (self.tokens, self.chosen, self.active, self.lengths)
+        )
         self.processors = self.processors.of(rows)
         self.places = rows if self.places is None else self.places.index_select(0, rows)
-        positions, held = model_inputs.get("position_ids"), model_inputs[CACHE].get_seq_length()
-        gone = 0 if positions is None else held - (max(lengths) + completed - 1)
-        _keep(model_inputs[CACHE], rows, gone)
-        # Mask and positions have a column for the token that is computed next.
-        columns = slice(gone - held - 1, None)
-        return cut(model_inputs, rows, columns, padded=positions is None or min(lengths) < max(lengths))
+        return rows
 
 
-def complete_on_cpu(
-    prompts: Prompts,
-    model: Any,
-    input_ids: Tensor,
-    prefilled: Prefilled,
-    processors: RowwiseProcessors,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    padding: int | None,
-    model_inputs: dict[str, Any],
-) -> tuple[Tensor, Tensor, int]:
+def complete(generation: Generation, prefilled: Prefilled, passes: Passes) -> tuple[Tensor, Tensor, int]:
     """
-    Complete the rows of `input_ids`, shape [rows, width], which leave when they have ended. Arguments and results are
-    those of [`Captured.complete`].
+    Complete the rows of a batch. Return their completions, [rows, tokens of the longest], the probability with which
+    each token was drawn, of the same shape, and how many rows all passes for these tokens computed.
+
+    Raises:
+        PlainRolloutsError: If a pass cannot be computed in this way. Tokens may be drawn already.
+        RuntimeError: If there is a row without probabilities, as of `torch.multinomial`.
     """
-    device, (count, width) = input_ids.device, input_ids.shape
-    completions = input_ids.new_full((count, config.max_length - width), padding or 0)
-    chosen = torch.ones(completions.shape, device=device)
-    logits, lengths = prefilled.logits, [*map(prompts.lengths.__getitem__, prompts.owner)]
-    is_padded = model_inputs.get("position_ids") is None or min(lengths) < prefilled.width
-    for layer, keys, values in prefilled.of_all_rows():
-        layer.keys, layer.values = keys, values
-    model_inputs = cut({**model_inputs, CACHE: prefilled.cache}, None, slice(-prefilled.width, None), is_padded)
-    filled = CausalLMOutputWithPast(**{CACHE: prefilled.cache})
-    model_inputs = model._update_model_kwargs_for_generation(filled, model_inputs)
-    rows = RowsLeft(input_ids, torch.ones(count, dtype=torch.bool, device=device), lengths, processors)
-    length = computed = 0
-    while True:
-        # One token of each row, padding where a row has ended.
-        places = slice(None) if rows.places is None else rows.places
-        logits = logits.to(dtype=torch.float32, device=device, copy=True)
-        scores: Any = rows.processors(rows.tokens, logits)  # ty: ignore[invalid-argument-type]
+    config, (count, width) = generation.config, generation.input_ids.shape
+    padding = config.pad_token_id if EosTokenCriteria in map(type, generation.criteria) else None  # behind the end
+    rows, most, computed = RowsInPass.of(generation, padding), config.max_length - width, list[int]()
+    whole, logits, ordered = (rows.tokens, rows.chosen), prefilled.logits, None
+    go_on, longest, is_invalid, invalid = count, 0, False, rows.active.new_zeros(())
+    states = GeneratorStates(logits.device) if passes.reads_late else None
+    ends = ends_of(generation.criteria, max(logits.shape[1], (padding or 0) + 1), logits.device)
+    for length in range(1, most + 1):
+        # A token of each row; padding where a row has ended.
+        column = width + length - 1
+        logits = logits.to(dtype=torch.float32, copy=True)
+        scores: Any = rows.processors(rows.tokens[:, :column], logits)  # ty: ignore[invalid-argument-type]
         if config.do_sample:
             probabilities = scores.softmax(dim=-1)
-            if probabilities[:, 0].isnan().any():  # then all of the row are
-                raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-            tokens = drawn(probabilities, count, rows.places)
-            chosen[places, length] = probabilities.gather(1, tokens[:, None])[:, 0]
+            invalid |= probabilities[:, 0].isnan().any()  # then all of the row are
+            tokens = sample_tokens(probabilities, count, rows.places)
+            torch.gather(probabilities, 1, tokens[:, None], out=rows.chosen[:, column : column + 1])
         else:
             tokens = scores.argmax(dim=-1)
+        rows.lengths += rows.active
         if padding is not None:
             tokens = tokens.masked_fill(~rows.active, padding)
-        completions[places, length] = tokens
-        rows.tokens, length = torch.cat([rows.tokens, tokens[:, None]], dim=1), length + 1
-        if width + length >= config.max_length:
+            rows.active &= ~ends.index_select(0, tokens)
+        rows.tokens[:, column] = tokens
+
+        # Which rows have ended.
+        if states is None:
+            go_on, longest, is_invalid = int(rows.active.sum()), length, bool(invalid)
+        else:
+            states.note()
+            read, ordered = ordered, None
+            if length % EVERY == 0 or length == most:
+                ordered = PendingRead(torch.stack([rows.active.sum(), rows.lengths.max(), invalid.long()]))
+            if (read := ordered if length == most else read) is not None:
+                go_on, longest, is_invalid = read.read()
+        if is_invalid:
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+        if not go_on or length == most:
             break
-        if padding is not None:
-            rows.active = rows.active & ~criteria(rows.tokens, None)
-            goes_on = rows.active.tolist()
-            if not any(goes_on):
-                break
-            if sum(goes_on) <= KEEP * len(goes_on):
-                model_inputs = rows.drop_ended(goes_on, length, model_inputs)
-        # The logits of the next token.
-        inputs = model.prepare_inputs_for_generation(rows.tokens, next_sequence_length=1, **model_inputs)
-        outputs = model(**inputs, return_dict=True)
-        model_inputs = model._update_model_kwargs_for_generation(outputs, model_inputs)
-        logits, computed = outputs.logits[:, -1], computed + len(rows.tokens)
-        del outputs
-    return completions[:, :length], chosen[:, :length], computed
+        if go_on < len(tokens) and (stay := passes.rows_for(len(tokens), go_on, most - length)) < len(tokens):
+            rows.write_into(*whole)
+            kept = rows.keep(stay)
+            passes.move(kept)
+            tokens = tokens.index_select(0, kept)
+
+        logits = passes.compute(tokens)
+        computed.append(len(tokens))
+    if states is not None:
+        states.go_back(length - longest)
+    rows.write_into(*whole)
+    tokens, chosen = whole
+    return tokens[:, width : width + longest], chosen[:, width : width + longest], sum(computed[: longest - 1])
+
+
+# How a CPU computes a token.
+
+
+class GrowingRows:
+    """Rows whose keys and values grow by a column for each token, in the cache of the prompts."""
+
+    reads_late = False
+
+    def __init__(self, generation: Generation, prefilled: Prefilled):
+        self._model, self._cache, self._inputs = generation.model, prefilled.cache, generation.inputs
+        for layer in prefilled.cache.layers:
+            if (both := prefilled.take(layer)) is not None:
+                layer.keys, layer.values = both
+        lengths, inputs = generation.prompts.lengths, generation.inputs
+        self._lengths = torch.tensor([lengths[prompt] for prompt in generation.prompts.owner])
+        self._width = prefilled.width  # columns of prompts, with padding
+        mask, self._positions = inputs.get("attention_mask"), inputs.get("position_ids")
+        # Without padding there is no mask, unless a model counts its positions there.
+        needs_mask = mask is not None and (self._positions is None or min(lengths) < self._width)
+        self._mask = mask[:, -self._width :] if needs_mask else None
+        if self._positions is not None:
+            self._positions = self._positions[:, -1:]
+
+    def rows_for(self, rows: int, go_on: int, left: int) -> int:
+        return go_on if go_on <= KEEP * rows else rows
+
+    def move(self, rows: Tensor) -> None:
+        self._lengths, gone = self._lengths.index_select(0, rows), 0
+        if self._positions is not None:
+            self._positions, longest = self._positions.index_select(0, rows), int(self._lengths.max())
+            gone, self._width = self._width - longest, longest
+            if int(self._lengths.min()) == longest:
+                self._mask = None
+        if self._mask is not None:
+            self._mask = self._mask[:, gone:].index_select(0, rows)
+        for layer in self._cache.layers:  # one after the other, so that little memory is taken
+            exchange_states(layer, lambda state: state.index_select(0, rows))
+            if isinstance(layer, DynamicLayer):
+                attends: Any = layer  # of a model that has computed something
+                attends.keys = attends.keys[:, :, gone:].index_select(0, rows)
+                attends.values = attends.values[:, :, gone:].index_select(0, rows)
+
+    def compute(self, tokens: Tensor) -> Tensor:
+        if self._mask is not None:
+            self._mask = F.pad(self._mask, (0, 1), value=1)
+        if self._positions is not None:
+            self._positions = self._positions + 1
+        of_rows = {"attention_mask": self._mask, "position_ids": self._positions, CACHE: self._cache}
+        inputs = {**self._inputs, **of_rows}
+        inputs = self._model.prepare_inputs_for_generation(tokens[:, None], next_sequence_length=1, **inputs)
+        return self._model(**inputs, return_dict=True).logits[:, -1]

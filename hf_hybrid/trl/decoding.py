@@ -6,14 +6,18 @@ prompt. `generate` computes every copy, and pads short prompts to the longest of
 with a system prompt or worked examples, are computed in full each. Then it computes one token of each row per pass
 until the last row has ended. It also computes rows that have ended, and discards the result.
 
-What is computed instead, here for two prompts with three completions each:
+What is computed instead, here for two prompts with three completions each (completions.py):
 
     prompts        s s s s p p p p          each once, and the beginning that they share once, without padding
-                           q q q            (completions.py); then keys and values are repeated for the completions
+                           q q q            Then keys and values are repeated for the completions
     completions    p: a a a .  .            a row that has ended leaves the batch, as soon as a quarter of the rows in
                    p: b b b b  b b          it have. The columns that are padding for all rows that are left go too
                    p: c .  .
                    q: ...
+
+That is how a CPU computes tokens, where each costs what the rows in the batch cost. On a GPU it costs what the host
+needs to start the kernels: rows that leave save nothing, and each new shape costs more. So on a CUDA device passes are
+captured (captured.py). On every other accelerator TRL's call stays as it is.
 
 Why the completions are the same. A row of a transformer does not depend on other rows. Positions and masks of a row are
 those that it has in TRL's batch, so its logits are the same too, up to the rounding of a batch of another shape.
@@ -30,16 +34,10 @@ and then calls [`Decoding`] in place of its own loop: it takes a loop as `custom
 model without this argument. So [`Decoding.completing`] puts a function in front of it, on this one model and until TRL
 has its completions.
 
-If the result is not known to be exact, transformers generates the whole batch; [`why_plain_model`] and
-[`_reason_plain`] list these cases. [`PlainRolloutsError`] ends the call, and `generate` is called as TRL calls it. It
-is called too if the loop raises an error that nobody foresaw, from then on for the rest of the run. The random
+If the result is not known to be exact, transformers generates the whole batch; [`reason_not_this_model`] and
+[`reason_not_this_call`] list these cases. [`PlainRolloutsError`] ends the call, and `generate` is called as TRL calls
+it. It is called too if the loop raises an error that nobody foresaw, from then on for the rest of the run. The random
 generators are set back first, so the completions are still TRL's.
-
-**A CPU** has a loop of its own (completions.py). There a token costs what the rows in the batch cost. On a GPU it costs
-what the host needs to start the kernels, so rows that leave save nothing, and each new shape costs more: without a mask
-`scaled_dot_product_attention` plans anew for each length of the keys. On an H200 this loop took 1.5 to 2.4 times the
-seconds of `generate`. So on a CUDA device captured.py completes the prompts. On every other accelerator TRL's call
-stays as it is.
 """
 
 from __future__ import annotations
@@ -54,42 +52,14 @@ from weakref import WeakKeyDictionary
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    EosTokenCriteria,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    GenerationConfig,
-    GenerationMixin,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    StoppingCriteriaList,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers import DynamicCache, EosTokenCriteria, GenerationMixin, MaxLengthCriteria
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
 )
+from transformers.generation import logits_process as processors
 
 from hf_hybrid.compat import layers_that_keep_nothing
 from hf_hybrid.optimizers import has_adapters
@@ -99,45 +69,46 @@ from hf_hybrid.rows.facts import ModelFacts
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import RandomStates, Run
 from hf_hybrid.run.trainer_view import module_of_user
-from hf_hybrid.trl.captured import CAPTURING, Captured, why_not_captured
+from hf_hybrid.trl.captured import CAPTURING, Captured, reason_not_captured
 from hf_hybrid.trl.completions import (
     CACHE,
+    Generation,
+    GrowingRows,
     PlainRolloutsError,
     Prompts,
     RowwiseProcessors,
-    complete_on_cpu,
+    complete,
     flat,
     padded,
-    why_no_tree,
+    reason_not_tree,
 )
 
 if TYPE_CHECKING:
     from hf_hybrid.phase_memory.adapter_products import AdapterProducts
 
 ROWWISE = frozenset({
-    EpsilonLogitsWarper, EtaLogitsWarper, ExponentialDecayLengthPenalty, ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor, InfNanRemoveLogitsProcessor, LogitNormalization, MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor, MinPLogitsWarper, NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor, SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor, TemperatureLogitsWarper, TopHLogitsWarper, TopKLogitsWarper, TopPLogitsWarper,
-    TypicalLogitsWarper,
+    processors.EpsilonLogitsWarper, processors.EtaLogitsWarper, processors.ExponentialDecayLengthPenalty,
+    processors.ForcedBOSTokenLogitsProcessor, processors.ForcedEOSTokenLogitsProcessor,
+    processors.InfNanRemoveLogitsProcessor, processors.LogitNormalization, processors.MinLengthLogitsProcessor,
+    processors.MinNewTokensLengthLogitsProcessor, processors.MinPLogitsWarper, processors.NoBadWordsLogitsProcessor,
+    processors.NoRepeatNGramLogitsProcessor, processors.RepetitionPenaltyLogitsProcessor,
+    processors.SequenceBiasLogitsProcessor, processors.SuppressTokensAtBeginLogitsProcessor,
+    processors.SuppressTokensLogitsProcessor, processors.TemperatureLogitsWarper, processors.TopHLogitsWarper,
+    processors.TopKLogitsWarper, processors.TopPLogitsWarper, processors.TypicalLogitsWarper,
 })  # fmt: skip
 """Logits processors that compute a row from this row alone. [`RowwiseProcessors`] tells one of them of its rows."""
 KNOWN = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"}
 """What `generate` may give the model beside tokens."""
 KINDS_OF_LAYERS = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-)
+    DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer,
+)  # fmt: skip
 """Of a cache from which rows can be taken."""
 COUNTS = ("rows_decoded", "rows_decoded_saved", "prompt_tokens_shared")
 
 # What is left to transformers.
 
 
-def why_plain_model(model: Any) -> str | None:
+def reason_not_this_model(model: Any) -> str | None:
     """Return why completions of this model, which may have adapters, are left to transformers; `None` if not."""
     for adapter in getattr(model, "peft_config", {}).values():
         if adapter.is_prompt_learning:
@@ -152,7 +123,7 @@ def why_plain_model(model: Any) -> str | None:
     if getattr(base, "is_loaded_in_8bit", False):
         return "matrix products in 8 bits look at all rows at once"
     if base.device.type in CAPTURING:
-        return why_not_captured(base)
+        return reason_not_captured(base)
     if base.device.type != "cpu":
         return f"passes are not captured on `{base.device.type}`, and fewer rows are not faster there"
     return None
@@ -172,7 +143,7 @@ def adapters_of(model: Any) -> AdapterProducts | None:
     return products
 
 
-def why_plain_cache(cache: Any, longest: int, *, captures: bool, chunks: bool) -> str | None:
+def reason_not_this_cache(cache: Any, longest: int, *, captures: bool, chunks: bool) -> str | None:
     """
     Return why rows cannot be taken out of this cache; `None` if they can.
 
@@ -196,7 +167,7 @@ def why_plain_cache(cache: Any, longest: int, *, captures: bool, chunks: bool) -
     return None
 
 
-def why_plain_positions(config: Any, longest: int) -> str | None:
+def reason_not_these_positions(config: Any, longest: int) -> str | None:
     """Return why positions of a row depend on other rows; `None` if they do not."""
     rope = getattr(config, "rope_parameters", None) or {}
     for values in (rope, *(value for value in rope.values() if isinstance(value, dict))):
@@ -207,44 +178,38 @@ def why_plain_positions(config: Any, longest: int) -> str | None:
     return None
 
 
-def _reason_plain(
-    model: Any,
-    input_ids: Tensor,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    model_inputs: dict[str, Any],
-    rows: Sequence[Sequence[int]],
-) -> str | None:
-    """Return why a call is left to transformers; `None` if it is not. See [`Decoding._decode`]."""
+def reason_not_this_call(generation: Generation) -> str | None:
+    """Return why a call is left to transformers; `None` if it is not."""
+    config, inputs, prompts = generation.config, generation.inputs, generation.prompts
     if (mode := config.get_generation_mode()) not in ("greedy_search", "sample"):
         return f"the generation config asks for `{mode.value}`"
     for name in ("return_dict_in_generate", "prefill_chunk_size", "token_healing"):
         if getattr(config, name, None):
             return f"the generation config has `{name}={getattr(config, name)}`"
-    if len(input_ids) != len(rows):
-        return f"{len(input_ids)} rows are asked for, and there are {len(rows)} prompts"
-    if not all(map(len, rows)):
+    if (rows := len(generation.input_ids)) != len(prompts.owner):
+        return f"{rows} rows are asked for, and there are {len(prompts.owner)} prompts"
+    if not min(prompts.lengths):
         return "a prompt has no tokens"
-    if others := sorted(name for name, value in model_inputs.items() if value not in (None, {}) and name not in KNOWN):
+    if others := sorted(name for name, value in inputs.items() if value not in (None, {}) and name not in KNOWN):
         return f"the model gets `{others[0]}` beside tokens"
-    for processor in processors:
+    for processor in generation.processors:
         if type(processor) not in ROWWISE:
             return f"`{type(processor).__name__}` is not known to look at one row at a time"
-    kinds = set(map(type, criteria))
+    kinds = set(map(type, generation.criteria))
     if others := sorted(kind.__name__ for kind in kinds - {MaxLengthCriteria, EosTokenCriteria}):
         return f"`{others[0]}` is not known to look at one row at a time"
     if MaxLengthCriteria not in kinds or (EosTokenCriteria in kinds and config.pad_token_id is None):
         return "there is no length at which rows end, or no padding token"
-    positions = model_inputs.get("position_ids")
-    if positions is not None and positions.shape != input_ids.shape:
+    positions = inputs.get("position_ids")
+    if positions is not None and positions.shape != generation.input_ids.shape:
         return "positions have another shape than tokens"
-    if not model_inputs.get("use_cache") or model_inputs.get(CACHE) is None:
+    if not inputs.get("use_cache") or inputs.get(CACHE) is None:
         return "there is no cache of keys and values (`use_cache=False`, or a model with a state of its own)"
-    longest, text = config.max_length, model.config.get_text_config(decoder=True)
-    kinds = {"captures": input_ids.device.type in CAPTURING}
-    kinds["chunks"] = "chunked_attention" in (getattr(text, "layer_types", None) or ())
-    return why_plain_cache(model_inputs[CACHE], longest, **kinds) or why_plain_positions(text, longest)
+    longest, text = config.max_length, generation.model.config.get_text_config(decoder=True)
+    captures = generation.input_ids.device.type in CAPTURING
+    chunks = "chunked_attention" in (getattr(text, "layer_types", None) or ())
+    reason = reason_not_this_cache(inputs[CACHE], longest, captures=captures, chunks=chunks)
+    return reason or reason_not_these_positions(text, longest)
 
 
 # The part.
@@ -254,11 +219,9 @@ class Decoding(Part):
     """
     Samples the completions of a run.
 
-    It counts, on this process and in training: `rows_decoded`, rows of the forward passes that
-    computed one token of each; `rows_decoded_saved`, those that transformers would compute beside them; and
-    `prompt_tokens_shared`, tokens of prompts that it would compute once more. `plain_rollouts_because` in the summary
-    says why the last completions that were left to transformers were. With `off` everything is left to them, without a
-    word. `tells` says whether this process writes to the log.
+    It counts [`COUNTS`], on this process and in training: rows of the forward passes that computed one token of each;
+    those that transformers would compute beside them; and tokens of prompts that it would compute once more. With `off`
+    everything is left to transformers, without a word. `tells` says whether this process writes to the log.
     """
 
     name = "decoding"
@@ -302,7 +265,7 @@ class Decoding(Part):
                 what = others[0] if others else "inputs"
                 self.fallbacks.cannot_be_exact(f"`generate` is given `{what}` beside tokens")
                 return plain(*args, **kwargs)
-            if self.failed:
+            if self.fallbacks.failed:
                 return plain(**kwargs)
             before = RandomStates.now(model.device)
             try:
@@ -334,7 +297,6 @@ class Decoding(Part):
         prompts and completions, shape [rows, width and tokens of the longest completion], or raise
         `PlainRolloutsError`. The model gets `model_inputs` beside tokens.
         """
-        processors, criteria, config = logits_processor, stopping_criteria, generation_config
         if rows is None:
             mask = model_inputs.get("attention_mask")
             kept = torch.ones_like(input_ids, device="cpu") if mask is None else mask.cpu()
@@ -344,43 +306,41 @@ class Decoding(Part):
         positions = model_inputs.get("position_ids")
         if positions is not None and positions.dim() == 3 and (positions == positions[:1]).all():
             model_inputs["position_ids"] = positions[0]  # in text the parts of a position are equal
-        reason = _reason_plain(model, input_ids, processors, criteria, config, model_inputs, rows)
+        prepared = RowwiseProcessors(logits_processor), stopping_criteria, generation_config, model_inputs
+        generation = Generation(model, input_ids, *prepared, prompts := Prompts.of(rows))
+        captures = input_ids.device.type in CAPTURING
+        reason = reason_not_this_call(generation) or (self.captured.refused if captures else None)
         if reason is not None:
             raise PlainRolloutsError(reason)
-        count, width = input_ids.shape
-        padding = config.pad_token_id if EosTokenCriteria in map(type, criteria) else None
-        call = (RowwiseProcessors(processors), criteria, config, padding)
-        captures = input_ids.device.type in CAPTURING
-        if captures and self.captured.refused is not None:
-            raise PlainRolloutsError(self.captured.refused)
-        prompts = Prompts.of(rows)
         tree = prompts.tree_if_worth()
-        facts = None if tree is None else self._facts_of(model, prompts, model_inputs)
-        if tree is None or facts is None:
-            prefilled = padded(model, input_ids, prompts, model_inputs)
-        else:
-            prefilled = flat(model, prompts, tree, facts, model_inputs[CACHE])
+        facts = None if tree is None else self._facts_of(generation)
+        prefilled = padded(generation) if tree is None or facts is None else flat(generation, tree, facts)
         if prefilled.cache is None:
             raise PlainRolloutsError("the model keeps its state to itself")
         for layer in prefilled.cache.layers:
             if isinstance(layer, DynamicLayer) and layer.keys is None:
                 raise PlainRolloutsError("without images the model leaves layers of its cache empty")
-        complete: Any = self.captured.complete if captures else functools.partial(complete_on_cpu, prompts)
         with model._optimize_model_for_decode():
-            completions, chosen, computed = complete(model, input_ids, prefilled, *call, model_inputs)
-        self.chosen = chosen if config.do_sample else None
+            if captures:
+                opened = self.captured.passes(generation, prefilled)
+            else:
+                opened = contextlib.nullcontext(GrowingRows(generation, prefilled))
+            with opened as passes:
+                completions, chosen, computed = complete(generation, prefilled, passes)
+        self.chosen = chosen if generation_config.do_sample else None
         if counts:
             self.counts["rows_decoded"] += computed
-            self.counts["rows_decoded_saved"] += count * (completions.shape[1] - 1) - computed
+            self.counts["rows_decoded_saved"] += len(input_ids) * (completions.shape[1] - 1) - computed
             of_all_rows = sum(map(prompts.lengths.__getitem__, prompts.owner))
             self.counts["prompt_tokens_shared"] += of_all_rows - prefilled.computed
         return torch.cat([input_ids, completions], dim=1)
 
-    def _facts_of(self, model: Any, prompts: Prompts, model_inputs: dict[str, Any]) -> ModelFacts | None:
+    def _facts_of(self, generation: Generation) -> ModelFacts | None:
         """Return what is known of a model that takes trees; `None` of others, and say why."""
+        model = generation.model
         if (facts := self._facts.get(model)) is None or not facts.is_still(model):
             facts = self._facts[model] = ModelFacts.of(model, compiles=False)
-        if (reason := why_no_tree(model, facts, prompts, model_inputs)) is None:
+        if (reason := reason_not_tree(generation, facts)) is None:
             return facts
         facts.reason = reason
         self.padded.cannot_be_exact(reason)

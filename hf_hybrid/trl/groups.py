@@ -43,10 +43,10 @@ go on as in TRL. Parameters that a left-out row would have reached get a zero gr
 Rewards first. TRL needs log-probabilities of the sampling policy if completions are trained on in several steps or come
 from vLLM. It computes them for all rows before it calls the reward functions. Here the reward functions are called when
 TRL starts to compute the log-probabilities, once and with TRL's arguments, and TRL gets the rewards when it asks for
-them ([`Scoring`]). So rows of groups with equal rewards are left out of this pass too, and their places hold zeros. No
-computation with a gradient reads them. With vLLM they hold NaN until TRL has compared them with vLLM's. TRL reads that
-as log-probabilities that vLLM could not give. So the importance ratio is 1, and the metrics of the difference are those
-of the computed rows.
+them ([`GenerationBatch`]). So rows of groups with equal rewards are left out of this pass too, and their places hold
+zeros. No computation with a gradient reads them. With vLLM they hold NaN until TRL has compared them with vLLM's. TRL
+reads that as log-probabilities that vLLM could not give. So the importance ratio is 1, and the metrics of the
+difference are those of the computed rows.
 
 Several processes exchange gradients and metrics in each micro-batch. They agree on the number of rows, and a process
 with fewer rows adds rows without advantage.
@@ -55,11 +55,12 @@ Dropout draws for each token, so rows are left out under it too. A prompt that i
 its completions: each row has the distribution of TRL's (rows/sharing.py), but its random numbers are others. Where a
 number belongs to several rows (LayerDrop), every row is computed; randomness.py finds out.
 
-Where the result would not be exact, every row is computed, and the log says why; see `_why_every_row`.
+Where the result would not be exact, every row is computed, and the log says why; see `_reason_not_left_out`.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -68,6 +69,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hf_hybrid.machine import PendingRead
 from hf_hybrid.rows.tree import IGNORED, Rows
 
 Batch = dict[str, Any]
@@ -202,10 +204,6 @@ class ExactSkips:
         self._reached: dict[torch.nn.Parameter, bool] = {}
         """Whether a parameter got a gradient, for those that were trained when something was computed."""
 
-    def begin_window(self) -> None:
-        """Forget what an exception left of the window before."""
-        self.planned.clear()
-
     def plan(
         self, batches: list[Batch], *, ends_window: bool, needs_one: bool, leave_out: bool, by_prompt: bool
     ) -> dict[str, int]:
@@ -233,10 +231,6 @@ class ExactSkips:
         self.computed, self.planned = computed, deque([*[None] * avoided, *computed])
         self.on_host = [{name: here[name][part] for name in here} for part in parts]
         return {"rows": total, "rows_skipped": total - needed, "backward_passes_avoided_exactly": avoided}
-
-    def next(self) -> Batch | None:
-        """Return the next micro-batch, or `None` where nothing is computed."""
-        return self.planned.popleft()
 
     def knows(self, model: torch.nn.Module) -> bool:
         """Whether a pass has shown which of the parameters that are trained now get gradients."""
@@ -292,16 +286,53 @@ class Sampled:
                 row[name] = value
 
 
-@dataclass
-class Scoring:
-    """A generation batch between its sampling and its advantages."""
+SAMPLER = "sampling/sampling_logp_difference/"
+"""TRL's names for distances of vLLM's log-probabilities from those of training: their mean, and the largest."""
 
-    inputs: list[dict[str, Any]]
+
+class SamplerDistance:
+    """How far log-probabilities of the sampler are from those of training, since the last log."""
+
+    def __init__(self):
+        self._pending: PendingRead | None = None
+        self._means, self._largest = list[float](), 0.0
+
+    def add(self, numbers: Tensor) -> None:
+        """Add the mean and the largest distance in a micro-batch, of all processes; NaN where one has none."""
+        self._read()  # TRL has waited for metrics that were computed after it
+        self._pending = PendingRead(numbers)
+
+    def _read(self) -> None:
+        if self._pending is not None:
+            for mean, largest in torch.tensor(self._pending.read()).view(-1, 2).tolist():
+                if not math.isnan(mean):
+                    self._means.append(mean)
+                    self._largest = max(self._largest, largest)
+            self._pending = None
+
+    def take(self) -> dict[str, float]:
+        """Return what is logged, and begin anew."""
+        self._read()
+        means, largest, self._means, self._largest = self._means, self._largest, [], 0.0
+        return {SAMPLER + "mean": sum(means) / len(means), SAMPLER + "max": largest} if means else {}
+
+
+@dataclass
+class GenerationBatch:
+    """A generation batch from its sampling to its advantages."""
+
+    inputs: list[dict[str, Any]] = field(default_factory=list)
     """Rows of the dataset on this process."""
-    with_grad: bool
+    with_grad: bool = False
     """Whether gradients were on. TRL turns them off for log-probabilities, not for rewards."""
+    rewards_first: bool = False
+    """Whether rewards are asked for before TRL does, until it has its batch."""
+    turns: int = 0
+    """How often the model completed rows."""
     sampled: Sampled | None = None
     rewards: Tensor | None = None
-    """Of all processes, once they were asked for, shape [rows, functions]."""
+    """Of all processes, once they were asked for before TRL does, shape [rows, functions]."""
+    on_host: PendingRead | None = None
+    """The same, whoever asked."""
     left_out: Tensor | None = None
     """Which rows of this process have no log-probabilities of the sampling policy, as booleans of shape [rows]."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from transformers import ProcessorMixin
 
 from hf_hybrid.arguments import HybridArguments, as_declared, check_range, hybrid_values, option, options_of
 from hf_hybrid.compat import trl_error
-from hf_hybrid.machine import Look, sharding_of, shards_by_fsdp2
+from hf_hybrid.machine import PendingRead, sharding_of, shards_by_fsdp2
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
 from hf_hybrid.recovery import is_out_of_memory
@@ -35,15 +34,16 @@ from hf_hybrid.run.trainer_view import module_of_user, overridden
 from hf_hybrid.saving.state import OWN
 from hf_hybrid.streaming.layers import base_model
 from hf_hybrid.trl.completions import indices
-from hf_hybrid.trl.decoding import Decoding, why_plain_model
+from hf_hybrid.trl.decoding import Decoding, reason_not_this_model
 from hf_hybrid.trl.groups import (
     MEAN_OF_LOSS,
     ON_HOST,
     Batch,
     ExactSkips,
+    GenerationBatch,
     Mean,
     Sampled,
-    Scoring,
+    SamplerDistance,
     rewarded_alike,
     rows_of_completions,
     rows_that_count,
@@ -102,8 +102,6 @@ OF_TURN = ("_generate_single_turn",)
 """That which sees prompts: where a user has one, it may complete others than TRL gives."""
 SETTINGS = ("beta", "loss_type", "top_entropy_quantile", "_entropy_bonus_enabled", "aux_loss_enabled")
 """Attributes of a trainer that decide whether rows may be left out. A callback may change them, and put methods in."""
-SAMPLER = "sampling/sampling_logp_difference/"
-"""TRL's names for distances of vLLM's log-probabilities from those of training: their mean, and the largest."""
 
 
 class Rollouts(Part):
@@ -162,14 +160,14 @@ class Rollouts(Part):
         self._settings, self.skips.mean, trainer._drawn = settings, trainer._mean, None
         vars(self).pop("users", None)
         self.leaves_out = getattr(trainer.args, "exact_skips", "auto") == "auto"
-        if self.leaves_out and (reason := trainer._why_every_row()) is not None:
+        if self.leaves_out and (reason := trainer._reason_not_left_out()) is not None:
             self.leaves_out = False
             advice = (
                 f"To leave them out, {reason.change}. TRL logs the share of their groups as `frac_reward_zero_std`."
             )
             self.every_row.cannot_be_exact(reason.why, advice=advice if reason.change else "")
         shares = trainer.rows.may_share
-        may_move = self.leaves_out or (shares and self.skips.mean != "tokens" and trainer._why_rows_stay() is None)
+        may_move = self.leaves_out or (shares and self.skips.mean != "tokens" and trainer._reason_not_moved() is None)
         self.by_prompt = may_move and shares and trainer._drawn_in_training() != "by batch"
         # What a process finds out about itself, another may not: all of them plan, or none.
         every_row, own_prompts = trainer._agree(int(not self.leaves_out)), trainer._agree(int(not self.by_prompt))
@@ -182,7 +180,7 @@ class Rollouts(Part):
         return self.every_row.failed
 
     def begin_step(self, step: Step) -> None:
-        self.skips.begin_window()
+        self.skips.planned.clear()  # of what an exception has left of the window before
         self.window_begins_at, self._before = self.trainer._step, self._place()
 
     def end_step(self, step: Step) -> None:
@@ -192,8 +190,8 @@ class Rollouts(Part):
         """
         Plan the micro-batches up to the end of the window or of the generation batch. Return those that are computed.
         """
-        trainer, per_generation = self.trainer, self.trainer.per_generation
-        generated: Any = trainer._buffered_inputs
+        trainer, generated = self.trainer, self.trainer._buffered_inputs or []
+        per_generation = len(generated)
         window_ends_at = self.window_begins_at + int(trainer.current_gradient_accumulation_steps)
         generates_at = trainer._step - trainer._step % (per_generation * trainer.num_iterations)
         generates_at += per_generation * trainer.num_iterations
@@ -222,7 +220,8 @@ class Rollouts(Part):
     def _place(self) -> dict[str, Any]:
         """Return where the run stands in TRL's generation batches."""
         trainer = self.trainer
-        generates = trainer._step % (trainer.per_generation * trainer.num_iterations) == 0
+        per_generation: Any = trainer.args.steps_per_generation  # TRL's config fills it in
+        generates = trainer._step % (per_generation * trainer.num_iterations) == 0
         return {
             "step": trainer._step,
             "batches": [] if generates else [dict(batch) for batch in trainer.generated],
@@ -366,14 +365,9 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
 
     def own_parts(self) -> list[Part]:
-        self.rollouts = Rollouts(self)
+        self.rollouts, self.generation, self.distance = Rollouts(self), GenerationBatch(), SamplerDistance()
         self.decoding = Decoding(getattr(self.args, "rollouts", "auto") == "off", self.is_world_process_zero)
         return [*super().own_parts(), self.rollouts, self.decoding]
-
-    @property
-    def per_generation(self) -> int:
-        """Micro-batches of a generation batch."""
-        return self.args.steps_per_generation  # ty: ignore[invalid-explicit-return] - TRL's config fills it in
 
     @property
     def generated(self) -> list[Batch]:
@@ -391,10 +385,10 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         decoding, completing = self.decoding, contextlib.nullcontext()
-        self._turns += 1
+        self.generation.turns += 1
         if not decoding.off:
             model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
-            if (why := self._why_plain_rollouts(model)) is None:
+            if (why := self._reason_not_decoded(model)) is None:
                 prompts = None if self.rollouts.users[OF_TURN] else prompt_ids
                 completing = decoding.completing(model, prompts, counts=self.model.training)
             else:
@@ -406,14 +400,14 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     def _sharding(self) -> str | None:
         return sharding_of(self.args)
 
-    def _why_plain_rollouts(self, model: Any) -> str | None:
+    def _reason_not_decoded(self, model: Any) -> str | None:
         """Return why completions are left to TRL or to another engine; `None` if they are not."""
         for engine in ("use_vllm", "use_transformers_continuous_batching"):
             if getattr(self, engine, False):
                 return f"`{engine}=True` has an engine of its own"
         if self._sharding is not None:
             return f"with `{self._sharding}` processes generate in step"
-        if (why := why_plain_model(model)) is not None:
+        if (why := reason_not_this_model(model)) is not None:
             return why
         if self.model.training and self._drawn_in_training() == "by batch":
             return "a forward pass in training draws a random number for several rows"
@@ -436,18 +430,14 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
 
     # Rewards and advantages.
 
-    _scoring: Scoring | None = None
-    _sampled_last: Sampled
-    _rewards: Look
-    """Of all processes, shape [rows, functions]."""
-
     def _sampled(self, prompts: list[Any], output: tuple) -> Sampled:
         """Return what is needed of the tuple that TRL's `_generate` returns."""
         raise NotImplementedError
 
     def _total_rewards(self) -> Tensor | None:
         """Return the rewards that are compared within a group, shape [rows]; `None` if others take part."""
-        raise NotImplementedError
+        pending: Any = self.generation.on_host
+        return total_rewards(torch.tensor(pending.read()), self.reward_weights)
 
     def _rewarded_alike(self) -> Tensor | None:
         """
@@ -465,61 +455,55 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         return values[self.accelerator.process_index * count :][:count]
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        scoring = self._scoring
-        if scoring is not None and scoring.rewards is not None:
-            return scoring.rewards
+        generation = self.generation
+        if generation.rewards_first and generation.rewards is not None:
+            return generation.rewards
         copies = [*map(list, completion_ids_list)]  # reward functions may change them, and a plan reads them later
         rewards = super()._calculate_rewards(inputs, prompts, completions, copies)
-        self._rewards = Look(rewards)  # TRL waits for some of them before anybody reads these
+        generation.on_host = PendingRead(rewards)  # TRL waits for some of them before anybody reads these
         return rewards
 
     def _generate(self, prompts):
         output = super()._generate(prompts)
-        self._sampled_last = self._sampled(prompts, output)
-        if self._scoring is not None:
-            self._scoring.sampled = self._sampled_last
+        self.generation.sampled = self._sampled(prompts, output)
         return output
 
     def _generate_and_score_completions(self, inputs):
-        self.decoding.chosen, self._turns = None, 0
-        if (place := self.rollouts.users[OF_GENERATION]) is not None:
-            self.rollouts.users_rewards.cannot_be_exact(f"`{place}` is not TRL's")
-            return super()._generate_and_score_completions(inputs)
         # Log-probabilities of rows without advantage are read by nobody: rewards are asked for first.
-        rewards_first = self.rollouts.leaves_out and self.model.training
-        self._scoring = scoring = Scoring(inputs, torch.is_grad_enabled()) if rewards_first else None
+        users, rewards_first = self.rollouts.users[OF_GENERATION], self.rollouts.leaves_out and self.model.training
+        generation = GenerationBatch(inputs, torch.is_grad_enabled(), rewards_first and users is None)
+        self.generation, self.decoding.chosen = generation, None
         try:
             batch: Batch = super()._generate_and_score_completions(inputs)
         finally:
-            self._scoring = None
-        if scoring is not None and scoring.left_out is not None and "old_per_token_logps" in batch:
-            batch["old_per_token_logps"].masked_fill_(scoring.left_out[:, None], 0.0)
+            generation.rewards_first = False
+        if users is not None:
+            self.rollouts.users_rewards.cannot_be_exact(f"`{users}` is not TRL's")
+            return batch
+        if generation.left_out is not None and "old_per_token_logps" in batch:
+            batch["old_per_token_logps"].masked_fill_(generation.left_out[:, None], 0.0)
         # RLOO keeps sums over the tokens of a row, with which they cannot be compared.
-        if (chosen := self.decoding.chosen) is not None and self._turns == 1 and "old_logps" not in batch:
+        if (chosen := self.decoding.chosen) is not None and generation.turns == 1 and "old_logps" not in batch:
             padding = batch["completion_ids"].shape[1] - chosen.shape[1]
             batch[OF_SAMPLER] = torch.nn.functional.pad(chosen.log(), (0, padding))
-        if (alike := self._rewarded_alike()) is not None:
-            self._zero_advantages(batch, alike)
-        sampled, advantages = self._sampled_last, batch["advantages"]
-        plans = self.model.training and (self.rollouts.leaves_out or self.rollouts.by_prompt)
-        if plans and sampled.is_whole and not self.mask_truncated_completions and advantages.dim() == 1:
-            # As TRL had it on the host. It is shuffled and divided with the rest.
-            logged: Any = self._logs["advantages"]
-            logged = torch.tensor([*logged][-len(advantages) * self.accelerator.num_processes :])
-            widths = batch["prompt_ids"].shape[1], batch["completion_ids"].shape[1]
-            batch[ON_HOST] = sampled.on_host(*widths, self._own_rows(logged))
-        return batch
-
-    def _zero_advantages(self, batch: Batch, alike: Tensor) -> None:
-        """Set the advantages of these rows of all processes to zero, also where TRL logs them."""
-        advantages, own = batch["advantages"], self._own_rows(alike)
-        batch["advantages"] = advantages.masked_fill(own.to(advantages.device, non_blocking=True), 0.0)
         logged: Any = self._logs["advantages"]  # of all processes, on the host
-        if self.model.training:
-            theirs = self._own_rows(torch.tensor([*logged][-len(alike) :]))
-            self.rollouts.counts["rows_of_rounding"] += int(theirs[own].ne(0).sum())
-        for place, zero in zip(range(-1, -len(logged) - 1, -1), reversed(alike.tolist())):
-            logged[place] = 0.0 if zero else logged[place]
+        training, rows = self.model.training, len(batch["advantages"]) * self.accelerator.num_processes
+        of_log = self._own_rows(torch.tensor([*logged][-rows:])) if training else torch.empty(0)
+        if (alike := self._rewarded_alike()) is not None:
+            own = self._own_rows(alike)
+            batch["advantages"] = batch["advantages"].masked_fill(own.to(self.args.device, non_blocking=True), 0.0)
+            if training:
+                self.rollouts.counts["rows_of_rounding"] += int(of_log[own].ne(0).sum())
+                of_log[own] = 0.0
+            for place, zero in zip(range(-1, -len(logged) - 1, -1), reversed(alike.tolist())):
+                logged[place] = 0.0 if zero else logged[place]
+        sampled, plans = generation.sampled, training and (self.rollouts.leaves_out or self.rollouts.by_prompt)
+        is_plain = batch["advantages"].dim() == 1 and not self.mask_truncated_completions
+        if plans and is_plain and sampled is not None and sampled.is_whole:
+            # It is shuffled and divided with the rest.
+            widths = batch["prompt_ids"].shape[1], batch["completion_ids"].shape[1]
+            batch[ON_HOST] = sampled.on_host(*widths, of_log)
+        return batch
 
     def _old_rows(self, attention_mask: Tensor, kept: int) -> list[int] | None:
         """
@@ -527,13 +511,12 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
 
         `attention_mask`, of shape [rows, width], is that of prompts and completions; `kept` the width of the latter.
         """
-        scoring: Any = self._scoring
-        sampled = scoring.sampled
-        sampled.extend(scoring.inputs)
-        with torch.set_grad_enabled(scoring.with_grad):
-            scoring.rewards = self._calculate_rewards(
-                scoring.inputs, sampled.prompts, sampled.completions, sampled.completion_ids
-            )
+        generation, inputs = self.generation, self.generation.inputs
+        sampled: Any = generation.sampled
+        sampled.extend(inputs)
+        with torch.set_grad_enabled(generation.with_grad):
+            of_rows = sampled.prompts, sampled.completions, sampled.completion_ids
+            generation.rewards = self._calculate_rewards(inputs, *of_rows)
         if (alike := self._rewarded_alike()) is None:
             return None
         counts = ~self._own_rows(alike)
@@ -545,11 +528,11 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         return sorted(counts.int().argsort(descending=True, stable=True)[: self._agree(int(counts.sum()))].tolist())
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
-        scoring, chosen = self._scoring, None
-        if scoring is not None and scoring.sampled is not None and scoring.rewards is None:
+        generation, chosen = self.generation, None
+        if generation.rewards_first and generation.sampled is not None and generation.rewards is None:
             chosen = self._old_rows(attention_mask, logits_to_keep)
         with self.rows.on(self.accelerator.unwrap_model(model)):
-            if scoring is None or chosen is None or len(chosen) == len(input_ids):
+            if chosen is None or len(chosen) == len(input_ids):
                 log_probs, *others = super()._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
                 )
@@ -562,8 +545,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             shape = (len(input_ids), logits_to_keep)
             log_probs = torch.full(shape, float("nan") if corrects else 0.0, device=input_ids.device)
             rows = indices(chosen, input_ids.device)
-            scoring.left_out = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
-            scoring.left_out[rows] = False
+            generation.left_out = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+            generation.left_out[rows] = False
             if chosen:
                 computed, *_ = super()._get_per_token_logps_and_entropies(
                     model, input_ids[rows], attention_mask[rows], logits_to_keep, *args, **kwargs
@@ -571,14 +554,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
                 log_probs = log_probs.to(computed.dtype).index_copy(0, rows, computed)
             return log_probs, None, None
 
-    _turns = 0
-    """How often the model completed rows of this generation batch."""
     _in_loss: Batch | None = None
     """The micro-batch whose loss is computed."""
-    _distance: Look | None = None
-    """How far log-probabilities of the sampler are from those of training in the last micro-batch: mean and largest."""
-    _distances = (0.0, 0, 0.0)
-    """Of those before it since the last log: the sum of their means, how many they are, and the largest."""
 
     def _compare_with_sampler(self, inputs: Batch, log_probs: Tensor) -> None:
         """
@@ -595,27 +572,18 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
                 log_probs, mask = old, mask & old.ne(0)  # zero: a row without advantage, for which it was not computed
             distance = (log_probs - of_sampler).abs().masked_fill(~mask, 0.0)
             found = torch.stack([distance.sum() / mask.sum().clamp(min=1), distance.max()])
-        self._read_distance()  # TRL has waited for metrics that were computed after it
-        self._distance = Look(self.accelerator.gather(found) if several else found)
-
-    def _read_distance(self) -> None:
-        if self._distance is not None:
-            for mean, largest in torch.tensor(self._distance.read()).view(-1, 2).tolist():
-                if not math.isnan(mean):
-                    means, count, most = self._distances
-                    self._distances = means + mean, count + 1, max(most, largest)
-            self._distance = None
+        self.distance.add(self.accelerator.gather(found) if several else found)
 
     def _agree(self, count: int) -> int:
         if self.accelerator.num_processes == 1:
             return count
         return int(self.accelerator.gather(torch.tensor([count], device=self.args.device)).max())
 
-    def _why_every_row(self) -> RowsStay | None:
+    def _reason_not_left_out(self) -> RowsStay | None:
         """Return why leaving rows out would change the update, or `None` if it would not."""
-        return self._why_rows_stay()
+        return self._reason_not_moved()
 
-    def _why_rows_stay(self) -> RowsStay | None:
+    def _reason_not_moved(self) -> RowsStay | None:
         """Return why other rows in a micro-batch would change the update, or `None` if they would not."""
         if (place := self.rollouts.users[OF_MICRO_BATCHES]) is not None:
             return RowsStay(f"`{place}` is not TRL's, and sees each micro-batch", f"train without `{place}`")
@@ -664,7 +632,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             planned = rollouts.plan()
             here = rollouts.skips.on_host
             self.rows.copy_ahead([batch["completion_ids"] for batch in planned], map(rows_of_completions, here))
-        return rollouts.skips.next()
+        return rollouts.skips.planned.popleft()
 
     def _compute_loss(self, model, inputs):
         if inputs is None:
@@ -677,18 +645,15 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             self._in_loss = None
 
     def log(self, logs, *args, **kwargs):
-        self._read_distance()
-        if "loss" in logs and self._distances[1]:
-            means, count, largest = self._distances  # of all processes
-            logs |= {SAMPLER + "mean": means / count, SAMPLER + "max": largest}
-            self._distances = type(self)._distances
+        if "loss" in logs:
+            logs |= self.distance.take()
         left_out = self.rollouts.leaves_out and self._buffered_inputs and not self._metrics["train"].get("entropy")
         # Of several processes each computes a row in every window, and a callback may log on one alone.
         if left_out and "loss" in logs and self.model.training and self.accelerator.num_processes == 1:
             # Every row since the last entry was left out, and callbacks count on TRL's metrics of tokens. Its loss
             # measures them. One forward pass of the last micro-batch is little beside the steps that were left out, and
             # the values are those of real rows. Under dropout it draws random numbers, which training draws again.
-            inputs = dict(self.generated[(self._step - 1) % self.per_generation])
+            inputs = dict(self.generated[(self._step - 1) % len(self.generated)])
             inputs.pop("old_per_token_logps", None)  # not computed for these rows: their ratios are taken to be 1
             inputs.pop(OF_SAMPLER, None)  # of a policy that has moved since
             as_before = RandomStates.now(self.args.device).again()
@@ -737,15 +702,15 @@ class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):  # ty: ignore[incompa
     def _total_rewards(self) -> Tensor | None:
         if self.multi_objective_aggregation != "sum_then_normalize":
             return None  # the batch has a part in each advantage
-        return total_rewards(torch.tensor(self._rewards.read()), self.reward_weights)
+        return super()._total_rewards()
 
-    def _why_every_row(self) -> RowsStay | None:
+    def _reason_not_left_out(self) -> RowsStay | None:
         if self.beta != 0.0:
             why = f"with `beta={self.beta}` every row has a loss, its distance from the reference"
             return RowsStay(why, "set `beta=0.0`, TRL's default")
-        return super()._why_every_row()
+        return super()._reason_not_left_out()
 
-    def _why_rows_stay(self) -> RowsStay | None:
+    def _reason_not_moved(self) -> RowsStay | None:
         if self.loss_type not in MEAN_OF_LOSS:
             return RowsStay(f"nothing is known of `loss_type={self.loss_type}`")
         if self._entropy_bonus_enabled:
@@ -754,7 +719,7 @@ class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):  # ty: ignore[incompa
         if self.top_entropy_quantile < 1.0:
             why = f"the threshold of `top_entropy_quantile={self.top_entropy_quantile}` is taken over every row"
             return RowsStay(why, "set `top_entropy_quantile=1.0`, TRL's default")
-        return super()._why_rows_stay()
+        return super()._reason_not_moved()
 
 
 class HybridRLOOTrainer(RolloutTrainerMixin, RLOOTrainer):  # ty: ignore[incompatible-method-override]
@@ -777,8 +742,8 @@ class HybridRLOOTrainer(RolloutTrainerMixin, RLOOTrainer):  # ty: ignore[incompa
     def _total_rewards(self) -> Tensor | None:
         if self.beta != 0.0 or self.normalize_advantages:
             return None  # the distance from the reference, or the batch, has a part in each advantage
-        total, limits = total_rewards(torch.tensor(self._rewards.read()), self.reward_weights), self.reward_clip_range
-        return total.clamp(*limits) if limits else total
+        total, limits = super()._total_rewards(), self.reward_clip_range
+        return total.clamp(*limits) if limits and total is not None else total
 
     def __init__(self, model, reward_funcs, *positional, **kwargs):
         super().__init__(model, reward_funcs, *positional, **kwargs)

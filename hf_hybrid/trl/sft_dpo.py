@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from typing import Any, Literal
 
 import torch
@@ -53,6 +54,22 @@ class TRLConfigBase(HybridConfigBase):
                 "`chunked_loss=on` changes the head of the model, past which TRL computes its loss, in chunks already. "
                 "Leave `chunked_loss` out."
             )
+
+
+@functools.cache
+def hybrid_config(config_class: type) -> type[Any]:
+    """
+    Return a config of TRL's, say `RewardConfig`, with the options of [`HybridArguments`], for a trainer with
+    [`HybridTrainerMixin`]. One default of the former differs, `bf16`, as in [`HybridSFTConfig`].
+    """
+    # A pickle knows this function and the class of TRL's: the class that it returns has no place in a module.
+    methods = {"__reduce__": lambda config: (_of_kind, (config_class,), vars(config))}
+    return make_dataclass(f"Hybrid{config_class.__name__}", [], bases=(TRLConfigBase, config_class), namespace=methods)
+
+
+def _of_kind(config_class: type) -> Any:
+    kind = hybrid_config(config_class)
+    return kind.__new__(kind)
 
 
 @dataclass

@@ -8,6 +8,7 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 | `adapter_changes.py` | what a callback may change about adapters |
 | `bit_flips.py` | bits that change in memory, behind torch's back |
 | `byte_llama.py` | a tokenizer of bytes, a tiny Llama that fits to it, and messages |
+| `chats.py` | chats and pairs of Python's help, and SFT and DPO of them |
 | `circles.py` | which files of the package import each other |
 | `completions.py` | tiny models that complete prompts, and `generate` beside this package |
 | `fails_backward.py` | a kernel that works forward and fails backward |
@@ -22,6 +23,8 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 | `llama_cpp.mjs` | a GGUF file in llama.cpp: its loss and its token ids |
 | `pages.py` | a page of HTML taken apart |
 | `processes.py` | forked processes that train together, and one that imports everything anew |
+| `pairs.py` | pairs of words, tiny models of many kinds, and DPO of them |
+| `processes.py` | forked processes that train together |
 | `rollouts.py` | tiny GRPO and RLOO trainings, in which a share of the rows has no advantage |
 | `run_folders.py` | output folders as runs leave them, with known numbers |
 | `sft_rows.py` | rows of the kinds that people fine-tune on |

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -174,6 +174,25 @@ def build(
         peft_config=peft_config,
         **{name: value for name, value in agents.items() if value is not None},
     )
+
+
+class Stop(TrainerCallback):
+    """Ends a run after a step, as if it had been killed."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+
+
+MIDDLE = {"steps_per_generation": 4, "num_iterations": 2, "save_strategy": "steps", "save_steps": 3}
+"""Options of [`build`] with which a save is in the middle of a generation batch."""
+
+
+def distance(first: dict, second: dict) -> float:
+    """Of two sets of weights, the largest."""
+    return max((one - other).abs().max().item() for one, other in zip(first.values(), second.values(), strict=True))
 
 
 def main() -> None:

@@ -32,8 +32,12 @@ def build(folder, kind=HybridTrainer, config=hybrid_config, *, model=None, sampl
     return kind(tiny_model() if model is None else model, args, train_dataset=data, **arguments)
 
 
-def train(folder, *args, resume=None, **options):
-    """Make a trainer as [`build`] does, and train."""
-    trainer = build(folder, *args, **options)
+def fitted(trainer, resume=None):
+    """Train, from a checkpoint if one is given, and return the trainer."""
     trainer.train(resume_from_checkpoint=resume)
     return trainer
+
+
+def train(folder, *args, resume=None, **options):
+    """Make a trainer as [`build`] does, and train."""
+    return fitted(build(folder, *args, **options), resume)

@@ -1372,16 +1372,21 @@ def _drawn_on_host(place: Place) -> Iterator[None]:
     if not (place.on_device and isinstance(place.simulator, RealDevice)):
         yield
         return
-    from hf_hybrid.trl import captured
+    from hf_hybrid.trl import completions
 
-    def drawn(probabilities: Tensor, count: int, places: Tensor | None, draw=captured.drawn) -> Tensor:
+    def sample_tokens(
+        probabilities: Tensor, count: int, places: Tensor | None, draw=completions.sample_tokens
+    ) -> Tensor:
         on_host = draw(probabilities.cpu(), count, None if places is None else places.cpu())
         return on_host.to(probabilities.device)
 
-    def states(device: torch.device, of=captured.States) -> captured.States:
+    def states(device: torch.device, of=completions.GeneratorStates) -> completions.GeneratorStates:
         return of(torch.device("cpu"))
 
-    with patched(vars(captured), "drawn", drawn), patched(vars(captured), "States", states):
+    with (
+        patched(vars(completions), "sample_tokens", sample_tokens),
+        patched(vars(completions), "GeneratorStates", states),
+    ):
         yield
 
 

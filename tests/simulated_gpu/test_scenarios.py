@@ -199,7 +199,7 @@ def test_rollouts_on_a_device_are_captured(results):
 @needs("grpo_long")
 def test_captured_completions_stop_the_host_once_in_eight_tokens(results):
     found = results.of("grpo_long")
-    waits = sum(count for site, count in found["stop_sites"].items() if "trl/captured.py" in site)
+    waits = sum(count for site, count in found["stop_sites"].items() if "trl/completions.py" in site)
     generations, replays = 3, found["facts"]["replays"]
     assert replays > 24 and 0 < waits <= replays / 8 + generations, found["stop_sites"]
 
@@ -364,9 +364,9 @@ ONLY_ELSEWHERE = {
     "torch.get_num_threads()}": "a CPU",
     **dict.fromkeys(
         (
-            "trl/captured.py: has_kernel = device.type == 'cuda' and torch.cuda.get_device_capability(device)[0] in "
+            "trl/host_reads.py: has_kernel = device.type == 'cuda' and torch.cuda.get_device_capability(device)[0] in "
             "(9, 10)",
-            "trl/captured.py: return device.type != 'cpu' and (not (has_kernel and in_bf16))",
+            "trl/host_reads.py: return device.type != 'cpu' and (not (has_kernel and in_bf16))",
         ),
         "products in groups (tests/trl/test_captured.py)",
     ),

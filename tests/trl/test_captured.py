@@ -20,55 +20,42 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from peft.tuners.lora import LoraLayer  # noqa: E402
-from rig import with_eyes  # noqa: E402
 from rig.completions import (  # noqa: E402
-    ARCHITECTURES,
     NEW,
+    OTHERS,
     SHAPES,
-    VOCABULARY,
     WAYS,
     WITH_STATES,
     batch,
+    capturing,
     check_equal,
     completed,
     config,
+    config_for,
     model,
 )
 from rig.graphs import RecordedGraph, record  # noqa: E402
-from rig.rollouts import WITH_TOOLS, build  # noqa: E402
-from rig.tiny_architectures import build_model  # noqa: E402
-from test_decoding import train  # noqa: E402
-from test_grpo import MIDDLE, Stop  # noqa: E402
+from rig.rollouts import MIDDLE, Stop, build  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers import EosTokenCriteria, LlamaConfig, LlamaForCausalLM  # noqa: E402
-from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
-from hf_hybrid import HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
+from hf_hybrid import HybridGRPOTrainer  # noqa: E402
+from hf_hybrid.machine import PendingRead  # noqa: E402
 from hf_hybrid.run.run import Run  # noqa: E402
 from hf_hybrid.trl import captured  # noqa: E402
-from hf_hybrid.trl.captured import Buffers, HostReads, Look, PlainRolloutsError  # noqa: E402
-from hf_hybrid.trl.completions import drawn  # noqa: E402
-from hf_hybrid.trl.decoding import Decoding, adapters_of, why_plain_model  # noqa: E402
-from hf_hybrid.trl.rl import SAMPLER  # noqa: E402
-
-OTHERS = ("gemma3_text", "gpt_oss", "mixtral", "deepseek_v3", "olmo2")
-"""Windows that rows outgrow, with and without sinks; experts; keys and values of different sizes."""
-ENDS = list(range(20, 45))
-GRAPHS = {"CUDAGraph": RecordedGraph, "graph": record, "graph_pool_handle": object}
+from hf_hybrid.trl.captured import Buffers, PlainRolloutsError  # noqa: E402
+from hf_hybrid.trl.completions import sample_tokens  # noqa: E402
+from hf_hybrid.trl.decoding import Decoding, adapters_of, reason_not_this_model  # noqa: E402
+from hf_hybrid.trl.groups import SAMPLER  # noqa: E402
+from hf_hybrid.trl.host_reads import READ_ON_HOST, HostReads  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def captures(monkeypatch):
-    """Passes are captured here, into small buffers that grow, and few rows move to a graph of their own."""
-    captured.CAPTURING.add("cpu")
-    for name, value in GRAPHS.items():
-        monkeypatch.setattr(torch.cpu, name, value, raising=False)
-    monkeypatch.setattr(captured, "BLOCK", 16)
-    monkeypatch.setattr(captured, "FEWEST_ROWS", 2)
-    yield
-    captured.CAPTURING.discard("cpu")
+def captures():
+    with capturing():
+        yield
 
 
 @pytest.fixture
@@ -88,42 +75,11 @@ def called(monkeypatch):
 
     for name in ("widen", "grow", "move", "compute", "capture"):
         counted(Buffers, name)
-    counted(Look, "read")
+    counted(PendingRead, "read")
     return counts
 
 
-@functools.cache
-def other(name):
-    made = build_model(name).eval()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.15)
-    return made
-
-
 # Completions.
-
-QUICK = {
-    *(("llama", way, shape) for way, shape in (("sampled", "similar and not"), ("greedy", "one length"))),
-    *((name, "sampled", "similar and not") for name in ("bloom, which is not told positions", *OTHERS[:3])),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "way", "shape"),
-    [
-        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
-        for case in itertools.product((*ARCHITECTURES, *OTHERS), WAYS, SHAPES)
-    ],
-)
-def test_completions_are_those_of_generate(name, way, shape, called):
-    rows, inputs = batch(SHAPES[shape])
-    asked = config(**WAYS[way]) if name in ARCHITECTURES else config(**{"eos_token_id": ENDS, **WAYS[way]})
-    decoding = check_equal(model(name) if name in ARCHITECTURES else other(name), rows, inputs, asked)
-    assert decoding.plain_because is None and decoding.counts["rows_decoded"] > 0
-    if way == "sampled" and shape == "similar and not":
-        assert called["widen"] > called["grow"] == 0 and called["move"] > 0
 
 
 @pytest.mark.parametrize("name", mostly_slow(("llama", "qwen3", *OTHERS), ("llama", "gemma3_text")))
@@ -134,10 +90,15 @@ def test_heads_that_read_the_same_keys_are_packed(name, monkeypatch):
     monkeypatch.setattr(captured, "attend", lambda *args, **options: (calls.append(1), attend(*args, **options))[1])
     monkeypatch.setattr(captured, "sdpa_attention_forward", None)
     rows, inputs = batch(SHAPES["similar and not"])
-    kind, asked = (other, config(eos_token_id=ENDS)) if name in OTHERS else (model, config())
-    assert check_equal(kind(name), rows, inputs, asked).plain_because is None
-    assert calls or kind(name).config._attn_implementation == "eager"
-    assert kind(name).config._attn_implementation in captured.ATTENTION
+    assert check_equal(model(name), rows, inputs, config_for(name)).plain_because is None
+    assert calls or model(name).config._attn_implementation == "eager"
+    assert model(name).config._attn_implementation in captured.ATTENTION
+
+
+def test_small_buffers_have_all_columns_at_once(called):
+    rows, inputs = batch(SHAPES["similar and not"])
+    assert check_equal(model("llama"), rows, inputs, config()).plain_because is None
+    assert called["widen"] > called["grow"] == 0 and called["move"] > 0
 
 
 @pytest.mark.parametrize("worth", [10, 200])
@@ -155,8 +116,7 @@ def test_buffers_that_are_not_small_grow(name, called, monkeypatch):
     """And few rows move where a graph is due anyway: one more would not pay in the few tokens that are left."""
     monkeypatch.setattr(captured, "SHARE_KEPT", 0.0)
     rows, inputs = batch(SHAPES["similar and not"])
-    kind, asked = (other, config(eos_token_id=ENDS)) if name in OTHERS else (model, config())
-    decoding = check_equal(kind(name), rows, inputs, asked)
+    decoding = check_equal(model(name), rows, inputs, config_for(name))
     assert decoding.plain_because is None and not decoding.tensors_held()
     assert called["widen"] == called["grow"] > 0 and called["capture"] == called["grow"] + 1 and called["move"] > 0
 
@@ -177,37 +137,9 @@ def test_states_are_overwritten_in_their_place(name, way, called):
     decoding = check_equal(model(name), rows, inputs, config(**WAYS[way]))
     assert decoding.plain_because is None and called["capture"] > 0
     assert called["move"] > 0 or way in ("greedy", "no end")
-    captures, (rows, inputs) = called["capture"], batch([4, 9, 31, 20])
-    theirs, ours = (completed(model(name), rows, inputs, config(**WAYS[way]), how) for how in (None, decoding))
-    assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
+    captures = called["capture"]
+    check_equal(model(name), *batch([4, 9, 31, 20]), config(**WAYS[way]), decoding)
     assert decoding.plain_because is None and (called["capture"] == captures or way != "no end")
-
-
-@pytest.mark.parametrize("kind", with_eyes.KINDS)
-def test_prompts_of_text_of_models_with_images(kind):
-    rows, inputs = batch([5, 9, 30, 31])
-    seeing = with_eyes.build(kind, vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=1).eval()
-    assert check_equal(seeing, rows, inputs, config()).plain_because is None
-
-
-QUICK_ALIKE = {("llama", "sampled", 40), *((name, "sampled", 24) for name in OTHERS[:3])}
-
-
-@pytest.mark.parametrize(
-    ("name", "way", "alike"),
-    [
-        pytest.param(*case, marks=[] if case in QUICK_ALIKE else [pytest.mark.slow])
-        for case in itertools.product((*ARCHITECTURES, *OTHERS), ("sampled", "greedy"), (8, 24, 40))
-    ],
-)
-def test_prompts_that_begin_alike(name, way, alike, monkeypatch):
-    """What they share is computed in whole blocks of columns, and where a window forgets it, only what it keeps."""
-    rows, inputs = batch([5, 7, 6, 7], beginnings=[[*range(9, 9 + alike)]])
-    asked = config(**WAYS[way]) if name in ARCHITECTURES else config(eos_token_id=ENDS, **WAYS[way])
-    found = check_equal(model(name) if name in ARCHITECTURES else other(name), rows, inputs, asked)
-    assert found.plain_because is None
-    counted = found.counts["prompt_tokens_shared"] - sum(map(len, rows)) * 3 // 4
-    assert counted == 0 if name.startswith("bloom") else counted > 0
 
 
 @pytest.mark.parametrize("tokens", mostly_slow(range(1, 22), (1, 2, 7, 8, 9, 10, 16, 17, 21)))
@@ -219,14 +151,6 @@ def test_whenever_the_last_row_ends(tokens):
         assert check_equal(model("llama"), rows, inputs, asked).plain_because is None
 
 
-def test_the_plain_twin_completes_alike():
-    rows, inputs = batch([5, 9, 30, 31])
-    ours = completed(model("llama"), rows, inputs, config(), Decoding(off=False))
-    captured.CAPTURING.discard("cpu")
-    twin = completed(model("llama"), rows, inputs, config(), Decoding(off=False))
-    assert torch.equal(ours[0], twin[0]) and torch.equal(ours[1], twin[1])
-
-
 def test_draws_are_those_of_multinomial():
     probabilities = torch.rand(6, 500, generator=torch.Generator().manual_seed(0)).mul(9).softmax(dim=-1)
     torch.manual_seed(3)
@@ -234,18 +158,8 @@ def test_draws_are_those_of_multinomial():
     for places in (None, torch.tensor([1, 2, 5])):
         torch.manual_seed(3)
         rows = probabilities if places is None else probabilities[places]
-        assert torch.equal(drawn(rows, 6, places), whole if places is None else whole[places])
+        assert torch.equal(sample_tokens(rows, 6, places), whole if places is None else whole[places])
         assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_bf16():
-    rows, inputs = batch([5, 9, 30, 31])
-    with torch.autocast("cpu", torch.bfloat16):
-        decoding = Decoding(off=False)
-        theirs, ours = (completed(model("llama"), rows, inputs, config(), how) for how in (None, decoding))
-    assert decoding.plain_because is None
-    width = min(theirs[0].shape[1], ours[0].shape[1])
-    assert (theirs[0][:, :width] == ours[0][:, :width]).all(dim=1).float().mean() >= 0.75
 
 
 # What the host does.
@@ -258,7 +172,7 @@ class HostMeets(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         HostMeets.operations += 1
-        HostMeets.reads += func in captured.READ_ON_HOST
+        HostMeets.reads += func in READ_ON_HOST
         return func(*args, **(kwargs or {}))
 
 
@@ -300,14 +214,16 @@ def test_one_replay_a_token_and_one_wait_in_eight(way, called, monkeypatch):
 def test_a_wait_is_for_tokens_drawn_before(monkeypatch):
     """Between the copy and its reading a token is drawn, and its pass is under way."""
     events = []
-    look, read, compute = captured.RowsInPlace.look, Look.read, Buffers.compute
-    for kind, name, call in ((captured.RowsInPlace, "look", look), (Look, "read", read), (Buffers, "compute", compute)):
-        monkeypatch.setattr(kind, name, lambda *args, n=name, c=call: (events.append(n), c(*args))[1])
+    for kind, name, event in (
+        (PendingRead, "__init__", "order"), (PendingRead, "read", "read"), (Buffers, "compute", "compute")
+    ):  # fmt: skip
+        call = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *args, e=event, c=call: (events.append(e), c(*args))[1])
     rows, inputs = batch([5, 9])
     completed(model("llama"), rows, inputs, config(eos_token_id=[95]), Decoding(off=False))
     reads = [place for place, event in enumerate(events) if event == "read"][:-1]  # the last one is at the end
     assert len(reads) == (NEW - 1) // 8
-    assert all(events[place - 2 : place + 1] == ["look", "compute", "read"] for place in reads)
+    assert all(events[place - 2 : place + 1] == ["order", "compute", "read"] for place in reads)
 
 
 # From one generation to the next.
@@ -323,8 +239,7 @@ def test_graphs_are_used_again_until_weights_move(called, monkeypatch):
         if change is not None:
             change()
         before = called["capture"]
-        theirs, ours = (completed(changing, rows, inputs, config(), how) for how in (None, decoding))
-        assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
+        check_equal(changing, rows, inputs, config(), decoding)
         captures.append(called["capture"] - before)
     assert captures[0] == captures[2] > 0 and captures[1] <= 2  # rows may need a size that was not needed before
     assert called["grow"] == 0 and decoding.plain_because is None
@@ -364,8 +279,7 @@ def test_fewer_rows_use_the_same_buffers(called, monkeypatch):
     decoding = Decoding(off=False)
     for prompts in (4, 2, 4):
         rows, inputs = batch([5, 9], prompts=prompts)
-        theirs, ours = (completed(model("llama"), rows, inputs, config(), how) for how in (None, decoding))
-        assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
+        check_equal(model("llama"), rows, inputs, config(), decoding)
     assert decoding.captured._buffers.rows == 16 and called["capture"] == len(decoding.captured._buffers.graphs) <= 4
 
 
@@ -422,8 +336,7 @@ def test_other_prompts_use_the_same_graphs(called, monkeypatch):
     decoding = Decoding(off=False)
     for lengths in ([5, 9, 30, 31], [20], [3, 60]):
         rows, inputs = batch(lengths)
-        theirs, ours = (completed(model("llama"), rows, inputs, config(), how) for how in (None, decoding))
-        assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
+        check_equal(model("llama"), rows, inputs, config(), decoding)
     assert called["capture"] <= 4  # 16, 8, 4, 2 rows
 
 
@@ -529,14 +442,14 @@ def test_a_hook_is_not_captured():
     adapted = get_peft_model(model.__wrapped__("llama"), every)
     adapted.enable_input_require_grads()
     layers_of(adapted)[0].lora_A["default"].weight.register_hook(lambda gradient: gradient)
-    assert why_plain_model(adapted) is None
+    assert reason_not_this_model(adapted) is None
     handle = layers_of(adapted)[3].lora_B["default"].register_forward_hook(lambda *_: None)
-    assert "hook" in why_plain_model(adapted)
+    assert "hook" in reason_not_this_model(adapted)
     handle.remove()
     with contextlib.closing(contextlib.ExitStack()) as stack:
         stack.callback(torch.nn.modules.module.register_module_forward_hook(lambda *_: None).remove)
-        assert "hook" in why_plain_model(adapted)
-    assert why_plain_model(adapted) is None
+        assert "hook" in reason_not_this_model(adapted)
+    assert reason_not_this_model(adapted) is None
 
 
 LAUNCH_NOTHING = {"empty", "empty_like", "new_empty", "_unsafe_view", "lift_fresh"}
@@ -598,22 +511,19 @@ def test_buffers_are_kept_if_they_are_small(monkeypatch):
 
 
 def test_models_that_are_not_captured(monkeypatch):
-    assert why_plain_model(model("llama")) is None
+    assert reason_not_this_model(model("llama")) is None
     made = model.__wrapped__("llama")
     monkeypatch.setattr(made.config, "_attn_implementation", "flash_attention_2")
-    assert "`attn_implementation='flash_attention_2'`" in why_plain_model(made)
+    assert "`attn_implementation='flash_attention_2'`" in reason_not_this_model(made)
     made = model.__wrapped__("llama")
     made.model.norm.to("meta")
-    assert "several devices: cpu, meta" in why_plain_model(made)
+    assert "several devices: cpu, meta" in reason_not_this_model(made)
     monkeypatch.setattr(type(made), "_can_compile_fullgraph", False)
-    assert "keys and values of a fixed size" in why_plain_model(made)
+    assert "keys and values of a fixed size" in reason_not_this_model(made)
 
 
 def check_left(reading, reason) -> Decoding:
-    rows, inputs = batch([5, 9])
-    decoding = Decoding(off=False)
-    theirs, ours = (completed(reading, rows, inputs, config(), how) for how in (None, decoding))
-    assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
+    decoding = check_equal(reading, *batch([5, 9]), config())
     assert reason in decoding.plain_because and not decoding.failed and decoding.counts["rows_decoded"] == 0
     return decoding
 
@@ -739,8 +649,7 @@ def test_an_error_in_a_capture_leaves_nothing_behind(name, after, monkeypatch, c
     rows, inputs = batch([5, 9])
     decoding = Decoding(off=False)
     for _ in range(2):
-        theirs, ours = (completed(model("llama"), rows, inputs, config(), how) for how in (None, decoding))
-        assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
+        check_equal(model("llama"), rows, inputs, config(), decoding)
         assert reason in decoding.captured.refused and reason in decoding.plain_because
     assert failing.asked == [(None, (0, 7)), "fresh"] and failing.tried == after + 1 == called["capture"]
     assert bool(decoding.failed) is (reason != MEMORY) and not decoding.tensors_held()
@@ -754,53 +663,7 @@ def test_what_a_failed_capture_needs_is_in_this_torch():
         assert f"def {name}(" in said
 
 
-def test_probabilities_that_are_none():
-    """transformers raises an error, and so does this package."""
-    broken = model.__wrapped__("llama")
-    with torch.no_grad():
-        broken.lm_head.weight.fill_(float("nan"))
-    rows, inputs = batch([5, 9])
-    for how in (None, Decoding(off=False)):
-        with pytest.raises(RuntimeError, match="probability tensor contains"):
-            completed(broken, rows, inputs, config(), how)
-
-
-def test_without_graphs_the_pass_is_called_again(monkeypatch):
-    monkeypatch.delattr(torch.cpu, "CUDAGraph")
-    rows, inputs = batch([5, 9, 30, 31])
-    assert check_equal(model("llama"), rows, inputs, config()).plain_because is None
-
-
 # A run.
-
-RUNS = {
-    "grpo": (GRPOTrainer, HybridGRPOTrainer, {}),
-    "rloo": (RLOOTrainer, HybridRLOOTrainer, {}),
-    "evaluation": (
-        GRPOTrainer, HybridGRPOTrainer, {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2},
-    ),
-    "adapters": (GRPOTrainer, HybridGRPOTrainer, {
-        "peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
-    }),
-    "tools": (GRPOTrainer, HybridGRPOTrainer, {"max_completion_length": 60, **WITH_TOOLS}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", mostly_slow(RUNS, ("grpo", "adapters")))
-def test_a_run_is_that_of_trl(name, tmp_path, called):
-    theirs, ours, options = RUNS[name]
-    theirs, ours = (train(kind, tmp_path / kind.__name__, max_steps=4, **options) for kind in (theirs, ours))
-    assert theirs.seen == ours.seen and called["compute"] > 0
-    assert all(
-        torch.allclose(weight, other, rtol=0, atol=1e-6)
-        for weight, other in zip(weights(theirs.model).values(), weights(ours.model).values())
-    )
-    summary = ours.hybrid_summary()
-    assert summary["plain_rollouts_because"] is None and summary["rows_decoded"] > 0
-    assert not ours.decoding.tensors_held()
-    if name not in ("rloo", "tools"):  # which keep sums over a row, and have several turns
-        differences = [entry[SAMPLER + "max"] for entry in ours.state.log_history if SAMPLER + "max" in entry]
-        assert len(differences) == 4 and 0 < max(differences) < 1e-4
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """Completions that cost once: those of TRL's trainers, token by token, with the generator left in the same state."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -14,18 +15,22 @@ from rig import with_eyes  # noqa: E402
 from rig.completions import (  # noqa: E402
     ARCHITECTURES,
     COPIES,
+    OTHERS,
     SHAPES,
     VOCABULARY,
     WAYS,
     WITH_STATES,
     batch,
+    capturing,
     check_equal,
     completed,
     config,
+    config_for,
     model,
 )
-from rig.rollouts import WITH_TOOLS, build, policy  # noqa: E402
+from rig.rollouts import WITH_TOOLS, build, distance, policy  # noqa: E402
 from rig.tiny_architectures import build_model  # noqa: E402
+from rig.trainers import fitted  # noqa: E402
 from transformers import (  # noqa: E402
     DynamicCache,
     GenerationMixin,
@@ -38,39 +43,44 @@ from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
 from hf_hybrid.trl import decoding as decoding_module  # noqa: E402
-from hf_hybrid.trl.completions import Prompts, RowsLeft  # noqa: E402
-from hf_hybrid.trl.decoding import (  # noqa: E402
-    Decoding,
-    why_plain_cache,
-    why_plain_model,
-)
+from hf_hybrid.trl.completions import GrowingRows, Prompts  # noqa: E402
+from hf_hybrid.trl.decoding import Decoding, reason_not_this_cache, reason_not_this_model  # noqa: E402
+from hf_hybrid.trl.groups import SAMPLER  # noqa: E402
 
 WITH_WINDOWS = ("gemma3_text", "gpt_oss")
+
+
+@pytest.fixture(params=["growing", "captured"])
+def passes(request):
+    """How tokens are computed."""
+    with capturing() if request.param == "captured" else contextlib.nullcontext():
+        yield request.param
+
 
 # Completions.
 
 QUICK = {
     ("llama", way, shape) for way, shape in zip(("sampled", "greedy", "repetitions"), SHAPES)
-} | {(name, "sampled", "similar and not") for name in ARCHITECTURES} | {("qwen2", "no end", "a long one")}  # fmt: skip
+} | {(name, "sampled", "similar and not") for name in (*ARCHITECTURES, *OTHERS[:3])}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "way", "shape"),
     [
         pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
-        for case in itertools.product(ARCHITECTURES, WAYS, SHAPES)
+        for case in itertools.product((*ARCHITECTURES, *OTHERS), WAYS, SHAPES)
     ],
 )
-def test_completions_are_those_of_generate(name, way, shape):
+def test_completions_are_those_of_generate(name, way, shape, passes):
     rows, inputs = batch(SHAPES[shape])
-    decoding = check_equal(model(name), rows, inputs, config(**WAYS[way]))
+    decoding = check_equal(model(name), rows, inputs, config_for(name, **WAYS[way]))
     assert decoding.plain_because is None and decoding.counts["rows_decoded"] > 0
     lengths = SHAPES[shape]
     assert decoding.counts["prompt_tokens_shared"] == (COPIES - 1) * sum(lengths[n % len(lengths)] for n in range(4))
-    assert decoding.counts["rows_decoded_saved"] > 0 or way in ("greedy", "no end")
+    assert decoding.counts["rows_decoded_saved"] > 0 or way in ("greedy", "no end") or name in OTHERS
 
 
-QUICK_STATES = {("qwen3_5", "sampled"), ("lfm2", "repetitions"), ("bamba", "sampled"), ("falcon_h1", "greedy")}
+QUICK_STATES = {("qwen3_5_text", "sampled"), ("lfm2", "repetitions"), ("bamba", "sampled"), ("falcon_h1", "greedy")}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +101,7 @@ def test_states_are_forked_after_a_prompt(name, way, beginning):
 
 
 @pytest.mark.parametrize("kind", with_eyes.KINDS)
-def test_prompts_of_text_of_models_with_images(kind):
+def test_prompts_of_text_of_models_with_images(kind, passes):
     """`generate` gives them positions of four parts, which are equal in text, and no images."""
     rows, inputs = batch([5, 9, 30, 31])
     seeing = with_eyes.build(kind, vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=1).eval()
@@ -131,7 +141,7 @@ ALIKE = {
 }
 QUICK_ALIKE = {
     *(("llama", way, case) for way, case in zip(("sampled", "greedy", "repetitions", "sampled"), ALIKE)),
-    *((name, "sampled", "one beginning") for name in ARCHITECTURES),
+    *((name, "sampled", "one beginning") for name in (*ARCHITECTURES, *OTHERS[:3])),
 }
 
 
@@ -139,13 +149,13 @@ QUICK_ALIKE = {
     ("name", "way", "case"),
     [
         pytest.param(*case, marks=[] if case in QUICK_ALIKE else [pytest.mark.slow])
-        for case in itertools.product(ARCHITECTURES, ("sampled", "greedy", "repetitions"), ALIKE)
+        for case in itertools.product((*ARCHITECTURES, *OTHERS), ("sampled", "greedy", "repetitions"), ALIKE)
     ],
 )
-def test_prompts_that_begin_alike(name, way, case):
+def test_prompts_that_begin_alike(name, way, case, passes):
     beginnings, lengths = ALIKE[case]
     rows, inputs = batch(lengths, prompts=8, beginnings=beginnings)
-    decoding = check_equal(model(name), rows, inputs, config(**WAYS[way], max_new_tokens=19))
+    decoding = check_equal(model(name), rows, inputs, config_for(name, **WAYS[way], max_new_tokens=19))
     assert decoding.plain_because is None
     copies = sum(map(len, rows)) - sum(map(len, set(map(tuple, rows))))
     counted = decoding.counts["prompt_tokens_shared"] - copies
@@ -177,7 +187,7 @@ def test_what_is_computed_of_prompts_that_begin_alike():
 def test_windows_that_rows_outgrow(name, takes_trees, monkeypatch):
     """Some prompts, and the completions of others. The cache keeps every token, and the mask hides those outside."""
     if not takes_trees:
-        monkeypatch.setattr(decoding_module, "why_no_tree", lambda *_: "it is padded here")
+        monkeypatch.setattr(decoding_module, "reason_not_tree", lambda *_: "it is padded here")
     made = model(name, sliding_window=12) if name in ARCHITECTURES else build_model(name).eval()
     rows, inputs = batch([5, 9, 30, 31])
     decoding = check_equal(made, rows, inputs, config(eos_token_id=[*range(2, 30)]))
@@ -217,8 +227,7 @@ def test_prompts_that_are_padded_rows(name, reason, caplog):
     rows, inputs = batch([20], beginnings=[range(20, 70)])
     decoding = Decoding(off=False)
     for _ in range(2):
-        theirs, ours = (completed(made, rows, inputs, config(), how) for how in (None, decoding))
-        assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
+        check_equal(made, rows, inputs, config(), decoding)
     assert decoding.plain_because is None and reason in decoding.padded.because
     assert sum(reason in record.message for record in caplog.records) == 1
 
@@ -232,7 +241,7 @@ def test_padding_to_a_multiple_and_prompts_that_differ():
     assert check_equal(model("qwen2"), rows, inputs, config(repetition_penalty=1.2)).counts["prompt_tokens_shared"] == 0
 
 
-def test_bf16():
+def test_bf16(passes):
     """Rounding is coarser, and on this machine's CPU the same in batches of any shape."""
     rows, inputs = batch([5, 9, 30, 31])
     with torch.autocast("cpu", torch.bfloat16):
@@ -264,15 +273,15 @@ def test_an_unforeseen_error_is_told_and_changes_no_completion(passes, monkeypat
     """Before the first random number and after some: `generate` begins anew, with the same numbers."""
     rows, inputs = batch([5, 9, 30, 31])
     theirs, state = completed(model("llama"), rows, inputs, config())
-    calls, drop_ended = [], RowsLeft.drop_ended
+    calls, move = [], GrowingRows.move
 
-    def fails(left, goes_on, completed, model_inputs):
-        calls.append(completed)
+    def fails(passes_of, rows):
+        calls.append(rows)
         if len(calls) > passes:
             raise IndexError("of a new version")
-        return drop_ended(left, goes_on, completed, model_inputs)
+        move(passes_of, rows)
 
-    monkeypatch.setattr(RowsLeft, "drop_ended", fails)
+    monkeypatch.setattr(GrowingRows, "move", fails)
     decoding = Decoding(off=False)
     for _ in range(2):
         ours, state_of_ours = completed(model("llama"), rows, inputs, config(), decoding)
@@ -284,12 +293,23 @@ def test_an_unforeseen_error_is_told_and_changes_no_completion(passes, monkeypat
     assert [record.levelname for record in caplog.records if "did not work" in record.message] == ["WARNING"]
 
 
+def test_probabilities_that_are_none(passes):
+    """transformers raises an error, and so does this package."""
+    broken = model.__wrapped__("llama")
+    with torch.no_grad():
+        broken.lm_head.weight.fill_(float("nan"))
+    rows, inputs = batch([5, 9])
+    for how in (None, Decoding(off=False)):
+        with pytest.raises(RuntimeError, match="probability tensor contains"):
+            completed(broken, rows, inputs, config(), how)
+
+
 def test_a_lack_of_memory_is_no_fault_of_the_loop(monkeypatch):
     def ends(*_):
         raise torch.OutOfMemoryError("out of memory")
 
     rows, inputs = batch([5, 9])
-    monkeypatch.setattr(RowsLeft, "drop_ended", ends)
+    monkeypatch.setattr(GrowingRows, "move", ends)
     decoding = Decoding(off=False)
     with pytest.raises(torch.OutOfMemoryError):
         completed(model("llama"), rows, inputs, config(), decoding)
@@ -318,11 +338,7 @@ def test_left_to_transformers(name, caplog):
     rows, inputs = batch([20])
     decoding = Decoding(off=False)
     for _ in range(2):
-        theirs, ours = (
-            completed(model(architecture), rows, inputs, config(**options), how) for how in (None, decoding)
-        )
-        sequences = [getattr(found, "sequences", found) for found, _ in (theirs, ours)]
-        assert torch.equal(*sequences) and torch.equal(theirs[1], ours[1])
+        check_equal(model(architecture), rows, inputs, config(**options), decoding)
     assert reason in decoding.plain_because and decoding.counts["rows_decoded"] == 0
     assert sum(reason in record.message for record in caplog.records) == 1
 
@@ -336,12 +352,12 @@ def test_a_model_of_states_alone_is_left_to_transformers():
 def test_caches_that_are_left_to_transformers():
     """Layers that attend and have a state, where passes are captured; chunks of a batch's columns."""
     cache = DynamicCache(config=model("falcon_h1").config)
-    assert why_plain_cache(cache, 10, captures=False, chunks=False) is None
-    assert "are not captured" in why_plain_cache(cache, 10, captures=True, chunks=False)
-    assert why_plain_cache(DynamicCache(config=model("bamba").config), 10, captures=True, chunks=False) is None
+    assert reason_not_this_cache(cache, 10, captures=False, chunks=False) is None
+    assert "are not captured" in reason_not_this_cache(cache, 10, captures=True, chunks=False)
+    assert reason_not_this_cache(DynamicCache(config=model("bamba").config), 10, captures=True, chunks=False) is None
     cache = DynamicCache(config=model("mistral, a window that fits").config)
-    assert why_plain_cache(cache, 100, captures=False, chunks=True) is None
-    assert "a chunk of 100 tokens" in why_plain_cache(cache, 101, captures=False, chunks=True)
+    assert reason_not_this_cache(cache, 100, captures=False, chunks=True) is None
+    assert "a chunk of 100 tokens" in reason_not_this_cache(cache, 101, captures=False, chunks=True)
 
 
 def test_images_and_others_are_left_to_transformers():
@@ -372,25 +388,24 @@ class Own(LlamaForCausalLM):
 
 def test_models_that_are_left_to_transformers():
     llama = model("llama")
-    assert why_plain_model(llama) is None
+    assert reason_not_this_model(llama) is None
     encoder = T5ForConditionalGeneration(T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
-    assert "encoder" in why_plain_model(encoder)
-    assert "`Own` has a `generate` of its own" in why_plain_model(Own(llama.config))
+    assert "encoder" in reason_not_this_model(encoder)
+    assert "`Own` has a `generate` of its own" in reason_not_this_model(Own(llama.config))
     tuned = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
-    assert "before the prompt" in why_plain_model(get_peft_model(model.__wrapped__("llama"), tuned))
+    assert "before the prompt" in reason_not_this_model(get_peft_model(model.__wrapped__("llama"), tuned))
     adapters = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    assert why_plain_model(get_peft_model(model.__wrapped__("llama"), adapters)) is None
+    assert reason_not_this_model(get_peft_model(model.__wrapped__("llama"), adapters)) is None
     activated = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[9])
-    assert "activated" in why_plain_model(get_peft_model(model.__wrapped__("llama"), activated))
+    assert "activated" in reason_not_this_model(get_peft_model(model.__wrapped__("llama"), activated))
     eight_bit = model.__wrapped__("llama")
     eight_bit.is_loaded_in_8bit = True
-    assert "8 bits" in why_plain_model(eight_bit)
-    assert "passes are not captured on `meta`" in why_plain_model(model.__wrapped__("llama").to("meta"))
+    assert "8 bits" in reason_not_this_model(eight_bit)
+    assert "passes are not captured on `meta`" in reason_not_this_model(model.__wrapped__("llama").to("meta"))
 
 
 def test_what_is_used_of_transformers_is_there():
     """CONTRIBUTING.md lists it: read the new `_sample` of transformers before this test is changed."""
-    assert callable(GenerationMixin._update_model_kwargs_for_generation)
     assert callable(GenerationMixin._optimize_model_for_decode)
     # Where the check for the end is deferred, a token more is drawn.
     assert not DeferredStopCheck.is_supported(torch.device("cuda"), None, False, is_assistant=False)
@@ -424,44 +439,36 @@ RUNS = {
         GRPOTrainer, HybridGRPOTrainer, {"generation_kwargs": {"min_new_tokens": 2}, "repetition_penalty": 1.1},
     ),
     "padded": (GRPOTrainer, HybridGRPOTrainer, {"pad_to_multiple_of": 8, "temperature": 0.8, "top_p": 0.9}),
+    "adapters": (GRPOTrainer, HybridGRPOTrainer, {
+        "peft_config": LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+        ),
+    }),
+    "tools": (GRPOTrainer, HybridGRPOTrainer, {"max_completion_length": 60, **WITH_TOOLS}),
+    "tools, rewards first": (
+        GRPOTrainer, HybridGRPOTrainer, {"max_completion_length": 60, "steps_per_generation": 4, **WITH_TOOLS}
+    ),
 }  # fmt: skip
+SEVERAL_TURNS = ("tools", "tools, rewards first")
+"""Later turns complete other prompts, each longer."""
 
 
-@pytest.mark.parametrize("name", mostly_slow(RUNS, ("grpo", "rloo", "evaluation")))
-def test_a_run_is_that_of_trl(name, tmp_path):
+@pytest.mark.parametrize("name", mostly_slow(RUNS, ("grpo", "rloo", "adapters", "tools, rewards first")))
+def test_a_run_is_that_of_trl(name, passes, tmp_path):
     theirs, ours, options = RUNS[name]
     theirs, ours = (train(kind, tmp_path / kind.__name__, max_steps=4, **options) for kind in (theirs, ours))
-    assert theirs.seen == ours.seen and len(ours.seen) >= (6 if name == "evaluation" else 4)
-    assert all(
-        torch.allclose(weight, other, rtol=0, atol=1e-6)
-        for weight, other in zip(weights(theirs.model).values(), weights(ours.model).values())
-    )
+    turns = {"evaluation": 6, "tools": 9, "tools, rewards first": 3}.get(name, 4)
+    assert theirs.seen == ours.seen and len(ours.seen) >= turns
+    assert distance(weights(theirs.model), weights(ours.model)) <= 1e-6
     found = ours.hybrid_summary()
-    assert found["plain_rollouts_because"] is None
-    assert min(found[key] for key in ("rows_decoded", "rows_decoded_saved", "prompt_tokens_shared")) > 0
+    assert found["plain_rollouts_because"] is None and not ours.decoding.tensors_held()
+    assert found["rows_decoded"] > 0 and found["prompt_tokens_shared"] > 0
+    assert found["rows_decoded_saved"] > 0 or passes == "captured" or name in SEVERAL_TURNS
+    assert (found["log_probs_skipped"] > 0) is (name in ("rloo", "tools, rewards first"))
     assert f"rows decoded: {found['rows_decoded']}\n" in str(found) and "left to TRL" not in str(found)
-
-
-def test_adapters(tmp_path):
-    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-    options = {"peft_config": adapters, "max_steps": 3}
-    theirs, ours = (train(kind, tmp_path / kind.__name__, **options) for kind in (GRPOTrainer, HybridGRPOTrainer))
-    assert theirs.seen == ours.seen and ours.hybrid_summary()["prompt_tokens_shared"] > 0
-
-
-@pytest.mark.parametrize("steps_per_generation", mostly_slow((2, 4), (4,)))
-def test_tools(steps_per_generation, tmp_path):
-    """Later turns complete other prompts, each longer. With more steps per generation rewards are asked for first."""
-    options = {"max_steps": 4, "max_completion_length": 60, "steps_per_generation": steps_per_generation, **WITH_TOOLS}
-    theirs, ours = (train(kind, tmp_path / kind.__name__, **options) for kind in (GRPOTrainer, HybridGRPOTrainer))
-    assert theirs.seen == ours.seen and len(ours.seen) > 8 // steps_per_generation
-    assert all(
-        torch.allclose(weight, other, rtol=0, atol=1e-6)
-        for weight, other in zip(weights(theirs.model).values(), weights(ours.model).values())
-    )
-    found = ours.hybrid_summary()
-    assert found["plain_rollouts_because"] is None and found["prompt_tokens_shared"] > 0
-    assert (found["log_probs_skipped"] > 0) is (steps_per_generation == 4)
+    if name not in ("rloo", *SEVERAL_TURNS):  # RLOO keeps sums over a row
+        differences = [entry[SAMPLER + "max"] for entry in ours.state.log_history if SAMPLER + "max" in entry]
+        assert len(differences) == 4 and 0 < max(differences) < 1e-4
 
 
 @pytest.mark.parametrize("reason", ["off", "layer drop"])
@@ -494,7 +501,7 @@ def test_other_engines_are_left_alone(tmp_path, monkeypatch, caplog):
         trainer._generate_single_turn([])
         assert f"`{name}=True`" in trainer.decoding.plain_because
         setattr(trainer, name, False)
-    assert trainer._why_plain_rollouts(trainer.model) is None
+    assert trainer._reason_not_decoded(trainer.model) is None
     assert {record.levelname for record in caplog.records if "`rollouts`" in record.message} == {"INFO"}
 
 
@@ -506,8 +513,7 @@ def test_the_option_is_checked(tmp_path):
 def test_counts_go_on_after_a_resume(tmp_path):
     options = {"steps_per_generation": 4, "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
     whole = train(HybridGRPOTrainer, tmp_path, **options)
-    resumed = build(HybridGRPOTrainer, tmp_path / "resumed", **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    resumed = fitted(build(HybridGRPOTrainer, tmp_path / "resumed", **options), resume=str(tmp_path / "checkpoint-3"))
     counts = ("rows_decoded", "rows_decoded_saved", "prompt_tokens_shared")
     assert [whole.hybrid_summary()[key] for key in counts] == [resumed.hybrid_summary()[key] for key in counts]
     assert_same_weights(weights(whole.model), weights(resumed.model))

@@ -25,7 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 from accelerate.utils import AutocastKwargs  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from rig import rollouts  # noqa: E402
-from rig.rollouts import TOKENIZER, build, policy  # noqa: E402
+from rig.rollouts import MIDDLE, TOKENIZER, Stop, build, policy  # noqa: E402
+from rig.trainers import fitted  # noqa: E402
 from torch.nn.functional import dropout  # noqa: E402
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig, TrainerCallback  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
@@ -44,6 +45,7 @@ from hf_hybrid.run.run import RandomStates  # noqa: E402
 from hf_hybrid.trl.groups import (  # noqa: E402
     MEAN_OF_LOSS,
     ON_HOST,
+    SAMPLER,
     ExactSkips,
     on_host,
     rebin,
@@ -51,7 +53,7 @@ from hf_hybrid.trl.groups import (  # noqa: E402
     rows_that_count,
     total_rewards,
 )
-from hf_hybrid.trl.rl import _OF_LEAPS, SAMPLER  # noqa: E402
+from hf_hybrid.trl.rl import _OF_LEAPS  # noqa: E402
 
 LOSSES = sorted(MEAN_OF_LOSS)
 SHARES = (0.0, 0.3, 0.7, 1.0)
@@ -61,8 +63,7 @@ OF_COMPUTED_ROWS = ("entropy", "clip_ratio", "vespo")
 
 
 def train(trainer_class, folder, share, **options):
-    trainer = build(trainer_class, folder, share, **options)
-    trainer.train()
+    trainer = fitted(build(trainer_class, folder, share, **options))
     return trainer
 
 
@@ -112,44 +113,29 @@ DIVISIONS = {
     "two iterations": {"num_iterations": 2},
     "across windows": {"steps_per_generation": 3, "num_iterations": 2, "gradient_accumulation_steps": 4},
 }
-CASES = [
-    ("dapo", 0.7, "two iterations"),
-    ("bnpo", 0.3, "across windows"),
-    ("grpo", 1.0, "one generation per step"),
+MASKED = {"mask_truncated_completions": True}
+OF_ADAPTERS = {"peft_config": lora(), "learning_rate": 1.0}
+QUICK = [
+    (KINDS[0], 0.7, {"loss_type": "dapo", **MASKED, **DIVISIONS["two iterations"]}),
+    (KINDS[0], 0.3, {"loss_type": "bnpo", **MASKED, **DIVISIONS["across windows"]}),
+    (KINDS[0], 1.0, {"loss_type": "grpo", **MASKED}),
+    (KINDS[0], 0.7, {"loss_type": "dapo", **OF_ADAPTERS}),
+    (KINDS[1], 0.7, {"num_iterations": 2, **MASKED}),
+]
+SLOW = [
+    *((KINDS[0], 0.7, {"loss_type": loss, **OF_ADAPTERS}) for loss in ("bnpo", "grpo")),
+    *((KINDS[1], share, {"num_iterations": 2, **MASKED}) for share in (0.0, 0.3, 1.0)),
+    *(
+        (KINDS[0], share, {"loss_type": loss, **DIVISIONS[division]})
+        for loss, share, division in itertools.product(LOSSES, SHARES, DIVISIONS)
+    ),
 ]
 
 
-@pytest.mark.parametrize(("loss_type", "share", "division"), CASES)
-def test_weights_are_those_of_trl(loss_type, share, division, tmp_path):
-    options = {"loss_type": loss_type, "mask_truncated_completions": True, **DIVISIONS[division]}
-    theirs, ours = (train(cls, tmp_path, share, **options) for cls in (GRPOTrainer, HybridGRPOTrainer))
+@pytest.mark.parametrize(("kinds", "share", "options"), mostly_slow([*QUICK, *SLOW], QUICK))
+def test_weights_are_those_of_trl(kinds, share, options, tmp_path):
+    theirs, ours = (train(cls, tmp_path, share, **options) for cls in kinds)
     check_equal(theirs, ours, share)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("division", DIVISIONS)
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_weights_of_every_loss(loss_type, share, division, tmp_path):
-    options = {"loss_type": loss_type, **DIVISIONS[division]}
-    theirs, ours = (train(cls, tmp_path, share, **options) for cls in (GRPOTrainer, HybridGRPOTrainer))
-    check_equal(theirs, ours, share)
-
-
-@pytest.mark.parametrize("share", [0.7, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 0.3, 1.0))])
-def test_weights_of_rloo(share, tmp_path):
-    options = {"mask_truncated_completions": True, "num_iterations": 2}
-    theirs, ours = (train(cls, tmp_path, share, **options) for cls in (RLOOTrainer, HybridRLOOTrainer))
-    check_equal(theirs, ours, share)
-
-
-@pytest.mark.parametrize(
-    "loss_type", ["dapo", *(pytest.param(loss, marks=pytest.mark.slow) for loss in ("bnpo", "grpo"))]
-)
-def test_weights_of_adapters(loss_type, tmp_path):
-    options = {"peft_config": lora(), "learning_rate": 1.0, "loss_type": loss_type}
-    theirs, ours = (train(cls, tmp_path, 0.7, **options) for cls in (GRPOTrainer, HybridGRPOTrainer))
-    check_equal(theirs, ours, 0.7)
 
 
 @pytest.mark.parametrize("share_rows", mostly_slow(["auto", "off"], ["auto"]))
@@ -705,25 +691,11 @@ def test_off_computes_every_row_without_a_word(tmp_path, caplog):
 # Resume.
 
 
-class Stop(TrainerCallback):
-    """Ends a run after a step, as if it had been killed."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == self.step
-
-
-MIDDLE = {"steps_per_generation": 4, "num_iterations": 2, "save_strategy": "steps", "save_steps": 3}
-
-
 @pytest.mark.parametrize("stop", [3, pytest.param(6, marks=pytest.mark.slow)])
 def test_resume_in_the_middle_of_a_generation_batch(stop, tmp_path):
     whole = train(HybridGRPOTrainer, tmp_path / "whole", 0.5, **MIDDLE)
     train(HybridGRPOTrainer, tmp_path / "cut", 0.5, callbacks=[Stop(stop)], **MIDDLE)
-    resumed = build(HybridGRPOTrainer, tmp_path / "cut", 0.5, **MIDDLE)
-    resumed.train(resume_from_checkpoint=True)
+    resumed = fitted(build(HybridGRPOTrainer, tmp_path / "cut", 0.5, **MIDDLE), resume=True)
     assert_same_weights(weights(whole.model), weights(resumed.model))
     assert history(whole)[:-1] == history(resumed)[:-1]
     counts = ("rows", "rows_skipped", "backward_passes_avoided_exactly")
@@ -739,8 +711,7 @@ def test_resume_in_a_later_epoch(tmp_path):
     }
     whole = train(HybridGRPOTrainer, tmp_path / "whole", 0.9, **{**options, "max_steps": 4})
     train(HybridGRPOTrainer, tmp_path / "cut", 0.9, callbacks=[Stop(3)], **{**options, "max_steps": 4})
-    resumed = build(HybridGRPOTrainer, tmp_path / "cut", 0.9, **{**options, "max_steps": 4})
-    resumed.train(resume_from_checkpoint=True)
+    resumed = fitted(build(HybridGRPOTrainer, tmp_path / "cut", 0.9, **{**options, "max_steps": 4}), resume=True)
     assert whole.state.epoch >= 2
     assert_same_weights(weights(whole.model), weights(resumed.model))
 
@@ -768,8 +739,7 @@ def test_save_inside_a_step(tmp_path):
 
 def test_checkpoint_of_trl_is_taken_with_a_warning(tmp_path, caplog):
     train(GRPOTrainer, tmp_path, 0.5, callbacks=[Stop(3)], **MIDDLE)
-    resumed = build(HybridGRPOTrainer, tmp_path, 0.5, **MIDDLE)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    resumed = fitted(build(HybridGRPOTrainer, tmp_path, 0.5, **MIDDLE), resume=str(tmp_path / "checkpoint-3"))
     assert resumed.state.global_step == 8
     assert any("completions are generated anew" in record.message for record in caplog.records)
 
@@ -790,8 +760,7 @@ def child(trainer: str, folder: Path, *launcher: str, **options) -> subprocess.P
 def test_killed_in_the_middle_of_a_generation_batch(tmp_path):
     """Killed at the first checkpoint that is not at the begin of a generation batch, and again later."""
     options = {**MIDDLE, "share": 0.5, "max_steps": 16, "save_steps": 1}
-    whole = build(HybridGRPOTrainer, tmp_path / "whole", **options)
-    whole.train()
+    whole = fitted(build(HybridGRPOTrainer, tmp_path / "whole", **options))
     kills = 0
     for step in (3, 6, 9):
         process = child("HybridGRPOTrainer", tmp_path / "killed", **options)

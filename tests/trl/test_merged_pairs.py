@@ -14,9 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 from peft import LoraConfig  # noqa: E402
 from rig.fails_backward import Fails  # noqa: E402
-from rig.processes import together  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from test_shared_rows import (  # noqa: E402
+from rig.pairs import (  # noqa: E402
     LOSSES,
     PAIRS,
     apart,
@@ -27,7 +25,10 @@ from test_shared_rows import (  # noqa: E402
     lora_and_head,
     trained_adapters,
     with_states,
-)
+)  # fmt: skip
+from rig.processes import together  # noqa: E402
+from rig.trainers import fitted  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from torch.nn.attention import varlen  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback  # noqa: E402
@@ -66,8 +67,7 @@ def both(folder, theirs=DPOTrainer, ours=HybridDPOTrainer, **options):
     trained = []
     for trainer, config in ((theirs, DPOConfig), (ours, HybridDPOConfig)):
         made = {name: value() if callable(value) else value for name, value in {**WINDOW, **options}.items()}
-        trained.append(dpo(trainer, config, folder / trainer.__name__, **made))
-        trained[-1].train()
+        trained.append(fitted(dpo(trainer, config, folder / trainer.__name__, **made)))
     return trained
 
 
@@ -492,7 +492,7 @@ def test_an_even_step_of_1b_launches_half_as_much(tmp_path, monkeypatch):
     words = "w2 w3 w4 w5 w6 w7 w8 w9 w10 w11"
     last = " ".join(reversed(words.split()))
     rows = [{"prompt": f"w{n + 12} {words} {words[3:]} ", "chosen": words, "rejected": last} for n in range(16)]
-    monkeypatch.setattr("test_shared_rows.PAIRS", type(PAIRS).from_list(rows))
+    monkeypatch.setattr("rig.pairs.PAIRS", type(PAIRS).from_list(rows))
     adapters = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = dpo(
         HybridDPOTrainer, HybridDPOConfig, tmp_path, model=model, reference=None, peft_config=adapters, bf16=True,
@@ -509,8 +509,7 @@ def test_an_even_step_of_1b_launches_half_as_much(tmp_path, monkeypatch):
 
 def test_micro_batches_that_keep_a_gpu_busy_stay_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(costs, "BUSY", 0.0)
-    merged = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **WINDOW)
-    merged.train()
+    merged = fitted(dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **WINDOW))
     assert merged.hybrid_summary()["micro_batches_saved"] == 0 and merged.hybrid_summary()["tokens_shared"] > 0
 
 
@@ -520,16 +519,14 @@ def test_on_a_cpu_micro_batches_are_merged_for_what_they_share(system, tmp_path,
     monkeypatch.setattr(merging, "WITHOUT_LAUNCHES", ("cpu",))
     begin = " ".join(["sys"] * system)
     rows = [{**pair, "prompt": f"{begin} {pair['prompt']}"} for pair in PAIRS]
-    monkeypatch.setattr("test_shared_rows.PAIRS", type(PAIRS).from_list(rows))
-    merged = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **WINDOW)
-    merged.train()
+    monkeypatch.setattr("rig.pairs.PAIRS", type(PAIRS).from_list(rows))
+    merged = fitted(dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **WINDOW))
     assert bool(merged.hybrid_summary()["micro_batches_saved"]) is bool(system)
 
 
 def test_a_resumed_run_ends_at_the_same_bits(tmp_path):
     options = {**WINDOW, "model": None, "save_strategy": "steps", "save_steps": 1}
-    whole = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **options)
-    whole.train()
+    whole = fitted(dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **options))
     resumed = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path / "resumed", **{**options, "model": build("llama", 5)})
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert apart(weights(whole.model), weights(resumed.model)) == 0.0

@@ -16,9 +16,10 @@ pytest.importorskip("trl")
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 from rig import rollouts  # noqa: E402
-from test_sft_dpo import PHASES, dpo, sft  # noqa: E402
-from test_shared_rows import STATES, with_states  # noqa: E402
-from test_shared_rows import dpo as dpo_of_words  # noqa: E402
+from rig.chats import PHASES, dpo, sft  # noqa: E402
+from rig.pairs import STATES, with_states  # noqa: E402
+from rig.pairs import dpo as dpo_of_words  # noqa: E402
+from rig.trainers import fitted  # noqa: E402
 from trl import DPOConfig, DPOTrainer, GRPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
 from hf_hybrid import (  # noqa: E402
@@ -130,8 +131,7 @@ def test_shared_rows_on_two_processes_are_trls_on_one(launched, tmp_path, name):
     sharding, folder = launched
     _, build_plain, trainer, config = SHARING[name]
     options = {option: value for option, value in SHARED.items() if option not in ("leap_gain", "share_rows")}
-    plain = build_plain(trainer, config, tmp_path, per_device_train_batch_size=4, **options)
-    plain.train()
+    plain = fitted(build_plain(trainer, config, tmp_path, per_device_train_batch_size=4, **options))
     found, expected = load_file(folder / f"{name}.safetensors"), plain.accelerator.get_state_dict(plain.model)
     assert all((found[key] - expected[key]).norm() <= 1e-6 * expected[key].norm() for key in expected)
     shares = sharding == "ddp" or name == "shared_sft"

@@ -1,6 +1,7 @@
 """Trainers of TRL with a loss of their own, with the mixin: rows without padding, and the weights of TRL's trainers."""
 
-import dataclasses
+import copy
+import pickle
 from importlib.metadata import version
 
 import pytest
@@ -15,6 +16,7 @@ from datasets import Dataset  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from rig.processes import together  # noqa: E402
 from rig.rollouts import TOKENIZER  # noqa: E402
+from rig.trainers import fitted  # noqa: E402
 from transformers import (  # noqa: E402
     LlamaConfig,
     LlamaForCausalLM,
@@ -30,15 +32,15 @@ from trl import (  # noqa: E402
     KTOTrainer,
     RewardConfig,
     RewardTrainer,
+    TrlParser,
 )
 from trl.experimental.cpo import CPOConfig, CPOTrainer  # noqa: E402
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # noqa: E402
 from trl.experimental.tpo import TPOConfig, TPOTrainer  # noqa: E402
 
-from hf_hybrid import HybridConfig, HybridTrainer  # noqa: E402
+from hf_hybrid import HybridConfig, HybridTrainer, hybrid_config  # noqa: E402
 from hf_hybrid.rows.any_loss import RowsForAnyLoss  # noqa: E402
 from hf_hybrid.trainer import HybridTrainerMixin  # noqa: E402
-from hf_hybrid.trl.sft_dpo import TRLConfigBase  # noqa: E402
 
 
 def words(seed, count):
@@ -187,9 +189,23 @@ def test_a_loss_that_nobody_knows_is_computed_padded_unless_asked(tmp_path, capl
     assert "Margin.compute_loss" in ours.hybrid_summary()["plain_rows_because"]
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "share_rows" in r.getMessage()]
     assert len(warnings) == 1 and '`share_rows="on"` says so' in warnings[0]
-    config = dataclasses.make_dataclass("MarginConfig", [], bases=(TRLConfigBase, RewardConfig))
-    monkeypatch.setitem(TRAINERS, "margin", (Margin, config, *TRAINERS["reward"][2:]))
+    monkeypatch.setitem(TRAINERS, "margin", (Margin, hybrid_config(RewardConfig), *TRAINERS["reward"][2:]))
     check_equal(theirs, train("margin", tmp_path / "on", True, share_rows="on"))
+
+
+def test_a_config_of_trl_gets_the_options(tmp_path):
+    kind, folder = hybrid_config(RewardConfig), str(tmp_path)
+    written = kind(folder, share_rows="on", max_length=64, use_cpu=True)
+    (parsed,) = TrlParser(kind).parse_args_and_config(
+        ["--output_dir", folder, "--share_rows", "on", "--max_length", "64", "--use_cpu", "true"]
+    )
+    for config in (written, parsed, copy.deepcopy(written), pickle.loads(pickle.dumps(written))):
+        assert isinstance(config, RewardConfig) and type(config) is kind is hybrid_config(RewardConfig)
+        assert (config.share_rows, config.max_length, config.bf16) == ("on", 64, False)
+    again = pickle.loads(pickle.dumps(written))
+    assert again == written and again._written == written._written
+    with pytest.raises(ValueError, match="`share_rows` must be one of"):
+        kind(folder, use_cpu=True, share_rows="perhaps")
 
 
 @pytest.mark.parametrize("option", ["compute_loss_func", "label_smoothing_factor"])
@@ -221,8 +237,7 @@ def test_other_losses_of_a_trainer(option, tmp_path):
         smoothed = {"label_smoothing_factor": 0.1} if option == "label_smoothing_factor" else {}
         args = config(str(tmp_path / kind.__name__), **values, **smoothed, **options)
         more = {} if smoothed else {"compute_loss_func": loss}
-        trainer = kind(tiny_model(), args, data_collator=pad, train_dataset=rows, **more)
-        trainer.train()
+        trainer = fitted(kind(tiny_model(), args, data_collator=pad, train_dataset=rows, **more))
         return trainer
 
     theirs = run(Trainer, TrainingArguments)
@@ -240,8 +255,7 @@ def test_states_that_differ_are_refused(tmp_path, monkeypatch):
 def test_what_makes_batches_stay_padded(tmp_path, monkeypatch):
     trainer = train("reward", tmp_path, True, neftune_noise_alpha=5.0, max_steps=1)
     assert "neftune_noise_alpha" in trainer.hybrid_summary()["plain_rows_because"]
-    config = dataclasses.make_dataclass("StreamedConfig", [], bases=(TRLConfigBase, RewardConfig))
-    monkeypatch.setitem(TRAINERS, "reward", (RewardTrainer, config, *TRAINERS["reward"][2:]))
+    monkeypatch.setitem(TRAINERS, "reward", (RewardTrainer, hybrid_config(RewardConfig), *TRAINERS["reward"][2:]))
     trainer = train("reward", tmp_path / "streamed", True, memory="stream", max_steps=1)
     assert "layers are streamed" in trainer.hybrid_summary()["plain_rows_because"]
 
@@ -265,11 +279,7 @@ def test_two_processes(tmp_path):
 def test_a_number_for_each_epoch_is_left_to_trl(tmp_path):
     from trl.experimental.online_dpo import OnlineDPOConfig
 
-    @dataclasses.dataclass
-    class Config(TRLConfigBase, OnlineDPOConfig):
-        pass
-
-    assert Config(str(tmp_path), beta=[0.1, 0.2], use_cpu=True).beta == [0.1, 0.2]
+    assert hybrid_config(OnlineDPOConfig)(str(tmp_path), beta=[0.1, 0.2], use_cpu=True).beta == [0.1, 0.2]
 
 
 # What a user's code changes on the way to the loss.

@@ -10,7 +10,8 @@ from conftest import assert_same_weights, weights
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-from rig.rollouts import build, reward  # noqa: E402
+from rig.rollouts import build, distance, reward  # noqa: E402
+from rig.trainers import fitted  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
@@ -49,11 +50,6 @@ def data(share):
     return prompts(share).map(lambda row: {"length": len(row["prompt"])})
 
 
-def close(theirs, ours, most=1e-6):
-    pairs = zip(weights(theirs.model).values(), weights(ours.model).values(), strict=True)
-    return max((one - other).abs().max().item() for one, other in pairs) <= most
-
-
 @pytest.mark.parametrize(
     ("theirs", "ours"), [(GRPOTrainer, HybridGRPOTrainer), (RLOOTrainer, HybridRLOOTrainer)], ids=["grpo", "rloo"]
 )
@@ -63,11 +59,10 @@ def test_functions_are_asked_once_and_what_trl_asks(theirs, ours, tmp_path):
     trained = []
     for kind, functions in zip((theirs, ours), asked):
         options = {"reward_funcs": functions.functions, "data": data, "reward_weights": [1.0, 0.5], "max_steps": 4}
-        trained.append(build(kind, tmp_path / kind.__name__, 0.6, logging_steps=1, **options, **NEEDED))
-        trained[-1].train()
+        trained.append(fitted(build(kind, tmp_path / kind.__name__, 0.6, logging_steps=1, **options, **NEEDED)))
     assert asked[0].calls == asked[1].calls and len(asked[0].calls) == 2 * 2
     assert {"completion_ids", "length"} <= asked[0].calls[0][3].keys()
-    assert close(*trained)
+    assert distance(*(weights(trainer.model) for trainer in trained)) <= 1e-6
     assert trained[1].hybrid_summary()["log_probs_skipped"] > 0
     metrics = [[entry.get("plain") for entry in trainer.state.log_history] for trainer in trained]
     assert metrics[0] == metrics[1]
@@ -94,8 +89,7 @@ def test_rows_in_the_pass_before_the_update(tmp_path):
     ids=lambda options: next(iter(options)),
 )
 def test_where_the_values_of_all_rows_are_read(options, tmp_path):
-    trainer = build(HybridGRPOTrainer, tmp_path, 1.0, max_steps=2, **options, **NEEDED)
-    trainer.train()
+    trainer = fitted(build(HybridGRPOTrainer, tmp_path, 1.0, max_steps=2, **options, **NEEDED))
     assert trainer.hybrid_summary()["log_probs_skipped"] == 0
 
 
@@ -110,15 +104,13 @@ def test_a_subclass_that_sees_the_batch_gets_all_values(tmp_path):
     from rig import rollouts
 
     rollouts.CONFIGS[Reads] = rollouts.CONFIGS[HybridGRPOTrainer]
-    trainer = build(Reads, tmp_path, 1.0, max_steps=2, **NEEDED)
-    trainer.train()
+    trainer = fitted(build(Reads, tmp_path, 1.0, max_steps=2, **NEEDED))
     assert trainer.hybrid_summary()["log_probs_skipped"] == 0 < trainer.hybrid_summary()["rows_skipped"]
 
 
 def test_counts_go_on_after_a_resume(tmp_path):
     options = {**NEEDED, "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
-    whole = build(HybridGRPOTrainer, tmp_path, 0.7, **options)
-    whole.train()
+    whole = fitted(build(HybridGRPOTrainer, tmp_path, 0.7, **options))
     resumed = build(HybridGRPOTrainer, tmp_path / "resumed", 0.7, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert_same_weights(weights(whole.model), weights(resumed.model))

@@ -8,14 +8,13 @@ import json
 import math
 import re
 import sys
-from pathlib import Path
-from pydoc_data import topics
 
 import pytest
 import torch
-from conftest import assert_same_weights, config_values, mostly_slow, tiny_model, weights
+from conftest import assert_same_weights, config_values, mostly_slow, weights
+from rig.chats import CHATS, PAIRS, PHASES, TOKENIZER, dpo, history, llama, lora, mixtral, sft
 from rig.live_bytes import LiveBytes
-from transformers import MixtralConfig, MixtralForCausalLM
+from rig.trainers import fitted
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -39,93 +38,6 @@ from hf_hybrid.leaps.leap import Leaps  # noqa: E402
 from hf_hybrid.leaps.trajectory import Trajectory  # noqa: E402
 from hf_hybrid.recovery import parts_of  # noqa: E402
 
-NAMES = sorted(topics.topics)
-CHATS = Dataset.from_list(
-    [
-        {"prompt": [{"role": "user", "content": name}], "completion": [{"role": "assistant", "content": text}]}
-        for name in NAMES[:30]
-        for text in (topics.topics[name][:90], topics.topics[name][90:180])
-    ]
-)
-PAIRS = Dataset.from_list(
-    [
-        {"prompt": f"{name}:\n", "chosen": topics.topics[name][:60], "rejected": topics.topics[name][60:90][::-1]}
-        for name in NAMES[:50]
-    ]
-)
-PHASES = {
-    "direction": "orthogonal",
-    "warmup_phase_steps": 4,
-    "full_phase_steps": 3,
-    "correct_phase_steps": 2,
-    "max_predict_steps": 3,
-    "leap_worth": 0.5,
-    "leap_budget": 10.0,
-    "probe_budget": 1.0,
-}
-
-
-def make_tokenizer():
-    path = Path(__file__).parents[2] / "examples" / "07_from_scratch.py"
-    spec = importlib.util.spec_from_file_location("quickstart", path)
-    quickstart = sys.modules.setdefault("quickstart", importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(quickstart)
-    tokenizer = quickstart.train_tokenizer([topics.topics[name] for name in NAMES], vocab_size=320)
-    tokenizer.chat_template = (
-        "{% for message in messages %}{{ message['role'] + ':' + message['content'] + eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    return tokenizer
-
-
-TOKENIZER = make_tokenizer()
-
-
-def llama(**overrides):
-    tokens = {"eos_token_id": TOKENIZER.eos_token_id, "pad_token_id": TOKENIZER.pad_token_id, "bos_token_id": None}
-    return tiny_model(vocab_size=len(TOKENIZER), **tokens, **overrides)
-
-
-def mixtral():
-    torch.manual_seed(0)
-    return MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
-            max_position_embeddings=64, router_aux_loss_coef=0.05, output_router_logits=True,
-            eos_token_id=TOKENIZER.eos_token_id, pad_token_id=TOKENIZER.pad_token_id, bos_token_id=None,
-        )
-    )  # fmt: skip
-
-
-def lora(**options):
-    options = {"lora_dropout": 0.1, **options}
-    return pytest.importorskip("peft").LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options
-    )
-
-
-def sft(trainer, config, folder, *, model=None, data=CHATS, peft_config=None, extra=None, **options):
-    args = config(**config_values(folder, **{"max_length": 48, "bf16": False, **options}))
-    return trainer(
-        model or llama(), args, train_dataset=data, processing_class=TOKENIZER, peft_config=peft_config, **(extra or {})
-    )
-
-
-def dpo(trainer, config, folder, *, model=None, peft_config=None, extra=None, **options):
-    args = config(**config_values(folder, **{"max_length": 64, "bf16": False, **options}))
-    reference = None if peft_config or options.get("precompute_ref_log_probs") else llama()
-    keywords = {"train_dataset": PAIRS, "processing_class": TOKENIZER, "peft_config": peft_config, **(extra or {})}
-    return trainer(model or llama(), reference, args, **keywords)
-
-
-def history(trainer, *, last=True):
-    """Everything logged, but for the clock and what only hybrid runs log."""
-    left_out = ("runtime", "per_second", "hybrid/")
-    entries = trainer.state.log_history if last else trainer.state.log_history[:-1]
-    return [{k: v for k, v in entry.items() if not any(word in k for word in left_out)} for entry in entries]
-
-
 SFT_CASES = {
     "chats": {},
     "accumulation": {"gradient_accumulation_steps": 3},
@@ -143,10 +55,8 @@ def made(options):
 @pytest.mark.parametrize("case", mostly_slow(SFT_CASES, ["accumulation", "packing", "lora", "mixture"]))
 def test_sft_disabled_equals_trl(case, tmp_path):
     options = {"max_steps": 6, **SFT_CASES[case]}
-    plain = sft(SFTTrainer, SFTConfig, tmp_path / "plain", **made(options))
-    plain.train()
-    hybrid = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path / "hybrid", enable_predict=False, **made(options))
-    hybrid.train()
+    plain = fitted(sft(SFTTrainer, SFTConfig, tmp_path / "plain", **made(options)))
+    hybrid = fitted(sft(HybridSFTTrainer, HybridSFTConfig, tmp_path / "hybrid", enable_predict=False, **made(options)))
     assert len(history(plain)) > 5 and "mean_token_accuracy" in history(plain)[0]
     assert history(hybrid) == history(plain)
     assert_same_weights(weights(hybrid.model), weights(plain.model))
@@ -156,11 +66,9 @@ def test_sft_disabled_equals_trl(case, tmp_path):
 def test_dpo_disabled_equals_trl(case, tmp_path):
     options = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 3, "extra": {"eval_dataset": PAIRS.select([1])}}
     options |= {"lora": {"peft_config": lora}, "reference": {}}[case]
-    plain = dpo(DPOTrainer, DPOConfig, tmp_path / "plain", **made(options))
-    plain.train()
+    plain = fitted(dpo(DPOTrainer, DPOConfig, tmp_path / "plain", **made(options)))
     exact = {"enable_predict": False, "share_rows": "off"}
-    hybrid = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path / "hybrid", **exact, **made(options))
-    hybrid.train()
+    hybrid = fitted(dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path / "hybrid", **exact, **made(options)))
     assert "rewards/margins" in history(plain)[0]
     assert history(hybrid) == history(plain)
     assert_same_weights(weights(hybrid.model), weights(plain.model))
@@ -203,8 +111,7 @@ def test_warmup_and_refused_leaps_leave_no_trace(
 
     monkeypatch.setattr(Trajectory, "leap", far)
     options["share_rows"] = share_rows
-    trainer = build(hybrid, config, tmp_path / "hybrid", model=model, extra=extra, **options, **PHASES)
-    trainer.train()
+    trainer = fitted(build(hybrid, config, tmp_path / "hybrid", model=model, extra=extra, **options, **PHASES))
     summary = trainer.hybrid_summary()
     assert summary["leaps_by_verdict"].keys() == {"rejected"} and summary["forward_only_passes"] >= 6
     assert history(trainer, last=False) == history(plain, last=False)
@@ -212,8 +119,7 @@ def test_warmup_and_refused_leaps_leave_no_trace(
 
 
 def test_sft_leaps_in_all_phases(tmp_path):
-    trainer = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, **PHASES)
-    trainer.train()
+    trainer = fitted(sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, **PHASES))
     summary = trainer.hybrid_summary()
     assert all(summary["steps_by_phase"].values()) and summary["forward_only_passes"] > 0
     assert {"kept", "shrunk"} & set(summary["leaps_by_verdict"])
@@ -235,8 +141,7 @@ def test_metrics_are_means_over_real_steps_behind_an_evaluation(tmp_path):
         "extra": {"eval_dataset": CHATS.select([0])},
         "max_steps": 18,
     }
-    trainer = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, **{**PHASES, "leap_worth": 10.0}, **options)
-    trainer.train()
+    trainer = fitted(sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, **{**PHASES, "leap_worth": 10.0}, **options))
     training = [e for e in trainer.state.log_history if "hybrid/phase" in e]
     assert sum(e["hybrid/phase"] == 2 for e in training) > 2
     assert not any(key.startswith("eval_") for entry in training for key in entry)
@@ -276,8 +181,7 @@ def test_dpo_leaps_that_cost_accuracy_are_undone(tmp_path):
         == ("rejected", "accuracy", 1.0, 0.0) and leap["loss_after"] < leap["loss_before"]
         for leap in leaps
     )  # fmt: skip
-    plain = dpo(DPOTrainer, DPOConfig, tmp_path / "plain", max_steps=14)
-    plain.train()
+    plain = fitted(dpo(DPOTrainer, DPOConfig, tmp_path / "plain", max_steps=14))
     assert_same_weights(weights(trainer.model), weights(plain.model))
 
 
@@ -457,8 +361,7 @@ def test_streamed_data(kind, tmp_path):
     }[kind]
     stream = {"train_dataset": data.to_iterable_dataset()} if kind == "dpo" else None
     options = {"data": data.to_iterable_dataset()} if kind == "sft" else {}
-    trainer = build(trainer, config, tmp_path, extra=stream, **options, **PHASES, max_steps=14)
-    trainer.train()
+    trainer = fitted(build(trainer, config, tmp_path, extra=stream, **options, **PHASES, max_steps=14))
     summary = trainer.hybrid_summary()
     assert summary["steps"] == 14 and any(leap["loss_before"] is not None for leap in summary["leaps"])
 
@@ -511,14 +414,12 @@ def test_resume_ends_at_the_same_weights(case, tmp_path):
             return sft(HybridSFTTrainer, HybridSFTConfig, folder, packing=True, max_length=64, **options | more)
         return dpo(HybridDPOTrainer, HybridDPOConfig, folder, peft_config=lora(), **options | more)
 
-    trainer = build()
-    trainer.train()
+    trainer = fitted(build())
     steps = {e["step"]: e["hybrid/phase"] for e in trainer.state.log_history if "hybrid/phase" in e}
     inside = [step for step, phase in steps.items() if phase == 2]
     assert inside, trainer.hybrid_summary()["leaps_by_verdict"]
     for step in (inside[0], 14):
-        resumed = build(tmp_path / f"{step}", save_strategy="no")
-        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        resumed = fitted(build(tmp_path / f"{step}", save_strategy="no"), resume=str(tmp_path / f"checkpoint-{step}"))
         assert_same_weights(weights(resumed.model), weights(trainer.model))
         ends = [[e["num_tokens"] for e in t.state.log_history if "num_tokens" in e][-1] for t in (resumed, trainer)]
         assert ends[0] == ends[1]
@@ -526,8 +427,7 @@ def test_resume_ends_at_the_same_weights(case, tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"peft_config": lora}], ids=["full", "lora"])
 def test_streamed_layers_equal_trl(options, tmp_path):
-    plain = sft(SFTTrainer, SFTConfig, tmp_path / "plain", max_steps=5, **made(options))
-    plain.train()
+    plain = fitted(sft(SFTTrainer, SFTConfig, tmp_path / "plain", max_steps=5, **made(options)))
     streamed = sft(
         HybridSFTTrainer, HybridSFTConfig, tmp_path / "hybrid", max_steps=5, enable_predict=False, memory="stream",
         **made(options),
@@ -581,8 +481,7 @@ def test_model_card_and_tags(tmp_path):
         (sft, HybridSFTTrainer, HybridSFTConfig, "sft"), (dpo, HybridDPOTrainer, HybridDPOConfig, "dpo"),
     ):  # fmt: skip
         folder = tmp_path / tag
-        built = build(trainer, config, folder, max_steps=2, save_strategy="steps", save_steps=2)
-        built.train()
+        built = fitted(build(trainer, config, folder, max_steps=2, save_strategy="steps", save_steps=2))
         card = (folder / "README.md").read_text()
         for name in ("trl", tag, "hf-hybrid"):
             assert re.search(rf"^- {name}$", card, re.MULTILINE), name
@@ -649,8 +548,7 @@ def test_on_a_machine_without_bf16_the_defaults_train(tmp_path, monkeypatch):
 
 
 def test_a_config_is_read_back(tmp_path):
-    trainer = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, max_steps=2, packing=True, preset="conservative")
-    trainer.train()
+    fitted(sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, max_steps=2, packing=True, preset="conservative"))
     again = HybridSFTConfig.from_json(tmp_path)
     assert isinstance(again, HybridSFTConfig)
     assert (again.packing, again.preset, again.max_length, again.max_steps) == (True, "conservative", 48, 2)
@@ -718,8 +616,7 @@ def test_trainers_without_a_config_make_their_own(tmp_path, monkeypatch):
 
 
 def test_plain_trl_configs_are_accepted(tmp_path):
-    trainer = sft(HybridSFTTrainer, SFTConfig, tmp_path, max_steps=3)
-    trainer.train()
+    trainer = fitted(sft(HybridSFTTrainer, SFTConfig, tmp_path, max_steps=3))
     assert trainer.hybrid_summary()["steps"] == 3
 
 
@@ -757,8 +654,7 @@ def test_without_trl_the_way_to_install_it_is_told(has, monkeypatch):
 def test_dpo_makes_no_leaps_whatever_its_loss_begins_at(loss, tmp_path, caplog):
     """At log 2, at 25 (IPO: (1 / (2 * 0.1)) ** 2) or at 50, with random weights and with pretrained ones."""
     options = {**PHASES, "direction": "auto", "loss_type": [loss], "max_steps": 15}
-    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **options)
-    trainer.train()
+    trainer = fitted(dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **options))
     summary = trainer.hybrid_summary()
     assert summary["leaps_made"] == summary["predicted_steps"] == 0
     assert summary["no_leaps"] == "preference pairs are trained on" and "pretrained" not in caplog.text
@@ -767,10 +663,8 @@ def test_dpo_makes_no_leaps_whatever_its_loss_begins_at(loss, tmp_path, caplog):
 def test_dft_makes_no_leaps_and_does_not_pass_for_pretrained(tmp_path, caplog):
     """Its loss begins near 0 with random weights."""
     options = {**PHASES, "direction": "auto", "max_steps": 15}
-    trainer = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path / "dft", loss_type="dft", **options)
-    trainer.train()
+    trainer = fitted(sft(HybridSFTTrainer, HybridSFTConfig, tmp_path / "dft", loss_type="dft", **options))
     summary = trainer.hybrid_summary()
     assert summary["leaps_made"] == 0 and "`loss_type=dft`" in summary["no_leaps"] and "pretrained" not in caplog.text
-    trainer = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path / "nll", **options)
-    trainer.train()
+    trainer = fitted(sft(HybridSFTTrainer, HybridSFTConfig, tmp_path / "nll", **options))
     assert trainer.hybrid_summary()["leaps_made"] > 0

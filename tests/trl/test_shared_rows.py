@@ -6,43 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 from conftest import assert_same_weights, config_values, mostly_slow, weights
-from packaging.version import Version
 from torch._dynamo.utils import counters
-from transformers import (
-    BambaConfig,
-    BambaForCausalLM,
-    BloomConfig,
-    BloomForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GemmaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Mamba2Config,
-    Mamba2ForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -50,7 +16,27 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 import trl.trainer.utils  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from rig import rollouts, with_eyes  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from rig.pairs import (  # noqa: E402
+    BLOOM,
+    LOSSES,
+    OF_KIND,
+    PAIRS,
+    SIZES,
+    STATES,
+    TOKENIZER,
+    WORDS,
+    apart,
+    build,
+    dpo,
+    gradients,
+    history,
+    lora,
+    lora_and_head,
+    of_kind,
+    trained_adapters,
+    with_states,
+)  # fmt: skip
+from rig.trainers import fitted  # noqa: E402
 from trl import DPOConfig, DPOTrainer, GRPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
 from hf_hybrid import (  # noqa: E402
@@ -66,95 +52,6 @@ from hf_hybrid.rows import states  # noqa: E402
 from hf_hybrid.run.run import RandomStates  # noqa: E402
 from hf_hybrid.trl.sft_dpo import options_of_rows  # noqa: E402
 
-WORDS = 61
-
-
-def tokenizer():
-    vocabulary = {"<pad>": 0, "<eos>": 1, **{f"w{number}": number for number in range(2, WORDS)}}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
-
-
-TOKENIZER = tokenizer()
-
-
-def preferences(rows=24, seed=0):
-    """Pairs with prompts and completions of different lengths, prompts twice as long as completions."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def words(least, most):
-        count = int(torch.randint(least, most, (), generator=generator))
-        return " ".join(f"w{word}" for word in torch.randint(2, WORDS, (count,), generator=generator).tolist())
-
-    return Dataset.from_list(
-        [{"prompt": words(8, 20), "chosen": " " + words(3, 10), "rejected": " " + words(3, 10)} for _ in range(rows)]
-    )
-
-
-PAIRS = preferences()
-SIZES = {
-    "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
-}  # fmt: skip
-GPT2 = {
-    "vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0, "attn_pdrop": 0.0, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
-}  # fmt: skip
-MAMBA = {
-    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16,
-    "attn_layer_indices": [1],
-}  # fmt: skip
-BALANCED = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
-ARCHITECTURES = {
-    "llama": lambda **o: LlamaForCausalLM(LlamaConfig(**SIZES, **o)),
-    "qwen2": lambda **o: Qwen2ForCausalLM(Qwen2Config(**SIZES, **o)),
-    "mistral": lambda **o: MistralForCausalLM(MistralConfig(**SIZES, **o)),
-    "gemma": lambda **o: GemmaForCausalLM(GemmaConfig(**SIZES, head_dim=8, **o)),
-    "gpt2": lambda **o: GPT2LMHeadModel(GPT2Config(**GPT2, **o)),
-    "phi": lambda **o: PhiForCausalLM(PhiConfig(**SIZES, **o)),
-    "mixtral": lambda **o: MixtralForCausalLM(MixtralConfig(**SIZES, **BALANCED, **o)),
-    "bamba": lambda **o: BambaForCausalLM(BambaConfig(**SIZES, **MAMBA, **o)),
-    "opt": lambda **o: OPTForCausalLM(OPTConfig(**SIZES, ffn_dim=48, dropout=0.0, word_embed_proj_dim=32, **o)),
-}
-
-
-def build(architecture, seed=0, **options):
-    torch.manual_seed(seed)
-    return ARCHITECTURES[architecture](**options)
-
-
-def dpo(trainer, config, folder, model=None, reference=True, **options):
-    arguments = {"max_length": None, "bf16": False, "max_steps": 4, "optim": "sgd", "learning_rate": 0.3, **options}
-    extra = {name: arguments.pop(name) for name in ("peft_config", "eval_dataset", "callbacks") if name in arguments}
-    model = model or build("llama")
-    if config is HybridDPOConfig:
-        arguments.setdefault("enable_predict", False)
-        arguments.setdefault("share_rows", "on")
-    return trainer(
-        model,
-        build("llama", seed=1) if reference is True else reference,
-        config(**config_values(folder, **arguments)),
-        train_dataset=PAIRS,
-        processing_class=TOKENIZER,
-        **extra,
-    )
-
-
-def gradients(trainer, batch):
-    trainer.model.train()
-    trainer.model.zero_grad()
-    loss = trainer.compute_loss(trainer.model, batch)
-    loss.backward()
-    return loss.item(), {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
-
-
-def apart(first, second):
-    """The largest relative difference. What is zero up to rounding (a bias of keys) is left out."""
-    assert first.keys() == second.keys()
-    least = 1e-6 * max(tensor.norm() for tensor in first.values())
-    return max(((first[n] - second[n]).norm() / first[n].norm()).item() for n in first if first[n].norm() > least)
-
 
 def warnings_of(caplog):
     return [r.getMessage() for r in caplog.records if r.name.endswith("fallbacks") and r.levelno == logging.WARNING]
@@ -164,7 +61,7 @@ def warnings_of(caplog):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", OF_KIND)
 def test_gradients_are_those_of_trl(architecture, attention, tmp_path):
     found = []
     for trainer, config in ((DPOTrainer, DPOConfig), (HybridDPOTrainer, HybridDPOConfig)):
@@ -180,35 +77,6 @@ def test_gradients_are_those_of_trl(architecture, attention, tmp_path):
     # Two passes, of policy and reference; a prompt is two thirds of a row, and half of them are shared.
     assert summary["tokens"] == 2 * batch["attention_mask"].sum()
     assert 0.25 < summary["tokens_shared"] / summary["tokens"] < 0.5
-
-
-DELTA = {
-    "head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 4,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-}  # fmt: skip
-STATES = {
-    "qwen3_next": lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**SIZES, **DELTA)),
-    "lfm2": lambda: Lfm2ForCausalLM(Lfm2Config(**SIZES, layer_types=["conv", "full_attention"])),
-    "mamba2": lambda: Mamba2ForCausalLM(
-        Mamba2Config(**SIZES, num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=16)
-    ),
-    "bamba": lambda: build("bamba"),
-}
-
-
-def with_states(architecture, scale=1.0):
-    """A model whose states last, or a reference that is not far from it."""
-    if architecture == "lfm2" and Version(transformers.__version__) < Version("5.23"):
-        pytest.skip("its layers are not told where rows end")
-    torch.manual_seed(0)
-    model = STATES[architecture]()
-    for name, parameter in model.named_parameters():
-        if name.endswith("A_log"):
-            torch.nn.init.constant_(parameter, -2.0)
-        elif parameter.dim() == 2:
-            torch.nn.init.normal_(parameter, std=0.15 * scale)
-    return model
 
 
 @pytest.mark.parametrize("architecture", STATES)
@@ -236,8 +104,7 @@ def test_preferences_with_states_are_recomputed_and_resumed(architecture, tmp_pa
         model, reference = with_states(architecture), with_states(architecture, scale=0.9)
         return dpo(trainer, config, folder, model=model, reference=reference, **options, **more)
 
-    theirs = made(DPOTrainer, DPOConfig, tmp_path / "trl", max_steps=1)
-    theirs.train()
+    theirs = fitted(made(DPOTrainer, DPOConfig, tmp_path / "trl", max_steps=1))
     whole = made(HybridDPOTrainer, HybridDPOConfig, tmp_path, max_steps=2)
     recomputes = []
     whole.model.get_decoder().layers[0].register_forward_pre_hook(
@@ -251,24 +118,6 @@ def test_preferences_with_states_are_recomputed_and_resumed(architecture, tmp_pa
     first = type(whole.model).from_pretrained(tmp_path / "checkpoint-1")
     assert apart(weights(theirs.model), weights(first)) < 1e-5
     assert whole.hybrid_summary()["plain_rows_because"] is None
-
-
-def lora(**options):
-    peft = pytest.importorskip("peft")
-    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
-
-
-def lora_and_head():
-    return lora(modules_to_save=["lm_head"])
-
-
-def trained_adapters():
-    """A policy whose adapters changed something already: TRL keeps a copy of them as the reference."""
-    model = pytest.importorskip("peft").get_peft_model(build("llama"), lora())
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    return model
 
 
 CASES = {
@@ -288,14 +137,6 @@ CASES = {
 }
 
 
-def history(trainer):
-    left_out = ("runtime", "per_second", "hybrid/", "step_time")
-    return [
-        {key: value for key, value in entry.items() if not any(word in key for word in left_out)}
-        for entry in trainer.state.log_history
-    ]
-
-
 @pytest.mark.parametrize("draws", [False, True])
 def test_generators_of_dpo_are_left_as_by_trl(draws, tmp_path):
     """Also where the rows of the first batch are compared, and it was found out what is drawn."""
@@ -306,8 +147,7 @@ def test_generators_of_dpo_are_left_as_by_trl(draws, tmp_path):
             model.get_input_embeddings().register_forward_hook(
                 lambda module, args, hidden: hidden + 0 * torch.rand(2, 5).sum() if module.training else hidden
             )
-        built = dpo(trainer, config, tmp_path, model=model, max_steps=2)
-        built.train()
+        built = fitted(dpo(trainer, config, tmp_path, model=model, max_steps=2))
         states.append(RandomStates.now(torch.device("cpu")))
     assert states[0].same_as(states[1])
     summary = built.hybrid_summary()
@@ -373,12 +213,6 @@ def test_padding_free_that_cannot_be_is_told(tmp_path, caplog):
         assert "`padding_free=True` has no effect" in told and why in told and "Leave `padding_free` out" in told
 
 
-LOSSES = [
-    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
-    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
-]  # fmt: skip
-
-
 def test_every_loss_is_that_of_trl(tmp_path):
     trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, label_smoothing=0.1)
     batch = trainer.data_collator([trainer.train_dataset[index] for index in range(4)])
@@ -403,8 +237,7 @@ def test_every_loss_is_that_of_trl(tmp_path):
 @pytest.mark.parametrize("options", [{"bf16": True}, {"dtype": torch.bfloat16}], ids=["autocast", "weights"])
 def test_in_half_precision_prompts_are_shared(options, tmp_path):
     model = build("llama").to(options.get("dtype", torch.float32))
-    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, model=model, bf16=options.get("bf16", False))
-    trainer.train()
+    trainer = fitted(dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, model=model, bf16=options.get("bf16", False)))
     assert trainer.hybrid_summary()["tokens_shared"] > 0.25 * trainer.hybrid_summary()["tokens"]
 
 
@@ -416,8 +249,7 @@ PHASES = {
 
 @pytest.mark.slow
 def test_leaps_and_probes_share_prompts(tmp_path):
-    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, optim="adamw_torch", **PHASES)
-    trainer.train()
+    trainer = fitted(dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, optim="adamw_torch", **PHASES))
     summary = trainer.hybrid_summary()
     assert summary["forward_only_passes"] > 0 and summary["tokens_shared"] > 0.25 * summary["tokens"]
 
@@ -443,8 +275,7 @@ def compare_rollouts(theirs, ours, folder, share, **options):
     trained = []
     for trainer, extra in ((theirs, {}), (ours, {"share_rows": "on", **hybrid})):
         model = LlamaForCausalLM.from_pretrained(folder / "base")
-        trained.append(rollouts.build(trainer, folder / trainer.__name__, share, model=model, **made, **extra))
-        trained[-1].train()
+        trained.append(fitted(rollouts.build(trainer, folder / trainer.__name__, share, model=model, **made, **extra)))
     plain, shared = trained
     assert shared.state.global_step == 8 and apart(weights(plain.model), weights(shared.model)) < 1e-6
     return shared
@@ -472,8 +303,7 @@ def test_rloo_shares_prompts(tmp_path):
 @pytest.mark.slow
 def test_a_resumed_run_with_rewards_goes_on_counting_and_ends_at_the_same_weights(tmp_path):
     options = {"share_rows": "on", "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "num_iterations": 2}
-    whole = rollouts.build(HybridGRPOTrainer, tmp_path, **options)
-    whole.train()
+    whole = fitted(rollouts.build(HybridGRPOTrainer, tmp_path, **options))
     resumed = rollouts.build(HybridGRPOTrainer, tmp_path / "resumed", **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert apart(weights(whole.model), weights(resumed.model)) == 0.0
@@ -484,18 +314,13 @@ def test_a_resumed_run_with_rewards_goes_on_counting_and_ends_at_the_same_weight
 # What is not shared.
 
 
-def gemma3(**options):
-    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8, **options))
-
-
 def mamba():
     sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "pad_token_id")}
-    return MambaForCausalLM(MambaConfig(**sizes, eos_token_id=1, bos_token_id=None))
+    return of_kind("mamba", **sizes, eos_token_id=1, bos_token_id=None)
 
 
 def bloom():
-    sizes = {"vocab_size": WORDS, "hidden_size": 32, "n_layer": 2, "n_head": 4, "pad_token_id": 0, "eos_token_id": 1}
-    return BloomForCausalLM(BloomConfig(**sizes, hidden_dropout=0.0, attention_dropout=0.0))
+    return of_kind("bloom", **BLOOM, hidden_dropout=0.0, attention_dropout=0.0)
 
 
 class Counted(LlamaForCausalLM):
@@ -525,8 +350,7 @@ def test_where_a_prompt_cannot_be_shared_training_is_trls_to_the_last_bit(case, 
     for trainer, config in ((DPOTrainer, DPOConfig), (HybridDPOTrainer, HybridDPOConfig)):
         torch.manual_seed(0)
         models = {"model": build_model(), "reference": build_model()}
-        trained.append(dpo(trainer, config, tmp_path / trainer.__name__, max_steps=2, **models))
-        trained[-1].train()
+        trained.append(fitted(dpo(trainer, config, tmp_path / trainer.__name__, max_steps=2, **models)))
     plain, shared = trained
     assert apart(weights(plain.model), weights(shared.model)) == 0.0
     assert shared.hybrid_summary()["tokens_shared"] == 0
@@ -536,7 +360,12 @@ def test_where_a_prompt_cannot_be_shared_training_is_trls_to_the_last_bit(case, 
 
 @pytest.mark.parametrize("window", [8, 40])
 def test_windows_of_attention_go_along_paths(window, tmp_path):
-    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, model=gemma3(sliding_window=window))
+    trainer = dpo(
+        HybridDPOTrainer,
+        HybridDPOConfig,
+        tmp_path,
+        model=of_kind("gemma3_text", **SIZES, head_dim=8, sliding_window=window),
+    )
     batch = trainer.data_collator([trainer.train_dataset[index] for index in range(4)])
     _, shared = gradients(trainer, batch)
     assert trainer.rows.counts["tokens_shared"] > 0
@@ -545,10 +374,8 @@ def test_windows_of_attention_go_along_paths(window, tmp_path):
 
 
 def test_off_is_trl_to_the_last_bit(tmp_path):
-    plain = dpo(DPOTrainer, DPOConfig, tmp_path / "plain")
-    plain.train()
-    off = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path / "off", share_rows="off")
-    off.train()
+    plain = fitted(dpo(DPOTrainer, DPOConfig, tmp_path / "plain"))
+    off = fitted(dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path / "off", share_rows="off"))
     assert apart(weights(plain.model), weights(off.model)) == 0.0
     assert off.hybrid_summary()["tokens"] == 0
 
@@ -571,12 +398,10 @@ def test_layers_of_policy_and_reference_compile_twice(adapters, tmp_path):
     options = {"reference": None if adapters else True, "max_steps": 6}
     if adapters:
         options["peft_config"] = lora()
-    expected = dpo(DPOTrainer, DPOConfig, tmp_path, **options)
-    expected.train()
+    expected = fitted(dpo(DPOTrainer, DPOConfig, tmp_path, **options))
     torch._dynamo.reset()
     counters.clear()
-    found = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, torch_compile_backend="aot_eager", **options)
-    found.train()
+    found = fitted(dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, torch_compile_backend="aot_eager", **options))
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
     assert apart(weights(expected.model), weights(found.model)) < 1e-6
     assert found.hybrid_summary()["plain_rows_because"] is None
@@ -598,8 +423,7 @@ def test_noise_of_the_length_of_a_row_is_that_of_trl(tmp_path):
 def test_a_resumed_run_goes_on_counting_and_ends_at_the_same_weights(phases, tmp_path):
     options = {"max_steps": 6, "save_strategy": "steps", "optim": "adamw_torch", **(PHASES if phases else {})}
     options["save_steps"] = options["max_steps"] // 2
-    whole = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **options)
-    whole.train()
+    whole = fitted(dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **options))
     resumed = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path / "resumed", **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{options['save_steps']}"))
     assert apart(weights(whole.model), weights(resumed.model)) == 0.0

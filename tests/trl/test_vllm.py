@@ -14,7 +14,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 from peft import LoraConfig  # noqa: E402
 from rig import rollouts, vllm_stand_in  # noqa: E402
-from rig.rollouts import WITH_GAME, WITH_TOOLS, Game, build, policy  # noqa: E402
+from rig.rollouts import WITH_GAME, WITH_TOOLS, Game, build, distance, policy  # noqa: E402
+from rig.trainers import fitted  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
@@ -40,14 +41,9 @@ DIVISIONS = {
 def train(kind, folder, share=0.5, resume=None, **options):
     """Train with vLLM. Return the trainer and the engine that sampled."""
     with vllm_stand_in.installed(policy):
-        trainer = build(kind, folder / kind.__name__, share, use_vllm=True, **options)
-        trainer.train(resume_from_checkpoint=resume)
+        trainer = fitted(build(kind, folder / kind.__name__, share, use_vllm=True, **options), resume=resume)
     (engine,) = vllm_stand_in.LLM.made
     return trainer, engine
-
-
-def distance(first: dict, second: dict) -> float:
-    return max((one - other).abs().max().item() for one, other in zip(first.values(), second.values(), strict=True))
 
 
 def check(kinds, folder, share=0.5, *, skips=("rows_skipped",), agent=dict, **options):
