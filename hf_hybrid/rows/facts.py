@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from accelerate.utils import is_compiled_module
 from torch import nn
 
+from hf_hybrid.part import LIBRARIES, package_of
 from hf_hybrid.rows.costs import Costs
 from hf_hybrid.rows.experts import OPTION, Router
 from hf_hybrid.rows.randomness import Drawn
 from hf_hybrid.rows.states import again, layers_with_state
-from hf_hybrid.run.packages import LIBRARIES, package_of
 from hf_hybrid.run.trainer_view import own_forward
 from hf_hybrid.streaming.layers import base_model
 

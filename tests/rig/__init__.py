@@ -22,9 +22,8 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 | `live_bytes.py` | how many bytes of tensors are alive, and their peak, without an allocator that counts |
 | `llama_cpp.mjs` | a GGUF file in llama.cpp: its loss and its token ids |
 | `pages.py` | a page of HTML taken apart |
-| `processes.py` | forked processes that train together, and one that imports everything anew |
 | `pairs.py` | pairs of words, tiny models of many kinds, and DPO of them |
-| `processes.py` | forked processes that train together |
+| `processes.py` | forked processes that train together, and one that imports everything anew |
 | `rollouts.py` | tiny GRPO and RLOO trainings, in which a share of the rows has no advantage |
 | `run_folders.py` | output folders as runs leave them, with known numbers |
 | `sft_rows.py` | rows of the kinds that people fine-tune on |
