@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.results import Results, command_line, provenance
 from hf_hybrid.rows.attention import tensors_of
-from hf_hybrid.rows.sharing import FlatRow
+from hf_hybrid.rows.exchange import FlatRow
 from hf_hybrid.rows.tree import IGNORED, Rows, divide, on_host, padded
 
 ROWS, LENGTH, MICRO_BATCHES, MOST, REPEATS = 64, 2000, 8, 16_000, 100

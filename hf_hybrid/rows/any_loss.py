@@ -1,7 +1,7 @@
 """
 Every token once, under any loss: the backbone computes a flat row, and gives its states back as a padded batch.
 
-sharing.py exchanges batch and labels around a whole model, because it knows what the loss reads: labels. Other losses
+exchange.py exchanges batch and labels around a whole model, because it knows what the loss reads: labels. Other losses
 read what they want: the score of the last token (reward models), logits (CPO, ORPO), hidden states (distillation). So
 here hooks of torch exchange less, around the backbone alone:
 
@@ -31,8 +31,8 @@ from hf_hybrid.compat import cache_name
 from hf_hybrid.machine import mixed_precision_of, sharding_of
 from hf_hybrid.part import Step
 from hf_hybrid.rows.attention import ARGUMENT
-from hf_hybrid.rows.sharing import IF_NO_PADDING, FlatRow, ModelFacts, SharedRows, with_states
-from hf_hybrid.rows.states import by_row
+from hf_hybrid.rows.exchange import IF_NO_PADDING, Exchange, FlatRow, ModelFacts, with_states
+from hf_hybrid.rows.recurrent import by_row
 from hf_hybrid.rows.tree import IGNORED, Batch, Rows, Tree, divide, on_host
 from hf_hybrid.run.trainer_view import TrainerView, overridden
 
@@ -80,11 +80,11 @@ def in_padded_rows(states: Tensor, row: FlatRow) -> Tensor:
     return empty.index_put((places,), states[0][slots[readers]]).view(rows, length, -1)
 
 
-class RowsForAnyLoss(SharedRows):
+class RowsForAnyLoss(Exchange):
     """
     Lets the backbones of a trainer's models compute batches as trees, whatever the loss does with their states.
 
-    It counts as [`SharedRows`] does.
+    It counts as [`Exchange`] does.
     """
 
     def __init__(self, trainer: TrainerView, reason_plain: str | None = None):

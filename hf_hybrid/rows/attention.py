@@ -267,7 +267,7 @@ class Layout:
         self.on_flash = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
         self._masks: dict[tuple, Any] = {}
         self.passes: dict[float, Any] = {}
-        """Those of layers with a state (states.py)."""
+        """Those of layers with a state (recurrent.py)."""
         self.keys: Tensor | None = None
         if tensors is not None or device.type != "cpu":
             self._keep(tensors_of(segments) if tensors is None else tensors)

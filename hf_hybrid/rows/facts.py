@@ -16,9 +16,9 @@ from accelerate.utils import is_compiled_module
 from torch import nn
 
 from hf_hybrid.rows.costs import Costs
-from hf_hybrid.rows.experts import OPTION, Router
 from hf_hybrid.rows.randomness import Drawn
-from hf_hybrid.rows.states import again, layers_with_state
+from hf_hybrid.rows.recurrent import again, layers_with_state
+from hf_hybrid.rows.router_loss import OPTION, Router
 from hf_hybrid.run.trainer_view import LIBRARIES, own_forward, package_of
 from hf_hybrid.streaming.layers import base_model
 

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from hf_hybrid.part import Step
 from hf_hybrid.rows.costs import WORTH
-from hf_hybrid.rows.sharing import FlatRow, Seen, SharedRows, UnderWay, are_still, seen_now
+from hf_hybrid.rows.exchange import Exchange, FlatRow, Seen, UnderWay, are_still, seen_now
 from hf_hybrid.rows.tree import Batch, Row, Tree, by_batch, join
 from hf_hybrid.rows.windows import WITHOUT_LAUNCHES
 
@@ -113,7 +113,7 @@ class _UnderWay(UnderWay):
     merged: Pass | None = None
 
 
-class MergedRows(SharedRows):
+class MergedRows(Exchange):
     """
     Shares rows, and computes several micro-batches of a window in one pass of each model. `micro_batches_saved` counts
     those that the trained model is not entered for.

@@ -17,7 +17,7 @@ It holds three things:
   targets. Where rows repeat each other, several rows read the same target, and each counts.
 
 Tokens that predict nothing are left out: padding, the last token of a row, the tokens after a row's last label, and
-rows without labels. A router's loss counts all but padding (experts.py): there rows stay whole, and micro-batches too.
+rows without labels. A router's loss counts all but padding (router_loss.py): there rows and micro-batches stay whole.
 
 **How the tree is built.** The rows are sorted, so rows with a common prefix are neighbours. They enter the tree one
 after the other, and only the path of the previous row is open. A new row follows this path as far as both agree, splits
@@ -189,7 +189,7 @@ class Segment(NamedTuple):
 def memory_of(row: Row, taken: int, again: float = 0.0) -> float:
     """
     Return the memory that a row takes in a tree that has `taken` of its tokens already, in tokens. They take `again` a
-    share of what a token takes, in layers that compute them once for each row (states.py).
+    share of what a token takes, in layers that compute them once for each row (recurrent.py).
     """
     return row.length - (1 - again) * taken + (KEY_SHARE * row.length if taken else 0)
 

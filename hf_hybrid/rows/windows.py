@@ -46,8 +46,7 @@ from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows import any_loss
 from hf_hybrid.rows.comparison import not_a_sum, sample, two_rows
 from hf_hybrid.rows.costs import WORTH, share_saved
-from hf_hybrid.rows.facts import dropout_of
-from hf_hybrid.rows.sharing import (
+from hf_hybrid.rows.exchange import (
     COUNTS,
     DIVISORS,
     HOLE,
@@ -55,15 +54,16 @@ from hf_hybrid.rows.sharing import (
     INSIDE,
     MICRO_BATCHES,
     Copied,
+    Exchange,
     FlatRow,
     Plan,
     Seen,
-    SharedRows,
     obstacle_in_batch,
     rows_of,
     seen_now,
 )
-from hf_hybrid.rows.states import layers_with_state
+from hf_hybrid.rows.facts import dropout_of
+from hf_hybrid.rows.recurrent import layers_with_state
 from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, by_batch, divide, join, on_host, padded
 from hf_hybrid.run.run import Run, as_before
 from hf_hybrid.run.trainer_view import IN_PLACE, LossView, TrainerView, own_losses, unknown_loss
@@ -93,7 +93,7 @@ def may_save(batches: Sequence[Any]) -> bool:
     Whether a window has padding, tokens that predict nothing, or rows that begin alike. Cheap, and often no.
 
     The batches are on the host, as the loader gives them. One that holds anything else than such rows may save
-    something too: [`SharedRows`] looks at what it holds.
+    something too: [`Exchange`] looks at what it holds.
     """
     starts: list[tuple[int, ...]] = []
     for batch in batches:
@@ -109,7 +109,7 @@ def may_save(batches: Sequence[Any]) -> bool:
     return len(set(starts)) < len(starts)
 
 
-class SharedWindows(SharedRows):
+class SharedWindows(Exchange):
     """
     Lays out the accumulation windows of `Trainer` and of TRL's `SFTTrainer`, whose losses are sums over the labels of a
     window, or means over those of its micro-batches.

@@ -16,7 +16,7 @@ truncated completion with `mask_truncated_completions=True`) has no gradient eit
 What is computed instead. TRL divides a generation batch into micro-batches and collects the gradients of one
 accumulation window for each optimizer step. Here the rows with an advantage are taken out of the micro-batches of a
 window and packed into as few new ones as they fill. Rows of the same prompt are put together, so the prompt can be
-computed once (rows/sharing.py). The other calls of `training_step` return a loss of zero and compute nothing. A row
+computed once (rows/exchange.py). The other calls of `training_step` return a loss of zero and compute nothing. A row
 never leaves its window, so each row contributes to the same optimizer step as in TRL, also with several
 `num_iterations` or a `steps_per_generation` of its own. A window may need completions that are not generated before its
 first micro-batch is over; then each part of the window that shares a generation batch is planned by itself.

@@ -67,8 +67,8 @@ from transformers import (
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.compat import checkpointing_option
-from hf_hybrid.rows import attention, costs, states, windows
-from hf_hybrid.rows.sharing import SharedRows
+from hf_hybrid.rows import attention, costs, recurrent, windows
+from hf_hybrid.rows.exchange import Exchange
 from hf_hybrid.rows.tree import on_host
 from hf_hybrid.rows.windows import SharedWindows
 
@@ -245,7 +245,7 @@ def assert_same_gradients(folder, rows, build_model, merges=True, **options):
 
 @pytest.mark.parametrize("architecture", mostly_slow(ARCHITECTURES, COMMON))
 def test_gradients_of_a_window_are_those_of_padded_rows(architecture, tmp_path, monkeypatch):
-    monkeypatch.setattr(states, "LEAST", 8)  # tokens of tiny rows that a pass has to save
+    monkeypatch.setattr(recurrent, "LEAST", 8)  # tokens of tiny rows that a pass has to save
     rows = KINDS["agent"]()[:12]
     summary = assert_same_gradients(tmp_path, rows, lambda: build(architecture))
     assert summary["tokens_shared"] > 0.5 * summary["tokens"]
@@ -286,7 +286,7 @@ def test_gradients_over_a_base_in_four_bits(tmp_path):
 @pytest.mark.parametrize("architecture", with_eyes.KINDS)
 def test_text_rows_of_models_with_images(architecture, kind, tmp_path, monkeypatch):
     """`Trainer` takes the mean of the losses of each micro-batch, whatever number of labels it has."""
-    monkeypatch.setattr(states, "LEAST", 8)
+    monkeypatch.setattr(recurrent, "LEAST", 8)
     assert_same_gradients(tmp_path, KINDS[kind]()[-12:], lambda: with_eyes.build(architecture))
 
 
@@ -363,7 +363,7 @@ def test_images_keep_padded_rows(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_gradients_of_all_architectures_on_all_data(architecture, kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(states, "LEAST", 1)
+    monkeypatch.setattr(recurrent, "LEAST", 1)
     assert_same_gradients(tmp_path, KINDS[kind]()[-12:], lambda: build(architecture))
 
 
@@ -465,7 +465,7 @@ OF_STATES = ("qwen3_next", "lfm2", "mamba2", "bamba")
 
 @pytest.mark.parametrize("architecture", OF_STATES)
 def test_states_are_recomputed(architecture, tmp_path, monkeypatch):
-    monkeypatch.setattr(states, "LEAST", 8)
+    monkeypatch.setattr(recurrent, "LEAST", 8)
     rows, options = KINDS["agent"]()[:12], {checkpointing_option(): True}
     assert_same_gradients(tmp_path, rows, lambda: build(architecture), **options)
 
@@ -473,7 +473,7 @@ def test_states_are_recomputed(architecture, tmp_path, monkeypatch):
 @pytest.mark.parametrize("architecture", mostly_slow(OF_STATES, ["qwen3_next", "lfm2", "mamba2"]))
 def test_states_go_on_after_a_resume(architecture, tmp_path, monkeypatch):
     """To the same bits, also where layers are recomputed."""
-    monkeypatch.setattr(states, "LEAST", 8)
+    monkeypatch.setattr(recurrent, "LEAST", 8)
     rows, options = KINDS["agent"](), {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     options[checkpointing_option()] = True
     whole = shared(tmp_path, rows, model=build(architecture), **options)
@@ -689,7 +689,7 @@ def test_without_a_mask_routers_count_padding(tmp_path):
     model, batch = build(BALANCED_MODEL), pad(KINDS["agent"]()[:8])
     del batch["attention_mask"]
     found = []
-    for engine in (None, SharedRows()):
+    for engine in (None, Exchange()):
         model.zero_grad()
         with contextlib.nullcontext() if engine is None else engine.on(model):
             output = model(**batch)
@@ -708,7 +708,7 @@ def test_parts_of_several_micro_batches_have_a_router_loss_each(tmp_path):
     labels = sum(sum(label != -100 for label in row["labels"][1:]) for row in rows)
     of_micro_batches = [[row for row, own in zip(rows, numbers) if own == number] for number in (2, 7)]
     expected = sum(model(**pad(own), num_items_in_batch=labels).loss for own in of_micro_batches)
-    engine = SharedRows()
+    engine = Exchange()
     with engine.on(model):
         found = model(**pad(rows), num_items_in_batch=labels, hybrid_micro_batches=numbers).loss
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -1038,7 +1038,7 @@ def test_under_dropout_gradients_have_the_distribution_of_padded_rows(case):
     model, batch = RANDOM[case](0.3).train(), pad(KINDS["instructions"]()[:3])
     watched = [parameter for parameter in model.parameters() if parameter.requires_grad][1]
     draws = {}
-    for engine in (None, SharedRows()):
+    for engine in (None, Exchange()):
         torch.manual_seed(1)
         gradients = []
         for _ in range(300):
@@ -1121,13 +1121,13 @@ def test_the_backward_pass_that_is_tried_leaves_nothing(tmp_path, monkeypatch):
     model, seen, tried = build(), [], []
     for parameter in model.parameters():
         parameter.register_hook(lambda grad: seen.append(grad))
-    own = SharedRows._run_backward
+    own = Exchange._run_backward
 
     def run(rows, model, *args):
         own(rows, model, *args)
         tried.append(all(parameter.grad is None for parameter in model.parameters()) and not seen)
 
-    monkeypatch.setattr(SharedRows, "_run_backward", run)
+    monkeypatch.setattr(Exchange, "_run_backward", run)
     shared(tmp_path, KINDS["agent"](), model=model, max_steps=2, eval_strategy="steps", eval_steps=1)
     assert tried == [True] and seen
 
@@ -1207,4 +1207,4 @@ def test_parts_are_those_that_were_asked_for(tmp_path):
         trainer = HybridTrainer(build(), config, data_collator=pad, train_dataset=KINDS["agent"]())
         made[str(asked)] = type(trainer.rows)
     assert list(made.values()) == [SharedWindows, SharedWindows, type(None), type(None)]
-    assert issubclass(SharedWindows, SharedRows)
+    assert issubclass(SharedWindows, Exchange)

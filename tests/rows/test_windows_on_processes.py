@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.rows import sharing, states
+from hf_hybrid.rows import exchange, recurrent
 
 pytestmark = pytest.mark.processes
 SIZES = {
@@ -101,7 +101,7 @@ def train(trainer, config, folder, rows, kind="text", **options):
 
 def run(folder, sharding):
     fsdp2_on_cpu.enable()
-    states.LEAST = 8  # tokens of tiny rows that a pass has to save
+    recurrent.LEAST = 8  # tokens of tiny rows that a pass has to save
     rank = int(os.environ["RANK"])
     for name, data in DATA.items():
         trainer = train(HybridTrainer, HybridConfig, folder / name, data(), leap_gain=0, **SHARDING[sharding])
@@ -178,7 +178,7 @@ def test_a_process_that_cannot_share_does_not_leave_the_other_waiting(where, tmp
     def run():
         rank = int(os.environ["RANK"])
         if rank == 1 and where != "key":
-            setattr(sharing, {"ten tokens": "drawn_numbers", "tree": "difference"}[where], broken)
+            setattr(exchange, {"ten tokens": "drawn_numbers", "tree": "difference"}[where], broken)
         for kind, config in ((Trainer, TrainingArguments), (HybridTrainer, HybridConfig)):
             torch.manual_seed(0)
             collator = with_key if where == "key" and rank else pad

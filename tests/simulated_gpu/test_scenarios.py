@@ -350,9 +350,9 @@ ONLY_ELSEWHERE = {
     ),
     **dict.fromkeys(
         (
-            "rows/states.py: layout.passes[least] = cls(each, *(tensor.to(layout.device, non_blocking=True) for tensor "
-            "in flat))",
-            "rows/states.py: starts = starts.to(layout.device, non_blocking=True) if starts.any() else None",
+            "rows/recurrent.py: layout.passes[least] = cls(each, *(tensor.to(layout.device, non_blocking=True) for "
+            "tensor in flat))",
+            "rows/recurrent.py: starts = starts.to(layout.device, non_blocking=True) if starts.any() else None",
         ),
         "tests/rows/test_layers_with_state.py, on a CPU",
     ),

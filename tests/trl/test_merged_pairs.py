@@ -36,7 +36,7 @@ from trl import DPOConfig, DPOTrainer  # noqa: E402
 from hf_hybrid import HybridDPOConfig, HybridDPOTrainer  # noqa: E402
 from hf_hybrid import trainer as trainer_module  # noqa: E402
 from hf_hybrid.compat import checkpointing_option  # noqa: E402
-from hf_hybrid.rows import attention, costs, merging, states  # noqa: E402
+from hf_hybrid.rows import attention, costs, merging, recurrent  # noqa: E402
 
 WINDOW = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 3}
 """Windows of three micro-batches. The epoch's last one has fewer: 24 pairs are four windows."""
@@ -99,7 +99,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", mostly_slow(CASES, ["adapters", "every loss", "nothing recomputed", "an epoch"]))
 def test_training_is_that_of_trl(case, tmp_path, monkeypatch):
-    monkeypatch.setattr(states, "LEAST", 4)
+    monkeypatch.setattr(recurrent, "LEAST", 4)
     assert_same(*both(tmp_path, **CASES[case]))
 
 

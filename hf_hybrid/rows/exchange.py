@@ -1,7 +1,7 @@
 """
 Every token once: the part of a run that computes batches as trees (tree.py, attention.py).
 
-A model gets a padded batch, and its loss is read from what it returns. While [`SharedRows.on`] is open, hooks of torch
+A model gets a padded batch, and its loss is read from what it returns. While [`Exchange.on`] is open, hooks of torch
 exchange both, and neither the model's code nor the trainer's notices:
 
     padded batch -> [before the model] -> flat row -> backbone -> [behind it] -> the slots that predict -> head, loss
@@ -65,10 +65,10 @@ from hf_hybrid.rows.attention import (
 )
 from hf_hybrid.rows.comparison import TOLERANCES, Observed, difference, loss_of, sample, two_rows
 from hf_hybrid.rows.costs import WORTH, share_saved
-from hf_hybrid.rows.experts import OPTION, router_losses
 from hf_hybrid.rows.facts import ModelFacts, dropout_of
 from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_numbers
-from hf_hybrid.rows.states import by_row
+from hf_hybrid.rows.recurrent import by_row
+from hf_hybrid.rows.router_loss import OPTION, router_losses
 from hf_hybrid.rows.tree import (
     IGNORED,
     Batch,
@@ -342,7 +342,7 @@ class UnderWay(threading.local):
     cuts: bool = False  # whether that is cut off from the layers, and its gradient read
 
 
-class SharedRows(Part):
+class Exchange(Part):
     """
     Lets models compute batches as trees.
 
