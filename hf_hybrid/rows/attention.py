@@ -45,8 +45,8 @@ import contextlib
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Generator, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,7 +59,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hybrid.compat import options_for_fewer_heads
-from hf_hybrid.rows.tree import Segment
+from hf_hybrid.rows.router_loss import OPTION
+from hf_hybrid.rows.tree import IGNORED, Batch, Segment, Targets, Tree, on_device
 
 ARGUMENT = "tree_layout"
 """Argument of a model's forward that holds the [`Layout`]."""
@@ -472,6 +473,124 @@ def _visible(ends: Tensor, depths: Tensor, window: int | None) -> Any:
     if window is None:
         return below
     return lambda batch, head, query, key: below(batch, head, query, key) & (depths[query] - depths[key] < window)
+
+
+# Flat rows.
+
+
+class FlatRow(NamedTuple):
+    """
+    A tree as a model gets it in place of a padded batch, and how its loss reads it.
+
+    The model's own loss is a sum over targets: one that several rows read stands there several times, and nothing is
+    put back. TRL reads values of each label (log-probability, entropy, ...), and other losses read hidden states. These
+    are computed once, and put where the padded batch has them: at `places`, which are indices into
+    `[batch, length - 1]`. Where rows share a target they read the same value, and autograd adds up their gradients.
+    """
+
+    ids: Tensor  # [1, slots]
+    positions: Tensor  # [1, slots]
+    slots: Tensor  # where each target is predicted: [targets]
+    tokens: Tensor  # what is predicted there: [targets]
+    readers: Tensor  # the target of each label: [labels]
+    places: Tensor  # [labels]
+    shape: tuple[int, int]  # of the batch
+    repeats: bool  # whether a target stands once for each row that reads it; then nothing is put back
+    reads: Tensor | None  # [`Tree.reads`], if the model has a router's loss
+    divisors: Tensor | None  # where losses are means: of the loss of targets if they repeat, else of rows
+    layout: Any = None  # once it is on the device
+
+    @classmethod
+    def on(
+        cls,
+        device: torch.device,
+        trees: Sequence[tuple[Tree, Sequence[Batch]]],
+        beside: Sequence[Tensor] = (),
+        *,
+        repeats: bool,
+        balances: bool = False,
+    ) -> tuple[list[dict[int, FlatRow]], list[Tensor]]:
+        """
+        Move trees to a device, each with the batches that its rows come from, and other tensors `beside` them: all in
+        one copy. Return for each tree how each of its batches reads it, by the number of the batch. `balances`: they
+        have a router's loss. A batch with such a loss, or whose loss is a mean or repeats targets, has its own tree.
+        """
+        tensors, made = list(beside), []
+        for tree, batches in trees:
+            segments, rows = tree.segments, cls._of(tree, batches, Targets.of(tree, batches), repeats, balances)
+            of_layout = [] if device.type == "cpu" else tensors_of(segments)
+            made.append((segments, rows, of_layout))
+            for parts in (of_layout, *rows.values()):
+                tensors += filter(torch.is_tensor, parts)
+        known = dict(zip(map(id, tensors), tensors))  # batches that read one tree have tensors in common
+        moved: dict[int, Any] = dict(zip(known, on_device(list(known.values()), device), strict=True))
+        there = []
+        for segments, rows, of_layout in made:
+            layout = Layout(segments, device, [*map(moved.__getitem__, map(id, of_layout))] or None)
+            there.append({})
+            for number, row in rows.items():
+                parts: Any = map(moved.get, map(id, row), row)
+                there[-1][number] = cls(*parts)._replace(layout=layout)
+        return there, [*map(moved.__getitem__, map(id, beside))]
+
+    @classmethod
+    def _of(
+        cls, tree: Tree, batches: Sequence[Batch], targets: Targets, repeats: bool, balances: bool
+    ) -> dict[int, FlatRow]:
+        """As [`on`] for one tree, on the host and without a layout."""
+        ids, positions = tree.flat()
+        ids, positions = ids[None], positions[None]
+        slots, tokens, readers, places = targets
+        found, is_empty = {}, not len(slots)
+        for number in sorted(set(map(attrgetter("batch"), tree.rows))):
+            batch, mine = batches[number], places[:, 0] == number
+            (_, rows, columns), divisors = places[mine].T, batch.divisors
+            if repeats:
+                order = readers.argsort(stable=True)
+                slots, tokens = slots[readers[order]], tokens[readers[order]]
+                divisors = None if divisors is None else divisors[places[order, 1]]
+            if is_empty:  # a loss of nothing, with a gradient of zero
+                slots, tokens = torch.zeros(1, dtype=torch.long), torch.full((1,), IGNORED)
+                divisors = torch.ones_like(slots) if repeats and divisors is not None else divisors
+            count, length = batch.ids.shape
+            shape, own, in_batch = (count, length), readers[mine], rows * (length - 1) + columns
+            reads = tree.reads(batch) if balances else None
+            found[number] = cls(ids, positions, slots, tokens, own, in_batch, shape, repeats, reads, divisors)
+        return found
+
+    def inputs(self, mask: Tensor, labels: bool) -> dict[str, Any]:
+        """Return what stands in place of a batch; the mask is [`no_mask`]. Only models get `labels`, no backbones."""
+        tokens = {"input_ids": self.ids, "attention_mask": mask, "position_ids": self.positions, "use_cache": False}
+        if not labels:
+            return tokens
+        # Of means the model would compute one: it gets no labels, and `mean_losses` stand in for its loss behind it.
+        targets = None if self.repeats and self.divisors is not None else self.tokens[None]
+        balances = {} if self.reads is None else {OPTION: False}  # the losses are added behind the model
+        return {**tokens, "labels": targets, "shift_labels": targets, **balances}
+
+    def values(self, of_targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """
+        Bring values of targets, each `[1, targets]`, into the layout of the batch, `[batch, length - 1]`; 0 elsewhere.
+        """
+        rows, length = self.shape
+        alike: dict[Any, list[str]] = {}
+        for name, values in of_targets.items():
+            # What has a gradient is read alone: the head has less to do for what no loss reads.
+            alike.setdefault(name if values.requires_grad else (values.device, values.dtype), []).append(name)
+        read: dict[str, Tensor] = {}
+        for names in alike.values():
+            stacked = of_targets[names[0]] if len(names) == 1 else torch.cat([of_targets[name] for name in names])
+            places, readers = (tensor.to(stacked.device) for tensor in (self.places, self.readers))
+            put = stacked.new_zeros(len(names), rows * (length - 1)).index_copy_(1, places, stacked[:, readers])
+            read.update(zip(names, put.view(len(names), rows, length - 1), strict=True))
+        return read
+
+    def states(self, states: Tensor) -> Tensor:
+        """Return states `[1, slots, width]` as those of a padded batch, `[batch, length - 1, width]`; 0 elsewhere."""
+        rows, length = self.shape
+        slots, readers, places = (part.to(states.device) for part in (self.slots, self.readers, self.places))
+        empty = states.new_zeros(rows * (length - 1), states.shape[-1])
+        return empty.index_put((places,), states[0][slots[readers]]).view(rows, length - 1, -1)
 
 
 # The operator. Its gradient is written out: inside of an operator there is no autograd.

@@ -2,29 +2,30 @@
 Every token once: the part of a run that computes batches as trees (tree.py, attention.py).
 
 A model gets a padded batch, and its loss is read from what it returns. While [`Exchange.on`] is open, hooks of torch
-exchange both, and neither the model's code nor the trainer's notices:
+exchange both, and neither the model's code nor the trainer's notices. The backbone's hooks do it for any loss:
+
+    padded batch -> [before the backbone] -> flat row -> backbone -> [behind it] -> padded states -> head, loss
+
+Every token is computed, padding is not, and what rows share is computed once. Head and loss are the trainer's own, and
+find nothing changed but the states of padding, which are zero. The head scores padding as before.
+
+**Where the loss is known to read labels** ([`Exchange.reads_labels`]), hooks of the whole model exchange more:
 
     padded batch -> [before the model] -> flat row -> backbone -> [behind it] -> the slots that predict -> head, loss
 
-- **Before the model** the batch becomes a flat row with positions of its own, and the labels become the targets.
+- **Before the model** the labels become the targets, and rows end with their last one.
 - **Behind the backbone** the hidden states of the slots that predict are taken out. So the head scores nothing else.
-  A loss that the model computes itself is a sum over targets: a target that several rows read stands there several
-  times. It is the loss of the padded batch.
-- **Behind the model** of TRL, values of each target (log-probability, entropy, ...) are put where TRL expects them, in
-  the layout of the batch. Where rows share a target they read the same value, and autograd adds up their gradients.
+- **Behind the model** of TRL, values of each target are put where TRL expects them, in the layout of the batch.
 
-**Windows.** transformers divides a summed loss by the number of labels in the accumulation window. So any row may be
-computed in any micro-batch of its window. windows.py puts rows with a common prefix together, and makes as few
-micro-batches as memory allows, or as keep a large GPU busy. Batches, their order, the number of steps and the schedule
-are those of plain `Trainer`; the micro-batches that are left over compute nothing. They come first, because processes
-exchange gradients in the last backward pass of a window.
+How a loss reads a flat row says [`FlatRow`]. The parts of this room differ in what they exchange:
+windows.py lays out the accumulation windows of `Trainer` and SFT, merging.py enters a model once for several
+micro-batches of pairs, and any_loss.py has the trainers whose losses read states.
 
 **Is it the same?** The gradient is, up to rounding: about 1e-6 in fp32. Four things guard it. What is known not to
-work is not tried ([`obstacle_in_model`], and `reason_not_shared` in windows.py). The first batch of every model is
-computed in both ways and compared (comparison.py); so is the first batch with rows longer than the model's sliding
-window. A layer that asks for an attention that a tree does not have raises an error in that comparison. And before a
-model is trained on trees, a backward pass of few tokens is tried. After a mismatch or an error the padded rows are
-computed, and the log says why.
+work is not tried (the functions named `reason_not_...`). The first batch of every model is computed in both ways and
+compared (comparison.py); so is the first batch with rows longer than the model's sliding window. A layer that asks for
+an attention that a tree does not have raises an error in that comparison. And before a model is trained on trees, a
+backward pass of few tokens is tried. After a mismatch or an error the padded rows are computed, and the log says why.
 
 **Dropout.** In padded rows each copy of a prefix has random numbers of its own, so that it cannot be computed once. But
 padding can be left out: rows follow each other in the flat row, and each token draws numbers of its own. The update has
@@ -38,34 +39,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_hybrid.compat import cache_name
 from hf_hybrid.part import Part, Step
 from hf_hybrid.recovery import is_out_of_memory
-from hf_hybrid.rows.attention import (
-    ARGUMENT,
-    CannotAttendError,
-    Layout,
-    attention,
-    no_mask,
-    tensors_of,
-    tree_attention,
-)
-from hf_hybrid.rows.comparison import TOLERANCES, Observed, difference, loss_of, sample, two_rows
+from hf_hybrid.rows.attention import ARGUMENT, FlatRow, Layout, attention, no_mask, tree_attention
+from hf_hybrid.rows.comparison import Comparison, Observed
 from hf_hybrid.rows.costs import WORTH, share_saved
-from hf_hybrid.rows.facts import ModelFacts, dropout_of
+from hf_hybrid.rows.facts import ModelFacts, Plan, dropout_of
 from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_numbers
 from hf_hybrid.rows.recurrent import by_row
 from hf_hybrid.rows.router_loss import OPTION, router_losses
@@ -74,163 +65,25 @@ from hf_hybrid.rows.tree import (
     Batch,
     Row,
     Rows,
-    Targets,
     Tree,
     divide,
-    labels_of,
-    on_device,
     on_host,
-    owners_of,
-    padded,
+    reason_not_rows,
+    rows_of,
+    rows_of_states,
 )
 from hf_hybrid.run.fallbacks import Fallbacks
-from hf_hybrid.run.run import Run, as_before
-from hf_hybrid.run.trainer_view import module_of_user
-
-logger = logging.getLogger(__name__)
+from hf_hybrid.run.run import Run
+from hf_hybrid.run.trainer_view import IN_PLACE, module_of_user
 
 COUNTS = ("tokens", "tokens_padding", "tokens_shared", "micro_batches_saved")
-HOLE = "a row has a hole in its mask, or predicts a token from padding"
-IF_NO_PADDING = 'If your loss reads nothing of padding, `share_rows="on"` says so, and rows share.'
-INSIDE = "a hook of yours is on the model inside of adapters, and would see a flat row"
 MICRO_BATCHES, DIVISORS = "hybrid_micro_batches", "hybrid_divisors"
 """Names of [`Batch.micro_batches`] and [`Batch.divisors`] in a batch that windows.py laid out. No model gets them."""
-_BATCH = ("input_ids", "attention_mask", "labels")
+Origins = tuple["Tensor | None", "Tensor | None"]
 _OPTIONS = {"num_items_in_batch", "fused_lm_head", "use_cache", "return_dict", OPTION}
 """Arguments that trainers of the libraries give a model beside a batch."""
-
-
-# A batch as a flat row.
-
-
-class FlatRow(NamedTuple):
-    """
-    What a model gets and gives for a batch. Tensors are on the model's device.
-
-    TRL expects the values of each label at its `places`, which are indices into `[batch, length - 1]`.
-    """
-
-    ids: Tensor  # [1, slots]
-    positions: Tensor  # [1, slots]
-    layout: Layout
-    slots: Tensor  # where each target is predicted: [targets]
-    tokens: Tensor  # what is predicted there: [targets]
-    readers: Tensor  # the target of each label: [labels]
-    places: Tensor  # [labels]
-    shape: tuple[int, int]  # of the batch
-    repeats: bool  # whether a target stands once for each row that reads it; then there are no readers
-    reads: Tensor | None  # [`Tree.reads`], if the model has a router's loss
-    divisors: Tensor | None  # where losses are means: of the loss of targets if they repeat, else of rows
-
-    @classmethod
-    def of_window(
-        cls, micro_batches: Sequence[tuple[Batch, Tree]], device: torch.device, *, repeats: bool, balances: bool
-    ) -> list[tuple[Batch, FlatRow]]:
-        """
-        Lay out trees of rows, each of one batch, and move them to the device in one copy, their batches as well.
-        `balances` tells whether the model has a router's loss.
-        """
-        tensors = []
-        for batch, tree in micro_batches:
-            divisors = [] if batch.divisors is None else [batch.divisors]
-            if repeats:  # nothing is read from it
-                pairs, wanted = labels_of(tree, [batch])
-                order = np.argsort(pairs, kind="stable")
-                slots, tokens = torch.from_numpy(pairs[order] >> 32), torch.from_numpy(pairs[order] & 0xFFFFFFFF)
-                readers = places = torch.zeros(0, dtype=torch.long)
-                if divisors:
-                    numbers = np.array([row.number for row in tree.rows])[owners_of(tree, wanted[order])[0]]
-                    divisors = [divisors[0][numbers]]
-            else:
-                slots, tokens, readers, places = Targets.of(tree, [batch])
-                places = places[:, 1] * (batch.ids.shape[1] - 1) + places[:, 2]
-            if not len(slots):  # a loss of nothing, with a gradient of zero
-                slots, tokens = torch.zeros(1, dtype=torch.long), torch.full((1,), IGNORED)
-                divisors = [torch.ones_like(slots)] if divisors and repeats else divisors
-            of_layout = [] if device.type == "cpu" else tensors_of(tree.segments)
-            reads = [tree.reads(batch)] if balances else []
-            tensors.append([*batch[:3], *tree.flat(), slots, tokens, readers, places, *reads, *divisors, *of_layout])
-        moved, rows = iter(on_device(list(itertools.chain(*tensors)), device)), []
-        for (batch, tree), host in zip(micro_batches, tensors, strict=True):
-            *there, ids, positions, slots, tokens, readers, places = itertools.islice(moved, 9)
-            reads = next(moved) if balances else None
-            divisors = None if batch.divisors is None else next(moved)
-            of_layout = list(itertools.islice(moved, len(host) - 9 - balances - (divisors is not None)))
-            layout, shape = Layout(tree.segments, device, of_layout or None), (len(batch.ids), batch.ids.shape[1])
-            of_targets = slots, tokens, readers, places
-            row = cls(ids[None], positions[None], layout, *of_targets, shape, repeats, reads, divisors)
-            rows.append((Batch(*there), row))
-        return rows
-
-    @classmethod
-    def of_several(
-        cls, tree: Tree, batches: Sequence[Batch], numbers: Sequence[int], device: torch.device
-    ) -> dict[int, FlatRow]:
-        """
-        Lay out one tree with rows of the batches of these numbers, and move it to the device in one copy. Return by
-        number the flat row as each batch reads it: they differ in readers, places and shape alone.
-        """
-        slots, tokens, readers, places = Targets.of(tree, batches)
-        tensors = [*tree.flat(), slots, tokens]
-        shapes = {number: (len(batches[number].ids), batches[number].ids.shape[1]) for number in numbers}
-        for number, (_, length) in shapes.items():
-            mine = places[:, 0] == number
-            tensors += [readers[mine], places[mine, 1] * (length - 1) + places[mine, 2]]
-        of_layout = [] if device.type == "cpu" else tensors_of(tree.segments)
-        ids, positions, slots, tokens, *read = on_device([*tensors, *of_layout], device)
-        layout = Layout(tree.segments, device, read[2 * len(shapes) :] or None)
-        common = ids[None], positions[None], layout, slots, tokens
-        return {
-            number: cls(*common, read[2 * index], read[2 * index + 1], shape, False, None, None)
-            for index, (number, shape) in enumerate(shapes.items())
-        }
-
-    def inputs(self, mask: Tensor) -> dict[str, Any]:
-        """Return what a model takes in place of `input_ids`, `attention_mask` and `labels`; the mask is [`no_mask`]."""
-        # Of means the model would compute one: it gets no labels, and `mean_losses` stand in for its loss behind it.
-        targets = None if self.repeats and self.divisors is not None else self.tokens[None]
-        return {
-            "input_ids": self.ids,
-            "attention_mask": mask,
-            "position_ids": self.positions,
-            "labels": targets,
-            "shift_labels": targets,
-            "use_cache": False,
-            **({} if self.reads is None else {OPTION: False}),  # the losses are added behind the model
-        }
-
-    def read(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """
-        Bring values of targets, each `[1, targets]`, into the layout of the batch, `[batch, length - 1]`; 0 elsewhere.
-        """
-        rows, length = self.shape
-        alike: dict[Any, list[str]] = {}
-        for name, of_targets in values.items():
-            # What has a gradient is read alone: the head has less to do for what no loss reads.
-            kind = name if of_targets.requires_grad else (of_targets.device, of_targets.dtype)
-            alike.setdefault(kind, []).append(name)
-        read: dict[str, Tensor] = {}
-        for names in alike.values():
-            stacked = values[names[0]] if len(names) == 1 else torch.cat([values[name] for name in names])
-            places, readers = (tensor.to(stacked.device) for tensor in (self.places, self.readers))
-            put = stacked.new_zeros(len(names), rows * (length - 1)).index_copy_(1, places, stacked[:, readers])
-            read.update(zip(names, put.view(len(names), rows, length - 1), strict=True))
-        return read
-
-
-def with_states(output: Any, states: Tensor) -> Any:
-    """Return what a backbone returned, with other hidden states."""
-    if isinstance(output, tuple):
-        return (states, *output[1:])
-    output.last_hidden_state = states
-    return output
-
-
-def mean_losses(logits: Tensor, tokens: Tensor, divisors: Tensor) -> Tensor:
-    """Return the cross-entropy of targets, `[targets, vocabulary]` and `[targets]`, each divided by its divisor."""
-    tokens, divisors = tokens.to(logits.device), divisors.to(logits.device)
-    losses = nn.functional.cross_entropy(logits.float(), tokens, ignore_index=IGNORED, reduction="none")
-    return (losses / divisors).sum()
+_ASKED = ("output_hidden_states", "output_attentions", "output_router_logits")
+"""Arguments of a backbone that ask for more than states."""
 
 
 # Batches on the host.
@@ -268,14 +121,11 @@ def are_still(seen: Seen, inputs: Mapping[str, Any]) -> bool:
     return True
 
 
-def rows_of(inputs: Mapping[str, Any]) -> Rows:
-    """Return tokens, mask and labels of what a model gets."""
-    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-    return ids, torch.ones_like(ids) if mask is None else mask != 0, inputs["labels"]
-
-
 class HostBatches:
-    """The batches of a step on the host."""
+    """
+    The batches of a step on the host, each known by its `input_ids`. Where a trainer puts tokens together anew for each
+    pass (GRPO), it names the tensor that they are known by.
+    """
 
     def __init__(self) -> None:
         self.known: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -291,8 +141,8 @@ class HostBatches:
         finally:
             self.named = None
 
-    def copied(self, inputs: Mapping[str, Any]) -> Copied:
-        """Return a batch on the host: as it was copied ahead, or else copied now."""
+    def copied(self, inputs: Mapping[str, Any], rows_of: Callable[[Mapping[str, Any]], Rows]) -> Copied:
+        """Return a batch on the host: as it was copied ahead, or else copied now by `rows_of`."""
         known_by = inputs["input_ids"] if self.named is None else self.named
         if (copied := self.known.get(known_by)) is not None and are_still(copied.seen, inputs):
             return copied
@@ -302,44 +152,16 @@ class HostBatches:
         return copied
 
 
-def obstacle_in_batch(inputs: Any, beside: Container[str] = ()) -> str | None:
-    """
-    Return why a batch is not rows of tokens with labels and nothing else, as far as its form tells. `beside` are
-    arguments of a forward pass that say nothing of the rows.
-    """
-    if not isinstance(inputs, Mapping):
-        return "a batch is no mapping of names to tensors"
-    for name in ("input_ids", "labels"):
-        if not torch.is_tensor(inputs.get(name)):
-            return f"a batch holds no `{name}`"
-    given = {name: value for name, value in inputs.items() if value is not None and name not in beside}
-    if others := given.keys() - set(_BATCH):
-        return f"a batch holds `{min(others)}` beside tokens"
-    if inputs["input_ids"].dim() != 2 or len({getattr(value, "shape", None) for value in given.values()}) > 1:
-        return "tokens, mask and labels of a batch have different shapes"
-    return "labels of a batch are not tokens" if inputs["labels"].is_floating_point() else None
+# The exchange.
 
 
-# Sharing.
-
-
-class Plan(NamedTuple):
-    """What one process would do with the batches of a window: nothing, if there are no trees."""
-
-    reason: str | None = None  # there are none; it was said already
-    trees: tuple[Tree, ...] = ()
-    cost: float = 0.0  # operations of the trees
-    padded: float = 0.0  # operations of the padded rows
-
-
-class UnderWay(threading.local):
+class _Pass(threading.local):
     """The forward pass of this thread: the micro-batches of a window may go through a model on several."""
 
     row: FlatRow | None = None
     router: Tensor | None = None  # sum of the router's losses
-    comparing: str | None = None  # `padded` or `tree` in a comparison
-    hidden: Tensor | None = None  # what the backbone returned in a comparison
-    cuts: bool = False  # whether that is cut off from the layers, and its gradient read
+    joint: Any = None  # what several micro-batches are computed in (merging.py)
+    observed: Observed | None = None  # in a comparison
 
 
 class Exchange(Part):
@@ -351,25 +173,26 @@ class Exchange(Part):
     the summary says why the last batch that was computed as it is was.
 
     With `off` it does nothing. `reason_plain` says why no batch is exchanged in this run. `half_precision` tells
-    whether models compute in bf16 or fp16. `may_compare` tells whether a model can run one more forward pass inside of
-    one. It cannot where processes, or the layers of a window, wait for each other.
+    whether models compute in bf16 or fp16, and `compiles` whether their layers are compiled.
     """
 
     name = "shared_rows"
     needs_numbers = False
     in_every_pass = True
     """Whether the trainer opens [`around`] for every micro-batch, not only for those that were laid out."""
+    reads_labels = True
+    """Whether the loss is known to read what predicts labels, and nothing else of a model."""
+    models: Sequence[nn.Module] = ()
+    """Those that are open in every pass; others are opened where they are computed."""
 
     def __init__(
         self,
         off: bool = False,
         reason_plain: str | None = None,
         half_precision: bool = False,
-        may_compare: bool = True,
         compiles: bool = False,
     ):
-        self.off, self.reason_plain, self.half_precision = off, reason_plain, half_precision
-        self.may_compare, self.compiles = may_compare, compiles
+        self.off, self.reason_plain, self.compiles = off, reason_plain, compiles
         self.worth = float("inf") if compiles else WORTH
         """Rows are exchanged for trees that cost less than this share of them; compiled layers get no other shape."""
         self.fallbacks = Fallbacks("Rows are computed padded, each for itself (`share_rows`)")
@@ -381,14 +204,15 @@ class Exchange(Part):
         self._looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Models whose facts are those of the step under way."""
         self.host = HostBatches()
+        self.comparison = Comparison(self, half_precision)
         self._opened: dict[nn.Module, contextlib.ExitStack] = {}
         self._layouts: list[Layout] = []
         """Those that are known, for the backward passes that follow."""
         self._attended = False
         """Whether attentions computed the last ones."""
-        self._backward_follows = False
-        self._under_way = UnderWay()
-        self._is_counting, self._said_drawn = True, False
+        self._backward_follows = self._is_laid_out = self._said_drawn = False
+        self._pass = _Pass()
+        self._is_counting = True
 
     @property
     def plain_because(self) -> str | None:
@@ -404,6 +228,45 @@ class Exchange(Part):
         """Whether batches may be exchanged, as far as is known."""
         return not self.off and self.reason_plain is None
 
+    @property
+    def attended(self) -> bool:
+        """Whether attentions computed a tree that is under way, or the last ones."""
+        return self._attended or any(layout.attended for layout in self._layouts)
+
+    # A run.
+
+    def begin(self, run: Run) -> None:
+        self.counts = run.counts
+        for facts in self._facts.values():
+            facts.drawn.clear()  # rates may have changed since the last training
+        self._said_drawn = False
+
+    def begin_step(self, step: Step) -> None:
+        self.host.known.clear()
+        self._looked_at.clear()
+
+    def arrange(self, step: Step) -> None:
+        """Lay out the micro-batches of a step anew, if this part does, once `on_step_begin` has been called."""
+
+    def copy_ahead(self, tensors: Sequence[Tensor], batches: Iterable[Rows]) -> None:
+        """
+        Copy the batches of a step to the host at once: the host waits for the device at every copy. `tensors` are what
+        a model will get of each, or what [`HostBatches.computing`] will name.
+        """
+        self.host.known.clear()
+        if self.may_share:
+            for tensor, batch in zip(tensors, on_host(list(batches))):
+                self.host.known[tensor] = Copied(batch)
+
+    def summary(self) -> dict[str, Any]:
+        return {**{name: self.counts[name] for name in COUNTS}, "plain_rows_because": self.plain_because}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"plain_because": self.plain_because} if self.plain_because else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.fallbacks.because = state.get("plain_because")
+
     # Open and closed. Recomputed layers need the attention of trees in the backward pass too.
 
     @contextlib.contextmanager
@@ -411,6 +274,8 @@ class Exchange(Part):
         """Context for forward and backward pass of a micro-batch: models that are opened in it stay open until then."""
         self._backward_follows = True
         try:
+            for model in self.models:
+                self._open(model)
             yield
         finally:
             self._backward_follows = False
@@ -429,6 +294,18 @@ class Exchange(Part):
             if not (self._backward_follows and torch.is_grad_enabled()):
                 self._close(before)
 
+    @contextlib.contextmanager
+    def evaluating(self, *models: nn.Module) -> Generator[None]:
+        """As [`on`], for passes whose tokens are not those of the training."""
+        self.host.known.clear()
+        self._looked_at.clear()
+        before, self._is_counting, self._is_laid_out = self._is_counting, False, False
+        try:
+            with self.on(*models, *self.models):
+                yield
+        finally:
+            self._is_counting = before
+
     def _open(self, model: nn.Module) -> None:
         inside: Any = getattr(model, "_orig_mod", None)
         if inside is not None and model.forward == inside.__call__:
@@ -436,18 +313,24 @@ class Exchange(Part):
         if self.off or model in self._opened:
             return
         self._opened[model] = stack = contextlib.ExitStack()
-        stack.callback(model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True).remove)
-        if self.may_share and (facts := self.facts_of(model)).reason is None:
+        if self.reads_labels:
+            stack.callback(model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=True).remove)
+        if (reason := self.reason_plain or (facts := self.facts_of(model)).reason) is not None:
+            if not self.reads_labels:  # else it is said of a batch
+                self.fallbacks.cannot_be_exact(reason)
+            return
+        if self.reads_labels:
             hooks: Any = model._forward_pre_hooks
             of_users = [number for number, hook in hooks.items() if facts.marks and hook in facts.marks.hooks]
             for number in reversed(of_users):  # they see the batch before it is exchanged, and may change it
                 hooks.move_to_end(number, last=False)
-            stack.callback(model.register_forward_hook(self._after, prepend=True).remove)
-            if facts.with_state:
-                stack.enter_context(by_row(facts.with_state, lambda: self._under_way.row is not None))
-            hooks: Any = facts.backbone
-            stack.callback(hooks.register_forward_pre_hook(self._before_backbone, with_kwargs=True).remove)
-            stack.callback(hooks.register_forward_hook(functools.partial(self._behind_backbone, facts)).remove)
+            stack.callback(model.register_forward_hook(self._after_model, prepend=True).remove)
+        if facts.with_state:
+            stack.enter_context(by_row(facts.with_state, lambda: self._pass.row is not None))
+        before, options = functools.partial(self._before_backbone, model), {"prepend": not self.reads_labels}
+        stack.callback(facts.backbone.register_forward_pre_hook(before, with_kwargs=True, **options).remove)
+        behind = functools.partial(self._behind_backbone, model)
+        stack.callback(facts.backbone.register_forward_hook(behind).remove)
 
     def _close(self, but: Iterable[nn.Module] = ()) -> None:
         for model in [model for model in reversed(self._opened) if model not in but]:
@@ -458,7 +341,7 @@ class Exchange(Part):
                 self._attended = layout.attended
             self._layouts.clear()
 
-    def _in_trees(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    def in_trees(self, model: nn.Module) -> contextlib.ExitStack:
         """Context in which a model attends along paths where it gets a tree, and as it is elsewhere."""
         configs, stack = self.facts_of(model).configs, contextlib.ExitStack()
         name = tree_attention(configs[0]._attn_implementation or "eager")
@@ -466,130 +349,74 @@ class Exchange(Part):
             stack.enter_context(attention(config, name))
         return stack
 
-    def _eager(self) -> contextlib.AbstractContextManager[Any]:
+    def eager(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which compiled layers run as they are: what runs once does not pay for a compilation."""
         return torch.compiler.set_stance("force_eager") if self.compiles else contextlib.nullcontext()
 
-    # A run.
-
-    def begin(self, run: Run) -> None:
-        self.counts = run.counts
-        for facts in self._facts.values():
-            facts.drawn.clear()  # rates may have changed since the last training
-        self._said_drawn = False
-
-    def begin_step(self, step: Step) -> None:
-        self.host.known.clear()
-        self._looked_at.clear()
-
-    def arrange(self, step: Step) -> None:
-        """Lay out the micro-batches of a step anew, if this part does, once `on_step_begin` has been called."""
-
     @contextlib.contextmanager
-    def evaluating(self, *models: nn.Module) -> Generator[None]:
-        """As [`on`], for passes whose tokens are not those of the training."""
-        self.host.known.clear()
-        self._looked_at.clear()
-        before, self._is_counting = self._is_counting, False
+    def observing(self, observed: Observed) -> Generator[None]:
+        """Context of a pass that is made to look, also within another one."""
+        way, before, named = self._pass, self._pass.observed, self.host.named
+        way.observed, self.host.named = observed, None
         try:
-            with self.on(*models):
-                yield
+            yield
         finally:
-            self._is_counting = before
-
-    def summary(self) -> dict[str, Any]:
-        return {**{name: self.counts[name] for name in COUNTS}, "plain_rows_because": self.plain_because}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"plain_because": self.plain_because} if self.plain_because else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.fallbacks.because = state.get("plain_because")
-
-    # Batches on the host.
-
-    def copy_ahead(self, tensors: Sequence[Tensor], batches: Iterable[Rows]) -> None:
-        """
-        Copy the batches of a step to the host at once: the host waits for the device at every copy. `tensors` are what
-        a model will get of each, or what [`HostBatches.computing`] will name.
-        """
-        self.host.known.clear()
-        if self.may_share:
-            for tensor, batch in zip(tensors, on_host(list(batches))):
-                self.host.known[tensor] = Copied(batch)
+            way.observed, self.host.named = before, named
+            way.row = way.router = None
 
     # The exchange.
 
-    def _before(self, model: nn.Module, args: tuple, inputs: dict[str, Any]):
-        """Exchange a padded batch for a flat row."""
-        way = self._under_way
-        way.row = way.router = None
-        micro_batches, divisors = inputs.pop(MICRO_BATCHES, None), inputs.pop(DIVISORS, None)
-        if way.comparing == "padded" or args:
-            return None
-        if (reason := self._obstacle(model, inputs)) is not None:
-            if inputs.get("labels") is not None:  # else nothing could be left out
-                self.fallbacks.cannot_be_exact(reason)
-            return None
-        copied = self.host.copied(inputs)
-        batch, tree, row = copied.batch, copied.tree, copied.row
-        if tree is None:
-            if micro_batches is not None:  # a part of a micro-batch that did not fit
-                divisors = None if divisors is None else divisors.cpu()
-                batch = batch._replace(micro_batches=micro_batches.cpu(), divisors=divisors)
-            tree = self._tree_if_worth(model, inputs, batch)
-            if self._is_counting and way.comparing is None:
-                self._count(batch, tree, batch.ids.numel())
-        if tree is None:
-            return None
-        repeats, copied.row = not inputs.get("fused_lm_head"), None
-        if row is None or row.repeats != repeats:
-            balances, device = self.facts_of(model).balances(inputs), inputs["input_ids"].device
-            ((_, row),) = FlatRow.of_window([(batch, tree)], device, repeats=repeats, balances=balances)
-        self._begin(model, row)
-        return args, {**inputs, **row.inputs(self._mask(row))}
+    def _before_model(self, model: nn.Module, args: tuple, inputs: dict[str, Any]):
+        """Exchange a padded batch for a flat row, with the targets in place of labels."""
+        way = self._pass
+        way.row = way.router = way.joint = None
+        origins = inputs.pop(MICRO_BATCHES, None), inputs.pop(DIVISORS, None)
+        row = None if args else self._row_of(model, inputs, origins)
+        return None if row is None else (args, {**inputs, **row.inputs(self._begin(model, row), labels=True)})
 
-    def _mask(self, row: FlatRow) -> Tensor:
-        number = 1 if self.compiles else row.layout.number  # a compiler would make it a constant
-        return no_mask(row.ids.device, number, named=self._under_way.comparing is not None)
-
-    def _begin(self, model: nn.Module, row: FlatRow) -> None:
-        """Note that a model computes a flat row now, and its backward pass later."""
-        way = self._under_way
-        way.row, Layout.known[row.layout.number] = row, row.layout
-        self._layouts.append(row.layout)
-        if way.comparing is None:
-            self._opened[model].enter_context(self._in_trees(model))
-
-    def _before_backbone(self, backbone: nn.Module, args: tuple, inputs: dict[str, Any]):
-        """Give the layout to the layers, and ask for router logits where the model was told to leave their loss out."""
-        row = self._under_way.row
-        if row is None:
+    def _before_backbone(self, model: nn.Module, backbone: nn.Module, args: tuple, inputs: dict[str, Any]):
+        """
+        Exchange a padded batch for a flat row, if nothing before the model has. Give the layout to the layers, and ask
+        for router logits where the model was told to leave their loss out.
+        """
+        way = self._pass
+        if not self.reads_labels:
+            way.row = None
+            inputs = {**dict(zip(("input_ids", "attention_mask"), args)), **inputs}
+            generates = inputs.get(cache_name()) is not None or len(args) > 2
+            row = None if generates else self._row_of(model, inputs)
+            if row is not None:
+                args, inputs = (), {**inputs, **row.inputs(self._begin(model, row), labels=False)}
+        if (row := way.row) is None:
             return None
         return args, {**inputs, ARGUMENT: row.layout, **({} if row.reads is None else {OPTION: True})}
 
-    def _behind_backbone(self, facts: ModelFacts, backbone: nn.Module, args: tuple, output: Any):
-        """Take out the hidden states of the slots that predict, and the router logits."""
-        way = self._under_way
-        if way.comparing is not None:
-            if way.cuts:
+    def _behind_backbone(self, model: nn.Module, backbone: nn.Module, args: tuple, output: Any):
+        """Take out the states of the slots that predict, and the router logits; or put states where rows have them."""
+        way = self._pass
+        if (observed := way.observed) is not None:
+            if observed.cuts:
                 output = with_states(output, output[0].detach().requires_grad_())
-            way.hidden = output[0]
-        if way.row is None:
+            observed.hidden = output[0]
+        if (row := way.row) is None:
             return output
-        if way.row.reads is not None and (logits := getattr(output, "router_logits", None)):
-            router: Any = facts.router
-            way.router = router_losses(logits, router.chosen, way.row.reads).sum()
+        if not self.reads_labels:
+            way.row = None
+            return with_states(output, row.states(output[0]))
+        if row.reads is not None and (logits := getattr(output, "router_logits", None)):
+            router: Any = self.facts_of(model).router
+            way.router = router_losses(logits, router.chosen, row.reads).sum()
             output.router_logits = None
-        return with_states(output, output[0][:, way.row.slots.to(output[0].device)])
+        return with_states(output, output[0][:, row.slots.to(output[0].device)])
 
-    def _after(self, model: nn.Module, args: tuple, output: Any):
+    def _after_model(self, model: nn.Module, args: tuple, output: Any):
         """Exchange the values of targets for those of the batch, where the caller reads any; add the router's loss."""
-        way = self._under_way
+        way = self._pass
         row, way.row = way.row, None
+        if way.observed is not None:
+            way.observed.router = way.router if row is not None else getattr(output, "aux_loss", None)
+        joint, way.joint = way.joint, None
         if row is None:
-            if way.comparing is not None:
-                way.router = getattr(output, "aux_loss", None)
             return None
         if getattr(output, "log_probs", None) is None:
             if row.divisors is not None:
@@ -599,10 +426,76 @@ class Exchange(Part):
                 output.loss = output.loss + router.weight * way.router.to(output.loss.device)
                 output.aux_loss = way.router
             return None
-        values = row.read({name: values for name, values in output.items() if values.dim() == 2})
+        values = row.values(values_in(output) if joint is None else joint.values_of(output))
         if row.divisors is not None:  # TRL divides the sum by all labels
             values["log_probs"] = values["log_probs"] * (values["label_mask"].sum() / row.divisors)[:, None]
         return type(output)(**values, **({} if way.router is None else {"aux_loss": way.router}))
+
+    def _begin(self, model: nn.Module, row: FlatRow) -> Tensor:
+        """Note that a model computes a flat row now, and its backward pass later. Return its mask."""
+        way = self._pass
+        way.row, Layout.known[row.layout.number] = row, row.layout
+        self._layouts.append(row.layout)
+        if way.observed is None:
+            self._opened[model].enter_context(self.in_trees(model))
+        number = 1 if self.compiles else row.layout.number  # a compiler would make it a constant
+        return no_mask(row.ids.device, number, named=way.observed is not None)
+
+    # What rows a batch has.
+
+    def _row_of(self, model: nn.Module, inputs: Mapping[str, Any], origins: Origins = (None, None)) -> FlatRow | None:
+        """Return the flat row of a batch on its device; `None` if the batch is computed as it is."""
+        observed = self._pass.observed
+        if observed is not None and observed.tree is None:
+            return None
+        if (reason := self.reason_not_exchanged(model, inputs)) is not None:
+            if not self.reads_labels or inputs.get("labels") is not None:  # else nothing could be left out
+                self.fallbacks.cannot_be_exact(reason)
+            return None
+        if observed is not None and observed.tree is not None:
+            copied = Copied(*observed.tree)
+        else:
+            copied = self.host.copied(inputs, rows_of if self.reads_labels else rows_of_states)
+        batch, tree, row = copied.batch, copied.tree, copied.row
+        if tree is None:
+            if origins[0] is not None:  # a part of a micro-batch that did not fit
+                numbers, divisors = (None if origin is None else origin.cpu() for origin in origins)
+                batch = batch._replace(micro_batches=numbers, divisors=divisors)
+            tree = self._tree_of(model, inputs, batch)
+            if self._is_counting:
+                self._count(batch, tree, inputs["input_ids"].numel())
+        if tree is None:
+            return None
+        repeats, copied.row = self.reads_labels and not inputs.get("fused_lm_head"), None
+        if row is None or row.repeats != repeats:
+            balances = self.reads_labels and self.facts_of(model).balances(inputs)
+            device = inputs["input_ids"].device
+            ((rows,), _) = FlatRow.on(device, [(tree, [batch])], repeats=repeats, balances=balances)
+            row = rows[0]
+        return row
+
+    def _tree_of(self, model: nn.Module, inputs: Mapping[str, Any], batch: Batch) -> Tree | None:
+        """Return the tree of a batch, or `None` if the batch is computed as it is."""
+        facts, device, compute = self.facts_of(model), inputs["input_ids"].device, model
+        if self.reads_labels:
+            fused = bool(inputs.get("fused_lm_head"))
+            # In a step: parts of a micro-batch after an out-of-memory, but no passes that other parts make to look.
+            if (self._is_laid_out and not model.training) or not (fused or facts.adds_up):
+                return None
+            # A part of rows without labels has a loss too.
+            compact, whole = fused and device.type == "cuda", facts.balances(inputs) or batch.divisors is not None
+            compute = lambda part: model(**{**inputs, **part})  # noqa: E731
+        else:
+            if facts.scores_hidden(batch):
+                self.fallbacks.cannot_be_exact("the model scores a token that the mask hides")
+                return None
+            compact, whole, compute = True, False, functools.partial(_states_of, facts.backbone)
+        plan = self._plan(model, [batch], functools.partial(divide, most=float("inf")), device, compact, whole)
+        # Parts of several micro-batches have several router's losses and means, which padded rows do not.
+        if not plan.trees or (plan.cost > self.worth * plan.padded and batch.micro_batches is None):
+            return None
+        (tree,) = plan.trees
+        return tree if self._is_same(model, tree, [batch], compute, device) else None
 
     def _count(self, batch: Batch, tree: Tree | None, places: int) -> None:
         """Count the tokens of a batch of so many places, padding included."""
@@ -624,61 +517,63 @@ class Exchange(Part):
             self._looked_at.add(model)
         return facts
 
-    def _obstacle(self, model: nn.Module, inputs: Mapping[str, Any]) -> str | None:
+    def reason_not_exchanged(self, model: nn.Module, inputs: Mapping[str, Any]) -> str | None:
         """Return why a batch is computed as it is, if that is known before anything is copied to the host."""
         if self.reason_plain is not None:
             return self.reason_plain
-        if (reason := obstacle_in_batch(inputs, _OPTIONS)) is not None:
-            return reason
-        facts = self.facts_of(model)
-        if facts.marks is not None and facts.marks.inside:
-            return INSIDE
-        if facts.reason is None and facts.balances(inputs):
-            return self.obstacle_in_router(facts, fused="fused_lm_head" in inputs)
-        return facts.reason
+        if self.reads_labels:
+            facts = self.facts_of(model)
+            own = {"balances": facts.balances(inputs), "fused": "fused_lm_head" in inputs}
+            return reason_not_rows(inputs, _OPTIONS) or self.reason_not_trees(facts, **own)
+        if asked := [name for name in _ASKED if inputs.get(name)]:
+            return f"the loss reads more of the model (`{asked[0]}`)"
+        tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value) and value.dim()}
+        return reason_not_rows(tensors, needs=("input_ids",)) or self.facts_of(model).reason
 
-    def obstacle_in_router(self, facts: ModelFacts, *, fused: bool) -> str | None:
-        """Return why a router's loss cannot be had from a flat row, if that is known. `fused` heads have TRL's loss."""
-        router: Any = facts.router
-        if self.compiles:
-            return "router logits do not leave compiled layers"
-        if router.chosen is None or (router.weight is None and not fused):
-            return (
-                f"the router's loss of `{type(facts.base).__name__}` is not that of transformers' mixtures of experts"
-            )
+    def reason_not_trees(self, facts: ModelFacts, *, balances: bool, fused: bool) -> str | None:
+        """
+        Return why a model gets no trees, as far as that is known without running it. `balances` tells whether there is
+        a router's loss, and `fused` whether TRL computes head and loss.
+        """
+        if facts.reason is not None:
+            return facts.reason
+        if balances:
+            router: Any = facts.router
+            if self.compiles:
+                return "router logits do not leave compiled layers"
+            if router.chosen is None or (router.weight is None and not fused):
+                kind = type(facts.base).__name__
+                return f"the router's loss of `{kind}` is not that of transformers' mixtures of experts"
+        if not fused and (facts.own_forward or "").startswith(IN_PLACE):
+            return f"{facts.own_forward} may compute any loss"
+        if facts.marks is not None and facts.marks.inside:
+            return "a hook of yours is on the model inside of adapters, and would see a flat row"
         return None
 
-    def _exchanged(self, model: nn.Module) -> nn.Module:
-        """Return the module whose random numbers are looked for: no `forward` of a user, which may want labels."""
-        facts = self.facts_of(model)
-        return model if facts.own_forward is None else facts.backbone
-
-    def _drawn(self, model: nn.Module, device: torch.device) -> Drawn | None:
+    def drawn_by(self, model: nn.Module, device: torch.device) -> Drawn | None:
         """
         Return which random numbers a model draws in its mode. `None` if that cannot be found out, or if a forward pass
         changes a buffer; it says why.
         """
-        facts, way = self.facts_of(model), self._under_way
-        drawn = facts.drawn
-        if model.training not in drawn:
-            before, way.comparing = way.comparing, "padded"  # it runs inside of a forward pass
-            try:
-                with self._eager():
-                    module = self._exchanged(model)
-                    if model.training and (buffer := changed_buffer(module, device)) is not None:
-                        facts.reason = f"a forward pass changes the buffer `{buffer}`, which counts every token"
-                        self.fallbacks.cannot_be_exact(facts.reason)
-                        return None
-                    drawn[model.training] = drawn_numbers(module, device)
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
-                own, doing = module_of_user(model), "the model does not take ten tokens"
-                self.reason_plain = self.fallbacks.did_not_work_with(own, error, doing)
-                return None
-            finally:
-                way.comparing = before
-        return drawn[model.training]
+        facts = self.facts_of(model)
+        if model.training in facts.drawn:
+            return facts.drawn[model.training]
+        # No `forward` of a user, which may want labels. And for states no model within its own pass: accelerate gives
+        # it one object of autocast for all passes, which notes only once what to go back to.
+        module = model if self.reads_labels and facts.own_forward is None else facts.backbone
+        try:
+            with self.observing(Observed()), self.eager():  # it runs inside of a forward pass
+                if model.training and (buffer := changed_buffer(module, device)) is not None:
+                    facts.reason = f"a forward pass changes the buffer `{buffer}`, which counts every token"
+                    self.fallbacks.cannot_be_exact(facts.reason)
+                    return None
+                return facts.drawn.setdefault(model.training, drawn_numbers(module, device))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            own, doing = module_of_user(model), "the model does not take ten tokens"
+            self.reason_plain = self.fallbacks.did_not_work_with(own, error, doing)
+            return None
 
     def _note_drawn(self, model: nn.Module, drawn: Drawn, rows: Sequence[Row]) -> None:
         """Say once what random numbers of these rows cost: the share of their tokens that is not saved."""
@@ -701,159 +596,59 @@ class Exchange(Part):
         divide: Callable[..., list[Tree]],
         device: torch.device,
         compact: bool,
-        balances: bool,
+        whole: bool,
     ) -> Plan:
-        """
-        Return the trees of some batches. `divide` makes them of the rows, which come batch by batch, and options of
-        [`Tree.of`]. In `compact` padded rows the head scores only the tokens with labels. `balances` tells
-        whether there is a router's loss, which counts all tokens.
-        """
-        facts, rows = self.facts_of(model), []
-        for number, batch in enumerate(batches):
-            of_batch = batch.rows(number, counts_mask=facts.counts_mask, whole=balances)
-            if of_batch is None:
-                self.fallbacks.cannot_be_exact(HOLE)
-                return Plan(HOLE)
-            rows += of_batch
-        padded_cost = sum(facts.costs.padded(batch, compact=compact) for batch in batches)
-        if not rows or (drawn := self._drawn(model, device)) is None:
-            return Plan(self.reason_plain or facts.reason, padded=padded_cost)
-        if drawn != "nothing":
-            self._note_drawn(model, drawn, rows)
-        if drawn == "by batch":
-            return Plan(self.plain_because)
-        trees = divide(rows, shares=drawn == "nothing", again=facts.again)
-        if max(tree.size for tree in trees) > facts.most_slots:
-            reason = f"rows of more than {facts.most_slots} tokens would be scaled by place, or attend by chunks"
-            self.fallbacks.cannot_be_exact(reason)
-            return Plan(reason, padded=padded_cost)
-        return Plan(None, tuple(trees), sum(map(facts.costs.tree, trees)), padded_cost)
+        """As [`ModelFacts.plan`], with what the model draws, of which the log tells."""
+        facts = self.facts_of(model)
+        if (drawn := self.drawn_by(model, device)) is None:
+            return Plan(self.reason_plain or facts.reason)
+        plan = facts.plan(batches, divide, shares=drawn == "nothing", compact=compact, whole=whole)
+        if plan.reason is not None:
+            self.fallbacks.cannot_be_exact(plan.reason)
+        elif plan.trees and drawn != "nothing":
+            self._note_drawn(model, drawn, [row for tree in plan.trees for row in tree.rows])
+            return Plan(self.plain_because) if drawn == "by batch" else plan
+        return plan
 
-    def _tree_if_worth(self, model: nn.Module, inputs: dict[str, Any], batch: Batch) -> Tree | None:
-        """Return the tree of a batch, or `None` if the batch is computed as it is."""
-        facts, device = self.facts_of(model), inputs["input_ids"].device
-        compact = bool(inputs.get("fused_lm_head")) and inputs["input_ids"].is_cuda
-        whole = facts.balances(inputs) or batch.divisors is not None  # a part of rows without labels has a loss too
-        plan = self._plan(model, [batch], functools.partial(divide, most=float("inf")), device, compact, whole)
-        # Parts of several micro-batches have several router's losses and means, which padded rows do not.
-        if not plan.trees or (plan.cost > self.worth * plan.padded and batch.micro_batches is None):
-            return None
-        (tree,) = plan.trees
-        compute = lambda part: model(**{**inputs, **part})  # noqa: E731
-        return tree if self._is_same(model, tree, [batch], compute, device) else None
+    def _has_compared(self, model: nn.Module, longest: int) -> bool:
+        """Whether rows of this length have been compared, and a backward pass was tried before the model trains."""
+        facts = self.facts_of(model)
+        return facts.has_compared(longest) and (facts.ran_backward or not self.comparison.trains(model))
 
     def _is_same(
         self, model: nn.Module, tree: Tree, batches: Sequence[Batch], compute: Callable[..., Any], device: torch.device
     ) -> bool:
         """Whether trees may be computed, once rows of this kind have been compared."""
         if not self._has_compared(model, tree.longest):
-            if not self.may_compare:
+            if not self.comparison.is_possible:
                 self.fallbacks.cannot_be_exact("no batch of its kind was compared yet")
                 return False
-            self.reason_plain = self._compare(model, tree, batches, compute, device)
+            self.reason_plain = self.comparison.reason_not_same(model, tree, batches, compute, device)
             self.facts_of(model).note_compared(tree.longest)
         return self.reason_plain is None
 
-    def _has_compared(self, model: nn.Module, longest: int) -> bool:
-        """Whether rows of this length have been compared, and a backward pass was tried before the model trains."""
-        facts = self.facts_of(model)
-        return facts.has_compared(longest) and (facts.ran_backward or not self._trains(model))
 
-    def _trains(self, model: nn.Module) -> bool:
-        """Whether a backward pass follows, before which one may be tried."""
-        trains = model.training and torch.is_grad_enabled()
-        return trains and any(parameter.requires_grad for parameter in model.parameters())
+def with_states(output: Any, states: Tensor) -> Any:
+    """Return what a backbone returned, with other hidden states."""
+    if isinstance(output, tuple):
+        return (states, *output[1:])
+    output.last_hidden_state = states
+    return output
 
-    def _compare(
-        self,
-        model: nn.Module,
-        tree: Tree,
-        batches: Sequence[Batch],
-        compute: Callable[[dict[str, Tensor]], Any],
-        device: torch.device,
-    ) -> str | None:
-        """
-        Compute some rows in both ways (comparison.py), and return why the results are not the same. `compute` takes
-        `input_ids`, `attention_mask` and `labels`, and returns a loss or what holds one.
-        """
-        facts, rows, trains, runs_backward = (
-            self.facts_of(model),
-            Tree.of(sample(tree)),
-            model.training,
-            self._trains(model),
-        )
-        doing = "the model does not take a tree"
-        half_precision = self.half_precision or model.dtype in (torch.float16, torch.bfloat16)
-        observe, saved = functools.partial(self._observe, model, compute, device), share_saved(rows)
-        try:
-            with as_before(model, device), self._eager():
-                model.eval()
-                reason = difference(observe, rows, batches, TOLERANCES[half_precision])
-                if reason is None and trains and facts.drawn.get(True, "nothing") != "nothing":
-                    model.train()
-                    observe("tree", *padded(Tree.of(rows.rows, shares=False), batches))
-                if reason is None and runs_backward and not facts.ran_backward:
-                    model.eval()
-                    doing = "the backward pass of a tree does not run"
-                    self._run_backward(model, observe, *two_rows(rows.rows[0], batches[0].divisors is not None))
-        except CannotAttendError as error:
-            self.fallbacks.cannot_be_exact(str(error))
-            return str(error)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            if (own := facts.own_forward or module_of_user(model)) is not None:  # nobody else can mend it
-                reason = f"{own} does not take a flat row ({type(error).__name__}: {error})"
-                self.fallbacks.cannot_be_exact(reason)
-                return reason
-            if self._attended or any(layout.attended for layout in self._layouts):
-                cost = f"About {saved:.0%} of the tokens of the first batch, and its padding, are not saved."
-                return self.fallbacks.did_not_work(error, doing, cost=cost)
-            reason = f"the attention of `{type(facts.base).__name__}` is its own, not one of transformers' interface"
-            logger.debug("%s", reason, exc_info=error)
-            self.fallbacks.cannot_be_exact(reason)
-            return reason
-        if reason is not None:
-            self.fallbacks.cannot_be_exact(
-                reason, advice=f"About {saved:.0%} of its tokens, and padding, are not saved."
-            )
-        return reason
 
-    def _run_backward(self, model: nn.Module, observe: Callable[..., Observed], batch: Batch, tree: Tree) -> None:
-        """Compute the gradient of the embeddings of a tree, and nothing else: no weight gets one."""
-        facts, embedded = self.facts_of(model), []
+def values_in(output: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the values of targets that a model of TRL returned, `[1, targets]` each."""
+    return {name: values for name, values in output.items() if values.dim() == 2}
 
-        def cut(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-            embedded.append(output.detach().requires_grad_())
-            return embedded[0].clone()  # some models scale it in place
 
-        hook = facts.base.get_input_embeddings().register_forward_hook(cut)
-        try:
-            with self.on(model), torch.enable_grad(), self._in_trees(model):
-                observed = observe("tree", batch, tree)
-                loss = loss_of(observed.result)
-                loss = observed.hidden.float().mean() if loss is None else loss
-                if embedded and loss.requires_grad:
-                    torch.autograd.grad(loss, embedded[0], allow_unused=True)
-        finally:
-            hook.remove()
-        facts.ran_backward = True
+def mean_losses(logits: Tensor, tokens: Tensor, divisors: Tensor) -> Tensor:
+    """Return the cross-entropy of targets, `[targets, vocabulary]` and `[targets]`, each divided by its divisor."""
+    tokens, divisors = tokens.to(logits.device), divisors.to(logits.device)
+    losses = nn.functional.cross_entropy(logits.float(), tokens, ignore_index=IGNORED, reduction="none")
+    return (losses / divisors).sum()
 
-    def _observe(
-        self, model: nn.Module, compute: Callable, device: torch.device, how: str, batch: Batch, tree: Tree
-    ) -> Observed:
-        """Compute a batch `padded` or as a `tree`, and return what the backbone and `compute` returned."""
-        inputs = {name: tensor.to(device) for name, tensor in zip(_BATCH, batch[:3])}
-        way, named = self._under_way, self.host.named
-        self.host.known[inputs["input_ids"]] = Copied(batch, tree)
-        way.comparing, self.host.named = how, None
-        try:
-            with self._in_trees(model) if how == "tree" else contextlib.nullcontext():
-                result = compute(inputs)
-            if way.hidden is None:
-                base = type(self.facts_of(model).base).__name__
-                raise CannotAttendError(f"`{base}` does not call its backbone as a module")
-            return Observed(way.hidden, result, way.router)
-        finally:
-            way.comparing = way.row = way.hidden = way.router = None
-            self.host.named = named
+
+def _states_of(backbone: nn.Module, inputs: Mapping[str, Tensor]) -> None:
+    """Compute the states of rows of [`rows_of_states`], whose last column is there for a label."""
+    ids, mask = (inputs[name][:, :-1] for name in ("input_ids", "attention_mask"))
+    backbone(input_ids=ids, attention_mask=mask, use_cache=False)

@@ -67,7 +67,7 @@ from transformers import (
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.compat import checkpointing_option
-from hf_hybrid.rows import attention, costs, recurrent, windows
+from hf_hybrid.rows import attention, comparison, costs, recurrent, windows
 from hf_hybrid.rows.exchange import Exchange
 from hf_hybrid.rows.tree import on_host
 from hf_hybrid.rows.windows import SharedWindows
@@ -819,9 +819,8 @@ def on_a_gpu(shape):
     accelerator = SimpleNamespace(num_processes=1, unwrap_model=lambda model: model)
     args = SimpleNamespace(device=torch.device("cuda"), bf16=True, fp16=False, torch_compile=False)
     memory = SimpleNamespace(streams=False)
-    rows = SharedWindows(
-        SimpleNamespace(accelerator=accelerator, args=args, memory=memory, model=model, loss_in_chunks=True)
-    )
+    told = {"accelerator": accelerator, "args": args, "memory": memory, "loss_in_chunks": True, "more_inputs": {}}
+    rows = SharedWindows(SimpleNamespace(model=model, **told))
     rows.facts_of(model.train()).drawn[True] = "nothing"
     return rows
 
@@ -1121,13 +1120,13 @@ def test_the_backward_pass_that_is_tried_leaves_nothing(tmp_path, monkeypatch):
     model, seen, tried = build(), [], []
     for parameter in model.parameters():
         parameter.register_hook(lambda grad: seen.append(grad))
-    own = Exchange._run_backward
+    own = comparison.run_backward
 
-    def run(rows, model, *args):
-        own(rows, model, *args)
+    def run(*args):
+        own(*args)
         tried.append(all(parameter.grad is None for parameter in model.parameters()) and not seen)
 
-    monkeypatch.setattr(Exchange, "_run_backward", run)
+    monkeypatch.setattr(comparison, "run_backward", run)
     shared(tmp_path, KINDS["agent"](), model=model, max_steps=2, eval_strategy="steps", eval_steps=1)
     assert tried == [True] and seen
 

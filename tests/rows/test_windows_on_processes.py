@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.rows import exchange, recurrent
+from hf_hybrid.rows import comparison, exchange, recurrent
 
 pytestmark = pytest.mark.processes
 SIZES = {
@@ -178,7 +178,8 @@ def test_a_process_that_cannot_share_does_not_leave_the_other_waiting(where, tmp
     def run():
         rank = int(os.environ["RANK"])
         if rank == 1 and where != "key":
-            setattr(exchange, {"ten tokens": "drawn_numbers", "tree": "difference"}[where], broken)
+            room, name = {"ten tokens": (exchange, "drawn_numbers"), "tree": (comparison, "difference")}[where]
+            setattr(room, name, broken)
         for kind, config in ((Trainer, TrainingArguments), (HybridTrainer, HybridConfig)):
             torch.manual_seed(0)
             collator = with_key if where == "key" and rank else pad
