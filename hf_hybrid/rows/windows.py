@@ -384,7 +384,7 @@ class SharedWindows(Exchange):
         trees_of_batches = [(tree, [batch]) for batch, tree in micro_batches]
         options = {"repeats": not self._is_fused, "balances": self._balances}
         rows, moved = FlatRow.on(self.trainer.args.device, trees_of_batches, tensors, **options)
-        step.window = [None] * (len(step.batches) - count)
+        step.window, self._is_laid_out = [None] * (len(step.batches) - count), True
         for (batch, tree), of_tree in zip(micro_batches, rows):
             inputs = dict(zip(names, moved))
             del moved[: len(names)]
