@@ -21,7 +21,8 @@ that mask.
 | `by_segment` | elsewhere | `scaled_dot_product_attention`, or with caps and sinks plain products, per segment |
 
 `varlen_attn` ran on one H200 with torch 2.11, and `by_flex` has not run on a GPU; in the tests plain references stand
-in. `varlen_attn` has no dropout. So attention with dropout, where rows share nothing, is computed segment by segment.
+in. `varlen_attn` has no dropout. So attention with dropout is computed segment by segment: what stands behind a prefix
+draws for each row, and the prefix once.
 
 **Compiled layers.** What a compiled layer reads of an object becomes a guard: another value compiles anew. Of a
 [`Layout`] it reads tensors, and numbers that count as dynamic. Segments are computed outside of what is compiled, and
@@ -165,8 +166,8 @@ def attend(
     Compute the attention of a flat row, with the arguments that transformers gives.
 
     `own` names the model's own attention. It computes where there is no `tree_layout`, and if it is flash attention,
-    in trees too. Where rows share, `dropout` must be 0. Queries, keys and values are `[1, heads, slots, size]`. Returns
-    the outputs, `[1, slots, heads, size]`, and no weights.
+    in trees too. With caps or sinks `dropout` must be 0. Queries, keys and values are `[1, heads, slots, size]`.
+    Returns the outputs, `[1, slots, heads, size]`, and no weights.
 
     Raises:
         CannotAttendError: If the layer asks for more than a tree has.
@@ -182,8 +183,8 @@ def attend(
         layout.attended = True
     if kwargs.get("position_bias") is not None:
         raise CannotAttendError("its attention has a bias by position")
-    if dropout and (layout.shares or not plain):
-        raise CannotAttendError("its attention has dropout")
+    if dropout and not plain:
+        raise CannotAttendError("its attention has dropout beside caps or sinks")
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise CannotAttendError("its attention is not causal")
     kind = query.device.type
