@@ -6,7 +6,7 @@ from conftest import ByteText, config_values, hybrid_config, tiny_model
 from hf_hybrid import HybridTrainer
 
 ARGUMENTS = ("data_collator", "train_dataset", "eval_dataset", "callbacks", "optimizers", "parts", "direction")
-ARGUMENTS += ("probe_dataset", "processing_class")
+ARGUMENTS += ("probe_dataset", "processing_class", "compute_loss_func", "compute_metrics")
 
 
 def build(folder, kind=HybridTrainer, config=hybrid_config, *, model=None, samples=400, model_seed=None, **options):
