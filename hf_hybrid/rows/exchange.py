@@ -145,8 +145,8 @@ class HostBatches:
         finally:
             self.named = None
 
-    def copied(self, inputs: Mapping[str, Any], rows_of: Callable[[Mapping[str, Any]], Rows]) -> Copied:
-        """Return a batch on the host: as it was copied ahead, or else copied now by `rows_of`."""
+    def copied(self, inputs: Mapping[str, Any]) -> Copied:
+        """Return a batch on the host: as it was copied ahead, or else copied now."""
         known_by = inputs["input_ids"] if self.named is None else self.named
         if (copied := self.known.get(known_by)) is not None and are_still(copied.seen, inputs):
             return copied
@@ -461,8 +461,10 @@ class Exchange(Part):
             return None
         if observed is not None and observed.tree is not None:
             copied = Copied(*observed.tree)
+        elif self.reads_labels:
+            copied = self.host.copied(inputs)
         else:
-            copied = self.host.copied(inputs, rows_of if self.reads_labels else rows_of_states)
+            copied = Copied(on_host([rows_of_states(inputs)])[0])
         batch, tree, row = copied.batch, copied.tree, copied.row
         if tree is None:
             if origins[0] is not None:  # a part of a micro-batch that did not fit
