@@ -1,5 +1,6 @@
 """
-Attention in a tree of rows: every segment attends to its path from the root, and to itself causally.
+A tree on the model's device: attention, in which every segment attends to its path from the root and to itself
+causally, and the [`FlatRow`] that a model gets in place of a padded batch.
 
 A mask of the square of the flat row would do, but attention would then cost the square of the row, whatever the mask
 hides. Here each segment is a small attention of its own. Its queries are its own tokens, its keys those of its path and
@@ -25,8 +26,9 @@ in. `varlen_attn` has no dropout. So attention with dropout is computed segment 
 draws for each row, and the prefix once.
 
 **Compiled layers.** What a compiled layer reads of an object becomes a guard: another value compiles anew. Of a
-[`Layout`] it reads tensors, and numbers that count as dynamic. Segments are computed outside of what is compiled, and
-take less time so than in an operator of their own (SmolLM2's shape, rows of agents, a CPU: 1.41 instead of 1.74 s).
+[`Layout`] it reads tensors, and numbers that count as dynamic. Segments are computed outside of what is compiled. An
+operator for them was slower where rows share (six layers of SmolLM2's shape, a CPU: 1.80 instead of 1.55 s a step of
+agents' rows), and hardly faster elsewhere (instructions: 0.68 instead of 0.71 s).
 
 **How it gets into a model.** [`tree_attention`] registers an attention with transformers' `AttentionInterface`, beside
 the one that the model has, and a config names the one to use. A model passes arguments of its forward on to every
