@@ -25,8 +25,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.results import Results, command_line, provenance
-from hf_hybrid.rows.attention import tensors_of
-from hf_hybrid.rows.sharing import FlatRow
+from hf_hybrid.rows.attention import FlatRow, tensors_of
 from hf_hybrid.rows.tree import IGNORED, Rows, divide, on_host, padded
 
 ROWS, LENGTH, MICRO_BATCHES, MOST, REPEATS = 64, 2000, 8, 16_000, 100
@@ -60,10 +59,12 @@ def lay_out(batches: list[Rows]) -> None:
     copies = on_host(batches)
     rows = [row for number, batch in enumerate(copies) for row in batch.rows(number) or []]
     micro_batches = [padded(tree, copies) for tree in divide(rows, MOST)]
-    moved = FlatRow.of_window(micro_batches, torch.device("cpu"), repeats=True, balances=False)
+    trees = [(tree, [batch]) for batch, tree in micro_batches]
+    moved, _ = FlatRow.on(torch.device("cpu"), trees, repeats=True)
     # What goes to a GPU beside that, and its one copy.
     tensors = [tensor for _, tree in micro_batches for tensor in tensors_of(tree.segments)]
-    tensors += [tensor for batch, row in moved for tensor in (*batch, row.ids, row.positions, row.slots, row.tokens)]
+    tensors += [tensor for batch, _ in micro_batches for tensor in batch[:4]]
+    tensors += [tensor for rows in moved for tensor in rows[0][:4]]
     torch.cat([tensor.flatten() for tensor in tensors])
 
 

@@ -20,13 +20,11 @@ from typing import Any, Protocol
 
 from hf_hybrid.leaps.directions import DirectionFactory
 from hf_hybrid.leaps.leap import Leaps
-from hf_hybrid.part import Part, RealStep
+from hf_hybrid.part import LIBRARIES, Part, RealStep, package_of
 from hf_hybrid.run.run import NO_LEAPS, Run
 from hf_hybrid.run.trainer_view import (
-    LIBRARIES,
     TrainerView,
     optimizer_unlike_adam,
-    package_of,
     trains_adapters,
     unknown_loss,
     vocabulary_size,

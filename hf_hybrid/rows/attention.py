@@ -1,5 +1,6 @@
 """
-Attention in a tree of rows: every segment attends to its path from the root, and to itself causally.
+A tree on the model's device: attention, in which every segment attends to its path from the root and to itself
+causally, and the [`FlatRow`] that a model gets in place of a padded batch.
 
 A mask of the square of the flat row would do, but attention would then cost the square of the row, whatever the mask
 hides. Here each segment is a small attention of its own. Its queries are its own tokens, its keys those of its path and
@@ -11,23 +12,23 @@ that mask.
                                                       1 1 1 1   1 .
                                                       1 1 1 1   1 1
 
-**Which way.** [`way_of`] chooses one of five, and the model's own attention computes what is no tree:
+**Which way.** [`way_of`] chooses one of four, and the model's own attention computes what is no tree:
 
 | way | where | what computes |
 |---|---|---|
 | `by_flash_of_model` | the model's own is flash attention | that, in one call: a segment is a sequence |
 | `in_one_call` | a GPU, 16 bits | torch's `varlen_attn`, in the same way |
 | `by_flex` | caps (Gemma 2) or sinks (gpt-oss), on a GPU | `flex_attention`: who is in whose subtree |
-| `by_operator` | caps or sinks elsewhere; compiled layers | [`_tree_attention`], with a gradient of its own |
-| `by_segment` | elsewhere | `scaled_dot_product_attention`, once per segment |
+| `by_segment` | elsewhere | `scaled_dot_product_attention`, or with caps and sinks plain products, per segment |
 
 `varlen_attn` ran on one H200 with torch 2.11, and `by_flex` has not run on a GPU; in the tests plain references stand
 in. `varlen_attn` has no dropout. So attention with dropout is computed segment by segment: what stands behind a prefix
 draws for each row, and the prefix once.
 
 **Compiled layers.** What a compiled layer reads of an object becomes a guard: another value compiles anew. Of a
-[`Layout`] it reads tensors, and numbers that count as dynamic. What would read more is hidden in an operator of torch
-(`hf_hybrid::tree_attention`), which gets the number of a layout and looks it up.
+[`Layout`] it reads tensors, and numbers that count as dynamic. Segments are computed outside of what is compiled. An
+operator for them was slower where rows share (six layers of SmolLM2's shape, a CPU: 1.80 instead of 1.55 s a step of
+agents' rows), and hardly faster elsewhere (instructions: 0.68 instead of 0.71 s).
 
 **How it gets into a model.** [`tree_attention`] registers an attention with transformers' `AttentionInterface`, beside
 the one that the model has, and a config names the one to use. A model passes arguments of its forward on to every
@@ -46,8 +47,8 @@ import contextlib
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Generator, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,7 +61,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hybrid.compat import options_for_fewer_heads
-from hf_hybrid.rows.tree import Segment
+from hf_hybrid.rows.router_loss import OPTION
+from hf_hybrid.rows.tree import IGNORED, Batch, Segment, Targets, Tree, on_device
 
 ARGUMENT = "tree_layout"
 """Argument of a model's forward that holds the [`Layout`]."""
@@ -208,14 +210,11 @@ def attend(
 
 def way_of(own: str, layout: Layout, query: Tensor, key: Tensor, value: Tensor, plain: bool, dropout: float) -> str:
     """Return which way attends, the name of a method of [`Layout`] but for the first. `plain`: no caps, no sinks."""
-    compiling = torch.compiler.is_compiling()
-    if "flash" in own and not (plain and compiling):
+    if "flash" in own and not (plain and torch.compiler.is_compiling()):
         return "by_flash_of_model"
     if plain and not dropout and layout.flashes(query, key, value):
         return "in_one_call"
-    if not plain:
-        return "by_flex" if query.device.type == "cuda" else "by_operator"
-    return "by_operator" if compiling and not dropout else "by_segment"
+    return "by_segment" if plain or query.device.type != "cuda" else "by_flex"
 
 
 def _of_model(own: str, module: Any) -> Callable[..., Any]:
@@ -268,7 +267,7 @@ class Layout:
         self.on_flash = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
         self._masks: dict[tuple, Any] = {}
         self.passes: dict[float, Any] = {}
-        """Those of layers with a state (states.py)."""
+        """Those of layers with a state (recurrent.py)."""
         self.keys: Tensor | None = None
         if tensors is not None or device.type != "cpu":
             self._keep(tensors_of(segments) if tensors is None else tensors)
@@ -371,20 +370,20 @@ class Layout:
 
     # Segment by segment.
 
-    def by_operator(self, query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor:
-        scaling, window, softcap, sinks, _ = asked
-        return _tree_attention(query, key, value, sinks, self.number, scaling, window, softcap)
-
     @torch.compiler.disable
     def by_segment(self, query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor:
-        """Return the outputs of all segments, `[1, slots, heads, size]`, by torch's function for each."""
-        groups, outputs = query.shape[1] // key.shape[1], []
+        """Return the outputs of all segments, `[1, slots, heads, size]`, by a function for each: torch's if it can."""
+        groups, outputs, plain = query.shape[1] // key.shape[1], [], asked.softcap is None and asked.sinks is None
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
         queries, of_keys, of_values = query.split(self.sizes, 2), key.split(self.sizes, 2), value.split(self.sizes, 2)
-        for number, (path, mask) in enumerate(self.pieces(query.dtype, asked.window)):
+        dtype = query.dtype if plain else torch.promote_types(query.dtype, torch.float32)
+        for number, (path, mask) in enumerate(self.pieces(dtype, asked.window, masked=not plain)):
             keys, values = of_keys[number], of_values[number]
             if path is not None:
                 keys, values = torch.cat(path(of_keys), 2), torch.cat(path(of_values), 2)
+            if mask is not None and not plain:
+                outputs.append(_with_caps_and_sinks(queries[number], keys, values, mask, asked))
+                continue
             attended = F.scaled_dot_product_attention(
                 queries[number], keys, values, mask, asked.dropout, is_causal=mask is None, scale=asked.scaling
             )
@@ -415,6 +414,18 @@ class Layout:
                 hidden, float("-inf")
             )
         return self._masks[known]
+
+
+def _with_caps_and_sinks(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, asked: Asked) -> Tensor:
+    """Return the outputs of a segment, `[1, heads, queries, size]`; weights are computed in the type of the mask."""
+    scores = (query @ keys.transpose(2, 3)).to(mask.dtype) * asked.scaling
+    if asked.softcap is not None:
+        scores = torch.tanh(scores / asked.softcap) * asked.softcap
+    scores = scores + mask
+    if asked.sinks is not None:
+        sinks = asked.sinks.to(mask.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], -1)
+    return scores.softmax(-1)[..., : keys.shape[2]].to(values.dtype) @ values
 
 
 def _widened(heads: Tensor, size: int) -> Tensor:
@@ -475,120 +486,119 @@ def _visible(ends: Tensor, depths: Tensor, window: int | None) -> Any:
     return lambda batch, head, query, key: below(batch, head, query, key) & (depths[query] - depths[key] < window)
 
 
-# The operator. Its gradient is written out: inside of an operator there is no autograd.
+# Flat rows.
 
 
-def _weights(
-    query: Tensor, keys: Tensor, mask: Any, scaling: float, softcap: float | None, sinks: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+class FlatRow(NamedTuple):
     """
-    Return the weights of the keys of a segment, `[heads, queries, keys]`, the slope of the cap at each score, and the
-    weight of the sink, `[heads, queries, 1]`, if there is one. All are in fp32 at least.
+    A tree as a model gets it in place of a padded batch, and how its loss reads it.
+
+    The model's own loss is a sum over targets: one that several rows read stands there several times, and nothing is
+    put back. TRL reads values of each label (log-probability, entropy, ...), and other losses read hidden states. These
+    are computed once, and put where the padded batch has them: at `places`, which are indices into
+    `[batch, length - 1]`. Where rows share a target they read the same value, and autograd adds up their gradients.
     """
-    scores = (query @ keys.transpose(1, 2)).to(mask.dtype) * scaling
-    slope = torch.ones_like(scores[:1, :1, :1])
-    if softcap is not None:
-        scores = (scores / softcap).tanh_()
-        slope, scores = 1 - scores.square(), scores * softcap
-    scores = scores + mask
-    if sinks is None:
-        return scores.softmax(-1), slope, None
-    sink = sinks.to(mask.dtype)[:, None, None].expand(*scores.shape[:2], 1)
-    weights = torch.cat([scores, sink], -1).softmax(-1)
-    return weights[..., :-1], slope, weights[..., -1:]
 
+    ids: Tensor  # [1, slots]
+    positions: Tensor  # [1, slots]
+    slots: Tensor  # where each target is predicted: [targets]
+    tokens: Tensor  # what is predicted there: [targets]
+    readers: Tensor  # the target of each label: [labels]
+    places: Tensor  # [labels]
+    shape: tuple[int, int]  # of the batch
+    repeats: bool  # whether a target stands once for each row that reads it; then nothing is put back
+    reads: Tensor | None  # [`Tree.reads`], if the model has a router's loss
+    divisors: Tensor | None  # where losses are means: of the loss of targets if they repeat, else of rows
+    layout: Any = None  # once it is on the device
 
-def _pieces(number: int, window: int | None, *tensors: Tensor) -> tuple[list[Piece], list[Sequence[Tensor]]]:
-    """Return what the segments of a layout read, and queries, keys and others of each, `[heads, slots, size]`."""
-    layout, exact = Layout.known[number], torch.promote_types(tensors[0].dtype, torch.float32)
-    return layout.pieces(exact, window, masked=True), [tensor[0].split(layout.sizes, 1) for tensor in tensors]
+    @classmethod
+    def on(
+        cls,
+        device: torch.device,
+        trees: Sequence[tuple[Tree, Sequence[Batch]]],
+        beside: Sequence[Tensor] = (),
+        *,
+        repeats: bool,
+        balances: bool = False,
+    ) -> tuple[list[dict[int, FlatRow]], list[Tensor]]:
+        """
+        Move trees to a device, each with the batches that its rows come from, and other tensors `beside` them: all in
+        one copy. Return for each tree how each of its batches reads it, by the number of the batch. `balances`: they
+        have a router's loss. A batch with such a loss, or whose loss is a mean or repeats targets, has its own tree.
+        """
+        tensors, made = list(beside), []
+        for tree, batches in trees:
+            segments, rows = tree.segments, cls._of(tree, batches, Targets.of(tree, batches), repeats, balances)
+            of_layout = [] if device.type == "cpu" else tensors_of(segments)
+            made.append((segments, rows, of_layout))
+            for parts in (of_layout, *rows.values()):
+                tensors += filter(torch.is_tensor, parts)
+        known = dict(zip(map(id, tensors), tensors))  # batches that read one tree have tensors in common
+        moved: dict[int, Any] = dict(zip(known, on_device(list(known.values()), device), strict=True))
+        there = []
+        for segments, rows, of_layout in made:
+            layout = Layout(segments, device, [*map(moved.__getitem__, map(id, of_layout))] or None)
+            there.append({})
+            for number, row in rows.items():
+                parts: Any = map(moved.get, map(id, row), row)
+                there[-1][number] = cls(*parts)._replace(layout=layout)
+        return there, [*map(moved.__getitem__, map(id, beside))]
 
+    @classmethod
+    def _of(
+        cls, tree: Tree, batches: Sequence[Batch], targets: Targets, repeats: bool, balances: bool
+    ) -> dict[int, FlatRow]:
+        """As [`on`] for one tree, on the host and without a layout."""
+        ids, positions = tree.flat()
+        ids, positions = ids[None], positions[None]
+        slots, tokens, readers, places = targets
+        found, is_empty = {}, not len(slots)
+        for number in sorted(set(map(attrgetter("batch"), tree.rows))):
+            batch, mine = batches[number], places[:, 0] == number
+            (_, rows, columns), divisors = places[mine].T, batch.divisors
+            if repeats:
+                order = readers.argsort(stable=True)
+                slots, tokens = slots[readers[order]], tokens[readers[order]]
+                divisors = None if divisors is None else divisors[places[order, 1]]
+            if is_empty:  # a loss of nothing, with a gradient of zero
+                slots, tokens = torch.zeros(1, dtype=torch.long), torch.full((1,), IGNORED)
+                divisors = torch.ones_like(slots) if repeats and divisors is not None else divisors
+            count, length = batch.ids.shape
+            shape, own, in_batch = (count, length), readers[mine], rows * (length - 1) + columns
+            reads = tree.reads(batch) if balances else None
+            found[number] = cls(ids, positions, slots, tokens, own, in_batch, shape, repeats, reads, divisors)
+        return found
 
-def _gathered(parts: Sequence[Tensor], own: int, piece: Piece, heads: int) -> Tensor:
-    """Return the keys or values of a segment, `[heads, keys, size]`."""
-    found = parts[own] if piece.path is None else torch.cat(piece.path(parts), 1)
-    return found.repeat_interleave(heads // len(found), 0)
+    def inputs(self, mask: Tensor, labels: bool) -> dict[str, Any]:
+        """Return what stands in place of a batch; the mask is [`no_mask`]. Only models get `labels`, no backbones."""
+        tokens = {"input_ids": self.ids, "attention_mask": mask, "position_ids": self.positions, "use_cache": False}
+        if not labels:
+            return tokens
+        # Of means the model would compute one: it gets no labels, and `mean_losses` stand in for its loss behind it.
+        targets = None if self.repeats and self.divisors is not None else self.tokens[None]
+        balances = {} if self.reads is None else {OPTION: False}  # the losses are added behind the model
+        return {**tokens, "labels": targets, "shift_labels": targets, **balances}
 
+    def values(self, of_targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """
+        Bring values of targets, each `[1, targets]`, into the layout of the batch, `[batch, length - 1]`; 0 elsewhere.
+        """
+        rows, length = self.shape
+        alike: dict[Any, list[str]] = {}
+        for name, values in of_targets.items():
+            # What has a gradient is read alone: the head has less to do for what no loss reads.
+            alike.setdefault(name if values.requires_grad else (values.device, values.dtype), []).append(name)
+        read: dict[str, Tensor] = {}
+        for names in alike.values():
+            stacked = of_targets[names[0]] if len(names) == 1 else torch.cat([of_targets[name] for name in names])
+            places, readers = (tensor.to(stacked.device) for tensor in (self.places, self.readers))
+            put = stacked.new_zeros(len(names), rows * (length - 1)).index_copy_(1, places, stacked[:, readers])
+            read.update(zip(names, put.view(len(names), rows, length - 1), strict=True))
+        return read
 
-@torch.library.custom_op("hf_hybrid::tree_attention", mutates_args=())
-def _tree_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    number: int,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    """Compute the attention of the layout of a number, segment by segment; see [`attend`]."""
-    outputs, heads = [], query.shape[1]
-    pieces, (queries, of_keys, of_values) = _pieces(number, window, query, key, value)
-    for own, piece in enumerate(pieces):
-        keys, values = (_gathered(parts, own, piece, heads) for parts in (of_keys, of_values))
-        weights, _, _ = _weights(queries[own], keys, piece.mask, scaling, softcap, sinks)
-        outputs.append((weights.to(values.dtype) @ values).transpose(0, 1))
-    return torch.cat(outputs)[None]
-
-
-@torch.library.custom_op("hf_hybrid::tree_attention_backward", mutates_args=())
-def _tree_attention_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    number: int,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys, values and sinks."""
-    exact = torch.promote_types(query.dtype, torch.float32)
-    of_query, of_key, of_value = (t.new_zeros(t.shape, dtype=exact) for t in (query, key, value))
-    of_sinks, heads = query.new_zeros(query.shape[1], dtype=exact), query.shape[1]
-    pieces, (queries, of_keys, of_values, grads, of_queries, *totals) = _pieces(
-        number, window, query, key, value, grad.transpose(1, 2), of_query, of_key, of_value
-    )
-    for own, piece in enumerate(pieces):
-        keys, values = (_gathered(parts, own, piece, heads) for parts in (of_keys, of_values))
-        weights, slope, sink = _weights(queries[own], keys, piece.mask, scaling, softcap, sinks)
-        of_output = grads[own]
-        of_weights = (of_output @ values.transpose(1, 2)).to(exact)
-        mean = (of_weights * weights).sum(-1, keepdim=True)
-        of_scores = (weights * (of_weights - mean) * slope * scaling).to(query.dtype)
-        if sink is not None:
-            of_sinks -= (sink * mean).sum((1, 2))
-        of_queries[own].copy_(of_scores @ keys)
-        shares = of_scores.transpose(1, 2) @ queries[own], weights.to(values.dtype).transpose(1, 2) @ of_output
-        for parts, share in zip(totals, shares, strict=True):
-            read = [parts[own]] if piece.path is None else piece.path(parts)
-            share = share.to(exact).unflatten(0, (key.shape[1], -1)).sum(1)  # of the heads that read the same keys
-            for part, add in zip(read, share.split([part.shape[1] for part in read], 1), strict=True):
-                part += add
-    return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_sinks
-
-
-@_tree_attention.register_fake
-def _(query, key, value, sinks, number, scaling, window, softcap):
-    return value.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
-
-
-@_tree_attention_backward.register_fake
-def _(grad, query, key, value, sinks, number, scaling, window, softcap):
-    exact = torch.promote_types(query.dtype, torch.float32)
-    return *(t.new_empty(t.shape) for t in (query, key, value)), query.new_empty(query.shape[1], dtype=exact)
-
-
-def _keep(ctx, inputs, output):
-    *tensors, ctx.number, ctx.scaling, ctx.window, ctx.softcap = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _gradients(ctx, grad):
-    tensors, numbers = ctx.saved_tensors, (ctx.number, ctx.scaling, ctx.window, ctx.softcap)
-    *gradients, of_sinks = _tree_attention_backward(grad, *tensors, *numbers)
-    return *gradients, None if tensors[3] is None else of_sinks.to(tensors[3].dtype), None, None, None, None
-
-
-_tree_attention.register_autograd(_gradients, setup_context=_keep)
+    def states(self, states: Tensor) -> Tensor:
+        """Return states `[1, slots, width]` as those of a padded batch, `[batch, length - 1, width]`; 0 elsewhere."""
+        rows, length = self.shape
+        slots, readers, places = (part.to(states.device) for part in (self.slots, self.readers, self.places))
+        empty = states.new_zeros(rows * (length - 1), states.shape[-1])
+        return empty.index_put((places,), states[0][slots[readers]]).view(rows, length - 1, -1)

@@ -16,14 +16,28 @@ may drop.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hf_hybrid.recovery import is_out_of_memory
+from hf_hybrid.rows.attention import CannotAttendError
+from hf_hybrid.rows.costs import share_saved
 from hf_hybrid.rows.tree import WORD, Batch, Row, Targets, Tree, padded
+from hf_hybrid.run.run import as_before
+from hf_hybrid.run.trainer_view import module_of_user
+
+if TYPE_CHECKING:
+    from hf_hybrid.rows.exchange import Exchange
+
+logger = logging.getLogger(__name__)
 
 TOLERANCES = {False: 1e-3, True: 0.1}
 """Most difference of the first batch, see [`apart`], in fp32 and in half precision."""
@@ -33,16 +47,26 @@ FEW = 16
 """Tokens of a row whose gradient shows that a backward pass runs."""
 
 
-class Observed(NamedTuple):
-    """What a forward pass gives."""
+@dataclass
+class Observed:
+    """A forward pass that is made to look, and what it gives."""
 
-    hidden: Tensor  # of the backbone
-    result: Any  # a loss, or what holds one
-    router: Tensor | None  # the router's loss
+    tree: tuple[Batch, Tree] | None = None
+    """The batch and its tree, if it is computed as one."""
+    cuts: bool = False
+    """Whether the states are cut off from the layers, to read their gradient."""
+    hidden: Any = None
+    """States that the backbone returned."""
+    router: Tensor | None = None
+    """The router's loss."""
+    result: Any = None
+    """A loss, or what holds one."""
 
 
 Observe = Callable[[str, Batch, Tree], Observed]
 """Runs a forward pass, `padded` or as a `tree`."""
+Compute = Callable[[dict[str, Tensor]], Any]
+"""Computes a batch of tokens, mask and labels, and returns a loss or what holds one."""
 
 
 def sample(tree: Tree) -> list[Row]:
@@ -143,3 +167,153 @@ def not_a_sum(
 
 def _alike(one: Any, other: Tensor, most: float) -> bool:
     return bool((one - other).abs() <= most * other.abs())
+
+
+class Comparison:
+    """
+    Compares the first rows of each model, and the first that are longer than its sliding window.
+
+    `half_precision` tells whether models compute in bf16 or fp16.
+    """
+
+    is_possible = True
+    """Whether a model can run once more inside of a pass: not where processes, or layers of a window, wait for each."""
+    in_any_order = True
+    """Whether a backward pass may be tried: not where layers are fetched in the order of a training."""
+
+    def __init__(self, rows: Exchange, half_precision: bool):
+        self.rows, self.half_precision = rows, half_precision
+
+    def trains(self, model: nn.Module) -> bool:
+        """Whether a backward pass follows, before which one may be tried."""
+        trains = self.in_any_order and model.training and torch.is_grad_enabled()
+        return trains and any(parameter.requires_grad for parameter in model.parameters())
+
+    def _is_half(self, model: nn.Module) -> bool:
+        return self.half_precision or model.dtype in (torch.float16, torch.bfloat16)
+
+    def _observe(
+        self,
+        model: nn.Module,
+        compute: Compute,
+        device: torch.device,
+        how: str,
+        batch: Batch,
+        tree: Tree,
+        cuts: bool = False,
+    ) -> Observed:
+        rows, names = self.rows, ("input_ids", "attention_mask", "labels")
+        inputs = {name: tensor.to(device) for name, tensor in zip(names, batch[:3])}
+        observed = Observed((batch, tree) if how == "tree" else None, cuts)
+        with rows.observing(observed), rows.in_trees(model) if how == "tree" else contextlib.nullcontext():
+            observed.result = compute(inputs)
+        if observed.hidden is None:
+            raise CannotAttendError(
+                f"`{type(rows.facts_of(model).base).__name__}` does not call its backbone as a module"
+            )
+        return observed
+
+    def reason_not_same(
+        self, model: nn.Module, tree: Tree, batches: Sequence[Batch], compute: Compute, device: torch.device
+    ) -> str | None:
+        """Compute some rows in both ways, and return why the results are not the same."""
+        exchange, facts, rows = self.rows, self.rows.facts_of(model), Tree.of(sample(tree))
+        trains, fallbacks, saved = model.training, self.rows.fallbacks, share_saved(rows)
+        tries_backward = not facts.ran_backward and self.trains(model)
+        observe, doing = functools.partial(self._observe, model, compute, device), "the model does not take a tree"
+        try:
+            with as_before(model, device), exchange.eager():
+                model.eval()
+                reason = difference(observe, rows, batches, TOLERANCES[self._is_half(model)])
+                if reason is None and trains and facts.drawn.get(True, "nothing") != "nothing":
+                    model.train()
+                    observe("tree", *padded(rows, batches))
+                if reason is None and tries_backward:
+                    model.eval()
+                    doing = "the backward pass of a tree does not run"
+                    with exchange.on(model), exchange.in_trees(model):
+                        run_backward(observe, facts.base, *two_rows(rows.rows[0], batches[0].divisors is not None))
+                    facts.ran_backward = True
+        except CannotAttendError as error:
+            reason = str(error)
+            fallbacks.cannot_be_exact(reason)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            if (own := facts.own_forward or module_of_user(model)) is not None:  # nobody else can mend it
+                reason = f"{own} does not take a flat row ({type(error).__name__}: {error})"
+            elif exchange.attended:
+                cost = f"About {saved:.0%} of the tokens of the first batch, and its padding, are not saved."
+                return fallbacks.did_not_work(error, doing, cost=cost)
+            else:
+                reason = (
+                    f"the attention of `{type(facts.base).__name__}` is its own, not one of transformers' interface"
+                )
+                logger.debug("%s", reason, exc_info=error)
+            fallbacks.cannot_be_exact(reason)
+        else:
+            if reason is not None:
+                fallbacks.cannot_be_exact(
+                    reason, advice=f"About {saved:.0%} of its tokens, and padding, are not saved."
+                )
+        return reason
+
+    def reason_no_sum(
+        self,
+        model: nn.Module,
+        tree: Tree,
+        batches: Sequence[Batch],
+        compute: Callable[..., Any],
+        device: torch.device,
+        counted: bool,
+    ) -> str | None:
+        """Return why the loss of a model's own `forward` is not one that windows may be laid out anew for."""
+        facts, rows = self.rows.facts_of(model), Tree.of(sample(tree))
+        if not self.trains(model):
+            reason = "is not compared where layers are fetched in the order of a training"
+        else:
+            if len(rows.rows) < 2:
+                batch, rows = two_rows(rows.rows[0], means=False)
+                batches = [batch]
+
+            def observe(how: str, batch: Batch, tree: Tree, count: int | None) -> tuple[Tensor, Tensor]:
+                items = None if count is None else torch.tensor(count, device=device)
+                with torch.enable_grad():
+                    quiet = functools.partial(compute, items=items)
+                    observed = self._observe(model, quiet, device, how, batch, tree, cuts=True)
+                    return observed.result.detach(), torch.autograd.grad(observed.result, observed.hidden)[0]
+
+            try:
+                with as_before(model, device):
+                    model.eval()
+                    facts.base.training = True
+                    reason = not_a_sum(observe, rows, batches, counted, self._is_half(model))
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
+                reason = f"does not take a flat row in training ({type(error).__name__}: {error})"
+        facts.adds_up = reason is None
+        if reason is not None:
+            reason = f"the loss of {facts.own_forward} {reason}"
+            self.rows.fallbacks.cannot_be_exact(reason)
+        return reason
+
+
+def run_backward(observe: Observe, base: Any, batch: Batch, tree: Tree) -> None:
+    """Compute the gradient of the embeddings of a tree, and nothing else: no weight gets one."""
+    embedded: list[Tensor] = []
+
+    def cut(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[0].clone()  # some models scale it in place
+
+    hook = base.get_input_embeddings().register_forward_hook(cut)
+    try:
+        with torch.enable_grad():
+            observed = observe("tree", batch, tree)
+            loss = loss_of(observed.result)
+            loss = observed.hidden.float().mean() if loss is None else loss
+            if embedded and loss.requires_grad:
+                torch.autograd.grad(loss, embedded[0], allow_unused=True)
+    finally:
+        hook.remove()

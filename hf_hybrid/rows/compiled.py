@@ -19,7 +19,7 @@ from accelerate.utils import is_compiled_module
 from torch import Tensor, nn
 
 from hf_hybrid.part import Part
-from hf_hybrid.rows.sharing import SharedRows
+from hf_hybrid.rows.exchange import Exchange
 from hf_hybrid.run.run import Run
 from hf_hybrid.run.trainer_view import TrainerView
 from hf_hybrid.streaming.layers import decoder_layers
@@ -30,7 +30,7 @@ class CompiledLayers(Part):
 
     name = "compiled_layers"
 
-    def __init__(self, trainer: TrainerView, rows: SharedRows, reference: nn.Module | None):
+    def __init__(self, trainer: TrainerView, rows: Exchange, reference: nn.Module | None):
         self.trainer, self.rows, self.reference = trainer, rows, reference
         self._undo = contextlib.ExitStack()
 

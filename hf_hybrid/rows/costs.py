@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -89,13 +90,17 @@ class Costs(NamedTuple):
         """Return the operations of a tree, each label counted once per row."""
         return self._layers(tree) + tree.labels * self.scored
 
+    def pays(self, trees: Sequence[Tree], instead: Sequence[Tree]) -> bool:
+        """Whether trees cost clearly less than others."""
+        return sum(map(self.tree, trees)) < WORTH * sum(map(self.tree, instead))
+
     def keep_busy(self, trees: Sequence[Tree], device: torch.device) -> bool:
         """Whether a GPU computes micro-batches of such trees for longer than the host launches them."""
         return self.passes * sum(map(self._layers, trees)) > busy(device) * self.layers * len(trees)
 
     def _layers(self, tree: Tree) -> float:
         """Return the operations of a tree without the head."""
-        return tree.size * self.token + sum(segment.pairs for segment in tree.segments) * self.pair
+        return tree.size * self.token + sum(map(attrgetter("pairs"), tree.segments)) * self.pair
 
 
 def _width_of_attention(config: Any) -> int:

@@ -8,18 +8,20 @@ the step before. They are read on the host, without a look at a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from accelerate.utils import is_compiled_module
 from torch import nn
 
 from hf_hybrid.part import LIBRARIES, package_of
 from hf_hybrid.rows.costs import Costs
-from hf_hybrid.rows.experts import OPTION, Router
 from hf_hybrid.rows.randomness import Drawn
-from hf_hybrid.rows.states import again, layers_with_state
+from hf_hybrid.rows.recurrent import again, layers_with_state
+from hf_hybrid.rows.router_loss import OPTION, Router
+from hf_hybrid.rows.tree import Batch, Row, Tree
 from hf_hybrid.run.trainer_view import own_forward
 from hf_hybrid.streaming.layers import base_model
 
@@ -29,7 +31,19 @@ _COUNTS_MASK = ("opt", "biogpt")
 """Models whose positions count the tokens in the mask, not the columns."""
 
 
-def obstacle_in_model(model: Model) -> str | None:
+HOLE = "a row has a hole in its mask, or predicts a token from padding"
+
+
+class Plan(NamedTuple):
+    """What one process would do with some batches: nothing, if there are no trees."""
+
+    reason: str | None = None  # there are none; it was said already
+    trees: tuple[Tree, ...] = ()
+    cost: float = 0.0  # operations of the trees
+    padded: float = 0.0  # operations of the padded rows
+
+
+def reason_not_in_trees(model: Model) -> str | None:
     """Return why a model cannot compute trees, if that is known without running it."""
     base: Model = base_model(model)
     adapter = getattr(model, "active_peft_config", None)
@@ -206,7 +220,7 @@ class ModelFacts:
     def of(cls, model: nn.Module, *, compiles: bool) -> ModelFacts:
         try:
             base: Model = base_model(model)
-            if (reason := obstacle_in_model(model)) is not None:
+            if (reason := reason_not_in_trees(model)) is not None:
                 return cls(reason)
             counts_mask, window = base.config.model_type in _COUNTS_MASK, window_of(base.config.get_text_config())
             costs, backbone = Costs.of(model), backbone_of(base)
@@ -235,6 +249,44 @@ class ModelFacts:
     def balances(self, inputs: Mapping[str, Any]) -> bool:
         """Whether the model adds a router's loss for these inputs."""
         return self.router is not None and self.router.has_loss(inputs)
+
+    def plan(
+        self,
+        batches: Sequence[Batch],
+        divide: Callable[..., list[Tree]],
+        *,
+        shares: bool,
+        compact: bool,
+        whole: bool,
+    ) -> Plan:
+        """
+        Return the trees of some batches. `divide` makes them of the rows, which come batch by batch, and options of
+        [`Tree.of`]. In `compact` padded rows the head scores only the tokens with labels. Of `whole` rows all tokens
+        are computed, as a router's loss counts them.
+        """
+        rows: list[Row] = []
+        for number, batch in enumerate(batches):
+            of_batch = batch.rows(number, counts_mask=self.counts_mask, whole=whole)
+            if of_batch is None:
+                return Plan(HOLE)
+            rows += of_batch
+        padded = sum(self.costs.padded(batch, compact=compact) for batch in batches)
+        trees = divide(rows, shares=shares, again=self.again) if rows else []
+        if max((tree.size for tree in trees), default=0) > self.most_slots:
+            reason = f"rows of more than {self.most_slots} tokens would be scaled by place, or attend by chunks"
+            return Plan(reason, padded=padded)
+        return Plan(None, tuple(trees), sum(map(self.costs.tree, trees)), padded)
+
+    def scores_hidden(self, batch: Batch) -> bool:
+        """
+        Whether the model scores a token that the mask hides. One that classifies rows scores the last token of each
+        that is not the padding token, whatever the mask says. The last column of the batch is no token.
+        """
+        if not type(self.base).__name__.endswith("ForSequenceClassification"):
+            return False
+        ids, mask = batch.ids[:, :-1], batch.mask[:, :-1]
+        last = ((ids != self.base.config.get_text_config().pad_token_id) * torch.arange(ids.shape[1])).argmax(dim=1)
+        return bool((mask.gather(1, last[:, None]) == 0).any())
 
     def has_compared(self, longest: int) -> bool:
         """Whether rows of this length have been compared, as far as windows of attention go."""

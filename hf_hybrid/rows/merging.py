@@ -34,8 +34,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_hybrid.part import Step
-from hf_hybrid.rows.costs import WORTH
-from hf_hybrid.rows.sharing import FlatRow, Seen, SharedRows, UnderWay, are_still, seen_now
+from hf_hybrid.rows.attention import FlatRow
+from hf_hybrid.rows.exchange import Exchange, Origins, Seen, are_still, seen_now, values_in
 from hf_hybrid.rows.tree import Batch, Row, Tree, by_batch, join
 from hf_hybrid.rows.windows import WITHOUT_LAUNCHES
 
@@ -68,31 +68,30 @@ class _Joined(torch.autograd.Function):
         return None, *sums
 
 
-class Pass:
+class JointPass:
     """A pass of a model over some micro-batches of a window. `rows` are how each reads it, by its number."""
 
     def __init__(self, rows: Mapping[int, FlatRow]):
         self.unread, self.last, self.row = dict(rows), max(rows), rows[max(rows)]
         self.output: Any = None
         """What the model returned, once it has."""
+        self.number = -1
+        """The micro-batch that it is read for."""
         self._values: dict[str, Tensor] = {}
         self._leaves: dict[str, Tensor] = {}
         self._is_joined = False
-
-    def take(self, output: Any) -> None:
-        """Take what the model returned: values of targets, `[1, targets]` each."""
-        self.output = output
-        self._values = {name: values for name, values in output.items() if values.dim() == 2}
-        self._leaves = {name: v.detach().requires_grad_() for name, v in self._values.items() if v.requires_grad}
 
     @property
     def waits(self) -> bool:
         """Whether gradients may wait for the model's backward pass."""
         return bool(self._leaves) and not self._is_joined
 
-    def values(self, number: int) -> dict[str, Tensor]:
-        """Return the values for a micro-batch, those of all targets."""
-        return {**self._values, **(self.join() if number == self.last else self._leaves)}
+    def values_of(self, output: Any) -> dict[str, Tensor]:
+        """Return the values of all targets for a micro-batch, of what the model returned for the first one."""
+        if self.output is None:
+            self.output, self._values = output, values_in(output)
+            self._leaves = {name: v.detach().requires_grad_() for name, v in self._values.items() if v.requires_grad}
+        return {**self._values, **(self.join() if self.number == self.last else self._leaves)}
 
     def join(self) -> dict[str, Tensor]:
         """Return the values whose backward pass runs through the model, once."""
@@ -109,11 +108,7 @@ class Pass:
         return [(values, grad) for values, grad in grads if grad is not None]
 
 
-class _UnderWay(UnderWay):
-    merged: Pass | None = None
-
-
-class MergedRows(SharedRows):
+class MergedRows(Exchange):
     """
     Shares rows, and computes several micro-batches of a window in one pass of each model. `micro_batches_saved` counts
     those that the trained model is not entered for.
@@ -131,9 +126,8 @@ class MergedRows(SharedRows):
         self._window: list[LaidOut] = []
         self._number: int | None = None  # of the micro-batch whose loss is computed
         self._groups: dict[nn.Module, dict[int, tuple[Tree, dict[int, FlatRow]]]] = {}  # by their first micro-batch
-        self._passes: dict[tuple, Pass] = {}
+        self._passes: dict[tuple, JointPass] = {}
         self._one_by_one = False
-        self._under_way = _UnderWay()
 
     # A window.
 
@@ -177,9 +171,9 @@ class MergedRows(SharedRows):
     def around(self) -> Generator[None]:
         with super().around():
             yield
-            for (model, *_), merged in self._passes.items() if self.ends_window() else ():
-                if left := merged.left:  # there is another loss in place of the last one
-                    self._begin_again(model, merged)
+            for (model, *_), joint in self._passes.items() if self.ends_window() else ():
+                if left := joint.left:  # there is another loss in place of the last one
+                    self._begin_again(model, joint)
                     torch.autograd.backward([values for values, _ in left], [grad for _, grad in left])
 
     @contextlib.contextmanager
@@ -200,18 +194,18 @@ class MergedRows(SharedRows):
         Return the loss of the last micro-batch of a window. Its backward pass runs through all passes that wait for
         one: those whose own last micro-batch was computed by itself.
         """
-        for (model, *_), merged in self._passes.items():
-            for values in merged.join().values():
+        for (model, *_), joint in self._passes.items():
+            for values in joint.join().values():
                 loss = loss + values.masked_fill(torch.ones_like(values, dtype=torch.bool), 0.0).sum().to(loss.device)
-                self._begin_again(model, merged)
-                merged.unread.clear()
+                self._begin_again(model, joint)
+                joint.unread.clear()
         return loss
 
-    def _begin_again(self, model: nn.Module, merged: Pass) -> None:
+    def _begin_again(self, model: nn.Module, joint: JointPass) -> None:
         """Note that the backward pass of a pass that is over comes now: layers may be recomputed in it."""
         self._open(model)
-        self._begin(model, merged.row)
-        self._under_way.row = None
+        self._begin(model, joint.row)
+        self._pass.row = None
 
     def _open(self, model: nn.Module) -> None:
         before = set(self._opened)
@@ -226,8 +220,8 @@ class MergedRows(SharedRows):
 
         @functools.wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            merged = self._under_way.merged
-            return own(*args, **kwargs) if merged is None or merged.output is None else merged.output
+            joint = self._pass.joint
+            return own(*args, **kwargs) if joint is None or joint.output is None else joint.output
 
         model.forward = forward
         try:
@@ -238,36 +232,26 @@ class MergedRows(SharedRows):
             else:
                 del model.forward
 
-    def _before(self, model: nn.Module, args: tuple, inputs: dict[str, Any]):
-        way, number = self._under_way, self._number
-        way.merged = None if number is None or args or way.comparing else self._pass_of(model, number, inputs)
-        if way.merged is None or number is None:
-            return super()._before(model, args, inputs)
-        row = way.merged.unread.pop(number)
-        self._begin(model, row)
-        return None if way.merged.output is not None else (args, {**inputs, **row.inputs(self._mask(row))})
-
-    def _after(self, model: nn.Module, args: tuple, output: Any):
-        way = self._under_way
-        merged, row = way.merged, way.row
-        way.merged = None
-        if merged is None or row is None or self._number is None:
-            return super()._after(model, args, output)
-        way.row = None
-        if merged.output is None:
-            merged.take(output)
-        elif merged.waits:
+    def _row_of(self, model: nn.Module, inputs: Mapping[str, Any], origins: Origins = (None, None)) -> FlatRow | None:
+        """As [`Exchange`] does; or how a micro-batch of the window reads a pass that it takes part in."""
+        number = None if self._pass.observed is not None else self._number
+        joint = None if number is None else self._pass_of(model, number, inputs)
+        if number is None or joint is None:
+            return super()._row_of(model, inputs, origins)
+        self._pass.joint, joint.number = joint, number
+        if joint.output is not None and joint.waits:
             self.counts["micro_batches_saved"] += 1
-        return type(output)(**row.read(merged.values(self._number)))
+        return joint.unread.pop(number)
 
     # Which.
 
-    def _pass_of(self, model: nn.Module, number: int, inputs: dict[str, Any]) -> Pass | None:
+    def _pass_of(self, model: nn.Module, number: int, inputs: Mapping[str, Any]) -> JointPass | None:
         """Return the pass that a micro-batch takes part in, if there is one, or if it is the first of several."""
         laid_out = self._window[number].tensors
         if any(inputs.get(name) is not laid_out[name][0] for name in ("input_ids", "attention_mask")):
             return None
-        if not inputs.get("fused_lm_head") or self._obstacle(model, inputs) or self.facts_of(model).balances(inputs):
+        is_plain = self.reason_not_exchanged(model, inputs) or self.facts_of(model).balances(inputs)
+        if is_plain or not inputs.get("fused_lm_head"):
             return None
         if model not in self._groups:
             self._groups[model] = self._group(model, inputs)
@@ -279,7 +263,7 @@ class MergedRows(SharedRows):
         if number != first:
             return None
         tree, rows = groups[first]
-        self._passes[key] = Pass(rows)
+        self._passes[key] = JointPass(rows)
         if self._is_counting:
             for batch in (self._window[number].batch for number in rows):
                 self._count(batch, None, 0)
@@ -288,7 +272,7 @@ class MergedRows(SharedRows):
             self.counts["tokens_shared"] -= tree.size
         return self._passes[key]
 
-    def _group(self, model: nn.Module, inputs: dict[str, Any]) -> dict[int, tuple[Tree, dict[int, FlatRow]]]:
+    def _group(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[int, tuple[Tree, dict[int, FlatRow]]]:
         """Return which micro-batches of the window a model computes in one pass, by their first one."""
         facts, device = self.facts_of(model), inputs["input_ids"].device
         batches = [laid_out.batch for laid_out in self._window]
@@ -298,9 +282,8 @@ class MergedRows(SharedRows):
 
         def divided(rows: Sequence[Row], **options: Any) -> list[Tree]:
             costs, own, merged = facts.costs, by_batch(rows, most, **options), join(rows, most, **options)
-            if device.type not in WITHOUT_LAUNCHES and not costs.keep_busy(own, device):
-                return merged
-            return merged if sum(map(costs.tree, merged)) < WORTH * sum(map(costs.tree, own)) else own
+            launches = device.type not in WITHOUT_LAUNCHES and not costs.keep_busy(own, device)
+            return merged if launches or costs.pays(merged, own) else own
 
         plan, groups = self._plan(model, batches, divided, device, device.type == "cuda", False), {}
         if plan.cost > self.worth * plan.padded:
@@ -312,7 +295,8 @@ class MergedRows(SharedRows):
             compute = lambda part: model(**{**inputs, **part})  # noqa: E731
             if not self._is_same(model, tree, batches, compute, device):
                 return {}
-            groups[numbers[0]] = tree, FlatRow.of_several(tree, batches, numbers, device)
+            ((rows,), _) = FlatRow.on(device, [(tree, batches)], repeats=False)
+            groups[numbers[0]] = tree, rows
         return groups
 
 

@@ -17,7 +17,7 @@ It holds three things:
   targets. Where rows repeat each other, several rows read the same target, and each counts.
 
 Tokens that predict nothing are left out: padding, the last token of a row, the tokens after a row's last label, and
-rows without labels. A router's loss counts all but padding (experts.py): there rows stay whole, and micro-batches too.
+rows without labels. A router's loss counts all but padding (router_loss.py): there rows and micro-batches stay whole.
 
 **How the tree is built.** The rows are sorted, so rows with a common prefix are neighbours. They enter the tree one
 after the other, and only the path of the previous row is open. A new row follows this path as far as both agree, splits
@@ -35,7 +35,7 @@ The same idea without sharing is known as packing without padding. With sharing 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -124,6 +124,44 @@ class Batch(NamedTuple):
         return rows
 
 
+def rows_of(inputs: Mapping[str, Any]) -> Rows:
+    """Return tokens, mask and labels of what a model gets."""
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    return ids, torch.ones_like(ids) if mask is None else mask != 0, inputs["labels"]
+
+
+def rows_of_states(inputs: Mapping[str, Any]) -> Rows:
+    """
+    Return rows of which every token predicts something: tokens, mask and labels, each `[batch, length + 1]`.
+
+    One more column is there for what the last token of a row predicts.
+    """
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    mask, more = torch.ones_like(ids) if mask is None else (mask != 0).to(ids.dtype), torch.zeros_like(ids[:, :1])
+    labels = torch.zeros_like(ids).masked_fill(mask == 0, IGNORED)  # any token will do: nobody scores it
+    return torch.cat([ids, more], 1), torch.cat([mask, more], 1), torch.cat([more + IGNORED, labels], 1)
+
+
+def reason_not_rows(
+    inputs: Any, beside: Container[str] = (), needs: Sequence[str] = ("input_ids", "labels")
+) -> str | None:
+    """
+    Return why a batch is not rows of tokens with what the loss `needs` and nothing else, as far as its form tells.
+    `beside` are arguments of a forward pass that say nothing of the rows.
+    """
+    if not isinstance(inputs, Mapping):
+        return "a batch is no mapping of names to tensors"
+    for name in needs:
+        if not torch.is_tensor(inputs.get(name)):
+            return f"a batch holds no `{name}`"
+    given = {name: value for name, value in inputs.items() if value is not None and name not in beside}
+    if others := given.keys() - {*needs, "attention_mask"}:
+        return f"a batch holds `{min(others)}` beside tokens"
+    if inputs["input_ids"].dim() != 2 or len({getattr(value, "shape", None) for value in given.values()}) > 1:
+        return "tokens, mask and labels of a batch have different shapes"
+    return "labels of a batch are not tokens" if "labels" in given and given["labels"].is_floating_point() else None
+
+
 def on_host(batches: Sequence[Rows]) -> list[Batch]:
     """Copy batches to the host, in one transfer. What is there already is not copied."""
     if not batches:
@@ -189,7 +227,7 @@ class Segment(NamedTuple):
 def memory_of(row: Row, taken: int, again: float = 0.0) -> float:
     """
     Return the memory that a row takes in a tree that has `taken` of its tokens already, in tokens. They take `again` a
-    share of what a token takes, in layers that compute them once for each row (states.py).
+    share of what a token takes, in layers that compute them once for each row (recurrent.py).
     """
     return row.length - (1 - again) * taken + (KEY_SHARE * row.length if taken else 0)
 
@@ -295,37 +333,21 @@ class Targets(NamedTuple):
     @classmethod
     def of(cls, tree: Tree, batches: Sequence[Batch]) -> Targets:
         """Collect the targets of a tree whose rows come from these batches."""
-        pairs, wanted = labels_of(tree, batches)
+        # The last token of a row predicts what would stand behind it.
+        of_batches = [np.pad(batch.labels.numpy(), ((0, 0), (0, 1)), constant_values=IGNORED) for batch in batches]
+        of_rows = [of_batches[row.batch][row.number, row.first + 1 : row.first + 1 + row.length] for row in tree.rows]
+        labels = np.concatenate(of_rows)
+        wanted = np.flatnonzero(labels != IGNORED)  # the tokens that predict, of all rows one after the other
+        begins, ends = np.array([span for spans in tree.spans for span in spans]).T
+        starts = np.cumsum([0, *(ends - begins)])
+        slots = wanted + np.repeat(begins - starts[:-1], np.diff(np.searchsorted(wanted, starts)))
         # With the index it sorts by merging, which is fast where they are nearly in order.
-        targets, _, readers = np.unique(pairs, return_index=True, return_inverse=True)
-        rows, columns = owners_of(tree, wanted)
-        numbers = np.array([(row.batch, row.number, row.first) for row in tree.rows])[rows]
-        numbers[:, 2] += columns
-        return cls(*map(torch.from_numpy, (targets >> 32, targets & 0xFFFFFFFF, readers, numbers)))
-
-
-def labels_of(tree: Tree, batches: Sequence[Batch]) -> tuple[np.ndarray, np.ndarray]:
-    """
-    Return for each label of a tree `slot << 32 | token`, where and what is predicted, and the index of the predicting
-    token among those of the tree's rows, one row after the other. Both are `[labels]`.
-    """
-    # The last token of a row predicts what would stand behind it.
-    of_batches = [np.pad(batch.labels.numpy(), ((0, 0), (0, 1)), constant_values=IGNORED) for batch in batches]
-    labels = np.concatenate(
-        [of_batches[row.batch][row.number, row.first + 1 : row.first + 1 + row.length] for row in tree.rows]
-    )
-    wanted = np.flatnonzero(labels != IGNORED)
-    begins, ends = np.array([span for spans in tree.spans for span in spans]).T  # they are all tokens of all rows
-    starts = np.cumsum([0, *(ends - begins)])
-    slots = wanted + np.repeat(begins - starts[:-1], np.diff(np.searchsorted(wanted, starts)))
-    return slots << 32 | labels[wanted], wanted
-
-
-def owners_of(tree: Tree, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the row of a tree that each of these tokens belongs to, and its place in it, as `labels_of` has them."""
-    starts = np.cumsum([0] + [row.length for row in tree.rows])
-    rows = np.searchsorted(starts, wanted, side="right") - 1
-    return rows, wanted - starts[rows]
+        pairs, _, readers = np.unique(slots << 32 | labels[wanted], return_index=True, return_inverse=True)
+        starts = np.cumsum([0, *map(len, of_rows)])
+        owners = np.searchsorted(starts, wanted, side="right") - 1
+        numbers = np.array([(row.batch, row.number, row.first) for row in tree.rows])[owners]
+        numbers[:, 2] += wanted - starts[owners]
+        return cls(*map(torch.from_numpy, (pairs >> 32, pairs & 0xFFFFFFFF, readers, numbers)))
 
 
 def divide(rows: Sequence[Row], most: float, **options: Any) -> list[Tree]:

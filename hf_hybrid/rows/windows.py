@@ -38,35 +38,33 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import send_to_device
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_hybrid.machine import mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.part import Phase, Step
-from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows import any_loss
-from hf_hybrid.rows.comparison import not_a_sum, sample, two_rows
+from hf_hybrid.rows.attention import FlatRow
 from hf_hybrid.rows.costs import WORTH, share_saved
-from hf_hybrid.rows.facts import dropout_of
-from hf_hybrid.rows.sharing import (
-    COUNTS,
-    DIVISORS,
-    HOLE,
-    IF_NO_PADDING,
-    INSIDE,
-    MICRO_BATCHES,
-    Copied,
-    FlatRow,
-    Plan,
-    Seen,
-    SharedRows,
-    obstacle_in_batch,
+from hf_hybrid.rows.exchange import COUNTS, DIVISORS, MICRO_BATCHES, Copied, Exchange, Seen, seen_now
+from hf_hybrid.rows.facts import Plan, dropout_of
+from hf_hybrid.rows.recurrent import layers_with_state
+from hf_hybrid.rows.tree import (
+    IGNORED,
+    LEAST,
+    WORD,
+    Batch,
+    Row,
+    Tree,
+    by_batch,
+    divide,
+    join,
+    on_host,
+    padded,
+    reason_not_rows,
     rows_of,
-    seen_now,
 )
-from hf_hybrid.rows.states import layers_with_state
-from hf_hybrid.rows.tree import IGNORED, LEAST, WORD, Batch, Row, Tree, by_batch, divide, join, on_host, padded
-from hf_hybrid.run.run import Run, as_before
-from hf_hybrid.run.trainer_view import IN_PLACE, LossView, TrainerView, own_losses, unknown_loss
+from hf_hybrid.run.run import Run
+from hf_hybrid.run.trainer_view import LossView, TrainerView, own_losses, unknown_loss
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +91,7 @@ def may_save(batches: Sequence[Any]) -> bool:
     Whether a window has padding, tokens that predict nothing, or rows that begin alike. Cheap, and often no.
 
     The batches are on the host, as the loader gives them. One that holds anything else than such rows may save
-    something too: [`SharedRows`] looks at what it holds.
+    something too: [`Exchange`] looks at what it holds.
     """
     starts: list[tuple[int, ...]] = []
     for batch in batches:
@@ -109,7 +107,7 @@ def may_save(batches: Sequence[Any]) -> bool:
     return len(set(starts)) < len(starts)
 
 
-class SharedWindows(SharedRows):
+class SharedWindows(Exchange):
     """
     Lays out the accumulation windows of `Trainer` and of TRL's `SFTTrainer`, whose losses are sums over the labels of a
     window, or means over those of its micro-batches.
@@ -122,34 +120,25 @@ class SharedWindows(SharedRows):
         half_precision = mixed_precision_of(trainer.args) != "no"
         super().__init__(reason_plain=reason_plain, half_precision=half_precision, compiles=trainer.args.torch_compile)
         self.trainer = trainer
-        self.may_compare = trainer.accelerator.num_processes == 1 and not trainer.memory.streams
-        self._laid_out = self._is_counting = False  # what is counted here is windows
+        self.comparison.is_possible = trainer.accelerator.num_processes == 1 and not trainer.memory.streams
+        self._is_counting = self._balances = self._stays_apart = self.in_every_pass = False  # what counts is windows
+        self._is_fused = "fused_lm_head" in trainer.more_inputs
+        """Whether TRL computes head and loss, and the model only what comes before."""
         self._first_rows: list[Row] = []
-        self._balances = self._stays_apart = False
         self._loss: Any = None
         self._in_loss: str | None = None
         """What [`reason_in_loss`] returned of it."""
         self._seen: list[Seen] = []
         """The batches of the step as they were when it began, where code of a user may change them."""
-        self.in_every_pass = False
 
     @property
-    def model(self) -> torch.nn.Module:
+    def model(self) -> nn.Module:
         """The model that hooks see: without what wraps it for several devices."""
         return self.trainer.accelerator.unwrap_model(self.trainer.model)
 
-    @contextlib.contextmanager
-    def around(self) -> Generator[None]:
-        """Context for forward and backward pass of a micro-batch that was laid out."""
-        with super().around():
-            self._open(self.model)
-            yield
-
-    @contextlib.contextmanager
-    def evaluating(self, *models: torch.nn.Module) -> Generator[None]:
-        self._laid_out = False  # the step is over
-        with super().evaluating(*models):
-            yield
+    @property
+    def models(self) -> list[nn.Module]:  # ty: ignore[incompatible-property-override]
+        return [self.model]
 
     # A run.
 
@@ -157,6 +146,8 @@ class SharedWindows(SharedRows):
         super().begin(run)
         self._loss = None
         self._first_rows, self._first_tokens = [], 0
+        in_order = self.trainer.memory.streams or sharding_of(self.trainer.args) is not None
+        self.comparison.in_any_order = not in_order
 
     def end(self) -> None:
         """Say what was saved."""
@@ -190,30 +181,25 @@ class SharedWindows(SharedRows):
         Return what would be saved in these windows of micro-batches, on the host. Nothing is computed and nothing said,
         so random numbers that the model draws beside dropout, and the comparison of the first window, are not known.
         """
-        if (reason := self.reason_plain or self._obstacle_in_model()) is not None:
+        if (reason := self.reason_plain or self._reason_not_trees()) is not None:
             return Foreseen(reason)
         facts, dropout = self.facts_of(self.model), dropout_of(self.model)
+        self._stays_apart = not self.trainer.model_accepts_loss_kwargs and self._has_other_means()
         total = padding = shared = 0
         for window in windows:
-            if (reason := next(filter(None, map(obstacle_in_batch, window)), None)) is not None:
+            if (reason := next(filter(None, map(reason_not_rows, window)), None)) is not None:
                 return Foreseen(reason)
-            self._stays_apart = not self.trainer.model_accepts_loss_kwargs and self._has_other_means()
             batches = on_host([rows_of(inputs) for inputs in window])
-            options = {"counts_mask": facts.counts_mask, "whole": self._balances}
-            rows = [batch.rows(number, **options) for number, batch in enumerate(batches)]
-            if None in rows:
-                return Foreseen(HOLE)
-            tokens = sum(batch.tokens for batch in batches)
-            size = sum(batch.ids.numel() for batch in batches)
-            of_window = [row for of_batch in rows for row in of_batch or ()]
             shares = not (dropout and self._balances)
-            trees = self._divider(batches)(of_window, shares=shares, again=facts.again) if of_window else []
-            cost = sum(map(facts.costs.tree, trees))
-            of_padded = sum(facts.costs.padded(batch, compact=self._compact()) for batch in batches)
+            options = {"shares": shares, "compact": self._is_compact, "whole": self._balances}
+            plan = facts.plan(batches, self._divider(batches), **options)
+            if plan.reason is not None:
+                return Foreseen(plan.reason)
+            tokens, size = (sum(sizes) for sizes in zip(*((batch.tokens, batch.ids.numel()) for batch in batches)))
             total += size
-            if trees and len(trees) <= len(batches) and cost <= self.worth * of_padded:
+            if 0 < len(plan.trees) <= len(batches) and plan.cost <= self.worth * plan.padded:
                 padding += size - tokens
-                shared += tokens - sum(tree.size for tree in trees)
+                shared += tokens - sum(tree.size for tree in plan.trees)
         if not shared + padding:
             return Foreseen(LITTLE)
         draws = "a shared prefix draws it once" if shared else "no prefix is shared beside a router's loss"
@@ -231,7 +217,7 @@ class SharedWindows(SharedRows):
     def begin_step(self, step: Step) -> None:
         self.host.known.clear()
         self._looked_at.clear()
-        self._laid_out = self.in_every_pass = False
+        self._is_laid_out = self.in_every_pass = False
         # Code of a user that acts on the first one does so before they are arranged.
         acts = step.acts is not None and all(isinstance(batch, Mapping) for batch in step.batches)
         self._seen = [seen_now(batch) for batch in step.batches] if acts else []
@@ -239,24 +225,16 @@ class SharedWindows(SharedRows):
     def arrange(self, step: Step) -> None:
         """Lay out the micro-batches of a step, once `on_step_begin` has been called: together, or each by itself."""
         self._looked_at.clear()
-        trainer, alone = self.trainer, self.trainer.accelerator.num_processes == 1
+        trainer = self.trainer
         if step.phase is Phase.PREDICT or not step.batches:
             return
-        looks = self.reason_plain is None and alone and not self.compiles
+        looks = self.reason_plain is None and trainer.accelerator.num_processes == 1 and not self.compiles
         if looks and not may_save(step.on_host):
             self.fallbacks.because = self.fallbacks.because or LITTLE
             self.counts["tokens"] += sum(batch["input_ids"].numel() for batch in step.batches)
             return
         before = self.reason_plain  # all processes know this one
-        loss = vars(trainer).get("compute_loss"), trainer.compute_loss_func, trainer.args.label_smoothing_factor
-        if loss != self._loss:  # people set it in a run too
-            self._loss, self._in_loss = loss, reason_in_loss(trainer)
-        reason = before or self._in_loss or next(filter(None, map(obstacle_in_batch, step.batches)), None)
-        if (reason := reason or self._obstacle_in_model()) is not None:
-            helps = reason == self._in_loss and trainer.hybrid_args.share_rows != "on"
-            helps = helps and any_loss.reason_not_shared(trainer) is None
-            self.fallbacks.cannot_be_exact(reason, advice=IF_NO_PADDING if helps else "")
-        reason = self._find_drawn() or reason
+        reason = self._reason_not_arranged(step)
         batches = [] if reason is not None else on_host([rows_of(inputs) for inputs in step.on_host])
         apart = reason is None and self._find_apart(step)
         self._stays_apart = apart or (step.items is None and self._has_other_means())
@@ -272,9 +250,34 @@ class SharedWindows(SharedRows):
         if self.in_every_pass:
             self._lay_out_each(plan.trees, batches, step)
         elif count:
-            step.window = self._lay_out(plan.trees, batches, len(step.batches), count)
-            step.parts_add_up = batches[0].divisors is not None
+            self._lay_out(plan.trees, batches, step, count)
         self._count_window(step, batches, plan.trees)
+
+    def _reason_not_arranged(self, step: Step) -> str | None:
+        """Return why a step gets no trees, and say it. Find out what the model draws."""
+        trainer = self.trainer
+        loss = vars(trainer).get("compute_loss"), trainer.compute_loss_func, trainer.args.label_smoothing_factor
+        if loss != self._loss:  # people set it in a run too
+            self._loss, self._in_loss = loss, reason_in_loss(trainer)
+        reason = self.reason_plain or self._in_loss or next(filter(None, map(reason_not_rows, step.batches)), None)
+        if (reason := reason or self._reason_not_trees()) is not None:
+            helps = reason == self._in_loss and trainer.hybrid_args.share_rows != "on"
+            helps = helps and any_loss.reason_not_shared(trainer) is None
+            self.fallbacks.cannot_be_exact(reason, advice=any_loss.IF_NO_PADDING if helps else "")
+        # All processes find it out in the same step, as FSDP2 joins their passes.
+        facts = self.facts_of(model := self.model)
+        if self.reason_plain is None and facts.reason is None:
+            model.train()  # as `training_step` does
+            if True not in facts.drawn:
+                with trainer.memory.running(), trainer.compute_loss_context_manager():
+                    self.drawn_by(model, trainer.args.device)
+        return facts.reason or reason
+
+    def _reason_not_trees(self) -> str | None:
+        """Return why the model gets no trees; and find out whether there is a router's loss, of the model or of TRL."""
+        facts = self.facts_of(self.model)
+        self._balances = facts.router is not None and getattr(self.trainer, "aux_loss_enabled", facts.balances({}))
+        return self.reason_not_trees(facts, balances=self._balances, fused=self._is_fused)
 
     def _find_apart(self, step: Step) -> bool:
         """Find out whether code of a user acts on each of several micro-batches, and say so."""
@@ -289,52 +292,22 @@ class SharedWindows(SharedRows):
         """Whether a mean loss is one that [`Batch.divisors`] do not give: it must be of one micro-batch as a whole."""
         return self._balances or unknown_loss(self.trainer) is not None
 
-    def _obstacle_in_model(self) -> str | None:
-        """Return why the model gets no trees; and find out whether there is a router's loss, of the model or of TRL."""
-        facts = self.facts_of(self.model)
-        self._balances = facts.router is not None and getattr(self.trainer, "aux_loss_enabled", facts.balances({}))
-        if facts.reason is None and self._balances:
-            return self.obstacle_in_router(facts, fused=self._is_fused)
-        if not self._is_fused and (facts.own_forward or "").startswith(IN_PLACE):
-            return f"{facts.own_forward} may compute any loss"
-        if facts.marks is not None and facts.marks.inside:
-            return INSIDE
-        return facts.reason
+    # Which trees.
 
     @property
-    def _is_fused(self) -> bool:
-        """Whether TRL computes head and loss, and the model only what comes before."""
-        return "fused_lm_head" in self.trainer.more_inputs
-
-    def _find_drawn(self) -> str | None:
-        """
-        Find out what the model draws in training: on all processes in the same step, as FSDP2 joins their passes.
-        Return why the model gets no trees, as far as that is known then.
-        """
-        model, trainer = self.model, self.trainer
-        facts = self.facts_of(model)
-        if self.reason_plain is None and facts.reason is None:
-            model.train()  # as `training_step` does
-            if True not in facts.drawn:
-                with trainer.memory.running(), trainer.compute_loss_context_manager():
-                    self._drawn(model, trainer.args.device)
-        return facts.reason
-
-    def _compact(self) -> bool:
+    def _is_compact(self) -> bool:
         """Whether the head of padded rows scores the tokens with labels alone: in TRL's, and in the chunked loss."""
         return self.trainer.args.device.type == "cuda" and self.trainer.loss_in_chunks
 
     def _divider(self, batches: list[Batch]) -> Callable[..., list[Tree]]:
         """Return what divides the rows of these batches into trees."""
         by_size = self._fewest if self.trainer.args.device.type in WITHOUT_LAUNCHES else self._divide
-        if self._stays_apart:
-            by_size = by_batch
         most = min(max(batch.ids.numel() for batch in batches), self.facts_of(self.model).most_slots)
-        return functools.partial(by_size, most=most)
+        return functools.partial(by_batch if self._stays_apart else by_size, most=most)
 
     def _plan_window(self, batches: list[Batch]) -> Plan:
         device, divided = self.trainer.args.device, self._divider(batches)
-        plan = self._plan(self.model, batches, divided, device, self._compact(), self._balances)
+        plan = self._plan(self.model, batches, divided, device, self._is_compact, self._balances)
         # Long rows that share little with their neighbours may need more micro-batches.
         return plan if len(plan.trees) <= len(batches) else Plan(cost=plan.padded, padded=plan.padded)
 
@@ -348,8 +321,7 @@ class SharedWindows(SharedRows):
         if not costs.keep_busy(own, self.trainer.args.device):
             return self._fewest(rows, most, **options)
         merged = self._fewest(rows, max(sum(row.length for row in tree.rows) for tree in own), **options)
-        is_worth = sum(map(costs.tree, merged)) < WORTH * sum(map(costs.tree, own))
-        return merged if is_worth and len(merged) <= len(own) else own
+        return merged if costs.pays(merged, own) and len(merged) <= len(own) else own
 
     def _agreed(self, plan: Plan) -> int:
         """Return the number of micro-batches that every process computes, 0 for Trainer's own."""
@@ -369,57 +341,22 @@ class SharedWindows(SharedRows):
 
     def _compare_window(self, plan: Plan, batches: list[Batch], counted: bool) -> str | None:
         """Compare some rows of the first window with padded ones, and return why they are not the same."""
-        facts, gather = self.facts_of(self.model), self.trainer.accelerator.gather
-        if self._has_compared(self.model, int(self._longest)) and (facts.adds_up or self._is_fused):
+        model, device, longest = self.model, self.trainer.args.device, int(self._longest)
+        facts = self.facts_of(model)
+        adds_up = facts.adds_up or self._is_fused
+        if self._has_compared(model, longest) and adds_up:
             return None
         tree = plan.trees[-1] if plan.trees else _nothing(batches)[1]
-        reason = self._compare(self.model, tree, batches, self._quiet_loss, self.trainer.args.device)
-        if reason is None and not (facts.adds_up or self._is_fused):
-            reason = self._compare_sums(tree, batches, counted)
-        facts.note_compared(int(self._longest))
+        reason = self.comparison.reason_not_same(model, tree, batches, self._quiet_loss, device)
+        if reason is None and not adds_up:
+            reason = self.comparison.reason_no_sum(model, tree, batches, self._quiet_loss, device, counted)
+        facts.note_compared(longest)
         if self.trainer.accelerator.num_processes > 1:
-            failed = torch.tensor([float(reason is not None)], device=self.trainer.args.device)
-            if gather(failed).max() and reason is None:
+            failed = torch.tensor([float(reason is not None)], device=device)
+            if self.trainer.accelerator.gather(failed).max() and reason is None:
                 reason = "another process found that they are not the same"
                 self.fallbacks.cannot_be_exact(reason)
         self.reason_plain = reason
-        return reason
-
-    def _compare_sums(self, tree: Tree, batches: list[Batch], counted: bool) -> str | None:
-        """Return why the loss of a model's own `forward` is not one that windows may be laid out anew for."""
-        model, device, way = self.model, self.trainer.args.device, self._under_way
-        facts, rows = self.facts_of(model), Tree.of(sample(tree))
-        half_precision = self.half_precision or model.dtype in (torch.float16, torch.bfloat16)
-        if not self._trains(model):
-            reason = "is not compared where layers are fetched in the order of a training"
-        else:
-            if len(rows.rows) < 2:
-                batch, rows = two_rows(rows.rows[0], means=False)
-                batches = [batch]
-
-            def compute(how: str, batch: Batch, tree: Tree, count: int | None) -> tuple[Tensor, Tensor]:
-                items = None if count is None else torch.tensor(count, device=device)
-                quiet = functools.partial(self._quiet_loss, items=items)
-                with torch.enable_grad():
-                    observed = self._observe(model, quiet, device, how, batch, tree)
-                    return observed.result.detach(), torch.autograd.grad(observed.result, observed.hidden)[0]
-
-            way.cuts = True
-            try:
-                with as_before(model, device):
-                    model.eval()
-                    facts.base.training = True
-                    reason = not_a_sum(compute, rows, batches, counted, half_precision)
-            except RuntimeError as error:
-                if is_out_of_memory(error):
-                    raise
-                reason = f"does not take a flat row in training ({type(error).__name__}: {error})"
-            finally:
-                way.cuts = False
-        facts.adds_up = reason is None
-        if reason is not None:
-            reason = f"the loss of {facts.own_forward} {reason}"
-            self.fallbacks.cannot_be_exact(reason)
         return reason
 
     def _quiet_loss(self, inputs: dict[str, Tensor], items: Tensor | None = None) -> Tensor:
@@ -431,59 +368,45 @@ class SharedWindows(SharedRows):
             with trainer.compute_loss_context_manager():
                 return trainer.compute_loss(model, dict(inputs), num_items_in_batch=items)
 
-    def _trains(self, model: torch.nn.Module) -> bool:
-        # Streamed and sharded layers are fetched in the order of a training.
-        in_order = self.trainer.memory.streams or sharding_of(self.trainer.args) is not None
-        return not in_order and super()._trains(model)
-
-    def _tree_if_worth(self, model: torch.nn.Module, inputs: dict[str, Any], batch: Batch) -> Tree | None:
-        # In a step: parts of a micro-batch after an out-of-memory, but no passes that other parts make to look.
-        looks = self._laid_out and not model.training
-        unknown = not (self._is_fused or self.facts_of(model).adds_up)
-        return None if looks or unknown else super()._tree_if_worth(model, inputs, batch)
-
     # The layout.
 
-    def _lay_out(
-        self, trees: Sequence[Tree], batches: list[Batch], number: int, count: int
-    ) -> list[dict[str, Tensor] | None]:
-        """Return a window of `number` micro-batches, of which the last `count` are computed."""
-        device, window = self.trainer.args.device, [None] * (number - count)
-        repeats = not self.trainer.more_inputs.get("fused_lm_head")
+    def _lay_out(self, trees: Sequence[Tree], batches: list[Batch], step: Step, count: int) -> None:
+        """Lay out the window of a step anew: the last `count` of its micro-batches are computed."""
         kept = {(row.batch, row.number) for tree in trees for row in tree.rows}
         left = [(n, row) for n, batch in enumerate(batches) for row in range(len(batch.ids)) if (n, row) not in kept]
         # Rows without labels are not computed, but TRL counts their tokens.
         micro_batches = [padded(tree, batches, () if index else left) for index, tree in enumerate(trees)]
         micro_batches = [_nothing(batches)] * (count - len(micro_batches)) + micro_batches  # other processes have more
-        moved = FlatRow.of_window(micro_batches, device, repeats=repeats, balances=self._balances)
-        for (batch, tree), ((ids, mask, labels, *_), row) in zip(micro_batches, moved, strict=True):
-            self.host.known[ids] = Copied(batch, tree, row)
-            inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-            if self._balances or batch.divisors is not None:
-                origins: Any = batch.micro_batches
-                inputs[MICRO_BATCHES] = origins.to(device)
-            if batch.divisors is not None:
-                inputs[DIVISORS] = batch.divisors.to(device)
-            window.append(inputs)
-        self._laid_out = True
-        return window
+        step.parts_add_up = batches[0].divisors is not None
+        names = ("input_ids", "attention_mask", "labels", MICRO_BATCHES, DIVISORS)
+        names = names[: 5 if step.parts_add_up else 3 + self._balances]
+        tensors: list[Any] = []
+        for batch, _ in micro_batches:
+            tensors += batch[: len(names)]
+        trees_of_batches = [(tree, [batch]) for batch, tree in micro_batches]
+        options = {"repeats": not self._is_fused, "balances": self._balances}
+        rows, moved = FlatRow.on(self.trainer.args.device, trees_of_batches, tensors, **options)
+        step.window, self._is_laid_out = [None] * (len(step.batches) - count), True
+        for (batch, tree), of_tree in zip(micro_batches, rows):
+            inputs = dict(zip(names, moved))
+            del moved[: len(names)]
+            self.host.known[inputs["input_ids"]] = Copied(batch, tree, of_tree[0])
+            step.window.append(inputs)
 
     def _lay_out_each(self, trees: Sequence[Tree], batches: list[Batch], step: Step) -> None:
         """Lay out each micro-batch by itself: it is known by the tensors that the model gets."""
-        device, repeats = self.trainer.args.device, not self._is_fused
+        device, numbers = self.trainer.args.device, [tree.rows[0].batch for tree in trees]
         step.batches = send_to_device(step.batches, device, non_blocking=True)
-        by_number = {tree.rows[0].batch: tree for tree in trees}
         for tree in trees:
             tree.rows = [row._replace(batch=0) for row in tree.rows]  # there is no other batch in it
-        of_trees = [(batch, by_number.get(number)) for number, batch in enumerate(batches)]
-        given = [(batch, tree) for batch, tree in of_trees if tree is not None]
-        if not self._seen and step.acts is not None:  # since `on_step_begin`
+        self._is_laid_out = bool(self._seen) or step.acts is None
+        if not self._is_laid_out:  # the code came since `on_step_begin`
             return
-        moved = iter(FlatRow.of_window(given, device, repeats=repeats, balances=self._balances))
-        for seen, (batch, tree) in zip(self._seen or map(seen_now, step.batches), of_trees):
-            if tree is not None:
-                self.host.known[seen["input_ids"][0]] = Copied(batch, tree, next(moved)[1], seen)
-        self._laid_out = True
+        own = [(tree, [batches[number]]) for number, tree in zip(numbers, trees)]
+        rows, _ = FlatRow.on(device, own, repeats=not self._is_fused, balances=self._balances)
+        for number, tree, of_tree in zip(numbers, trees, rows):
+            seen = self._seen[number] if self._seen else seen_now(step.batches[number])
+            self.host.known[seen["input_ids"][0]] = Copied(batches[number], tree, of_tree[0], seen)
 
     def _count_window(self, step: Step, batches: list[Batch], trees: Sequence[Tree]) -> None:
         if self.trainer.state.epoch < 1:  # later ones hold the same rows again

@@ -55,9 +55,9 @@ from hf_hybrid.machine import PendingRead
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.attention import ARGUMENT, Layout, attention, no_mask, tree_attention
 from hf_hybrid.rows.comparison import FEW, TOLERANCES, apart
-from hf_hybrid.rows.experts import OPTION
+from hf_hybrid.rows.exchange import with_states
 from hf_hybrid.rows.facts import ModelFacts
-from hf_hybrid.rows.sharing import with_states
+from hf_hybrid.rows.router_loss import OPTION
 from hf_hybrid.rows.tree import WORD, Row, Tree, on_device
 from hf_hybrid.run.run import as_before
 

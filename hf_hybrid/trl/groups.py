@@ -16,7 +16,7 @@ truncated completion with `mask_truncated_completions=True`) has no gradient eit
 What is computed instead. TRL divides a generation batch into micro-batches and collects the gradients of one
 accumulation window for each optimizer step. Here the rows with an advantage are taken out of the micro-batches of a
 window and packed into as few new ones as they fill. Rows of the same prompt are put together, so the prompt can be
-computed once (rows/sharing.py). The other calls of `training_step` return a loss of zero and compute nothing. A row
+computed once (rows/exchange.py). The other calls of `training_step` return a loss of zero and compute nothing. A row
 never leaves its window, so each row contributes to the same optimizer step as in TRL, also with several
 `num_iterations` or a `steps_per_generation` of its own. A window may need completions that are not generated before its
 first micro-batch is over; then each part of the window that shares a generation batch is planned by itself.
@@ -52,7 +52,7 @@ Several processes exchange gradients and metrics in each micro-batch. They agree
 with fewer rows adds rows without advantage.
 
 Dropout draws for each token, so rows are left out under it too. A prompt that is computed once draws its masks once for
-its completions: each row has the distribution of TRL's (rows/sharing.py), but its random numbers are others. Where a
+its completions: each row has the distribution of TRL's (rows/exchange.py), but its random numbers are others. Where a
 number belongs to several rows (LayerDrop), every row is computed; randomness.py finds out.
 
 Where the result would not be exact, every row is computed, and the log says why; see `_reason_not_left_out`.

@@ -25,9 +25,9 @@ from hf_hybrid.machine import PendingRead, sharding_of, shards_by_fsdp2
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
 from hf_hybrid.recovery import is_out_of_memory
+from hf_hybrid.rows.exchange import Exchange
 from hf_hybrid.rows.facts import Marks
 from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_in_training
-from hf_hybrid.rows.sharing import SharedRows
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import RandomStates
 from hf_hybrid.run.trainer_view import module_of_user, overridden
@@ -361,7 +361,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         _, why, half_precision = options_of_rows(args)
         if args.torch_compile:
             why = "`torch_compile=True` would compile anew for each length of a generation"
-        self.rows = SharedRows(getattr(args, "share_rows", "auto") == "off", why, half_precision)
+        # `auto` is on: without leaps the trainer is not asked to be TRL's to the bit.
+        self.rows = Exchange(getattr(args, "share_rows", "auto") == "off", why, half_precision)
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
 
     def own_parts(self) -> list[Part]:

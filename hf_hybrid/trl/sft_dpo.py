@@ -229,7 +229,7 @@ class _HeadOfTRL(ChunkedLossSwitch):
         pass
 
 
-# Rows that share. TRL gives a model padded rows and reads log-probabilities in their layout (rows/sharing.py).
+# Rows that share. TRL gives a model padded rows and reads log-probabilities in their layout (rows/exchange.py).
 
 MOST_MERGED = 1.5
 """
@@ -242,7 +242,7 @@ _PAIRS = ("input_ids", "attention_mask", "completion_mask")
 
 def options_of_rows(args: TrainingArguments) -> tuple[bool, str | None, bool]:
     """
-    Return the arguments of [`SharedRows`] for a trainer that computes losses from log-probabilities.
+    Return the arguments of [`Exchange`] for a trainer that computes losses from log-probabilities.
 
     TRL's `__init__` may compute some already, so only its options are known here.
     """

@@ -7,6 +7,24 @@ import torch
 
 IGNORED = -100
 WORDS = 97
+SIZES = {
+    "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+"""Of a tiny model that reads such rows."""
+
+
+def lively(build, *args, **options):
+    """Build a model whose tokens matter: as it is initialised, one would hardly attend to another."""
+    torch.manual_seed(0)
+    model = build(*args, **options)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.15)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):  # states that last: with transformers' values hardly one is left after a token
+            torch.nn.init.constant_(parameter, -2.0)
+    return model
 
 
 def row(*parts):

@@ -7,9 +7,9 @@ import torch
 from rig.sft_rows import KINDS, pad
 from torch import nn
 
-from hf_hybrid.rows import states
+from hf_hybrid.rows import recurrent
 from hf_hybrid.rows.attention import Layout, spans_of
-from hf_hybrid.rows.states import by_row, passes_of
+from hf_hybrid.rows.recurrent import by_row, passes_of
 from hf_hybrid.rows.tree import Batch, Segment, Tree
 
 
@@ -90,7 +90,7 @@ class Sums(nn.Module):
 @pytest.mark.parametrize("least", [1, float("inf")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_and_gradients_are_those_of_each_row(kind, least, linear, monkeypatch):
-    monkeypatch.setattr(states, "LEAST", least)
+    monkeypatch.setattr(recurrent, "LEAST", least)
     torch.manual_seed(0)
     layer, segments = Sums(linear).double(), tree_of(kind).segments
     flat = torch.randn(1, segments[-1].end, 4, dtype=torch.float64, requires_grad=True)

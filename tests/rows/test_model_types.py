@@ -6,7 +6,7 @@ import pytest
 import torch
 from rig.tiny_architectures import FIRST_DATA_TOKEN, VOCAB, build_model, causal_lm_types
 
-from hf_hybrid.rows.sharing import SharedRows
+from hf_hybrid.rows.exchange import Exchange
 
 LEAST = 125
 """Model types that share rows."""
@@ -48,7 +48,7 @@ def batch():
 
 def reason_plain(model_type):
     """Why a tiny model of a type computes padded rows; `None` if it shares."""
-    model, rows = build_model(model_type).eval(), SharedRows()
+    model, rows = build_model(model_type).eval(), Exchange()
     config = model.config.get_text_config()
     config.use_cache = False
     if hasattr(config, "attention_chunk_size"):

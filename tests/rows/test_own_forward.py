@@ -8,17 +8,12 @@ import torch
 from conftest import weights
 from peft import LoraConfig, get_peft_model
 from rig import trainers
-from rig.sft_rows import KINDS, pad
+from rig.sft_rows import KINDS, SIZES, lively, pad
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hf_hybrid import HybridConfig, HybridTrainer
-
-SIZES = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
 
 
 def losses(model, logits, labels):
@@ -96,11 +91,7 @@ Changed.change = lambda self, outputs: outputs.loss
 
 
 def build(kind, zero=False):
-    torch.manual_seed(0)
-    model = kind(LlamaConfig(**SIZES))
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            nn.init.normal_(parameter, std=0.15)
+    model = lively(kind, LlamaConfig(**SIZES))
     if zero:  # every token is as likely: the loss is the same for all targets
         nn.init.zeros_(model.lm_head.weight)
     return model

@@ -10,7 +10,7 @@ from conftest import mostly_slow
 from packaging.version import Version
 from rig import fsdp2_on_cpu, trainers
 from rig.processes import together
-from rig.sft_rows import KINDS, Text, pad, row
+from rig.sft_rows import KINDS, SIZES, Text, lively, pad, row
 from safetensors.torch import load_file, save_file
 from transformers import (
     Lfm2Config,
@@ -26,13 +26,9 @@ from transformers import (
 )
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.rows import sharing, states
+from hf_hybrid.rows import comparison, exchange, recurrent
 
 pytestmark = pytest.mark.processes
-SIZES = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
 SHARDING = {"ddp": {}, "ddp, compiled": {"torch_compile_backend": "aot_eager"}, "fsdp2": {"fsdp": True}}
 
 
@@ -80,28 +76,16 @@ COMPARED_IN = {"ddp": tuple(COMPARED), "fsdp2": ("experts", "means")}
 """What is compared with `Trainer` on as many processes."""
 
 
-def model(kind="text"):
-    torch.manual_seed(0)
-    made = KINDS_OF_MODELS[kind]()
-    for parameter in made.parameters():
-        if parameter.dim() == 2:
-            torch.nn.init.normal_(parameter, std=0.15)
-    for name, parameter in made.named_parameters():
-        if name.endswith("A_log"):  # states that last
-            torch.nn.init.constant_(parameter, -2.0)
-    return made
-
-
 def train(trainer, config, folder, rows, kind="text", **options):
     values = {"optim": "sgd", "learning_rate": 0.1, "gradient_accumulation_steps": 3, "max_steps": 3, **options}
     rows_each = 4 // int(os.environ.get("WORLD_SIZE", 1))
-    values |= {"model": model(kind), "data_collator": pad, "train_dataset": rows}
+    values |= {"model": lively(KINDS_OF_MODELS[kind]), "data_collator": pad, "train_dataset": rows}
     return trainers.train(folder, trainer, config, per_device_train_batch_size=rows_each, **values)
 
 
 def run(folder, sharding):
     fsdp2_on_cpu.enable()
-    states.LEAST = 8  # tokens of tiny rows that a pass has to save
+    recurrent.LEAST = 8  # tokens of tiny rows that a pass has to save
     rank = int(os.environ["RANK"])
     for name, data in DATA.items():
         trainer = train(HybridTrainer, HybridConfig, folder / name, data(), leap_gain=0, **SHARDING[sharding])
@@ -178,7 +162,8 @@ def test_a_process_that_cannot_share_does_not_leave_the_other_waiting(where, tmp
     def run():
         rank = int(os.environ["RANK"])
         if rank == 1 and where != "key":
-            setattr(sharing, {"ten tokens": "drawn_numbers", "tree": "difference"}[where], broken)
+            room, name = {"ten tokens": (exchange, "drawn_numbers"), "tree": (comparison, "difference")}[where]
+            setattr(room, name, broken)
         for kind, config in ((Trainer, TrainingArguments), (HybridTrainer, HybridConfig)):
             torch.manual_seed(0)
             collator = with_key if where == "key" and rank else pad

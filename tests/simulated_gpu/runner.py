@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 SECONDS = {False: 150, True: 900}
 """After which a simulated or a real scenario is killed: something waits that nobody wakes."""
 ROOMS = (
-    "rows.sharing", "rows.windows", "forecast.final_loss",
+    "rows.exchange", "rows.windows", "forecast.final_loss",
     "forecast.run_forecast", "trl.rl", "experimental.precision",
 )  # fmt: skip
 """What trainings load when an option asks for it, and their process imports before it forks them."""

@@ -341,7 +341,6 @@ ONLY_ELSEWHERE = {
     "recovery.py: return None": "a CPU, which nothing watches",
     **dict.fromkeys(
         (
-            "rows/attention.py: return 'by_flex' if query.device.type == 'cuda' else 'by_operator'",
             "rows/attention.py: if kind != 'cuda'",
             "rows/attention.py: return (flex_attention, create_block_mask)",
             "rows/attention.py: parts = torch.from_numpy(parts).to(self.device, non_blocking=True)",
@@ -350,9 +349,9 @@ ONLY_ELSEWHERE = {
     ),
     **dict.fromkeys(
         (
-            "rows/states.py: layout.passes[least] = cls(each, *(tensor.to(layout.device, non_blocking=True) for tensor "
-            "in flat))",
-            "rows/states.py: starts = starts.to(layout.device, non_blocking=True) if starts.any() else None",
+            "rows/recurrent.py: layout.passes[least] = cls(each, *(tensor.to(layout.device, non_blocking=True) for "
+            "tensor in flat))",
+            "rows/recurrent.py: starts = starts.to(layout.device, non_blocking=True) if starts.any() else None",
         ),
         "tests/rows/test_layers_with_state.py, on a CPU",
     ),

@@ -37,7 +37,7 @@ from trl import DPOConfig, DPOTrainer  # noqa: E402
 from hf_hybrid import HybridDPOConfig, HybridDPOTrainer  # noqa: E402
 from hf_hybrid import trainer as trainer_module  # noqa: E402
 from hf_hybrid.compat import checkpointing_option  # noqa: E402
-from hf_hybrid.rows import attention, costs, merging, states  # noqa: E402
+from hf_hybrid.rows import attention, costs, merging, recurrent  # noqa: E402
 
 WINDOW = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 3}
 """Windows of three micro-batches. The epoch's last one has fewer: 24 pairs are four windows."""
@@ -99,7 +99,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", mostly_slow(CASES, ["adapters", "every loss", "nothing recomputed", "an epoch"]))
 def test_training_is_that_of_trl(case, tmp_path, monkeypatch):
-    monkeypatch.setattr(states, "LEAST", 4)
+    monkeypatch.setattr(recurrent, "LEAST", 4)
     assert_same(*both(tmp_path, **CASES[case]))
 
 
@@ -499,7 +499,9 @@ def test_an_even_step_of_1b_launches_half_as_much(tmp_path, monkeypatch):
         gradient_accumulation_steps=2, max_steps=2, optim="adamw_torch_fused", learning_rate=1e-6, logging_steps=10,
         enable_predict=True, **{checkpointing_option(): False},
     )  # fmt: skip
-    monkeypatch.setattr(trainer.rows, "_compare", lambda *args, **options: None)  # the stand-in computes something else
+    monkeypatch.setattr(
+        trainer.rows.comparison, "reason_not_same", lambda *args, **options: None
+    )  # the stand-in computes something else
     launches = Launches()
     trainer.add_callback(Counting(launches))
     trainer.train()

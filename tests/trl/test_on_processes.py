@@ -30,7 +30,7 @@ from hf_hybrid import (  # noqa: E402
     HybridSFTConfig,
     HybridSFTTrainer,
 )
-from hf_hybrid.rows import states  # noqa: E402
+from hf_hybrid.rows import recurrent  # noqa: E402
 
 ADAPTERS = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 LEAPS = {**PHASES, "max_steps": 16, "leap_worth": 1.0}
@@ -89,7 +89,7 @@ def train(name, folder, **options):
 
 def run(folder, sharding):
     fsdp2_on_cpu.enable()
-    states.LEAST = 4  # tokens of a tiny prompt that a pass has to save
+    recurrent.LEAST = 4  # tokens of a tiny prompt that a pass has to save
     for name in (*TRAINERS, *SHARING, *ROLLOUTS):
         found, weights = train(name, folder, **SHARDING[sharding])
         rank = int(os.environ["RANK"])

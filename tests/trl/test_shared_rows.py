@@ -48,7 +48,7 @@ from hf_hybrid import (  # noqa: E402
     HybridSFTTrainer,
 )
 from hf_hybrid.compat import checkpointing_option  # noqa: E402
-from hf_hybrid.rows import states  # noqa: E402
+from hf_hybrid.rows import recurrent  # noqa: E402
 from hf_hybrid.run.run import RandomStates  # noqa: E402
 from hf_hybrid.trl.sft_dpo import options_of_rows  # noqa: E402
 
@@ -82,7 +82,7 @@ def test_gradients_are_those_of_trl(architecture, attention, tmp_path):
 @pytest.mark.parametrize("architecture", STATES)
 def test_completions_start_from_the_state_of_their_prompt(architecture, tmp_path, monkeypatch):
     """Gradients are those of TRL, also where layers are recomputed."""
-    monkeypatch.setattr(states, "LEAST", 4)  # tokens of a tiny prompt that a pass has to save
+    monkeypatch.setattr(recurrent, "LEAST", 4)  # tokens of a tiny prompt that a pass has to save
     found = []
     for trainer, config in ((DPOTrainer, DPOConfig), (HybridDPOTrainer, HybridDPOConfig)):
         model, reference = with_states(architecture), with_states(architecture, scale=0.9)
@@ -97,7 +97,7 @@ def test_completions_start_from_the_state_of_their_prompt(architecture, tmp_path
 @pytest.mark.parametrize("architecture", mostly_slow(STATES, ["qwen3_next", "lfm2", "mamba2"]))
 def test_preferences_with_states_are_recomputed_and_resumed(architecture, tmp_path, monkeypatch):
     """Recomputed layers give the gradients of TRL, and a resumed run ends at the same bits."""
-    monkeypatch.setattr(states, "LEAST", 4)
+    monkeypatch.setattr(recurrent, "LEAST", 4)
     options = {checkpointing_option(): True, "router_aux_loss_coef": 0.0, "save_strategy": "steps", "save_steps": 1}
 
     def made(trainer, config, folder, **more):

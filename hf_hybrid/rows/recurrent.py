@@ -248,7 +248,7 @@ class _Everywhere:
 # A layer.
 
 
-class _UnderWay(threading.local):
+class _LayerPass(threading.local):
     """The layer that this thread computes."""
 
     flat: Tensor | None = None  # its input: [1, slots, width]
@@ -274,7 +274,7 @@ class _UnderWay(threading.local):
         return F.embedding(self.passes.owners, torch.cat(self.found))[None]
 
 
-_under_way = _UnderWay()
+_under_way = _LayerPass()
 
 
 @contextlib.contextmanager

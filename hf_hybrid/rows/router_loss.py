@@ -18,7 +18,7 @@ loss is no sum over tokens, because `f` multiplies `P`. So three things are need
   the `f` of the other.
 
 The model would compute its loss from the flat row, where every slot counts once. So it is told to leave it out, its
-backbone is told to return the router logits all the same, and the losses are added behind the model (sharing.py).
+backbone is told to return the router logits all the same, and the losses are added behind the model (exchange.py).
 """
 
 from __future__ import annotations
