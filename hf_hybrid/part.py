@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -352,24 +352,3 @@ def check_parts(parts: Sequence[Part]) -> None:
 def name_of(part: Part) -> str:
     """Return the name under which the state of a part is saved."""
     return part.name or type(part).__name__
-
-
-# Whose a function is.
-
-
-LIBRARIES = ("hf_hybrid", "transformers", "trl", "peft", "accelerate", "torch")
-"""Packages whose functions are no code of a user."""
-
-
-def package_of(function: Any, known: Collection[str] = LIBRARIES) -> str:
-    """
-    Return the package in which a function was written. Of one that others wrap it is the outermost that is not `known`.
-    """
-    while True:
-        while (inside := getattr(function, "func", None) or getattr(function, "__func__", None)) is not None:
-            function = inside  # of a partial, a method
-        # `functools.wraps` copies `__module__`, but no globals.
-        home = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
-        package, function = home.partition(".")[0], getattr(function, "__wrapped__", None)
-        if function is None or package not in known:
-            return package

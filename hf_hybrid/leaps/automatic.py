@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 from hf_hybrid.leaps.directions import DirectionFactory
 from hf_hybrid.leaps.leap import Leaps
-from hf_hybrid.part import LIBRARIES, Part, RealStep, package_of
+from hf_hybrid.optimizers import LIBRARIES, package_of
+from hf_hybrid.part import Part, RealStep
 from hf_hybrid.run.run import NO_LEAPS, Run
 from hf_hybrid.run.trainer_view import (
     TrainerView,

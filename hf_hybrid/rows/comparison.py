@@ -21,7 +21,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,11 +31,9 @@ from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.attention import CannotAttendError
 from hf_hybrid.rows.costs import share_saved
 from hf_hybrid.rows.tree import WORD, Batch, Row, Targets, Tree, padded
+from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import as_before
 from hf_hybrid.run.trainer_view import module_of_user
-
-if TYPE_CHECKING:
-    from hf_hybrid.rows.exchange import Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +167,20 @@ def _alike(one: Any, other: Tensor, most: float) -> bool:
     return bool((one - other).abs() <= most * other.abs())
 
 
+class Exchanges(Protocol):
+    """What is asked of exchange.py, which makes comparisons."""
+
+    fallbacks: Fallbacks
+
+    @property
+    def attended(self) -> bool: ...
+    def facts_of(self, model: nn.Module) -> Any: ...
+    def observing(self, observed: Observed) -> contextlib.AbstractContextManager[None]: ...
+    def in_trees(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]: ...
+    def eager(self) -> contextlib.AbstractContextManager[Any]: ...
+    def on(self, *models: nn.Module | None) -> contextlib.AbstractContextManager[None]: ...
+
+
 class Comparison:
     """
     Compares the first rows of each model, and the first that are longer than its sliding window.
@@ -181,7 +193,7 @@ class Comparison:
     in_any_order = True
     """Whether a backward pass may be tried: not where layers are fetched in the order of a training."""
 
-    def __init__(self, rows: Exchange, half_precision: bool):
+    def __init__(self, rows: Exchanges, half_precision: bool):
         self.rows, self.half_precision = rows, half_precision
 
     def trains(self, model: nn.Module) -> bool:

@@ -16,7 +16,7 @@ import torch
 from accelerate.utils import is_compiled_module
 from torch import nn
 
-from hf_hybrid.part import LIBRARIES, package_of
+from hf_hybrid.optimizers import LIBRARIES, package_of
 from hf_hybrid.rows.costs import Costs
 from hf_hybrid.rows.randomness import Drawn
 from hf_hybrid.rows.recurrent import again, layers_with_state

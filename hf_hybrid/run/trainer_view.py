@@ -14,8 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_hybrid.optimizers import has_adapters, is_adam, optimizer_name, text_config, users_optimizer
-from hf_hybrid.part import LIBRARIES, package_of
+from hf_hybrid.optimizers import (
+    LIBRARIES,
+    has_adapters,
+    is_adam,
+    optimizer_name,
+    package_of,
+    text_config,
+    users_optimizer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -54,7 +54,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_hybrid.machine import host_buffer
-from hf_hybrid.part import LIBRARIES, package_of
+from hf_hybrid.optimizers import LIBRARIES, package_of
 from hf_hybrid.streaming.streamer import LayerStreamer, Updates
 from hf_hybrid.streaming.transfers import Event, Ring, Slot
 from hf_hybrid.streaming.units import Packing, StreamedParameter, Unit, cannot_train
