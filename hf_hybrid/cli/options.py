@@ -147,7 +147,7 @@ class AdapterOptions(OptionGroup):
     use_peft: bool = option(False, "Train low-rank adapters in place of all weights.")
     lora_r: int = option(16, "Rank of the adapters.", at_least=1)
     lora_alpha: int = option(32, "The adapters are scaled by lora_alpha / lora_r.", at_least=1)
-    lora_dropout: float = option(0.0, "Dropout before adapters. Rows then share no prefix.", at_least=0, below=1)
+    lora_dropout: float = option(0.0, "Dropout before adapters. A shared prefix draws it once.", at_least=0, below=1)
     lora_target_modules: Optional[list[str]] = option(None, "Modules with adapters. Default: all linear but the head.")
     lora_target_parameters: Optional[list[str]] = option(None, "Names of parameters that get adapters.")
     lora_modules_to_save: Optional[list[str]] = option(None, "Modules that are trained whole beside the adapters.")

@@ -11,22 +11,22 @@ that mask.
                                                       1 1 1 1   1 .
                                                       1 1 1 1   1 1
 
-**Which way.** [`way_of`] chooses one of five, and the model's own attention computes what is no tree:
+**Which way.** [`way_of`] chooses one of four, and the model's own attention computes what is no tree:
 
 | way | where | what computes |
 |---|---|---|
 | `by_flash_of_model` | the model's own is flash attention | that, in one call: a segment is a sequence |
 | `in_one_call` | a GPU, 16 bits | torch's `varlen_attn`, in the same way |
 | `by_flex` | caps (Gemma 2) or sinks (gpt-oss), on a GPU | `flex_attention`: who is in whose subtree |
-| `by_operator` | caps or sinks elsewhere; compiled layers | [`_tree_attention`], with a gradient of its own |
-| `by_segment` | elsewhere | `scaled_dot_product_attention`, once per segment |
+| `by_segment` | elsewhere | `scaled_dot_product_attention`, or with caps and sinks plain products, per segment |
 
 `varlen_attn` ran on one H200 with torch 2.11, and `by_flex` has not run on a GPU; in the tests plain references stand
-in. `varlen_attn` has no dropout. So attention with dropout, where rows share nothing, is computed segment by segment.
+in. `varlen_attn` has no dropout. So attention with dropout is computed segment by segment: what stands behind a prefix
+draws for each row, and the prefix once.
 
 **Compiled layers.** What a compiled layer reads of an object becomes a guard: another value compiles anew. Of a
-[`Layout`] it reads tensors, and numbers that count as dynamic. What would read more is hidden in an operator of torch
-(`hf_hybrid::tree_attention`), which gets the number of a layout and looks it up.
+[`Layout`] it reads tensors, and numbers that count as dynamic. Segments are computed outside of what is compiled, and
+take less time so than in an operator of their own (SmolLM2's shape, rows of agents, a CPU: 1.41 instead of 1.74 s).
 
 **How it gets into a model.** [`tree_attention`] registers an attention with transformers' `AttentionInterface`, beside
 the one that the model has, and a config names the one to use. A model passes arguments of its forward on to every
@@ -166,8 +166,8 @@ def attend(
     Compute the attention of a flat row, with the arguments that transformers gives.
 
     `own` names the model's own attention. It computes where there is no `tree_layout`, and if it is flash attention,
-    in trees too. Where rows share, `dropout` must be 0. Queries, keys and values are `[1, heads, slots, size]`. Returns
-    the outputs, `[1, slots, heads, size]`, and no weights.
+    in trees too. With caps or sinks `dropout` must be 0. Queries, keys and values are `[1, heads, slots, size]`.
+    Returns the outputs, `[1, slots, heads, size]`, and no weights.
 
     Raises:
         CannotAttendError: If the layer asks for more than a tree has.
@@ -183,8 +183,8 @@ def attend(
         layout.attended = True
     if kwargs.get("position_bias") is not None:
         raise CannotAttendError("its attention has a bias by position")
-    if dropout and (layout.shares or not plain):
-        raise CannotAttendError("its attention has dropout")
+    if dropout and not plain:
+        raise CannotAttendError("its attention has dropout beside caps or sinks")
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise CannotAttendError("its attention is not causal")
     kind = query.device.type
@@ -208,14 +208,11 @@ def attend(
 
 def way_of(own: str, layout: Layout, query: Tensor, key: Tensor, value: Tensor, plain: bool, dropout: float) -> str:
     """Return which way attends, the name of a method of [`Layout`] but for the first. `plain`: no caps, no sinks."""
-    compiling = torch.compiler.is_compiling()
-    if "flash" in own and not (plain and compiling):
+    if "flash" in own and not (plain and torch.compiler.is_compiling()):
         return "by_flash_of_model"
     if plain and not dropout and layout.flashes(query, key, value):
         return "in_one_call"
-    if not plain:
-        return "by_flex" if query.device.type == "cuda" else "by_operator"
-    return "by_operator" if compiling and not dropout else "by_segment"
+    return "by_segment" if plain or query.device.type != "cuda" else "by_flex"
 
 
 def _of_model(own: str, module: Any) -> Callable[..., Any]:
@@ -371,20 +368,20 @@ class Layout:
 
     # Segment by segment.
 
-    def by_operator(self, query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor:
-        scaling, window, softcap, sinks, _ = asked
-        return _tree_attention(query, key, value, sinks, self.number, scaling, window, softcap)
-
     @torch.compiler.disable
     def by_segment(self, query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor:
-        """Return the outputs of all segments, `[1, slots, heads, size]`, by torch's function for each."""
-        groups, outputs = query.shape[1] // key.shape[1], []
+        """Return the outputs of all segments, `[1, slots, heads, size]`, by a function for each: torch's if it can."""
+        groups, outputs, plain = query.shape[1] // key.shape[1], [], asked.softcap is None and asked.sinks is None
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
         queries, of_keys, of_values = query.split(self.sizes, 2), key.split(self.sizes, 2), value.split(self.sizes, 2)
-        for number, (path, mask) in enumerate(self.pieces(query.dtype, asked.window)):
+        dtype = query.dtype if plain else torch.promote_types(query.dtype, torch.float32)
+        for number, (path, mask) in enumerate(self.pieces(dtype, asked.window, masked=not plain)):
             keys, values = of_keys[number], of_values[number]
             if path is not None:
                 keys, values = torch.cat(path(of_keys), 2), torch.cat(path(of_values), 2)
+            if mask is not None and not plain:
+                outputs.append(_with_caps_and_sinks(queries[number], keys, values, mask, asked))
+                continue
             attended = F.scaled_dot_product_attention(
                 queries[number], keys, values, mask, asked.dropout, is_causal=mask is None, scale=asked.scaling
             )
@@ -415,6 +412,18 @@ class Layout:
                 hidden, float("-inf")
             )
         return self._masks[known]
+
+
+def _with_caps_and_sinks(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, asked: Asked) -> Tensor:
+    """Return the outputs of a segment, `[1, heads, queries, size]`; weights are computed in the type of the mask."""
+    scores = (query @ keys.transpose(2, 3)).to(mask.dtype) * asked.scaling
+    if asked.softcap is not None:
+        scores = torch.tanh(scores / asked.softcap) * asked.softcap
+    scores = scores + mask
+    if asked.sinks is not None:
+        sinks = asked.sinks.to(mask.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], -1)
+    return scores.softmax(-1)[..., : keys.shape[2]].to(values.dtype) @ values
 
 
 def _widened(heads: Tensor, size: int) -> Tensor:
@@ -591,122 +600,3 @@ class FlatRow(NamedTuple):
         slots, readers, places = (part.to(states.device) for part in (self.slots, self.readers, self.places))
         empty = states.new_zeros(rows * (length - 1), states.shape[-1])
         return empty.index_put((places,), states[0][slots[readers]]).view(rows, length - 1, -1)
-
-
-# The operator. Its gradient is written out: inside of an operator there is no autograd.
-
-
-def _weights(
-    query: Tensor, keys: Tensor, mask: Any, scaling: float, softcap: float | None, sinks: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """
-    Return the weights of the keys of a segment, `[heads, queries, keys]`, the slope of the cap at each score, and the
-    weight of the sink, `[heads, queries, 1]`, if there is one. All are in fp32 at least.
-    """
-    scores = (query @ keys.transpose(1, 2)).to(mask.dtype) * scaling
-    slope = torch.ones_like(scores[:1, :1, :1])
-    if softcap is not None:
-        scores = (scores / softcap).tanh_()
-        slope, scores = 1 - scores.square(), scores * softcap
-    scores = scores + mask
-    if sinks is None:
-        return scores.softmax(-1), slope, None
-    sink = sinks.to(mask.dtype)[:, None, None].expand(*scores.shape[:2], 1)
-    weights = torch.cat([scores, sink], -1).softmax(-1)
-    return weights[..., :-1], slope, weights[..., -1:]
-
-
-def _pieces(number: int, window: int | None, *tensors: Tensor) -> tuple[list[Piece], list[Sequence[Tensor]]]:
-    """Return what the segments of a layout read, and queries, keys and others of each, `[heads, slots, size]`."""
-    layout, exact = Layout.known[number], torch.promote_types(tensors[0].dtype, torch.float32)
-    return layout.pieces(exact, window, masked=True), [tensor[0].split(layout.sizes, 1) for tensor in tensors]
-
-
-def _gathered(parts: Sequence[Tensor], own: int, piece: Piece, heads: int) -> Tensor:
-    """Return the keys or values of a segment, `[heads, keys, size]`."""
-    found = parts[own] if piece.path is None else torch.cat(piece.path(parts), 1)
-    return found.repeat_interleave(heads // len(found), 0)
-
-
-@torch.library.custom_op("hf_hybrid::tree_attention", mutates_args=())
-def _tree_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    number: int,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    """Compute the attention of the layout of a number, segment by segment; see [`attend`]."""
-    outputs, heads = [], query.shape[1]
-    pieces, (queries, of_keys, of_values) = _pieces(number, window, query, key, value)
-    for own, piece in enumerate(pieces):
-        keys, values = (_gathered(parts, own, piece, heads) for parts in (of_keys, of_values))
-        weights, _, _ = _weights(queries[own], keys, piece.mask, scaling, softcap, sinks)
-        outputs.append((weights.to(values.dtype) @ values).transpose(0, 1))
-    return torch.cat(outputs)[None]
-
-
-@torch.library.custom_op("hf_hybrid::tree_attention_backward", mutates_args=())
-def _tree_attention_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    number: int,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys, values and sinks."""
-    exact = torch.promote_types(query.dtype, torch.float32)
-    of_query, of_key, of_value = (t.new_zeros(t.shape, dtype=exact) for t in (query, key, value))
-    of_sinks, heads = query.new_zeros(query.shape[1], dtype=exact), query.shape[1]
-    pieces, (queries, of_keys, of_values, grads, of_queries, *totals) = _pieces(
-        number, window, query, key, value, grad.transpose(1, 2), of_query, of_key, of_value
-    )
-    for own, piece in enumerate(pieces):
-        keys, values = (_gathered(parts, own, piece, heads) for parts in (of_keys, of_values))
-        weights, slope, sink = _weights(queries[own], keys, piece.mask, scaling, softcap, sinks)
-        of_output = grads[own]
-        of_weights = (of_output @ values.transpose(1, 2)).to(exact)
-        mean = (of_weights * weights).sum(-1, keepdim=True)
-        of_scores = (weights * (of_weights - mean) * slope * scaling).to(query.dtype)
-        if sink is not None:
-            of_sinks -= (sink * mean).sum((1, 2))
-        of_queries[own].copy_(of_scores @ keys)
-        shares = of_scores.transpose(1, 2) @ queries[own], weights.to(values.dtype).transpose(1, 2) @ of_output
-        for parts, share in zip(totals, shares, strict=True):
-            read = [parts[own]] if piece.path is None else piece.path(parts)
-            share = share.to(exact).unflatten(0, (key.shape[1], -1)).sum(1)  # of the heads that read the same keys
-            for part, add in zip(read, share.split([part.shape[1] for part in read], 1), strict=True):
-                part += add
-    return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_sinks
-
-
-@_tree_attention.register_fake
-def _(query, key, value, sinks, number, scaling, window, softcap):
-    return value.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
-
-
-@_tree_attention_backward.register_fake
-def _(grad, query, key, value, sinks, number, scaling, window, softcap):
-    exact = torch.promote_types(query.dtype, torch.float32)
-    return *(t.new_empty(t.shape) for t in (query, key, value)), query.new_empty(query.shape[1], dtype=exact)
-
-
-def _keep(ctx, inputs, output):
-    *tensors, ctx.number, ctx.scaling, ctx.window, ctx.softcap = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _gradients(ctx, grad):
-    tensors, numbers = ctx.saved_tensors, (ctx.number, ctx.scaling, ctx.window, ctx.softcap)
-    *gradients, of_sinks = _tree_attention_backward(grad, *tensors, *numbers)
-    return *gradients, None if tensors[3] is None else of_sinks.to(tensors[3].dtype), None, None, None, None
-
-
-_tree_attention.register_autograd(_gradients, setup_context=_keep)

@@ -250,7 +250,7 @@ class Comparison:
                     reason = difference_of_packed(observe, *packed, TOLERANCES[self._is_half(model)])
                 if reason is None and trains and facts.drawn.get(True, "nothing") != "nothing":
                     model.train()
-                    observe("tree", *padded(Tree.of(rows.rows, shares=False), batches))
+                    observe("tree", *padded(rows, batches))
                 if reason is None and tries_backward:
                     model.eval()
                     doing = "the backward pass of a tree does not run"

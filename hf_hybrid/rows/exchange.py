@@ -27,10 +27,11 @@ compared (comparison.py); so is the first batch with rows longer than the model'
 an attention that a tree does not have raises an error in that comparison. And before a model is trained on trees, a
 backward pass of few tokens is tried. After a mismatch or an error the padded rows are computed, and the log says why.
 
-**Dropout.** In padded rows each copy of a prefix has random numbers of its own, so that it cannot be computed once. But
-padding can be left out: rows follow each other in the flat row, and each token draws numbers of its own. The update has
-the distribution of `Trainer`'s, not its bits. Which numbers a model draws is found by drawing (randomness.py). If one
-number belongs to many tokens (layer drop), padded rows are computed.
+**Dropout** draws numbers for each token. A prefix draws its own once, for all rows that share it. So the loss of a row
+has the distribution that it has in `Trainer`, and a sum of losses has the same expected gradient; only rows that share
+become correlated. A loss that compares rows (a pair's, a router's) has another expectation, by terms of second order in
+what is dropped: trees of a router's loss share nothing then. Which numbers a model draws is found by drawing
+(randomness.py). If one number belongs to many tokens (layer drop), padded rows are computed.
 
 **Is it worth it?** Only where a tree computes clearly less than the padded rows (costs.py).
 """
@@ -39,6 +40,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 import weakref
 from collections import Counter
@@ -75,6 +77,8 @@ from hf_hybrid.rows.tree import (
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import Run
 from hf_hybrid.run.trainer_view import IN_PLACE, module_of_user
+
+logger = logging.getLogger(__name__)
 
 COUNTS = ("tokens", "tokens_padding", "tokens_shared", "micro_batches_saved")
 MICRO_BATCHES, DIVISORS = "hybrid_micro_batches", "hybrid_divisors"
@@ -197,6 +201,8 @@ class Exchange(Part):
         """Rows are exchanged for trees that cost less than this share of them; compiled layers get no other shape."""
         self.fallbacks = Fallbacks("Rows are computed padded, each for itself (`share_rows`)")
         self.shares_nothing = Fallbacks("Padding is left out, but no shared prefix (`share_rows`)")
+        self.draws_once = False
+        """Whether rows shared a prefix under dropout."""
         self.apart = Fallbacks("Each micro-batch is computed by itself (`share_rows`)")
         self.counts: Counter[str] = Counter()
         """Those of the run, once it begins."""
@@ -259,7 +265,8 @@ class Exchange(Part):
                 self.host.known[tensor] = Copied(batch)
 
     def summary(self) -> dict[str, Any]:
-        return {**{name: self.counts[name] for name in COUNTS}, "plain_rows_because": self.plain_because}
+        counts = {name: self.counts[name] for name in COUNTS}
+        return {**counts, "dropout_drawn_once": self.draws_once, "plain_rows_because": self.plain_because}
 
     def state_dict(self) -> dict[str, Any]:
         return {"plain_because": self.plain_because} if self.plain_because else {}
@@ -575,19 +582,22 @@ class Exchange(Part):
             self.reason_plain = self.fallbacks.did_not_work_with(own, error, doing)
             return None
 
-    def _note_drawn(self, model: nn.Module, drawn: Drawn, rows: Sequence[Row]) -> None:
-        """Say once what random numbers of these rows cost: the share of their tokens that is not saved."""
-        if self._said_drawn:
+    def _note_drawn(self, model: nn.Module, drawn: Drawn, shares: bool, rows: Sequence[Row]) -> None:
+        """Say once what it means for these rows that a forward pass draws numbers, or what it costs."""
+        saved = 0.0 if self._said_drawn else share_saved(Tree.of(rows))
+        if self._said_drawn or (drawn == "by token" and saved <= 1 - WORTH):
             return
-        saved, rate = share_saved(Tree.of(rows)), dropout_of(model)
+        self._said_drawn, self.draws_once, rate = True, shares, dropout_of(model)
         numbers = f"dropout ({rate:g})" if rate else "the random numbers of a forward pass"
         change = "`lora_dropout=0`" if hasattr(model, "peft_config") else "the rates of dropout in its config at 0"
         cost = f"About {saved:.0%} of the tokens would be saved with {change}."
-        self._said_drawn = drawn == "by batch" or saved > 1 - WORTH
-        if drawn == "by batch":
+        if shares:
+            logger.info("A shared prefix draws %s once for its rows; each has the loss that `Trainer` draws.", numbers)
+        elif drawn == "by batch":
             self.fallbacks.cannot_be_exact(f"{numbers} would be drawn for more than one row at a time", advice=cost)
-        elif self._said_drawn:
-            self.shares_nothing.cannot_be_exact(f"{numbers} would be drawn once for all rows that share", advice=cost)
+        else:
+            why = f"{numbers} would be drawn once for rows that the router's loss compares"
+            self.shares_nothing.cannot_be_exact(why, advice=cost)
 
     def _plan(
         self,
@@ -602,11 +612,12 @@ class Exchange(Part):
         facts = self.facts_of(model)
         if (drawn := self.drawn_by(model, device)) is None:
             return Plan(self.reason_plain or facts.reason)
-        plan = facts.plan(batches, divide, shares=drawn == "nothing", compact=compact, whole=whole)
+        shares = drawn == "nothing" or (drawn == "by token" and not (whole and facts.router))
+        plan = facts.plan(batches, divide, shares=shares, compact=compact, whole=whole)
         if plan.reason is not None:
             self.fallbacks.cannot_be_exact(plan.reason)
         elif plan.trees and drawn != "nothing":
-            self._note_drawn(model, drawn, [row for tree in plan.trees for row in tree.rows])
+            self._note_drawn(model, drawn, shares, [row for tree in plan.trees for row in tree.rows])
             return Plan(self.plain_because) if drawn == "by batch" else plan
         return plan
 

@@ -286,7 +286,7 @@ class MergedRows(Exchange):
             return merged if launches or costs.pays(merged, own) else own
 
         plan, groups = self._plan(model, batches, divided, device, device.type == "cuda", False), {}
-        if plan.cost > self.worth * plan.padded or facts.drawn.get(model.training) != "nothing":
+        if plan.cost > self.worth * plan.padded:
             return {}
         for tree in plan.trees:
             numbers = sorted({row.batch for row in tree.rows})

@@ -8,11 +8,10 @@ random generator is seen by torch's dispatcher. What is drawn decides which work
 | drawn | examples | what may be left out |
 |---|---|---|
 | nothing | rates of zero | everything: results are the same up to rounding |
-| by token | dropout, noise, jitter of a router | padding and whole rows: numbers of other tokens are independent |
+| by token | dropout, noise, jitter of a router | the same: numbers of other tokens are independent |
 | by batch | layer drop, stochastic depth, dropout of channels | nothing: one number belongs to several tokens |
 
-"By token" keeps the distribution of the update, not its bits. A prefix that rows share is another matter: in padded
-rows each copy of it has numbers of its own, so that it cannot be computed once.
+"By token" keeps the distribution of each row's loss, not its bits: a prefix that rows share draws its numbers once.
 
 Some models draw one number per layer to decide whether it is left out, also where the rate is zero (OPT). Then the
 number has no influence. That is found by fixing it to both ends of its range and comparing the outputs.

@@ -190,7 +190,8 @@ class SharedWindows(Exchange):
             if (reason := next(filter(None, map(reason_not_batch, window)), None)) is not None:
                 return Foreseen(reason)
             batches = [batch_of(inputs) for inputs in window]
-            options = {"shares": not dropout, "compact": self._is_compact, "whole": self._balances}
+            shares = not (dropout and self._balances)
+            options = {"shares": shares, "compact": self._is_compact, "whole": self._balances}
             plan = facts.plan(batches, self._divider(batches), **options)
             if plan.reason is not None:
                 return Foreseen(plan.reason)
@@ -201,7 +202,8 @@ class SharedWindows(Exchange):
                 shared += tokens - sum(tree.size for tree in plan.trees)
         if not shared + padding:
             return Foreseen(LITTLE)
-        but = [f"no prefix is shared, as dropout ({dropout:g}) draws numbers for each row"] if dropout else []
+        draws = "a shared prefix draws it once" if shared else "no prefix is shared beside a router's loss"
+        but = [f"under dropout ({dropout:g}) {draws}"] if dropout else []
         if facts.again:
             but.append("layers with a state compute a prefix for each row")
         if layers_with_state(self.model):
@@ -391,7 +393,7 @@ class SharedWindows(Exchange):
         trees_of_batches = [(tree, [batch]) for batch, tree in micro_batches]
         options = {"repeats": not self._is_fused, "balances": self._balances}
         rows, moved = FlatRow.on(self.trainer.args.device, trees_of_batches, tensors, **options)
-        step.window = [None] * (len(step.batches) - count)
+        step.window, self._is_laid_out = [None] * (len(step.batches) - count), True
         for (batch, tree), of_tree in zip(micro_batches, rows):
             inputs = dict(zip(names, moved))
             del moved[: len(names)]

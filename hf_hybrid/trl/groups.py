@@ -51,9 +51,8 @@ of the computed rows.
 Several processes exchange gradients and metrics in each micro-batch. They agree on the number of rows, and a process
 with fewer rows adds rows without advantage.
 
-Dropout. A row draws its own masks, whatever rows are beside it. So rows are left out under dropout too: the update has
-the distribution of TRL's, but its random numbers are others. A prompt that is computed once for several completions
-would have one mask for all of them. So no prompt is shared then, neither in the update nor in generation. Where a
+Dropout draws for each token, so rows are left out under it too. A prompt that is computed once draws its masks once for
+its completions: each row has the distribution of TRL's (rows/exchange.py), but its random numbers are others. Where a
 number belongs to several rows (LayerDrop), every row is computed; randomness.py finds out.
 
 Where the result would not be exact, every row is computed, and the log says why; see `_why_every_row`.

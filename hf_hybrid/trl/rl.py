@@ -22,7 +22,7 @@ from transformers import ProcessorMixin
 
 from hf_hybrid.arguments import HybridArguments, as_declared, check_range, hybrid_values, option, options_of
 from hf_hybrid.compat import trl_error
-from hf_hybrid.machine import Look, sharding_of
+from hf_hybrid.machine import Look, sharding_of, shards_by_fsdp2
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
 from hf_hybrid.recovery import is_out_of_memory
@@ -123,7 +123,6 @@ class Rollouts(Part):
         self.by_prompt = False  # rows of the same prompt are put together
         tells = trainer.is_world_process_zero
         self.every_row = Fallbacks("Every row is computed, also those without advantage (`exact_skips`)", tells)
-        self.own_prompts = Fallbacks("No prompt is computed once for several completions", tells)
         self.users_rewards = Fallbacks("Rewards are asked for where TRL asks, and all advantages are TRL's", tells)
         self.window_begins_at = 0  # TRL's number of the first micro-batch of the window
         self.counts: Counter[str] = Counter()
@@ -136,7 +135,7 @@ class Rollouts(Part):
     def begin(self, run: Run) -> None:
         trainer = self.trainer
         self.skips, self._before = ExactSkips(trainer._mean, trainer._rows_that_count, trainer._agree), None
-        self.every_row.because = self.own_prompts.because = self._settings = None
+        self.every_row.because = self._settings = None
         self.counts = run.counts
         vars(self).pop("users", None)
 
@@ -171,14 +170,7 @@ class Rollouts(Part):
             self.every_row.cannot_be_exact(reason.why, advice=advice if reason.change else "")
         shares = trainer.rows.may_share
         may_move = self.leaves_out or (shares and self.skips.mean != "tokens" and trainer._why_rows_stay() is None)
-        self.by_prompt = may_move and shares and trainer._drawn_in_training() == "nothing"
-        if self.leaves_out and trainer._drawn_in_training() != "nothing":
-            self.own_prompts.cannot_be_exact(
-                "the model draws random numbers in training (dropout), each row its own",
-                advice="Rows without advantage are left out: the update has TRL's distribution, but not its random "
-                "numbers. To share prompts and to have TRL's numbers, set `lora_dropout=0`, `disable_dropout=True`, or "
-                "the rates in the model's config.",
-            )
+        self.by_prompt = may_move and shares and trainer._drawn_in_training() != "by batch"
         # What a process finds out about itself, another may not: all of them plan, or none.
         every_row, own_prompts = trainer._agree(int(not self.leaves_out)), trainer._agree(int(not self.by_prompt))
         if self.leaves_out and every_row:
@@ -423,8 +415,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             return f"with `{self._sharding}` processes generate in step"
         if (why := why_plain_model(model)) is not None:
             return why
-        if self.model.training and self._drawn_in_training() != "nothing":
-            return "a forward pass in training is random (dropout), and completions would share the masks of a prompt"
+        if self.model.training and self._drawn_in_training() == "by batch":
+            return "a forward pass in training draws a random number for several rows"
         return None
 
     def _drawn_in_training(self) -> Drawn:
@@ -547,7 +539,10 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         counts = ~self._own_rows(alike)
         if self.mask_truncated_completions:
             counts &= attention_mask[:, -kept:].any(dim=1).cpu()
-        return counts.nonzero()[:, 0].tolist()
+        if self._sharding is None:
+            return counts.nonzero()[:, 0].tolist()
+        # All processes gather sharded layers, in equally many passes. Some fill up with rows that do not count.
+        return sorted(counts.int().argsort(descending=True, stable=True)[: self._agree(int(counts.sum()))].tolist())
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         scoring, chosen = self._scoring, None
@@ -628,7 +623,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             return RowsStay(self.run.step.acts)
         if any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in self.model.parameters()):
             return RowsStay("a hook on a weight sees the gradient of each micro-batch")
-        if self._sharding is not None:
+        if self._sharding is not None and not shards_by_fsdp2(self.args):
             return RowsStay(f"`{self._sharding}` counts the backward passes of a step")
         if isinstance(self.processing_class, ProcessorMixin):
             return RowsStay("tensors of images do not have one row per completion")

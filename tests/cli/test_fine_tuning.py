@@ -453,7 +453,7 @@ def test_sft_says_before_the_run_what_it_leaves_out(run, folder, tmp_path, kind)
         assert "saved no token, as rows were computed padded: `JambaMambaMixer` has a state, and is not" in text
     else:
         assert abs(int(said[1]) - found) < 6 and found > 2
-    assert ("no prefix is shared, as dropout (0.1)" in text) == (kind == "dropout")
+    assert ("under dropout (0.1) a shared prefix draws it once" in text) == (kind == "dropout")
     said_of_experts = "experts computed by grouped_mm (experts_implementation of transformers)"
     assert (said_of_experts in text) == (kind in ("qwen3_moe", "jamba"))
     assert ("for the router's loss" in text) == (kind in ("qwen3_moe", "jamba"))
@@ -1122,7 +1122,7 @@ def experts():
     "model, options, padding, shared",
     [
         (lambda: tiny_model(vocab_size=257), {}, True, True),
-        (lambda: tiny_model(vocab_size=257, attention_dropout=0.1), {}, True, False),
+        (lambda: tiny_model(vocab_size=257, attention_dropout=0.1), {}, True, True),
         (experts, {}, True, True),
         (lambda: tiny_model(vocab_size=257), {"share_rows": "off"}, False, False),
         (lambda: tiny_model(vocab_size=257), {"label_smoothing_factor": 0.1}, False, False),

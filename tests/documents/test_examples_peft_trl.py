@@ -163,9 +163,10 @@ def start_trl(name, base, monkeypatch, folder, *arguments) -> dict:
     return trainers[0].hybrid_summary()
 
 
-def test_script_of_trl_for_sft_saves_padding(base, monkeypatch, tmp_path):
+def test_script_of_trl_for_sft_saves_padding_and_shares_prompts(base, monkeypatch, tmp_path):
     found = start_trl("sft", base, monkeypatch, tmp_path)
-    assert found["tokens_padding"] > 0.2 * found["tokens"] and "dropout (0.05)" in found["plain_rows_because"]
+    assert found["tokens_padding"] > 0.2 * found["tokens"] and found["tokens_shared"] > 0.2 * found["tokens"]
+    assert found["dropout_drawn_once"] and found["plain_rows_because"] is None
 
 
 def test_script_of_trl_for_dpo_saves_padding_and_shares_prompts(base, monkeypatch, tmp_path):
@@ -174,12 +175,13 @@ def test_script_of_trl_for_dpo_saves_padding_and_shares_prompts(base, monkeypatc
     assert found["tokens_padding"] > 0 and found["tokens_shared"] > 0 and found["plain_rows_because"] is None
 
 
-def test_script_of_trl_for_grpo_saves_padding_and_rows(base, monkeypatch, tmp_path):
+def test_script_of_trl_for_grpo_saves_padding_rows_and_prompts(base, monkeypatch, tmp_path):
     more = ["--reward_funcs", "rewards_of_script.easy", "--max_completion_length", "8"]
     more += ["--gradient_accumulation_steps", "4"]  # four prompts a step
     found = start_trl("grpo", base, monkeypatch, tmp_path, *more)
     assert found["rows"] == 64 and found["rows_skipped"] >= 16 and found["every_row_because"] is None
-    assert found["tokens_padding"] > 0 and "random" in found["plain_rollouts_because"]
+    assert found["tokens_padding"] > 0 and found["dropout_drawn_once"]
+    assert found["prompt_tokens_shared"] > 0 and found["plain_rollouts_because"] is None
 
 
 @pytest.mark.parametrize("name", NEEDS)

@@ -201,7 +201,11 @@ def test_flex_attention_takes_a_cap_as_a_constant(monkeypatch):
 
 @pytest.mark.parametrize(
     "options, why",
-    [({"position_bias": torch.ones(1)}, "bias"), ({"dropout": 0.1}, "dropout"), ({"is_causal": False}, "not causal")],
+    [
+        ({"position_bias": torch.ones(1)}, "bias"),
+        ({"dropout": 0.1, "softcap": 1.0}, "dropout"),
+        ({"is_causal": False}, "not causal"),
+    ],
 )
 def test_what_a_tree_does_not_have_is_refused(options, why):
     tree = tree_of("system", 2)

@@ -341,7 +341,6 @@ ONLY_ELSEWHERE = {
     "recovery.py: return None": "a CPU, which nothing watches",
     **dict.fromkeys(
         (
-            "rows/attention.py: return 'by_flex' if query.device.type == 'cuda' else 'by_operator'",
             "rows/attention.py: if kind != 'cuda'",
             "rows/attention.py: return (flex_attention, create_block_mask)",
             "rows/attention.py: parts = torch.from_numpy(parts).to(self.device, non_blocking=True)",

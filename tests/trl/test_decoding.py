@@ -464,20 +464,24 @@ def test_tools(steps_per_generation, tmp_path):
     assert (found["log_probs_skipped"] > 0) is (steps_per_generation == 4)
 
 
-@pytest.mark.parametrize("reason", ["off", "dropout"])
+@pytest.mark.parametrize("reason", ["off", "layer drop"])
 def test_a_run_that_is_left_to_trl(reason, tmp_path, caplog):
     caplog.set_level("INFO", logger="hf_hybrid")
-    changed = {"attention_dropout": 0.1} if reason == "dropout" else {}
+
+    def model():
+        made = policy()
+        if reason == "layer drop":
+            made.lm_head.register_forward_hook(lambda head, args, logits: logits * (1 + torch.rand(1) * head.training))
+        return made
+
     options = {"max_steps": 2, "gradient_accumulation_steps": 1}
-    theirs = train(GRPOTrainer, tmp_path, model=policy(**changed), **options)
-    ours = train(
-        HybridGRPOTrainer, tmp_path, model=policy(**changed), rollouts="off" if reason == "off" else "auto", **options
-    )
+    theirs = train(GRPOTrainer, tmp_path, model=model(), **options)
+    ours = train(HybridGRPOTrainer, tmp_path, model=model(), rollouts="off" if reason == "off" else "auto", **options)
     found = ours.hybrid_summary()
     assert theirs.seen == ours.seen and found["rows_decoded"] == found["prompt_tokens_shared"] == 0
     told = [record.message for record in caplog.records if "`rollouts`" in record.message]
-    assert ("left to TRL: a forward pass in training is random" in str(found)) is (reason == "dropout")
-    assert len(told) == (reason == "dropout") and (found["plain_rollouts_because"] is None) is (reason == "off")
+    assert ("left to TRL: a forward pass in training draws a random number" in str(found)) is (reason != "off")
+    assert len(told) == (reason != "off") and (found["plain_rollouts_because"] is None) is (reason == "off")
     assert_same_weights(weights(theirs.model), weights(ours.model))
 
 

@@ -311,7 +311,7 @@ def test_generators_of_dpo_are_left_as_by_trl(draws, tmp_path):
         states.append(RandomStates.now(torch.device("cpu")))
     assert states[0].same_as(states[1])
     summary = built.hybrid_summary()
-    assert summary["tokens_padding"] > 0 and (summary["plain_rows_because"] is None) is not draws
+    assert summary["tokens_padding"] > 0 and summary["dropout_drawn_once"] is draws
 
 
 QUICK = (

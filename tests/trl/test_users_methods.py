@@ -260,6 +260,7 @@ def puts_rewards(model, trainer, step):
 
 
 LORA = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")}
+ALL_OFF = {"exact_skips": "off", "rollouts": "off", "share_rows": "off"}
 CALLBACKS = {
     "freezes in turn": (freezes_in_turn, {"share": 1.0}),
     "freezes adapters": (freezes_in_turn, {"share": 0.9, **LORA, "learning_rate": 1.0}),
@@ -273,8 +274,8 @@ CALLBACKS = {
     "a loss": (puts_a_loss, {}),
     "rewards": (puts_rewards, {"num_iterations": 2}),
     "temperature": (sets_temperature, {}),
-    "dropout": (sets_dropout, {"exact_skips": "off", "share_rows": "off"}),
-    "dropout of adapters": (puts_dropout, {"exact_skips": "off", "share_rows": "off", **LORA, "learning_rate": 1.0}),
+    "dropout": (sets_dropout, ALL_OFF),
+    "dropout of adapters": (puts_dropout, {**ALL_OFF, **LORA, "learning_rate": 1.0}),
 }
 
 
@@ -282,7 +283,7 @@ def run_with(kind, change, folder, share=0.5, **options):
     callback = Changes(change)
     options = {"share_rows": "auto", **options}
     if kind in (GRPOTrainer, RLOOTrainer):
-        options = {name: value for name, value in options.items() if name not in ("exact_skips", "share_rows")}
+        options = {name: value for name, value in options.items() if name not in ALL_OFF}
     torch.manual_seed(0)  # adapters begin at random
     trainer = build(kind, folder, share, callbacks=[callback], max_steps=4, **options)
     callback.trainer = trainer
