@@ -42,7 +42,6 @@ from torch import Tensor, nn
 
 from hf_hybrid.machine import mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.part import Phase, Step
-from hf_hybrid.rows import any_loss
 from hf_hybrid.rows.attention import FlatRow
 from hf_hybrid.rows.costs import WORTH, share_saved
 from hf_hybrid.rows.exchange import COUNTS, DIVISORS, MICRO_BATCHES, Copied, Exchange, Seen, seen_now
@@ -265,9 +264,7 @@ class SharedWindows(Exchange):
             self._loss, self._in_loss = loss, reason_in_loss(trainer)
         reason = self.reason_plain or self._in_loss or next(filter(None, map(reason_not_batch, step.batches)), None)
         if (reason := reason or self._reason_not_trees()) is not None:
-            helps = reason == self._in_loss and trainer.hybrid_args.share_rows != "on"
-            helps = helps and any_loss.reason_not_shared(trainer) is None
-            self.fallbacks.cannot_be_exact(reason, advice=any_loss.IF_NO_PADDING if helps else "")
+            self.fallbacks.cannot_be_exact(reason)
         # All processes find it out in the same step, as FSDP2 joins their passes.
         facts = self.facts_of(model := self.model)
         if self.reason_plain is None and facts.reason is None:
