@@ -566,8 +566,8 @@ def rows_part(trainer: BuiltTrainer) -> Part | None:
         from hf_hybrid.rows import any_loss
 
         # `on` says that a loss that nobody knows reads no padding.
-        if options.share_rows == "on" or own[:1] and own[0] in any_loss.KNOWN:
-            return any_loss.RowsForAnyLoss(trainer, any_loss.reason_not_shared(trainer))
+        is_known = options.share_rows == "on" or (bool(own) and own[0] in any_loss.KNOWN)
+        return any_loss.RowsForAnyLoss(trainer, any_loss.reason_not_shared(trainer), is_known)
     from hf_hybrid.rows.windows import BalancedWindows, SharedWindows, reason_not_shared
 
     kind = BalancedWindows if getattr(trainer, "aux_loss_enabled", False) else SharedWindows

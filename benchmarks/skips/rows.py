@@ -191,14 +191,16 @@ def build(name: str, lora: bool) -> Any:
 
 OURS = {"share_rows": "on", "enable_predict": False}
 PADDED = {"data_collator": pad}
+PACKING = {"packing": True, "max_length": 1024, "per_device_train_batch_size": 1}
 ARMS: dict[str, tuple[type, type, dict, dict]] = {
     "trainer": (Trainer, TrainingArguments, {}, PADDED),
     "by_length": (Trainer, TrainingArguments, {"train_sampling_strategy": "group_by_length"}, PADDED),
     "trl": (SFTTrainer, SFTConfig, {"max_length": None}, {}),
-    "trl_packing": (SFTTrainer, SFTConfig, {"packing": True, "max_length": 1024, "per_device_train_batch_size": 1}, {}),
+    "trl_packing": (SFTTrainer, SFTConfig, PACKING, {}),
     "trl_padding_free": (SFTTrainer, SFTConfig, {"padding_free": True, "max_length": None}, {}),
     "hybrid": (HybridTrainer, HybridConfig, OURS, PADDED),
     "hybrid_sft": (HybridSFTTrainer, HybridSFTConfig, {"max_length": None, **OURS}, {}),
+    "hybrid_packing": (HybridSFTTrainer, HybridSFTConfig, {**PACKING, **OURS}, {}),
 }
 COMPILED = ("trainer", "trainer_compiled", "hybrid", "hybrid_compiled")
 ARMS |= {f"{arm}_compiled": (*ARMS[arm][:2], {**ARMS[arm][2], "torch_compile": True}, PADDED) for arm in COMPILED[::2]}
@@ -256,7 +258,7 @@ def measure(arm: str, model: str, lora: bool, kind: str, steps: int, order: str)
     found: dict[str, Any] = {"first": seconds.found[0], "seconds": seconds.found[1:]}
     if trainer.args.torch_compile:
         found["compilations"] = counters["stats"]["unique_graphs"]
-    if arm == "trl_packing":  # so many packs per step, of so many rows
+    if "packing" in arm:  # so many packs per step, of so many rows
         per_row = len(rows) / len(trainer.train_dataset)
         found["seconds"] = [second * ROWS / (2 * per_row) for second in found["seconds"]]
     if hasattr(trainer, "hybrid_summary"):

@@ -1,10 +1,14 @@
 """
-Trainers whose losses read states of a model: rewards of pairs, KTO, CPO, ORPO, TPO, distillation.
+Losses that read more than labels: rewards of pairs, KTO, ORPO, distillation, label smoothing, and those of a user.
 
 They read the score of the last token, logits, or hidden states. So the backbones of their models compute flat rows and
-give the states back as padded batches (exchange.py), and head and loss are the trainer's own. A loss that reads states
-of padding would be another one. Those of the trainers in [`KNOWN`] do not. For others, and where a user has put in a
-part of a loss, `share_rows="on"` says so.
+give the states back as padded batches (exchange.py), and head and loss are the trainer's own. The states of padding are
+zero there. A loss that reads them would be another one. Those of the trainers in [`KNOWN`] do not, and of any loss
+`share_rows="on"` says that it does not.
+
+**Is it read?** Of other losses the first batches with padding are computed as they are, and the gradient tells: that of
+the states of padding is zero, or the loss reads them, and batches stay padded for good. No function of a user is called
+for this. A loss that takes states of padding as plain numbers, without a gradient, is not noticed.
 
 For a reward model it is nothing that the head scores padding; where the vocabulary is large beside the layers, less is
 saved than in SFT.
@@ -13,16 +17,18 @@ saved than in SFT.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hf_hybrid.machine import mixed_precision_of, sharding_of
 from hf_hybrid.part import Step
-from hf_hybrid.rows.exchange import Exchange
-from hf_hybrid.run.trainer_view import TrainerView, overridden
+from hf_hybrid.rows.attention import FlatRow
+from hf_hybrid.rows.exchange import Exchange, Origins
+from hf_hybrid.run.trainer_view import TrainerView, overridden, own_losses
 
-IF_NO_PADDING = 'If your loss reads nothing of padding, `share_rows="on"` says so, and rows share.'
 KNOWN = {("trl", f"{kind}Trainer") for kind in ("Reward", "KTO", "Distillation", "CPO", "ORPO", "TPO")}
 """Trainers of TRL whose losses read no padding."""
 MODELS = ("model", "ref_model", "teacher_model")
@@ -36,9 +42,13 @@ class RowsForAnyLoss(Exchange):
 
     reads_labels = False
 
-    def __init__(self, trainer: TrainerView, reason_plain: str | None = None):
+    def __init__(self, trainer: TrainerView, reason_plain: str | None = None, is_known: bool = True):
         super().__init__(reason_plain=reason_plain, half_precision=mixed_precision_of(trainer.args) != "no")
         self.trainer = trainer
+        self._asks = not is_known
+        """Whether the gradient has yet to tell what the loss reads."""
+        self._parts: list[Any] = []
+        """What a user has put in of the loss."""
 
     @property
     def models(self) -> list[nn.Module]:  # ty: ignore[incompatible-property-override]
@@ -57,13 +67,44 @@ class RowsForAnyLoss(Exchange):
             yield
 
     def _look_at_loss(self) -> None:
-        """Keep rows padded from here on if a user has put in a part of the loss."""
-        of_trl = [vars(kind) for kind in type(self.trainer).__mro__ if kind.__module__.startswith("trl.")]
+        """Ask again what the loss reads, if a user has put in a part of it."""
+        trainer = self.trainer
+        of_trl = [vars(kind) for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
         methods = sorted({name for methods in of_trl for name, method in methods.items() if callable(method)})
-        place = overridden(self.trainer, *[name for name in methods if any([part in name for part in OF_LOSSES])])
-        if place is not None and self.reason_plain is None and self.trainer.hybrid_args.share_rows != "on":
-            self.reason_plain = f"`{place}` may read states of padding"
-            self.fallbacks.cannot_be_exact(self.reason_plain, advice=IF_NO_PADDING)
+        place = overridden(trainer, *[name for name in methods if any([part in name for part in OF_LOSSES])])
+        parts = [place, vars(trainer).get("compute_loss"), trainer.compute_loss_func]
+        if parts != self._parts and (self._parts or place):
+            self._asks = trainer.hybrid_args.share_rows != "on"
+        self._parts = parts
+
+    def _row_of(self, model: nn.Module, inputs: Mapping[str, Any], origins: Origins = (None, None)) -> FlatRow | None:
+        mask = inputs.get("attention_mask")
+        asks = self._asks and self._pass.observed is None and torch.is_tensor(mask)
+        if not asks or self.reason_not_exchanged(model, inputs) is not None or bool(mask.all()):
+            return super()._row_of(model, inputs, origins)
+        self.counts["tokens"] += int(mask.sum()) if self._is_counting else 0
+
+        def see(grad: Tensor) -> None:
+            self._asks = False
+            if grad[mask == 0].any():
+                self.reason_plain = f"the loss of `{self._name_of_loss}` reads states of padding"
+                self.fallbacks.cannot_be_exact(self.reason_plain)
+
+        def behind(backbone: nn.Module, args: tuple, output: Any) -> None:
+            hook.remove()
+            if output[0].requires_grad:
+                output[0].register_hook(see)
+
+        hook = self.facts_of(model).backbone.register_forward_hook(behind)
+        return None
+
+    @property
+    def _name_of_loss(self) -> str:
+        place, *_ = self._parts or [None]
+        if place is None and self.trainer.compute_loss_func is not None:
+            return "compute_loss_func"
+        own = own_losses(self.trainer)
+        return place or (f"{own[0][1]}.compute_loss" if own else type(self.trainer).__name__)
 
 
 def reason_not_shared(trainer: TrainerView) -> str | None:

@@ -126,6 +126,19 @@ def difference(observe: Observe, rows: Tree, batches: Sequence[Batch], most: flo
     return None
 
 
+def difference_of_packed(observe: Observe, batch: Batch, tree: Tree, most: float) -> str | None:
+    """Return why a packed batch as it is given is not its documents, each by itself."""
+    targets, (plain, flat) = Targets.of(tree, [batch]), (observe(way, batch, tree) for way in ("packed", "tree"))
+    if batch.packed is None or not len(targets.readers):
+        return None
+    _, documents, columns = targets.places.t()
+    of_plain = plain.hidden[batch.packed.rows[documents], columns + batch.packed.shifts[documents]]
+    distance = apart(of_plain, flat.hidden[0, targets.slots[targets.readers]])
+    if distance <= most:
+        return None
+    return f"in a packed row a document sees others (states are {distance:.1e} of their length from its own)"
+
+
 def not_a_sum(
     compute: Callable[[str, Batch, Tree, int | None], tuple[Tensor, Tensor]],
     rows: Tree,
@@ -214,8 +227,10 @@ class Comparison:
         tree: Tree,
         cuts: bool = False,
     ) -> Observed:
-        rows, names = self.rows, ("input_ids", "attention_mask", "labels")
-        inputs = {name: tensor.to(device) for name, tensor in zip(names, batch[:3])}
+        rows, given = self.rows, dict(zip(("input_ids", "attention_mask", "labels"), batch[:3]))
+        if how == "packed" and batch.packed is not None:
+            given = dict(batch.packed.given)
+        inputs = {name: value.to(device) if torch.is_tensor(value) else value for name, value in given.items()}
         observed = Observed((batch, tree) if how == "tree" else None, cuts)
         with rows.observing(observed), rows.in_trees(model) if how == "tree" else contextlib.nullcontext():
             observed.result = compute(inputs)
@@ -226,9 +241,15 @@ class Comparison:
         return observed
 
     def reason_not_same(
-        self, model: nn.Module, tree: Tree, batches: Sequence[Batch], compute: Compute, device: torch.device
+        self,
+        model: nn.Module,
+        tree: Tree,
+        batches: Sequence[Batch],
+        compute: Compute,
+        device: torch.device,
+        packed: tuple[Batch, Tree] | None = None,
     ) -> str | None:
-        """Compute some rows in both ways, and return why the results are not the same."""
+        """Compute some rows, and one `packed` batch, in both ways, and return why the results are not the same."""
         exchange, facts, rows = self.rows, self.rows.facts_of(model), Tree.of(sample(tree))
         trains, fallbacks, saved = model.training, self.rows.fallbacks, share_saved(rows)
         tries_backward = not facts.ran_backward and self.trains(model)
@@ -237,6 +258,8 @@ class Comparison:
             with as_before(model, device), exchange.eager():
                 model.eval()
                 reason = difference(observe, rows, batches, TOLERANCES[self._is_half(model)])
+                if reason is None and packed is not None:
+                    reason = difference_of_packed(observe, *packed, TOLERANCES[self._is_half(model)])
                 if reason is None and trains and facts.drawn.get(True, "nothing") != "nothing":
                     model.train()
                     observe("tree", *padded(rows, batches))

@@ -76,6 +76,14 @@ Rows = tuple[Tensor, Tensor, Tensor]
 """Tokens, mask and labels as a model gets them, each `[batch, length]`."""
 
 
+class Packed(NamedTuple):
+    """The packed batch whose documents a [`Batch`] holds, each as a row of its own."""
+
+    given: Mapping[str, Any]  # as the trainer has it
+    rows: Tensor  # where each document is: its row, `[batch]`
+    shifts: Tensor  # and what its columns are ahead of those here, `[batch]`
+
+
 class Batch(NamedTuple):
     """A padded batch, on the host: `[batch, length]`, padded on either side."""
 
@@ -84,6 +92,12 @@ class Batch(NamedTuple):
     labels: Tensor  # the tokens that are to be predicted, `IGNORED` elsewhere
     micro_batches: Tensor | None = None  # of the trainer, that rows come from, `[batch]`: none is -1, `None` is one
     divisors: Tensor | None = None  # of each row's loss, where losses are means, `[batch]`; `None` where they are sums
+    packed: Any = None  # [`Packed`] of a batch of documents
+
+    @property
+    def places(self) -> int:
+        """Number of places of the batch that the trainer would compute, padding included."""
+        return (self.ids if self.packed is None else self.packed.given["input_ids"]).numel()
 
     @property
     def tokens(self) -> int:
@@ -130,6 +144,54 @@ def rows_of(inputs: Mapping[str, Any]) -> Rows:
     return ids, torch.ones_like(ids) if mask is None else mask != 0, inputs["labels"]
 
 
+ENDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""What TRL gives beside `position_ids`, and says the same: where documents end."""
+
+
+def unpacked(inputs: Mapping[str, Any]) -> Batch:
+    """
+    Return the documents of packed rows, on the host, as rows. Their `position_ids` count on within a document.
+
+        ids        a a a b b | c c c c .        a a a
+        positions  0 1 2 0 1 | 5 6 7 8 0        b b
+                                                . . . . . c c c c
+
+    A token stands in the column of its position. Behind a document stands the token that its last one predicts, if it
+    predicts one: the first of the next document, where nobody has hidden its label.
+    """
+    ids, mask, labels, places = (tensor.numpy() for tensor in (*rows_of(inputs), inputs["position_ids"]))
+    begins = mask != 0
+    begins[:, 1:] &= (places[:, 1:] != places[:, :-1] + 1) | (mask[:, :-1] == 0)
+    rows, columns = begins.nonzero()
+    # Tokens are counted through the batch: those of a document end where those of the next one begin.
+    counted = np.append(mask.astype(bool).cumsum()[rows * mask.shape[1] + columns] - 1, mask.astype(bool).sum())
+    ends = columns + np.diff(counted)
+    firsts = places[rows, columns]
+    width = int((firsts + ends - columns).max(initial=1)) + 1
+    of_documents = np.zeros((3, len(rows), width), np.int64)
+    of_documents[2] = IGNORED
+    for number, (row, begin, end, first) in enumerate(zip(rows, columns, ends, firsts)):
+        stop = min(end + 1, ids.shape[1])
+        for filled, given in zip(of_documents, (ids, mask, labels)):
+            filled[number, first : first + stop - begin] = given[row, begin:stop]
+        of_documents[1, number, first + end - begin :] = 0
+        of_documents[2, number, first] = IGNORED  # no token of this document predicts its first one
+    packed = Packed(inputs, torch.from_numpy(rows), torch.from_numpy(columns - firsts))
+    return Batch(*torch.from_numpy(of_documents), packed=packed)
+
+
+def reason_not_documents(inputs: Mapping[str, Any]) -> str | None:
+    """Return why what a batch on the host says of its documents cannot be read."""
+    positions, ends = inputs.get("position_ids"), inputs.get("cu_seq_lens_q")
+    if positions is None:
+        return None
+    if (positions < 0).any():
+        return "`position_ids` of a batch are below 0"
+    if ends is not None and not torch.equal(ends[:-1].long(), (positions == 0).flatten().nonzero()[:, 0]):
+        return "`position_ids` and `cu_seq_lens_q` of a batch tell other documents"
+    return None
+
+
 def rows_of_states(inputs: Mapping[str, Any]) -> Rows:
     """
     Return rows of which every token predicts something: tokens, mask and labels, each `[batch, length + 1]`.
@@ -140,6 +202,13 @@ def rows_of_states(inputs: Mapping[str, Any]) -> Rows:
     mask, more = torch.ones_like(ids) if mask is None else (mask != 0).to(ids.dtype), torch.zeros_like(ids[:, :1])
     labels = torch.zeros_like(ids).masked_fill(mask == 0, IGNORED)  # any token will do: nobody scores it
     return torch.cat([ids, more], 1), torch.cat([mask, more], 1), torch.cat([more + IGNORED, labels], 1)
+
+
+def reason_not_batch(inputs: Any) -> str | None:
+    """Return why a batch is not rows, or packed rows, of tokens with labels, as far as its form tells."""
+    if isinstance(inputs, Mapping) and inputs.get("position_ids") is not None:
+        return reason_not_rows(inputs, ENDS, ("input_ids", "labels", "position_ids"))
+    return reason_not_rows(inputs)
 
 
 def reason_not_rows(
@@ -156,10 +225,17 @@ def reason_not_rows(
             return f"a batch holds no `{name}`"
     given = {name: value for name, value in inputs.items() if value is not None and name not in beside}
     if others := given.keys() - {*needs, "attention_mask"}:
+        if "position_ids" in others:
+            return "packed rows (`position_ids`) share in the steps of SFT alone"
         return f"a batch holds `{min(others)}` beside tokens"
     if inputs["input_ids"].dim() != 2 or len({getattr(value, "shape", None) for value in given.values()}) > 1:
         return "tokens, mask and labels of a batch have different shapes"
     return "labels of a batch are not tokens" if "labels" in given and given["labels"].is_floating_point() else None
+
+
+def batch_of(inputs: Mapping[str, Any]) -> Batch:
+    """Return a batch that is on the host: packed rows as their documents."""
+    return on_host([rows_of(inputs)])[0] if inputs.get("position_ids") is None else unpacked(inputs)
 
 
 def on_host(batches: Sequence[Rows]) -> list[Batch]:

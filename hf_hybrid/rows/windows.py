@@ -42,7 +42,6 @@ from torch import Tensor, nn
 
 from hf_hybrid.machine import mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.part import Phase, Step
-from hf_hybrid.rows import any_loss
 from hf_hybrid.rows.attention import FlatRow
 from hf_hybrid.rows.costs import WORTH, share_saved
 from hf_hybrid.rows.exchange import COUNTS, DIVISORS, MICRO_BATCHES, Copied, Exchange, Seen, seen_now
@@ -55,13 +54,13 @@ from hf_hybrid.rows.tree import (
     Batch,
     Row,
     Tree,
+    batch_of,
     by_batch,
     divide,
     join,
-    on_host,
     padded,
-    reason_not_rows,
-    rows_of,
+    reason_not_batch,
+    reason_not_documents,
 )
 from hf_hybrid.run.run import Run
 from hf_hybrid.run.trainer_view import LossView, TrainerView, own_losses, unknown_loss
@@ -187,15 +186,15 @@ class SharedWindows(Exchange):
         self._stays_apart = not self.trainer.model_accepts_loss_kwargs and self._has_other_means()
         total = padding = shared = 0
         for window in windows:
-            if (reason := next(filter(None, map(reason_not_rows, window)), None)) is not None:
+            if (reason := next(filter(None, map(reason_not_batch, window)), None)) is not None:
                 return Foreseen(reason)
-            batches = on_host([rows_of(inputs) for inputs in window])
+            batches = [batch_of(inputs) for inputs in window]
             shares = not (dropout and self._balances)
             options = {"shares": shares, "compact": self._is_compact, "whole": self._balances}
             plan = facts.plan(batches, self._divider(batches), **options)
             if plan.reason is not None:
                 return Foreseen(plan.reason)
-            tokens, size = (sum(sizes) for sizes in zip(*((batch.tokens, batch.ids.numel()) for batch in batches)))
+            tokens, size = (sum(sizes) for sizes in zip(*((batch.tokens, batch.places) for batch in batches)))
             total += size
             if 0 < len(plan.trees) <= len(batches) and plan.cost <= self.worth * plan.padded:
                 padding += size - tokens
@@ -235,8 +234,12 @@ class SharedWindows(Exchange):
             return
         before = self.reason_plain  # all processes know this one
         reason = self._reason_not_arranged(step)
-        batches = [] if reason is not None else on_host([rows_of(inputs) for inputs in step.on_host])
+        batches = [] if reason is not None else [batch_of(inputs) for inputs in step.on_host]
         apart = reason is None and self._find_apart(step)
+        if any(batch.packed is not None for batch in batches):
+            reason = next(filter(None, map(reason_not_documents, step.on_host)), None)
+            if (reason := "code of yours sees each packed row by itself" if apart else reason) is not None:
+                self.fallbacks.cannot_be_exact(reason)
         self._stays_apart = apart or (step.items is None and self._has_other_means())
         if step.items is None and not self._stays_apart:
             batches = [batch.as_mean() for batch in batches]
@@ -259,11 +262,9 @@ class SharedWindows(Exchange):
         loss = vars(trainer).get("compute_loss"), trainer.compute_loss_func, trainer.args.label_smoothing_factor
         if loss != self._loss:  # people set it in a run too
             self._loss, self._in_loss = loss, reason_in_loss(trainer)
-        reason = self.reason_plain or self._in_loss or next(filter(None, map(reason_not_rows, step.batches)), None)
+        reason = self.reason_plain or self._in_loss or next(filter(None, map(reason_not_batch, step.batches)), None)
         if (reason := reason or self._reason_not_trees()) is not None:
-            helps = reason == self._in_loss and trainer.hybrid_args.share_rows != "on"
-            helps = helps and any_loss.reason_not_shared(trainer) is None
-            self.fallbacks.cannot_be_exact(reason, advice=any_loss.IF_NO_PADDING if helps else "")
+            self.fallbacks.cannot_be_exact(reason)
         # All processes find it out in the same step, as FSDP2 joins their passes.
         facts = self.facts_of(model := self.model)
         if self.reason_plain is None and facts.reason is None:
@@ -302,7 +303,7 @@ class SharedWindows(Exchange):
     def _divider(self, batches: list[Batch]) -> Callable[..., list[Tree]]:
         """Return what divides the rows of these batches into trees."""
         by_size = self._fewest if self.trainer.args.device.type in WITHOUT_LAUNCHES else self._divide
-        most = min(max(batch.ids.numel() for batch in batches), self.facts_of(self.model).most_slots)
+        most = min(max(batch.places for batch in batches), self.facts_of(self.model).most_slots)
         return functools.partial(by_batch if self._stays_apart else by_size, most=most)
 
     def _plan_window(self, batches: list[Batch]) -> Plan:
@@ -344,10 +345,13 @@ class SharedWindows(Exchange):
         model, device, longest = self.model, self.trainer.args.device, int(self._longest)
         facts = self.facts_of(model)
         adds_up = facts.adds_up or self._is_fused
-        if self._has_compared(model, longest) and adds_up:
+        packed = next((batch for batch in batches if batch.packed is not None and not facts.compared_packed), None)
+        if self._has_compared(model, longest) and adds_up and packed is None:
             return None
         tree = plan.trees[-1] if plan.trees else _nothing(batches)[1]
-        reason = self.comparison.reason_not_same(model, tree, batches, self._quiet_loss, device)
+        of_packed = None if packed is None else (packed, Tree.of(packed.rows() or _nothing(batches)[1].rows))
+        reason = self.comparison.reason_not_same(model, tree, batches, self._quiet_loss, device, of_packed)
+        facts.compared_packed = packed is not None
         if reason is None and not adds_up:
             reason = self.comparison.reason_no_sum(model, tree, batches, self._quiet_loss, device, counted)
         facts.note_compared(longest)
@@ -417,7 +421,7 @@ class SharedWindows(Exchange):
         tokens = sum(batch.tokens for batch in batches)
         self.counts["tokens"] += tokens
         if step.window is not None or self.in_every_pass:
-            self.counts["tokens_padding"] += sum(batch.ids.numel() for batch in batches) - tokens
+            self.counts["tokens_padding"] += sum(batch.places for batch in batches) - tokens
             self.counts["tokens_shared"] += tokens - sum(tree.size for tree in trees)
             self.counts["micro_batches_saved"] += (step.window or []).count(None)
 

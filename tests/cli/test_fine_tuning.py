@@ -1039,7 +1039,7 @@ def experts():
         (lambda: tiny_model(vocab_size=257, attention_dropout=0.1), {}, True, True),
         (experts, {}, True, True),
         (lambda: tiny_model(vocab_size=257), {"share_rows": "off"}, False, False),
-        (lambda: tiny_model(vocab_size=257), {"label_smoothing_factor": 0.1}, False, False),
+        (lambda: tiny_model(vocab_size=257), {"label_smoothing_factor": 0.1}, True, True),
     ],
     ids=["plain", "dropout", "experts", "off", "another loss"],
 )

@@ -921,7 +921,6 @@ REFUSED = {
         "layers with a state that runs along the row are not compiled",
     ),
     "counts": (counting, {}, "a forward pass changes the buffer `model.layers.1.mlp.tokens`, which counts every token"),
-    "label smoothing": (build, {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
     "noise": (build, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
     "first batch": (counted, {}, "hidden states of the first batch are .* away"),
     "alibi": (lambda: stateful("Bloom"), {}, "the attention of `BloomForCausalLM` is its own"),
@@ -1100,27 +1099,34 @@ def test_a_test_fails_if_a_saving_does(tmp_path, monkeypatch):
         shared(tmp_path, KINDS["agent"](), max_steps=1)
 
 
-def test_a_loss_of_ones_own_gets_padded_rows(tmp_path):
-    trained = train(OwnLoss, HybridConfig, tmp_path, KINDS["agent"](), max_steps=1, leap_gain=0)
-    assert "`OwnLoss.compute_loss`" in trained.hybrid_summary()["plain_rows_because"]
-    trained = shared(tmp_path, KINDS["agent"](), max_steps=1, compute_loss_func=own_loss)
-    assert "`compute_loss_func`" in trained.hybrid_summary()["plain_rows_because"]
+@pytest.mark.parametrize("case", ["class", "function", "label smoothing"])
+def test_losses_of_ones_own_share_rows(case, tmp_path):
+    rows, trained = KINDS["agent"](), []
+    ours = OwnLoss if case == "class" else HybridTrainer
+    for kind, config in ((Trainer, TrainingArguments), (ours, HybridConfig)):
+        values = {"label_smoothing_factor": 0.1} if case == "label smoothing" else {}
+        values |= {"leap_gain": 0} if config is HybridConfig else {}
+        args = config(**config_values(tmp_path / kind.__name__, max_steps=3, **values))
+        more = {"compute_loss_func": own_loss} if case == "function" else {}
+        trained.append(kind(build(), args, data_collator=pad, train_dataset=rows, **more))
+        trained[-1].train()
+    assert apart(*(weights(trainer.model) for trainer in trained)) < 1e-5
+    summary = trained[1].hybrid_summary()
+    assert summary["tokens_shared"] > 0.2 * summary["tokens"] and summary["plain_rows_because"] is None
 
 
-@pytest.mark.parametrize("memory", ["off", "stream"])
-def test_what_helps_a_loss_of_ones_own_is_said_where_it_does(memory, tmp_path, caplog):
-    train(OwnLoss, HybridConfig, tmp_path, KINDS["agent"](), max_steps=2, memory=memory)
-    told = [r for r in caplog.records if r.levelno == logging.WARNING and "`share_rows" in r.getMessage()]
-    assert len(told) == (memory == "off") and all("OwnLoss.compute_loss" in r.getMessage() for r in told)
-
-
-def test_other_tensors_of_a_batch_are_not_lost(tmp_path):
+def test_positions_of_a_batch_are_not_lost(tmp_path):
     def collate(rows):
         made = pad(rows)
-        return {**made, "position_ids": torch.arange(made["input_ids"].shape[1]).expand_as(made["input_ids"])}
+        return {**made, "position_ids": torch.arange(7, 7 + made["input_ids"].shape[1]).expand_as(made["input_ids"])}
 
-    trained = shared(tmp_path, KINDS["agent"](), max_steps=1, data_collator=collate)
-    assert "`position_ids`" in trained.hybrid_summary()["plain_rows_because"]
+    trained = []
+    for kind, config in ((Trainer, TrainingArguments), (HybridTrainer, HybridConfig)):
+        args = config(**config_values(tmp_path, max_steps=2, learning_rate=1e-3))
+        trained.append(kind(build(), args, data_collator=collate, train_dataset=KINDS["agent"]()))
+        trained[-1].train()
+    assert apart(*(weights(trainer.model) for trainer in trained)) < 1e-5
+    assert trained[1].hybrid_summary()["tokens_shared"] > 0
 
 
 def test_the_model_is_left_as_it_was(tmp_path):

@@ -175,22 +175,35 @@ def test_under_dropout_a_shared_prefix_draws_once(tmp_path):
 
 
 class Margin(RewardTrainer):
-    """A loss of the user's."""
+    """A loss of the user's, that counts."""
+
+    of_padding, calls = 0.0, 0
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.calls += 1
         loss = super().compute_loss(model, inputs) + 0.01 * model(**inputs).logits.square().mean()
+        if self.of_padding:
+            loss = loss + self.of_padding * model.model(**inputs).last_hidden_state.square().mean()
         return (loss, None) if return_outputs else loss
 
 
-def test_a_loss_that_nobody_knows_is_computed_padded_unless_asked(tmp_path, caplog, monkeypatch):
-    monkeypatch.setitem(TRAINERS, "margin", (Margin, *TRAINERS["reward"][1:]))
-    theirs, ours = (train("margin", tmp_path / str(hybrid), hybrid) for hybrid in (False, True))
+class OfPadding(Margin):
+    of_padding = 0.01
+
+
+def test_a_loss_that_nobody_knows_shares_unless_it_reads_padding(tmp_path, monkeypatch):
+    """The gradient tells. Nothing of the user is called for it."""
+    for kind in (Margin, OfPadding):
+        monkeypatch.setitem(TRAINERS, "margin", (kind, *TRAINERS["reward"][1:]))
+        theirs, ours = (train("margin", tmp_path / f"{kind.__name__}{hybrid}", hybrid) for hybrid in (False, True))
+        assert theirs.calls == ours.calls == 8
+        if kind is Margin:
+            found = check_equal(theirs, ours)
+            assert found["tokens_shared"] > 0
+    found = ours.hybrid_summary()
     assert_same_weights(weights(theirs.model), weights(ours.model))
-    assert "Margin.compute_loss" in ours.hybrid_summary()["plain_rows_because"]
-    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "share_rows" in r.getMessage()]
-    assert len(warnings) == 1 and '`share_rows="on"` says so' in warnings[0]
-    monkeypatch.setitem(TRAINERS, "margin", (Margin, hybrid_config(RewardConfig), *TRAINERS["reward"][2:]))
-    check_equal(theirs, train("margin", tmp_path / "on", True, share_rows="on"))
+    assert found["plain_rows_because"] == "the loss of `Margin.compute_loss` reads states of padding"
+    assert found["tokens_shared"] == found["tokens_padding"] == 0 < found["tokens"]
 
 
 def test_a_config_of_trl_gets_the_options(tmp_path):
@@ -240,8 +253,11 @@ def test_other_losses_of_a_trainer(option, tmp_path):
         trainer = fitted(kind(tiny_model(), args, data_collator=pad, train_dataset=rows, **more))
         return trainer
 
-    theirs = run(Trainer, TrainingArguments)
-    check_equal(theirs, run(HybridTrainer, HybridConfig, share_rows="on", leap_gain=0, auto_lr="off"))
+    theirs, options = run(Trainer, TrainingArguments), {"leap_gain": 0, "auto_lr": "off"}
+    on, asked = (
+        check_equal(theirs, run(HybridTrainer, HybridConfig, **options, **o)) for o in ({"share_rows": "on"}, {})
+    )
+    assert on["tokens_padding"] > asked["tokens_padding"] > 0.7 * on["tokens_padding"]  # of one micro-batch it asked
 
 
 def test_states_that_differ_are_refused(tmp_path, monkeypatch):
@@ -306,9 +322,10 @@ def twice(method, *args):
 
 
 CHANGES = {
-    "mask": ("reward", "compute_loss", hides_a_token, "`trainer.compute_loss` may read"),
-    "padding": ("reward", "compute_loss", reads_padding, "`trainer.compute_loss` may read"),
-    "part of a loss": ("kto", "_compute_loss", reads_padding, "`trainer._compute_loss` may read"),
+    "mask": ("reward", "compute_loss", hides_a_token, "has a hole in its mask"),
+    "no padding": ("reward", "compute_loss", reads_padding, None),  # the scores of last tokens
+    "padding": ("kto", "compute_loss", reads_padding, "`trainer.compute_loss` reads states of padding"),
+    "part of a loss": ("kto", "_compute_loss", reads_padding, "`trainer._compute_loss` reads states of padding"),
     "scored tokens": ("reward", "_prepare_inputs", other_tokens, "a token that the mask hides"),
     "tokens": ("kto", "_prepare_inputs", other_tokens, None),
     "step": ("reward", "training_step", twice, None),
