@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from hf_hybrid.machine import mixed_precision_of, sharding_of
 from hf_hybrid.part import Step
-from hf_hybrid.rows.attention import FlatRow
-from hf_hybrid.rows.exchange import Exchange, Origins
+from hf_hybrid.rows.exchange import Exchange
 from hf_hybrid.run.trainer_view import TrainerView, overridden, own_losses
 
 KNOWN = {("trl", f"{kind}Trainer") for kind in ("Reward", "KTO", "Distillation", "CPO", "ORPO", "TPO")}
@@ -45,8 +44,7 @@ class RowsForAnyLoss(Exchange):
     def __init__(self, trainer: TrainerView, reason_plain: str | None = None, is_known: bool = True):
         super().__init__(reason_plain=reason_plain, half_precision=mixed_precision_of(trainer.args) != "no")
         self.trainer = trainer
-        self._asks = not is_known
-        """Whether the gradient has yet to tell what the loss reads."""
+        self.asks = not is_known
         self._parts: list[Any] = []
         """What a user has put in of the loss."""
 
@@ -74,18 +72,18 @@ class RowsForAnyLoss(Exchange):
         place = overridden(trainer, *[name for name in methods if any([part in name for part in OF_LOSSES])])
         parts = [place, vars(trainer).get("compute_loss"), trainer.compute_loss_func]
         if parts != self._parts and (self._parts or place):
-            self._asks = trainer.hybrid_args.share_rows != "on"
+            self.asks = trainer.hybrid_args.share_rows != "on"
         self._parts = parts
 
-    def _row_of(self, model: nn.Module, inputs: Mapping[str, Any], origins: Origins = (None, None)) -> FlatRow | None:
+    def ask(self, model: nn.Module, inputs: Mapping[str, Any]) -> bool:
         mask = inputs.get("attention_mask")
-        asks = self._asks and self._pass.observed is None and torch.is_tensor(mask)
-        if not asks or self.reason_not_exchanged(model, inputs) is not None or bool(mask.all()):
-            return super()._row_of(model, inputs, origins)
+        no_padding = not torch.is_tensor(mask) or bool(mask.all())
+        if no_padding or self._pass.observed is not None or self.reason_not_exchanged(model, inputs) is not None:
+            return False
         self.counts["tokens"] += int(mask.sum()) if self._is_counting else 0
 
         def see(grad: Tensor) -> None:
-            self._asks = False
+            self.asks = False
             if grad[mask == 0].any():
                 self.reason_plain = f"the loss of `{self._name_of_loss}` reads states of padding"
                 self.fallbacks.cannot_be_exact(self.reason_plain)
@@ -96,7 +94,7 @@ class RowsForAnyLoss(Exchange):
                 output[0].register_hook(see)
 
         hook = self.facts_of(model).backbone.register_forward_hook(behind)
-        return None
+        return True
 
     @property
     def _name_of_loss(self) -> str:

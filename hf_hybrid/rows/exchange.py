@@ -186,6 +186,8 @@ class Exchange(Part):
     """Whether the trainer opens [`around`] for every micro-batch, not only for those that were laid out."""
     reads_labels = True
     """Whether the loss is known to read what predicts labels, and nothing else of a model."""
+    asks = False
+    """Whether the gradient has yet to tell what the loss reads (any_loss.py)."""
     models: Sequence[nn.Module] = ()
     """Those that are open in every pass; others are opened where they are computed."""
 
@@ -392,8 +394,9 @@ class Exchange(Part):
         if not self.reads_labels:
             way.row = None
             inputs = {**dict(zip(("input_ids", "attention_mask"), args)), **inputs}
-            generates = inputs.get(cache_name()) is not None or len(args) > 2
-            row = None if generates else self._row_of(model, inputs)
+            as_is = inputs.get(cache_name()) is not None or len(args) > 2  # a model that generates
+            as_is = as_is or (self.asks and self.ask(model, inputs))
+            row = None if as_is else self._row_of(model, inputs)
             if row is not None:
                 args, inputs = (), {**inputs, **row.inputs(self._begin(model, row), labels=False)}
         if (row := way.row) is None:
@@ -449,6 +452,10 @@ class Exchange(Part):
             self._opened[model].enter_context(self.in_trees(model))
         number = 1 if self.compiles else row.layout.number  # a compiler would make it a constant
         return no_mask(row.ids.device, number, named=way.observed is not None)
+
+    def ask(self, model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+        """Whether a batch is computed as it is, to see what its loss reads."""
+        return False
 
     # What rows a batch has.
 

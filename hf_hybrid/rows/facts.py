@@ -21,7 +21,7 @@ from hf_hybrid.rows.costs import Costs
 from hf_hybrid.rows.randomness import Drawn
 from hf_hybrid.rows.recurrent import again, layers_with_state
 from hf_hybrid.rows.router_loss import OPTION, Router
-from hf_hybrid.rows.tree import Batch, Row, Tree, by_batch
+from hf_hybrid.rows.tree import Batch, Row, Tree
 from hf_hybrid.run.trainer_view import own_forward
 from hf_hybrid.streaming.layers import base_model
 
@@ -267,16 +267,18 @@ class ModelFacts:
         are computed, as a router's loss counts them.
         """
         rows: list[Row] = []
+        padded = 0.0
         for number, batch in enumerate(batches):
             of_batch = batch.rows(number, counts_mask=self.counts_mask, whole=whole)
             if of_batch is None:
                 return Plan(HOLE)
-            if batch.packed is not None and self.counts_mask:
+            if batch.packed is None:
+                padded += self.costs.padded(batch, compact=compact)
+            elif self.counts_mask:
                 return Plan("its positions are not those of the batch")
+            elif of_batch:
+                padded += self.costs.tree(Tree.of(of_batch, shares=False))
             rows += of_batch
-        padded = sum(self.costs.padded(batch, compact=compact) for batch in batches if batch.packed is None)
-        packed = [row for row in rows if batches[row.batch].packed is not None]
-        padded += sum(map(self.costs.tree, by_batch(packed, 0.0, shares=False)))
         trees = divide(rows, shares=shares, again=self.again) if rows else []
         if max((tree.size for tree in trees), default=0) > self.most_slots:
             reason = f"rows of more than {self.most_slots} tokens would be scaled by place, or attend by chunks"

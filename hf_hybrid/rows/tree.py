@@ -95,11 +95,6 @@ class Batch(NamedTuple):
     packed: Any = None  # [`Packed`] of a batch of documents
 
     @property
-    def places(self) -> int:
-        """Number of places of the batch that the trainer would compute, padding included."""
-        return (self.ids if self.packed is None else self.packed.given["input_ids"]).numel()
-
-    @property
     def tokens(self) -> int:
         """Number of tokens without padding."""
         return int(self.mask.sum())
@@ -204,22 +199,17 @@ def rows_of_states(inputs: Mapping[str, Any]) -> Rows:
     return torch.cat([ids, more], 1), torch.cat([mask, more], 1), torch.cat([more + IGNORED, labels], 1)
 
 
-def reason_not_batch(inputs: Any) -> str | None:
-    """Return why a batch is not rows, or packed rows, of tokens with labels, as far as its form tells."""
-    if isinstance(inputs, Mapping) and inputs.get("position_ids") is not None:
-        return reason_not_rows(inputs, ENDS, ("input_ids", "labels", "position_ids"))
-    return reason_not_rows(inputs)
-
-
 def reason_not_rows(
-    inputs: Any, beside: Container[str] = (), needs: Sequence[str] = ("input_ids", "labels")
+    inputs: Any, beside: Container[str] = (), needs: Sequence[str] = ("input_ids", "labels"), packed: bool = False
 ) -> str | None:
     """
     Return why a batch is not rows of tokens with what the loss `needs` and nothing else, as far as its form tells.
-    `beside` are arguments of a forward pass that say nothing of the rows.
+    `beside` are arguments of a forward pass that say nothing of the rows. The batch may be `packed`.
     """
     if not isinstance(inputs, Mapping):
         return "a batch is no mapping of names to tensors"
+    if packed and inputs.get("position_ids") is not None:
+        beside, needs = ENDS, (*needs, "position_ids")
     for name in needs:
         if not torch.is_tensor(inputs.get(name)):
             return f"a batch holds no `{name}`"
@@ -233,9 +223,16 @@ def reason_not_rows(
     return "labels of a batch are not tokens" if "labels" in given and given["labels"].is_floating_point() else None
 
 
-def batch_of(inputs: Mapping[str, Any]) -> Batch:
-    """Return a batch that is on the host: packed rows as their documents."""
-    return on_host([rows_of(inputs)])[0] if inputs.get("position_ids") is None else unpacked(inputs)
+def batches_of(window: Sequence[Mapping[str, Any]]) -> list[Batch]:
+    """Return batches that are on the host, packed rows as their documents."""
+    if not [inputs for inputs in window if inputs.get("position_ids") is not None]:
+        return on_host([rows_of(inputs) for inputs in window])
+    return [unpacked(i) if i.get("position_ids") is not None else on_host([rows_of(i)])[0] for i in window]
+
+
+def places_of(batches: Sequence[Batch]) -> list[int]:
+    """Return the number of places, padding included, of the batches that the trainer would compute."""
+    return [(b.ids if b.packed is None else b.packed.given["input_ids"]).numel() for b in batches]
 
 
 def on_host(batches: Sequence[Rows]) -> list[Batch]:

@@ -54,13 +54,14 @@ from hf_hybrid.rows.tree import (
     Batch,
     Row,
     Tree,
-    batch_of,
+    batches_of,
     by_batch,
     divide,
     join,
     padded,
-    reason_not_batch,
+    places_of,
     reason_not_documents,
+    reason_not_rows,
 )
 from hf_hybrid.run.run import Run
 from hf_hybrid.run.trainer_view import LossView, TrainerView, own_losses, unknown_loss
@@ -83,6 +84,7 @@ WITHOUT_LAUNCHES = ("cpu",)
 """Devices whose windows are merged as far as padded rows allow, however large the micro-batches are."""
 LITTLE = f"less than {1 - WORTH:.0%} would be saved".replace("%", " %")
 NO_LABEL = "no token of this batch has a label"
+_reason_not_rows = functools.partial(reason_not_rows, packed=True)
 
 
 def may_save(batches: Sequence[Any]) -> bool:
@@ -186,15 +188,15 @@ class SharedWindows(Exchange):
         self._stays_apart = not self.trainer.model_accepts_loss_kwargs and self._has_other_means()
         total = padding = shared = 0
         for window in windows:
-            if (reason := next(filter(None, map(reason_not_batch, window)), None)) is not None:
+            if (reason := next(filter(None, map(_reason_not_rows, window)), None)) is not None:
                 return Foreseen(reason)
-            batches = [batch_of(inputs) for inputs in window]
+            batches = batches_of(window)
             shares = not (dropout and self._balances)
             options = {"shares": shares, "compact": self._is_compact, "whole": self._balances}
             plan = facts.plan(batches, self._divider(batches), **options)
             if plan.reason is not None:
                 return Foreseen(plan.reason)
-            tokens, size = (sum(sizes) for sizes in zip(*((batch.tokens, batch.places) for batch in batches)))
+            tokens, size = sum(batch.tokens for batch in batches), sum(places_of(batches))
             total += size
             if 0 < len(plan.trees) <= len(batches) and plan.cost <= self.worth * plan.padded:
                 padding += size - tokens
@@ -234,7 +236,7 @@ class SharedWindows(Exchange):
             return
         before = self.reason_plain  # all processes know this one
         reason = self._reason_not_arranged(step)
-        batches = [] if reason is not None else [batch_of(inputs) for inputs in step.on_host]
+        batches = [] if reason is not None else batches_of(step.on_host)
         apart = reason is None and self._find_apart(step)
         if any(batch.packed is not None for batch in batches):
             reason = next(filter(None, map(reason_not_documents, step.on_host)), None)
@@ -262,7 +264,7 @@ class SharedWindows(Exchange):
         loss = vars(trainer).get("compute_loss"), trainer.compute_loss_func, trainer.args.label_smoothing_factor
         if loss != self._loss:  # people set it in a run too
             self._loss, self._in_loss = loss, reason_in_loss(trainer)
-        reason = self.reason_plain or self._in_loss or next(filter(None, map(reason_not_batch, step.batches)), None)
+        reason = self.reason_plain or self._in_loss or next(filter(None, map(_reason_not_rows, step.batches)), None)
         if (reason := reason or self._reason_not_trees()) is not None:
             self.fallbacks.cannot_be_exact(reason)
         # All processes find it out in the same step, as FSDP2 joins their passes.
@@ -303,7 +305,7 @@ class SharedWindows(Exchange):
     def _divider(self, batches: list[Batch]) -> Callable[..., list[Tree]]:
         """Return what divides the rows of these batches into trees."""
         by_size = self._fewest if self.trainer.args.device.type in WITHOUT_LAUNCHES else self._divide
-        most = min(max(batch.places for batch in batches), self.facts_of(self.model).most_slots)
+        most = min(max(places_of(batches)), self.facts_of(self.model).most_slots)
         return functools.partial(by_batch if self._stays_apart else by_size, most=most)
 
     def _plan_window(self, batches: list[Batch]) -> Plan:
@@ -421,7 +423,7 @@ class SharedWindows(Exchange):
         tokens = sum(batch.tokens for batch in batches)
         self.counts["tokens"] += tokens
         if step.window is not None or self.in_every_pass:
-            self.counts["tokens_padding"] += sum(batch.places for batch in batches) - tokens
+            self.counts["tokens_padding"] += sum(places_of(batches)) - tokens
             self.counts["tokens_shared"] += tokens - sum(tree.size for tree in trees)
             self.counts["micro_batches_saved"] += (step.window or []).count(None)
 

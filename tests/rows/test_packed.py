@@ -7,7 +7,7 @@ from test_windows import Gradients, apart, build, checkpointing_option, config_v
 from transformers import Trainer, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.rows.tree import IGNORED, Tree, reason_not_documents, unpacked
+from hf_hybrid.rows.tree import IGNORED, Tree, places_of, reason_not_documents, unpacked
 
 SYSTEM = list(range(40, 64))
 
@@ -158,6 +158,6 @@ def test_documents_of_packed_rows():
     assert [row.length for row in rows] == [3, 2, 1, 1] and [row.position for row in rows] == [0, 0, 2, 0]
     tokens = [list(memoryview(row.ids).cast("B")[3::4]) for row in rows]
     assert tokens == [[11, 12, 13, 21], [21, 22, 31], [42, 43], [51, 52]]
-    assert batch.mask.sum(1).tolist() == [3, 2, 1, 2, 2] and batch.places == 12
+    assert batch.mask.sum(1).tolist() == [3, 2, 1, 2, 2] and places_of([batch]) == [12]
     assert batch.packed.rows.tolist() == [0, 0, 0, 1, 1] and batch.packed.shifts.tolist() == [0, 3, 5, -2, 3]
     assert Tree.of(rows).labels == 7
