@@ -17,8 +17,12 @@ _LAZY = {
     "HybridDPOTrainer": "hf_hybrid.trl.sft_dpo",
     "HybridGRPOConfig": "hf_hybrid.trl.rl",
     "HybridGRPOTrainer": "hf_hybrid.trl.rl",
+    "HybridKTOConfig": "hf_hybrid.trl.others",
+    "HybridKTOTrainer": "hf_hybrid.trl.others",
     "HybridRLOOConfig": "hf_hybrid.trl.rl",
     "HybridRLOOTrainer": "hf_hybrid.trl.rl",
+    "HybridRewardConfig": "hf_hybrid.trl.others",
+    "HybridRewardTrainer": "hf_hybrid.trl.others",
     "HybridSFTConfig": "hf_hybrid.trl.sft_dpo",
     "HybridSFTTrainer": "hf_hybrid.trl.sft_dpo",
     "HybridSummary": "hf_hybrid.records.summary",
@@ -62,6 +66,10 @@ if TYPE_CHECKING:
     from hf_hybrid.records.summary import HybridSummary
     from hf_hybrid.recovery import UnrecoveredMemoryError
     from hf_hybrid.trainer import HybridTrainer, HybridTrainerMixin
+    from hf_hybrid.trl.others import HybridKTOConfig as HybridKTOConfig
+    from hf_hybrid.trl.others import HybridKTOTrainer as HybridKTOTrainer
+    from hf_hybrid.trl.others import HybridRewardConfig as HybridRewardConfig
+    from hf_hybrid.trl.others import HybridRewardTrainer as HybridRewardTrainer
     from hf_hybrid.trl.rl import HybridGRPOConfig as HybridGRPOConfig
     from hf_hybrid.trl.rl import HybridGRPOTrainer as HybridGRPOTrainer
     from hf_hybrid.trl.rl import HybridRLOOConfig as HybridRLOOConfig

@@ -38,7 +38,13 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer  # noqa: E402
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # noqa: E402
 from trl.experimental.tpo import TPOConfig, TPOTrainer  # noqa: E402
 
-from hf_hybrid import HybridConfig, HybridTrainer, hybrid_config  # noqa: E402
+from hf_hybrid import (  # noqa: E402
+    HybridConfig,
+    HybridKTOTrainer,
+    HybridRewardTrainer,
+    HybridTrainer,
+    hybrid_config,
+)
 from hf_hybrid.rows.any_loss import RowsForAnyLoss  # noqa: E402
 from hf_hybrid.trainer import HybridTrainerMixin  # noqa: E402
 
@@ -89,7 +95,10 @@ def train(name, folder, hybrid, *, peft_config=None, config=None, **options):
         "optim": "sgd", "report_to": "none", "use_cpu": True, "save_strategy": "no", "logging_steps": 1, "bf16": False,
         "disable_tqdm": True, **({"max_completion_length": 6} if name == "distillation" else {}), **options,
     }  # fmt: skip
-    made = type(f"Hybrid{name}", (HybridTrainerMixin, trainer_class), {}) if hybrid else trainer_class
+    made = trainer_class
+    if hybrid:
+        ours = {RewardTrainer: HybridRewardTrainer, KTOTrainer: HybridKTOTrainer}.get(trainer_class)
+        made = ours or type(f"Hybrid{name}", (HybridTrainerMixin, trainer_class), {})
     beside = {other: model(seed=1) for other in others if peft_config is None or other == "teacher_model"}
     trainer = made(
         model=model(kind, **(config or {})),
