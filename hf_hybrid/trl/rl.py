@@ -411,7 +411,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         if (why := reason_not_this_model(model)) is not None:
             return why
         if self.model.training and self._drawn_in_training() == "by batch":
-            return "a forward pass in training draws a random number for several rows"
+            return "a forward pass in training draws a random number for the whole batch"
         return None
 
     def _drawn_in_training(self) -> Drawn:

@@ -1,5 +1,6 @@
 """The chaos suite, a little of it; `python tests/chaos/run.py` is all of it."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -77,7 +78,7 @@ def test_what_was_saved_survives_a_loss_of_power_only_with_every_flush(tmp_path,
 
 @pytest.mark.parametrize("left_out", [None, "what is copied"])
 def test_a_checkpoint_that_is_copied_to_its_place_survives_only_with_its_flush(tmp_path, monkeypatch, left_out):
-    monkeypatch.setattr(os, "replace", renames_no_folders(os.replace))
+    monkeypatch.setattr(os, "replace", functools.partial(renames_no_folders, replace=os.replace))
     assert committed(tmp_path, monkeypatch, left_out, times=1) == ([3] if left_out is None else [])
 
 

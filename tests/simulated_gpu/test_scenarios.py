@@ -330,7 +330,7 @@ ONLY_ELSEWHERE = {
         "devices without graphs"
     ),
     "machine.py: if torch.cuda.device_count() > 1": "the command line, before it trains",
-    "cli/console.py: plan, where = (trainer.memory.plan, 'host' if trainer.args.device.type == 'cpu' else 'device')": (
+    "cli/console.py: plan, where = (trainer.memory.plan, 'host' if args.device.type == 'cpu' else 'device')": (
         "the command line"
     ),
     "machine.py: visible = os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',')[0]": "several devices",
