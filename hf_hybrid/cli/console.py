@@ -8,7 +8,6 @@ texts come from models and data of strangers, so every command writes through th
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
 import os
@@ -262,30 +261,14 @@ def _rate(trainer: Any, by_rule: bool) -> str:
     return text
 
 
-WINDOWS, ROWS_READ = 4, 512
-"""Windows from which [`_rows`] says what a run saves, and the most rows that it reads for that."""
-
-
 def _rows(trainer: Any) -> str | None:
     """What the run leaves out of its first windows, in words; `None` for a trainer that does not lay out windows."""
-    from torch.utils.data import IterableDataset
-
-    from hf_hybrid.rows.windows import SharedWindows
-    from hf_hybrid.run.run import RandomStates
+    from hf_hybrid.rows.windows import foresee
 
     if trainer.rows is None:
         return "padded, each for itself (share_rows)"
-    if not isinstance(trainer.rows, SharedWindows) or isinstance(trainer.train_dataset, IterableDataset):
-        return None  # a stream is read once
-    with RandomStates.now(trainer.args.device).again():
-        loader, accumulated = trainer.get_train_dataloader(), trainer.args.gradient_accumulation_steps
-        of_window = trainer.args.per_device_train_batch_size * accumulated
-        count = min(WINDOWS, max(ROWS_READ // of_window, 1)) * accumulated
-        batches = [
-            loader.collate_fn([loader.dataset[index] for index in chosen])
-            for chosen in itertools.islice(loader.batch_sampler, count)
-        ]
-    found = trainer.rows.foresee([batches[n : n + accumulated] for n in range(0, len(batches), accumulated)])
+    if (found := foresee(trainer)) is None:
+        return None
     if found.reason is not None:
         return f"as they are, padded: {found.reason}"
     text = f"about {found.shared + found.padding:.0%} of the tokens are not computed ({found.shared:.0%} in shared "

@@ -99,6 +99,7 @@ class DataOptions(OptionGroup):
     )
     columns: Optional[list[str]] = option(None, "Names of columns, as NEW=OLD: prompt=question completion=answer.")
     limit: Optional[int] = option(None, "Read at most so many rows of each data set.", at_least=1)
+    dry_run: bool = option(False, "Say what would be trained, and what its rows would save; train nothing.")
     streaming: bool = option(False, "Read rows while training, not before; needs max_steps. Also --dataset_streaming.")
     system_prompt: Optional[str] = option(None, "System message of conversations that have none.")
     eval_dataset: Optional[list[str]] = option(None, "Data to evaluate on. Default: eval_share of the rows, held out.")
@@ -330,7 +331,7 @@ class Options(NamedTuple):
 USUAL = {
     "Model and data": (
         "model", "dataset", "columns", "limit", "system_prompt", "sequence_length", "eval_dataset", "eval_share",
-        "early_stopping_patience",
+        "early_stopping_patience", "dry_run",
     ),
     "Rewards": ("reward", "reward_pattern"),
     "Adapters": ("peft", "lora_r", "lora_alpha", "lora_target_modules"),

@@ -150,6 +150,8 @@ def train(line: CommandLine) -> int:
         options = line.options()
         trainer = make_trainer(options)
         console.print_trainer(trainer, by_rule="learning_rate" in options.defaulted)
+        if options.data.dry_run:
+            return 0
         with interrupts(alone=trainer.args.world_size == 1) as interrupted:
             progress = Progress(trainer, interrupted, defaulted=options.defaulted)
             trainer.add_callback(progress)
@@ -253,7 +255,7 @@ def make_trainer(options: Options) -> Any:
         trainer.add_callback(EarlyStoppingCallback(options.data.early_stopping_patience))
     if command is DPO:
         tokens.report_pairs(trainer, (train_set, eval_set), config, console.print_fact)
-    if args.should_save:
+    if args.should_save and not options.data.dry_run:
         from hf_hybrid.config import CONFIG_NAME, config_values
 
         write_note(Path(args.output_dir) / NOTE_NAME, reader.to_dict())

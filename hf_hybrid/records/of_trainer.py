@@ -57,6 +57,18 @@ class ReportingMixin(Trainer):
             own.update(part.summary())
         return HybridSummary({**self.run.summary(), **own})
 
+    def would_save(self) -> dict[str, Any] | None:
+        """
+        Return what a run would leave out of its first windows, before it begins: `shared` (prefixes, and tokens without
+        influence on a label) and `padding`, as shares of the tokens of padded rows; `reason`, why nothing is left out;
+        and `but`, what is computed all the same. Up to 512 rows are read on the host, and nothing is computed. `None`
+        where a trainer finds it out in each step: preferences, completions, losses of your own, streams.
+        """
+        from hf_hybrid.rows.windows import foresee
+
+        found = foresee(self)
+        return None if found is None else found._asdict()
+
     def write_log(self, entry: dict[str, Any]) -> None:
         """Append an entry of Trainer's log to ours; the last of a run that writes no summary file has the summary."""
         if "train_runtime" in entry and not self.run.has_phases:

@@ -256,6 +256,20 @@ class Exchange(Part):
     def arrange(self, step: Step) -> None:
         """Lay out the micro-batches of a step anew, if this part does, once `on_step_begin` has been called."""
 
+    def end(self) -> None:
+        """Say what was saved."""
+        if self.counts["tokens"]:
+            logger.info("%s", self._saved())
+
+    def _saved(self) -> str:
+        tokens, padding, shared, micro_batches = (self.counts[name] for name in COUNTS)
+        if not micro_batches + shared + padding:
+            return f"Rows were computed as they are: {self.plain_because}."
+        return (
+            f"{shared:,} of {tokens:,} tokens ({shared / tokens:.0%}) were shared or had no influence on a label, and "
+            f"{padding:,} of padding were not computed; {micro_batches:,} micro-batches were left over."
+        )
+
     def copy_ahead(self, tensors: Sequence[Tensor], batches: Iterable[Rows]) -> None:
         """
         Copy the batches of a step to the host at once: the host waits for the device at every copy. `tensors` are what

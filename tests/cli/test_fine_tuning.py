@@ -394,6 +394,13 @@ def test_sft_says_what_it_does_and_what_comes_next(run, tmp_path, left):
     assert adapters["r"] == 2 and adapters["lora_dropout"] == 0 and adapters["base_model_name_or_path"] == "model"
 
 
+def test_a_dry_run_says_what_would_be_saved_and_trains_nothing(run, folder, tmp_path):
+    out, _ = run("sft", "--dataset", "chats.jsonl", "--dry_run", "true", "--packing", "true")
+    text = " ".join(out.split())
+    assert re.search(r"rows about \d+% of the tokens are not computed", text), text
+    assert "steps " in text and not list((tmp_path / "out").iterdir())  # what a run has written there stays
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "kind", mostly_slow(["llama", "qwen3_moe", "lfm2", "jamba", "dropout", "off"], ["llama", "jamba", "off"])

@@ -1115,6 +1115,21 @@ def test_losses_of_ones_own_share_rows(case, tmp_path):
     assert summary["tokens_shared"] > 0.2 * summary["tokens"] and summary["plain_rows_because"] is None
 
 
+def test_what_would_be_saved_is_said_before(tmp_path):
+    """Windows of an epoch, which is trained afterwards."""
+    config = HybridConfig(**config_values(tmp_path, num_train_epochs=1, max_steps=-1, leap_gain=0))
+    trainer = HybridTrainer(build(), config, data_collator=pad, train_dataset=KINDS["agent"]()[:24])
+    before = torch.random.get_rng_state()
+    said = trainer.would_save()
+    assert torch.equal(before, torch.random.get_rng_state()) and trainer.state.global_step == 0
+    trainer.train()
+    found = trainer.hybrid_summary()
+    whole = found["tokens"] + found["tokens_padding"]
+    assert said["reason"] is None and said["but"] == ()
+    assert said["shared"] == pytest.approx(found["tokens_shared"] / whole, abs=0.05)
+    assert said["padding"] == pytest.approx(found["tokens_padding"] / whole, abs=0.05)
+
+
 def test_positions_of_a_batch_are_not_lost(tmp_path):
     def collate(rows):
         made = pad(rows)
