@@ -6,10 +6,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trl import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
-
+from hf_hybrid.compat import trl_error
 from hf_hybrid.trainer import HybridTrainerMixin
 from hf_hybrid.trl.sft_dpo import TRLConfigBase
+
+try:
+    from trl import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+except ImportError as error:
+    raise trl_error(error) from error
 
 
 @dataclass
