@@ -2,9 +2,9 @@
 Losses that read more than labels: rewards of pairs, KTO, ORPO, distillation, label smoothing, and those of a user.
 
 They read the score of the last token, logits, or hidden states. So the backbones of their models compute flat rows and
-give the states back as padded batches (exchange.py), and head and loss are the trainer's own. The states of padding are
-zero there. A loss that reads them would be another one. Those of the trainers in [`KNOWN`] do not, and of any loss
-`share_rows="on"` says that it does not.
+give the states back as padded batches (exchange.py), and head and loss are the trainer's own. Padding has the state of
+another token there. A loss that reads it would be another one. Those of the trainers in [`KNOWN`] do not, and of any
+loss `share_rows="on"` says that it does not.
 
 **Is it read?** Of other losses the first batches with padding are computed as they are, and the gradient tells: that of
 the states of padding is zero, or the loss reads them, and batches stay padded for good. No function of a user is called
@@ -84,7 +84,7 @@ class RowsForAnyLoss(Exchange):
 
         def see(grad: Tensor) -> None:
             self.asks = False
-            if grad[mask == 0].any():
+            if grad[mask.to(grad.device) == 0].any():
                 self.reason_plain = f"the loss of `{self._name_of_loss}` reads states of padding"
                 self.fallbacks.cannot_be_exact(self.reason_plain)
 

@@ -597,8 +597,11 @@ class FlatRow(NamedTuple):
         return read
 
     def states(self, states: Tensor) -> Tensor:
-        """Return states `[1, slots, width]` as those of a padded batch, `[batch, length - 1, width]`; 0 elsewhere."""
+        """
+        Return states `[1, slots, width]` as those of a padded batch, `[batch, length - 1, width]`. Padding has the
+        first one: a loss may divide by what it multiplies with 0 afterwards, which of zeros would be NaN.
+        """
         rows, length = self.shape
         slots, readers, places = (part.to(states.device) for part in (self.slots, self.readers, self.places))
-        empty = states.new_zeros(rows * (length - 1), states.shape[-1])
-        return empty.index_put((places,), states[0][slots[readers]]).view(rows, length - 1, -1)
+        filled = states[0, :1].detach().repeat(rows * (length - 1), 1)
+        return filled.index_put((places,), states[0][slots[readers]]).view(rows, length - 1, -1)

@@ -7,7 +7,7 @@ exchange both, and neither the model's code nor the trainer's notices. The backb
     padded batch -> [before the backbone] -> flat row -> backbone -> [behind it] -> padded states -> head, loss
 
 Every token is computed, padding is not, and what rows share is computed once. Head and loss are the trainer's own, and
-find nothing changed but the states of padding, which are zero. The head scores padding as before.
+find nothing changed but the states of padding. The head scores padding as before.
 
 **Where the loss is known to read labels** ([`Exchange.reads_labels`]), hooks of the whole model exchange more:
 

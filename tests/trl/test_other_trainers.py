@@ -200,6 +200,21 @@ class OfPadding(Margin):
     of_padding = 0.01
 
 
+class Normed(RewardTrainer):
+    """It divides by what the mask hides afterwards."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        states = model.model(**inputs).last_hidden_state
+        normed = states / states.norm(dim=-1, keepdim=True) * inputs["attention_mask"][..., None]
+        loss = super().compute_loss(model, inputs) + normed.sum(1).square().mean()
+        return (loss, None) if return_outputs else loss
+
+
+def test_what_is_hidden_behind_a_division_is_no_nan(tmp_path, monkeypatch):
+    monkeypatch.setitem(TRAINERS, "normed", (Normed, *TRAINERS["reward"][1:]))
+    check_equal(*(train("normed", tmp_path / str(hybrid), hybrid) for hybrid in (False, True)))
+
+
 def test_a_loss_that_nobody_knows_shares_unless_it_reads_padding(tmp_path, monkeypatch):
     """The gradient tells. Nothing of the user is called for it."""
     for kind in (Margin, OfPadding):
