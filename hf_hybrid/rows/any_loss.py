@@ -8,7 +8,9 @@ loss `share_rows="on"` says that it does not.
 
 **Is it read?** Of other losses the first batches with padding are computed as they are, and the gradient tells: that of
 the states of padding is zero, or the loss reads them, and batches stay padded for good. No function of a user is called
-for this. A loss that takes states of padding as plain numbers, without a gradient, is not noticed.
+for this. A loss may read them later in a run: the gradient is looked at in every step, and a warning names the one step
+whose update read states of another token. A loss that takes states of padding as plain numbers, without a gradient, is
+not noticed.
 
 For a reward model it is nothing that the head scores padding; where the vocabulary is large beside the layers, less is
 saved than in SFT.
@@ -23,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.machine import mixed_precision_of, sharding_of
+from hf_hybrid.machine import PendingRead, mixed_precision_of, sharding_of
 from hf_hybrid.part import Step
+from hf_hybrid.rows.attention import FlatRow
 from hf_hybrid.rows.exchange import Exchange
 from hf_hybrid.run.trainer_view import TrainerView, overridden, own_losses
 
@@ -44,7 +47,9 @@ class RowsForAnyLoss(Exchange):
     def __init__(self, trainer: TrainerView, reason_plain: str | None = None, is_known: bool = True):
         super().__init__(reason_plain=reason_plain, half_precision=mixed_precision_of(trainer.args) != "no")
         self.trainer = trainer
-        self.asks = not is_known
+        self.asks = self.watches = not is_known
+        self._watched: list[PendingRead] = []
+        """Of the passes of a step: whether the gradient of padding was not zero."""
         self._parts: list[Any] = []
         """What a user has put in of the loss."""
 
@@ -56,7 +61,20 @@ class RowsForAnyLoss(Exchange):
 
     def begin_step(self, step: Step) -> None:
         super().begin_step(step)
+        self._look_at_gradients()
         self._look_at_loss()
+
+    def end(self) -> None:
+        self._look_at_gradients()
+        super().end()
+
+    def _look_at_gradients(self) -> None:
+        """Keep rows padded from here on if the gradient of padding was not zero in the step before."""
+        if any(read.read() for read in self._watched) and self.reason_plain is None:
+            name, step = self._name_of_loss, self.trainer.state.global_step - 1
+            self.reason_plain = f"the loss of `{name}` reads states of padding since step {step}"
+            self.fallbacks.cannot_be_exact(self.reason_plain, advice="That step read states of other tokens there.")
+        self._watched.clear()
 
     @contextlib.contextmanager
     def evaluating(self, *models: nn.Module) -> Generator[None]:
@@ -72,7 +90,7 @@ class RowsForAnyLoss(Exchange):
         place = overridden(trainer, *[name for name in methods if any([part in name for part in OF_LOSSES])])
         parts = [place, vars(trainer).get("compute_loss"), trainer.compute_loss_func]
         if parts != self._parts and (self._parts or place):
-            self.asks = trainer.hybrid_args.share_rows != "on"
+            self.asks = self.watches = trainer.hybrid_args.share_rows != "on"
         self._parts = parts
 
     def ask(self, model: nn.Module, inputs: Mapping[str, Any]) -> bool:
@@ -95,6 +113,10 @@ class RowsForAnyLoss(Exchange):
 
         hook = self.facts_of(model).backbone.register_forward_hook(behind)
         return True
+
+    def watch(self, row: FlatRow, grad: Tensor) -> None:
+        of_padding = grad.flatten(0, 1).abs().sum(-1).index_fill(0, row.places.to(grad.device), 0.0)
+        self._watched.append(PendingRead(of_padding.any()))
 
     @property
     def _name_of_loss(self) -> str:

@@ -186,8 +186,8 @@ class Exchange(Part):
     """Whether the trainer opens [`around`] for every micro-batch, not only for those that were laid out."""
     reads_labels = True
     """Whether the loss is known to read what predicts labels, and nothing else of a model."""
-    asks = False
-    """Whether the gradient has yet to tell what the loss reads (any_loss.py)."""
+    asks = watches = False
+    """Whether the gradient has yet to tell what the loss reads, and may tell otherwise later (any_loss.py)."""
     models: Sequence[nn.Module] = ()
     """Those that are open in every pass; others are opened where they are computed."""
 
@@ -427,8 +427,10 @@ class Exchange(Part):
         if (row := way.row) is None:
             return output
         if not self.reads_labels:
-            way.row = None
-            return with_states(output, row.states(output[0]))
+            way.row, states = None, row.states(output[0])
+            if self.watches and states.requires_grad and observed is None:
+                states.register_hook(functools.partial(self.watch, row))
+            return with_states(output, states)
         if row.reads is not None and (logits := getattr(output, "router_logits", None)):
             router: Any = self.facts_of(model).router
             way.router = router_losses(logits, router.chosen, row.reads).sum()
@@ -470,6 +472,9 @@ class Exchange(Part):
     def ask(self, model: nn.Module, inputs: Mapping[str, Any]) -> bool:
         """Whether a batch is computed as it is, to see what its loss reads."""
         return False
+
+    def watch(self, row: FlatRow, grad: Tensor) -> None:
+        """Look at the gradient of states that were put where the padded batch has them."""
 
     # What rows a batch has.
 

@@ -200,6 +200,22 @@ class OfPadding(Margin):
     of_padding = 0.01
 
 
+class Later(Margin):
+    @property
+    def of_padding(self):
+        return 0.01 * (self.state.global_step >= 2)
+
+
+def test_a_loss_that_reads_padding_later_is_noticed(tmp_path, monkeypatch, caplog):
+    """The step in which it begins is the only one that reads states of other tokens, and a warning names it."""
+    monkeypatch.setitem(TRAINERS, "later", (Later, *TRAINERS["reward"][1:]))
+    theirs, ours = (train("later", tmp_path / str(hybrid), hybrid, learning_rate=1e-3) for hybrid in (False, True))
+    assert losses(ours)[:2] == pytest.approx(losses(theirs)[:2], abs=1e-6)
+    assert losses(ours)[3] == pytest.approx(losses(theirs)[3], abs=1e-3)
+    assert ours.hybrid_summary()["plain_rows_because"].endswith("reads states of padding since step 2")
+    assert len([r for r in caplog.records if r.levelname == "WARNING" and "since step 2" in r.getMessage()]) == 1
+
+
 class Normed(RewardTrainer):
     """It divides by what the mask hides afterwards."""
 
