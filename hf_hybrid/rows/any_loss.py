@@ -6,11 +6,12 @@ give the states back as padded batches (exchange.py), and head and loss are the 
 another token there. A loss that reads it would be another one. Those of the trainers in [`KNOWN`] do not, and of any
 loss `share_rows="on"` says that it does not.
 
-**Is it read?** Of other losses the first batches with padding are computed as they are, and the gradient tells: that of
+**Is it read?** Of other losses the first step with padding is computed as it is, and the gradient tells: that of
 the states of padding is zero, or the loss reads them, and batches stay padded for good. No function of a user is called
 for this. A loss may read them later in a run: the gradient is looked at in every step, and a warning names the one step
 whose update read states of another token. A loss that takes states of padding as plain numbers, without a gradient, is
-not noticed.
+not noticed. Where code of a user is in the model (a hook, a module, a `forward`), a loss may read what that leaves, and
+batches stay padded.
 
 For a reward model it is nothing that the head scores padding; where the vocabulary is large beside the layers, less is
 saved than in SFT.
@@ -29,7 +30,7 @@ from hf_hybrid.machine import PendingRead, mixed_precision_of, sharding_of
 from hf_hybrid.part import Step
 from hf_hybrid.rows.attention import FlatRow
 from hf_hybrid.rows.exchange import Exchange
-from hf_hybrid.run.trainer_view import TrainerView, overridden, own_losses
+from hf_hybrid.run.trainer_view import IN_PLACE, TrainerView, overridden, own_losses
 
 KNOWN = {("trl", f"{kind}Trainer") for kind in ("Reward", "KTO", "Distillation", "CPO", "ORPO", "TPO")}
 """Trainers of TRL whose losses read no padding."""
@@ -48,6 +49,7 @@ class RowsForAnyLoss(Exchange):
         super().__init__(reason_plain=reason_plain, half_precision=mixed_precision_of(trainer.args) != "no")
         self.trainer = trainer
         self.asks = self.watches = not is_known
+        self._is_answered = False
         self._watched: list[PendingRead] = []
         """Of the passes of a step: whether the gradient of padding was not zero."""
         self._parts: list[Any] = []
@@ -61,6 +63,7 @@ class RowsForAnyLoss(Exchange):
 
     def begin_step(self, step: Step) -> None:
         super().begin_step(step)
+        self.asks, self._is_answered = self.asks and not self._is_answered, False
         self._look_at_gradients()
         self._look_at_loss()
 
@@ -93,6 +96,15 @@ class RowsForAnyLoss(Exchange):
             self.asks = self.watches = trainer.hybrid_args.share_rows != "on"
         self._parts = parts
 
+    def reason_not_exchanged(self, model: nn.Module, inputs: Mapping[str, Any]) -> str | None:
+        reason, facts = super().reason_not_exchanged(model, inputs), self.facts_of(model)
+        if reason is not None or not self.watches:
+            return reason
+        hook = "a hook of yours" if facts.marks is not None and facts.marks.hooks else None
+        in_place = facts.own_forward if (facts.own_forward or "").startswith(IN_PLACE) else None
+        own = in_place or facts.user_module or hook
+        return own and f"{own} may leave in the model what the loss of `{self._name_of_loss}` reads"
+
     def ask(self, model: nn.Module, inputs: Mapping[str, Any]) -> bool:
         mask = inputs.get("attention_mask")
         no_padding = not torch.is_tensor(mask) or bool(mask.all())
@@ -101,7 +113,9 @@ class RowsForAnyLoss(Exchange):
         self.counts["tokens"] += int(mask.sum()) if self._is_counting else 0
 
         def see(grad: Tensor) -> None:
-            self.asks = False
+            self._is_answered = (
+                True  # from the next step on: a loss may put hooks into the model when it is first called
+            )
             if grad[mask.to(grad.device) == 0].any():
                 self.reason_plain = f"the loss of `{self._name_of_loss}` reads states of padding"
                 self.fallbacks.cannot_be_exact(self.reason_plain)

@@ -22,7 +22,7 @@ from hf_hybrid.rows.randomness import Drawn
 from hf_hybrid.rows.recurrent import again, layers_with_state
 from hf_hybrid.rows.router_loss import OPTION, Router
 from hf_hybrid.rows.tree import Batch, Row, Tree
-from hf_hybrid.run.trainer_view import own_forward
+from hf_hybrid.run.trainer_view import module_of_user, own_forward
 from hf_hybrid.streaming.layers import base_model
 
 Model = Any
@@ -209,6 +209,8 @@ class ModelFacts:
     """Whether the backward pass of a tree has run."""
     own_forward: str | None = None
     """That of the model if it is not one of transformers, see [`own_forward`]."""
+    user_module: str | None = None
+    """The class of a module of a user's, if it has one."""
     adds_up: bool = True
     """Whether its loss is known to be a sum over labels, divided by a count; of its own forward once it is compared."""
     configs: list[Any] = field(default_factory=list)
@@ -232,7 +234,7 @@ class ModelFacts:
             facts = cls(None, base, backbone, costs, window)
             facts.counts_mask, facts.router, facts.with_state = counts_mask, Router.of(base), with_state
             facts.most_slots = most_slots_of(base.config.get_text_config())
-            facts.again, facts.own_forward = again(base), own_forward(model)
+            facts.again, facts.own_forward, facts.user_module = again(base), own_forward(model), module_of_user(model)
             text = type(base.config.get_text_config())
             own = [module.config for module in backbone.modules() if type(getattr(module, "config", None)) is text]
             facts.configs = [base.config, *{id(config): config for config in own}.values()]

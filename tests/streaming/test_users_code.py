@@ -359,9 +359,13 @@ def shapes(trained):
 
 
 ROUNDED = {
-    (kind, "bf16") for kind in ("shared by two layers", "hidden states", "attentions", "two scales", "hook before")
+    *((kind, "bf16") for kind in ("shared by two layers", "hidden states", "attentions", "two scales", "hook before")),
+    ("square of all weights", "leaps"),
 }
-"""Where autocast adds up the gradients of several uses of a weight in bf16, or a hook gets one in bf16."""
+"""
+Where autocast adds up the gradients of several uses of a weight in bf16, or a hook gets one in bf16; and where rows
+share under a loss of one's own, which they do not with streamed layers.
+"""
 REFUSAL = re.compile(r"`?(memory=stream|memory=off|memory=\"?(stream|off)|accumulation_walk=)|streamed|streaming")
 
 

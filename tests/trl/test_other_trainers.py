@@ -226,6 +226,25 @@ class Normed(RewardTrainer):
         return (loss, None) if return_outputs else loss
 
 
+class OfLayers(RewardTrainer):
+    """It reads what a hook leaves in the layers."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        for layer in model.model.layers:
+            if not layer.mlp._forward_hooks:
+                layer.mlp.register_forward_hook(lambda mlp, args, output: setattr(mlp, "aux", output.square().mean()))
+        loss = super().compute_loss(model, inputs)
+        loss = loss + sum(layer.mlp.aux for layer in model.model.layers)
+        return (loss, None) if return_outputs else loss
+
+
+def test_what_a_hook_leaves_for_the_loss_is_that_of_padded_rows(tmp_path, monkeypatch):
+    monkeypatch.setitem(TRAINERS, "layers", (OfLayers, *TRAINERS["reward"][1:]))
+    theirs, ours = (train("layers", tmp_path / str(hybrid), hybrid) for hybrid in (False, True))
+    assert_same_weights(weights(theirs.model), weights(ours.model))
+    assert "a hook of yours may leave" in ours.hybrid_summary()["plain_rows_because"]
+
+
 def test_what_is_hidden_behind_a_division_is_no_nan(tmp_path, monkeypatch):
     monkeypatch.setitem(TRAINERS, "normed", (Normed, *TRAINERS["reward"][1:]))
     check_equal(*(train("normed", tmp_path / str(hybrid), hybrid) for hybrid in (False, True)))
@@ -297,7 +316,7 @@ def test_other_losses_of_a_trainer(option, tmp_path):
     on, asked = (
         check_equal(theirs, run(HybridTrainer, HybridConfig, **options, **o)) for o in ({"share_rows": "on"}, {})
     )
-    assert on["tokens_padding"] > asked["tokens_padding"] > 0.7 * on["tokens_padding"]  # of one micro-batch it asked
+    assert on["tokens_padding"] > asked["tokens_padding"] > 0.6 * on["tokens_padding"]  # in one step it asked
 
 
 def test_states_that_differ_are_refused(tmp_path, monkeypatch):
