@@ -6,12 +6,12 @@ give the states back as padded batches (exchange.py), and head and loss are the 
 another token there. A loss that reads it would be another one. Those of the trainers in [`KNOWN`] do not, and of any
 loss `share_rows="on"` says that it does not.
 
-**Is it read?** Of other losses the first step with padding is computed as it is, and the gradient tells: that of
-the states of padding is zero, or the loss reads them, and batches stay padded for good. No function of a user is called
-for this. A loss may read them later in a run: the gradient is looked at in every step, and a warning names the one step
-whose update read states of another token. A loss that takes states of padding as plain numbers, without a gradient, is
-not noticed. Where code of a user is in the model (a hook, a module, a `forward`), a loss may read what that leaves, and
-batches stay padded.
+**Is it read?** Of other losses the first step with padding is computed as it is, and the gradient tells: that of the
+states of padding is zero, or the loss reads them, and batches stay padded for good. No function of a user is called for
+this. A loss may read them later in a run: the gradient is looked at in every step, and a warning names the one step
+whose update read states of another token. A pass without a gradient is computed as it is. A loss that detaches states
+of padding is not noticed. Where code of a user is in the model (a hook, a module, a `forward`), a loss may read what
+that leaves, and batches stay padded.
 
 For a reward model it is nothing that the head scores padding; where the vocabulary is large beside the layers, less is
 saved than in SFT.
@@ -113,9 +113,7 @@ class RowsForAnyLoss(Exchange):
         self.counts["tokens"] += int(mask.sum()) if self._is_counting else 0
 
         def see(grad: Tensor) -> None:
-            self._is_answered = (
-                True  # from the next step on: a loss may put hooks into the model when it is first called
-            )
+            self._is_answered = True  # from the next step on: a loss may put hooks into the model in its first call
             if grad[mask.to(grad.device) == 0].any():
                 self.reason_plain = f"the loss of `{self._name_of_loss}` reads states of padding"
                 self.fallbacks.cannot_be_exact(self.reason_plain)

@@ -409,7 +409,8 @@ class Exchange(Part):
             way.row = None
             inputs = {**dict(zip(("input_ids", "attention_mask"), args)), **inputs}
             as_is = inputs.get(cache_name()) is not None or len(args) > 2  # a model that generates
-            as_is = as_is or (self.asks and self.ask(model, inputs))
+            if self.watches and way.observed is None:  # what no gradient tells of may be read as numbers
+                as_is = as_is or not torch.is_grad_enabled() or (self.asks and self.ask(model, inputs))
             row = None if as_is else self._row_of(model, inputs)
             if row is not None:
                 args, inputs = (), {**inputs, **row.inputs(self._begin(model, row), labels=False)}

@@ -402,7 +402,8 @@ def test_layers_of_policy_and_reference_compile_twice(adapters, tmp_path):
     torch._dynamo.reset()
     counters.clear()
     found = fitted(dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, torch_compile_backend="aot_eager", **options))
-    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+    # Attention is computed outside of what is compiled: the graphs before, between and behind it, of both modes.
+    assert counters["stats"]["unique_graphs"] == 6
     assert apart(weights(expected.model), weights(found.model)) < 1e-6
     assert found.hybrid_summary()["plain_rows_because"] is None
 
