@@ -239,6 +239,7 @@ class Buffers:
         self.layers = [(self._of_layer(layer.keys), self._of_layer(layer.values)) for layer in attending]
         self.token = torch.zeros(self.rows, 1, dtype=torch.long, device=device)
         self.place = torch.zeros((), dtype=torch.long, device=device)
+        # Columns behind the token are hidden by causality, so that the mask need not change with each token.
         self.mask = torch.ones(self.rows, length, dtype=torch.long, device=device)
         self.positions = None if generation.inputs.get("position_ids") is None else torch.zeros_like(self.token)
 
@@ -299,19 +300,20 @@ class Buffers:
         positions = () if self.positions is None else (self.positions,)
         seen = (states[:, :, : self.columns] for states in itertools.chain(*self.layers))
         for states in itertools.chain(seen, self.states, (self.mask,), positions):
+            # In place, as graphs know the addresses. The selection is a copy, so rows may move over each other.
             states[: len(rows)] = states.index_select(0, rows)
 
     def compute(self, tokens: Tensor) -> Tensor:
         count = len(tokens)
         with self._refusing():
-            if self.held == self.columns:
+            if self.held == self.columns:  # no column is left for the next token
                 self.widen(count)
             if (count, self.columns) not in self.graphs:
                 self.capture(count)
         self.token[:count, 0] = tokens
         logits = self.graphs[count, self.columns].replay()
         self.held += 1
-        self.place += 1
+        self.place += 1  # on the device: the graph writes there in its next replay
         if self.positions is not None:
             self.positions += 1
         return logits
@@ -333,7 +335,7 @@ class Buffers:
         module = torch.get_device_module(self.device)
         if not self.graphs:
             self._pool = module.graph_pool_handle()  # no two of them run at the same time
-        before = [*map(torch.clone, self.states)]
+        before = [*map(torch.clone, self.states)]  # [rows, ...]: warm-ups go on from the states, and move them
         self.graphs[count, self.columns] = CapturedPass(self._pass(count), self.device, self._stream, self._pool)
         for state, earlier in zip(self.states, before):
             state.copy_(earlier)
@@ -345,6 +347,7 @@ class Buffers:
             FixedLayer(keys[:count, :, :columns], values[:count, :, :columns], self.place, sliding)
             for (keys, values), sliding in zip(self.layers, self.sliding)
         )
+        # A layer with a state is copied, not its tensors: each graph works on the first `count` rows of the same ones.
         layers = [next(attending) if layer is None else copy.copy(layer) for layer in self.with_state]
         for layer in layers:
             exchange_states(layer, lambda state: state[:count])
