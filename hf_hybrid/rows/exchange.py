@@ -203,6 +203,9 @@ class Exchange(Part):
         """Rows are exchanged for trees that cost less than this share of them; compiled layers get no other shape."""
         self.fallbacks = Fallbacks("Rows are computed padded, each for itself (`share_rows`)")
         self.shares_nothing = Fallbacks("Padding is left out, but no shared prefix (`share_rows`)")
+        self._drew_first: weakref.WeakKeyDictionary[nn.Module, Drawn] = weakref.WeakKeyDictionary()
+        """What models drew in training when the run began."""
+        self._draws_late = False
         self.draws_once = False
         """Whether rows shared a prefix under dropout."""
         self.apart = Fallbacks("Each micro-batch is computed by itself (`share_rows`)")
@@ -247,7 +250,8 @@ class Exchange(Part):
         self.counts = run.counts
         for facts in self._facts.values():
             facts.drawn.clear()  # rates may have changed since the last training
-        self._said_drawn = False
+        self._drew_first.clear()
+        self._said_drawn = self._draws_late = False
 
     def begin_step(self, step: Step) -> None:
         self.host.known.clear()
@@ -285,12 +289,12 @@ class Exchange(Part):
         return {**counts, "dropout_drawn_once": self.draws_once, "plain_rows_because": self.plain_because}
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"plain_because": self.plain_because, "draws_once": self.draws_once}
+        state = {"plain_because": self.plain_because, "draws_once": self.draws_once, "draws_late": self._draws_late}
         return {name: value for name, value in state.items() if value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.fallbacks.because = state.get("plain_because")
-        self.draws_once = state.get("draws_once", False)
+        self.draws_once, self._draws_late = state.get("draws_once", False), state.get("draws_late", False)
 
     # Open and closed. Recomputed layers need the attention of trees in the backward pass too.
 
@@ -627,7 +631,9 @@ class Exchange(Part):
         elif drawn == "by batch":
             self.fallbacks.cannot_be_exact(f"{numbers} would be drawn for more than one row at a time", advice=cost)
         else:
-            why = f"{numbers} would be drawn once for rows that the router's loss compares"
+            why = "for rows that share, and was put in when the run had begun"
+            why = why if self._draws_late else "for rows that the router's loss compares"
+            why = f"{numbers} would be drawn once {why}"
             self.shares_nothing.cannot_be_exact(why, advice=cost)
 
     def _plan(
@@ -643,7 +649,9 @@ class Exchange(Part):
         facts = self.facts_of(model)
         if (drawn := self.drawn_by(model, device)) is None:
             return Plan(self.reason_plain or facts.reason)
-        shares = drawn == "nothing" or (drawn == "by token" and not (whole and facts.router))
+        if model.training and self._drew_first.setdefault(model, drawn) == "nothing" != drawn:
+            self._draws_late = True  # a run that began as `Trainer`'s to rounding goes on with its numbers for each row
+        shares = drawn == "nothing" or (drawn == "by token" and not self._draws_late and not (whole and facts.router))
         plan = facts.plan(batches, divide, shares=shares, compact=compact, whole=whole)
         if plan.reason is not None:
             self.fallbacks.cannot_be_exact(plan.reason)

@@ -265,10 +265,11 @@ def test_training_is_that_of_trainer(crossing, plain, tmp_path, caplog):
 
 
 @pytest.mark.parametrize(("weights", "change"), [("full", "attention's dropout"), ("lora", "adapters' dropout")])
-def test_dropout_that_a_callback_puts_is_seen(weights, change, tmp_path):
+def test_no_prefix_is_shared_once_a_callback_has_put_dropout(weights, change, tmp_path):
+    """Two trainings draw other numbers. Tokens without influence on a label may be left out: one in each row."""
     crossing = Crossing("trainer", weights, "callback", change)
     at_first, in_all = (
         crossings.train(crossing, True, tmp_path / str(steps), max_steps=steps).hybrid_summary() for steps in (1, 3)
     )
-    assert in_all["tokens_shared"] > at_first["tokens_shared"] > 0
-    assert in_all["dropout_drawn_once"] and not at_first["dropout_drawn_once"]
+    assert at_first["tokens_shared"] > 0 and in_all["tokens_shared"] - at_first["tokens_shared"] <= 2 * 4
+    assert "when the run had begun" in in_all["plain_rows_because"] and not in_all["dropout_drawn_once"]
