@@ -203,8 +203,8 @@ class ModelFacts:
     """That of [`Tree`]."""
     compared: int = 0
     """Tokens of the longest row that was compared."""
-    compared_packed: bool = False
-    """Whether packed rows have been compared with their documents."""
+    compared_packed: set[tuple] = field(default_factory=set)
+    """Which packed rows have been compared with their documents: with a mask or not, with a cache or not."""
     ran_backward: bool = False
     """Whether the backward pass of a tree has run."""
     own_forward: str | None = None

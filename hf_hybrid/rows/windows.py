@@ -235,7 +235,7 @@ class SharedWindows(Exchange):
         if step.items is None and not self._stays_apart:
             batches = [batch.as_mean() for batch in batches]
         plan = self._plan_window(batches) if reason is None and self.reason_plain is None else Plan(reason or "")
-        count = 0 if before is not None else self._agreed(plan)
+        count = 0 if before is not None else self._agreed(plan, batches)
         if count and (reason := self._compare_window(plan, batches, step.items is not None)) is not None:
             count, plan = 0, plan._replace(reason=reason)
         if plan.reason is None and not count:
@@ -315,15 +315,28 @@ class SharedWindows(Exchange):
         merged = self._fewest(rows, max(sum(row.length for row in tree.rows) for tree in own), **options)
         return merged if costs.pays(merged, own) and len(merged) <= len(own) else own
 
-    def _agreed(self, plan: Plan) -> int:
+    def _unknown_packed(self, batches: list[Batch]) -> Batch | None:
+        """Return a batch with several documents in a row, of a kind that was not compared with its documents yet."""
+        for batch in batches:
+            if batch.packed is None or len(batch.packed.rows.unique()) == len(batch.packed.rows):
+                continue
+            if self._kind_of(batch) not in self.facts_of(self.model).compared_packed:
+                return batch
+        return None
+
+    def _kind_of(self, batch: Batch) -> tuple:
+        """Return what decides whether transformers keeps the documents of a packed batch apart."""
+        return batch.packed.given.get("attention_mask") is not None, getattr(self.model.config, "use_cache", None)
+
+    def _agreed(self, plan: Plan, batches: list[Batch]) -> int:
         """Return the number of micro-batches that every process computes, 0 for Trainer's own."""
         trainer, longest = self.trainer, max((tree.longest for tree in plan.trees), default=0)
         mine = [float(plan.reason is not None), plan.cost, plan.padded, float(len(plan.trees)), float(longest)]
-        mine.append(float(self.reason_plain is not None))
+        mine += [float(self.reason_plain is not None), float(self._unknown_packed(batches) is not None)]
         if trainer.accelerator.num_processes > 1:
             of_all = trainer.accelerator.gather(torch.tensor([mine], device=trainer.args.device))
             mine = of_all.amax(0).tolist()
-        unable, cost, price, count, self._longest, never = mine
+        unable, cost, price, count, self._longest, never, self._has_unknown = mine
         if never and self.reason_plain is None:
             self.reason_plain = "another process cannot compute its rows as a tree"
             self.fallbacks.cannot_be_exact(self.reason_plain)
@@ -336,13 +349,15 @@ class SharedWindows(Exchange):
         model, device, longest = self.model, self.trainer.args.device, int(self._longest)
         facts = self.facts_of(model)
         adds_up = facts.adds_up or self._is_fused
-        packed = next((batch for batch in batches if batch.packed is not None and not facts.compared_packed), None)
+        # All processes make equally many passes: one that has no such batch takes another.
+        packed = (self._unknown_packed(batches) or batches[0]) if self._has_unknown else None
         if self._has_compared(model, longest) and adds_up and packed is None:
             return None
         tree = plan.trees[-1] if plan.trees else _nothing(batches)[1]
         of_packed = None if packed is None else (packed, Tree.of(packed.rows() or _nothing(batches)[1].rows))
         reason = self.comparison.reason_not_same(model, tree, batches, self._quiet_loss, device, of_packed)
-        facts.compared_packed = packed is not None
+        if packed is not None and packed.packed is not None:
+            facts.compared_packed.add(self._kind_of(packed))
         if reason is None and not adds_up:
             reason = self.comparison.reason_no_sum(model, tree, batches, self._quiet_loss, device, counted)
         facts.note_compared(longest)

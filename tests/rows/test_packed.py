@@ -122,6 +122,17 @@ def test_where_documents_see_each_other_they_do_here(case, tmp_path):
     assert "a document sees others" in trained.hybrid_summary()["plain_rows_because"]
 
 
+@pytest.mark.parametrize("later", ["with a mask", "several documents"])
+def test_packed_rows_of_another_kind_are_compared_later(later, tmp_path):
+    """The first window tells nothing of documents that see each other: it has no mask, or one document in a row."""
+    mask = {"attention_mask": SEE_OTHERS["a mask of ones"]}
+    first = packs(documents(3), size=1, **mask) if later == "several documents" else packs(documents(12))
+    rows = first + packs(documents()[::-1], size=4, **mask)
+    plain, _, trained, _ = both(tmp_path, rows, build, max_steps=3)
+    assert apart(weights(plain.model), weights(trained.model)) < 1e-5
+    assert "a document sees others" in trained.hybrid_summary()["plain_rows_because"]
+
+
 class Own(HybridTrainer):
     def training_step(self, model, inputs, *args, **kwargs):
         assert "position_ids" in inputs
