@@ -59,6 +59,7 @@ from hf_hybrid.rows.attention import ARGUMENT, FlatRow, Layout, attention, no_ma
 from hf_hybrid.rows.comparison import Comparison, Observed
 from hf_hybrid.rows.costs import WORTH, share_saved
 from hf_hybrid.rows.facts import ModelFacts, Plan, dropout_of
+from hf_hybrid.rows.images import Images, standing_in
 from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_numbers
 from hf_hybrid.rows.recurrent import by_row
 from hf_hybrid.rows.router_loss import OPTION, router_losses
@@ -215,6 +216,8 @@ class Exchange(Part):
         self._looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Models whose facts are those of the step under way."""
         self.host = HostBatches()
+        self.images = Images()
+        """Those of the step under way."""
         self.comparison = Comparison(self, half_precision)
         self._opened: dict[nn.Module, contextlib.ExitStack] = {}
         self._layouts: list[Layout] = []
@@ -254,8 +257,12 @@ class Exchange(Part):
         self._said_drawn = self._draws_late = False
 
     def begin_step(self, step: Step) -> None:
+        self._forget_step()
+
+    def _forget_step(self) -> None:
         self.host.known.clear()
         self._looked_at.clear()
+        self.images = Images()
 
     def arrange(self, step: Step) -> None:
         """Lay out the micro-batches of a step anew, if this part does, once `on_step_begin` has been called."""
@@ -326,8 +333,7 @@ class Exchange(Part):
     @contextlib.contextmanager
     def evaluating(self, *models: nn.Module) -> Generator[None]:
         """As [`on`], for passes whose tokens are not those of the training."""
-        self.host.known.clear()
-        self._looked_at.clear()
+        self._forget_step()
         before, self._is_counting, self._is_laid_out = self._is_counting, False, False
         try:
             with self.on(*models, *self.models):
@@ -356,6 +362,8 @@ class Exchange(Part):
             stack.callback(model.register_forward_hook(self._after_model, prepend=True).remove)
         if facts.with_state:
             stack.enter_context(by_row(facts.with_state, lambda: self._pass.row is not None))
+        if facts.encoder is not None and self.reads_labels:
+            stack.enter_context(standing_in(facts.encoder, lambda: getattr(self._pass.row, "images", None)))
         before, options = functools.partial(self._before_backbone, model), {"prepend": not self.reads_labels}
         stack.callback(facts.backbone.register_forward_pre_hook(before, with_kwargs=True, **options).remove)
         behind = functools.partial(self._behind_backbone, model)
@@ -500,6 +508,12 @@ class Exchange(Part):
             copied = Copied(on_host([rows_of_states(inputs)])[0])
         batch, tree, row = copied.batch, copied.tree, copied.row
         if tree is None:
+            if self.reads_labels and batch.images is None:
+                coded = self.images.coded(self.facts_of(model).encoder, inputs, batch)
+                if isinstance(coded, str):
+                    self.fallbacks.cannot_be_exact(coded)
+                    return None
+                batch = copied.batch = coded
             if origins[0] is not None:  # a part of a micro-batch that did not fit
                 numbers, divisors = (None if origin is None else origin.cpu() for origin in origins)
                 batch = batch._replace(micro_batches=numbers, divisors=divisors)
@@ -566,7 +580,7 @@ class Exchange(Part):
         if self.reads_labels:
             facts = self.facts_of(model)
             own = {"balances": facts.balances(inputs), "fused": "fused_lm_head" in inputs}
-            return reason_not_rows(inputs, _OPTIONS) or self.reason_not_trees(facts, **own)
+            return reason_not_rows(inputs, {*_OPTIONS, *facts.of_images}) or self.reason_not_trees(facts, **own)
         if asked := [name for name in _ASKED if inputs.get(name)]:
             return f"the loss reads more of the model (`{asked[0]}`)"
         tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value) and value.dim()}
@@ -660,21 +674,23 @@ class Exchange(Part):
             return Plan(self.plain_because) if drawn == "by batch" else plan
         return plan
 
-    def _has_compared(self, model: nn.Module, longest: int) -> bool:
-        """Whether rows of this length have been compared, and a backward pass was tried before the model trains."""
+    def _has_compared(self, model: nn.Module, longest: int, batches: Sequence[Batch]) -> bool:
+        """Whether such rows have been compared, and a backward pass was tried before the model trains."""
         facts = self.facts_of(model)
+        if not facts.compared_images and any(batch.images is not None for batch in batches):
+            return False
         return facts.has_compared(longest) and (facts.ran_backward or not self.comparison.trains(model))
 
     def _is_same(
         self, model: nn.Module, tree: Tree, batches: Sequence[Batch], compute: Callable[..., Any], device: torch.device
     ) -> bool:
         """Whether trees may be computed, once rows of this kind have been compared."""
-        if not self._has_compared(model, tree.longest):
+        if not self._has_compared(model, tree.longest, batches):
             if not self.comparison.is_possible:
                 self.fallbacks.cannot_be_exact("no batch of its kind was compared yet")
                 return False
             self.reason_plain = self.comparison.reason_not_same(model, tree, batches, compute, device)
-            self.facts_of(model).note_compared(tree.longest)
+            self.facts_of(model).note_compared(tree.longest, batches)
         return self.reason_plain is None
 
 
