@@ -195,13 +195,13 @@ def tower_of(name, model):
 # Rows.
 
 SIZES = [(24, 24), (40, 16), (16, 32), (32, 32)]
-"""Width and height of pictures, in turn."""
+"""Width and height of pictures, in turn, two by two: rows of other pictures may have the same tokens."""
 MESSAGES = List({"role": Value("string"), "content": Value("string")})
 
 
 def picture(seed, size=None):
     """A picture of noise. Default: a size that its seed tells."""
-    width, height = size or SIZES[seed % len(SIZES)]
+    width, height = size or SIZES[seed // 2 % len(SIZES)]
     return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(3 * width * height))
 
 
@@ -219,9 +219,10 @@ def words(draw, least, most):
 def _rows(count, each, several, system, **columns):
     draw, found = random.Random(count), []
     begin = [{"role": "system", "content": words(draw, system, system)}] if system else []
+    questions = [words(draw, 2, 6) for _ in range(each)]
     for number in range(count):
         row = {"images": [picture(seed) for seed in pictures_of(number, each, several)]}
-        row["prompt"] = [*begin, {"role": "user", "content": words(draw, 2, 6)}]
+        row["prompt"] = [*begin, {"role": "user", "content": questions[number % each]}]
         for column, lengths in columns.items():
             row[column] = [{"role": "assistant", "content": words(draw, *lengths)}]
         found.append(row)
@@ -230,7 +231,7 @@ def _rows(count, each, several, system, **columns):
 
 
 def sft_rows(count=24, each=4, several=True, system=0):
-    """Questions on pictures and answers: `each` questions on a picture, behind a system prompt of `system` words."""
+    """The same `each` questions on every picture, and answers, behind a system prompt of `system` words."""
     return _rows(count, each, several, system, completion=(2, 8))
 
 
