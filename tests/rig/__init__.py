@@ -34,6 +34,7 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 | `trainers.py` | a trainer of the tiny model, made and trained |
 | `user_code.py` | what people change around a trainer: batches, losses, steps, models |
 | `varlen.py` | twins of the attention that takes all segments in one call |
+| `vision.py` | tiny models that see pictures, their processors, and rows with pictures |
 | `vllm_stand_in.py` | the names that TRL takes from vLLM, answered by a transformers model |
 | `with_eyes.py` | tiny models of images and text |
 
