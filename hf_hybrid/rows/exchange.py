@@ -82,6 +82,8 @@ from hf_hybrid.run.trainer_view import IN_PLACE, module_of_user
 logger = logging.getLogger(__name__)
 
 COUNTS = ("tokens", "tokens_padding", "tokens_shared", "micro_batches_saved")
+OF_IMAGES = ("images", "images_shared")
+"""How many stand in rows, and how many of them were not encoded."""
 MICRO_BATCHES, DIVISORS = "hybrid_micro_batches", "hybrid_divisors"
 """Names of [`Batch.micro_batches`] and [`Batch.divisors`] in a batch that windows.py laid out. No model gets them."""
 Origins = tuple["Tensor | None", "Tensor | None"]
@@ -292,7 +294,7 @@ class Exchange(Part):
                 self.host.known[tensor] = Copied(batch)
 
     def summary(self) -> dict[str, Any]:
-        counts = {name: self.counts[name] for name in COUNTS}
+        counts = {name: self.counts[name] for name in (*COUNTS, *OF_IMAGES * bool(self.counts["images"]))}
         return {**counts, "dropout_drawn_once": self.draws_once, "plain_rows_because": self.plain_because}
 
     def state_dict(self) -> dict[str, Any]:
@@ -519,7 +521,7 @@ class Exchange(Part):
                 batch = batch._replace(micro_batches=numbers, divisors=divisors)
             tree = self._tree_of(model, inputs, batch)
             if self._is_counting:
-                self._count(batch, tree, inputs["input_ids"].numel())
+                self._count([batch], tree, inputs["input_ids"].numel())
         if tree is None:
             return None
         repeats, copied.row = self.reads_labels and not inputs.get("fused_lm_head"), None
@@ -540,7 +542,7 @@ class Exchange(Part):
                 return None
             # A part of rows without labels has a loss too.
             compact, whole = fused and device.type == "cuda", facts.balances(inputs) or batch.divisors is not None
-            compute = lambda part: model(**{**inputs, **part})  # noqa: E731
+            compute = self._computing(model, inputs)
         else:
             if facts.scores_hidden(batch):
                 self.fallbacks.cannot_be_exact("the model scores a token that the mask hides")
@@ -553,12 +555,26 @@ class Exchange(Part):
         (tree,) = plan.trees
         return tree if self._is_same(model, tree, [batch], compute, device) else None
 
-    def _count(self, batch: Batch, tree: Tree | None, places: int) -> None:
-        """Count the tokens of a batch of so many places, padding included."""
-        self.counts["tokens"] += batch.tokens
+    def _computing(self, model: nn.Module, inputs: Mapping[str, Any]) -> Callable[[dict[str, Tensor]], Any]:
+        """Return what computes other rows with the arguments of a batch; rows bring their images."""
+        beside = {name: value for name, value in inputs.items() if name not in self.facts_of(model).of_images}
+        return lambda rows: model(**{**beside, **rows})
+
+    def _count(self, batches: Sequence[Batch], tree: Tree | None, places: int) -> None:
+        """Count the tokens of batches of so many places, padding included."""
+        tokens = sum(batch.tokens for batch in batches)
+        self.counts["tokens"] += tokens
+        self._count_images(batches, () if tree is None else (tree,))
         if tree is not None:
-            self.counts["tokens_padding"] += places - batch.tokens
-            self.counts["tokens_shared"] += batch.tokens - tree.size
+            self.counts["tokens_padding"] += places - tokens
+            self.counts["tokens_shared"] += tokens - tree.size
+
+    def _count_images(self, batches: Sequence[Batch], trees: Sequence[Tree]) -> None:
+        """Count the images of batches, and those that their trees, if there are any, do not encode again."""
+        if with_some := [batch for batch in batches if batch.images is not None]:
+            count = sum(batch.images.count(batch)[0] for batch in with_some)
+            self.counts["images"] += count
+            self.counts["images_shared"] += count - self.images.count_encoded(trees)[0] if trees else 0
 
     # Whether.
 

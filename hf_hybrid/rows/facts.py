@@ -284,6 +284,8 @@ class ModelFacts:
             of_batch = batch.rows(number, counts_mask=self.counts_mask, whole=whole)
             if of_batch is None:
                 return Plan(HOLE)
+            if batch.images is not None:
+                padded += batch.images.count(batch)[1] * self.costs.image
             if batch.packed is None:
                 padded += self.costs.padded(batch, compact=compact)
             elif self.counts_mask:
@@ -295,7 +297,8 @@ class ModelFacts:
         if max((tree.size for tree in trees), default=0) > self.most_slots:
             reason = f"rows of more than {self.most_slots} tokens would be scaled by place, or attend by chunks"
             return Plan(reason, padded=padded)
-        return Plan(None, tuple(trees), sum(map(self.costs.tree, trees)), padded)
+        encoded = [batch.images.count_encoded(trees)[1] for batch in batches if batch.images is not None][:1]
+        return Plan(None, tuple(trees), sum(map(self.costs.tree, trees)) + sum(encoded) * self.costs.image, padded)
 
     def scores_hidden(self, batch: Batch) -> bool:
         """

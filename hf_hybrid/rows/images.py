@@ -36,14 +36,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.rows.tree import Batch, Tree
+from hf_hybrid.rows.tree import WORD, Batch, Tree
 
 FIRST = 1 << 31
 """Code of the tokens of the first image."""
 GRID, SIZES, MASK = "image_grid_thw", "image_sizes", "pixel_attention_mask"
-TYPES = ("mm_token_type_ids", "token_type_ids")
-"""Arguments that tell tokens of images from others: 1 and 0."""
-NAMES = ("pixel_values", GRID, SIZES, MASK, *TYPES)
+TYPES, SEES = "mm_token_type_ids", "token_type_ids"
+"""Arguments that tell tokens of images from others, 1 and 0; the second one where they see each other."""
+NAMES = ("pixel_values", GRID, SIZES, MASK, TYPES, SEES)
 """Arguments of a model that [`Images`] can read."""
 
 
@@ -61,7 +61,7 @@ class RowImages(NamedTuple):
     of: Images
     numbers: list[int]  # those that are encoded, in this order
     index: Tensor  # for each image token of the row its place in the features of these: [image tokens]
-    types: dict[str, Tensor]  # `TYPES` of the slots, each [1, slots]
+    types: dict[str, Tensor]  # of the slots, each [1, slots]
 
     def inputs(self) -> dict[str, Any]:
         """Return the arguments of a model that tell of images."""
@@ -72,6 +72,12 @@ def encoder_of(base: Any) -> Any:
     """Return the module of a model that calls its own `get_image_features`; `None` of a model that sees nothing."""
     found = [module for module in base.modules() if hasattr(type(module), "get_image_features")]
     return found[-1] if found and isinstance(getattr(base.config, "image_token_id", None), int) else None
+
+
+def patches_of(encoder: Any) -> int:
+    """Return how many patches of an image stand side by side in one of its tokens, as far as its config tells."""
+    merged = getattr(encoder.config.vision_config, "spatial_merge_size", None)
+    return merged or getattr(encoder.config, "scale_factor", None) or 1
 
 
 @contextlib.contextmanager
@@ -102,7 +108,8 @@ class Images:
         self._numbers: dict[bytes, int] = {}
         self.images: list[Image] = []
         self.token = 0
-        self._types: tuple[str, ...] = ()
+        self._has: set[str] = set()
+        """Which of the arguments batches have that tell tokens apart."""
         self._by_row = False
         """Whether tensors of a batch have a row for each of its rows, and its images in there."""
 
@@ -119,10 +126,11 @@ class Images:
         given = {name: value.cpu() for name, value in there.items()}
         self.token = encoder.config.image_token_id
         is_image = (batch.ids == self.token) & (batch.mask != 0)
-        self._types = tuple(name for name in TYPES if name in given)
-        for name in self._types:
-            if given[name].shape != is_image.shape or not torch.equal(given[name] * (batch.mask != 0), is_image.long()):
-                return f"`{name}` of a batch tell more than which tokens are of images"
+        self._has |= given.keys() & {TYPES, SEES}
+        if SEES in given and (given[SEES] * batch.mask).any():
+            return f"`{SEES}` of a batch let tokens see what stands behind them"
+        if TYPES in given and not torch.equal(given[TYPES] * batch.mask, is_image.long()):
+            return f"`{TYPES}` of a batch tell of more than images"
         codes = batch.ids
         if "pixel_values" in given:
             counts = _in_order(is_image.numpy(), given)
@@ -130,22 +138,24 @@ class Images:
                 return "a batch does not tell which tokens are of which image"
             each = (self._each(tensors, is_image) for tensors in (given, there))
             numbers = [self._number(*image) for image in zip(*each, counts)]
-            codes = codes.masked_scatter(
-                is_image, torch.tensor(numbers).repeat_interleave(torch.tensor(counts)) + FIRST
-            )
+            of_tokens = np.repeat(np.array(numbers, np.int64), np.array(counts, np.int64))
+            codes = codes.masked_scatter(is_image, torch.from_numpy(of_tokens) + FIRST)
         elif is_image.any():
             return "a batch holds tokens of images, but no `pixel_values`"
         return batch._replace(ids=codes, images=self, positions=_positions(encoder, batch, given))
 
     def _each(self, given: Mapping[str, Tensor], is_image: Tensor) -> list[dict[str, Tensor]]:
         """Return the tensors of each image of a batch."""
-        images: dict[str, Any] = {name: value for name, value in given.items() if name not in TYPES}
+        images: dict[str, Any] = {name: value for name, value in given.items() if name not in (TYPES, SEES)}
         self._by_row = _stands_by_row(given)
         if self._by_row:
             places = [(row, n) for row, runs in enumerate(_runs(is_image.numpy())) for n in range(len(runs))]
             return [{name: value[place] for name, value in images.items()} for place in places]
+        pixels = images["pixel_values"]
+        if SIZES in images and pixels.dim() == 5:  # batches with larger ones have more tiles of zeros
+            images["pixel_values"] = [tiles[: int(tiles.flatten(1).any(1).sum())] for tiles in pixels]
         if (grid := images.get(GRID)) is not None:
-            images["pixel_values"] = images["pixel_values"].split(grid.prod(-1).tolist())
+            images["pixel_values"] = pixels.split(grid.prod(-1).tolist())
         return [dict(zip(images, parts)) for parts in zip(*images.values())]
 
     def _number(self, tensors: dict[str, Tensor], there: dict[str, Tensor], tokens: int) -> int:
@@ -166,7 +176,20 @@ class Images:
         return codes.masked_fill(codes >= FIRST, self.token)
 
     def types(self, codes: Tensor) -> dict[str, Tensor]:
-        return dict.fromkeys(self._types, (codes >= FIRST).long())
+        """Return the arguments that tell tokens apart."""
+        is_image = (codes >= FIRST).long()
+        return {name: is_image if name == TYPES else torch.zeros_like(is_image) for name in self._has}
+
+    def count(self, batch: Batch) -> tuple[int, int]:
+        """Return how many images stand in the rows of a batch, and how many tokens they have."""
+        codes = batch.ids.numpy()
+        return sum(len(self.in_order(row)[0]) for row in codes), int((codes >= FIRST).sum())
+
+    def count_encoded(self, trees: Sequence[Tree]) -> tuple[int, int]:
+        """Return how many images are encoded for trees, and how many tokens they have."""
+        words = [np.unique(np.concatenate([np.frombuffer(row.ids, WORD) for row in tree.rows])) for tree in trees]
+        numbers = [int(code) - FIRST for of_tree in words for code in of_tree[of_tree >= FIRST]]
+        return len(numbers), sum(self.images[number].tokens for number in numbers)
 
     def in_order(self, codes: np.ndarray) -> tuple[list[int], np.ndarray]:
         """
@@ -256,7 +279,7 @@ def _in_order(is_image: np.ndarray, given: Mapping[str, Tensor]) -> list[int] | 
     if _stands_by_row(given):
         return np.concatenate(runs).tolist() if max(map(len, runs)) <= pixels.shape[1] else None
     count, of_rows = len(given.get(GRID, pixels)), [int(row.sum()) for row in runs if len(row)]
-    if any(len(value) != count for name, value in given.items() if name != "pixel_values" and name not in TYPES):
+    if any(len(given[name]) != count for name in (SIZES, MASK) if name in given):
         return None
     if sum(map(len, runs)) == count:
         return np.concatenate(runs).tolist()
@@ -271,5 +294,5 @@ def _positions(encoder: Any, batch: Batch, given: Mapping[str, Tensor]) -> Tenso
     """Return the positions of a batch with several axes, `[axes, batch, length]`, if the model has such."""
     if not hasattr(encoder, "get_rope_index") or GRID not in given:
         return None
-    named = {name: given[name] for name in (GRID, TYPES[0]) if name in given}
+    named = {name: given[name] for name in (GRID, TYPES) if name in given}
     return encoder.get_rope_index(batch.ids, attention_mask=batch.mask, **named)[0]

@@ -442,7 +442,9 @@ class SharedWindows(Exchange):
                     self._first_tokens += row.length
         tokens = sum(batch.tokens for batch in batches)
         self.counts["tokens"] += tokens
-        if step.window is not None or self.in_every_pass:
+        is_exchanged = step.window is not None or self.in_every_pass
+        self._count_images(batches, trees if is_exchanged else ())
+        if is_exchanged:
             self.counts["tokens_padding"] += sum(places_of(batches)) - tokens
             self.counts["tokens_shared"] += tokens - sum(tree.size for tree in trees)
             self.counts["micro_batches_saved"] += (step.window or []).count(None)
