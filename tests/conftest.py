@@ -58,6 +58,7 @@ os.register_at_fork(after_in_child=_own_lock_of_bars)
 SLOWEST_FIRST = (
     "simulated_gpu/test_scenarios.py",
     "rows/test_windows.py",
+    "rows/test_images.py",
     "streaming/test_streaming.py",
     "cli/test_plan_cli.py",
     "hub/test_card_and_hub.py",

@@ -205,11 +205,10 @@ def picture(seed, size=None):
     return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(3 * width * height))
 
 
-def pictures_of(number, each, several):
-    """Seeds of the pictures of a row: `each` rows share one; with `several`, some have two and some have none."""
+def pictures_of(number, each, several, none):
+    """Seeds of the pictures of a row: `each` rows share one. Of five some may have two (`several`), or `none`."""
     own = number // each
-    kind = number % 5 if several else 0
-    return [] if kind == 4 else [own, own + 1] if kind == 3 else [own]
+    return [] if none and number % 5 == 4 else [own, own + 1] if several and number % 5 == 3 else [own]
 
 
 def words(draw, least, most):
@@ -221,7 +220,9 @@ def _rows(count, each, several, system, **columns):
     begin = [{"role": "system", "content": words(draw, system, system)}] if system else []
     questions = [words(draw, 2, 6) for _ in range(each)]
     for number in range(count):
-        row = {"images": [picture(seed) for seed in pictures_of(number, each, several)]}
+        # TRL samples no completions where some prompts have pictures and others have none.
+        seeds = pictures_of(number, each, several, none=several and bool(columns))
+        row = {"images": [picture(seed) for seed in seeds]}
         row["prompt"] = [*begin, {"role": "user", "content": questions[number % each]}]
         for column, lengths in columns.items():
             row[column] = [{"role": "assistant", "content": words(draw, *lengths)}]
