@@ -231,9 +231,9 @@ def _rows(count, each, several, system, **columns):
     return Dataset.from_list(found, features=Features(kinds))
 
 
-def sft_rows(count=24, each=4, several=True, system=0):
+def sft_rows(count=24, each=4, several=True, system=0, longest=8):
     """The same `each` questions on every picture, and answers, behind a system prompt of `system` words."""
-    return _rows(count, each, several, system, completion=(2, 8))
+    return _rows(count, each, several, system, completion=(2, longest))
 
 
 def conversations(count=24, each=4, several=True, system=0):
@@ -246,9 +246,9 @@ def conversations(count=24, each=4, several=True, system=0):
     return Dataset.from_list(rows, features=Features({"images": List(ImageFeature()), "messages": MESSAGES}))
 
 
-def pairs(count=16, each=2, several=True, system=0):
+def pairs(count=16, each=2, several=True, system=0, longest=8):
     """Preferences among two answers."""
-    return _rows(count, each, several, system, chosen=(2, 8), rejected=(2, 8))
+    return _rows(count, each, several, system, chosen=(2, longest), rejected=(2, longest))
 
 
 def judged(count=16, each=2, several=True, system=0):
