@@ -116,7 +116,7 @@ SIGLIP = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False
 KINDS = {
     "qwen2_vl": _qwen(Qwen2Processor, QWEN2, rope=ROPE),
     "qwen2_5_vl": _qwen(Qwen2Processor, QWEN2_5, rope=ROPE),
-    "qwen3_vl": _qwen(Qwen3Processor, DEEP),
+    "qwen3_vl": _qwen(Qwen3Processor, DEEP, num_hidden_layers=3),  # what is added behind the last one changes nothing
     "qwen3_5": _qwen(Qwen3Processor, QWEN3, **DELTA),
     "idefics3": _tiles("Idefics3Image"),
     "smolvlm": _tiles("SmolVLMImage"),
