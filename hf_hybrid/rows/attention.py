@@ -500,7 +500,7 @@ class FlatRow(NamedTuple):
     """
 
     ids: Tensor  # [1, slots]
-    positions: Tensor  # [1, slots]
+    positions: Tensor  # [1, slots], or with several axes [axes, 1, slots]
     slots: Tensor  # where each target is predicted: [targets]
     tokens: Tensor  # what is predicted there: [targets]
     readers: Tensor  # the target of each label: [labels]
@@ -510,6 +510,7 @@ class FlatRow(NamedTuple):
     reads: Tensor | None  # [`Tree.reads`], if the model has a router's loss
     divisors: Tensor | None  # where losses are means: of the loss of targets if they repeat, else of rows
     layout: Any = None  # once it is on the device
+    images: Any = None  # [`RowImages`], once they are
 
     @classmethod
     def on(
@@ -530,18 +531,20 @@ class FlatRow(NamedTuple):
         for tree, batches in trees:
             segments, rows = tree.segments, cls._of(tree, batches, Targets.of(tree, batches), repeats, balances)
             of_layout = [] if device.type == "cpu" else tensors_of(segments)
-            made.append((segments, rows, of_layout))
+            images = next((batch.images for batch in batches if batch.images is not None), None)
+            of_images = None if images is None else images.of_row(device, tree)
+            made.append((segments, rows, of_layout, of_images))
             for parts in (of_layout, *rows.values()):
                 tensors += filter(torch.is_tensor, parts)
         known = dict(zip(map(id, tensors), tensors))  # batches that read one tree have tensors in common
         moved: dict[int, Any] = dict(zip(known, on_device(list(known.values()), device), strict=True))
         there = []
-        for segments, rows, of_layout in made:
+        for segments, rows, of_layout, of_images in made:
             layout = Layout(segments, device, [*map(moved.__getitem__, map(id, of_layout))] or None)
             there.append({})
             for number, row in rows.items():
                 parts: Any = map(moved.get, map(id, row), row)
-                there[-1][number] = cls(*parts)._replace(layout=layout)
+                there[-1][number] = cls(*parts)._replace(layout=layout, images=of_images)
         return there, [*map(moved.__getitem__, map(id, beside))]
 
     @classmethod
@@ -550,7 +553,10 @@ class FlatRow(NamedTuple):
     ) -> dict[int, FlatRow]:
         """As [`on`] for one tree, on the host and without a layout."""
         ids, positions = tree.flat()
-        ids, positions = ids[None], positions[None]
+        if (images := next((batch.images for batch in batches if batch.images is not None), None)) is not None:
+            ids, several = images.decoded(ids), tree.positions(batches)
+            positions = positions if several is None else several
+        ids, positions = ids[None], positions.unsqueeze(-2)
         slots, tokens, readers, places = targets
         found, is_empty = {}, not len(slots)
         for number in sorted(set(map(attrgetter("batch"), tree.rows))):
@@ -572,6 +578,7 @@ class FlatRow(NamedTuple):
     def inputs(self, mask: Tensor, labels: bool) -> dict[str, Any]:
         """Return what stands in place of a batch; the mask is [`no_mask`]. Only models get `labels`, no backbones."""
         tokens = {"input_ids": self.ids, "attention_mask": mask, "position_ids": self.positions, "use_cache": False}
+        tokens |= {} if self.images is None else self.images.inputs()
         if not labels:
             return tokens
         # Of means the model would compute one: it gets no labels, and `mean_losses` stand in for its loss behind it.

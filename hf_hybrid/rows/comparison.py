@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.attention import CannotAttendError
 from hf_hybrid.rows.costs import share_saved
+from hf_hybrid.rows.images import FIRST
 from hf_hybrid.rows.tree import WORD, Batch, Row, Targets, Tree, padded
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import as_before
@@ -76,7 +77,8 @@ def sample(tree: Tree) -> list[Row]:
 
 def two_rows(row: Row, means: bool) -> tuple[Batch, Tree]:
     """Return two rows of the tokens of a row, which begin alike, and their tree. `means`: their losses are means."""
-    first = np.resize(np.frombuffer(row.ids, WORD).astype(np.int64), FEW)
+    tokens = np.frombuffer(row.ids, WORD).astype(np.int64)
+    first = np.resize(tokens[tokens < FIRST], FEW)
     ids = torch.from_numpy(np.stack([first, np.concatenate([first[: FEW // 2], first[: FEW // 2 - 1 : -1]])]))
     batch = Batch(ids, torch.ones_like(ids), ids.clone(), None, torch.ones(2, dtype=torch.long) if means else None)
     return batch, Tree.of(batch.rows() or [])
@@ -227,7 +229,9 @@ class Comparison:
         tree: Tree,
         cuts: bool = False,
     ) -> Observed:
-        rows, given = self.rows, dict(zip(("input_ids", "attention_mask", "labels"), batch[:3]))
+        rows, given = self.rows, {"input_ids": batch.decoded, "attention_mask": batch.mask, "labels": batch.labels}
+        if batch.images is not None:
+            given |= batch.images.padded(*batch[:2])
         if how == "packed" and batch.packed is not None:
             given = dict(batch.packed.given)
         inputs = {name: value.to(device) if torch.is_tensor(value) else value for name, value in given.items()}

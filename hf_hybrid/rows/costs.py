@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_hybrid.compat import configs_of_layers
+from hf_hybrid.rows.images import encoder_of, patches_of
 from hf_hybrid.rows.tree import Batch, Tree
 from hf_hybrid.streaming.layers import base_model
 
@@ -60,6 +61,7 @@ class Costs(NamedTuple):
     pair: float  # per pair of tokens, in attention
     scored: float  # per token that the head scores
     layers: int = 1
+    image: float = 0.0  # per token of an image that is encoded
     passes: float = 3.0  # operations of forward and backward pass, as a multiple of those of the forward pass
 
     @classmethod
@@ -70,15 +72,20 @@ class Costs(NamedTuple):
         for table in (base.get_input_embeddings(), base.get_output_embeddings()):
             if table is not None:
                 tables[id(table.weight)] = table.weight.numel()
-        weights = trained = 0.0
+        weights = trained = of_images = 0.0
+        sees = set() if (encoder := encoder_of(base)) is None else set(map(id, encoder.parameters()))
+        sees -= set(map(id, base.get_decoder().parameters()))
         for name, parameter in model.named_parameters():
             if id(parameter) not in tables:
                 packed = getattr(parameter, "quant_state", None) or parameter  # two weights in a byte
                 count = math.prod(packed.shape) * (_share_of_experts(config) if ".experts." in name else 1.0)
+                if id(parameter) in sees:
+                    of_images += count * patches_of(encoder) ** 2
+                    continue
                 weights, trained = weights + count, trained + count * parameter.requires_grad
         layers, passes = config.num_hidden_layers, 2.0 + trained / weights
         widths = sum(map(_width_of_attention, configs_of_layers(config)))
-        return cls(2.0 * weights, 4.0 * widths, 2.0 * max(tables.values()), layers, passes)
+        return cls(2.0 * weights, 4.0 * widths, 2.0 * max(tables.values()), layers, 2.0 * of_images, passes)
 
     def padded(self, batch: Batch, *, compact: bool) -> float:
         """Return the operations of a padded batch, whose head scores every token unless it is `compact`."""

@@ -59,6 +59,7 @@ from hf_hybrid.rows.attention import ARGUMENT, FlatRow, Layout, attention, no_ma
 from hf_hybrid.rows.comparison import Comparison, Observed
 from hf_hybrid.rows.costs import WORTH, share_saved
 from hf_hybrid.rows.facts import ModelFacts, Plan, dropout_of
+from hf_hybrid.rows.images import Images, standing_in
 from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_numbers
 from hf_hybrid.rows.recurrent import by_row
 from hf_hybrid.rows.router_loss import OPTION, router_losses
@@ -81,6 +82,8 @@ from hf_hybrid.run.trainer_view import IN_PLACE, module_of_user
 logger = logging.getLogger(__name__)
 
 COUNTS = ("tokens", "tokens_padding", "tokens_shared", "micro_batches_saved")
+OF_IMAGES = ("images", "images_shared")
+"""How many stand in rows, and how many of them were not encoded."""
 MICRO_BATCHES, DIVISORS = "hybrid_micro_batches", "hybrid_divisors"
 """Names of [`Batch.micro_batches`] and [`Batch.divisors`] in a batch that windows.py laid out. No model gets them."""
 Origins = tuple["Tensor | None", "Tensor | None"]
@@ -215,6 +218,8 @@ class Exchange(Part):
         self._looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Models whose facts are those of the step under way."""
         self.host = HostBatches()
+        self.images = Images()
+        """Those of the step under way."""
         self.comparison = Comparison(self, half_precision)
         self._opened: dict[nn.Module, contextlib.ExitStack] = {}
         self._layouts: list[Layout] = []
@@ -254,8 +259,12 @@ class Exchange(Part):
         self._said_drawn = self._draws_late = False
 
     def begin_step(self, step: Step) -> None:
+        self._forget_step()
+
+    def _forget_step(self) -> None:
         self.host.known.clear()
         self._looked_at.clear()
+        self.images = Images()
 
     def arrange(self, step: Step) -> None:
         """Lay out the micro-batches of a step anew, if this part does, once `on_step_begin` has been called."""
@@ -285,7 +294,7 @@ class Exchange(Part):
                 self.host.known[tensor] = Copied(batch)
 
     def summary(self) -> dict[str, Any]:
-        counts = {name: self.counts[name] for name in COUNTS}
+        counts = {name: self.counts[name] for name in (*COUNTS, *OF_IMAGES * bool(self.counts["images"]))}
         return {**counts, "dropout_drawn_once": self.draws_once, "plain_rows_because": self.plain_because}
 
     def state_dict(self) -> dict[str, Any]:
@@ -326,8 +335,7 @@ class Exchange(Part):
     @contextlib.contextmanager
     def evaluating(self, *models: nn.Module) -> Generator[None]:
         """As [`on`], for passes whose tokens are not those of the training."""
-        self.host.known.clear()
-        self._looked_at.clear()
+        self._forget_step()
         before, self._is_counting, self._is_laid_out = self._is_counting, False, False
         try:
             with self.on(*models, *self.models):
@@ -356,6 +364,9 @@ class Exchange(Part):
             stack.callback(model.register_forward_hook(self._after_model, prepend=True).remove)
         if facts.with_state:
             stack.enter_context(by_row(facts.with_state, lambda: self._pass.row is not None))
+        if facts.encoder is not None and self.reads_labels:
+            row_of = lambda: getattr(self._pass.row, "images", None)  # noqa: E731
+            stack.enter_context(standing_in(model, facts.encoder, row_of))
         before, options = functools.partial(self._before_backbone, model), {"prepend": not self.reads_labels}
         stack.callback(facts.backbone.register_forward_pre_hook(before, with_kwargs=True, **options).remove)
         behind = functools.partial(self._behind_backbone, model)
@@ -500,12 +511,18 @@ class Exchange(Part):
             copied = Copied(on_host([rows_of_states(inputs)])[0])
         batch, tree, row = copied.batch, copied.tree, copied.row
         if tree is None:
+            if self.reads_labels and batch.images is None:
+                coded = self.images.coded(self.facts_of(model).encoder, inputs, batch)
+                if isinstance(coded, str):
+                    self.fallbacks.cannot_be_exact(coded)
+                    return None
+                batch = copied.batch = coded
             if origins[0] is not None:  # a part of a micro-batch that did not fit
                 numbers, divisors = (None if origin is None else origin.cpu() for origin in origins)
                 batch = batch._replace(micro_batches=numbers, divisors=divisors)
             tree = self._tree_of(model, inputs, batch)
             if self._is_counting:
-                self._count(batch, tree, inputs["input_ids"].numel())
+                self._count([batch], tree, inputs["input_ids"].numel())
         if tree is None:
             return None
         repeats, copied.row = self.reads_labels and not inputs.get("fused_lm_head"), None
@@ -526,7 +543,7 @@ class Exchange(Part):
                 return None
             # A part of rows without labels has a loss too.
             compact, whole = fused and device.type == "cuda", facts.balances(inputs) or batch.divisors is not None
-            compute = lambda part: model(**{**inputs, **part})  # noqa: E731
+            compute = self._computing(model, inputs)
         else:
             if facts.scores_hidden(batch):
                 self.fallbacks.cannot_be_exact("the model scores a token that the mask hides")
@@ -539,12 +556,26 @@ class Exchange(Part):
         (tree,) = plan.trees
         return tree if self._is_same(model, tree, [batch], compute, device) else None
 
-    def _count(self, batch: Batch, tree: Tree | None, places: int) -> None:
-        """Count the tokens of a batch of so many places, padding included."""
-        self.counts["tokens"] += batch.tokens
+    def _computing(self, model: nn.Module, inputs: Mapping[str, Any]) -> Callable[[dict[str, Tensor]], Any]:
+        """Return what computes other rows with the arguments of a batch; rows bring their images."""
+        beside = {name: value for name, value in inputs.items() if name not in self.facts_of(model).of_images}
+        return lambda rows: model(**{**beside, **rows})
+
+    def _count(self, batches: Sequence[Batch], tree: Tree | None, places: int) -> None:
+        """Count the tokens of batches of so many places, padding included."""
+        tokens = sum(batch.tokens for batch in batches)
+        self.counts["tokens"] += tokens
+        self._count_images(batches, () if tree is None else (tree,))
         if tree is not None:
-            self.counts["tokens_padding"] += places - batch.tokens
-            self.counts["tokens_shared"] += batch.tokens - tree.size
+            self.counts["tokens_padding"] += places - tokens
+            self.counts["tokens_shared"] += tokens - tree.size
+
+    def _count_images(self, batches: Sequence[Batch], trees: Sequence[Tree]) -> None:
+        """Count the images of batches, and those that their trees, if there are any, do not encode again."""
+        if with_some := [batch for batch in batches if batch.images is not None]:
+            count = sum(batch.images.count(batch)[0] for batch in with_some)
+            self.counts["images"] += count
+            self.counts["images_shared"] += count - self.images.count_encoded(trees)[0] if trees else 0
 
     # Whether.
 
@@ -566,7 +597,7 @@ class Exchange(Part):
         if self.reads_labels:
             facts = self.facts_of(model)
             own = {"balances": facts.balances(inputs), "fused": "fused_lm_head" in inputs}
-            return reason_not_rows(inputs, _OPTIONS) or self.reason_not_trees(facts, **own)
+            return reason_not_rows(inputs, {*_OPTIONS, *facts.of_images}) or self.reason_not_trees(facts, **own)
         if asked := [name for name in _ASKED if inputs.get(name)]:
             return f"the loss reads more of the model (`{asked[0]}`)"
         tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value) and value.dim()}
@@ -660,21 +691,23 @@ class Exchange(Part):
             return Plan(self.plain_because) if drawn == "by batch" else plan
         return plan
 
-    def _has_compared(self, model: nn.Module, longest: int) -> bool:
-        """Whether rows of this length have been compared, and a backward pass was tried before the model trains."""
+    def _has_compared(self, model: nn.Module, longest: int, batches: Sequence[Batch]) -> bool:
+        """Whether such rows have been compared, and a backward pass was tried before the model trains."""
         facts = self.facts_of(model)
+        if not facts.compared_images and any(batch.images is not None for batch in batches):
+            return False
         return facts.has_compared(longest) and (facts.ran_backward or not self.comparison.trains(model))
 
     def _is_same(
         self, model: nn.Module, tree: Tree, batches: Sequence[Batch], compute: Callable[..., Any], device: torch.device
     ) -> bool:
         """Whether trees may be computed, once rows of this kind have been compared."""
-        if not self._has_compared(model, tree.longest):
+        if not self._has_compared(model, tree.longest, batches):
             if not self.comparison.is_possible:
                 self.fallbacks.cannot_be_exact("no batch of its kind was compared yet")
                 return False
             self.reason_plain = self.comparison.reason_not_same(model, tree, batches, compute, device)
-            self.facts_of(model).note_compared(tree.longest)
+            self.facts_of(model).note_compared(tree.longest, batches)
         return self.reason_plain is None
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from hf_hybrid.optimizers import LIBRARIES, package_of
 from hf_hybrid.rows.costs import Costs
+from hf_hybrid.rows.images import NAMES, encoder_of
 from hf_hybrid.rows.randomness import Drawn
 from hf_hybrid.rows.recurrent import again, layers_with_state
 from hf_hybrid.rows.router_loss import OPTION, Router
@@ -203,6 +204,10 @@ class ModelFacts:
     """That of [`Tree`]."""
     compared: int = 0
     """Tokens of the longest row that was compared."""
+    encoder: Any = None
+    """The module whose `get_image_features` encodes images, see [`encoder_of`]."""
+    compared_images: bool = False
+    """Whether rows with images were compared."""
     compared_packed: set[tuple] = field(default_factory=set)
     """Which packed rows have been compared with their documents: with a mask or not, with a cache or not."""
     ran_backward: bool = False
@@ -238,7 +243,7 @@ class ModelFacts:
             text = type(base.config.get_text_config())
             own = [module.config for module in backbone.modules() if type(getattr(module, "config", None)) is text]
             facts.configs = [base.config, *{id(config): config for config in own}.values()]
-            facts.adds_up = facts.own_forward is None
+            facts.adds_up, facts.encoder = facts.own_forward is None, encoder_of(base)
             return facts
         except (AttributeError, TypeError) as error:  # of a model with a config of its own
             return cls(f"its config does not tell what it costs ({error})")
@@ -249,6 +254,11 @@ class ModelFacts:
         if before is not None and before.draws != self.marks.draws:
             self.drawn.clear()
         return before is None or before.parts == self.marks.parts
+
+    @property
+    def of_images(self) -> tuple[str, ...]:
+        """Arguments of the model that tell of images."""
+        return () if self.encoder is None else NAMES
 
     def balances(self, inputs: Mapping[str, Any]) -> bool:
         """Whether the model adds a router's loss for these inputs."""
@@ -274,6 +284,8 @@ class ModelFacts:
             of_batch = batch.rows(number, counts_mask=self.counts_mask, whole=whole)
             if of_batch is None:
                 return Plan(HOLE)
+            if batch.images is not None:
+                padded += batch.images.count(batch)[1] * self.costs.image
             if batch.packed is None:
                 padded += self.costs.padded(batch, compact=compact)
             elif self.counts_mask:
@@ -285,7 +297,8 @@ class ModelFacts:
         if max((tree.size for tree in trees), default=0) > self.most_slots:
             reason = f"rows of more than {self.most_slots} tokens would be scaled by place, or attend by chunks"
             return Plan(reason, padded=padded)
-        return Plan(None, tuple(trees), sum(map(self.costs.tree, trees)), padded)
+        encoded = [batch.images.count_encoded(trees)[1] for batch in batches if batch.images is not None][:1]
+        return Plan(None, tuple(trees), sum(map(self.costs.tree, trees)) + sum(encoded) * self.costs.image, padded)
 
     def scores_hidden(self, batch: Batch) -> bool:
         """
@@ -302,5 +315,6 @@ class ModelFacts:
         """Whether rows of this length have been compared, as far as windows of attention go."""
         return self.compared > 0 and (self.compared > self.window or longest <= self.window)
 
-    def note_compared(self, longest: int) -> None:
+    def note_compared(self, longest: int, batches: Sequence[Batch]) -> None:
         self.compared = max(self.compared, longest)
+        self.compared_images |= any(batch.images is not None for batch in batches)

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from hf_hybrid.part import Step
 from hf_hybrid.rows.attention import FlatRow
 from hf_hybrid.rows.exchange import Exchange, Origins, Seen, are_still, seen_now, values_in
+from hf_hybrid.rows.images import adapters_of
 from hf_hybrid.rows.tree import Batch, Row, Tree, by_batch, join
 from hf_hybrid.rows.windows import WITHOUT_LAUNCHES
 
@@ -48,6 +49,7 @@ class LaidOut(NamedTuple):
 
     tensors: Seen
     batch: Batch
+    here: Mapping[str, Any]  # the micro-batch on the host
 
 
 class _Joined(torch.autograd.Function):
@@ -135,11 +137,14 @@ class MergedRows(Exchange):
         self._one_by_one = False
         super().begin(run)
 
-    def lay_out(self, window: Sequence[Mapping[str, Tensor]]) -> None:
-        """Note the micro-batches of a window, which were copied ahead under their `input_ids`."""
+    def lay_out(self, window: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Any]]]) -> None:
+        """
+        Note the micro-batches of a window, which were copied ahead under their `input_ids`: the tensors that tell
+        rows, and all that is on the host.
+        """
         self._forget()
-        for tensors in window if self.may_share else ():
-            self._window.append(LaidOut(seen_now(tensors), self.host.known[tensors["input_ids"]].batch))
+        for tensors, here in window if self.may_share else ():
+            self._window.append(LaidOut(seen_now(tensors), self.host.known[tensors["input_ids"]].batch, here))
 
     def end_step(self, step: Step) -> None:
         self._forget()
@@ -257,7 +262,7 @@ class MergedRows(Exchange):
             self._groups[model] = self._group(model, inputs)
         groups = self._groups[model]
         first = next((first for first, (_, rows) in groups.items() if number in rows), None)
-        key = model, model.training, torch.is_grad_enabled(), _adapters(model), first
+        key = model, model.training, torch.is_grad_enabled(), adapters_of(model), first
         if (known := self._passes.get(key)) is not None:
             return known if known.output is not None and number in known.unread else None
         if number != first:
@@ -265,17 +270,18 @@ class MergedRows(Exchange):
         tree, rows = groups[first]
         self._passes[key] = JointPass(rows)
         if self._is_counting:
-            for batch in (self._window[number].batch for number in rows):
-                self._count(batch, None, 0)
-                self.counts["tokens_padding"] += batch.ids.numel() - batch.tokens
-                self.counts["tokens_shared"] += batch.tokens
-            self.counts["tokens_shared"] -= tree.size
+            batches = [self._window[number].batch for number in rows]
+            self._count(batches, tree, sum(batch.ids.numel() for batch in batches))
         return self._passes[key]
 
     def _group(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[int, tuple[Tree, dict[int, FlatRow]]]:
         """Return which micro-batches of the window a model computes in one pass, by their first one."""
         facts, device = self.facts_of(model), inputs["input_ids"].device
-        batches = [laid_out.batch for laid_out in self._window]
+        coded = [self.images.coded(facts.encoder, laid_out.here, laid_out.batch) for laid_out in self._window]
+        batches = [batch for batch in coded if isinstance(batch, Batch)]
+        if len(batches) < len(coded):  # it is said of the batch that cannot be read
+            return {}
+        self._window = [laid_out._replace(batch=batch) for laid_out, batch in zip(self._window, batches)]
         most = self.held() * max(batch.ids.numel() for batch in batches)
         if len(batches) < 2 or not most or self._one_by_one:
             return {}
@@ -292,16 +298,8 @@ class MergedRows(Exchange):
             numbers = sorted({row.batch for row in tree.rows})
             if len(numbers) < 2:
                 continue
-            compute = lambda part: model(**{**inputs, **part})  # noqa: E731
-            if not self._is_same(model, tree, batches, compute, device):
+            if not self._is_same(model, tree, batches, self._computing(model, inputs), device):
                 return {}
             ((rows,), _) = FlatRow.on(device, [(tree, batches)], repeats=False)
             groups[numbers[0]] = tree, rows
         return groups
-
-
-def _adapters(model: nn.Module) -> tuple:
-    """Return which adapters of a model compute: the reference may be the same model without them."""
-    modules = model.modules() if hasattr(model, "peft_config") else ()
-    layer: Any = next((module for module in modules if hasattr(module, "_disable_adapters")), None)
-    return () if layer is None else (layer._disable_adapters, tuple(layer.active_adapters))

@@ -93,6 +93,13 @@ class Batch(NamedTuple):
     micro_batches: Tensor | None = None  # of the trainer, that rows come from, `[batch]`: none is -1, `None` is one
     divisors: Tensor | None = None  # of each row's loss, where losses are means, `[batch]`; `None` where they are sums
     packed: Any = None  # [`Packed`] of a batch of documents
+    images: Any = None  # [`Images`] of a batch with some: `ids` hold their codes (images.py)
+    positions: Tensor | None = None  # of tokens, where they have several axes, `[axes, batch, length]`
+
+    @property
+    def decoded(self) -> Tensor:
+        """Tokens as a model gets them."""
+        return self.ids if self.images is None else self.images.decoded(self.ids)
 
     @property
     def tokens(self) -> int:
@@ -117,6 +124,7 @@ class Batch(NamedTuple):
         """
         ids, mask, predicted = self.ids.numpy().astype(WORD), self.mask.numpy() != 0, self.predicted
         rows, labels = [], predicted.sum(1)
+        counts_mask = counts_mask or self.positions is not None  # they do
         kept = mask.any(1) if whole else labels > 0
         if not kept.any():
             return rows
@@ -362,6 +370,18 @@ class Tree:
         positions = [np.arange(node.start + node.row.position, node.stop + node.row.position) for node in nodes]
         return torch.from_numpy(np.concatenate(ids).astype(np.int64)), torch.from_numpy(np.concatenate(positions))
 
+    def positions(self, batches: Sequence[Batch]) -> Tensor | None:
+        """Return the positions of slots where those of a batch have several axes, `[axes, slots]`."""
+        axes = next((len(batch.positions) for batch in batches if batch.positions is not None), 0)
+        filled = torch.zeros(axes, self.size, dtype=torch.long)
+        for row, spans in zip(self.rows, self.spans, strict=True) if axes else ():
+            given, places = batches[row.batch].positions, np.concatenate([np.arange(*span) for span in spans])
+            if given is None:
+                filled[:, places] = torch.arange(row.position, row.position + row.length)
+            else:
+                filled[:, places] = given[:, row.number, row.first : row.first + row.length]
+        return filled if axes else None
+
     @property
     def segments(self) -> tuple[Segment, ...]:
         """The segments, in the order of their slots: together they are all slots."""
@@ -474,4 +494,16 @@ def padded(tree: Tree, batches: Sequence[Batch], beside: Sequence[tuple[int, int
     of_rows = [(batches[number].divisors, row) for number, row in wanted]
     divisors = [of_batch[row] for of_batch, row in of_rows if of_batch is not None]
     batch = Batch(*torch.from_numpy(filled[:, :, :end]), numbers, torch.stack(divisors) if divisors else None)
+    if images := [of_batch.images for of_batch in batches if of_batch.images is not None]:
+        batch = batch._replace(images=images[0], positions=_positions_of(wanted, batches, end))
     return batch, replace(tree, rows=[row._replace(batch=0, number=place) for place, row in enumerate(tree.rows)])
+
+
+def _positions_of(wanted: Sequence[tuple[int, int]], batches: Sequence[Batch], end: int) -> Tensor | None:
+    """Return positions with several axes of rows, by their numbers of batch and row, `[axes, rows, end]`."""
+    axes = next((len(batch.positions) for batch in batches if batch.positions is not None), 0)
+    filled = torch.arange(end).repeat(axes, len(wanted), 1)
+    for place, (number, row) in enumerate(wanted) if axes else ():
+        if (given := batches[number].positions) is not None:
+            filled[:, place, : given.shape[2]] = given[:, row, :end]
+    return filled if axes else None

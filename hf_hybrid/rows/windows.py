@@ -47,6 +47,7 @@ from hf_hybrid.rows.attention import FlatRow
 from hf_hybrid.rows.costs import WORTH, share_saved
 from hf_hybrid.rows.exchange import DIVISORS, MICRO_BATCHES, Copied, Exchange, Seen, seen_now
 from hf_hybrid.rows.facts import Plan, dropout_of
+from hf_hybrid.rows.images import FIRST, in_turn
 from hf_hybrid.rows.recurrent import layers_with_state
 from hf_hybrid.rows.tree import (
     IGNORED,
@@ -85,7 +86,6 @@ WITHOUT_LAUNCHES = ("cpu",)
 """Devices whose windows are merged as far as padded rows allow, however large the micro-batches are."""
 LITTLE = f"less than {1 - WORTH:.0%} would be saved".replace("%", " %")
 NO_LABEL = "no token of this batch has a label"
-_reason_not_rows = functools.partial(reason_not_rows, packed=True)
 
 
 def may_save(batches: Sequence[Any]) -> bool:
@@ -177,9 +177,11 @@ class SharedWindows(Exchange):
         self._stays_apart = not self.trainer.model_accepts_loss_kwargs and self._has_other_means()
         total = padding = shared = 0
         for window in windows:
-            if (reason := next(filter(None, map(_reason_not_rows, window)), None)) is not None:
+            if (reason := next(filter(None, map(self._reason_not_rows, window)), None)) is not None:
                 return Foreseen(reason)
-            batches = batches_of(window)
+            batches = self._batches_of(window)
+            if isinstance(batches, str):
+                return Foreseen(batches)
             shares = not (dropout and self._balances)
             options = {"shares": shares, "compact": self._is_compact, "whole": self._balances}
             plan = facts.plan(batches, self._divider(batches), **options)
@@ -205,8 +207,7 @@ class SharedWindows(Exchange):
     # A step.
 
     def begin_step(self, step: Step) -> None:
-        self.host.known.clear()
-        self._looked_at.clear()
+        super().begin_step(step)
         self._is_laid_out = self.in_every_pass = False
         # Code of a user that acts on the first one does so before they are arranged.
         acts = step.acts is not None and all(isinstance(batch, Mapping) for batch in step.batches)
@@ -225,7 +226,10 @@ class SharedWindows(Exchange):
             return
         before = self.reason_plain  # all processes know this one
         reason = self._reason_not_arranged(step)
-        batches = [] if reason is not None else batches_of(step.on_host)
+        batches: Any = [] if reason is not None else self._batches_of(step.on_host)
+        if isinstance(batches, str):
+            self.fallbacks.cannot_be_exact(reason := batches)
+            batches = []
         apart = reason is None and self._find_apart(step)
         if any(batch.packed is not None for batch in batches):
             reason = next(filter(None, map(reason_not_documents, step.on_host)), None)
@@ -247,14 +251,24 @@ class SharedWindows(Exchange):
             self._lay_out(plan.trees, batches, step, count)
         self._count_window(step, batches, plan.trees)
 
+    def _reason_not_rows(self, inputs: Any) -> str | None:
+        return reason_not_rows(inputs, self.facts_of(self.model).of_images, packed=True)
+
+    def _batches_of(self, window: Sequence[Mapping[str, Any]]) -> list[Batch] | str:
+        """Return the batches of a window that is on the host, or why one cannot be read."""
+        encoder = self.facts_of(self.model).encoder
+        coded = [self.images.coded(encoder, inputs, batch) for inputs, batch in zip(window, batches_of(window))]
+        reasons = [reason for reason in coded if isinstance(reason, str)]
+        return reasons[0] if reasons else [batch for batch in coded if isinstance(batch, Batch)]
+
     def _reason_not_arranged(self, step: Step) -> str | None:
         """Return why a step gets no trees, and say it. Find out what the model draws."""
         trainer = self.trainer
         loss = vars(trainer).get("compute_loss"), trainer.compute_loss_func, trainer.args.label_smoothing_factor
         if loss != self._loss:  # people set it in a run too
             self._loss, self._in_loss = loss, reason_in_loss(trainer)
-        reason = self.reason_plain or self._in_loss or next(filter(None, map(_reason_not_rows, step.batches)), None)
-        if (reason := reason or self._reason_not_trees()) is not None:
+        reason = next(filter(None, map(self._reason_not_rows, step.batches)), None)
+        if (reason := self.reason_plain or self._in_loss or reason or self._reason_not_trees()) is not None:
             self.fallbacks.cannot_be_exact(reason)
         # All processes find it out in the same step, as FSDP2 joins their passes.
         facts = self.facts_of(model := self.model)
@@ -351,7 +365,7 @@ class SharedWindows(Exchange):
         adds_up = facts.adds_up or self._is_fused
         # All processes make equally many passes: one that has no such batch takes another.
         packed = (self._unknown_packed(batches) or batches[0]) if self._has_unknown else None
-        if self._has_compared(model, longest) and adds_up and packed is None:
+        if self._has_compared(model, longest, batches) and adds_up and packed is None:
             return None
         tree = plan.trees[-1] if plan.trees else _nothing(batches)[1]
         of_packed = None if packed is None else (packed, Tree.of(packed.rows() or _nothing(batches)[1].rows))
@@ -360,7 +374,7 @@ class SharedWindows(Exchange):
             facts.compared_packed.add(self._kind_of(packed))
         if reason is None and not adds_up:
             reason = self.comparison.reason_no_sum(model, tree, batches, self._quiet_loss, device, counted)
-        facts.note_compared(longest)
+        facts.note_compared(longest, batches)
         if self.trainer.accelerator.num_processes > 1:
             failed = torch.tensor([float(reason is not None)], device=device)
             if self.trainer.accelerator.gather(failed).max() and reason is None:
@@ -392,14 +406,18 @@ class SharedWindows(Exchange):
         names = names[: 5 if step.parts_add_up else 3 + self._balances]
         tensors: list[Any] = []
         for batch, _ in micro_batches:
-            tensors += batch[: len(names)]
+            tensors += (batch.decoded, *batch[1 : len(names)])
         trees_of_batches = [(tree, [batch]) for batch, tree in micro_batches]
         options = {"repeats": not self._is_fused, "balances": self._balances}
         rows, moved = FlatRow.on(self.trainer.args.device, trees_of_batches, tensors, **options)
+        if self.trainer.accelerator.num_processes == 1 and not self.trainer.memory.streams:
+            rows = in_turn(rows)
         step.window, self._is_laid_out = [None] * (len(step.batches) - count), True
         for (batch, tree), of_tree in zip(micro_batches, rows):
             inputs = dict(zip(names, moved))
             del moved[: len(names)]
+            if batch.images is not None:  # a part of what does not fit into memory brings its own
+                inputs |= send_to_device(batch.images.padded(*batch[:2]), self.trainer.args.device, non_blocking=True)
             self.host.known[inputs["input_ids"]] = Copied(batch, tree, of_tree[0])
             step.window.append(inputs)
 
@@ -418,6 +436,16 @@ class SharedWindows(Exchange):
             seen = self._seen[number] if self._seen else seen_now(step.batches[number])
             self.host.known[seen["input_ids"][0]] = Copied(batches[number], tree, of_tree[0], seen)
 
+    @contextlib.contextmanager
+    def around(self) -> Generator[None]:
+        with super().around():
+            yield
+            self.images.run_backward()
+
+    def spare_memory(self) -> str | None:
+        self.images.forget()
+        return None
+
     def _count_window(self, step: Step, batches: list[Batch], trees: Sequence[Tree]) -> None:
         if self.trainer.state.epoch < 1:  # later ones hold the same rows again
             for row in [row for tree in trees if tree.shares for row in tree.rows]:
@@ -426,7 +454,9 @@ class SharedWindows(Exchange):
                     self._first_tokens += row.length
         tokens = sum(batch.tokens for batch in batches)
         self.counts["tokens"] += tokens
-        if step.window is not None or self.in_every_pass:
+        is_exchanged = step.window is not None or self.in_every_pass
+        self._count_images(batches, trees if is_exchanged else ())
+        if is_exchanged:
             self.counts["tokens_padding"] += sum(places_of(batches)) - tokens
             self.counts["tokens_shared"] += tokens - sum(tree.size for tree in trees)
             self.counts["micro_batches_saved"] += (step.window or []).count(None)
@@ -470,6 +500,7 @@ def quiet_metrics(trainer: Any) -> Generator[None]:
 def _nothing(batches: list[Batch]) -> tuple[Batch, Tree]:
     """Return a micro-batch of two tokens without a label, and its tree: it has a loss and gradients of zero."""
     ids = batches[0].ids[:1, :2]
+    ids = ids.masked_fill(ids >= FIRST, 0)
     if ids.shape[1] < 2:
         ids = ids.repeat(1, 2)
     divisors = None if batches[0].divisors is None else torch.ones(1, dtype=torch.long)

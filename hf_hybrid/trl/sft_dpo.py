@@ -272,7 +272,7 @@ class PairRows(MergedRows):
             if isinstance(batch, Mapping) and all(torch.is_tensor(batch.get(name)) for name in _PAIRS)
         ]
         self.copy_ahead([batch["input_ids"] for batch, _ in pairs], (rows_of_pairs(there) for _, there in pairs))
-        self.lay_out([{name: batch[name] for name in _PAIRS} for batch, _ in pairs])
+        self.lay_out([({name: batch[name] for name in _PAIRS}, here) for batch, here in pairs])
 
 
 class TRLTrainerMixin(HybridTrainerMixin):

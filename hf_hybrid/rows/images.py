@@ -1,0 +1,382 @@
+"""
+Rows with images: an image that rows share is encoded once, and what follows it is shared as text is.
+
+    rows           <image A> how many?          tokens of the tree    A A A A how many ?
+                   <image A> what colour?   ->                                what colour ?
+                   <image B> how many?                                B B B B how many ?        encoded: A, B
+
+**What is the same.** An image stands in a row as tokens that are all alike, so the tokens do not tell which image they
+are of. [`Images.coded`] numbers the images of a window, by what the model gets of them (pixels, grid, size), and gives
+the tokens of image `n` the code `FIRST + n`, beyond any vocabulary. A tree is made of these codes (tree.py), so two
+rows share an image if it is the same one, after the same tokens.
+
+**What the model gets.** Its own `forward` gets the flat row with the image token of its vocabulary, and the distinct
+images in the order in which they first stand there. It calls its `get_image_features`, where a stand-in encodes them
+and puts the features where the flat row has their tokens, which may be several places. So adapters, recomputation,
+autocast and sharding find the encoder where they expect it. Features of an encoder that is not trained are kept until
+the step is over, for the other micro-batches and models of the same weights.
+
+**Positions** of an image's tokens may have two axes (Qwen's models). They are those of the model's own
+`get_rope_index` for the padded batch: each token of the flat row has the position that it has in its row.
+
+**Which tokens are of which image** is not written in a batch. [`_in_order`] finds it: images stand in the order of
+their tokens, each as one run of tokens, or all of one size, or one in each row. Where none of these holds the batch
+stays padded, and so do videos, and models whose batches hold more than [`NAMES`]. Where tokens of an image see what
+stands behind them (Gemma 3, PaliGemma) the comparison of the first batch with images finds another result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+from collections.abc import Callable, Generator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hf_hybrid.rows.tree import WORD, Batch, Tree
+
+FIRST = 1 << 31
+"""Code of the tokens of the first image."""
+GRID, SIZES, MASK = "image_grid_thw", "image_sizes", "pixel_attention_mask"
+TYPES, SEES = "mm_token_type_ids", "token_type_ids"
+"""Arguments that tell tokens of images from others, 1 and 0; the second one where they see each other."""
+NAMES = ("pixel_values", GRID, SIZES, MASK, TYPES, SEES)
+"""Arguments of a model that [`Images`] can read."""
+
+
+class Image(NamedTuple):
+    """An image, as a model gets it."""
+
+    tensors: dict[str, Tensor]
+    """What stands in a batch for this one; of `pixel_values` with a grid the rows of its patches."""
+    tokens: int
+
+
+class RowImages(NamedTuple):
+    """The images of a flat row."""
+
+    of: Images
+    numbers: list[int]  # those that are encoded, in this order
+    index: Tensor  # for each image token of the row its place in the features of these: [image tokens]
+    types: dict[str, Tensor]  # of the slots, each [1, slots]
+    before: frozenset[int] = frozenset()  # those that an earlier flat row of the window encodes
+    again: Mapping[int, int] = MappingProxyType({})  # of those that stand in later ones too, the place of the last
+
+    def inputs(self) -> dict[str, Any]:
+        """Return the arguments of a model that tell of images."""
+        return {**self.of.inputs(self.numbers, self.index.device), **self.types}
+
+
+def encoder_of(base: Any) -> Any:
+    """Return the module of a model that calls its own `get_image_features`; `None` of a model that sees nothing."""
+    found = [module for module in base.modules() if hasattr(type(module), "get_image_features")]
+    return found[-1] if found and isinstance(getattr(base.config, "image_token_id", None), int) else None
+
+
+def patches_of(encoder: Any) -> int:
+    """Return how many patches of an image stand side by side in one of its tokens, as far as its config tells."""
+    merged = getattr(encoder.config.vision_config, "spatial_merge_size", None)
+    return merged or getattr(encoder.config, "scale_factor", None) or 1
+
+
+def adapters_of(model: nn.Module) -> tuple:
+    """Which adapters of a model compute: the reference may be the same model without them."""
+    modules = model.modules() if hasattr(model, "peft_config") else ()
+    layer: Any = next((module for module in modules if hasattr(module, "_disable_adapters")), None)
+    return () if layer is None else (layer._disable_adapters, tuple(layer.active_adapters))
+
+
+@contextlib.contextmanager
+def standing_in(model: nn.Module, encoder: Any, row_of: Callable[[], RowImages | None]) -> Generator[None]:
+    """Context in which the features of images are put where the flat row that `row_of` returns has their tokens."""
+    own = encoder.get_image_features
+
+    def get_image_features(*args: Any, **kwargs: Any) -> Any:
+        if (row := row_of()) is None:
+            return own(*args, **kwargs)
+        arguments = inspect.signature(own).bind(*args, **kwargs).arguments
+
+        def encode(images: dict[str, Tensor]) -> Any:
+            given = {**arguments, **arguments.get("kwargs", {})}
+            given.pop("kwargs", None)
+            return own(**{**given, **{name: images[name] for name in images.keys() & given.keys()}})
+
+        return row.of.features(row, encode, (id(encoder), adapters_of(model), torch.is_grad_enabled()))
+
+    encoder.get_image_features = get_image_features
+    try:
+        yield
+    finally:
+        del encoder.get_image_features
+
+
+class Images:
+    """The images of a step, by their numbers."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        self.images: list[Image] = []
+        self.token = 0
+        self._has: set[str] = set()
+        """Which of the arguments batches have that tell tokens apart."""
+        self._by_row = False
+        """Whether tensors of a batch have a row for each of its rows, and its images in there."""
+        self._kinds: dict[tuple, Any] = {}
+        """What an encoder returned last."""
+        self._kept: dict[tuple, list[Tensor]] = {}
+        """Features of images that need no gradient, or are read again, see [`features`]."""
+        self._leaves: dict[tuple, list[Tensor]] = {}
+        self._waiting: list[tuple] = []
+
+    # Of a batch.
+
+    def coded(self, encoder: Any, inputs: Mapping[str, Any], batch: Batch) -> Batch | str:
+        """
+        Return a batch on the host with codes in place of image tokens, and its positions, or why it cannot be read.
+        `inputs` are what the model gets of it, and `encoder` is its [`encoder_of`].
+        """
+        if not any(inputs.get(name) is not None for name in NAMES):
+            return batch
+        there = {name: value for name in NAMES if torch.is_tensor(value := inputs.get(name))}
+        given = {name: value.cpu() for name, value in there.items()}
+        self.token = encoder.config.image_token_id
+        is_image = (batch.ids == self.token) & (batch.mask != 0)
+        self._has |= given.keys() & {TYPES, SEES}
+        if SEES in given and (given[SEES] * batch.mask).any():
+            return f"`{SEES}` of a batch let tokens see what stands behind them"
+        if TYPES in given and not torch.equal(given[TYPES] * batch.mask, is_image.long()):
+            return f"`{TYPES}` of a batch tell of more than images"
+        codes = batch.ids
+        if "pixel_values" in given:
+            counts = _in_order(is_image.numpy(), given)
+            if counts is None:
+                return "a batch does not tell which tokens are of which image"
+            each = (self._each(tensors, is_image) for tensors in (given, there))
+            numbers = [self._number(*image) for image in zip(*each, counts)]
+            of_tokens = np.repeat(np.array(numbers, np.int64), np.array(counts, np.int64))
+            codes = codes.masked_scatter(is_image, torch.from_numpy(of_tokens) + FIRST)
+        elif is_image.any():
+            return "a batch holds tokens of images, but no `pixel_values`"
+        return batch._replace(ids=codes, images=self, positions=_positions(encoder, batch, given))
+
+    def _each(self, given: Mapping[str, Tensor], is_image: Tensor) -> list[dict[str, Tensor]]:
+        """Return the tensors of each image of a batch."""
+        images: dict[str, Any] = {name: value for name, value in given.items() if name not in (TYPES, SEES)}
+        self._by_row = _stands_by_row(given)
+        if self._by_row:
+            places = [(row, n) for row, runs in enumerate(_runs(is_image.numpy())) for n in range(len(runs))]
+            return [{name: value[place] for name, value in images.items()} for place in places]
+        pixels = images["pixel_values"]
+        if SIZES in images and pixels.dim() == 5:  # batches with larger ones have more tiles of zeros
+            images["pixel_values"] = [tiles[: int(tiles.flatten(1).any(1).sum())] for tiles in pixels]
+        if (grid := images.get(GRID)) is not None:
+            images["pixel_values"] = pixels.split(grid.prod(-1).tolist())
+        return [dict(zip(images, parts)) for parts in zip(*images.values())]
+
+    def _number(self, tensors: dict[str, Tensor], there: dict[str, Tensor], tokens: int) -> int:
+        """Return the number of an image, a new one if it is new. `there` are its tensors where the model has them."""
+        digest = hashlib.blake2b(str(tokens).encode())
+        for name, tensor in tensors.items():
+            digest.update(f"{name}{tuple(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        number = self._numbers.setdefault(digest.digest(), len(self.images))
+        if number == len(self.images):
+            self.images.append(Image(there, tokens))
+        return number
+
+    # Features.
+
+    def features(self, row: RowImages, encode: Callable[[dict[str, Tensor]], Any], key: tuple) -> Any:
+        """
+        Return what an encoder returns for the image tokens of a flat row. `encode` computes images, and `key` says
+        which encoder it is, and in which mode.
+
+        Features without a gradient are kept for the rest of the step. Those of an image that stands in several flat
+        rows of a window are read from leaves, which add up their gradients, until [`run_backward`] takes these through
+        the encoder, once.
+        """
+        first = {n: last for n, last in row.again.items() if n not in row.before}
+        missing = [n for n in row.numbers if n in first or (*key, n) not in self._kept]
+        # What is read until the same flat row is encoded together: one backward pass runs through each encoding.
+        for last in sorted({first.get(number, 0) for number in missing}):
+            together = [number for number in missing if first.get(number, 0) == last]
+            self._kinds[key] = output = encode(self.inputs(together, row.index.device))
+            counts = [self.images[number].tokens for number in together]
+            for number, *parts in zip(together, *(features.split(counts) for features in _tensors_of(output))):
+                self._kept[*key, number] = parts
+                if last and parts[0].requires_grad:
+                    self._leaves[*key, number] = [part.detach().requires_grad_() for part in parts]
+        chosen = []
+        for number in row.numbers:
+            of_image, parts, leaves = (*key, number), self._kept[*key, number], self._leaves.get((*key, number))
+            chosen.append(parts if leaves is None else leaves)
+            if parts[0].requires_grad and number not in row.again:
+                del self._kept[of_image]
+                if leaves is not None:
+                    self._waiting.append((parts, self._leaves.pop(of_image)))
+        pooled, *layers = (torch.cat(parts)[row.index.to(parts[0].device)] for parts in zip(*chosen))
+        output = self._kinds[key]
+        more = {"deepstack_features": [[layer] for layer in layers]} if layers else {}
+        pooled = pooled if torch.is_tensor(output.pooler_output) else [pooled]
+        return type(output)(pooler_output=pooled, **more)
+
+    def run_backward(self) -> None:
+        """Take the gradients of features through the encoder, of images that stand in no later flat row."""
+        read = [(part, leaf.grad) for of_image in self._waiting for part, leaf in zip(*of_image)]
+        self._waiting.clear()
+        if read := [(part, grad) for part, grad in read if grad is not None]:
+            torch.autograd.backward([part for part, _ in read], [grad for _, grad in read])
+
+    def forget(self) -> None:
+        """Let go of all features."""
+        for known in (self._kinds, self._kept, self._leaves, self._waiting):
+            known.clear()
+
+    # For a model.
+
+    def decoded(self, codes: Tensor) -> Tensor:
+        """Return tokens of the vocabulary."""
+        return codes.masked_fill(codes >= FIRST, self.token)
+
+    def types(self, codes: Tensor) -> dict[str, Tensor]:
+        """Return the arguments that tell tokens apart."""
+        is_image = (codes >= FIRST).long()
+        return {name: is_image if name == TYPES else torch.zeros_like(is_image) for name in self._has}
+
+    def count(self, batch: Batch) -> tuple[int, int]:
+        """Return how many images stand in the rows of a batch, and how many tokens they have."""
+        codes = batch.ids.numpy()
+        return sum(len(self.in_order(row)[0]) for row in codes), int((codes >= FIRST).sum())
+
+    def count_encoded(self, trees: Sequence[Tree]) -> tuple[int, int]:
+        """Return how many images are encoded for trees of a window, and how many tokens they have."""
+        codes = np.unique(np.concatenate([np.frombuffer(row.ids, WORD) for tree in trees for row in tree.rows]))
+        numbers = codes[codes >= FIRST].astype(np.int64) - FIRST
+        return len(numbers), sum(self.images[number].tokens for number in numbers)
+
+    def in_order(self, codes: np.ndarray) -> tuple[list[int], np.ndarray]:
+        """
+        Return the images whose tokens stand in a row, one entry each time that one does, and for each image token its
+        place within its image.
+        """
+        numbers, found, places = codes[codes >= FIRST] - FIRST, [], []
+        start = 0
+        while start < len(numbers):
+            found.append(int(numbers[start]))
+            count = min(self.images[found[-1]].tokens, len(numbers) - start)
+            places.append(np.arange(count))
+            start += count
+        return found, np.concatenate([np.arange(0), *places])
+
+    def padded(self, codes: Tensor, mask: Tensor) -> dict[str, Any]:
+        """Return what a model gets of a padded batch beside its tokens, mask and labels."""
+        of_rows = [self.in_order(row)[0] for row in codes.masked_fill(mask == 0, 0).numpy()]
+        inputs = self.inputs([number for numbers in of_rows for number in numbers], codes.device)
+        if self._by_row and any(of_rows):
+            counts = list(map(len, of_rows))
+            for name, value in inputs.items():
+                inputs[name] = nn.utils.rnn.pad_sequence(value[0].split(counts), batch_first=True)
+        return {**inputs, **self.types(codes)}
+
+    def inputs(self, numbers: Sequence[int], device: torch.device) -> dict[str, Any]:
+        """Return the tensors of some images, as a batch of one row has them; `None` for each if there are none."""
+        if not numbers:
+            return dict.fromkeys(self.images[0].tensors) if self.images else {}
+        chosen, found = [self.images[number].tensors for number in numbers], {}
+        for name in chosen[0]:
+            parts = [tensors[name] for tensors in chosen]
+            joined = torch.cat(parts) if name == "pixel_values" and GRID in chosen[0] else _stacked(parts)
+            found[name] = (joined[None] if self._by_row else joined).to(device, non_blocking=True)
+        return found
+
+    def of_row(self, device: torch.device, tree: Tree) -> RowImages:
+        """Return the images of a tree, each once, as its flat row has them on a device."""
+        codes = tree.flat()[0].numpy()
+        places = np.zeros(len(codes), np.int64)
+        for spans in tree.spans:
+            slots = np.concatenate([np.arange(*span) for span in spans])
+            slots = slots[codes[slots] >= FIRST]
+            places[slots] = self.in_order(codes[slots])[1]
+        numbers = codes[codes >= FIRST] - FIRST
+        distinct, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        begins = np.zeros(len(distinct), np.int64)
+        begins[order] = np.cumsum([0, *(self.images[number].tokens for number in distinct[order])])[:-1]
+        index = torch.from_numpy(begins[inverse] + places[codes >= FIRST])
+        types = {name: of_slots[None].to(device) for name, of_slots in self.types(torch.from_numpy(codes)).items()}
+        return RowImages(self, distinct[order].tolist(), index.to(device), types)
+
+
+def in_turn(rows: Sequence[dict[int, Any]]) -> list[dict[int, Any]]:
+    """Return flat rows, which one window computes in this order, that know which images they have in common."""
+    last, found, before = {}, [], frozenset()
+    for place, of_tree in enumerate(rows):
+        last |= {n: place for row in of_tree.values() if row.images is not None for n in row.images.numbers}
+    for place, of_tree in enumerate(rows):
+        found.append({})
+        for number, row in of_tree.items():
+            if row.images is not None:
+                again = {n: last[n] for n in row.images.numbers if last[n] > place}
+                row = row._replace(images=row.images._replace(before=before, again=again))
+            found[-1][number] = row
+        before |= {n for row in of_tree.values() if row.images is not None for n in row.images.numbers}
+    return found
+
+
+def _tensors_of(output: Any) -> list[Tensor]:
+    """Return the features of all images, each `[tokens, width]`: those that stand for tokens, and those of layers."""
+    parts = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+    joined = [part if torch.is_tensor(part) else torch.cat([one.flatten(0, -2) for one in part]) for part in parts]
+    return [part.flatten(0, -2) for part in joined]
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Return tensors of images as one. Where their sizes differ, zeros are added behind them, as processors do."""
+    sizes = [max(sizes) for sizes in zip(*(part.shape for part in parts))]
+    if any(list(part.shape) != sizes for part in parts):
+        stacked = parts[0].new_zeros(len(parts), *sizes)
+        for filled, part in zip(stacked, parts):
+            filled[tuple(map(slice, part.shape))] = part
+        return stacked
+    return torch.stack(list(parts))
+
+
+def _stands_by_row(given: Mapping[str, Tensor]) -> bool:
+    """Whether `pixel_values` are `[batch, images of a row, ...]`, as those of Idefics: they come with a mask."""
+    return MASK in given and given[MASK].dim() == 4
+
+
+def _runs(is_image: np.ndarray) -> list[np.ndarray]:
+    """Return how long the runs of image tokens are in each row."""
+    edges = np.diff(np.pad(is_image.astype(np.int8), ((0, 0), (1, 1))), axis=1)
+    return [np.flatnonzero(row == -1) - np.flatnonzero(row == 1) for row in edges]
+
+
+def _in_order(is_image: np.ndarray, given: Mapping[str, Tensor]) -> list[int] | None:
+    """Return the number of tokens of each image of a batch, in order; `None` if a batch does not tell."""
+    runs, pixels = _runs(is_image), given["pixel_values"]
+    if _stands_by_row(given):
+        return np.concatenate(runs).tolist() if max(map(len, runs)) <= pixels.shape[1] else None
+    count, of_rows = len(given.get(GRID, pixels)), [int(row.sum()) for row in runs if len(row)]
+    if any(len(given[name]) != count for name in (SIZES, MASK) if name in given):
+        return None
+    if sum(map(len, runs)) == count:
+        return np.concatenate(runs).tolist()
+    alike = all((value == value[:1]).all() for name, value in given.items() if name in (GRID, SIZES))
+    size = sum(of_rows) // max(count, 1)
+    if alike and size and not any(tokens % size for tokens in of_rows) and sum(of_rows) == size * count:
+        return [size] * count
+    return of_rows if len(of_rows) == count else None
+
+
+def _positions(encoder: Any, batch: Batch, given: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the positions of a batch with several axes, `[axes, batch, length]`, if the model has such."""
+    if not hasattr(encoder, "get_rope_index") or GRID not in given:
+        return None
+    named = {name: given[name] for name in (GRID, TYPES) if name in given}
+    return encoder.get_rope_index(batch.ids, attention_mask=batch.mask, **named)[0]
