@@ -63,16 +63,20 @@ from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_numbers
 from hf_hybrid.rows.recurrent import by_row
 from hf_hybrid.rows.router_loss import OPTION, router_losses
 from hf_hybrid.rows.tree import (
+    ENDS,
     IGNORED,
+    PACKED,
     Batch,
     Row,
     Rows,
     Tree,
+    batches_of,
     divide,
     on_host,
+    reason_not_documents,
     reason_not_rows,
-    rows_of,
     rows_of_states,
+    unpacked,
 )
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import Run
@@ -150,7 +154,7 @@ class HostBatches:
         known_by = inputs["input_ids"] if self.named is None else self.named
         if (copied := self.known.get(known_by)) is not None and are_still(copied.seen, inputs):
             return copied
-        copied = Copied(on_host([rows_of(inputs)])[0])
+        copied = Copied(batches_of([inputs])[0])
         if known_by.device.type != "cpu":  # else it is no copy, and would keep the key alive
             self.known[known_by] = copied
         return copied
@@ -483,7 +487,7 @@ class Exchange(Part):
 
     # What rows a batch has.
 
-    def _row_of(self, model: nn.Module, inputs: Mapping[str, Any], origins: Origins = (None, None)) -> FlatRow | None:
+    def _row_of(self, model: nn.Module, inputs: dict[str, Any], origins: Origins = (None, None)) -> FlatRow | None:
         """Return the flat row of a batch on its device; `None` if the batch is computed as it is."""
         observed = self._pass.observed
         if observed is not None and observed.tree is None:
@@ -496,10 +500,15 @@ class Exchange(Part):
             copied = Copied(*observed.tree)
         elif self.reads_labels:
             copied = self.host.copied(inputs)
-        else:
+        elif inputs.get("position_ids") is None:
             copied = Copied(on_host([rows_of_states(inputs)])[0])
+        else:
+            copied = Copied(unpacked(inputs, rows_of_states))
         batch, tree, row = copied.batch, copied.tree, copied.row
         if tree is None:
+            if batch.packed is not None and (reason := reason_not_documents(inputs)) is not None:
+                self.fallbacks.cannot_be_exact(reason)
+                return None
             if origins[0] is not None:  # a part of a micro-batch that did not fit
                 numbers, divisors = (None if origin is None else origin.cpu() for origin in origins)
                 batch = batch._replace(micro_batches=numbers, divisors=divisors)
@@ -508,6 +517,8 @@ class Exchange(Part):
                 self._count(batch, tree, inputs["input_ids"].numel())
         if tree is None:
             return None
+        for name in ENDS if batch.packed is not None else ():  # the tree says it
+            inputs.pop(name, None)
         repeats, copied.row = self.reads_labels and not inputs.get("fused_lm_head"), None
         if row is None or row.repeats != repeats:
             balances = self.reads_labels and self.facts_of(model).balances(inputs)
@@ -526,7 +537,8 @@ class Exchange(Part):
                 return None
             # A part of rows without labels has a loss too.
             compact, whole = fused and device.type == "cuda", facts.balances(inputs) or batch.divisors is not None
-            compute = lambda part: model(**{**inputs, **part})  # noqa: E731
+            beside = {name: value for name, value in inputs.items() if name not in (*ENDS, "position_ids")}
+            compute = lambda part: model(**{**beside, **part})  # noqa: E731
         else:
             if facts.scores_hidden(batch):
                 self.fallbacks.cannot_be_exact("the model scores a token that the mask hides")
@@ -669,12 +681,14 @@ class Exchange(Part):
         self, model: nn.Module, tree: Tree, batches: Sequence[Batch], compute: Callable[..., Any], device: torch.device
     ) -> bool:
         """Whether trees may be computed, once rows of this kind have been compared."""
-        if not self._has_compared(model, tree.longest):
+        packed = self.facts_of(model).unknown_packed(batches) if any(map(PACKED, batches)) else None
+        if not self._has_compared(model, tree.longest) or packed is not None:
             if not self.comparison.is_possible:
                 self.fallbacks.cannot_be_exact("no batch of its kind was compared yet")
                 return False
-            self.reason_plain = self.comparison.reason_not_same(model, tree, batches, compute, device)
-            self.facts_of(model).note_compared(tree.longest)
+            of_packed = None if packed is None else (packed, tree)
+            self.reason_plain = self.comparison.reason_not_same(model, tree, batches, compute, device, of_packed)
+            self.facts_of(model).note_compared(tree.longest, packed)
         return self.reason_plain is None
 
 
@@ -698,7 +712,9 @@ def mean_losses(logits: Tensor, tokens: Tensor, divisors: Tensor) -> Tensor:
     return (losses / divisors).sum()
 
 
-def _states_of(backbone: nn.Module, inputs: Mapping[str, Tensor]) -> None:
-    """Compute the states of rows of [`rows_of_states`], whose last column is there for a label."""
-    ids, mask = (inputs[name][:, :-1] for name in ("input_ids", "attention_mask"))
-    backbone(input_ids=ids, attention_mask=mask, use_cache=False)
+def _states_of(backbone: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Compute the states of rows of [`rows_of_states`], whose last column is there for a label, or of packed rows."""
+    if inputs.get("position_ids") is None:
+        ids, mask = (inputs[name][:, :-1] for name in ("input_ids", "attention_mask"))
+        inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    backbone(**inputs)
