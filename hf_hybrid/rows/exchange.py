@@ -639,7 +639,7 @@ class Exchange(Part):
         change = "`lora_dropout=0`" if hasattr(model, "peft_config") else "the rates of dropout in its config at 0"
         cost = f"About {saved:.0%} of the tokens would be saved with {change}."
         if shares:
-            logger.info("A shared prefix draws %s once for its rows; each has the loss that `Trainer` draws.", numbers)
+            logger.info("A shared prefix draws %s once for its rows; a row's loss varies as in `Trainer`.", numbers)
         elif drawn == "by batch":
             self.fallbacks.cannot_be_exact(f"{numbers} would be drawn for more than one row at a time", advice=cost)
         else:
@@ -667,7 +667,7 @@ class Exchange(Part):
         plan = facts.plan(batches, divide, shares=shares, compact=compact, whole=whole)
         if plan.reason is not None:
             self.fallbacks.cannot_be_exact(plan.reason)
-        elif plan.trees and drawn != "nothing":
+        elif plan.trees and drawn != "nothing" and (drawn == "by batch" or plan.cost <= self.worth * plan.padded):
             self._note_drawn(model, drawn, shares, [row for tree in plan.trees for row in tree.rows])
             return Plan(self.plain_because) if drawn == "by batch" else plan
         return plan
