@@ -237,7 +237,7 @@ class MergedRows(Exchange):
             else:
                 del model.forward
 
-    def _row_of(self, model: nn.Module, inputs: Mapping[str, Any], origins: Origins = (None, None)) -> FlatRow | None:
+    def _row_of(self, model: nn.Module, inputs: dict[str, Any], origins: Origins = (None, None)) -> FlatRow | None:
         """As [`Exchange`] does; or how a micro-batch of the window reads a pass that it takes part in."""
         number = None if self._pass.observed is not None else self._number
         joint = None if number is None else self._pass_of(model, number, inputs)

@@ -51,7 +51,9 @@ from hf_hybrid.rows.images import FIRST, in_turn
 from hf_hybrid.rows.recurrent import layers_with_state
 from hf_hybrid.rows.tree import (
     IGNORED,
+    IMAGES,
     LEAST,
+    PACKED,
     WORD,
     Batch,
     Row,
@@ -91,7 +93,7 @@ NO_LABEL = "no token of this batch has a label"
 def reason_not_window(window: Sequence[Any], facts: ModelFacts) -> str | None:
     """Return why a batch of a window is not rows that this room can read, as far as its form tells."""
     for inputs in window:
-        if (reason := reason_not_rows(inputs, facts.of_images, packed=True)) is not None:
+        if (reason := reason_not_rows(inputs, facts.of_images)) is not None:
             return reason
     return None
 
@@ -241,10 +243,8 @@ class SharedWindows(Exchange):
             self.fallbacks.cannot_be_exact(reason := batches)
             batches = []
         apart = reason is None and self._find_apart(step, facts)
-        if any(batch.packed is not None for batch in batches):
-            reason = next(filter(None, map(reason_not_documents, step.on_host)), None)
-            if (reason := "code of yours sees each packed row by itself" if apart else reason) is not None:
-                self.fallbacks.cannot_be_exact(reason)
+        if reason is None and (reason := next(filter(None, map(reason_not_documents, step.on_host)), None)) is not None:
+            self.fallbacks.cannot_be_exact(reason)
         self._stays_apart = apart or (step.items is None and self._has_other_means())
         if step.items is None and not self._stays_apart:
             batches = [batch.as_mean() for batch in batches]
@@ -317,7 +317,7 @@ class SharedWindows(Exchange):
         by_size = self._fewest if self.trainer.args.device.type in WITHOUT_LAUNCHES else self._divide
         most = min(max(places_of(batches)), self.facts_of(self.model).most_slots)
         # DDP waits for gradients of an encoder in the last micro-batch of a window, so images stay in theirs.
-        several = self.trainer.accelerator.num_processes > 1 and any(batch.images is not None for batch in batches)
+        several = self.trainer.accelerator.num_processes > 1 and any(map(IMAGES, batches))
         return functools.partial(by_batch if self._stays_apart or several else by_size, most=most)
 
     def _plan_window(self, batches: list[Batch]) -> Plan:
@@ -338,24 +338,12 @@ class SharedWindows(Exchange):
         merged = self._fewest(rows, max(sum(row.length for row in tree.rows) for tree in own), **options)
         return merged if costs.pays(merged, own) and len(merged) <= len(own) else own
 
-    def _unknown_packed(self, batches: list[Batch]) -> Batch | None:
-        """Return a batch with several documents in a row, of a kind that was not compared with its documents yet."""
-        for batch in batches:
-            if batch.packed is None or len(batch.packed.rows.unique()) == len(batch.packed.rows):
-                continue
-            if self._kind_of(batch) not in self.facts_of(self.model).compared_packed:
-                return batch
-        return None
-
-    def _kind_of(self, batch: Batch) -> tuple:
-        """Return what decides whether transformers keeps the documents of a packed batch apart."""
-        return batch.packed.given.get("attention_mask") is not None, getattr(self.model.config, "use_cache", None)
-
     def _agreed(self, plan: Plan, batches: list[Batch]) -> int:
         """Return the number of micro-batches that every process computes, 0 for Trainer's own."""
         trainer, longest = self.trainer, max((tree.longest for tree in plan.trees), default=0)
+        packed = self.facts_of(self.model).unknown_packed(batches) if any(map(PACKED, batches)) else None
         mine = [float(plan.reason is not None), plan.cost, plan.padded, float(len(plan.trees)), float(longest)]
-        mine += [float(self.reason_plain is not None), float(self._unknown_packed(batches) is not None)]
+        mine += [float(self.reason_plain is not None), float(packed is not None)]
         if trainer.accelerator.num_processes > 1:
             of_all = trainer.accelerator.gather(torch.tensor([mine], device=trainer.args.device))
             mine = of_all.amax(0).tolist()
@@ -373,17 +361,15 @@ class SharedWindows(Exchange):
         facts = self.facts_of(model)
         adds_up = facts.adds_up or self._is_fused
         # All processes make equally many passes: one that has no such batch takes another.
-        packed = (self._unknown_packed(batches) or batches[0]) if self._has_unknown else None
+        packed = (facts.unknown_packed(batches) or batches[0]) if self._has_unknown else None
         if self._has_compared(model, longest, batches) and adds_up and packed is None:
             return None
         tree = plan.trees[-1] if plan.trees else _nothing(batches)[1]
         of_packed = None if packed is None else (packed, Tree.of(packed.rows() or _nothing(batches)[1].rows))
         reason = self.comparison.reason_not_same(model, tree, batches, self._quiet_loss, device, of_packed)
-        if packed is not None and packed.packed is not None:
-            facts.compared_packed.add(self._kind_of(packed))
         if reason is None and not adds_up:
             reason = self.comparison.reason_no_sum(model, tree, batches, self._quiet_loss, device, counted)
-        facts.note_compared(longest, any(batch.images is not None for batch in batches))
+        facts.note_compared(longest, packed, any(map(IMAGES, batches)))
         if self.trainer.accelerator.num_processes > 1:
             failed = torch.tensor([float(reason is not None)], device=device)
             if self.trainer.accelerator.gather(failed).max() and reason is None:
@@ -492,15 +478,14 @@ class BalancedWindows(SharedWindows):
 
 @contextlib.contextmanager
 def quiet_metrics(trainer: Any) -> Generator[None]:
-    """Context whose losses leave no trace in the metrics that TRL's `compute_loss` collects."""
-    metrics = vars(trainer).get("_metrics")
-    if metrics is not None:
-        trainer._metrics = {mode: defaultdict(list) for mode in metrics}
+    """Context whose losses leave no trace in the metrics that TRL's `compute_loss` collects, tokens among them."""
+    kept = {name: vars(trainer)[name] for name in ("_metrics", "_total_train_tokens") if name in vars(trainer)}
+    if "_metrics" in kept:
+        trainer._metrics = {mode: defaultdict(list) for mode in kept["_metrics"]}
     try:
         yield
     finally:
-        if metrics is not None:
-            trainer._metrics = metrics
+        vars(trainer).update(kept)
 
 
 def _nothing(batches: list[Batch]) -> tuple[Batch, Tree]:

@@ -1027,6 +1027,16 @@ def test_dropout_is_said_where_the_first_rows_share_nothing(tmp_path, caplog):
     assert any("draws dropout (0.1) once" in record.getMessage() for record in caplog.records)
 
 
+def test_dropout_is_not_said_to_be_drawn_once_where_too_little_would_be_saved(tmp_path, caplog):
+    """Rows share 7 % of their tokens, but the head, which is most of the work, scores all of them."""
+    caplog.set_level(logging.INFO, "hf_hybrid")
+    rows = [row((list(range(40, 44)) + list(range(10 + n, 46 + n)), 1)) for n in range(8)]
+    model, options = build(attention_dropout=0.1, vocab_size=2048), {"max_steps": 2, "eval_strategy": "no"}
+    summary = shared(tmp_path, rows, model=model, **options).hybrid_summary()
+    assert summary["tokens_shared"] == 0 and not summary["dropout_drawn_once"]
+    assert "once" not in caplog.text
+
+
 def test_layer_drop_keeps_padded_rows(tmp_path):
     """One random number belongs to all rows of a micro-batch: fewer micro-batches would draw fewer."""
     model, options = lambda: build("opt", layerdrop=0.3), {"max_steps": 2}
