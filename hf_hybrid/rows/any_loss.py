@@ -136,7 +136,7 @@ class RowsForAnyLoss(Exchange):
         if place is None and self.trainer.compute_loss_func is not None:
             return "compute_loss_func"
         own = own_losses(self.trainer)
-        return place or (f"{own[0][1]}.compute_loss" if own else type(self.trainer).__name__)
+        return place or (".".join(own[0][1:]) if own else type(self.trainer).__name__)
 
 
 def reason_not_shared(trainer: TrainerView) -> str | None:

@@ -504,7 +504,7 @@ def reason_in_loss(trainer: TrainerView) -> str | None:
     if trainer.args.label_smoothing_factor:
         return f"`label_smoothing_factor={trainer.args.label_smoothing_factor}` reads logits of padded rows"
     if own := own_losses(trainer):
-        return f"`{own[0][1]}.compute_loss` may read more than the loss"
+        return f"`{'.'.join(own[0][1:])}` may read more than the loss"
     return None
 
 

@@ -232,6 +232,18 @@ def test_prompts_that_are_padded_rows(name, reason, caplog):
     assert sum(reason in record.message for record in caplog.records) == 1
 
 
+def test_prompts_under_dropout_are_a_tree():
+    """They are compared without it, and draw it once."""
+    made = model.__wrapped__("llama").train()
+    for layer in made.model.layers:
+        layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.Dropout(0.2))
+    rows, inputs = batch([20, 24], prompts=6, beginnings=[range(20, 70)])
+    decoding = Decoding(off=False)
+    completed(made, rows, inputs, config(do_sample=True), decoding)
+    assert decoding.padded.because is None and decoding.plain_because is None and made.training
+    assert decoding.counts["prompt_tokens_shared"] > 200
+
+
 def test_padding_to_a_multiple_and_prompts_that_differ():
     """TRL's `pad_to_multiple_of`; and later turns with tools, where no prompt is another's."""
     rows, inputs = batch([5, 9])

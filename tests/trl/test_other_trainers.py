@@ -35,6 +35,7 @@ from trl import (  # noqa: E402
     TrlParser,
 )
 from trl.experimental.cpo import CPOConfig, CPOTrainer  # noqa: E402
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer  # noqa: E402
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # noqa: E402
 from trl.experimental.tpo import TPOConfig, TPOTrainer  # noqa: E402
 
@@ -140,6 +141,20 @@ def test_weights_are_those_of_trl(name, tmp_path):
     assert any((weight != before).any() for weight, before in zip(ours.model.parameters(), theirs_before(name)))
     if name in ("reward", "cpo", "orpo"):  # both sides of a pair have its prompt
         assert found["tokens_shared"] > 0.2 * found["tokens"]
+
+
+def test_pairs_that_a_step_draws_and_judges(tmp_path, monkeypatch):
+    """The loss is computed in `training_step`, of tokens that the model generates there."""
+
+    class Judged(OnlineDPOTrainer):
+        def __init__(self, **given):
+            super().__init__(reward_funcs=lambda completions, **_: [float(len(c) % 3) for c in completions], **given)
+
+    rows = [{"prompt": PAIRS[n]["prompt"]} for n in range(16)]
+    monkeypatch.setitem(TRAINERS, "judged", (Judged, OnlineDPOConfig, rows, LlamaForCausalLM, ()))
+    theirs, ours = (train("judged", tmp_path / str(hybrid), hybrid, max_new_tokens=6) for hybrid in (False, True))
+    found = check_equal(theirs, ours)
+    assert found["tokens_shared"] > 0.2 * found["tokens"]
 
 
 def theirs_before(name):
@@ -352,8 +367,6 @@ def test_two_processes(tmp_path):
 
 
 def test_a_number_for_each_epoch_is_left_to_trl(tmp_path):
-    from trl.experimental.online_dpo import OnlineDPOConfig
-
     assert hybrid_config(OnlineDPOConfig)(str(tmp_path), beta=[0.1, 0.2], use_cpu=True).beta == [0.1, 0.2]
 
 
