@@ -30,6 +30,7 @@ from hf_hybrid.machine import PendingRead, mixed_precision_of, sharding_of
 from hf_hybrid.part import Step
 from hf_hybrid.rows.attention import FlatRow
 from hf_hybrid.rows.exchange import Exchange
+from hf_hybrid.rows.tree import Rows, rows_of_states
 from hf_hybrid.run.trainer_view import IN_PLACE, TrainerView, overridden, own_losses
 
 KNOWN = {("trl", f"{kind}Trainer") for kind in ("Reward", "KTO", "Distillation", "CPO", "ORPO", "TPO")}
@@ -95,6 +96,12 @@ class RowsForAnyLoss(Exchange):
         if parts != self._parts and (self._parts or place):
             self.asks = self.watches = trainer.hybrid_args.share_rows != "on"
         self._parts = parts
+
+    def rows_foreseen(self, batch: Any) -> Rows | None:
+        """Those of `input_ids`. A loss may generate, or put others together, of other tensors of tokens."""
+        if not isinstance(batch, Mapping) or any("prompt" in name for name in batch):
+            return None
+        return rows_of_states(batch) if torch.is_tensor(batch.get("input_ids")) else None
 
     def reason_not_exchanged(self, model: nn.Module, inputs: Mapping[str, Any]) -> str | None:
         reason, facts = super().reason_not_exchanged(model, inputs), self.facts_of(model)

@@ -198,6 +198,20 @@ def test_under_dropout_a_shared_prefix_draws_once(tmp_path):
     assert found["tokens_padding"] > 0 < found["tokens_shared"] and found["dropout_drawn_once"]
 
 
+def test_what_would_be_saved_is_said_before(tmp_path):
+    """As far as batches tell it: not what a loss puts together or generates."""
+    trainer = train("reward", tmp_path, True, max_steps=1, num_train_epochs=1)
+    said, found = trainer.would_save(), trainer.hybrid_summary()
+    whole = found["tokens"] + found["tokens_padding"]
+    assert said["reason"] is None and said["but"] == ()
+    assert said["shared"] == pytest.approx(found["tokens_shared"] / whole, abs=0.1)
+    assert said["padding"] == pytest.approx(found["tokens_padding"] / whole, abs=0.1)
+    assert train("cpo", tmp_path, True, max_steps=1).would_save() is None
+    assert (
+        train("reward", tmp_path, True, max_steps=1, neftune_noise_alpha=5.0).would_save()["reason"].startswith("`nef")
+    )
+
+
 class Margin(RewardTrainer):
     """A loss of the user's, that counts."""
 
