@@ -523,6 +523,14 @@ def test_the_option_is_checked(tmp_path):
         HybridGRPOConfig(str(tmp_path), use_cpu=True, rollouts="on")
 
 
+def test_prompts_tell_before_a_run_what_rollouts_leave_out(tmp_path):
+    """Copies of a prompt at least: completions are not there yet."""
+    trainer = build(HybridGRPOTrainer, tmp_path, 0.7, max_steps=1, share_rows="auto")
+    said = trainer.would_save()
+    assert said["reason"] is None and said["shared"] >= 1 - 1 / trainer.num_generations - 0.1
+    assert said["but"] == ("these are shares of the tokens of prompts: completions are not there yet",)
+
+
 def test_counts_go_on_after_a_resume(tmp_path):
     options = {"steps_per_generation": 4, "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
     whole = train(HybridGRPOTrainer, tmp_path, **options)
