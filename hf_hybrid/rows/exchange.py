@@ -196,6 +196,8 @@ class Exchange(Part):
     """Whether the loss is known to read what predicts labels, and nothing else of a model."""
     asks = watches = False
     """Whether the gradient has yet to tell what the loss reads, and may tell otherwise later (any_loss.py)."""
+    unforeseen: tuple[str, ...] = ()
+    """What [`rows_foreseen`] does not know, in clauses."""
     models: Sequence[nn.Module] = ()
     """Those that are open in every pass; others are opened where they are computed."""
 
@@ -409,6 +411,10 @@ class Exchange(Part):
         finally:
             way.observed, self.host.named = before, named
             way.row = way.router = None
+
+    def rows_foreseen(self, batch: Any) -> Rows | None:
+        """Return rows that a model will get of a batch as it is loaded; `None` if that is not known (foreseen.py)."""
+        return None
 
     # The exchange.
 
