@@ -1572,6 +1572,7 @@ SLOW = (
     "out_of_memory_streamed", "out_of_memory_streamed_eight_bit", "parked_uneven", "profiled_resident",
     "registered_lora_int8", "rescued_rate", "resident_leaps", "resident_leaps_gradient_memory",
     "resident_leaps_host_buffers", "resident_leaps_of_large_matrices", "resident_leaps_planned",
+    "rollouts_under_dropout",
     "resident_leaps_undone", "resumed", "saves_eight_bit", "saves_lora_int8", "sft_streamed", "sgd",
     "some_resident_bf16", "some_resident_by_micro_batch", "some_resident_eight_bit", "some_resident_fetched_far_ahead",
     "some_resident_leaps", "some_resident_parked", "some_resident_saves", "states_eight_bit", "states_on_host",
