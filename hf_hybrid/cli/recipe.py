@@ -255,6 +255,8 @@ def make_trainer(options: Options) -> Any:
         trainer.add_callback(EarlyStoppingCallback(options.data.early_stopping_patience))
     if command is DPO:
         tokens.report_pairs(trainer, (train_set, eval_set), config, console.print_fact)
+        train_set = trainer.train_dataset
+    tokens.show_rows(train_set, options.data.show_rows, tokenizer, reader, console.print_fact)
     if args.should_save and not options.data.dry_run:
         from hf_hybrid.config import CONFIG_NAME, config_values
 
