@@ -9,6 +9,7 @@ export` finds the held-out rows again.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import importlib.util
@@ -132,6 +133,17 @@ def load(option: str, name: str, split: str, config: str | None = None, streamin
                 message += " Save it as UTF-8."
             message = message if path.is_dir() or path.read_bytes().strip() else "holds no rows."
         raise OptionError(f"`--{option} {name}` {message}") from error
+
+
+def command_of(name: str, words: dict[str, list[str]]) -> str:
+    """Return the command that takes a file, or else `sft`, which says why not."""
+    split, config = (next(iter(words[f"dataset_{option}"]), None) for option in ("split", "config"))
+    for command in ("sft", "dpo", "kto", "grpo"):
+        with contextlib.suppress(OptionError, LookupError):
+            rows, _ = load("dataset", name, split or "train", config, streaming=True)
+            convert_rows(name, rows, command, new_names(words["columns"]), None, True)
+            return command
+    return "sft"
 
 
 def _files_of(folder: Path, split: str) -> list[Path]:
