@@ -14,6 +14,7 @@ import functools
 import importlib
 import json
 import os
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
@@ -21,12 +22,19 @@ from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_o
 
 from hf_hybrid.arguments import HybridArguments, check_ranges, option
 from hf_hybrid.cli.console import write_error
-from hf_hybrid.cli.yaml_file import ENVIRONMENT, holds_secret, read_options
+from hf_hybrid.cli.yaml_file import ENVIRONMENT, holds_secret, read_options, split_private
 
 COMMAND = "command"
 """Key of a YAML file under which the command stands that its options are for."""
 PRIVATE = "HF_HYBRID_PRIVATE_OPTIONS"
 """Environment variable with options as JSON, which stand in no file: a sweep gives them to its trials so."""
+
+NO_OTHER_RUN = (
+    "output_dir", "resume_from_checkpoint", "save_", "async_save", "enable_jit_checkpoint", "logging_", "log_",
+    "run_name", "report_to", "disable_tqdm", "push_to_hub", "hub_", "eval_st", "num_processes", "dataloader_num",
+    "dataset_num_proc", "profile_memory", "sample_prompts",
+)  # fmt: skip
+"""How the names of options begin with which a run stays the same: where it computes, saves and reports."""
 
 
 class OptionError(ValueError):
@@ -356,7 +364,7 @@ TRAINING_OPTIONS = {
     "activation_checkpointing": "true, false or auto (as few layers as memory asks for).",
     "eval_steps": "Evaluate every so many steps, with --eval_strategy steps.",
     "save_steps": "Save a checkpoint every so many steps. Default: 500.",
-    "resume_from_checkpoint": "true: go on from the last checkpoint.",
+    "resume_from_checkpoint": "false: begin anew. true: go on with other options. Default: auto.",
     "report_to": "wandb, tensorboard, trackio, ... Default: none.",
     "seed": "Default: 42.",
 }
@@ -484,16 +492,34 @@ class CommandLine:
 
     def early(self, *names: str) -> dict[str, list[str]]:
         """Return the words of some options, for checks before torch is imported; none where it is not given."""
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        for name in names:
-            parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), nargs="*", dest=name)
-        parser.error = _refuse
-        written = vars(parser.parse_known_args(self._words)[0])
+        return {name: self._written.get(name, []) for name in names}
 
-        def words(value: Any) -> list[str]:
-            return list(map(str, value if isinstance(value, list) else [] if value is None else [value]))
+    @functools.cached_property
+    def _written(self) -> dict[str, list[str]]:
+        """The words of every option that was given."""
+        found: dict[str, list[str]] = {}
+        for name, value in self._from_file.items():
+            found[name] = list(map(str, value if isinstance(value, list) else [] if value is None else [value]))
+        words: list[str] = []
+        for word in self._words:
+            if word.startswith("--"):
+                name, equals, value = word.removeprefix("--").partition("=")
+                words = found[name.replace("-", "_")] = [value] * bool(equals)
+            else:
+                words.append(word)
+        return found
 
-        return {n: words(self._from_file.get(n) if written[n] is None else written[n]) for n in names}
+    def note(self) -> dict[str, Any]:
+        """Return what tells this run from another: its command and options, in one form, and without secrets."""
+        written = {name: words or ["true"] for name, words in self._written.items()}
+        options = {n: list(map(_plain, words)) for n, words in written.items() if not n.startswith(NO_OTHER_RUN)}
+        for name in ("model", "tokenizer", "dataset", "eval_dataset"):
+            if name in options:
+                paths = [Path(word).expanduser() for word in self._written[name]]
+                options[name] = [str(path.resolve()) if path.exists() else str(path) for path in paths]
+                if "dataset" in name and any(held := list(map(_held, paths))):
+                    options[f"{name} (what it holds)"] = held
+        return {"command": self.command.name, "options": split_private(options)[0]}
 
     def set_environment(self) -> None:
         """Set the variables under `env` in the YAML file, over those that are set. Launched processes inherit them."""
@@ -625,6 +651,22 @@ class CommandLine:
         model, data, adapters, launch, *more, config = self._parser.parse_dict(values, allow_extra_keys=True)
         trusted = (model if isinstance(model, TextModelOptions) else config).trust_remote_code
         return Options(self.command, model, data, adapters, launch, config, defaulted, trusted, *more)
+
+
+def _plain(word: str) -> str:
+    """Return a word of an option in the form that is compared: `1e-3` is `0.001`, `True` is `true`."""
+    try:
+        return f"{float(word):.15g}"
+    except ValueError:
+        return word.lower() if word.lower() in ("true", "false") else word
+
+
+def _held(path: Path) -> str:
+    """Return bytes and checksum of a file, of a large one its first part; of a folder the bytes; else nothing."""
+    if path.is_file():
+        with path.open("rb") as file:
+            return f"{path.stat().st_size:,} bytes, {zlib.crc32(file.read(1 << 26)):08x}"
+    return f"{sum(file.stat().st_size for file in path.rglob('*')):,} bytes" if path.is_dir() else ""
 
 
 def _by_own_name(word: str) -> str:

@@ -574,10 +574,10 @@ def test_grpo_stops_at_ctrl_c_with_a_checkpoint_and_goes_on(run, folder, left):
     words += ["--max_completion_length", "4", "--learning_rate", "1e-4"]
     out, err = run("grpo", *words, steps=3, status=130)
     assert "Ctrl-C: the step ends" in err
-    assert "Stopped at step 1 of 3." in out and "checkpoint-1" in out and "--resume_from_checkpoint true" in out
+    assert "Stopped at step 1 of 3." in out and "checkpoint-1" in out and "run the same command again." in out
     assert "rewards    stopping.py:stop, numeric_answer" in out and "auto_lr" not in out  # GRPO has none
     assert left("hybrid_config") and left("hybrid_summary")
-    out, _ = run("grpo", *words, "--resume_from_checkpoint", "true", steps=3)
+    out, _ = run("grpo", *words, steps=3)
     assert "step 3/3  reward" in out and "step 1/3" not in out
 
 
@@ -630,7 +630,7 @@ def test_early_stopping_keeps_the_best_model(run, left):
 def test_the_rate_of_adapters_is_the_same_in_fp16(run, left):
     rates = []
     for more in (["--fp16", "true"], []):
-        run("sft", "--dataset", "chats.jsonl", "--peft", "lora", *more, steps=1)
+        run("sft", "--dataset", "chats.jsonl", "--peft", "lora", *more, "--resume_from_checkpoint", "false", steps=1)
         rates.append(left("hybrid_summary")["learning_rate_scale"])
     assert rates[0] == rates[1] > 100
 
@@ -1005,9 +1005,10 @@ def test_every_option_of_trl_is_taken(name, tmp_path):
 ])  # fmt: skip
 def test_the_first_step_has_a_line_unless_logging_was_chosen(defaulted, steps, first):
     trainer = SimpleNamespace(remove_callback=lambda kind: None)
-    args = SimpleNamespace(logging_steps=7, logging_first_step=False, disable_tqdm=True)
+    args = SimpleNamespace(logging_steps=7, logging_first_step=False, disable_tqdm=True, should_save=True)
     state = SimpleNamespace(max_steps=100, global_step=0, logging_steps=7, is_world_process_zero=True)
-    progress.Progress(trainer, threading.Event(), defaulted=frozenset(defaulted)).on_train_begin(args, state, None)
+    callback = progress.Progress(trainer, threading.Event(), defaulted=frozenset(defaulted), notes={})
+    callback.on_train_begin(args, state, None)
     assert (args.logging_steps, args.logging_first_step) == (steps, first)
 
 
