@@ -112,6 +112,7 @@ class DataOptions(OptionGroup):
     columns: Optional[list[str]] = option(None, "Names of columns, as NEW=OLD: prompt=question completion=answer.")
     limit: Optional[int] = option(None, "Read at most so many rows of each data set.", at_least=1)
     dry_run: bool = option(False, "Say what would be trained, and what its rows would save; train nothing.")
+    show_rows: int = option(0, "Show so many rows as the model sees them, and what of them is learned.", at_least=0)
     streaming: bool = option(False, "Read rows while training, not before; needs max_steps. Also --dataset_streaming.")
     system_prompt: Optional[str] = option(None, "System message of conversations that have none.")
     eval_dataset: Optional[list[str]] = option(None, "Data to evaluate on. Default: eval_share of the rows, held out.")
@@ -313,7 +314,7 @@ class Options(NamedTuple):
 USUAL = {
     "Model and data": (
         "model", "dataset", "columns", "limit", "system_prompt", "sequence_length", "eval_dataset", "eval_share",
-        "early_stopping_patience", "dry_run",
+        "early_stopping_patience", "dry_run", "show_rows",
     ),
     "Rewards": ("reward", "reward_pattern"),
     "Adapters": ("peft", "lora_r", "lora_alpha", "lora_target_modules"),
@@ -632,6 +633,8 @@ class CommandLine:
         The dataclasses get what was written and nothing else, so that they know which defaults the user wrote.
         """
         defaulted, values = self.defaulted, {**self._decided(), **self._parsed[1]}
+        if "dataset_text_field" in values:  # TRL's name for it
+            values["columns"] = [*(values.get("columns") or ()), f"text={values['dataset_text_field']}"]
         model, data, adapters, launch, *more, config = self._parser.parse_dict(values, allow_extra_keys=True)
         trusted = (model if isinstance(model, TextModelOptions) else config).trust_remote_code
         return Options(self.command, model, data, adapters, launch, config, defaulted, trusted, *more)

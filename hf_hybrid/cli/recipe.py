@@ -299,6 +299,8 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
         trainer.add_callback(EarlyStoppingCallback(options.data.early_stopping_patience))
     if command is DPO:
         tokens.report_pairs(trainer, (train_set, eval_set), config, console.print_fact)
+        train_set = trainer.train_dataset
+    tokens.show_rows(train_set, options.data.show_rows, tokenizer, reader, console.print_fact)
     return trainer, reader
 
 

@@ -83,7 +83,8 @@ STREAMED = ["bom.json", "bom.csv", "bom.txt", "blank.jsonl", "late.jsonl", "fiel
 def test_texts_of_files_stay_as_they_are(tmp_path, name, streaming):
     _, content, rows = FILES[NAMES.index(name)]
     (tmp_path / name).write_bytes(content.encode())
-    source = read(tmp_path / name, "train" if name.endswith(".txt") else "sft", streaming=streaming)
+    template = CHATML if name == "inputs.csv" else None
+    source = read(tmp_path / name, "train" if name.endswith(".txt") else "sft", template, streaming)
     assert list(source.rows) == rows
 
 

@@ -64,7 +64,7 @@ ROWS = {
     "completions": [{"prompt": f"{i} and", "completion": f" {i + 1}"} for i in range(12)],
     "alpaca": [{"instruction": f"Add {i}", "input": "1" * (i % 2), "output": f"{i + 1}"} for i in range(12)],
     "texts": [{"text": f"number {i}"} for i in range(12)],
-    "pairs": [{"prompt": f"Say {i}: ", "chosen": f"{i}", "rejected": "no"} for i in range(12)],
+    "pairs": [{"prompt": f"Say {i}:", "chosen": f" {i}", "rejected": " no"} for i in range(12)],
     "chat_pairs": [
         {"chosen": [user(f"Say {i}"), assistant("yes")], "rejected": [user(f"Say {i}"), assistant("no")]}
         for i in range(12)
@@ -114,11 +114,12 @@ def left(tmp_path):
     [
         ("sft", "chats", "chats (`messages`)", ROWS["chats"][0]),
         ("sft", "sharegpt", "ShareGPT", {"messages": [user("Say 0"), assistant("0")]}),
-        ("sft", "completions", "prompt and completion (text)", ROWS["completions"][0]),
+        ("sft", "completions", "`completion` (text: an answer that begins with a space continues its prompt)",
+         ROWS["completions"][0]),
         ("sft", "alpaca", "through the chat template", {"prompt": [user("Add 0")], "completion": [assistant("1")]}),
         ("sft", "texts", "plain text", ROWS["texts"][0]),
-        ("dpo", "pairs", "preference pairs with prompt (text)", ROWS["pairs"][0]),
-        ("dpo", "chat_pairs", "preference pairs, prompt inside (messages)", ROWS["chat_pairs"][0]),
+        ("dpo", "pairs", "preference pairs (`chosen` and `rejected`) with `prompt`, text: an answer", ROWS["pairs"][0]),
+        ("dpo", "chat_pairs", "(`chosen` and `rejected`), prompt inside, messages", ROWS["chat_pairs"][0]),
         ("grpo", "questions", "`question` with `answer`",
          {"prompt": [user("What is 0 + 1?")], "answer": "So it is #### 1"}),
         ("grpo", "chats", "chats (`messages`); their last answer is the reference",
@@ -169,9 +170,10 @@ def test_a_pair_keeps_its_question(row, prompt):
 
 
 def test_without_a_chat_template_questions_of_pairs_are_text():
-    assert converted("dpo", {"question": "Say", **ANSWERS}, template=False) == {"prompt": "Say", **ANSWERS}
-    made = converted("dpo", {"instruction": "Add", "input": "1", **ANSWERS}, template=False)
-    assert made["prompt"].endswith("### Instruction:\nAdd\n\n### Input:\n1\n\n### Response:\n")
+    for command, row in (("dpo", ANSWERS), ("sft", {"answer": "yes"}), ("grpo", {"answer": "yes"})):
+        made = converted(command, {"question": "Add", "context": "1", **row}, template=False)
+        assert made["prompt"].endswith("### Instruction:\nAdd\n\n### Input:\n1\n\n### Response:\n")
+    assert converted("dpo", {"prompt": "Say", **ANSWERS}, template=False) == {"prompt": "Say", **ANSWERS}
 
 
 @pytest.mark.parametrize(
@@ -196,9 +198,9 @@ def test_the_input_of_an_instruction_is_part_of_the_prompt_of_grpo():
 @pytest.mark.parametrize(
     "command, row, unread",
     [
-        ("sft", {"prompt": "a", "completion": "b", "label": False, "id": 1}, "`label`, `id`"),
-        ("sft", {"messages": ROWS["chats"][0]["messages"], "system_prompt": "c", "tools": []}, "`system_prompt`"),
-        ("dpo", {"prompt": "a", "system": "c", "input": "d", **ANSWERS}, "`system`, `input`"),
+        ("sft", {"prompt": "a", "completion": "b", "label": True, "id": 1}, "`label`, `id`"),
+        ("sft", {"messages": ROWS["chats"][0]["messages"], "system_prompt": "c", "tools": [], "x": 1}, "`x`"),
+        ("dpo", {"prompt": "a", "system": "c", "input": "d", "chosen": " b", "rejected": " c"}, "`system`, `input`"),
         ("train", {"text": "a", "images": ["b.png"]}, "`images`"),
         ("sft", ROWS["alpaca"][0], None),
         ("dpo", {"question": "a", "system": "c", **ANSWERS}, None),
@@ -210,12 +212,12 @@ def test_columns_that_are_not_read_are_named(tmp_path, command, row, unread):
     file.write_text(json.dumps(row))
     reader = Reader(command, DataOptions(dataset=[str(file)]), 0)
     list(reader.sources("dataset", chat_tokenizer(TEMPLATE), told.__setitem__))
-    assert told.get("not read") == unread
+    assert told.get("not read") == (unread and f"columns {unread}")
 
 
 def test_numbers_of_a_table_are_text():
     row = {"prompt": 2, "completion": 2.5}
-    assert recognise("sft", list(row), row).convert(row) == {"prompt": "2", "completion": "2.5"}
+    assert recognise("sft", list(row), row, template=False).convert(row) == {"prompt": "2", "completion": "2.5"}
 
 
 def test_roles_of_sharegpt_and_a_system_message():
@@ -240,7 +242,7 @@ def test_other_names_of_columns_streams_and_limits(folder, monkeypatch):
         data = DataOptions(dataset=["questions.jsonl"], columns=columns, limit=3, streaming=streaming, eval_share=0)
         (source,) = Reader("sft", data, 0).sources("dataset", chat_tokenizer(TEMPLATE), print)
         rows = list(source.rows)
-        assert rows[2] == {"prompt": "What is 2 + 1?", "completion": "So it is #### 3"}
+        assert rows[2] == {"prompt": [user("What is 2 + 1?")], "completion": [assistant("So it is #### 3")]}
         assert len(rows) == 3
 
 
@@ -520,12 +522,12 @@ def test_a_plan_runs_unchanged_under_its_command(folder, tmp_path, monkeypatch, 
 
 def test_held_out_pairs_are_measured_by_their_chosen_side(folder, tmp_path):
     tokenizer = chat_tokenizer(TEMPLATE)
-    for file, read in (("pairs.jsonl", "Say {}: "), ("chat_pairs.jsonl", "user: Say {}<|end|>assistant: ")):
+    for file, read in (("pairs.jsonl", "Say {}:"), ("chat_pairs.jsonl", "user: Say {}<|end|>assistant: ")):
         note = Reader("dpo", DataOptions(dataset=[str(folder / file)]), seed=1)
         (row,) = held_out_rows(note, tokenizer, 9)
         whole, answer = tokenizer.decode(row["input_ids"]), learned(row, tokenizer)
         number = re.search(r"Say (\d+)", whole)[1]
-        assert answer == ("yes" if file.startswith("chat") else number) + "<|end|>"
+        assert answer == ("yes" if file.startswith("chat") else f" {number}") + "<|end|>"
         assert whole == read.format(number) + answer
     (tmp_path / "note.json").write_text(json.dumps(dataclasses.replace(note, command="grpo").to_dict()))
     note = read_note(tmp_path / "note.json")
@@ -536,7 +538,7 @@ def test_dpo_ranks_pairs(run):
     more = ["--padding_free", "true", "--eval_strategy", "steps", "--eval_steps", "1"]
     out, err = run("dpo", "--dataset", "pairs.jsonl", *more)
     assert "padding_free" not in err + out
-    assert "preference pairs with prompt (text)" in out and "tokens" in out and "in 11 pairs" in out
+    assert "with `prompt`, text" in " ".join(out.split()) and "tokens" in out and "in 11 pairs" in out
     assert "of the pairs ranked right" in out and "step 1/2  eval: loss" in out
 
 
