@@ -289,7 +289,7 @@ def print_interruption(trainer: Any) -> None:
     behind = step - int(Path(last).name.rpartition("-")[2])
     lost = f", {plural(behind, 'step')} before" if behind > 0 else ""
     print_line(f"Stopped at step {step:,} of {trainer.state.max_steps:,}. Saved: {last}{lost}.")
-    print_line("To go on, run the same command with --resume_from_checkpoint true")
+    print_line("To go on, run the same command again.")
 
 
 def print_end(trainer: Any, trained: dict[str, Any], metrics: dict[str, Any]) -> None:
@@ -303,8 +303,8 @@ def print_end(trainer: Any, trained: dict[str, Any], metrics: dict[str, Any]) ->
         print_nothing_learned(trainer, logged[-1])
     else:
         of_all = f" of {state.max_steps:,}" if state.global_step < state.max_steps else ""
-        seconds = tqdm.format_interval(trained.get("train_runtime", 0))
-        print_line(f"Done: {state.global_step:,}{of_all} step{'s' * (state.max_steps > 1)} in {seconds}.")
+        seconds = f" in {tqdm.format_interval(trained['train_runtime'])}" if "train_runtime" in trained else ""
+        print_line(f"Done: {state.global_step:,}{of_all} step{'s' * (state.max_steps > 1)}{seconds}.")
     for name in ("reward", "loss"):
         if values := [entry[name] for entry in logged if is_number(entry.get(name))]:
             print_fact(name, f"{values[-1]:.4g} at the end ({values[0]:.4g} at first)")

@@ -72,9 +72,7 @@ _OF_TEMPLATES = ("tools", "chat_template_kwargs")
 """Columns that the chat template reads beside the messages."""
 _OF_NOTES = re.compile(r"(^|_)(id|uu?id|name|source|category|type|split|date|url|lang|language|model|version)s?$", re.I)
 """Names of columns that are no part of what is learned."""
-_FORMATTED = re.compile(
-    r"<[|\uff5c].{1,40}?[|\uff5c]>|<start_of_turn>|\[INST\]|(?i:assistant|response|answer|\bA):\s*\Z"
-)
+_FORMATTED = re.compile(r"<[|\uff5c].{1,40}?[|\uff5c]>|<start_of_turn>|\[INST\]|(?i:assistant|response|answer):\s*\Z")
 """What a prompt has that is formatted already."""
 
 

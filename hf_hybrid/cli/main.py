@@ -23,6 +23,7 @@ COMMANDS = {
     "chat": ("hf_hybrid.cli.chat", "talk to a model that was trained or exported"),
     "sweep": ("hf_hybrid.cli.sweep", "find the best learning rate, or other options, with few steps"),
     "plan": ("hf_hybrid.cli.plan", "compare the memory of the ways to train a model, and see which fit"),
+    "convert": ("hf_hybrid.cli.convert", "write a YAML file of Axolotl, LLaMA-Factory or TRL with our names"),
     "export": ("hf_hybrid.cli.export", "write a run as a merged or a low-bit model"),
     "report": ("hf_hybrid.cli.report", "write a report on a run"),
     "env": ("hf_hybrid.cli.env", "versions and hardware, ready to paste into a bug report"),

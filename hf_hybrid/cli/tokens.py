@@ -277,7 +277,7 @@ def silent(name: str, text: str) -> None:
 def report_hidden(source: Any, answers: Answers, report: Report) -> None:
     """Say what messages and rows have that the chat template does not show. Refuse answers that are nothing else."""
     known = {"role", "content", "tool_call_id", "messages", "prompt", "completion", "chosen", "rejected", *SWITCHES}
-    kinds = str(source.rows.features)
+    kinds = str(source.rows.features or "Json")  # of a stream
     if "Json" not in kinds and known.issuperset(re.findall(r"'(\w+)':", kinds)):
         return
     found, shown, lost = collections.Counter(), set(), 0

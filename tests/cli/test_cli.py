@@ -91,10 +91,11 @@ def test_defaults_yield_to_yaml_and_yaml_to_the_command_line(folder):
 
 def test_the_time_left_follows_from_the_steps_after_the_first(monkeypatch, capsys):
     trainer = SimpleNamespace(remove_callback=lambda kind: None)
-    args, now = SimpleNamespace(disable_tqdm=True, device=torch.device("cpu")), [0.0]
+    args, now = SimpleNamespace(disable_tqdm=True, device=torch.device("cpu"), should_save=True), [0.0]
     state = SimpleNamespace(max_steps=13, global_step=0, is_world_process_zero=True)
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    callback, control = progress.Progress(trainer, threading.Event(), defaulted=frozenset()), SimpleNamespace()
+    callback = progress.Progress(trainer, threading.Event(), defaulted=frozenset(), notes={})
+    control = SimpleNamespace()
     callback.on_train_begin(args, state, control)
     for took in (10, 5, 7, 6):
         now[0] += took

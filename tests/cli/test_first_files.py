@@ -141,9 +141,9 @@ class Watched(Reader):
         return iter(self.seen)
 
 
-def read(command, path, columns=None, template=CHATML):
+def read(command, path, columns=None, template=CHATML, streaming=False):
     """A data set in TRL's form, its rows as the trainer takes them, and what is said of it."""
-    said, data = [], DataOptions(dataset=[str(path)], columns=columns, eval_share=0)
+    said, data = [], DataOptions(dataset=[str(path)], columns=columns, eval_share=0, streaming=streaming)
     reader, tokenizer = Watched(command, data, 0), chat_tokenizer(template, "<|im_start|>")
     rows, _ = reader.train_and_eval(tokenizer, lambda name, text: said.append(f"{name}: {text}"))
     return reader.seen[0], rows, "\n".join(said)
@@ -247,6 +247,7 @@ def test_reasoning_that_the_template_hides_is_named(tmp_path):
     (tmp_path / "rows.jsonl").write_text(lines(*rows))
     said = read("sft", tmp_path / "rows.jsonl")[2]
     assert "not shown: `reasoning_content` (4 rows), `thought` (4 rows): the chat template" in said
+    assert "not shown: `reasoning_content`" in read("sft", tmp_path / "rows.jsonl", streaming=True)[2]
     assert "not shown: `thought` (4 rows):" in read("sft", tmp_path / "rows.jsonl", template=SHOWING)[2]
 
 

@@ -260,7 +260,7 @@ def test_commands_exist(path, tmp_path, monkeypatch):
         words = shlex.split(command, comments=True)
         while words and (re.fullmatch(r"[A-Z_]+=\S*", words[0]) or words[0] == "srun"):
             words.pop(0)
-        program, *rest = words
+        program, *rest = words[: words.index(">")] if ">" in words else words
         if program == "python":
             check_python(rest)
         elif program == "pip":
