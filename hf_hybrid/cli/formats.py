@@ -304,8 +304,7 @@ def _chats(columns: Sequence[str], first: Row, template: bool, *, answered: bool
 
 def _shaped_as_chats(columns: Sequence[str], first: Row) -> list[str]:
     """The columns of other names that hold messages with answers."""
-    others = set(columns).difference(*NAMES.values(), _OF_TEMPLATES)
-    chats = {name: _listed(first.get(name)) for name in columns if name in others and is_chat(first.get(name))}
+    chats = {name: _listed(first.get(name)) for name in _unknown(columns) if is_chat(first.get(name))}
     roles = {name: {str(m.get("role", m.get("from"))).lower() for m in chat} for name, chat in chats.items()}
     return [name for name in chats if any(SHAREGPT_ROLES.get(role) == "assistant" for role in roles[name])]
 
@@ -486,14 +485,15 @@ def recognise(
 
 
 def _unknown(columns: Sequence[str]) -> list[str]:
-    return [name for name in columns if not any(name in names for names in NAMES.values())]
+    return [name for name in columns if not any(name in names for names in (*NAMES.values(), _OF_TEMPLATES))]
 
 
 def _proposed(command: str, columns: Sequence[str], first: Row) -> str:
     """Which columns a command could take under which names, in a sentence; nothing if there are none."""
-    if command != "dpo" and (chats := _shaped_as_chats(columns, first)):
-        return f" If `{chats[0]}` is the conversation, add `--columns messages={chats[0]}`."
-    texts = [name for name in _unknown(columns) if is_chat(first.get(name)) or isinstance(first.get(name), str)]
+    if command != "dpo" and (talks := _shaped_as_chats(columns, first)):
+        return f" If `{talks[0]}` is the conversation, add `--columns messages={talks[0]}`."
+    chats = command != "train"
+    texts = [n for n in _unknown(columns) if isinstance(first.get(n), str) or chats and is_chat(first.get(n))]
     texts = [name for name in texts if first[name] and not _OF_NOTES.search(name)]
     sentences = [name for name in texts if " " in str(first[name]).strip()]
     left = iter(sentences if len(sentences) >= len(_PROPOSED[command]) else texts)
