@@ -153,14 +153,14 @@ def outcome(metrics: dict[str, Any]) -> str:
     """Return loss and perplexity, or accuracy, or reward of an evaluation, in words."""
     parts: list[str] = []
     loss: Any = metrics.get("eval_loss")
-    accuracy, reward = metrics.get("eval_rewards/accuracies"), metrics.get("eval_reward")
+    accuracy, reward = metrics.get("eval_rewards/accuracies", metrics.get("eval_accuracy")), metrics.get("eval_reward")
     if is_number(reward):
         parts.append(f"reward {reward:.3g}")
     elif is_number(loss):
         parts.append(f"loss {loss:.4g}")
     if is_number(accuracy):
         parts.append(f"{accuracy:.0%} of the pairs ranked right")
-    elif is_number(loss) and not is_number(reward) and loss < 20:
+    elif is_number(loss) and not is_number(reward) and loss < 20 and "eval_kl" not in metrics:
         parts.append(f"perplexity {math.exp(loss):.4g}")
     return ", ".join(parts)
 
@@ -327,8 +327,10 @@ def print_end(trainer: Any, trained: dict[str, Any], metrics: dict[str, Any]) ->
         print_fact("leaps", f"{summary['leaps_made']}, which replaced {plural(summary['predicted_steps'], 'step')}")
     adapters = (Path(trainer.args.output_dir) / "adapter_config.json").is_file()
     print_fact("model", folder + (" (adapters)" if adapters else ""), unwrapped=True)
-    commands = [f"chat {folder}"] if getattr(trainer.processing_class, "chat_template", None) else []
-    commands += [f"report {folder}", f"export {folder} --format {'merged' if adapters else 'gguf-q8_0'}"]
+    answers = trainer.model.get_output_embeddings() is not None  # a reward model scores
+    commands = [f"chat {folder}"] if answers and getattr(trainer.processing_class, "chat_template", None) else []
+    commands += [f"report {folder}"]
+    commands += [f"export {folder} --format {'merged' if adapters else 'gguf-q8_0'}"] * answers
     for number, command in enumerate(commands):
         print_fact("" if number else "next", f"hf-hybrid {command}", unwrapped=True)
 

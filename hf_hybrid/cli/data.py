@@ -139,7 +139,7 @@ def load(option: str, name: str, split: str, config: str | None = None, streamin
 def command_of(name: str, words: dict[str, list[str]]) -> str:
     """Return the command that takes a file, or else `sft`, which says why not."""
     split, config = (next(iter(words[f"dataset_{option}"]), None) for option in ("split", "config"))
-    for command in ("sft", "dpo", "kto", "grpo"):
+    for command in ("kto", "sft", "dpo", "grpo"):
         with contextlib.suppress(OptionError, LookupError):
             rows, _ = load("dataset", name, split or "train", config, streaming=True)
             convert_rows(name, rows, command, new_names(words["columns"]), None, True)
@@ -383,7 +383,7 @@ class Reader:
 
     def _tokenised(self, source: Source, tokenizer: Any, processes: int | None, report: Report) -> Any:
         """The rows of a data set as the trainer takes them."""
-        if self.command in ("dpo", "grpo") and not source.format.chats:
+        if self.command not in ("train", "sft") and not source.format.chats:
             return source.rows
         answers = self._answers(tokenizer) if self.command == "sft" else tokens.Answers(tokenizer, False, False)
         if source.format.chats:

@@ -422,6 +422,27 @@ def _prompts(columns: Sequence[str], first: Row, template: bool) -> Format | Non
     return Format(title, convert, chats, (column,), tuple(sorted({*columns} - {"prompt", *NAMES["messages"]})))
 
 
+def _labelled(columns: Sequence[str], first: Row, template: bool) -> Format | None:
+    """Answers of which a label says whether they are good."""
+    form = _answered(columns, first, template, sides=("completion",)) or _chats(columns, first, template)
+    if form is None or "label" not in columns:
+        return None
+    unlabelled = form.convert
+
+    def convert(row: Row) -> dict[str, Any]:
+        values, label = unlabelled(row), str(row.get("label")).lower()
+        if label not in ("true", "false", "1", "0"):
+            raise FormatError(f"`label` is `{row.get('label')!r:.40}`, not true or false")
+        if "messages" in values:
+            *prompt, last = values["messages"]
+            if not prompt or last["role"] != "assistant":
+                raise FormatError("its last message is no answer to others, which `label` could be of")
+            values = {"prompt": prompt, "completion": [last]}
+        return {**values, "label": label in ("true", "1")}
+
+    return Format(f"{form.title} with `label`", convert, form.chats, ("label", *form.columns), form.kept)
+
+
 FORMATS: dict[str, dict[str, Recogniser]] = {
     "train": {
         "`messages` (chats)": functools.partial(_chats, answered=False),
@@ -437,9 +458,12 @@ FORMATS: dict[str, dict[str, Recogniser]] = {
         "`chosen` and `rejected`, with or without a prompt": functools.partial(_answered, sides=("chosen", "rejected"))
     },
     "grpo": {"`prompt`, `messages` or `question`": _prompts},
+    "kto": {"`prompt`, `completion` and `label`": _labelled},
 }
+FORMATS["reward"] = FORMATS["dpo"]
 """Of each command, by what it takes, in the order in which they are tried."""
 _PROPOSED = {"train": ("text",), "sft": ("prompt", "completion"), "dpo": ("chosen", "rejected"), "grpo": ("prompt",)}
+_PROPOSED |= {"kto": ("prompt", "completion"), "reward": _PROPOSED["dpo"]}
 
 
 def recognise(
@@ -474,7 +498,7 @@ def recognise(
     *some, last = FORMATS[command]
     takes = f"{', '.join(some)} or {last}" if some else last
     lacking = [side for side in ("chosen", "rejected") if _named(side, columns) is None]
-    if command == "dpo" and len(lacking) == 1:
+    if command in ("dpo", "reward") and len(lacking) == 1:
         raise OptionError(f"{where}: it has {has}, and no `{lacking[0]}`. `--columns {lacking[0]}=OLD` renames one.")
     nested = any(isinstance(first.get(name), (list, dict)) for name in _unknown(columns))
     if (command == "grpo" or not advice) and (proposed := _proposed(command, columns, first)):
@@ -490,7 +514,7 @@ def _unknown(columns: Sequence[str]) -> list[str]:
 
 def _proposed(command: str, columns: Sequence[str], first: Row) -> str:
     """Which columns a command could take under which names, in a sentence; nothing if there are none."""
-    if command != "dpo" and (talks := _shaped_as_chats(columns, first)):
+    if command not in ("dpo", "reward") and (talks := _shaped_as_chats(columns, first)):
         return f" If `{talks[0]}` is the conversation, add `--columns messages={talks[0]}`."
     chats = command != "train"
     texts = [n for n in _unknown(columns) if isinstance(first.get(n), str) or chats and is_chat(first.get(n))]
@@ -581,10 +605,10 @@ def _check_row(row: dict[str, Any], command: str, form: Format | None = None) ->
             raise FormatError(f"{text}. {advice(name)}")
     columns = () if form is None else form.columns
     answers = command == "sft" and columns not in ((), ("text",)) or any(name in NAMES["messages"] for name in columns)
-    for name in NAMES["switch"] if answers and command != "dpo" else ():
+    for name in NAMES["switch"] if answers and command in ("sft", "train", "grpo") else ():
         value = dict.get(row, name, True)
         if str(value).lower() == "false" or name != "label" and value in (0, "0"):
-            kto = "That is what `hf-hybrid kto` takes; " if name == "label" and "kto" in FORMATS else ""
+            kto = "That is what `hf-hybrid kto` takes; " * (name == "label")
             raise FormatError(f"`{name}` is `{value}`, and its answer would be learned. {kto}{advice(name)}")
 
 

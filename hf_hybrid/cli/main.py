@@ -18,6 +18,8 @@ COMMANDS = {
     "train": (RECIPE, "train a model on texts or conversations, on one process or several"),
     "sft": (RECIPE, "fine-tune on chats, instructions or texts"),
     "dpo": (RECIPE, "train on preference pairs"),
+    "kto": (RECIPE, "train on answers that are good or bad"),
+    "reward": (RECIPE, "train a reward model on preference pairs"),
     "grpo": (RECIPE, "train by rewards for what the model answers"),
     "data": (RECIPE, "see the rows of a file as a model sees them, and what training on them would save"),
     "chat": ("hf_hybrid.cli.chat", "talk to a model that was trained or exported"),

@@ -289,7 +289,22 @@ GRPO = Command(
     training=("num_generations", "max_completion_length", "temperature"),
     defaulted=("logging_steps", "logging_first_step", "learning_rate", "log_completions"),
 )
-TRAINING = {command.name: command for command in (TRAIN, SFT, DPO, GRPO)}
+KTO = Command(
+    "kto",
+    "Train a model on answers that are labelled as good or bad.",
+    "hf_hybrid.trl.others:HybridKTOConfig",
+    "hf_hybrid.trl.others:HybridKTOTrainer",
+    "trl.KTOConfig",
+    training=("max_length", "beta"),
+)
+REWARD = Command(
+    "reward",
+    "Train a reward model, which scores answers, on preference pairs.",
+    "hf_hybrid.trl.others:HybridRewardConfig",
+    "hf_hybrid.trl.others:HybridRewardTrainer",
+    "trl.RewardConfig",
+)
+TRAINING = {command.name: command for command in (TRAIN, SFT, DPO, KTO, REWARD, GRPO)}
 
 
 class Options(NamedTuple):

@@ -1,5 +1,5 @@
 """
-From a command (`hf-hybrid train | sft | dpo | grpo`) to a trained model, in the order of events.
+From a command (`hf-hybrid train | sft | dpo | ...`) to a trained model, in the order of events.
 
 1. [`run`] reads the words and the YAML file, and sets the environment variables under `env`.
 2. [`check_early`] refuses what can be seen to be wrong before torch is imported, which takes seconds. Then comes the
@@ -35,6 +35,8 @@ from hf_hybrid.cli.launch import launch
 from hf_hybrid.cli.options import (
     DPO,
     GRPO,
+    KTO,
+    REWARD,
     SFT,
     TRAIN,
     TRAINING,
@@ -279,6 +281,8 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
     with args.main_process_first(desc="merging adapters"):
         adapter = loading.take_adapter(options)
     adapters = loading.adapters_config(options.adapters) if adapter is None else None
+    if command is REWARD and adapters is not None:
+        adapters.task_type = "SEQ_CLS"
     with args.main_process_first(desc="loading the tokenizer"):
         config = loading.read_config(options.model, options.trust_remote_code)
         tokenizer = loading.load_tokenizer(options.model, options.trust_remote_code, args)
@@ -315,7 +319,7 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
         model = model if adapters is None else loading.add_adapters(model, adapters, options.adapters)
     else:
         args.model_init_kwargs = None  # done
-    if command is DPO and adapters is None and adapter is None and not args.precompute_ref_log_probs:
+    if command in (DPO, KTO) and adapters is None and adapter is None and not args.precompute_ref_log_probs:
         more["ref_model"] = copy.deepcopy(model)  # TRL would load the model again by its name
     trainer = imported(command.trainer)(
         model, args=args, train_dataset=train_set, eval_dataset=eval_set, processing_class=tokenizer, **more
@@ -329,8 +333,8 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
         trainer.add_callback(EarlyStoppingCallback(options.data.early_stopping_patience))
     if command is DPO:
         tokens.report_pairs(trainer, (train_set, eval_set), config, console.print_fact)
-        train_set = trainer.train_dataset
-    tokens.show_rows(train_set, options.data.show_rows, tokenizer, reader, console.print_fact)
+    shown = trainer.train_dataset if command in (DPO, KTO, REWARD) else train_set
+    tokens.show_rows(shown, options.data.show_rows, tokenizer, reader, console.print_fact)
     return trainer, reader
 
 

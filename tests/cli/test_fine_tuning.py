@@ -12,9 +12,18 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import config_values, mostly_slow, tiny_model
+from datasets import Dataset
+from peft import AutoPeftModelForSequenceClassification
 from rig.byte_llama import END, ENDS, assistant, byte_tokenizer, chat_tokenizer, llama_config, save_llama, user
 from rig.processes import ROOT, python
-from transformers import AutoModelForCausalLM, BertConfig, LlavaConfig, MixtralConfig, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    LlavaConfig,
+    MixtralConfig,
+    T5Config,
+)
 
 from benchmarks.equality.families import build as build_family
 from hf_hybrid.cli import chat, console, formats, progress
@@ -31,6 +40,7 @@ from hf_hybrid.cli.options import (
     CommandLine,
     DataOptions,
     ModelOptions,
+    OptionError,
     help_text,
 )
 from hf_hybrid.cli.recipe import check_options
@@ -532,6 +542,44 @@ def test_held_out_pairs_are_measured_by_their_chosen_side(folder, tmp_path):
     (tmp_path / "note.json").write_text(json.dumps(dataclasses.replace(note, command="grpo").to_dict()))
     note = read_note(tmp_path / "note.json")
     assert note.command == "grpo" and not note.evaluates
+
+
+def test_kto_learns_from_labels_as_trl_does(run, left, tmp_path):
+    rows = [{"messages": [user(f"Say {i}"), assistant(f"{i}")], "label": bool(i % 2)} for i in range(8)]
+    (tmp_path / "labelled.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    common = ["--eval_share", "0", "--learning_rate", "1e-2", "--logging_steps", "1", "--bf16", "false"]
+    out, _ = run("kto", "--dataset", tmp_path / "labelled.jsonl", *common, "--resume_from_checkpoint", "false")
+    assert "chats (`messages`) with `label`, 8 rows" in out
+    losses = [entry["loss"] for entry in left("trainer_state")["log_history"] if "loss" in entry]
+    data = [{"prompt": row["messages"][:1], "completion": row["messages"][1:], "label": row["label"]} for row in rows]
+    options = {"per_device_train_batch_size": 2, "max_steps": 2, "learning_rate": 1e-2, "logging_steps": 1}
+    args = trl.KTOConfig(tmp_path / "trl", use_cpu=True, report_to=[], bf16=False, save_strategy="no", **options)
+    models = [AutoModelForCausalLM.from_pretrained("model", dtype="float32") for _ in range(2)]
+    tokenizer = byte_tokenizer().from_pretrained("model")
+    theirs = trl.KTOTrainer(
+        models[0], models[1], args, train_dataset=Dataset.from_list(data), processing_class=tokenizer
+    )
+    theirs.train()
+    expected = [entry["loss"] for entry in theirs.state.log_history if "loss" in entry]
+    assert losses == pytest.approx(expected, rel=1e-5) and losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("peft", ["none", "lora"])
+def test_a_reward_model_scores(run, tmp_path, peft):
+    out, _ = run("reward", "--dataset", "pairs.jsonl", "--peft", peft, "--eval_share", "0.2")
+    assert "of the pairs ranked right" in out and "hf-hybrid chat" not in out and "hf-hybrid report" in out
+    kind = AutoPeftModelForSequenceClassification if peft == "lora" else AutoModelForSequenceClassification
+    assert kind.from_pretrained(tmp_path / "out", num_labels=1).score.weight.shape[0] == 1
+
+
+@pytest.mark.parametrize("row, said", [
+    ({"prompt": "a", "completion": " b", "label": "good"}, "`label` is `'good'`, not true or false"),
+    ({"messages": [assistant("b")], "label": True}, "its last message is no answer to others"),
+    ({"prompt": "a", "completion": " b"}, "`hf-hybrid kto` takes `prompt`, `completion` and `label`"),
+])  # fmt: skip
+def test_rows_of_kto_have_a_label(row, said):
+    with pytest.raises((FormatError, OptionError), match=re.escape(said)):
+        recognise("kto", list(row), row).convert(row)
 
 
 def test_dpo_ranks_pairs(run):

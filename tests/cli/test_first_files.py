@@ -124,6 +124,7 @@ DPO = {
                             "non_preferred_output": [assistant(B)]}), PREFERRED),
     "odd.jsonl": (lines({"question": Q, "good one": A, "bad one": B}), PREFERRED),
     "chats.jsonl": (lines({"messages": CHAT}), {"messages": CHAT}),
+    "judged.jsonl": (lines({"prompt": Q, "completion": A, "label": False}), {**ASKED, "label": False}),
 }  # fmt: skip
 GRPO = {
     "sharegpt.jsonl": (lines({"conversations": SHAREGPT}), {"prompt": [user(Q)], "answer": A}),
@@ -200,7 +201,6 @@ def test_what_the_command_says_is_what_it_takes(tmp_path, monkeypatch, cli, name
         ("sft", user(Q), "it is one message, and a row is a whole conversation: a list of messages."),
         ("sft", {"id": "x", "question": [[user(Q)]], "function": []}, "or `input_ids`."),
         ("sft", {"id": "x", "instruction": Q, "instances": [{"input": "", "output": A}]}, "or `input_ids`."),
-        ("dpo", {"prompt": Q, "completion": A, "label": True}, "with or without a prompt."),
     ],
 )
 def test_no_advice_is_better_than_a_wrong_one(tmp_path, command, row, message):
@@ -334,6 +334,7 @@ def test_data_shows_what_is_learned_and_trains_nothing(tmp_path, monkeypatch, cl
     save_llama(tmp_path / "model", chat_tokenizer(CHATML, "<|im_start|>"))
     rows = {
         "chats": {"messages": CHAT}, "pairs": {"question": Q, **PAIR}, "prompts": {"question": Q}, "tokens": SFT,
+        "judged": {"messages": CHAT, "label": True},
     }  # fmt: skip
     for name, row in rows.items():
         (tmp_path / f"{name}.jsonl").write_text(SFT["tokens.jsonl"][0] if name == "tokens" else lines(row))
@@ -343,6 +344,7 @@ def test_data_shows_what_is_learned_and_trains_nothing(tmp_path, monkeypatch, cl
         ("chats", "sft", f"  row 1      46 tokens, 10 learned\n{answered}"),
         ("pairs", "dpo", f"  row 1      chosen: 46 tokens, 10 learned\n{answered}"),
         ("pairs", "dpo", f"  row 1      rejected: 41 tokens, 5 learned\n{asked}  >          No.<|end|>\n"),
+        ("judged", "kto", f"  row 1      completion: 46 tokens, 10 learned\n{answered}"),
         ("prompts", "grpo", f"  row 1      36 tokens, 0 learned\n{asked}"),
         ("tokens", "sft", "  row 1      3 tokens, 2 learned\n"),
     ):
