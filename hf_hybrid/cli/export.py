@@ -106,7 +106,7 @@ def held_out_batches(args: argparse.Namespace, folder: Path) -> list[dict[str, A
         options |= {"eval_dataset": [args.eval_dataset], "eval_share": None}
         options.setdefault("eval_split", None)
     reader = dataclasses.replace(reader, data=dataclasses.replace(reader.data, **options))
-    if reader.command == "grpo" or not reader.evaluates:  # prompts of GRPO have no completions
+    if reader.command in ("grpo", "kto", "reward") or not reader.evaluates:  # no answers, or not all are good ones
         raise OptionError("`--measure`: the run held out no texts with answers. Name some with `--eval_dataset`.")
     tokenizer = read_tokenizer(folder)
     if tokenizer is None:
