@@ -168,8 +168,8 @@ def outcome(metrics: dict[str, Any]) -> str:
 # Before and after.
 
 
-def print_trainer(trainer: Any, *, by_rule: bool) -> None:
-    """Say what is trained, and how. `by_rule`: the command has chosen the rate."""
+def print_trainer(trainer: Any, *, by_rule: bool, saves: bool = True) -> None:
+    """Say what is trained, and how. `by_rule`: the command has chosen the rate; `saves`: a model will be saved."""
     from hf_hybrid.hub.card import count_parameters
     from hf_hybrid.machine import describe_device
     from hf_hybrid.records.summary import format_bytes
@@ -203,8 +203,9 @@ def print_trainer(trainer: Any, *, by_rule: bool) -> None:
         print_fact("rows", rows)
     steps = f"{args.save_steps:.0%} of the run" if args.save_steps < 1 else f"{int(args.save_steps):,} steps"
     every = {"steps": args.save_steps > 0 and steps, "epoch": "epoch"}.get(args.save_strategy.value)
-    saves = f"a checkpoint every {every}" if every else "no checkpoints on the way"
-    print_fact("output", f"{args.output_dir}; {saves}", unwrapped=True)
+    checkpoints = f"a checkpoint every {every}" if every else "no checkpoints on the way"
+    if saves:
+        print_fact("output", f"{args.output_dir}; {checkpoints}", unwrapped=True)
     print_line()
 
 

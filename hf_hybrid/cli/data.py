@@ -9,11 +9,15 @@ export` finds the held-out rows again.
 
 from __future__ import annotations
 
+import bz2
+import contextlib
 import dataclasses
 import difflib
-import importlib.util
+import gzip
+import io
 import itertools
 import json
+import lzma
 import operator
 import os
 import random
@@ -33,7 +37,7 @@ NOTE_NAME = "_hybrid_data.json"
 KINDS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json", ".traj": "json"}
 KINDS |= {f".{kind}": kind for kind in ("json", "csv", "parquet")}
 """By the ending of a file: the loader of `datasets`."""
-PACKED = (".gz", ".bz2", ".xz", ".zst")
+PACKED = {".gz": gzip, ".bz2": bz2, ".xz": lzma}
 """Endings that a file may have behind these."""
 EVAL_SHARE = 0.05
 
@@ -51,8 +55,6 @@ def check_paths(option: str, names: Sequence[str]) -> None:
                     f"`--{option} {name}` ends in `{path.suffix}`, and these files are read: {', '.join(KINDS)}, and "
                     f"these packed: {', '.join(PACKED)}."
                 )
-            if path.suffix.lower() == ".zst" and importlib.util.find_spec("zstandard") is None:
-                raise OptionError(f"`--{option} {name}` needs zstandard: `pip install zstandard`, or unpack the file.")
         elif kind_of(path) or name.startswith((".", "/", "~")) or name.count("/") > 1:
             what, folder = "file" if path.suffix else "file or folder", path.parent
             there = sorted(os.listdir(folder)) if folder.is_dir() else []
@@ -134,6 +136,17 @@ def load(option: str, name: str, split: str, config: str | None = None, streamin
         raise OptionError(f"`--{option} {name}` {message}") from error
 
 
+def command_of(name: str, words: dict[str, list[str]]) -> str:
+    """Return the command that takes a file, or else `sft`, which says why not."""
+    split, config = (next(iter(words[f"dataset_{option}"]), None) for option in ("split", "config"))
+    for command in ("kto", "sft", "dpo", "grpo"):
+        with contextlib.suppress(OptionError, LookupError):
+            rows, _ = load("dataset", name, split or "train", config, streaming=True)
+            convert_rows(name, rows, command, new_names(words["columns"]), None, True)
+            return command
+    return "sft"
+
+
 def _files_of(folder: Path, split: str) -> list[Path]:
     """The files of a split by their names, as `datasets` finds them; none where a README.md may say it otherwise."""
     from datasets.data_files import DataFilesDict, get_data_patterns
@@ -190,9 +203,7 @@ def _names_in(path: Path) -> tuple[list[str], bool]:
 
 def _way_of(path: Path, kind: str) -> str | list[Any]:
     """How a file is divided into rows: by line or paragraph; or the rows of a JSON file that is one value."""
-    import fsspec
-
-    opened: Any = fsspec.open(str(path), "rt", encoding="utf-8-sig", compression="infer")
+    opened: Any = PACKED.get(path.suffix.lower(), io).open(path, "rt", encoding="utf-8-sig")
     with opened as file:
         if kind == "text":  # as one document, a whole book would be tokenised in one piece
             blank = [line == "\n" for line in itertools.dropwhile("\n".__eq__, file)]
@@ -372,7 +383,7 @@ class Reader:
 
     def _tokenised(self, source: Source, tokenizer: Any, processes: int | None, report: Report) -> Any:
         """The rows of a data set as the trainer takes them."""
-        if self.command in ("dpo", "grpo") and not source.format.chats:
+        if self.command not in ("train", "sft") and not source.format.chats:
             return source.rows
         answers = self._answers(tokenizer) if self.command == "sft" else tokens.Answers(tokenizer, False, False)
         if source.format.chats:

@@ -19,11 +19,13 @@ a [`Format`], and an entry in [`FORMATS`].
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import functools
 import itertools
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -68,8 +70,10 @@ JSON = "(json)"
 """The column with the rows of a JSON file, each as text."""
 _OF_TEMPLATES = ("tools", "chat_template_kwargs")
 """Columns that the chat template reads beside the messages."""
-_FORMATTED = re.compile(r"<[|\uff5c].{1,40}?[|\uff5c]>|<start_of_turn>|\[INST\]|(?:Human|USER|User|###) ?\w*: ?")
-"""What a text has that is formatted as a chat already."""
+_OF_NOTES = re.compile(r"(^|_)(id|uu?id|name|source|category|type|split|date|url|lang|language|model|version)s?$", re.I)
+"""Names of columns that are no part of what is learned."""
+_FORMATTED = re.compile(r"<[|\uff5c].{1,40}?[|\uff5c]>|<start_of_turn>|\[INST\]|(?i:assistant|response|answer):\s*\Z")
+"""What a prompt has that is formatted already."""
 
 
 class FormatError(ValueError):
@@ -119,17 +123,24 @@ def read_row(row: Any) -> dict[str, Any]:
         values = json.loads(row[JSON])
     except ValueError as error:
         raise FormatError(f"it is no JSON ({error})") from None
-    values = {"text": values} if isinstance(values, str) else {"messages": values} if is_chat(values) else values
-    if not isinstance(values, dict) or values.keys() >= {"role", "content"}:
-        raise FormatError(f"it is `{json.dumps(values):.80}`, no JSON object with the columns of a row")
+    if isinstance(values, str) or isinstance(values, list) and is_chat(values):
+        return {"text" if isinstance(values, str) else "messages": values}
+    if not isinstance(values, dict):
+        raise FormatError(f"it is `{values!r:.80}`, no JSON object")
+    if values.keys() >= {"role", "content"}:
+        raise FormatError("it is one message, and a row is a whole conversation: a list of messages.")
     return values
 
 
 def rows_of(value: Any) -> list[Any]:
-    """Return the rows of a file that is one JSON value: those of a list, an object's only list, or one alone."""
-    if isinstance(value, list):
-        return [value] if is_chat(value) else value
-    lists = [part for part in value.values() if isinstance(part, list) and part] if isinstance(value, dict) else []
+    """Return the rows of a file that is one JSON value: a list, an object of columns or with one list, or a row."""
+    if not isinstance(value, dict):
+        return value if isinstance(value, list) and not is_chat(value) else [value]
+    columns = [list(part.values()) if isinstance(part, dict) else part for part in value.values()]
+    if all(isinstance(part, list) and part and isinstance(part[0], str) for part in columns):  # as pandas has them
+        with contextlib.suppress(ValueError):
+            return [dict(zip(value, parts, strict=True)) for parts in zip(*columns, strict=True)]
+    lists = [part for part in value.values() if isinstance(part, list) and part]
     if len(lists) != 1 or not isinstance(lists[0][0], (dict, list)):
         return [value]
     is_row = any(of([*value], value, True) for forms in FORMATS.values() for of in forms.values())
@@ -150,7 +161,9 @@ def _listed(value: Any) -> list[Any]:
                 return _listed(read(value))
             except (ValueError, SyntaxError, RecursionError, MemoryError):
                 continue
-    return value if isinstance(value, list) else [value] if isinstance(value, Mapping) else []
+    if isinstance(value, Mapping):
+        return value["messages"] if isinstance(value.get("messages"), list) else [value]
+    return value if isinstance(value, list) else []
 
 
 def messages_of(row: Row, column: str) -> list[dict[str, Any]]:
@@ -248,7 +261,11 @@ def _question(row: Row, column: str, chats: bool, alpaca: bool) -> list[dict[str
         middle = f"### Input:\n{more}\n\n" if more else ""
         return f"{start}### Instruction:\n{text}\n\n{middle}### Response:\n"
     text = f"{text}\n\n{more}" if more else text
-    return [{"role": "user", "content": text}] if chats else text
+    turns = row.get("history") if chats and column != "prompt" else None  # LLaMA-Factory's, of questions and answers
+    before = [text for turn in turns or () if isinstance(turn, list) and len(turn) == 2 for text in turn]
+    roles = itertools.cycle(("user", "assistant"))
+    chat = [{"role": role, "content": text} for role, text in zip(roles, [*before, text], strict=False)]
+    return chat if chats else text
 
 
 # The forms.
@@ -263,7 +280,8 @@ def _named(part: str, columns: Sequence[str]) -> str | None:
 
 
 def _chats(columns: Sequence[str], first: Row, template: bool, *, answered: bool = True) -> Format | None:
-    named = [name for name in NAMES["messages"] if name in columns and (name == "messages" or is_chat(first.get(name)))]
+    named = [name for name in NAMES["messages"] if name in columns and is_chat(first.get(name))]
+    named = named or ["messages"] * ("messages" in columns)
     if not named and len(named := _shaped_as_chats(columns, first)) != 1:
         return None
     column = named[0]
@@ -286,8 +304,7 @@ def _chats(columns: Sequence[str], first: Row, template: bool, *, answered: bool
 
 def _shaped_as_chats(columns: Sequence[str], first: Row) -> list[str]:
     """The columns of other names that hold messages with answers."""
-    others = set(columns).difference(*NAMES.values(), _OF_TEMPLATES)
-    chats = {name: _listed(first.get(name)) for name in columns if name in others and is_chat(first.get(name))}
+    chats = {name: _listed(first.get(name)) for name in _unknown(columns) if is_chat(first.get(name))}
     roles = {name: {str(m.get("role", m.get("from"))).lower() for m in chat} for name, chat in chats.items()}
     return [name for name in chats if any(SHAREGPT_ROLES.get(role) == "assistant" for role in roles[name])]
 
@@ -325,8 +342,7 @@ def _tokens(columns: Sequence[str], first: Row, template: bool) -> Format | None
 
 def _answered(columns: Sequence[str], first: Row, template: bool, *, sides: tuple[str, ...]) -> Format | None:
     """Prompts with one answer (`completion`), or with two (`chosen`, `rejected`), which may begin with the prompt."""
-    found = {side: _named(side, columns) for side in sides}
-    names = [name for name in found.values() if name is not None]
+    names = [name for side in sides if (name := _named(side, columns)) is not None]
     asked = next((n for n in (*NAMES["prompt"], *NAMES["messages"]) if n in columns and n not in names), None)
     pairs, answer = len(sides) > 1, first.get(names[0]) if names else None
     if len(names) < len(sides) or not (asked or pairs):
@@ -464,6 +480,7 @@ def recognise(
         return next((form for form in found if {*wanted} & {*form.columns}), next(iter(found), None))
 
     def failure(command: str) -> str | None:
+        """Why the first row is not of the form of a command."""
         try:
             return None if (form := match(command)) and form.convert(first) else "its columns have other names"
         except FormatError as error:
@@ -483,17 +500,25 @@ def recognise(
     lacking = [side for side in ("chosen", "rejected") if _named(side, columns) is None]
     if command in ("dpo", "reward") and len(lacking) == 1:
         raise OptionError(f"{where}: it has {has}, and no `{lacking[0]}`. `--columns {lacking[0]}=OLD` renames one.")
-    if not advice and not (advice := _proposed(command, columns, first)) and failure("grpo") is None:
+    nested = any(isinstance(first.get(name), (list, dict)) for name in _unknown(columns))
+    if (command == "grpo" or not advice) and (proposed := _proposed(command, columns, first)):
+        advice = proposed
+    elif not (advice or of_label or nested) and failure("grpo") is None:
         advice = " That is what `hf-hybrid grpo` takes."
     raise OptionError(f"{where}: it has {has}, and `hf-hybrid {command}` takes {takes}.{advice}")
 
 
+def _unknown(columns: Sequence[str]) -> list[str]:
+    return [name for name in columns if not any(name in names for names in (*NAMES.values(), _OF_TEMPLATES))]
+
+
 def _proposed(command: str, columns: Sequence[str], first: Row) -> str:
     """Which columns a command could take under which names, in a sentence; nothing if there are none."""
-    if command not in ("dpo", "reward") and (chats := _shaped_as_chats(columns, first)):
-        return f" If `{chats[0]}` is the conversation, add `--columns messages={chats[0]}`."
-    unknown = [name for name in columns if not any(name in names for names in NAMES.values())]
-    texts = [name for name in unknown if is_chat(first.get(name)) or isinstance(first.get(name), str) and first[name]]
+    if command not in ("dpo", "reward") and (talks := _shaped_as_chats(columns, first)):
+        return f" If `{talks[0]}` is the conversation, add `--columns messages={talks[0]}`."
+    chats = command != "train"
+    texts = [n for n in _unknown(columns) if isinstance(first.get(n), str) or chats and is_chat(first.get(n))]
+    texts = [name for name in texts if first[name] and not _OF_NOTES.search(name)]
     sentences = [name for name in texts if " " in str(first[name]).strip()]
     left = iter(sentences if len(sentences) >= len(_PROPOSED[command]) else texts)
     names = {part: _named(part, columns) or next(left, None) for part in _PROPOSED[command]}
@@ -501,7 +526,7 @@ def _proposed(command: str, columns: Sequence[str], first: Row) -> str:
         names = {"text": texts[0]} if command == "sft" and texts else {}
     means = {"prompt": "question", "completion": "answer"}
     said = " and ".join(f"`{name}` is the {means.get(part, part)}" for part, name in names.items())
-    new = " ".join(f"{part}={name}" for part, name in names.items() if name in texts)
+    new = shlex.join(f"{part}={name}" for part, name in names.items() if name in texts)
     return f" If {said}, add `--columns {new}`." if new else ""
 
 
@@ -538,9 +563,11 @@ def convert_rows(
         raise OptionError(f"{where} holds no rows.")
     columns = list(dict.fromkeys(itertools.chain.from_iterable(heads)))
     _check_names(where, columns, renamed)
+    known, wanted = set(itertools.chain.from_iterable(NAMES.values())), [*renamed.values()]
+    renamed |= {name: low for name in columns if (low := name.lower()) in known.difference(columns, wanted)}
     columns = [renamed.get(name, name) for name in columns]
     with_number(lambda row: _check_row(rename(row), command) or {}, heads[0], 0)
-    row_format = recognise(command, columns, rename(heads[0]), template, where, renamed.values())
+    row_format = recognise(command, columns, rename(heads[0]), template, where, wanted)
     if row_format.chats and not template:
         more = ", or set `--chat_template_path` to a .jinja file or `plain` (`User: ... Assistant: ...`)"
         raise OptionError(
@@ -550,7 +577,7 @@ def convert_rows(
     kept = [name for name in row_format.kept if name in columns]
     first = _Watched(rename(heads[0]), columns)
     columns = list(with_number(convert, first, 0))
-    if lost := [name for name in renamed.values() if name in first.unread and any(name in n for n in NAMES.values())]:
+    if lost := [name for name in wanted if name in first.unread and name in known]:
         raise OptionError(f"`--columns {lost[0]}=...`: {where} is read as {row_format.title}, without `{lost[0]}`.")
     each = functools.partial(with_number, lambda row: convert(rename(row)))
     options: dict[str, Any] = {"with_indices": True, "remove_columns": stored}
@@ -573,13 +600,15 @@ def _check_row(row: dict[str, Any], command: str, form: Format | None = None) ->
     advice = "`--columns ignored={0}` reads the rows without it.".format
     for name in NAMES["pictures"] if command != "train" else ():
         if dict.get(row, name):
-            text = f"it has pictures in `{name}`, and `hf-hybrid {command}` trains models of text"
+            kind = "pictures" if name.startswith("image") else "media"
+            text = f"it has {kind} in `{name}`, and `hf-hybrid {command}` trains models of text"
             raise FormatError(f"{text}. {advice(name)}")
-    answers = form is not None and (command == "sft" and form.columns != ("text",) or form.columns[0] == "messages")
-    for name in NAMES["switch"] if answers else ():
+    columns = () if form is None else form.columns
+    answers = command == "sft" and columns not in ((), ("text",)) or any(name in NAMES["messages"] for name in columns)
+    for name in NAMES["switch"] if answers and command in ("sft", "train", "grpo") else ():
         value = dict.get(row, name, True)
         if str(value).lower() == "false" or name != "label" and value in (0, "0"):
-            kto = "That is what `hf-hybrid kto` takes; " if name == "label" and "kto" in FORMATS else ""
+            kto = "That is what `hf-hybrid kto` takes; " * (name == "label")
             raise FormatError(f"`{name}` is `{value}`, and its answer would be learned. {kto}{advice(name)}")
 
 

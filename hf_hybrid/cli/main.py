@@ -21,6 +21,7 @@ COMMANDS = {
     "kto": (RECIPE, "train on answers that are good or bad"),
     "reward": (RECIPE, "train a reward model on preference pairs"),
     "grpo": (RECIPE, "train by rewards for what the model answers"),
+    "data": (RECIPE, "see the rows of a file as a model sees them, and what training on them would save"),
     "chat": ("hf_hybrid.cli.chat", "talk to a model that was trained or exported"),
     "sweep": ("hf_hybrid.cli.sweep", "find the best learning rate, or other options, with few steps"),
     "plan": ("hf_hybrid.cli.plan", "compare the memory of the ways to train a model, and see which fit"),

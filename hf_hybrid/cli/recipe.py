@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import errno
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_hybrid.cli import console, loading, tokens
-from hf_hybrid.cli.data import NOTE_NAME, Reader, check_parts, check_paths, new_names
+from hf_hybrid.cli.data import NOTE_NAME, Reader, check_parts, check_paths, command_of, new_names
 from hf_hybrid.cli.launch import launch
 from hf_hybrid.cli.options import (
     DPO,
@@ -63,6 +64,33 @@ TRY_AGAIN = 75
 """Exit status that asks for the same command once more (EX_TEMPFAIL of BSD's sysexits.h)."""
 
 
+DATA_HELP = """\
+usage: hf-hybrid data FILE ... --model NAME [--show_rows 2] ...
+
+Show rows as the model sees them (what is learned stands behind `>`), what is cut and what nobody reads, and what
+training on them would save. It is `--dry_run true` of the command that takes the files, with whose options:
+`hf-hybrid sft --help`.
+"""
+
+
+def see(arguments: Sequence[str]) -> int:
+    """Run `hf-hybrid data`. Returns the exit status, as [`run`]."""
+    files = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments))
+    if not files:
+        console.write_out(DATA_HELP)
+        return 0
+    words = ["--dataset", *files, *arguments[len(files) :], "--dry_run", "true"]
+    try:
+        with console.quiet_imports():
+            name = command_of(files[0], CommandLine(words, SFT).early("columns", "dataset_split", "dataset_config"))
+    except OptionError as error:
+        return complain(error, "hf-hybrid data")
+    if name == "grpo" and "--reward" not in words:
+        words += ["--reward", "format", "--reward_pattern", ".*"]  # any will do
+    with tempfile.TemporaryDirectory() as folder:
+        return run(name, ["--show_rows", "2", "--num_processes", "1", "--output_dir", folder, *words])
+
+
 def run(name: str, arguments: Sequence[str]) -> int:
     """
     Train, or print help. Returns 0; 2 after a message if the options cannot work; 1 after a message if the training
@@ -70,6 +98,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
     shall go on; 130 after Ctrl-C; 143 if the job was asked to end before its last step; else the exit status of the
     process that failed.
     """
+    if name == "data":
+        return see(arguments)
     command = TRAINING[name]
     if {"--help_all", "--help-all"} & set(arguments) or "--help all" in " ".join(arguments):
         with console.quiet_imports():
@@ -190,7 +220,7 @@ def train(line: CommandLine) -> int:
     try:
         options = line.options()
         trainer, reader = make_trainer(options)
-        console.print_trainer(trainer, by_rule="learning_rate" in options.defaulted)
+        console.print_trainer(trainer, by_rule="learning_rate" in options.defaulted, saves=not options.data.dry_run)
         if options.data.dry_run:
             return 0
         with interrupts(alone=trainer.args.world_size == 1) as interrupted:
@@ -303,8 +333,8 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
         trainer.add_callback(EarlyStoppingCallback(options.data.early_stopping_patience))
     if command is DPO:
         tokens.report_pairs(trainer, (train_set, eval_set), config, console.print_fact)
-        train_set = trainer.train_dataset
-    tokens.show_rows(train_set, options.data.show_rows, tokenizer, reader, console.print_fact)
+    shown = trainer.train_dataset if command in (DPO, KTO, REWARD) else train_set
+    tokens.show_rows(shown, options.data.show_rows, tokenizer, reader, console.print_fact)
     return trainer, reader
 
 

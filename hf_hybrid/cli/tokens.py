@@ -277,7 +277,7 @@ def silent(name: str, text: str) -> None:
 def report_hidden(source: Any, answers: Answers, report: Report) -> None:
     """Say what messages and rows have that the chat template does not show. Refuse answers that are nothing else."""
     known = {"role", "content", "tool_call_id", "messages", "prompt", "completion", "chosen", "rejected", *SWITCHES}
-    kinds = str(source.rows.features)
+    kinds = str(source.rows.features or "Json")  # of a stream
     if "Json" not in kinds and known.issuperset(re.findall(r"'(\w+)':", kinds)):
         return
     found, shown, lost = collections.Counter(), set(), 0
@@ -308,12 +308,12 @@ def show_rows(rows: Any, count: int, tokenizer: Any, reader: Any, report: Report
     """Tell the first rows as the model sees them, cut as it gets them: lines behind `>` are learned."""
     answers, length = Answers(tokenizer, False, False), reader.max_length
     for number, row in enumerate(itertools.islice(rows, count), 1):
-        pieces = {"": (row.get("input_ids"), [label >= 0 for label in row.get("labels", ())])}
-        if "prompt_ids" in row:
-            names = [name for name in ("chosen", "rejected", "completion") if f"{name}_ids" in row]
-            sides = {name: (row["prompt_ids"], row[f"{name}_ids"]) for name in names}
-            pieces = {n: (a + b, [False] * len(a) + [True] * len(b)) for n, (a, b) in sides.items()}
-        elif "input_ids" not in row:
+        asked, names = row.get("prompt_ids", []), ("chosen", "rejected", "completion")
+        sides = {name: row[f"{name}_ids"] for name in names if f"{name}_ids" in row}
+        pieces = {name: (asked + ids, [False] * len(asked) + [True] * len(ids)) for name, ids in sides.items()}
+        if "input_ids" in row:
+            pieces = {"": (row["input_ids"], [label >= 0 for label in row["labels"]])}
+        elif not pieces:
             pieces = {"": (answers.prompt(row), itertools.repeat(False))}
         for side, piece in pieces.items():
             whole = list(zip(*piece, strict=False))

@@ -634,7 +634,7 @@ def test_conversations_go_through_the_chat_template(folder):
         ({"dataset": "broken.jsonl"}, "`--dataset broken.jsonl` cannot be read as json: "),
         ({"dataset": "text.txt", "eval_dataset": "empty.json"}, "`--eval_dataset empty.json` holds no rows"),
         ({"dataset": "numbers.jsonl"}, "`--dataset numbers.jsonl`, row 2: `text` is `None`, not a text. Correct or"),
-        ({"dataset": "chat.jsonl", "columns": ["role=messages"]}, "it has `role`, and `hf-hybrid train` takes"),
+        ({"dataset": "chat.jsonl", "columns": ["tools=messages"]}, "it has `tools`, and `hf-hybrid train` takes"),
         ({"dataset": "roles.jsonl"}, "`--dataset roles.jsonl`, row 1: `messages` is `5`, not a list of messages"),
     ],
     ids=repr,

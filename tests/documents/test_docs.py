@@ -227,6 +227,8 @@ def check_pip(words: list[str]) -> None:
 def check_hf_hybrid(words: list[str], folder: Path) -> None:
     command, *rest = words
     assert command in COMMANDS, f"hf-hybrid has no command `{command}`"
+    if command == "data":
+        command, rest = "sft", ["--dataset", *rest]
     if command not in options.TRAINING:
         return build_parser(command).parse_args([command, *rest])
     (folder / "run.yaml").write_text("max_steps: 3\n")
