@@ -51,7 +51,7 @@ NAMES = {
     "text": "text",
     "more": "input context",
     "system": "system system_prompt",
-    "pictures": "images image videos video audios audio",
+    "pictures": "images image videos audios",
     "switch": "label weight train training loss_weight",
 }
 """
@@ -59,7 +59,7 @@ By the part of a row: the columns that hold it, the first that is there. `answer
 `grpo`, and `more` is what a question is asked about.
 """
 NAMES: dict[str, tuple[str, ...]] = {part: tuple(names.split()) for part, names in NAMES.items()}
-SWITCHES = ("weight", "train", "training", "loss_weight")
+SWITCHES = NAMES["switch"][1:]
 """Keys of a message that say whether it is learned: OpenAI's, Axolotl's and LLaMA-Factory's."""
 
 ALPACA = (
