@@ -242,6 +242,15 @@ def refusing(what: str, remedy: str = "") -> Generator[None]:
 # Weights.
 
 
+def make_repository(name: str, option: str, folder: str, how: dict[str, Any]) -> None:
+    """Make a repository on the Hub, before the work whose `folder` is pushed there, or refuse the option."""
+    from huggingface_hub import create_repo
+
+    remedy = "Connect to the network and log in (`hf auth login`), or push later:"
+    with refusing(f"`{option}`: `{name}` cannot be made on the Hub", f"{remedy} `hf upload {name} {folder}`."):
+        create_repo(name, exist_ok=True, **how)
+
+
 def load_model(options: Options, config: Any, adapter: Path | None = None, images: bool = False) -> Any:
     """
     Load the model of a config, with the trained adapters of a folder (`adapter`) or without any, and with what encodes

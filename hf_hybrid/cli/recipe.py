@@ -405,14 +405,9 @@ def check_push(args: Any) -> None:
     """Refuse a push that the Hub will not take, before the work: make the repository, as Trainer would do later."""
     if not args.push_to_hub or args.process_index > 0:
         return
-    from huggingface_hub import create_repo
-
     name = args.hub_model_id or Path(args.output_dir).absolute().name
-    remedy = "Connect to the network and log in (`hf auth login`), or push later:"
-    with loading.refusing(
-        f"`--push_to_hub true`: `{name}` cannot be made on the Hub", f"{remedy} `hf upload {name} {args.output_dir}`."
-    ):
-        create_repo(name, token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
+    how = {"token": args.hub_token, "private": args.hub_private_repo}
+    loading.make_repository(name, "--push_to_hub true", args.output_dir, how)
 
 
 # After training.
