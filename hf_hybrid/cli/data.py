@@ -397,6 +397,8 @@ class Reader:
 
             divides = self.command == "sft" and self.answers_only is not False
             rows = tokens.by_answer(source) if divides and "messages" in source.columns else source.rows
+            if not hasattr(rows, "__len__"):  # which does not know its features
+                return rows.map(lambda row: {"images": [*map(Image().decode_example, row["images"])]})
             return rows.cast_column("images", List(Image()))
         if self.command not in ("train", "sft") and not source.format.chats:
             return source.rows

@@ -109,11 +109,7 @@ class Source(NamedTuple):
     columns: list[str]
     rows: Any
     unread: Sequence[str] = ()  # columns whose values are left out
-
-    @property
-    def has_images(self) -> bool:
-        """Whether messages are lists of parts, and `images` has those that are images."""
-        return self.columns[-1] == "images"
+    has_images: bool = False  # `images` has those of the parts of messages
 
 
 class _Watched(dict):
@@ -697,20 +693,24 @@ def convert_rows(
             f"an instruct model, or save a `chat_template.jinja` beside it{more if command == 'sft' else ''}."
         )
     kept = [name for name in row_format.kept if name in columns]
-    has_images = any(_has_images(rename(head)) for head in heads) or "Image(" in str(folder and rows.features)
+    has_images = any(_has_images(rename(head)) for head in heads) or any(
+        "Image(" in str(feature) and renamed.get(name, name) in NAMES["images"]
+        for name, feature in (rows.features or {}).items()
+    )
     first = _Watched(rename(heads[0]), columns)
     columns = list(with_number(convert, first, 0))
     if lost := [name for name in wanted if name in first.unread and name in known]:
         raise OptionError(f"`--columns {lost[0]}=...`: {where} is read as {row_format.title}, without `{lost[0]}`.")
     each = functools.partial(with_number, lambda row: convert(rename(row)))
     options: dict[str, Any] = {"with_indices": True, "remove_columns": stored}
+    said = tuple(first.unread), has_images and folder is not None
     if not hasattr(rows, "__len__"):
-        return Source(where, row_format, columns, rows.map(each, **options), tuple(first.unread))
+        return Source(where, row_format, columns, rows.map(each, **options), *said)
     # A table takes its form from its first rows. Where others differ, all of them decide.
     for size in (1000, len(rows)):
         try:
             converted = rows.map(each, desc="Reading rows", writer_batch_size=size, **options)
-            return Source(where, row_format, columns, converted, tuple(first.unread))
+            return Source(where, row_format, columns, converted, *said)
         except OptionError:
             raise
         except Exception as error:

@@ -270,6 +270,8 @@ def load_model(options: Options, config: Any, adapter: Path | None = None, image
     model, adapters, args, name = options.model, options.adapters, options.config, str(options.model.model)
     if model.qat == "bitnet" and adapters.use_peft:
         raise OptionError("`--qat bitnet` trains all weights, and `--peft` freezes them. Leave one out.")
+    if not images:
+        check_text(config, name)
     dtype = model.dtype or ("auto" if adapters.use_peft else "float32")
     common: dict[str, Any] = {"trust_remote_code": options.trust_remote_code, "dtype": dtype}
     if model.attn_implementation is not None:

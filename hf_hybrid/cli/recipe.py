@@ -306,8 +306,6 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
             if not was_given(args, "max_length") and getattr(args, "max_length", None) is not None:
                 args.max_length = None
                 console.print_fact("max_length", "none: rows with images are not cut, unless you set it")
-        else:
-            loading.check_text(config, str(options.model.model))
         if command is GRPO and loading.learns_positions(config) and not options.data.streaming:
             tokens.check_prompts(train_set, tokenizer, config, args.max_completion_length or 0)
     more: dict[str, Any] = {} if command is TRAIN else {"peft_config": adapters}

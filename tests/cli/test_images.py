@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset, Features, List
 from datasets import Image as ImageFeature
 from rig import vision
 from rig.byte_llama import assistant, chat_tokenizer, save_llama, user
@@ -94,12 +94,26 @@ def test_images_stand_where_messages_have_their_place(folder, form):
 
 
 def test_images_of_datasets_are_taken_as_they_are_stored(folder):
-    kinds = {"images": List(ImageFeature()), "messages": List({"role": Value("string"), "content": Value("string")})}
+    kinds = {"images": List(ImageFeature()), "messages": vision.MESSAGES}
     columns = {"images": [[vision.picture(0)], []], "messages": [[user("w1 w2"), *ANSWER]] * 2}
     Dataset.from_dict(columns, features=Features(kinds)).to_parquet(folder / "rows.parquet")
     rows, _ = read("sft", "rows.parquet")
     assert shape_of(rows[0]) == {"images": [(24, 24)], "prompt": ASKED, "completion": ANSWERED}
     assert shape_of(rows[1])["images"] == [] and rows[0]["images"][0].tobytes() == vision.picture(0).tobytes()
+
+
+def test_a_stream_has_the_same_rows(folder):
+    write(folder / "rows.jsonl", {"images": ["0.png"], "conversations": TALK})
+    rows, streamed = read("sft", "rows.jsonl")[0], read("sft", "rows.jsonl", streaming=True)[0]
+    assert list(map(shape_of, streamed)) == list(map(shape_of, rows))
+
+
+def test_images_that_are_left_out_on_purpose_are_not_read(folder):
+    kinds = {"images": List(ImageFeature()), "messages": vision.MESSAGES}
+    columns = {"images": [[vision.picture(0)]], "messages": [[user("w1 w2"), *ANSWER]]}
+    Dataset.from_dict(columns, features=Features(kinds)).to_parquet(folder / "rows.parquet")
+    rows, _ = read("sft", "rows.parquet", columns=["ignored=images"])
+    assert rows.column_names == ["input_ids", "labels"]
 
 
 def test_each_answer_of_a_chat_is_a_row_with_the_images_before_it(folder):
