@@ -128,7 +128,7 @@ def read_config(options: ModelOptions, trust_remote_code: bool = False) -> Any:
     with refusing(f"`--model {name}` cannot be loaded", remedy + "forbids it) unless it is cached."):
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     is_encoder = any(architecture.endswith("MaskedLM") for architecture in getattr(config, "architectures", None) or ())
-    known = type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map") or takes_images(config)
+    known = takes_images(config) or type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map")
     if getattr(config, "is_encoder_decoder", False) or is_encoder or not known:
         raise OptionError(
             f"`--model {name}` is no causal language model but a `{config.model_type}`. Train it in Python with "

@@ -196,6 +196,18 @@ def test_a_command_trains_and_says_which_images_were_shared(folder, saved, cli, 
         assert names and all(".text_model." in name for name in names)
 
 
+@pytest.mark.parametrize("adapters", [False, True], ids=["all", "lora"])
+def test_what_was_trained_is_shown_an_image_in_a_chat(folder, saved, cli, monkeypatch, adapters):
+    write(folder / "rows.jsonl", {"image": "0.png", "messages": [user("w1"), *ANSWER]})
+    words = ["--model", str(saved), "--dataset", "rows.jsonl", "--output_dir", "out", "--max_steps", "40", "--use_cpu"]
+    words += ["--eval_share", "0", "--report_to", "none", "--learning_rate", "0.02", *["--peft", "lora"] * adapters]
+    assert "hf-hybrid chat out" in cli("sft", *words)[0]
+    lines = iter(["/image gone.png", "/image 0.png", "w1"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines, "/exit"))
+    out = cli("chat", "out", "--cpu", "--temperature", "0", "--max_new_tokens", "3")[0]
+    assert "There is no file `gone.png`." in out and out.rstrip().endswith("w5 w6")
+
+
 def test_the_command_trains_as_trl_does(folder, saved, cli):
     """The weights are those of TRL's trainer on the same prompts and completions."""
     from safetensors.torch import load_file
