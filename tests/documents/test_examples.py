@@ -21,7 +21,7 @@ NAMES = (
     "11_gpt2_small",
     "13_low_bit",
 )
-NEEDS = {"01_quickstart": "trl", "06_lora": "peft", "08_dpo_trl": "trl", "12_grpo_trl": "trl"}
+NEEDS = {"01_quickstart": "trl", "06_lora": "peft", "08_dpo_trl": "trl", "12_grpo_trl": "trl", "14_images": "trl"}
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 
@@ -144,9 +144,18 @@ def test_low_bit(start, tmp_path):
     assert result["exported"]["loss"] == pytest.approx(result["original"]["loss"], abs=1e-3)
 
 
+def test_images(start, tmp_path):
+    out, status = start("14_images", "--max_steps", 3)
+    before, after = map(float, re.search(r"evaluation loss +(\S+) -> (\S+)", out).groups())
+    assert status == 0 and after < before and len([*tmp_path.glob("out/shapes/*.png")]) == 24
+    total, shared = map(int, re.search(r"images +(\d+) in rows, (\d+) of them not encoded again", out).groups())
+    assert total == 72 and 0 < shared < 48
+
+
 OWN = {
     "01": "--packing", "02": "--learning_rates", "03": "--ways", "04": "--die", "06": "--four_bits",
     "08": "--loss_type", "10": "--least_agreement", "11": "--n_layer", "12": "--exact_skips", "13": "--ternary",
+    "14": "--freeze_encoder",
 }  # fmt: skip
 
 
@@ -155,7 +164,8 @@ def test_help(name, start):
     out, status = start(name, "--help")
     assert status == 0 and OWN[name[:2]] in out and "--max_steps" in out
     if name in NEEDS:  # our options and theirs
-        assert all(option in out for option in ("--enable_predict", "--model_name_or_path", "--learning_rate"))
+        assert all(option in out for option in ("--enable_predict", "--learning_rate"))
+        assert "--model_name_or_path" in out or name == "14_images"  # which builds its own
 
 
 def test_notebook(monkeypatch, tmp_path):
