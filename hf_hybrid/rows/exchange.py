@@ -718,7 +718,7 @@ class Exchange(Part):
             return Plan(self.plain_because) if drawn == "by batch" else plan
         return plan
 
-    def _has_compared(self, model: nn.Module, longest: int, batches: Sequence[Batch]) -> bool:
+    def _has_compared(self, model: nn.Module, longest: int, batches: Sequence[Batch] = ()) -> bool:
         """Whether such rows have been compared, and a backward pass was tried before the model trains."""
         facts = self.facts_of(model)
         if self.images is not None and not facts.compared_images:

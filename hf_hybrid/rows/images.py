@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.rows.tree import WORD, Batch, Tree
+from hf_hybrid.rows.tree import WORD, Batch, Row, Tree
 
 FIRST = 1 << 31
 """Code of the tokens of the first image."""
@@ -76,6 +76,11 @@ def encoder_of(base: Any) -> Any:
     """Return the module of a model that calls its own `get_image_features`; `None` of a model that sees nothing."""
     found = [module for module in base.modules() if hasattr(type(module), "get_image_features")]
     return found[-1] if found and isinstance(getattr(base.config, "image_token_id", None), int) else None
+
+
+def has_images(row: Row) -> bool:
+    """Whether tokens of a row are of images: the first byte of their codes is above 127."""
+    return max(row.ids[:: WORD.itemsize], default=0) >= FIRST >> 24
 
 
 def patches_of(encoder: Any) -> int:
