@@ -138,16 +138,25 @@ class Planner:
         self._estimators: dict[tuple[str, str], Estimator] = {}
 
     def plans(
-        self, dtype: str = "mixed", kinds: Collection[str] = KINDS, *, own_loss: bool = False, can_stream: bool = True
+        self,
+        dtype: str = "mixed",
+        kinds: Collection[str] = KINDS,
+        *,
+        own_loss: bool = False,
+        can_stream: bool = True,
+        micro_batches: int = 1,
     ) -> list[WayPlan]:
         """
         All usual ways to train, the cheapest of each kind first; `dtype` as in [`plan_memory`].
 
-        `own_loss`: the trainer computes the loss in chunks by itself. `can_stream`: it takes streamed layers.
+        `own_loss`: the trainer computes the loss in chunks by itself. `can_stream`: it takes streamed layers. Each
+        micro-batch is divided into so many (`micro_batches`), so that the update stays.
         """
+        size, steps = self.setup.batch_size // micro_batches, self.setup.gradient_accumulation_steps * micro_batches
+        setup = replace(self.setup, batch_size=size, gradient_accumulation_steps=steps)
         can_chunk = self._estimator(loaded(dtype, "full")[0], "full").reason_not_chunked is None
         chunks = "never" if not can_chunk else "always" if own_loss else "maybe"
-        ways = usual_ways(dtype, self.setup, kinds, chunks=chunks, can_stream=can_stream)
+        ways = usual_ways(dtype, setup, kinds, chunks=chunks, can_stream=can_stream)
         plans = [self.plan(way) for way in ways]
         # Where "auto" recomputes all layers, the next plan says the same.
         fixed = (plan.setup.activation_checkpointing != "auto" for plan in plans)

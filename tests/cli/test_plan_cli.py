@@ -259,3 +259,15 @@ def test_the_configuration_for_16_gb_fits_there():
     assert planned.fits and planned.mode == "streamed"
     assert planned.peak_device_bytes + planned.margin_bytes <= 16 * 2**30 * 0.98  # the driver keeps some of 16 GiB
     assert planned.peak_host_bytes < 40 * 2**30
+
+
+def test_smaller_micro_batches_of_the_same_update_are_found(cli, tmp_path):
+    """A base of 7B in 4 bits fits a card of 8 GiB, two sequences at a time."""
+    model, target = EXAMPLES / "qwen2.5-7b.json", tmp_path / "plan.yaml"
+    asked = ["--vram", "8GiB", "--ram", "32GiB", "--peft", "qlora", "--output", target]
+    out, err = cli("plan", model, *asked)
+    assert "does not fit" not in out and re.search(r"^> +6\.\d\d .* yes +QLoRA, .*, 2 x 4 \*$", out, re.M)
+    assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 4" in " ".join(out.split())
+    values = yaml.safe_load(target.read_text())
+    assert (values["per_device_train_batch_size"], values["gradient_accumulation_steps"]) == (2, 4)
+    assert ", 2 x 4" in err and max(map(len, out.splitlines())) <= 80
