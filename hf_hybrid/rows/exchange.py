@@ -196,6 +196,8 @@ class Exchange(Part):
     """Whether the loss is known to read what predicts labels, and nothing else of a model."""
     asks = watches = False
     """Whether the gradient has yet to tell what the loss reads, and may tell otherwise later (any_loss.py)."""
+    unforeseen: tuple[str, ...] = ()
+    """What [`rows_foreseen`] does not know, in clauses."""
     models: Sequence[nn.Module] = ()
     """Those that are open in every pass; others are opened where they are computed."""
 
@@ -410,6 +412,10 @@ class Exchange(Part):
             way.observed, self.host.named = before, named
             way.row = way.router = None
 
+    def rows_foreseen(self, batch: Any) -> Rows | None:
+        """Return rows that a model will get of a batch as it is loaded; `None` if that is not known (foreseen.py)."""
+        return None
+
     # The exchange.
 
     def _before_model(self, model: nn.Module, args: tuple, inputs: dict[str, Any]):
@@ -520,7 +526,7 @@ class Exchange(Part):
         batch, tree, row = copied.batch, copied.tree, copied.row
         if tree is None:
             if self.reads_labels and batch.images is None and self.facts_of(model).encoder is not None:
-                coded = self._with_images(self.facts_of(model), inputs, batch)
+                coded = self.with_images(self.facts_of(model), inputs, batch)
                 if isinstance(coded, str):
                     self.fallbacks.cannot_be_exact(coded)
                     return None
@@ -586,7 +592,7 @@ class Exchange(Part):
             self.counts["tokens_padding"] += places - tokens
             self.counts["tokens_shared"] += tokens - tree.size
 
-    def _with_images(self, facts: ModelFacts, inputs: Mapping[str, Any], batch: Batch) -> Batch | str:
+    def with_images(self, facts: ModelFacts, inputs: Mapping[str, Any], batch: Batch) -> Batch | str:
         """Return a batch of a model that sees with codes of its images, or why it cannot be read."""
         self.images = self.images or Images()
         return self.images.coded(facts.encoder, inputs, batch)

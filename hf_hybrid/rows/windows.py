@@ -31,22 +31,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 
 from hf_hybrid.machine import mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.part import Phase, Step
 from hf_hybrid.rows.attention import FlatRow
-from hf_hybrid.rows.costs import WORTH, share_saved
+from hf_hybrid.rows.costs import share_saved
 from hf_hybrid.rows.exchange import DIVISORS, MICRO_BATCHES, Copied, Exchange, Seen, seen_now
 from hf_hybrid.rows.facts import ModelFacts, Plan, dropout_of
+from hf_hybrid.rows.foreseen import LITTLE, Foreseen
 from hf_hybrid.rows.images import FIRST, in_turn
 from hf_hybrid.rows.recurrent import layers_with_state
 from hf_hybrid.rows.tree import (
@@ -67,26 +66,13 @@ from hf_hybrid.rows.tree import (
     reason_not_documents,
     reason_not_rows,
 )
-from hf_hybrid.run.run import RandomStates, Run
+from hf_hybrid.run.run import Run
 from hf_hybrid.run.trainer_view import LossView, TrainerView, own_losses, unknown_loss
 
-
-class Foreseen(NamedTuple):
-    """What a run would save in some windows, as far as options, model and rows tell before it begins."""
-
-    reason: str | None = None  # why nothing is saved
-    shared: float = 0.0  # share of the tokens in shared prefixes or without influence on a label
-    padding: float = 0.0  # share of padding; both shares are of the padded rows
-    but: tuple[str, ...] = ()  # what is computed again all the same, or left as it is, in clauses
-
-
-WINDOWS, ROWS_READ = 4, 512
-"""Windows from which [`foresee`] says what a run saves, and the most rows that it reads for that."""
 REMEMBERED = 200_000
 """Tokens of the first windows that are kept, to say what their rows would share if they all stood together."""
 WITHOUT_LAUNCHES = ("cpu",)
 """Devices whose windows are merged as far as padded rows allow, however large the micro-batches are."""
-LITTLE = f"less than {1 - WORTH:.0%} would be saved".replace("%", " %")
 NO_LABEL = "no token of this batch has a label"
 
 
@@ -265,7 +251,7 @@ class SharedWindows(Exchange):
         """Return the batches of a window that is on the host, or why one cannot be read."""
         if facts.encoder is None:
             return batches_of(window)
-        coded = [self._with_images(facts, inputs, batch) for inputs, batch in zip(window, batches_of(window))]
+        coded = [self.with_images(facts, inputs, batch) for inputs, batch in zip(window, batches_of(window))]
         reasons = [reason for reason in coded if isinstance(reason, str)]
         return reasons[0] if reasons else [batch for batch in coded if isinstance(batch, Batch)]
 
@@ -499,26 +485,6 @@ def _nothing(batches: list[Batch]) -> tuple[Batch, Tree]:
     return batch, Tree.of([Row(0, ids[0].numpy().astype(WORD).tobytes(), 1, 0, 0, 0, 0)])
 
 
-def foresee(trainer: Any) -> Foreseen | None:
-    """
-    Return what a run would save in its first windows, before it begins. `None` if that is found out in each step: rows
-    are no windows, or a stream, which is read once. Random generators are as before.
-    """
-    if trainer.rows is None:
-        return Foreseen("`share_rows` is off")
-    if not isinstance(trainer.rows, SharedWindows) or isinstance(trainer.train_dataset, IterableDataset):
-        return None
-    with RandomStates.now(trainer.args.device).again():
-        loader, accumulated = trainer.get_train_dataloader(), trainer.args.gradient_accumulation_steps
-        of_window = trainer.args.per_device_train_batch_size * accumulated
-        count = min(WINDOWS, max(ROWS_READ // of_window, 1)) * accumulated
-        batches = [
-            loader.collate_fn([loader.dataset[index] for index in chosen])
-            for chosen in itertools.islice(loader.batch_sampler, count)
-        ]
-    return trainer.rows.foresee([batches[n : n + accumulated] for n in range(0, len(batches), accumulated)])
-
-
 def reason_in_loss(trainer: TrainerView) -> str | None:
     """Return why a trainer's loss may read more than the model's."""
     if trainer.compute_loss_func is not None:
@@ -526,7 +492,7 @@ def reason_in_loss(trainer: TrainerView) -> str | None:
     if trainer.args.label_smoothing_factor:
         return f"`label_smoothing_factor={trainer.args.label_smoothing_factor}` reads logits of padded rows"
     if own := own_losses(trainer):
-        return f"`{own[0][1]}.compute_loss` may read more than the loss"
+        return f"`{'.'.join(own[0][1:])}` may read more than the loss"
     return None
 
 
