@@ -214,7 +214,7 @@ QUICK_PAIRS = [("qwen2_5_vl", "dpo"), ("gemma3", "dpo"), ("qwen2_vl", "grpo"), (
 def test_other_trainers_on_pictures_do_as_trl(name, kind, tmp_path):
     run = both(name, kind, tmp_path, **({} if kind == "chats" else {"gradient_accumulation_steps": 1}))
     assert_same(run)
-    if name in ONCE:
+    if name in ONCE and kind != "kto":  # a loss that we do not know has its decoder exchanged, which gets no tokens
         assert_once(run, least=2.0 if kind == "dpo" else 1.0)
 
 
@@ -287,4 +287,5 @@ def two_processes(name, folder):
 @pytest.mark.parametrize("name", mostly_slow(["qwen2_vl", "qwen3_vl", "idefics3"], ["qwen2_vl"]))
 def test_two_processes_on_pictures_do_as_those_of_trl(name, tmp_path):
     assert together(2, lambda: two_processes(name, tmp_path)) == [0, 0]
-    assert apart(torch.load(tmp_path / "False.pt"), torch.load(tmp_path / "True.pt")) < 1e-6
+    theirs, found = (torch.load(tmp_path / f"{ours}.pt") for ours in (False, True))
+    assert max((theirs[key] - found[key]).abs().max().item() for key in theirs) < 1e-6
