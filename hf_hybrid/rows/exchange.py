@@ -218,8 +218,8 @@ class Exchange(Part):
         self._looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Models whose facts are those of the step under way."""
         self.host = HostBatches()
-        self.images = Images()
-        """Those of the step under way."""
+        self.images: Images | None = None
+        """Those of the step under way, once it has some."""
         self.comparison = Comparison(self, half_precision)
         self._opened: dict[nn.Module, contextlib.ExitStack] = {}
         self._layouts: list[Layout] = []
@@ -259,12 +259,9 @@ class Exchange(Part):
         self._said_drawn = self._draws_late = False
 
     def begin_step(self, step: Step) -> None:
-        self._forget_step()
-
-    def _forget_step(self) -> None:
         self.host.known.clear()
         self._looked_at.clear()
-        self.images = Images()
+        self.images = None
 
     def arrange(self, step: Step) -> None:
         """Lay out the micro-batches of a step anew, if this part does, once `on_step_begin` has been called."""
@@ -315,6 +312,8 @@ class Exchange(Part):
             for model in self.models:
                 self._open(model)
             yield
+            if self.images is not None:
+                self.images.run_backward()
         finally:
             self._backward_follows = False
             self._close()
@@ -335,7 +334,9 @@ class Exchange(Part):
     @contextlib.contextmanager
     def evaluating(self, *models: nn.Module) -> Generator[None]:
         """As [`on`], for passes whose tokens are not those of the training."""
-        self._forget_step()
+        self.host.known.clear()
+        self._looked_at.clear()
+        self.images = None
         before, self._is_counting, self._is_laid_out = self._is_counting, False, False
         try:
             with self.on(*models, *self.models):
@@ -511,8 +512,8 @@ class Exchange(Part):
             copied = Copied(on_host([rows_of_states(inputs)])[0])
         batch, tree, row = copied.batch, copied.tree, copied.row
         if tree is None:
-            if self.reads_labels and batch.images is None:
-                coded = self.images.coded(self.facts_of(model).encoder, inputs, batch)
+            if self.reads_labels and batch.images is None and self.facts_of(model).encoder is not None:
+                coded = self._with_images(self.facts_of(model), inputs, batch)
                 if isinstance(coded, str):
                     self.fallbacks.cannot_be_exact(coded)
                     return None
@@ -529,7 +530,8 @@ class Exchange(Part):
         if row is None or row.repeats != repeats:
             balances = self.reads_labels and self.facts_of(model).balances(inputs)
             device = inputs["input_ids"].device
-            ((rows,), _) = FlatRow.on(device, [(tree, [batch])], repeats=repeats, balances=balances)
+            options: Any = {"repeats": repeats, "balances": balances, "images": batch.images}
+            ((rows,), _) = FlatRow.on(device, [(tree, [batch])], **options)
             row = rows[0]
         return row
 
@@ -565,17 +567,23 @@ class Exchange(Part):
         """Count the tokens of batches of so many places, padding included."""
         tokens = sum(batch.tokens for batch in batches)
         self.counts["tokens"] += tokens
-        self._count_images(batches, () if tree is None else (tree,))
+        if self.images is not None:
+            self._count_images(batches, () if tree is None else (tree,))
         if tree is not None:
             self.counts["tokens_padding"] += places - tokens
             self.counts["tokens_shared"] += tokens - tree.size
 
+    def _with_images(self, facts: ModelFacts, inputs: Mapping[str, Any], batch: Batch) -> Batch | str:
+        """Return a batch of a model that sees with codes of its images, or why it cannot be read."""
+        self.images = self.images or Images()
+        return self.images.coded(facts.encoder, inputs, batch)
+
     def _count_images(self, batches: Sequence[Batch], trees: Sequence[Tree]) -> None:
         """Count the images of batches, and those that their trees, if there are any, do not encode again."""
-        if with_some := [batch for batch in batches if batch.images is not None]:
-            count = sum(batch.images.count(batch)[0] for batch in with_some)
-            self.counts["images"] += count
-            self.counts["images_shared"] += count - self.images.count_encoded(trees)[0] if trees else 0
+        images: Any = self.images
+        count = sum(images.count(batch)[0] for batch in batches if batch.images is not None)
+        self.counts["images"] += count
+        self.counts["images_shared"] += count - images.count_encoded(trees)[0] if trees else 0
 
     # Whether.
 
@@ -694,8 +702,9 @@ class Exchange(Part):
     def _has_compared(self, model: nn.Module, longest: int, batches: Sequence[Batch]) -> bool:
         """Whether such rows have been compared, and a backward pass was tried before the model trains."""
         facts = self.facts_of(model)
-        if not facts.compared_images and any(batch.images is not None for batch in batches):
-            return False
+        if self.images is not None and not facts.compared_images:
+            if any(batch.images is not None for batch in batches):
+                return False
         return facts.has_compared(longest) and (facts.ran_backward or not self.comparison.trains(model))
 
     def _is_same(
@@ -707,7 +716,7 @@ class Exchange(Part):
                 self.fallbacks.cannot_be_exact("no batch of its kind was compared yet")
                 return False
             self.reason_plain = self.comparison.reason_not_same(model, tree, batches, compute, device)
-            self.facts_of(model).note_compared(tree.longest, batches)
+            self.facts_of(model).note_compared(tree.longest, any(batch.images is not None for batch in batches))
         return self.reason_plain is None
 
 

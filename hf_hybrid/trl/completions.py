@@ -276,7 +276,7 @@ def reason_not_tree(generation: Generation, facts: ModelFacts) -> str | None:
         return f"the model does not take a tree ({type(error).__name__}: {error})"
     if not distance <= TOLERANCES[half]:
         return f"logits of a tree are {distance:.1e} of their length away from those of padded rows"
-    facts.note_compared(len(longest), ())
+    facts.note_compared(len(longest))
     return None
 
 
