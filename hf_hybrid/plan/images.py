@@ -40,6 +40,11 @@ class SomeImages(NamedTuple):
         tensors = {name: value for name, value in more.items() if name not in of_tokens}
         return cls(tensors, of_tokens, len(ids)) if tensors else None
 
+    @property
+    def bytes_of_a_row(self) -> int:
+        """Bytes of what the model gets, by row."""
+        return sum(tensor.nbytes for tensor in self.tensors.values()) // self.rows
+
     def of(self, rows: int) -> dict[str, Tensor]:
         """The same of so many rows, as tensors without data, which know their values."""
         with _disable_current_modes():
@@ -77,6 +82,8 @@ def run_knowing(run: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
     if any(_value(tensor) is None for tensor in tensors):
         if func._schema.is_mutable:
             vars(args[0]).pop("value", None)
+        if func is torch.ops.aten.index.Tensor:
+            args = args[0], [place for index in args[1] for place in _places(index)]
         return run(func, args, kwargs)
     decides = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags)
     made = None if decides else run(func, args, kwargs)
@@ -91,6 +98,15 @@ def run_knowing(run: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
         if isinstance(tensor, Tensor):
             vars(tensor)["value"] = value
     return made
+
+
+def _places(index: Tensor | None) -> list[Tensor | None]:
+    """The indices that a mask stands for, if it is known."""
+    if index is None or index.dtype != torch.bool or (value := _value(index)) is None:
+        return [index]
+    with _disable_current_modes():
+        places = value.nonzero(as_tuple=True)
+    return [_standing_in(place) for place in places]
 
 
 def _value(tensor: Tensor) -> Tensor | None:

@@ -633,6 +633,11 @@ class Tracer:
         """Bytes of activations that a streamed layer keeps which is not recomputed."""
         return self._read(setup, 0, graph)
 
+    def waiting(self, setup: Setup, computed: int) -> int:
+        """Bytes of the images of micro-batches that are on the device already, when so many of them are computed."""
+        rows = (setup.gradient_accumulation_steps - computed) * setup.batch_size
+        return 0 if self.images is None else rows * self.images.bytes_of_a_row
+
     def states(self, setup: Setup) -> int:
         """Bytes of the optimizer's states of all trainable parameters."""
         times = dict.fromkeys(self.excerpt.model.parameters(), 1)
@@ -682,7 +687,8 @@ class Tracer:
                         without = set(without).difference(layers)
                     enable_checkpointing(model, setup.accelerator, without)
                     if by_plan:  # a frozen encoder keeps nothing
-                        base_model(model).disable_input_require_grads()
+                        base: Any = base_model(model)
+                        base.disable_input_require_grads()
                 if self.images is not None:
                     more_inputs = {**more_inputs, "images": self.images}
                 self.traces[key] = trace_step(model, layers, setup, **more_inputs)
